@@ -1,0 +1,157 @@
+"""Time of `block_mass` beside that of vLLM's own CPU attention on the same batch.
+
+    python benchmarks/mass.py [--isa avx2] [--block-size 32] [--only decode]
+
+"hot": attention and mass alternate, as in a model's layer, so that mass finds
+the keys in whatever cache attention left them in. "cold": the caches are
+overwritten before either. Times are medians over `--repeats` runs.
+"""
+
+import argparse
+import itertools
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import vllm
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from vllm_evict.attention.mass import block_mass, kernel_path
+
+RESIDENT = 4096
+CHUNK = 2048
+
+
+class Batch:
+    """Random tensors of one attention layer, and the two calls to time."""
+
+    def __init__(self, query_lens, seq_lens, heads, kv_heads, dim, block_size, dtype, isa):
+        self.isa = isa
+        self.scale = dim**-0.5
+        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
+        self.starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
+        width = -(-max(seq_lens) // block_size)
+        num_blocks = width * len(seq_lens)
+        self.table = torch.randperm(num_blocks, dtype=torch.int32).view(len(seq_lens), width)
+        tokens = num_blocks * block_size
+        pages = torch.empty(num_blocks, kv_heads, 2 * block_size, dim, dtype=dtype)
+        self.keys, self.values = pages.chunk(2, dim=2)
+        self.layout = _get_attn_isa(dtype, block_size, dim)
+        ops.cpu_attn_reshape_and_cache(
+            torch.randn(tokens, kv_heads, dim).to(dtype),
+            torch.randn(tokens, kv_heads, dim).to(dtype),
+            self.keys,
+            self.values,
+            torch.arange(tokens),
+            self.layout,
+        )
+        self.query = torch.randn(sum(query_lens), heads, dim).to(dtype)
+        self.output = torch.empty_like(self.query)
+        self.mass = torch.zeros(len(seq_lens), kv_heads, width)
+        self.metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(seq_lens),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            seq_lens=self.seq_lens,
+            dtype=dtype,
+            query_start_loc=self.starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.layout,
+            enable_kv_split=vllm.envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
+
+    def run_attention(self):
+        ops.cpu_attention_with_kv_cache(
+            query=self.query,
+            key_cache=self.keys,
+            value_cache=self.values,
+            output=self.output,
+            query_start_loc=self.starts,
+            seq_lens=self.seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=self.table,
+            softcap=0.0,
+            scheduler_metadata=self.metadata,
+            s_aux=None,
+        )
+
+    def run_mass(self):
+        block_mass(
+            self.query, self.keys, self.table, self.starts, self.seq_lens, self.scale, self.mass,
+            layout=self.layout, isa=self.isa,
+        )  # fmt: skip
+
+
+def measure(batch: Batch, repeats: int, flush: torch.Tensor | None) -> tuple[float, float]:
+    """Median seconds of attention and of mass."""
+    times = [], []
+    for _ in range(repeats + 2):
+        for run, seconds in zip((batch.run_attention, batch.run_mass), times, strict=True):
+            if flush is not None:
+                flush.add_(1)
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+    return tuple(statistics.median(seconds[2:]) for seconds in times)
+
+
+def cpu_name() -> str:
+    lines = subprocess.run(["lscpu"], capture_output=True, text=True).stdout.splitlines()
+    wanted = ("Model name", "CPU(s)", "L2 cache", "L3 cache")
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    return ", ".join(f"{key} {facts[key].strip()}" for key in wanted if key in facts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--isa", help="avx512, avx2 or portable; default: the best here")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--only", choices=("decode", "prefill"))
+    options = parser.parse_args()
+
+    print(f"hardware   {cpu_name()}")
+    print(
+        f"versions   python {platform.python_version()}, torch {torch.__version__}, "
+        f"vllm {vllm.__version__}, kernel {kernel_path(options.isa)}, "
+        f"{torch.get_num_threads()} threads"
+    )
+    print(f"command    python {' '.join(sys.argv)}")
+    print(
+        f"\n{'batch':<22}{'H/Hkv':>7}{'D':>5}{'dtype':>10}"
+        f"{'attention':>14}{'mass':>9}{'ratio':>7}{'attention':>14}{'mass':>9}{'ratio':>7}"
+        f"\n{'':<44}{'hot, us':>14}{'':>16}{'cold, us':>14}"
+    )
+    batches = {
+        "decode 1 x 4096": ([1], [RESIDENT]),
+        "decode 16 x 4096": ([1] * 16, [RESIDENT] * 16),
+        "prefill 2048": ([CHUNK], [CHUNK]),
+    }
+    flush = torch.zeros(24 << 20)  # 96 MiB
+    for name, (query_lens, seq_lens) in batches.items():
+        if options.only and not name.startswith(options.only):
+            continue
+        for (heads, kv_heads), dim, dtype in itertools.product(
+            ((8, 2), (32, 8)), (64, 128), (torch.float32, torch.bfloat16)
+        ):
+            batch = Batch(
+                query_lens, seq_lens, heads, kv_heads, dim, options.block_size, dtype, options.isa
+            )
+            row = f"{name:<22}{f'{heads}/{kv_heads}':>7}{dim:>5}{str(dtype)[6:]:>10}"
+            for buffer in (None, flush):
+                attention, mass = measure(batch, options.repeats, buffer)
+                row += f"{attention * 1e6:>14.0f}{mass * 1e6:>9.0f}{mass / attention:>7.0%}"
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

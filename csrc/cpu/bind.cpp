@@ -1,0 +1,182 @@
+// The Python module vllm_evict._C_cpu: checks shapes and dtypes, takes raw
+// pointers out of tensors. vllm_evict/attention documents the functions.
+
+#include <ATen/Parallel.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+
+#include "mass.h"
+#include "view.h"
+
+namespace vllm_evict::python {
+namespace {
+
+using at::Tensor;
+using std::optional;
+using std::string;
+
+void require(bool valid, const char* sentence) {
+  if (!valid) throw py::value_error(sentence);
+}
+
+void check_tensor(const Tensor& tensor, const char* name, at::ScalarType type, int64_t dims) {
+  if (tensor.scalar_type() != type)
+    throw py::type_error(string(name) + (type == at::kInt ? " must be int32" : " must be float32"));
+  if (!tensor.is_cpu()) throw py::value_error(string(name) + " must be on the CPU");
+  if (tensor.dim() != dims || (tensor.size(-1) > 1 && tensor.stride(-1) != 1))
+    throw py::value_error(string(name) + " must have " + std::to_string(dims) +
+                          " dimensions, the last one contiguous");
+}
+
+Type check_floats(const Tensor& tensor, const char* name) {
+  if (!tensor.is_cpu()) throw py::value_error(string(name) + " must be on the CPU");
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return Type::f32;
+    case at::kBFloat16:
+      return Type::bf16;
+    case at::kHalf:
+      return Type::f16;
+    default:
+      throw py::type_error(string(name) + " must be float32, bfloat16 or float16");
+  }
+}
+
+Packing check_packing(const string& layout, Type type) {
+  if (layout == "amx") {
+    if (type != Type::bf16) throw py::type_error("layout 'amx' packs bfloat16 keys only");
+    return Packing::amx;
+  }
+  require(layout == "vec" || layout == "vec16", "layout must be one of vec, vec16, amx");
+  return type == Type::f32 ? Packing::f32 : type == Type::bf16 ? Packing::bf16 : Packing::f16;
+}
+
+bool runs(const Kernel* kernel) {
+  if (!kernel) return false;
+#if defined(__x86_64__)
+  if (kernel == avx512_kernel)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (kernel == avx2_kernel) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return true;
+}
+
+const Kernel& choose_kernel(const optional<string>& isa) {
+  static const Kernel* const best = runs(avx512_kernel) ? avx512_kernel
+                                    : runs(avx2_kernel) ? avx2_kernel
+                                                        : portable_kernel;
+  if (!isa) return *best;
+  for (const Kernel* kernel : {avx512_kernel, avx2_kernel, portable_kernel})
+    if (runs(kernel) && *isa == kernel->name) return *kernel;
+  throw py::value_error("isa must be avx512, avx2 or portable, and one that this CPU runs");
+}
+
+string kernel_path(const optional<string>& isa) { return choose_kernel(isa).name; }
+
+void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& block_table,
+                const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
+                const Tensor& out, const optional<Tensor>& weights, const string& layout,
+                const optional<string>& isa) {
+  MassArgs a{};
+  a.query_type = check_floats(query, "query");
+  a.packing = check_packing(layout, check_floats(key_cache, "key_cache"));
+  check_tensor(block_table, "block_table", at::kInt, 2);
+  check_tensor(query_start_loc, "query_start_loc", at::kInt, 1);
+  check_tensor(seq_lens, "seq_lens", at::kInt, 1);
+  check_tensor(out, "out", at::kFloat, 3);
+  if (weights) check_tensor(*weights, "weights", at::kFloat, 1);
+
+  require(query.dim() == 3 && query.stride(2) == 1,
+          "query must be [T, H, D] with a contiguous last dimension");
+  require(key_cache.dim() == 4 && key_cache.stride(3) == 1 &&
+              key_cache.stride(2) == key_cache.size(3),
+          "key_cache must be [num_blocks, Hkv, bs, D], contiguous within a block and head");
+  require(key_cache.size(2) > 0 && key_cache.size(2) % 16 == 0 && key_cache.size(3) > 0 &&
+              key_cache.size(3) % 2 == 0,
+          "key_cache must have bs a multiple of 16 and an even D");
+  require(query.size(2) == key_cache.size(3), "query and key_cache must have the same D");
+  require(key_cache.size(1) > 0 && query.size(1) > 0 && query.size(1) % key_cache.size(1) == 0,
+          "query must have a multiple of key_cache's heads");
+  a.requests = seq_lens.size(0);
+  require(block_table.size(0) == a.requests && out.size(0) == a.requests &&
+              query_start_loc.size(0) == a.requests + 1,
+          "block_table, seq_lens and out must have R rows, query_start_loc R + 1");
+  require(out.size(1) == 1 || out.size(1) == key_cache.size(1),
+          "out must have one row for each KV head or one for all");
+  require(!weights || weights->size(0) == query.size(0), "weights must have T elements");
+
+  a.tokens = query.size(0);
+  a.heads = query.size(1);
+  a.dim = query.size(2);
+  a.num_blocks = key_cache.size(0);
+  a.kv_heads = key_cache.size(1);
+  a.block_size = key_cache.size(2);
+  a.query = query.const_data_ptr();
+  a.query_token_stride = query.stride(0);
+  a.query_head_stride = query.stride(1);
+  a.keys = key_cache.const_data_ptr();
+  a.key_block_stride = key_cache.stride(0);
+  a.key_head_stride = key_cache.stride(1);
+  a.table = block_table.const_data_ptr<int32_t>();
+  a.table_stride = block_table.stride(0);
+  a.table_width = block_table.size(1);
+  a.starts = query_start_loc.const_data_ptr<int32_t>();
+  a.lens = seq_lens.const_data_ptr<int32_t>();
+  a.weights = weights ? weights->const_data_ptr<float>() : nullptr;
+  a.out = out.mutable_data_ptr<float>();
+  a.out_request_stride = out.stride(0);
+  a.out_head_stride = out.stride(1);
+  a.out_width = out.size(2);
+  a.sum_heads = out.size(1) == 1;
+  a.scale = static_cast<float>(scale);
+
+  const Kernel& kernel = choose_kernel(isa);
+  py::gil_scoped_release release;
+  vllm_evict::block_mass(a, kernel, at::get_num_threads());
+}
+
+void resident_view(const Tensor& block_table, const Tensor& seq_lens, int64_t block_size,
+                   const Tensor& out_table, const Tensor& out_lens,
+                   const optional<Tensor>& out_logical) {
+  check_tensor(block_table, "block_table", at::kInt, 2);
+  check_tensor(seq_lens, "seq_lens", at::kInt, 1);
+  check_tensor(out_table, "out_table", at::kInt, 2);
+  check_tensor(out_lens, "out_lens", at::kInt, 1);
+  if (out_logical) check_tensor(*out_logical, "out_logical", at::kInt, 2);
+  ViewArgs a{};
+  a.requests = seq_lens.size(0);
+  require(block_size > 0, "block_size must be positive");
+  require(block_table.size(0) == a.requests && out_table.size(0) == a.requests &&
+              out_lens.size(0) == a.requests &&
+              (!out_logical || out_logical->size(0) == a.requests),
+          "block_table, seq_lens and the outputs must have the same number of rows");
+  a.table = block_table.const_data_ptr<int32_t>();
+  a.table_stride = block_table.stride(0);
+  a.table_width = block_table.size(1);
+  a.lens = seq_lens.const_data_ptr<int32_t>();
+  a.block_size = block_size;
+  a.out_table = out_table.mutable_data_ptr<int32_t>();
+  a.out_stride = out_table.stride(0);
+  a.out_width = out_table.size(1);
+  a.out_lens = out_lens.mutable_data_ptr<int32_t>();
+  if (out_logical) {
+    a.out_logical = out_logical->mutable_data_ptr<int32_t>();
+    a.logical_stride = out_logical->stride(0);
+    a.logical_width = out_logical->size(1);
+  }
+  py::gil_scoped_release release;
+  vllm_evict::resident_view(a, at::get_num_threads());
+}
+
+}  // namespace
+}  // namespace vllm_evict::python
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace vllm_evict::python;
+  module.def("block_mass", block_mass);
+  module.def("kernel_path", kernel_path);
+  module.def("resident_view", resident_view);
+}

@@ -1,0 +1,84 @@
+// Attention mass per KV block: what the scheduler (mass.cpp) and the kernels
+// (mass_kernel.h, compiled once per instruction set) tell each other.
+#pragma once
+
+#include <cstdint>
+
+namespace vllm_evict {
+
+enum class Type { f32, bf16, f16 };
+
+// How a block's keys are stored: "vec" of some type, or "amx" (bfloat16).
+enum class Packing { f32, bf16, f16, amx };
+
+// One call of block_mass. Strides count elements.
+struct MassArgs {
+  const void* query;  // [tokens, heads, dim]
+  Type query_type;
+  int64_t query_token_stride, query_head_stride;
+  const void* keys;  // [blocks, kv_heads, block_size * dim]
+  Packing packing;
+  int64_t key_block_stride, key_head_stride;
+  const int32_t* table;  // [requests, >= blocks of the request]
+  int64_t table_stride, table_width;
+  const int32_t* starts;  // [requests + 1]
+  const int32_t* lens;    // [requests]
+  const float* weights;   // [tokens] or null
+  float* out;             // [requests, kv_heads or 1, >= blocks of the request]
+  int64_t out_request_stride, out_head_stride, out_width;
+  bool sum_heads;  // out has one row for all KV heads
+  float scale;
+  int64_t requests, tokens, heads, kv_heads, dim, block_size, num_blocks;
+};
+
+// Query rows (a token and a head each) that read the same keys, in the order of
+// their tokens. `q` holds groups of Kernel::rows rows, each group [dim, rows of
+// the group] and scaled so that a score's softmax weight is exp2(score).
+struct Rows {
+  const float* q;
+  const int32_t* seen;   // tokens that each row sees, ascending
+  const float* weights;  // of each row
+  int64_t count;
+};
+
+// The blocks of one request under one KV head.
+struct Blocks {
+  const void* keys;  // block 0, this head
+  Packing packing;
+  int64_t stride, size, dim;
+  const int32_t* table;
+};
+
+// Split softmax statistics of each row over each tile of tokens:
+// mass = sum(exp2(score - peak)). Row r of tile t at [r * stride + t].
+struct Tiles {
+  float* peak;
+  float* mass;
+  int64_t stride;  // multiple of kTileAlign
+};
+
+constexpr int64_t kTileAlign = 16;
+
+struct Kernel {
+  const char* name;
+  int64_t rows;  // rows scored together
+  // Tokens in a tile; divides block_size.
+  int64_t (*tile_tokens)(int64_t block_size);
+  // Rows that a group of `count` <= rows takes in Rows::q.
+  int64_t (*padded)(int64_t count);
+  // Statistics of the tiles of blocks [begin, end).
+  void (*score)(const Rows&, const Blocks&, int64_t begin, int64_t end, const Tiles&);
+  // out[block] += sum over rows of weight * softmax mass; consumes the tiles.
+  void (*fold)(const Rows&, int64_t block_size, const Tiles&, float* out);
+};
+
+// Null where the compiler or the architecture lacks the instruction set.
+extern const Kernel* const avx512_kernel;
+extern const Kernel* const avx2_kernel;
+extern const Kernel* const portable_kernel;
+
+// The same bits for any number of threads. Throws std::invalid_argument where a
+// start, length or block id is out of range.
+void block_mass(const MassArgs&, const Kernel&, int threads);
+
+}  // namespace vllm_evict

@@ -1,0 +1,26 @@
+#include "mass.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+
+#include <immintrin.h>
+
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#define ISA avx512
+#define ISA_NAME "avx512"
+#define LANES 16
+#define ROWS 8
+#define WIDEN_U16(x) _mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)(x))
+#define WIDEN_F16(x) _mm512_maskz_cvtph_ps(0xffff, (__m256i)(x))
+#include "mass_kernel.h"
+
+namespace vllm_evict {
+const Kernel* const avx512_kernel = &avx512::kernel;
+}
+
+#else
+
+namespace vllm_evict {
+const Kernel* const avx512_kernel = nullptr;
+}
+
+#endif

@@ -1,0 +1,45 @@
+"""Fixtures: tiny models, and vLLM engines in this very process, so that tests see scheduler, manager and worker.
+
+VLLM_EVICT_TEST_RUNNER=v2 runs everything on Model Runner V2 (Triton's interpreter) instead of V1.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+RUNNER = os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1")
+if RUNNER == "v2":
+    import interpreter
+
+    interpreter.use_model_runner_v2()
+
+import pytest  # noqa: E402
+from engine import Engine  # noqa: E402
+from oracle.tiny import make_tiny_llama  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Path of a 2-layer GQA Llama with random weights, 2,048 tokens of context."""
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def engine(tiny):
+    """Factory of in-process engines on the tiny model: `engine(kv_policy=..., **engine_args)`."""
+    engines: list[Engine] = []
+
+    def make(kv_policy=None, model=None, **kwargs) -> Engine:
+        engines.append(Engine(model or tiny, kv_policy, **kwargs))
+        return engines[-1]
+
+    yield make
+    for made in engines:
+        made.close()

@@ -1,0 +1,24 @@
+"""Model Runner V2 on a CPU: vLLM's Triton kernels under Triton's interpreter.
+
+Import this before vLLM (`VLLM_EVICT_TEST_RUNNER=v2` does it in conftest.py).
+"""
+
+import os
+
+
+def use_model_runner_v2() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    from triton.backends import backends
+    from triton.backends.compiler import BaseBackend
+    from triton.backends.driver import DriverBase
+
+    class CPUDriver(DriverBase):
+        """Says that it is there; the interpreter asks a driver for nothing else."""
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+    # vLLM runs its kernels on a CPU if Triton has a backend of this name.
+    backends["cpu"] = type(next(iter(backends.values())))(BaseBackend, CPUDriver)

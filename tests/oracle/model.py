@@ -1,0 +1,102 @@
+"""A plain Llama with dense attention under explicit boolean masks.
+
+Shapes: Q queries of a step, N tokens computed so far (the step's included),
+H query heads, G KV heads, D head size, L layers.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+
+class DenseLlama:
+    """Weights of a Hugging Face Llama directory, computed with in `dtype`."""
+
+    def __init__(self, path, dtype=torch.float32):
+        path = Path(path)
+        cfg = json.loads((path / "config.json").read_text())
+        assert not cfg.get("attention_bias") and not cfg.get("mlp_bias")
+        assert cfg.get("hidden_act", "silu") == "silu"
+        rope = cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}
+        assert rope.get("rope_type", "default") == "default"
+        theta = rope.get("rope_theta") or cfg.get("rope_theta") or 10000.0
+
+        self.dtype = dtype
+        self.layers = cfg["num_hidden_layers"]
+        self.heads = cfg["num_attention_heads"]
+        self.kv_heads = cfg.get("num_key_value_heads") or self.heads
+        self.head_dim = cfg.get("head_dim") or cfg["hidden_size"] // self.heads
+        self.eps = cfg.get("rms_norm_eps", 1e-6)
+        # Angles are float32 whatever `dtype` is, as Llama implementations have them.
+        even = torch.arange(0, self.head_dim, 2).float()
+        self.inv_freq = 1.0 / theta ** (even / self.head_dim)  # [D/2]
+
+        self.w = {}
+        for file in sorted(path.glob("*.safetensors")):
+            self.w |= {name: t.to(dtype) for name, t in load_file(file).items()}
+        if "lm_head.weight" not in self.w:
+            assert cfg.get("tie_word_embeddings")
+            self.w["lm_head.weight"] = self.w["model.embed_tokens.weight"]
+
+    def new_cache(self):
+        """Per layer: keys (rotated) and values of every token, [0, G, D] each."""
+        empty = torch.zeros(0, self.kv_heads, self.head_dim, dtype=self.dtype)
+        return [(empty, empty) for _ in range(self.layers)]
+
+    @torch.no_grad()
+    def forward(self, ids, cache, mask, want_probs=False):
+        """Compute the next Q tokens of a sequence; append their K/V to `cache`.
+
+        ids: Q token ids. cache: from `new_cache`, updated in place.
+        mask: bool [Q, N], true where the query may attend to the token.
+        Returns logits [Q, vocab] and attention probabilities [L, H, Q, N]
+        (None unless `want_probs`).
+        """
+        ids = torch.as_tensor(ids, dtype=torch.long)
+        past, q_len = cache[0][0].shape[0], len(ids)
+        assert mask.dtype == torch.bool and mask.shape == (q_len, past + q_len)
+        cos, sin = self._rope(torch.arange(past, past + q_len))
+        x = self.w["model.embed_tokens.weight"][ids]  # [Q, hidden]
+        probs = []
+        for i in range(self.layers):
+            pre = f"model.layers.{i}."
+            h = self._norm(x, pre + "input_layernorm")
+            q = self._linear(h, pre + "self_attn.q_proj").view(q_len, self.heads, -1)
+            k = self._linear(h, pre + "self_attn.k_proj").view(q_len, self.kv_heads, -1)
+            v = self._linear(h, pre + "self_attn.v_proj").view(q_len, self.kv_heads, -1)
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            k, v = torch.cat([cache[i][0], k]), torch.cat([cache[i][1], v])  # [N, G, D]
+            cache[i] = (k, v)
+            group = self.heads // self.kv_heads  # query head h reads KV head h // group
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            scores = torch.einsum("qhd,nhd->hqn", q, k) / self.head_dim**0.5
+            p = scores.masked_fill(~mask, float("-inf")).softmax(-1)  # [H, Q, N]
+            attended = torch.einsum("hqn,nhd->qhd", p, v).flatten(1)
+            x = x + self._linear(attended, pre + "self_attn.o_proj")
+            h = self._norm(x, pre + "post_attention_layernorm")
+            gate = F.silu(self._linear(h, pre + "mlp.gate_proj"))
+            x = x + self._linear(gate * self._linear(h, pre + "mlp.up_proj"), pre + "mlp.down_proj")
+            probs.append(p)
+        logits = self._linear(self._norm(x, "model.norm"), "lm_head")
+        return logits, torch.stack(probs) if want_probs else None
+
+    def _linear(self, x, name):
+        return x @ self.w[name + ".weight"].T
+
+    def _norm(self, x, name):
+        rms = (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        return x / rms * self.w[name + ".weight"]
+
+    def _rope(self, positions):
+        angles = positions[:, None].float() * self.inv_freq  # [Q, D/2]
+        angles = torch.cat([angles, angles], -1)[:, None]  # [Q, 1, D]
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+
+def _rotate(x, cos, sin):
+    """RoPE of x [Q, heads, D]: coordinate i turns with coordinate i + D/2."""
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat([-high, low], -1) * sin

@@ -1,0 +1,55 @@
+"""The engine against the dense oracle: same evicted blocks at the same steps, same log-probabilities."""
+
+import numpy as np
+import pytest
+import torch
+from engine import random_prompt
+from oracle.model import DenseLlama
+from oracle.replay import Config, replay
+
+BLOCK = 32
+BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64}
+POLICIES = {
+    "sink-window": {"name": "sink-window", **BASE},
+    "h2o": {"name": "h2o", **BASE},
+    "h2o-mean": {"name": "h2o", **BASE, "accumulate": "mean"},
+    "h2o-ema": {"name": "h2o", **BASE, "accumulate": "ema", "decay": 0.95},
+    "h2o-last": {"name": "h2o", **BASE, "accumulate": "last", "window": 24},
+    "h2o-every": {"name": "h2o", **BASE, "every": 4},
+    "h2o-max": {"name": "h2o", **BASE, "heads": "max", "layers": "max"},
+    "h2o-average": {"name": "h2o", **BASE, "heads": "mean", "layers": "mean"},
+    "h2o-tight": {"name": "h2o", "budget": 160, "buffer": 0, "sink": 32, "recent": 64},
+    "h2o-odd": {"name": "h2o", "budget": 200, "buffer": 40, "sink": 20, "recent": 50},
+}
+
+
+def oracle_config(policy):
+    return Config(policy=policy["name"], block_size=BLOCK, **{k: v for k, v in policy.items() if k != "name"})
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_evictions_and_logprobs_match_the_dense_oracle(engine, tiny, name):
+    """Three requests in one batch, prompts longer and shorter than a chunk, decoded past several decisions."""
+    policy = POLICIES[name]
+    subject = engine(kv_policy=policy, max_num_batched_tokens=192)
+    requests = [
+        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1, "prompt_logprobs": prompt_logprobs})
+        for seed, (length, tokens, prompt_logprobs) in enumerate([(500, 80, 1), (90, 220, None), (333, 64, None)])
+    ]
+    outputs, traces = subject.traced(requests)
+    dense = DenseLlama(tiny)
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        reference = replay(dense, tokens, trace.steps, oracle_config(policy), start=trace.start)
+        assert sum(map(len, trace.evicted)) > 0, "the policy never acted"
+        # The last step's request is finished, so nothing is decided after it.
+        assert trace.evicted[:-1] == reference.evicted[: len(trace.steps) - 1]
+        logprobs = torch.log_softmax(reference.logits.double(), -1)
+        first = len(prompt) - 1 - trace.start
+        got = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids)]
+        want = [logprobs[first + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
+        np.testing.assert_allclose(got, want, atol=2e-3)
+        if output.prompt_logprobs:
+            got = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], prompt[1:])]
+            want = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
+            np.testing.assert_allclose(got, want, atol=2e-3)

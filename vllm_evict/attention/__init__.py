@@ -1,0 +1,1 @@
+"""Attention mass per KV block, and views of block tables without holes."""

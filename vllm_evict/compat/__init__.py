@@ -1,0 +1,14 @@
+"""Every touch of vLLM's internals: what is touched, why, and until when.
+
+| module | touches | why | until |
+|---|---|---|---|
+| `arguments` | `EngineArgs` | a flag and a keyword for the policy | vLLM lets plugins add engine arguments |
+| `frontend` | `InputProcessor`, `RequestState`, `StatLoggerManager` | HTTP 400, per-request usage, /metrics | vLLM has hooks for them |
+| `runners` | model runners V1 and V2 | holes into block tables, names of the batch's rows | block-table updates are part of SchedulerOutput |
+| `layers` | `Attention` layers after load | their backend behind a view | backends can be wrapped by configuration |
+| `refusals` | `VllmConfig` | what can't be served right is refused by name | each entry until it is served |
+| `versions` | version numbers | only tested releases are touched | |
+
+Beside these, `core` and `worker` subclass vLLM's scheduler, KV cache manager, spec and worker where vLLM lets a
+configuration name a class. tests/test_compat.py guards each of them against the sources of every release in `versions`.
+"""

@@ -1,0 +1,115 @@
+"""vLLM's front end: requests that ask for what they may not have, what a request's cache came to, and metrics."""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from ..config import KVPolicyConfig, KVPolicyError
+from ..metrics import STATS_KEY, PrometheusMetrics
+from ..usage import USAGE_KEY, KVUsage
+
+
+def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
+    additional = vllm_config.additional_config
+    value = additional.get("kv_policy") if isinstance(additional, dict) else None
+    return None if value is None else KVPolicyConfig.parse(value)
+
+
+def _once(function: Any) -> bool:
+    """Whether a function is still vLLM's own."""
+    return not hasattr(function, "__wrapped__")
+
+
+def hook_input_processor(module: ModuleType) -> None:
+    """Validate `kv_policy` and `kv_budget` of a request where vLLM validates the rest: HTTP 400, ValueError offline."""
+    from vllm.exceptions import VLLMValidationError
+
+    cls = module.InputProcessor
+    process_inputs = cls.process_inputs
+    if not _once(process_inputs):
+        return
+
+    @functools.wraps(process_inputs)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process_inputs(self, *args, **kwargs)
+        config = _server_policy(self.vllm_config)
+        params = request.sampling_params
+        if config is not None and params is not None and params.extra_args:
+            length = len(request.prompt_token_ids) if request.prompt_token_ids else len(request.prompt_embeds)
+            try:
+                config.for_request(params.extra_args, length, self.vllm_config.cache_config.block_size)
+            except KVPolicyError as error:
+                raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+        return request
+
+    cls.process_inputs = checked
+
+
+def hook_output_processor(module: ModuleType) -> None:
+    """Hand a finished request's `KVUsage` to its output: `RequestOutput.kv_usage`, and on each completion (n > 1)."""
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    RequestOutput.kv_usage = CompletionOutput.kv_usage = None
+    cls = module.RequestState
+    make_request_output, new_completion_output = cls.make_request_output, cls._new_completion_output
+    if not _once(make_request_output):
+        return
+
+    @functools.wraps(make_request_output)
+    def with_usage(
+        self: Any,
+        new_token_ids: Any,
+        pooling_output: Any,
+        finish_reason: Any,
+        stop_reason: Any,
+        kv_transfer_params: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if kv_transfer_params and USAGE_KEY in kv_transfer_params:
+            params = dict(kv_transfer_params)
+            self.kv_usage = KVUsage(**params.pop(USAGE_KEY))
+            kv_transfer_params = params or None
+        output = make_request_output(
+            self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
+        )
+        if isinstance(output, RequestOutput):
+            output.kv_usage = output.outputs[0].kv_usage
+        return output
+
+    @functools.wraps(new_completion_output)
+    def completion_with_usage(self: Any, *args: Any, **kwargs: Any) -> Any:
+        completion = new_completion_output(self, *args, **kwargs)
+        completion.kv_usage = getattr(self, "kv_usage", None)
+        return completion
+
+    cls.make_request_output, cls._new_completion_output = with_usage, completion_with_usage
+
+
+def hook_loggers(module: ModuleType) -> None:
+    """Show the scheduler's counts on /metrics, beside vLLM's own."""
+    cls = module.StatLoggerManager
+    init, record = cls.__init__, cls.record
+    if not _once(init):
+        return
+
+    @functools.wraps(init)
+    def with_metrics(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        self.kv_evict_metrics = None
+        if _server_policy(vllm_config) is not None:
+            # After vLLM's Prometheus logger, which unregisters every metric called vllm:*.
+            self.kv_evict_metrics = PrometheusMetrics(vllm_config.model_config.served_model_name)
+
+    @functools.wraps(record)
+    def recorded(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        connector_stats = scheduler_stats and scheduler_stats.kv_connector_stats
+        if connector_stats and STATS_KEY in connector_stats:
+            counts = connector_stats.pop(STATS_KEY)
+            # vLLM's own loggers expect this field to come from a KV connector.
+            scheduler_stats.kv_connector_stats = connector_stats or None
+            if self.kv_evict_metrics is not None:
+                self.kv_evict_metrics.record(counts, kwargs.get("engine_idx") or 0)
+        record(self, scheduler_stats, *args, **kwargs)
+
+    cls.__init__, cls.record = with_metrics, recorded

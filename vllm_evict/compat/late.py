@@ -1,0 +1,57 @@
+"""Act on a module once it is imported, without importing it."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call `action(module)` when the module called `name` has been executed; now, if that has happened.
+
+    vLLM calls platform plugins while its own modules are being imported. Importing them from there would be circular,
+    and some of them are half executed.
+    """
+    module = sys.modules.get(name)
+    if module is None:
+        sys.meta_path.insert(0, _Finder(name, action))
+    elif getattr(module.__spec__, "_initializing", False):
+        _await(module.__spec__, action)
+    else:
+        action(module)
+
+
+class _Finder:
+    """Finds one module like everybody else, and waits for it."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            _await(spec, self._action)
+        return spec
+
+
+def _await(spec: ModuleSpec, action: Callable[[ModuleType], None]) -> None:
+    """importlib marks a spec as initializing while its module is executed: act when the mark is taken off."""
+
+    class Awaited(type(spec)):
+        @property
+        def _initializing(self) -> bool:
+            return self.__dict__.get("_executing", False)
+
+        @_initializing.setter
+        def _initializing(self, executing: bool) -> None:
+            self.__dict__["_executing"] = executing
+            if not executing and self.name in sys.modules:
+                action(sys.modules[self.name])
+
+    executing = spec.__dict__.pop("_initializing", False)
+    spec.__class__ = Awaited
+    spec.__dict__["_executing"] = executing

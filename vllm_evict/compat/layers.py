@@ -1,0 +1,76 @@
+"""Attention layers of a loaded model: their backend behind the resident view.
+
+vLLM asks each layer for its backend when it makes KV cache specs and metadata builders, both after the model is loaded.
+Replacing it there touches one engine's layers and no registry, and works the same for every backend.
+"""
+
+from typing import Any
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from ..attention.backend import resident_backend, scored_impl
+from ..attention.cpu import KEY_LAYOUTS, cpu_mass
+from ..config import KVPolicyConfig, KVPolicyError
+from ..worker.runtime import EvictionRuntime
+from . import refusals
+
+
+def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
+    """Put all attention layers of the model behind one runtime.
+
+    Raises:
+        KVPolicyError: a layer cannot be served (see `refusals`).
+    """
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    for name, layer in layers.items():
+        if type(layer) is not Attention:
+            raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
+        refusals.check_layer(name, layer, config)
+    first = next(iter(layers.values()))
+    runtime = EvictionRuntime(
+        config,
+        block_size=vllm_config.cache_config.block_size,
+        max_requests=vllm_config.scheduler_config.max_num_seqs,
+        max_model_len=vllm_config.model_config.max_model_len,
+        kv_heads=first.num_kv_heads,
+        layers=len(layers),
+    )
+    backends: dict[type, type] = {}
+    impls: dict[type, type] = {}
+    for layer in layers.values():
+        backend, impl = layer.attn_backend, type(layer.impl)
+        if backend not in backends:
+            backends[backend] = resident_backend(backend, runtime)
+        layer.attn_backend = backends[backend]
+        if config.measures_mass:
+            if impl not in impls:
+                impls[impl] = scored_impl(impl, cpu_mass)
+            layer.impl.__class__ = impls[impl]
+    return runtime
+
+
+def check_layouts(vllm_config: VllmConfig, config: KVPolicyConfig) -> None:
+    """Refuse packed keys that the score pass cannot read; known once metadata builders exist.
+
+    Raises:
+        KVPolicyError: naming the layout.
+    """
+    for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
+        if config.measures_mass and layer.isa not in KEY_LAYOUTS:
+            raise KVPolicyError(
+                f"{name} packs its keys for {layer.isa!r}, which the score pass can't read (it reads "
+                f"{', '.join(KEY_LAYOUTS)}): use sink-window with \"allow\": []"
+            )
+
+
+def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:
+    """Sum or maximum of a tensor over tensor-parallel ranks; every rank gets the same."""
+    group = get_tp_group()
+    if group.world_size > 1:
+        import torch.distributed as dist
+
+        dist.all_reduce(values, dist.ReduceOp.MAX if maximise else dist.ReduceOp.SUM, group=group.cpu_group)
+    return values

@@ -1,0 +1,95 @@
+"""What cannot be served right yet is refused at start, by name, with what to do instead."""
+
+from typing import Any
+
+from ..config import KVPolicyConfig, KVPolicyError
+
+#: Attention backends that have been put behind a resident view.
+BACKENDS = ("CPU_ATTN",)
+
+
+def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Refuse engines that a policy cannot run in.
+
+    Raises:
+        KVPolicyError: naming the model or setting, and what to do instead.
+    """
+    for refused, what, instead in _settings(vllm_config, config):
+        if refused:
+            raise KVPolicyError(f"KV policy {config.name!r} can't be used with {what}: {instead}")
+
+
+def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    without = "leave --kv-policy out for this model"
+    platform = vllm_config.device_config.device_type
+    text = model.hf_text_config
+    windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    return [
+        (
+            platform != "cpu",
+            f"vLLM's {platform} engine in this release",
+            "it serves on vLLM's CPU engine; leave --kv-policy out here",
+        ),
+        (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
+        (model.use_mla, "multi-head latent attention (MLA)", without),
+        (
+            model.is_hybrid or model.has_inner_state or model.is_attention_free,
+            "Mamba, linear-attention or hybrid layers",
+            without,
+        ),
+        (model.is_encoder_decoder, "encoder-decoder models", without),
+        (model.is_mm_prefix_lm or model.is_diffusion, "models with non-causal attention", without),
+        (
+            model.get_sliding_window() is not None or windows or getattr(text, "attention_chunk_size", None) is not None,
+            "sliding-window or chunked-local attention layers, which recycle their blocks themselves",
+            without,
+        ),
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "context parallelism",
+            "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
+        ),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --tensor-parallel-size instead"),
+        (parallel.enable_dbo, "dual-batch overlap", "leave --enable-dbo out"),
+        (vllm_config.speculative_config is not None, "speculative decoding", "leave --speculative-config out"),
+        (vllm_config.kv_transfer_config is not None, "a KV connector", "leave --kv-transfer-config out"),
+        (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
+        (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
+        (
+            config.measures_mass and cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            f"KV cache dtype {cache.cache_dtype!r}, which the score pass can't read",
+            "use --kv-cache-dtype auto, or a policy without scores with \"allow\": [] (sink-window)",
+        ),
+        (
+            vllm_config.scheduler_config.scheduler_cls is not None,
+            "a scheduler class of your own",
+            "leave --scheduler-cls out; eviction needs its own",
+        ),
+    ]
+
+
+def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
+    """Refuse attention layers whose blocks cannot be evicted or scored.
+
+    Raises:
+        KVPolicyError: naming the layer.
+    """
+    impl = layer.impl
+    backend = layer.attn_backend.get_name()
+    if backend not in BACKENDS:
+        raise KVPolicyError(f"{name} uses attention backend {backend}; KV policies run on: {', '.join(BACKENDS)}")
+    if layer.sliding_window is not None or layer.kv_sharing_target_layer_name is not None:
+        raise KVPolicyError(f"{name} has a sliding window or shares another layer's cache: leave --kv-policy out")
+    if not config.measures_mass:
+        return
+    for attribute, what in (
+        ("alibi_slopes", "ALiBi slopes"),
+        ("logits_soft_cap", "a soft cap on its logits"),
+        ("sinks", "learned attention sinks"),
+    ):
+        value = getattr(impl, attribute, None)
+        if value is not None and not (isinstance(value, (int, float)) and value == 0):
+            raise KVPolicyError(
+                f"{name} has {what}, which the score pass does not know: use sink-window with \"allow\": []"
+            )

@@ -1,0 +1,304 @@
+"""One validated object for what to evict: from a flag, a dict, a YAML file or a request."""
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from .policies import MASS_OPTIONS, POLICIES, Policy
+
+Reduction = Literal["sum", "mean", "max"]
+
+
+class KVPolicyError(ValueError):
+    """Something a user can get wrong; the message says what is allowed."""
+
+
+def nearest(word: object, options: Iterable[str]) -> str:
+    """The options as a list for a message, the one most like `word` first."""
+    likeness = lambda option: difflib.SequenceMatcher(None, str(word).lower(), option).ratio()  # noqa: E731
+    return ", ".join(sorted(sorted(options), key=likeness, reverse=True))
+
+
+def policy_named(name: object) -> Policy:
+    """The policy called `name`.
+
+    Raises:
+        KVPolicyError: there is none; the message lists those there are.
+    """
+    if not isinstance(name, str) or name not in POLICIES:
+        raise KVPolicyError(f"unknown KV policy {name!r}; choose one of: {nearest(name, POLICIES)}")
+    return POLICIES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may keep resident, in whole blocks of one KV group.
+
+    Attributes:
+        budget: blocks left after a decision.
+        trigger: blocks above which a decision is taken.
+        sink: leading blocks that are never evicted.
+        recent: trailing *tokens* whose blocks are never evicted.
+    """
+
+    budget: int
+    trigger: int
+    sink: int
+    recent: int
+
+
+class KVPolicyConfig(BaseModel):
+    """A KV eviction policy and its options. Sizes are tokens, rounded up to whole blocks where they are used.
+
+    Fields that a policy does not have are refused; fields left out take the policy's own defaults.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: str
+    #: Tokens a request keeps, or a ratio of its prompt below 1. None: sink + recent + one block.
+    budget: int | float | None = None
+    #: Hysteresis: eviction starts above budget + buffer and goes back to budget.
+    buffer: int = Field(0, ge=0)
+    #: Leading tokens that always stay (attention sinks).
+    sink: int = Field(0, ge=0)
+    #: Trailing tokens that always stay.
+    recent: int = Field(0, ge=0)
+    #: How mass adds up over queries: all of it, per query seen, exponentially forgotten, or the last queries only.
+    accumulate: Literal["sum", "mean", "ema", "last"] = "sum"
+    #: ema: share of the old average that stays, per query.
+    decay: float = Field(0.99, gt=0, lt=1)
+    #: last: queries before a decision that count.
+    window: int = Field(32, ge=1)
+    #: Score every n-th query position only.
+    every: int = Field(1, ge=1)
+    #: How KV heads and layers of a group are reduced to one score a block.
+    heads: Reduction = "sum"
+    layers: Reduction = "sum"
+    #: Policies that requests may pick; None: all that evict (all, if this one is `full`).
+    allow: tuple[str, ...] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_of_the_policy(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        if "name" not in values:
+            raise ValueError(f"a KV policy needs a name: one of {', '.join(sorted(POLICIES))}")
+        policy = policy_named(values["name"])
+        allowed = policy.options | {"name", "allow"}
+        for field in values:
+            if field not in allowed:
+                raise ValueError(f"policy {policy.name!r} has no field {field!r}; it has: {nearest(field, allowed)}")
+        defaults = dict(policy.defaults)
+        if policy.window_is_the_budget and "budget" in values:
+            defaults["recent"] = 0
+        return {**defaults, **values}
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _tokens_or_ratio(cls, budget: Any) -> int | float | None:
+        tokens = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+        ratio = isinstance(budget, float) and 0 < budget < 1
+        if budget is None or tokens or ratio:
+            return budget
+        raise ValueError(
+            f"must be a whole number of tokens above 0, or a ratio of the prompt between 0 and 1, not {budget!r}"
+        )
+
+    @field_validator("buffer", "sink", "recent", "window", "every", "decay", mode="before")
+    @classmethod
+    def _numbers_only(cls, value: Any) -> Any:
+        # pydantic would take True for 1 and "64" for 64; in a policy file both are mistakes.
+        if isinstance(value, (bool, str)):
+            raise ValueError(f"must be a number, not {value!r}")
+        return value
+
+    @field_validator("allow")
+    @classmethod
+    def _known_policies(cls, allow: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for name in allow or ():
+            policy_named(name)
+        return allow
+
+    @model_validator(mode="after")
+    def _room_to_choose(self) -> "KVPolicyConfig":
+        if isinstance(self.budget, int) and self.budget <= self.sink + self.recent:
+            raise ValueError(
+                f"budget {self.budget} leaves nothing to choose: it must be at least sink + recent + one block "
+                f"= {self.sink} + {self.recent} + block size"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, value: "KVPolicyConfig | Mapping[str, Any] | str | Path") -> "KVPolicyConfig":
+        """Make a config from what users write.
+
+        Args:
+            value: a config, a dict of its fields, a policy's name, a JSON object, or the path of a YAML or JSON file.
+
+        Raises:
+            KVPolicyError: with one message that says what is wrong and what is allowed.
+        """
+        if isinstance(value, cls):
+            return value
+        source = ""
+        if isinstance(value, (str, Path)):
+            value, source = _read(str(value).strip())
+        if not isinstance(value, Mapping):
+            raise KVPolicyError(f"{source}a KV policy is a name, a dict of its fields or a path, not {value!r}")
+        try:
+            return cls(**value)
+        except ValidationError as error:
+            raise KVPolicyError(source + "; ".join(map(_sentence, error.errors()))) from None
+        except TypeError:
+            raise KVPolicyError(f"{source}field names must be strings: {list(value)}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that this policy has, as `parse` takes them and JSON carries them."""
+        return self.model_dump(mode="json", include=self.policy.options | {"name", "allow"})
+
+    @property
+    def policy(self) -> Policy:
+        return POLICIES[self.name]
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """Names of the policies that requests may pick."""
+        if self.allow is not None:
+            return frozenset(self.allow) | {self.name}
+        return frozenset(POLICIES) if self.name == "full" else frozenset(POLICIES) - {"full"}
+
+    @property
+    def measures_mass(self) -> bool:
+        """Whether any request may need attention mass."""
+        return any(POLICIES[name].measures == "mass" for name in self.allowed)
+
+    def minimum(self, block_size: int) -> int:
+        """The smallest budget that leaves something to choose, in blocks."""
+        # A window that does not end on a block's edge reaches into one block more.
+        return math.ceil(self.sink / block_size) + math.ceil(self.recent / block_size) + 1
+
+    def limits(self, block_size: int, prompt_len: int) -> Limits | None:
+        """Blocks that a request with this prompt may keep; None if all of them.
+
+        Raises:
+            KVPolicyError: the budget is smaller than `minimum`.
+        """
+        if self.name == "full":
+            return None
+        minimum = self.minimum(block_size)
+        if self.budget is None:
+            budget = minimum
+        elif isinstance(self.budget, float):
+            budget = max(math.ceil(math.ceil(self.budget * prompt_len) / block_size), minimum)
+        else:
+            budget = math.ceil(self.budget / block_size)
+            if budget < minimum:
+                raise KVPolicyError(
+                    f"budget {self.budget} is too small for blocks of {block_size} tokens: sink {self.sink} + recent "
+                    f"{self.recent} + one block need at least {minimum * block_size}"
+                )
+        tokens = self.budget if isinstance(self.budget, int) else budget * block_size
+        trigger = math.ceil((tokens + self.buffer) / block_size)
+        return Limits(budget, trigger, math.ceil(self.sink / block_size), self.recent)
+
+    def bound(self, block_size: int, max_model_len: int) -> int | None:
+        """Most blocks that any request may hold between steps; None if requests may keep everything."""
+        if "full" in self.allowed:
+            return None
+        limits = self.limits(block_size, max_model_len)
+        return limits.trigger
+
+    def for_request(self, extra_args: Mapping[str, Any] | None, prompt_len: int, block_size: int) -> "KVPolicyConfig":
+        """This config as one request changes it by `kv_policy` and `kv_budget`.
+
+        Raises:
+            KVPolicyError: the request asks for what it may not have.
+        """
+        if not extra_args:
+            return self
+        for key in extra_args:
+            if key not in REQUEST_FIELDS and difflib.get_close_matches(key, REQUEST_FIELDS, cutoff=0.8):
+                raise KVPolicyError(f"unknown request field {key!r}; a request may set: {nearest(key, REQUEST_FIELDS)}")
+        name = extra_args.get("kv_policy", self.name)
+        if policy_named(name).name not in self.allowed:
+            raise KVPolicyError(f"kv_policy {name!r} is not enabled here; enabled: {nearest(name, self.allowed)}")
+        if "kv_budget" not in extra_args and name == self.name:
+            return self
+        if name == "full":
+            if "kv_budget" in extra_args:
+                raise KVPolicyError("kv_policy 'full' keeps everything: it takes no kv_budget")
+            return KVPolicyConfig(name="full")
+        granted = self.limits(block_size, prompt_len)
+        options = self.to_dict() if name == self.name else {}
+        if name != self.name and granted is not None:
+            options = {"budget": granted.budget * block_size, "buffer": self.buffer, "sink": self.sink}
+        if "kv_budget" in extra_args:
+            options["budget"] = _number(extra_args["kv_budget"])
+            if POLICIES[name].window_is_the_budget:
+                options.pop("recent", None)
+        options = {field: value for field, value in options.items() if field in POLICIES[name].options}
+        config = KVPolicyConfig.parse({**options, "name": name})
+        asked = config.limits(block_size, prompt_len)
+        if granted is not None and asked.budget > granted.budget:
+            raise KVPolicyError(
+                f"kv_budget {extra_args.get('kv_budget')} is {asked.budget * block_size} tokens of this request's cache, above the server's "
+                f"{granted.budget * block_size}"
+            )
+        return config
+
+
+#: What a request may set, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
+REQUEST_FIELDS = ("kv_policy", "kv_budget")
+
+
+def _read(text: str) -> tuple[Any, str]:
+    """The value behind a string, and the words that say where it came from."""
+    if text.startswith("{"):
+        try:
+            return json.loads(text), ""
+        except json.JSONDecodeError as error:
+            raise KVPolicyError(f"not a JSON object ({error}): {text}") from None
+    path = Path(text)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        return {"name": text}, ""
+    try:
+        value = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise KVPolicyError(f"{path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise KVPolicyError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(value, Mapping):
+        raise KVPolicyError(f"{path} must hold the fields of one KV policy (name: ...), not {type(value).__name__}")
+    return value, f"{path}: "
+
+
+def _number(value: Any) -> Any:
+    """A number that may have come as text (HTTP clients send both); anything else for pydantic to refuse."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value, parse_constant=float)
+        except json.JSONDecodeError:
+            return value
+    if value is None:
+        raise KVPolicyError("kv_budget must be a number of tokens or a ratio of the prompt below 1, not null")
+    return value
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    where = error["loc"][0] if error["loc"] else ""
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] != "value_error":
+        message = f"{message[0].lower()}{message[1:]}, not {error['input']!r}"
+    return f"{where}: {message}" if where else message
+
+
+__all__ = ["MASS_OPTIONS", "REQUEST_FIELDS", "KVPolicyConfig", "KVPolicyError", "Limits", "nearest", "policy_named"]

@@ -1,0 +1,103 @@
+"""Blocks of one KV group: allocation within a policy's bound, purity of the prefix cache, and the way back to the pool."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import Request
+
+from .residency import Residency
+
+
+class EvictableManager(FullAttentionManager):
+    """vLLM's manager for full attention, with holes.
+
+    A hole is vLLM's null block at the evicted block's place, so positions, slot mappings and prefix hashes stay
+    vLLM's own. The scheduler decides what goes; this class only keeps the books.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.residents: dict[str, Residency] = {}
+        self.max_in_flight_tokens = 0
+        #: Requests that grew beyond their trigger since the last `take_over_trigger`.
+        self._over_trigger: set[str] = set()
+        #: Test mode: freed blocks are poisoned, so what is allocated has to be cleaned. None when off.
+        self.allocated: list[int] | None = None
+
+    def bind(self, residents: dict[str, Residency], max_in_flight_tokens: int, poison: bool) -> None:
+        """Share the scheduler's view of requests (by reference)."""
+        self.residents = residents
+        self.max_in_flight_tokens = max_in_flight_tokens
+        self.allocated = [] if poison else None
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        if apply_admission_cap and (resident := self.residents.get(request_id)) and resident.limits:
+            # A longer prompt is evicted chunk by chunk, so it never holds more than this at once.
+            in_flight = math.ceil(self.max_in_flight_tokens / self.block_size) + 1
+            num_tokens = min(num_tokens, (resident.limits.trigger + in_flight) * self.block_size)
+        return super().get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, *args, apply_admission_cap=apply_admission_cap, **kwargs
+        )
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        # A request's residency grows here and nowhere else, so only those that grow are looked at.
+        if new_blocks and (resident := self.residents.get(request_id)):
+            blocks = len(self.req_to_blocks[request_id])
+            resident.peak_blocks = max(resident.peak_blocks, resident.held(blocks))
+            if resident.over_trigger(blocks):
+                self._over_trigger.add(request_id)
+        if self.allocated is not None:
+            self.allocated.extend(block.block_id for block in new_blocks)
+        return new_blocks
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        # Blocks computed after the first eviction saw a reduced context: they are not what their hash says.
+        resident = self.residents.get(request.request_id)
+        if resident is not None and resident.pure_tokens is not None:
+            num_tokens = min(num_tokens, resident.pure_tokens)
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        if resident := self.residents.get(request_id):
+            resident.restart()
+        self._over_trigger.discard(request_id)
+        return super().pop_blocks_for_free(request_id)
+
+    def take_over_trigger(self) -> set[str]:
+        """Drain the requests that may be over their trigger once their step is done."""
+        taken, self._over_trigger = self._over_trigger, set()
+        return taken
+
+    def evict(self, request_id: str, victims: np.ndarray) -> list[KVCacheBlock]:
+        """Put holes at `victims` and give the blocks back to the pool.
+
+        The caller must tell the workers with the very next step: the pool may hand a block out in it, and steps in
+        flight still read it, but they run before any write of that step.
+
+        Args:
+            request_id: a running request.
+            victims: int64 [k], ascending logical blocks, none of them a hole.
+
+        Returns:
+            The blocks, tail first: as vLLM frees, so that the head of a cached prefix can be hit longest.
+        """
+        blocks = self.req_to_blocks[request_id]
+        evicted = []
+        for index in victims[::-1].tolist():
+            evicted.append(blocks[index])
+            blocks[index] = self._null_block
+        self.block_pool.free_blocks(evicted)
+        return evicted

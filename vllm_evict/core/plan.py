@@ -1,0 +1,62 @@
+"""What scheduler and workers tell each other, once a step, on vLLM's own messages."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ..config import KVPolicyConfig
+
+#: Name of the attribute that carries an `EvictionPlan` on a `SchedulerOutput`.
+PLAN = "kv_evict_plan"
+#: Name of the attribute that carries `Reports` on a `ModelRunnerOutput`.
+REPORTS = "kv_evict_reports"
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a worker measures one request's blocks: the part of its policy that workers need.
+
+    `trigger` (blocks) lets a worker foresee the next decision, for scores of the last queries before it.
+    """
+
+    accumulate: str
+    decay: float
+    window: int
+    every: int
+    trigger: int
+
+    @classmethod
+    def of(cls, config: KVPolicyConfig, trigger: int) -> "Scoring":
+        return cls(config.accumulate, config.decay, config.window, config.every, trigger)
+
+
+@dataclass(slots=True)
+class EvictionPlan:
+    """Rides on the step's `SchedulerOutput`; workers obey it before they run the step.
+
+    Attributes:
+        holes: request -> logical blocks evicted since the last plan.
+        track: requests that start (again) in this step and are to be measured from now on.
+        report: requests whose sums the scheduler needs with this step's output.
+        due: request -> its incarnation, those that may be over their trigger after this step.
+        poison: freed physical blocks to fill with NaN (tests only).
+        clean: reallocated physical blocks to fill with zeros (tests only).
+    """
+
+    holes: dict[str, list[int]] = field(default_factory=dict)
+    track: dict[str, Scoring] = field(default_factory=dict)
+    report: list[str] = field(default_factory=list)
+    due: dict[str, int] = field(default_factory=dict)
+    poison: list[int] = field(default_factory=list)
+    clean: list[int] = field(default_factory=list)
+
+
+class Report(NamedTuple):
+    """One request's sums: logical index (int64 [n], ascending) and mass (float64 [n]) of its resident blocks."""
+
+    index: np.ndarray
+    mass: np.ndarray
+
+
+Reports = dict[str, Report]

@@ -1,0 +1,108 @@
+"""Which blocks of one request stay: its limits, its holes, and the choice of what goes."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..config import KVPolicyConfig, Limits
+from ..policies import Blocks
+from .plan import Report
+
+NO_BLOCKS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class Residency:
+    """One request's blocks under its policy. Indices are logical, so positions never move."""
+
+    config: KVPolicyConfig
+    limits: Limits | None
+    block_size: int
+    #: Whether workers measure it. Requests that cannot outgrow their budget are left alone.
+    measured: bool = False
+    #: Counts restarts, so that what was planned before a preemption is not done after it.
+    incarnation: int = 0
+    #: Position of its first own query: tokens before it came out of the prefix cache.
+    first_query: int = 0
+    #: Resident logical blocks below `known`, ascending.
+    resident: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
+    known: int = 0
+    #: Tokens computed while nothing was missing; None while nothing is.
+    pure_tokens: int | None = None
+    peak_blocks: int = 0
+    evicted_blocks: int = 0
+
+    @property
+    def holes(self) -> int:
+        return self.known - len(self.resident)
+
+    def restart(self) -> None:
+        """Forget all blocks: preempted, to be computed again from the first token."""
+        self.incarnation += 1
+        self.resident, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, 0, None, 0
+
+    def held(self, blocks: int) -> int:
+        """Resident blocks of a table of `blocks` entries."""
+        return blocks - self.holes
+
+    def over_trigger(self, blocks: int) -> bool:
+        return self.limits is not None and self.held(blocks) > self.limits.trigger
+
+    def choose(self, computed_tokens: int, report: Report | None) -> np.ndarray:
+        """Blocks to evict now that `computed_tokens` tokens are computed.
+
+        Back to the budget: the least important first, never a sink, never a block that holds any of the last
+        `recent` tokens, and nothing at all while held blocks do not exceed the trigger.
+
+        Args:
+            computed_tokens: tokens whose step is done, not those in flight.
+            report: this request's sums; None for policies that measure nothing.
+
+        Returns:
+            int64 [k], logical blocks, ascending.
+        """
+        blocks = math.ceil(computed_tokens / self.block_size)
+        self._learn(blocks)
+        held = np.searchsorted(self.resident, blocks)
+        if self.limits is None or held <= self.limits.trigger:
+            return NO_BLOCKS
+        recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
+        first, last = np.searchsorted(self.resident, (self.limits.sink, recent))
+        candidates = self.resident[first:last]
+        mass = None if report is None else self._mass(candidates, report, computed_tokens)
+        importance = self.config.policy.importance(Blocks(candidates, mass))
+        order = np.argsort(importance, kind="stable")
+        return np.sort(candidates[order[: held - self.limits.budget]])
+
+    def evict(self, victims: np.ndarray, computed_tokens: int) -> None:
+        """Take `victims` out of the resident blocks.
+
+        Args:
+            victims: int64 [k], from `choose`.
+            computed_tokens: all tokens computed or in flight: their steps were planned with nothing more missing.
+        """
+        self.resident = np.setdiff1d(self.resident, victims, assume_unique=True)
+        self.evicted_blocks += len(victims)
+        if self.pure_tokens is None:
+            self.pure_tokens = computed_tokens
+
+    def _learn(self, blocks: int) -> None:
+        if blocks > self.known:
+            self.resident = np.concatenate((self.resident, np.arange(self.known, blocks)))
+            self.known = blocks
+
+    def _mass(self, candidates: np.ndarray, report: Report, computed_tokens: int) -> np.ndarray:
+        # The report may be older than the last holes, never younger than the candidates: all are in it.
+        mass = report.mass[np.searchsorted(report.index, candidates)]
+        if self.config.accumulate == "mean":
+            mass = mass / self._age(candidates, computed_tokens)
+        return mass
+
+    def _age(self, blocks: np.ndarray, computed_tokens: int) -> np.ndarray:
+        """Counted queries that saw a block, averaged over its tokens, at least 1. float64 [n]."""
+        every = self.config.every
+        tokens = blocks[:, None] * self.block_size + np.arange(self.block_size)
+        first_seen = np.maximum(tokens, self.first_query)
+        counted_before = lambda position: -(-position // every)  # noqa: E731  (multiples of `every` below it)
+        return np.maximum((counted_before(computed_tokens) - counted_before(first_seen)).mean(axis=1), 1.0)

@@ -1,0 +1,161 @@
+"""vLLM's schedulers with eviction: workers measure, the scheduler decides, and tells workers with the step it plans."""
+
+import math
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from ..compat.environment import poison_mode
+from ..metrics import STATS_KEY, Tally
+from ..usage import USAGE_KEY, KVUsage
+from .manager import EvictableManager
+from .plan import PLAN, REPORTS, EvictionPlan, Scoring
+from .residency import Residency
+from .spec import EvictableSpec, policy_config
+
+logger = init_logger("vllm.evict")
+
+
+class EvictionMixin:
+    """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
+
+    A request over its trigger is found when its block table grows (`EvictableManager.allocate_new_blocks`), and decided
+    on when its step is done. Its blocks go back to the pool at once; the holes travel with the next `schedule`, the
+    first one that could hand those blocks out. Steps in flight still read the old table, and every worker runs them
+    before the step that writes a reused block.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_policy = policy_config(self.vllm_config)
+        self.residents: dict[str, Residency] = {}
+        self.tally = Tally()
+        (self.kv_manager,) = self.kv_cache_manager.coordinator.single_type_managers
+        assert isinstance(self.kv_manager, EvictableManager)
+        self._poison = poison_mode()
+        self.kv_manager.bind(self.residents, self.vllm_config.max_in_flight_tokens, self._poison)
+        self._plan = EvictionPlan()
+        logger.info(self._start_up_line())
+
+    def _start_up_line(self) -> str:
+        group = self.kv_cache_config.kv_cache_groups[0]
+        spec: EvictableSpec = group.kv_cache_spec
+        options = {field: getattr(self.kv_policy, field) for field in sorted(self.kv_policy.policy.options)}
+        bound = self.kv_policy.bound(spec.block_size, self.max_model_len)
+        return (
+            f"KV policy {self.kv_policy.name}"
+            + "".join(f" {field}={value}" for field, value in options.items() if value is not None)
+            + f"; requests may use {', '.join(sorted(self.kv_policy.allowed))}"
+            + (f" and hold {bound} blocks of {spec.block_size} tokens" if bound else " and hold all their blocks")
+            + f"; model runner V{2 if self.use_v2_model_runner else 1}"
+            + f"{', async scheduling' if self.scheduler_config.async_scheduling else ''}"
+            + f"; attention backend {spec.backend}; 1 KV group of {len(group.layer_names)} layers"
+        )
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.residents:
+            self.residents[request.request_id] = self._residency(request)
+        super().add_request(request)
+
+    def _residency(self, request: Request) -> Residency:
+        params = request.sampling_params
+        block_size = self.kv_manager.block_size
+        config = self.kv_policy.for_request(params and params.extra_args, request.num_prompt_tokens, block_size)
+        limits = config.limits(block_size, request.num_prompt_tokens)
+        resident = Residency(config, limits, block_size)
+        longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.trigger)
+        resident.measured = bool(config.policy.measures == "mass" and may_outgrow)
+        return resident
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        plan, self._plan = self._plan, EvictionPlan()
+        starts = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            starts += [
+                (req_id, computed)
+                for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens)
+                if req_id in cached.resumed_req_ids
+            ]
+        for req_id, computed_tokens in starts:
+            resident = self.residents[req_id]
+            resident.first_query = computed_tokens
+            if resident.measured:
+                plan.track[req_id] = Scoring.of(resident.config, resident.limits.trigger)
+        for req_id in self.kv_manager.take_over_trigger():
+            if req_id in output.num_scheduled_tokens:
+                plan.due[req_id] = self.residents[req_id].incarnation
+                if self.residents[req_id].measured:
+                    plan.report.append(req_id)
+        if self._poison:
+            plan.clean, self.kv_manager.allocated = self.kv_manager.allocated, []
+        setattr(output, PLAN, plan)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        plan: EvictionPlan = getattr(scheduler_output, PLAN)
+        reports = getattr(model_runner_output, REPORTS, {})
+        for req_id, incarnation in plan.due.items():
+            request = self.requests.get(req_id)
+            if request is None or request.status != RequestStatus.RUNNING:
+                continue
+            resident = self.residents[req_id]
+            if resident.incarnation != incarnation:
+                continue  # preempted since; it starts anew, with nothing missing
+            if resident.measured and req_id not in reports:
+                logger.error("no attention mass came back for request %s: its KV blocks stay this time", req_id)
+                continue
+            self._evict(request, resident, reports.get(req_id))
+        return outputs
+
+    def _evict(self, request: Request, resident: Residency, report: Any) -> None:
+        done = request.num_computed_tokens - request.num_in_flight_tokens
+        victims = resident.choose(done, report)
+        if not len(victims):
+            return
+        first = not resident.evicted_blocks
+        blocks = self.kv_manager.evict(request.request_id, victims)
+        resident.evict(victims, request.num_computed_tokens)
+        self._plan.holes.setdefault(request.request_id, []).extend(victims.tolist())
+        freed = [block for block in blocks if block.ref_cnt == 0]
+        if self._poison:
+            # A published block may still be hit: its content has to stay what its hash says.
+            self._plan.poison.extend(block.block_id for block in freed if block.block_hash is None)
+        self.tally.count(resident.config.name, len(blocks), len(freed), first)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
+        kv_params, ec_params = super()._free_request(request, *args, **kwargs)
+        resident = self.residents.pop(request.request_id)
+        usage = KVUsage.of(resident)
+        return {**(kv_params or {}), USAGE_KEY: usage.as_dict()}, ec_params
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            held = {policy: 0 for policy in self.kv_policy.allowed}
+            for request in self.running:
+                resident = self.residents[request.request_id]
+                held[resident.config.name] += resident.held(len(self.kv_manager.req_to_blocks[request.request_id]))
+            # The only free-form field of the stats; without KV connectors (refused at start) nothing else uses it.
+            stats.kv_connector_stats = {STATS_KEY: self.tally.take(held)}
+        return stats
+
+
+class EvictionScheduler(EvictionMixin, Scheduler):
+    """vLLM's `Scheduler` with eviction."""
+
+
+class AsyncEvictionScheduler(EvictionMixin, AsyncScheduler):
+    """vLLM's `AsyncScheduler` with eviction."""

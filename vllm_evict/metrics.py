@@ -1,0 +1,55 @@
+"""Eviction on vLLM's own /metrics: counted by the scheduler, shown by the front end."""
+
+from collections import defaultdict
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+
+#: Key under which a step's counts travel in vLLM's scheduler stats.
+STATS_KEY = "vllm_evict"
+
+#: Counter name -> help. The prefix lets vLLM unregister them with its own.
+COUNTERS = {
+    "evicted": ("vllm:kv_evict_blocks_evicted", "KV blocks taken from running requests by their policy."),
+    "freed": ("vllm:kv_evict_blocks_freed", "Evicted KV blocks that went back to the pool."),
+    "shared": ("vllm:kv_evict_blocks_shared", "Evicted KV blocks that other requests still hold."),
+    "requests": ("vllm:kv_evict_requests", "Requests that lost at least one KV block."),
+}
+RESIDENT = ("vllm:kv_evict_blocks_resident", "KV blocks held by running requests.")
+
+
+class Tally:
+    """Counts of one scheduler, by policy, since they were last taken."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COUNTERS, 0))
+
+    def count(self, policy: str, evicted: int, freed: int, first: bool) -> None:
+        counts = self._counts[policy]
+        counts["evicted"] += evicted
+        counts["freed"] += freed
+        counts["shared"] += evicted - freed
+        counts["requests"] += first
+
+    def take(self, resident: dict[str, int]) -> dict[str, dict[str, int]]:
+        """The counts since last time, and the blocks that running requests hold now."""
+        taken = {policy: {**self._counts[policy], "resident": blocks} for policy, blocks in resident.items()}
+        self._counts.clear()
+        return taken
+
+
+class PrometheusMetrics:
+    """Front-end side: one time series a policy and engine, labelled like vLLM's own."""
+
+    def __init__(self, model_name: str) -> None:
+        labels = ["model_name", "engine", "policy"]
+        self._model_name = model_name
+        self._counters = {key: Counter(name, text, labels) for key, (name, text) in COUNTERS.items()}
+        self._resident = Gauge(*RESIDENT, labels, multiprocess_mode="mostrecent")
+
+    def record(self, counts: dict[str, dict[str, Any]], engine: int) -> None:
+        for policy, values in counts.items():
+            labels = (self._model_name, str(engine), policy)
+            for key, counter in self._counters.items():
+                counter.labels(*labels).inc(values[key])
+            self._resident.labels(*labels).set(values["resident"])

@@ -1,0 +1,61 @@
+"""Entry points: how vLLM finds the plugin, and what happens when a policy is asked for."""
+
+from typing import Any
+
+from .compat import arguments, frontend
+from .compat.late import when_imported
+from .config import KVPolicyConfig, KVPolicyError
+
+#: vLLM's modules and what is added to them, in every process and idempotently. Without a policy all of it stays idle.
+HOOKS = {
+    "vllm.engine.arg_utils": arguments.hook,
+    "vllm.v1.engine.input_processor": frontend.hook_input_processor,
+    "vllm.v1.engine.output_processor": frontend.hook_output_processor,
+    "vllm.v1.metrics.loggers": frontend.hook_loggers,
+}
+_registered = False
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: called in the API process, the engine core and every worker."""
+    global _registered
+    if not _registered:
+        _registered = True
+        for module, hook in HOOKS.items():
+            when_imported(module, hook)
+
+
+def platform() -> None:
+    """Entry point `vllm.platform_plugins`: called first of all, and declines.
+
+    vLLM loads general plugins inside `EngineArgs.__init__`, too late for a keyword of it; this one comes with the import.
+    """
+    register()
+
+
+def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Give an engine configuration the scheduler and worker that evict.
+
+    Raises:
+        KVPolicyError: this vLLM, model or setting cannot be served.
+    """
+    from vllm import __version__ as vllm_version
+
+    from .compat import refusals, versions
+
+    versions.check(vllm_version)
+    refusals.check_config(vllm_config, config)
+    # Refuses budgets that leave nothing to choose with these blocks.
+    config.limits(vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len)
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    vllm_config.scheduler_config.scheduler_cls = (
+        f"vllm_evict.core.scheduler.{'AsyncEvictionScheduler' if asynchronous else 'EvictionScheduler'}"
+    )
+    worker = vllm_config.parallel_config.worker_cls
+    if worker not in WORKERS:
+        raise KVPolicyError(f"KV policies can't be used with worker class {worker!r}: leave --worker-cls out")
+    vllm_config.parallel_config.worker_cls = WORKERS[worker]
+
+
+#: vLLM's workers -> ours.
+WORKERS = {"vllm.v1.worker.cpu_worker.CPUWorker": "vllm_evict.worker.cpu.CPUEvictionWorker"}

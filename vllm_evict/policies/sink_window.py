@@ -1,0 +1,15 @@
+"""StreamingLLM: the first tokens (attention sinks) and a window of the most recent ones."""
+
+import numpy as np
+
+from .base import Blocks, Policy
+
+
+class SinkWindow(Policy):
+    name = "sink-window"
+    paper = "Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024, arXiv:2309.17453"
+    window_is_the_budget = True
+    defaults = {"budget": None, "buffer": 0, "sink": 64, "recent": 1024}
+
+    def importance(self, blocks: Blocks) -> np.ndarray:
+        return blocks.index

@@ -1,0 +1,1 @@
+"""Worker side: holes into block tables, running sums of attention mass, reports."""

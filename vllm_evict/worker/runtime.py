@@ -1,0 +1,133 @@
+"""What one worker knows of evictions: which rows have holes, what to measure, what to report."""
+
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..attention.view import resident_view
+from ..config import KVPolicyConfig
+from ..core.plan import PLAN, EvictionPlan, Reports
+from .sums import MassStep, RunningSums
+
+
+class EvictionRuntime:
+    """State of one worker and KV group, between the scheduler's plans and the attention backend.
+
+    A step goes: `begin` (obey the plan), the runner puts `holes` into its block tables and names the batch's rows in
+    `req_ids`, the metadata builder asks for the `view`, each layer adds its mass, `end` sums up and reports.
+
+    Args:
+        config: the server's policy.
+        block_size: tokens.
+        max_requests: most requests at once.
+        max_model_len: tokens.
+        kv_heads, layers: of this rank and KV group.
+    """
+
+    def __init__(
+        self, config: KVPolicyConfig, block_size: int, max_requests: int, max_model_len: int, kv_heads: int, layers: int
+    ) -> None:
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size) + 1
+        self.req_ids: list[str] = []
+        self.plan: EvictionPlan | None = None
+        self.sums: RunningSums | None = None
+        if config.measures_mass:
+            self.sums = RunningSums(
+                max_requests, kv_heads, layers, max_blocks, block_size, config.heads, config.layers
+            )
+        self._with_holes: set[str] = set()
+        self._identity = torch.arange(max_blocks, dtype=torch.int32)
+        self._buffers: tuple[torch.Tensor, ...] = ()
+        self._step: MassStep | None = None
+        self._rows: dict[str, np.ndarray] = {}
+
+    @property
+    def holes(self) -> dict[str, list[int]]:
+        """Request -> logical blocks that become holes with this step."""
+        return self.plan.holes if self.plan else {}
+
+    def begin(self, scheduler_output: Any) -> None:
+        """Obey a plan: forget requests that ended or start over, note holes, start to measure."""
+        self.plan = plan = getattr(scheduler_output, PLAN, None) or EvictionPlan()
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        starting = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        starting |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        self._with_holes -= gone | starting
+        if self.sums is not None:
+            for req_id in gone:
+                self.sums.stop(req_id)
+            for req_id, scoring in plan.track.items():
+                self.sums.start(req_id, scoring)
+        for req_id, holes in plan.holes.items():
+            if req_id in gone or req_id in starting:
+                continue  # its table is gone, or new and whole
+            self._with_holes.add(req_id)
+            if self.sums is not None:
+                self.sums.count_holes(req_id, len(holes))
+
+    def view(self, metadata: Any) -> tuple[Any, MassStep | None]:
+        """Batch metadata as attention should see it: block tables without their holes, resident lengths.
+
+        Stock metadata comes back untouched if no request of the worker has a hole and none is measured.
+
+        Args:
+            metadata: vLLM's `CommonAttentionMetadata`.
+
+        Returns:
+            The metadata, and what the layers have to measure (None: nothing).
+        """
+        measuring = self.sums is not None
+        if self.plan is None or not (self._with_holes or measuring):
+            return metadata, None
+        rows = len(self.req_ids)
+        seq_lens = metadata.seq_lens[:rows]
+        seq_lens_np = seq_lens.numpy()
+        width = max(-(-int(seq_lens_np.max()) // self.block_size), 1)
+        if self._with_holes:
+            table, lens, logical = (buffer[:rows] for buffer in self._view_buffers(metadata.block_table_tensor))
+            resident_view(metadata.block_table_tensor[:rows], seq_lens, self.block_size, table, lens, logical)
+            longest = int(lens.max())
+            width = max(-(-longest // self.block_size), 1)
+            logical = logical[:, :width]
+            metadata = copy(metadata)
+            metadata.block_table_tensor, metadata.seq_lens = table, lens
+            metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = lens, longest
+        else:
+            logical = self._identity[:width].expand(rows, width)
+        step = None
+        if measuring:
+            starts = metadata.query_start_loc[: rows + 1].numpy()
+            step = self._step = self.sums.step(self.req_ids, starts, seq_lens_np, logical)
+            self._resident(logical, seq_lens_np if not self._with_holes else lens.numpy())
+        return metadata, step
+
+    def end(self, all_reduce: Any) -> Reports:
+        """Sum up the step and report what the plan asks for."""
+        plan, step = self.plan, self._step
+        self.plan = self._step = None
+        if self.sums is None:
+            return {}
+        if step is not None:
+            self.sums.fold(step)
+        asked = [req_id for req_id in plan.report if req_id in self.sums and req_id in self._rows]
+        reports = self.sums.report(asked, [self._rows[req_id] for req_id in asked], all_reduce)
+        self._rows = {}
+        return reports
+
+    def _view_buffers(self, block_table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Persistent table, lengths and logical indices: addresses stay the same from step to step."""
+        rows, width = block_table.shape
+        if not self._buffers or len(self._buffers[0]) < rows or self._buffers[0].shape[1] < width:
+            shapes = ((rows, width), (rows,), (rows, width))
+            self._buffers = tuple(torch.zeros(shape, dtype=torch.int32) for shape in shapes)
+        return self._buffers
+
+    def _resident(self, logical: torch.Tensor, lens: np.ndarray) -> None:
+        """Note the resident blocks of requests that have to report."""
+        for req_id in self.plan.report:
+            row = self.req_ids.index(req_id)
+            blocks = -(-int(lens[row]) // self.block_size)
+            self._rows[req_id] = logical[row, :blocks].numpy().astype(np.int64)

@@ -1,0 +1,227 @@
+"""Running sums of attention mass, per request and logical block."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from ..core.plan import Report, Reports, Scoring
+
+#: Adds one layer's mass: (weights [T] or None, out [R, H, W]) -> None.
+MassPass = Callable[[torch.Tensor | None, torch.Tensor], None]
+
+
+class MassStep:
+    """Mass of one step's queries on the batch's resident blocks, over all layers of a KV group.
+
+    Attributes:
+        rows: int64 [K], batch rows that are measured.
+        slots: int64 [K], their rows in the running sums.
+        weights: float32 [T], how much each query counts; None if all count as one.
+        counted: int64 [K], queries that count.
+        logical: int32 [R, W], logical index of each resident block, -1 past the end.
+        mass: float32 [R, H, W], summed up (or maximised) over layers.
+    """
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        weights: torch.Tensor | None,
+        counted: np.ndarray,
+        logical: torch.Tensor,
+        heads: int,
+        maximise: bool,
+    ) -> None:
+        self.rows, self.slots, self.weights, self.counted, self.logical = rows, slots, weights, counted, logical
+        self.mass = torch.zeros(logical.shape[0], heads, logical.shape[1])
+        self._layer = torch.zeros_like(self.mass) if maximise else None
+
+    def add(self, mass_pass: MassPass) -> None:
+        """Take in one layer."""
+        if self._layer is None:
+            mass_pass(self.weights, self.mass)
+        else:
+            self._layer.zero_()
+            mass_pass(self.weights, self._layer)
+            torch.maximum(self.mass, self._layer, out=self.mass)
+
+
+class RunningSums:
+    """Sums of attention mass of all measured requests, float32 [requests, heads, logical blocks].
+
+    They belong to a request's logical blocks, start at zero when it (re)starts, and are indexed by position, so holes
+    move nothing. Layers are reduced step by step, queries as `Scoring.accumulate` says, heads when they are reported.
+
+    Args:
+        requests: most requests at once.
+        kv_heads, layers: of this rank and KV group.
+        blocks: most logical blocks of a request.
+        block_size: tokens.
+        reduce_heads, reduce_layers: "sum", "mean" or "max".
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        kv_heads: int,
+        layers: int,
+        blocks: int,
+        block_size: int,
+        reduce_heads: str,
+        reduce_layers: str,
+    ) -> None:
+        self.block_size = block_size
+        self.maximise_heads, self.maximise_layers = reduce_heads == "max", reduce_layers == "max"
+        # Sums of heads need no rows of their own; the kernel adds them up.
+        self.heads = kv_heads if self.maximise_heads else 1
+        self._scale = 1.0
+        if reduce_heads == "mean":
+            self._scale /= kv_heads
+        if reduce_layers == "mean":
+            self._scale /= layers
+        self._sums = torch.zeros(requests, self.heads, blocks)
+        self._slots: dict[str, int] = {}
+        self._free = list(range(requests))
+        # How each slot counts, as arrays, so that no step loops over requests.
+        self._every = np.ones(requests, np.int64)
+        self._window = np.zeros(requests, np.int64)
+        self._decay = np.zeros(requests)
+        self._trigger = np.zeros(requests, np.int64)
+        self._holes = np.zeros(requests, np.int64)
+        self._batch: tuple[list[str], np.ndarray, np.ndarray] = ([], np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._slots
+
+    def start(self, req_id: str, scoring: Scoring) -> None:
+        """Measure a request from now on, from zero."""
+        if req_id not in self._slots:
+            self._slots[req_id] = self._free.pop()
+            self._batch = ([], *self._batch[1:])
+        slot = self._slots[req_id]
+        self._sums[slot] = 0
+        self._every[slot] = scoring.every
+        self._window[slot] = scoring.window if scoring.accumulate == "last" else 0
+        self._decay[slot] = scoring.decay if scoring.accumulate == "ema" else 0
+        self._trigger[slot] = scoring.trigger
+        self._holes[slot] = 0
+
+    def stop(self, req_id: str) -> None:
+        if (slot := self._slots.pop(req_id, None)) is not None:
+            self._free.append(slot)
+            self._batch = ([], *self._batch[1:])
+
+    def count_holes(self, req_id: str, holes: int) -> None:
+        if (slot := self._slots.get(req_id)) is not None:
+            self._holes[slot] += holes
+
+    def step(
+        self, req_ids: list[str], query_start_loc: np.ndarray, seq_lens: np.ndarray, logical: torch.Tensor
+    ) -> MassStep | None:
+        """What to measure in this step; None if nothing.
+
+        Args:
+            req_ids: requests of the batch, in row order.
+            query_start_loc: int32 [R + 1].
+            seq_lens: int32 [R], with holes: position of the last query + 1.
+            logical: int32 [R, W], see `MassStep`.
+        """
+        if not self._slots:
+            return None
+        rows, slots = self._rows(req_ids)
+        if not len(rows):
+            return None
+        lens = np.diff(query_start_loc)
+        plain = not (self._window[slots].any() or self._decay[slots].any() or (self._every[slots] > 1).any())
+        if plain:
+            counted = lens[rows].astype(np.int64)
+            weights = None if len(rows) == len(req_ids) else _spread(np.ones(len(rows), np.float32), rows, lens)
+        else:
+            weights, counted = self._weights(rows, slots, lens, seq_lens)
+            if not counted.any():
+                return None
+        weights = None if weights is None else torch.from_numpy(weights)
+        return MassStep(rows, slots, weights, counted, logical, self.heads, self.maximise_layers)
+
+    def fold(self, step: MassStep) -> None:
+        """Add a step's mass to the running sums."""
+        decay = self._decay[step.slots]
+        if decay.any():
+            kept = np.where(decay > 0, decay ** step.counted, 1.0).astype(np.float32)
+            self._sums[step.slots] *= torch.from_numpy(kept)[:, None, None]
+        rows = torch.from_numpy(step.rows)
+        slots = torch.from_numpy(step.slots)[:, None, None]
+        heads = torch.arange(self.heads)[None, :, None]
+        # Entries past a row's end carry no mass; they may all land in block 0.
+        blocks = step.logical[rows].clamp(min=0).long()[:, None, :]
+        self._sums.index_put_((slots, heads, blocks), step.mass[rows], accumulate=True)
+
+    def report(
+        self,
+        req_ids: Sequence[str],
+        resident: Sequence[np.ndarray],
+        all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+    ) -> Reports:
+        """Sums of some requests, heads and ranks reduced.
+
+        Args:
+            req_ids: measured requests.
+            resident: int64 [n] for each, its resident logical blocks, ascending.
+            all_reduce: (float64 tensor, whether to take the maximum) -> the same over tensor-parallel ranks.
+        """
+        if not req_ids:
+            return {}
+        slots = [self._slots[req_id] for req_id in req_ids]
+        parts = []
+        for slot, index in zip(slots, resident):
+            mass = self._sums[slot, :, torch.from_numpy(index)].double()
+            parts.append(mass.amax(0) if self.maximise_heads else mass[0])
+            if self._window[slot]:
+                self._sums[slot] = 0  # the next window starts empty
+        mass = all_reduce(torch.cat(parts), self.maximise_heads).numpy() * self._scale
+        ends = np.cumsum([len(index) for index in resident])
+        return {
+            req_id: Report(index, values)
+            for req_id, index, values in zip(req_ids, resident, np.split(mass, ends[:-1]))
+        }
+
+    def _rows(self, req_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the batch that are measured, and their slots; made anew only when the batch changes."""
+        if req_ids != self._batch[0]:
+            slots = np.array([self._slots.get(req_id, -1) for req_id in req_ids], np.int64)
+            rows = np.flatnonzero(slots >= 0)
+            self._batch = (list(req_ids), rows, slots[rows])
+        return self._batch[1], self._batch[2]
+
+    def _weights(
+        self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, seq_lens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Weight of each query of the batch (float32 [T]) and queries that count in each measured row (int64 [K])."""
+        lens_, ends = lens[rows], seq_lens[rows].astype(np.int64)
+        row = np.repeat(np.arange(len(rows)), lens_)
+        offsets = np.concatenate(([0], np.cumsum(lens_)))
+        position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lens_) + np.repeat(ends - lens_, lens_)
+        counts = position % self._every[slots][row] == 0
+
+        window, trigger, holes = self._window[slots], self._trigger[slots], self._holes[slots]
+        over = -(-ends // self.block_size) - holes > trigger
+        decision = np.where(over, ends - 1, (trigger + holes) * self.block_size)
+        in_window = (position > (decision - window)[row]) & (position <= decision[row])
+        counts &= in_window | (window == 0)[row]
+
+        upto = np.concatenate(([0], np.cumsum(counts)))
+        counted = upto[offsets[1:]] - upto[offsets[:-1]]
+        decay = self._decay[slots][row]
+        later = np.repeat(upto[offsets[1:]], lens_) - upto[1:]
+        weights = np.where(decay > 0, (1 - decay) * decay**later, 1.0) * counts
+        return _spread(weights.astype(np.float32), rows, lens, per_query=True), counted
+
+
+def _spread(values: np.ndarray, rows: np.ndarray, lens: np.ndarray, per_query: bool = False) -> np.ndarray:
+    """Values of some rows (or of their queries) laid out over all queries of the batch, zero elsewhere. [T]"""
+    measured = np.zeros(len(lens), bool)
+    measured[rows] = True
+    out = np.zeros(int(lens.sum()), np.float32)
+    out[np.repeat(measured, lens)] = values if per_query else np.repeat(values, lens[rows])
+    return out

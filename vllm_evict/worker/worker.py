@@ -1,0 +1,64 @@
+"""vLLM's workers with eviction."""
+
+from copy import copy
+from typing import Any
+
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+
+from ..compat import layers, runners
+from ..core.plan import REPORTS, Reports
+from ..core.spec import policy_config
+from .runtime import EvictionRuntime
+
+
+class EvictionWorkerMixin:
+    """Obeys the plan on each `SchedulerOutput`, and sends reports back on the step's `ModelRunnerOutput`."""
+
+    kv_evict: EvictionRuntime
+    _reports: Reports
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config))
+        self._reports = {}
+        runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_from_config(*args, **kwargs)
+        layers.check_layouts(self.vllm_config, policy_config(self.vllm_config))
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self.kv_evict.begin(scheduler_output)
+        plan = self.kv_evict.plan
+        if plan.poison:
+            runners.fill_blocks(self.model_runner, plan.poison, float("nan"))
+        if plan.clean:
+            runners.fill_blocks(self.model_runner, plan.clean, 0.0)
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            self._reports = self.kv_evict.end(layers.tensor_parallel_all_reduce)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        reports, self._reports = self._reports, {}
+        return with_reports(output, reports) if reports else output
+
+
+def with_reports(output: Any, reports: Reports) -> Any:
+    """The output with the reports on it, now or when it is awaited."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _Reporting(output, reports)
+    if isinstance(output, ModelRunnerOutput):
+        if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all steps
+            output = copy(output)
+        setattr(output, REPORTS, reports)
+    return output
+
+
+class _Reporting(AsyncModelRunnerOutput):
+    def __init__(self, output: AsyncModelRunnerOutput, reports: Reports) -> None:
+        self._output, self._reports = output, reports
+
+    def get_output(self) -> ModelRunnerOutput:
+        return with_reports(self._output.get_output(), self._reports)
