@@ -78,20 +78,17 @@ def block_mass(
         ValueError: a shape, stride, block id, length, layout or `isa` is wrong.
         TypeError: a dtype is unsupported.
 
-    Bytes moved: each resident key of a request once per 64 query rows (once in
-    decode, where a row is a query head), num_tokens * Hkv * D * itemsize; the
-    intermediate results take 8 bytes per query row and 32 tokens.
+    Bytes moved: a row is a query of one head, and each 64 rows of a request that
+    share a KV head (all of them in decode, up to G = 64) read its resident keys
+    once: seq_len * D * itemsize. Results in between take 8 bytes a row and tile
+    of 8 to 32 tokens, in cache.
     """
+    tensors = query, key_cache, block_table, query_start_loc, seq_lens
     if _C_cpu is None:
         _warn_once()
-        return block_mass_reference(
-            query, key_cache, block_table, query_start_loc, seq_lens, scale, out,
-            weights=weights, layout=layout,
-        )  # fmt: skip
-    _C_cpu.block_mass(
-        query, key_cache, block_table, query_start_loc, seq_lens, scale, out,
-        weights, layout, isa,
-    )  # fmt: skip
+        block_mass_reference(*tensors, scale, out, weights=weights, layout=layout)
+    else:
+        _C_cpu.block_mass(*tensors, scale, out, weights, layout, isa)
 
 
 def kernel_path(isa: str | None = None) -> str:
@@ -180,9 +177,7 @@ def _warn_once() -> None:
     global _warned
     if not _warned:
         _warned = True
-        logger.warning(
-            "vllm_evict._C_cpu is not built: attention mass runs in plain torch, many times slower"
-        )
+        logger.warning("vllm_evict._C_cpu is not built: attention mass runs in plain torch, many times slower")
 
 
 def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, weights, layout):
@@ -198,10 +193,10 @@ def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, weight
     ):
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name} must be int32")
-        _require(tensor.dim() == dims, f"{name} must have {dims} dimensions")
+        _require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
     if out.dtype not in (torch.float32, torch.float64):
         raise TypeError("out must be float32")
-    _require(out.dim() == 3, "out must have 3 dimensions")
+    _require(out.dim() == 3, "out must be 3-dimensional")
     _require(query.dim() == 3, "query must be [T, H, D] with a contiguous last dimension")
     _require(
         key_cache.dim() == 4 and key_cache[0, 0].is_contiguous(),
@@ -214,17 +209,13 @@ def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, weight
         "key_cache must have bs a multiple of 16 and an even D",
     )
     _require(head_dim == key_dim, "query and key_cache must have the same D")
-    _require(
-        num_heads % num_kv_heads == 0, "query must have a multiple of key_cache's heads"
-    )
+    _require(num_heads % num_kv_heads == 0, "query must have a multiple of key_cache's heads")
     num_requests = len(seq_lens)
     _require(
         len(block_table) == len(out) == num_requests and len(query_start_loc) == num_requests + 1,
         "block_table, seq_lens and out must have R rows, query_start_loc R + 1",
     )
-    _require(
-        out.shape[1] in (1, num_kv_heads), "out must have one row for each KV head or one for all"
-    )
+    _require(out.shape[1] in (1, num_kv_heads), "out must have one row for each KV head or one for all")
     _require(weights is None or weights.shape == (num_tokens,), "weights must have T elements")
     starts = [0, *query_start_loc.tolist(), num_tokens]
     _require(starts == sorted(starts), "query_start_loc must ascend within 0 and T")

@@ -37,9 +37,7 @@ def resident_view(
     The outputs must not overlap the inputs. Bytes moved: 4 * R * (W + Wout).
     """
     if _C_cpu is None:
-        return resident_view_reference(
-            block_table, seq_lens, block_size, out_table, out_lens, out_logical
-        )
+        return resident_view_reference(block_table, seq_lens, block_size, out_table, out_lens, out_logical)
     _C_cpu.resident_view(block_table, seq_lens, block_size, out_table, out_lens, out_logical)
 
 
@@ -84,7 +82,7 @@ def _check(block_table, seq_lens, block_size, out_table, out_lens, out_logical):
     for name, tensor, dims in tensors:
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name} must be int32")
-        _require(tensor.dim() == dims, f"{name} must have {dims} dimensions")
+        _require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
     _require(block_size > 0, "block_size must be positive")
     _require(
         all(len(tensor) == len(seq_lens) for _, tensor, _ in tensors),

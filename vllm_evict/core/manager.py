@@ -1,6 +1,7 @@
 """Blocks of one KV group: allocation within a policy's bound, purity of the prefix cache, and the way back to the pool."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ class EvictableManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         self.residents: dict[str, Residency] = {}
         self.max_in_flight_tokens = 0
+        #: Policy -> blocks that its requests hold.
+        self.held: Counter[str] = Counter()
         #: Requests that grew beyond their trigger since the last `take_over_trigger`.
         self._over_trigger: set[str] = set()
         #: Test mode: freed blocks are poisoned, so what is allocated has to be cleaned. None when off.
@@ -56,7 +59,7 @@ class EvictableManager(FullAttentionManager):
         # A request's residency grows here and nowhere else, so only those that grow are looked at.
         if new_blocks and (resident := self.residents.get(request_id)):
             blocks = len(self.req_to_blocks[request_id])
-            resident.peak_blocks = max(resident.peak_blocks, resident.held(blocks))
+            self._count(resident, resident.held(blocks))
             if resident.over_trigger(blocks):
                 self._over_trigger.add(request_id)
         if self.allocated is not None:
@@ -72,6 +75,7 @@ class EvictableManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         if resident := self.residents.get(request_id):
+            self._count(resident, 0)
             resident.restart()
         self._over_trigger.discard(request_id)
         return super().pop_blocks_for_free(request_id)
@@ -100,4 +104,11 @@ class EvictableManager(FullAttentionManager):
             evicted.append(blocks[index])
             blocks[index] = self._null_block
         self.block_pool.free_blocks(evicted)
+        resident = self.residents[request_id]
+        self._count(resident, resident.held_blocks - len(evicted))
         return evicted
+
+    def _count(self, resident: Residency, held: int) -> None:
+        self.held[resident.config.name] += held - resident.held_blocks
+        resident.held_blocks = held
+        resident.peak_blocks = max(resident.peak_blocks, held)

@@ -30,6 +30,8 @@ class Residency:
     known: int = 0
     #: Tokens computed while nothing was missing; None while nothing is.
     pure_tokens: int | None = None
+    #: Blocks held now and at most, the step in flight included.
+    held_blocks: int = 0
     peak_blocks: int = 0
     evicted_blocks: int = 0
 

@@ -13,6 +13,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ..compat.environment import poison_mode
+from ..config import KVPolicyError
 from ..metrics import STATS_KEY, Tally
 from ..usage import USAGE_KEY, KVUsage
 from .manager import EvictableManager
@@ -37,12 +38,20 @@ class EvictionMixin:
         self.kv_policy = policy_config(self.vllm_config)
         self.residents: dict[str, Residency] = {}
         self.tally = Tally()
-        (self.kv_manager,) = self.kv_cache_manager.coordinator.single_type_managers
-        assert isinstance(self.kv_manager, EvictableManager)
+        self.kv_manager = self._only_manager()
         self._poison = poison_mode()
         self.kv_manager.bind(self.residents, self.vllm_config.max_in_flight_tokens, self._poison)
         self._plan = EvictionPlan()
         logger.info(self._start_up_line())
+
+    def _only_manager(self) -> EvictableManager:
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        if len(managers) != 1 or not isinstance(managers[0], EvictableManager):
+            raise KVPolicyError(
+                f"KV policy {self.kv_policy.name!r} can't be used with layers whose caches differ in shape "
+                f"({len(managers)} KV groups: {', '.join(type(m).__name__ for m in managers)}): leave --kv-policy out"
+            )
+        return managers[0]
 
     def _start_up_line(self) -> str:
         group = self.kv_cache_config.kv_cache_groups[0]
@@ -67,7 +76,12 @@ class EvictionMixin:
     def _residency(self, request: Request) -> Residency:
         params = request.sampling_params
         block_size = self.kv_manager.block_size
-        config = self.kv_policy.for_request(params and params.extra_args, request.num_prompt_tokens, block_size)
+        try:
+            config = self.kv_policy.for_request(params and params.extra_args, request.num_prompt_tokens, block_size)
+        except KVPolicyError as error:
+            # The front end has refused what it could; a request that got past it must not take the engine down.
+            logger.warning("request %s runs under the server's KV policy: %s", request.request_id, error)
+            config = self.kv_policy
         limits = config.limits(block_size, request.num_prompt_tokens)
         resident = Residency(config, limits, block_size)
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
@@ -105,7 +119,7 @@ class EvictionMixin:
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        plan: EvictionPlan = getattr(scheduler_output, PLAN)
+        plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan()
         reports = getattr(model_runner_output, REPORTS, {})
         for req_id, incarnation in plan.due.items():
             request = self.requests.get(req_id)
@@ -144,10 +158,7 @@ class EvictionMixin:
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            held = {policy: 0 for policy in self.kv_policy.allowed}
-            for request in self.running:
-                resident = self.residents[request.request_id]
-                held[resident.config.name] += resident.held(len(self.kv_manager.req_to_blocks[request.request_id]))
+            held = {policy: self.kv_manager.held[policy] for policy in self.kv_policy.allowed}
             # The only free-form field of the stats; without KV connectors (refused at start) nothing else uses it.
             stats.kv_connector_stats = {STATS_KEY: self.tally.take(held)}
         return stats

@@ -33,6 +33,8 @@ class EvictionRuntime:
         max_blocks = -(-max_model_len // block_size) + 1
         self.req_ids: list[str] = []
         self.plan: EvictionPlan | None = None
+        #: Request -> logical blocks that become holes with this step.
+        self.holes: dict[str, list[int]] = {}
         self.sums: RunningSums | None = None
         if config.measures_mass:
             self.sums = RunningSums(
@@ -43,11 +45,6 @@ class EvictionRuntime:
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._step: MassStep | None = None
         self._rows: dict[str, np.ndarray] = {}
-
-    @property
-    def holes(self) -> dict[str, list[int]]:
-        """Request -> logical blocks that become holes with this step."""
-        return self.plan.holes if self.plan else {}
 
     def begin(self, scheduler_output: Any) -> None:
         """Obey a plan: forget requests that ended or start over, note holes, start to measure."""
@@ -61,11 +58,11 @@ class EvictionRuntime:
                 self.sums.stop(req_id)
             for req_id, scoring in plan.track.items():
                 self.sums.start(req_id, scoring)
-        for req_id, holes in plan.holes.items():
-            if req_id in gone or req_id in starting:
-                continue  # its table is gone, or new and whole
-            self._with_holes.add(req_id)
-            if self.sums is not None:
+        # A request that is gone has no table; one that starts has a new and whole one, even under an old id.
+        self.holes = {req_id: holes for req_id, holes in plan.holes.items() if req_id not in gone | starting}
+        self._with_holes.update(self.holes)
+        if self.sums is not None:
+            for req_id, holes in self.holes.items():
                 self.sums.count_holes(req_id, len(holes))
 
     def view(self, metadata: Any) -> tuple[Any, MassStep | None]:
@@ -79,7 +76,7 @@ class EvictionRuntime:
         Returns:
             The metadata, and what the layers have to measure (None: nothing).
         """
-        measuring = self.sums is not None
+        measuring = self.sums is not None and len(self.sums) > 0
         if self.plan is None or not (self._with_holes or measuring):
             return metadata, None
         rows = len(self.req_ids)
@@ -107,7 +104,7 @@ class EvictionRuntime:
     def end(self, all_reduce: Any) -> Reports:
         """Sum up the step and report what the plan asks for."""
         plan, step = self.plan, self._step
-        self.plan = self._step = None
+        self.plan, self._step, self.holes = None, None, {}
         if self.sums is None:
             return {}
         if step is not None:

@@ -94,6 +94,10 @@ class RunningSums:
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._slots
 
+    def __len__(self) -> int:
+        """Requests that are being measured."""
+        return len(self._slots)
+
     def start(self, req_id: str, scoring: Scoring) -> None:
         """Measure a request from now on, from zero."""
         if req_id not in self._slots:
@@ -127,8 +131,6 @@ class RunningSums:
             seq_lens: int32 [R], with holes: position of the last query + 1.
             logical: int32 [R, W], see `MassStep`.
         """
-        if not self._slots:
-            return None
         rows, slots = self._rows(req_ids)
         if not len(rows):
             return None
