@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "mass.h"
 #include "view.h"
@@ -26,8 +27,8 @@ void check_tensor(const Tensor& tensor, const char* name, at::ScalarType type, i
     throw py::type_error(string(name) + (type == at::kInt ? " must be int32" : " must be float32"));
   if (!tensor.is_cpu()) throw py::value_error(string(name) + " must be on the CPU");
   if (tensor.dim() != dims || (tensor.size(-1) > 1 && tensor.stride(-1) != 1))
-    throw py::value_error(string(name) + " must have " + std::to_string(dims) +
-                          " dimensions, the last one contiguous");
+    throw py::value_error(string(name) + " must be " + std::to_string(dims) +
+                          "-dimensional, the last dimension contiguous");
 }
 
 Type check_floats(const Tensor& tensor, const char* name) {
@@ -56,22 +57,31 @@ Packing check_packing(const string& layout, Type type) {
 bool runs(const Kernel* kernel) {
   if (!kernel) return false;
 #if defined(__x86_64__)
-  if (kernel == avx512_kernel)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (kernel == avx2_kernel) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (kernel == avx2_kernel) return avx2;
+  if (kernel == avx512_kernel) return avx512;
+  if (kernel == avx512_bf16_kernel) return avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
   return true;
 }
 
 const Kernel& choose_kernel(const optional<string>& isa) {
-  static const Kernel* const best = runs(avx512_kernel) ? avx512_kernel
-                                    : runs(avx2_kernel) ? avx2_kernel
-                                                        : portable_kernel;
-  if (!isa) return *best;
-  for (const Kernel* kernel : {avx512_kernel, avx2_kernel, portable_kernel})
-    if (runs(kernel) && *isa == kernel->name) return *kernel;
-  throw py::value_error("isa must be avx512, avx2 or portable, and one that this CPU runs");
+  // The best comes first.
+  static const std::vector<const Kernel*> kernels = [] {
+    std::vector<const Kernel*> found;
+    for (const Kernel* kernel :
+         {avx512_bf16_kernel, avx512_kernel, avx2_kernel, portable_kernel})
+      if (runs(kernel)) found.push_back(kernel);
+    return found;
+  }();
+  if (!isa) return *kernels.front();
+  for (const Kernel* kernel : kernels)
+    if (*isa == kernel->name) return *kernel;
+  throw py::value_error(
+      "isa must be avx512_bf16, avx512, avx2 or portable, and one that this CPU runs");
 }
 
 string kernel_path(const optional<string>& isa) { return choose_kernel(isa).name; }

@@ -16,13 +16,14 @@ namespace vllm_evict {
 namespace {
 
 constexpr int64_t kRowsPerPass = 64;   // query rows that share one pass over the keys
-constexpr int64_t kMaxChunks = 64;     // units per request and KV head
+constexpr int64_t kMaxUnits = 64;      // units per request and KV head
 constexpr int64_t kPieceTokens = 512;  // least keys worth a thread's while
-constexpr int64_t kMaxSplitBytes = 32 << 20;
+constexpr int64_t kMaxSplitBytes = 32 << 20;  // scratch memory of all units at once
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds below which one thread is faster
 constexpr float kLog2e = 1.44269504f;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // One request's share of the batch.
 struct Request {
@@ -44,10 +45,9 @@ struct Plan {
   std::vector<Request> requests;
   std::vector<Unit> units;
   int64_t partials = 0;
-  int64_t max_tokens = 0;  // of a pass
-  int64_t max_blocks = 0;
-  int64_t max_passes = 0;  // of a unit
-  double work = 0;         // multiply-adds
+  // The most of any request: passes of a unit, tokens of a pass, blocks.
+  int64_t unit_passes = 0, pass_tokens = 0, max_blocks = 0;
+  double work = 0;  // multiply-adds
 };
 
 int64_t tokens_per_pass(const MassArgs& a) {
@@ -77,9 +77,7 @@ void check_blocks(const MassArgs& a, const Request& request) {
   require(valid, "block_table must hold block ids of key_cache");
 }
 
-Plan make_plan(const MassArgs& a) {
-  check_starts(a);
-  Plan plan;
+void add_requests(const MassArgs& a, Plan& plan) {
   plan.requests.reserve(a.requests);
   for (int64_t r = 0; r < a.requests; ++r) {
     const int64_t first = plan.tokens.size();
@@ -90,117 +88,150 @@ Plan make_plan(const MassArgs& a) {
     plan.requests.push_back({r, first, count, ceil_div(a.lens[r], a.block_size)});
     check_blocks(a, plan.requests.back());
   }
+}
+
+void add_units(const MassArgs& a, const Request& request, Plan& plan) {
   const int64_t per_pass = tokens_per_pass(a);
-  for (const Request& request : plan.requests) {
-    const int64_t passes = ceil_div(request.num_tokens, per_pass);
-    const int64_t per_unit = ceil_div(passes, kMaxChunks);
-    for (int64_t head = 0; head < a.kv_heads; ++head) {
-      for (int64_t t = 0; t < request.num_tokens; t += per_unit * per_pass) {
-        const int64_t count = std::min(per_unit * per_pass, request.num_tokens - t);
-        plan.units.push_back({&request, head, request.first_token + t, count, plan.partials});
-        plan.partials += request.blocks;
-      }
+  const int64_t passes = ceil_div(request.num_tokens, per_pass);
+  const int64_t unit_passes = ceil_div(passes, kMaxUnits);
+  for (int64_t head = 0; head < a.kv_heads; ++head) {
+    for (int64_t t = 0; t < request.num_tokens; t += unit_passes * per_pass) {
+      const int64_t count = std::min(unit_passes * per_pass, request.num_tokens - t);
+      plan.units.push_back({&request, head, request.first_token + t, count, plan.partials});
+      plan.partials += request.blocks;
     }
-    plan.max_passes = std::max(plan.max_passes, per_unit);
-    plan.max_tokens = std::max(plan.max_tokens, std::min(per_pass, request.num_tokens));
-    plan.max_blocks = std::max(plan.max_blocks, request.blocks);
-    plan.work += double(request.num_tokens) * request.blocks * a.block_size * a.heads * a.dim;
   }
+  plan.unit_passes = std::max(plan.unit_passes, unit_passes);
+  plan.pass_tokens = std::max(plan.pass_tokens, std::min(per_pass, request.num_tokens));
+  plan.max_blocks = std::max(plan.max_blocks, request.blocks);
+  plan.work += double(request.num_tokens) * request.blocks * a.block_size * a.heads * a.dim;
+}
+
+Plan make_plan(const MassArgs& a) {
+  check_starts(a);
+  Plan plan;
+  add_requests(a, plan);
+  for (const Request& request : plan.requests) add_units(a, request, plan);
   return plan;
 }
 
-// Room for one pass: its rows and its tiles.
-struct Scratch {
-  float* q;
-  int32_t* seen;
-  float* weights;
+// One reading of a unit's keys, for up to kRowsPerPass rows (more if the heads of
+// one token are more).
+struct Pass {
+  Rows rows;
+  Blocks blocks;
   Tiles tiles;
+  int64_t num_blocks;  // that any row sees
 };
 
-class ScratchPool {
+// Memory for passes, the same for each.
+class Scratch {
  public:
-  ScratchPool(const MassArgs& a, const Kernel& kernel, const Plan& plan) {
-    rows_ = plan.max_tokens * (a.heads / a.kv_heads);
-    q_ = ceil_div(rows_, kernel.rows) * kernel.rows * a.dim;
-    const int64_t tiles = plan.max_blocks * (a.block_size / kernel.tile_tokens(a.block_size));
-    stride_ = ceil_div(tiles, kTileAlign) * kTileAlign;
+  Scratch(const MassArgs& a, const Kernel& kernel, const Plan& plan) {
+    rows_ = round_up(plan.pass_tokens * (a.heads / a.kv_heads), kRowAlign);
+    q_ = rows_ * a.dim;
+    tiles_ = rows_ * plan.max_blocks * (a.block_size / kernel.tile_tokens(a.block_size));
   }
-  int64_t floats() const { return q_ + 2 * rows_ + 2 * rows_ * stride_; }
-  void allocate(int64_t count) { memory_.reset(new float[count * floats()]); }
-  Scratch operator[](int64_t i) const {
-    float* q = memory_.get() + i * floats();
-    float* seen = q + q_;
-    float* weights = seen + rows_;
-    float* peak = weights + rows_;
-    return {q, reinterpret_cast<int32_t*>(seen), weights, {peak, peak + rows_ * stride_, stride_}};
-  }
+  int64_t bytes() const { return sizeof(float) * floats(); }
+  void allocate(int64_t passes) { memory_.reset(new float[passes * floats()]); }
+
+  float* q(int64_t i) const { return memory_.get() + i * floats(); }
+  int32_t* seen(int64_t i) const { return reinterpret_cast<int32_t*>(q(i) + q_); }
+  float* weights(int64_t i) const { return q(i) + q_ + rows_; }
+  float* peak(int64_t i) const { return weights(i) + rows_; }
+  float* mass(int64_t i) const { return peak(i) + tiles_; }
 
  private:
-  int64_t rows_, q_, stride_;
+  int64_t floats() const { return q_ + 2 * rows_ + 2 * tiles_; }
+  int64_t rows_, q_, tiles_;
   std::unique_ptr<float[]> memory_;
 };
 
 template <class T>
-void pack_row(const void* query, int64_t offset, int64_t dim, float scale, float* to,
-              int64_t step) {
-  const T* from = static_cast<const T*>(query) + offset;
-  for (int64_t d = 0; d < dim; ++d) to[d * step] = static_cast<float>(from[d]) * scale;
+void pack_floats(const T* from, int64_t dim, float* to, int64_t step) {
+  for (int64_t d = 0; d < dim; ++d) to[d * step] = static_cast<float>(from[d]);
 }
 
-// Rows of `count` tokens from `first` (of plan.tokens) under the unit's KV head.
-Rows pack_rows(const MassArgs& a, const Kernel& kernel, const Plan& plan, const Unit& unit,
-               int64_t first, int64_t count, const Scratch& scratch) {
+void pack_pairs(const c10::BFloat16* from, int64_t dim, uint32_t* to, int64_t step) {
+  for (int64_t d = 0; d < dim; d += 2, to += step)
+    *to = from[d].x | static_cast<uint32_t>(from[d + 1].x) << 16;
+}
+
+// The layout of Rows::q, with zeros where a group is padded.
+void pack_queries(const MassArgs& a, const Kernel& kernel, const int32_t* tokens,
+                  int64_t first_head, int64_t rows, bool pairs, float* q) {
+  const int64_t group = a.heads / a.kv_heads;
+  const int64_t words = pairs ? a.dim / 2 : a.dim;
+  for (int64_t begin = 0; begin < rows; begin += kernel.rows) {
+    const int64_t count = std::min(kernel.rows, rows - begin);
+    const int64_t step = kernel.padded(count);
+    float* to = q + begin * words;
+    if (step > count) std::fill_n(to, step * words, 0.f);
+    for (int64_t row = begin; row < begin + count; ++row, ++to) {
+      const int64_t offset = tokens[row / group] * a.query_token_stride +
+                             (first_head + row % group) * a.query_head_stride;
+      const auto bf16 = static_cast<const c10::BFloat16*>(a.query) + offset;
+      if (pairs)
+        pack_pairs(bf16, a.dim, reinterpret_cast<uint32_t*>(to), step);
+      else if (a.query_type == Type::bf16)
+        pack_floats(bf16, a.dim, to, step);
+      else if (a.query_type == Type::f16)
+        pack_floats(static_cast<const c10::Half*>(a.query) + offset, a.dim, to, step);
+      else
+        pack_floats(static_cast<const float*>(a.query) + offset, a.dim, to, step);
+    }
+  }
+}
+
+// The pass over a unit's tokens [first, first + count), in the i-th scratch.
+Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const Unit& unit,
+             int64_t first, int64_t count, const Scratch& scratch, int64_t i) {
   const int64_t group = a.heads / a.kv_heads;
   const int64_t request = unit.request->index;
-  const int64_t unseen = a.starts[request + 1] - a.lens[request];
+  const int32_t* tokens = plan.tokens.data() + unit.first_token + first;
   const int64_t rows = count * group;
+  const int64_t columns = round_up(rows, kRowAlign);
+  const bool bf16 = a.packing == Packing::bf16 || a.packing == Packing::amx;
+  const bool pairs = kernel.dots_pairs && bf16 && a.query_type == Type::bf16;
+  pack_queries(a, kernel, tokens, unit.kv_head * group, rows, pairs, scratch.q(i));
+  const int32_t before = a.lens[request] - a.starts[request + 1];
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t token = plan.tokens[first + row / group];
-    const int64_t head = unit.kv_head * group + row % group;
-    const int64_t begin = row / kernel.rows * kernel.rows;
-    const int64_t step = kernel.padded(std::min(kernel.rows, rows - begin));
-    const int64_t offset = token * a.query_token_stride + head * a.query_head_stride;
-    float* to = scratch.q + begin * a.dim + (row - begin);
-    const float scale = a.scale * kLog2e;
-    if (a.query_type == Type::f32) pack_row<float>(a.query, offset, a.dim, scale, to, step);
-    if (a.query_type == Type::bf16)
-      pack_row<c10::BFloat16>(a.query, offset, a.dim, scale, to, step);
-    if (a.query_type == Type::f16) pack_row<c10::Half>(a.query, offset, a.dim, scale, to, step);
-    scratch.seen[row] = static_cast<int32_t>(token + 1 - unseen);
-    scratch.weights[row] = a.weights ? a.weights[token] : 1.f;
+    const int32_t token = tokens[row / group];
+    scratch.seen(i)[row] = before + token + 1;
+    scratch.weights(i)[row] = a.weights ? a.weights[token] : 1.f;
   }
-  return {scratch.q, scratch.seen, scratch.weights, rows};
-}
+  std::fill(scratch.weights(i) + rows, scratch.weights(i) + columns, 0.f);
+  const int64_t num_blocks = ceil_div(before + tokens[count - 1] + 1, a.block_size);
+  const int64_t tiles = num_blocks * (a.block_size / kernel.tile_tokens(a.block_size));
+  std::fill_n(scratch.peak(i), tiles * columns, kUnseen);
+  std::fill_n(scratch.mass(i), tiles * columns, 0.f);
 
-Blocks blocks_of(const MassArgs& a, const Unit& unit) {
-  const int64_t bytes = a.packing == Packing::f32 ? 4 : 2;
-  const char* keys = static_cast<const char*>(a.keys) + unit.kv_head * a.key_head_stride * bytes;
-  const int32_t* table = a.table + unit.request->index * a.table_stride;
-  return {keys, a.packing, a.key_block_stride, a.block_size, a.dim, table};
-}
-
-int64_t seen_blocks(const MassArgs& a, const Rows& rows) {
-  return ceil_div(rows.seen[rows.count - 1], a.block_size);
+  const int64_t key_bytes = a.packing == Packing::f32 ? 4 : 2;
+  const char* keys =
+      static_cast<const char*>(a.keys) + unit.kv_head * a.key_head_stride * key_bytes;
+  return {{scratch.q(i), pairs, a.scale * kLog2e, scratch.seen(i), scratch.weights(i), rows},
+          {keys, a.packing, a.key_block_stride, a.block_size, a.dim,
+           a.table + request * a.table_stride},
+          {scratch.peak(i), scratch.mass(i), columns},
+          num_blocks};
 }
 
 // A unit per thread at a time: the way of large batches.
 void run_units(const MassArgs& a, const Kernel& kernel, const Plan& plan, int threads,
-               ScratchPool& pool, float* partials) {
-  pool.allocate(threads);
+               Scratch& scratch, float* partials) {
+  scratch.allocate(threads);
   const int64_t per_pass = tokens_per_pass(a);
   // Later units of a prefill see more keys, so they start first.
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (int64_t i = plan.units.size() - 1; i >= 0; --i) {
     const Unit& unit = plan.units[i];
-    const Scratch scratch = pool[omp_get_thread_num()];
-    const Blocks blocks = blocks_of(a, unit);
     float* partial = partials + unit.partial;
     std::fill_n(partial, unit.request->blocks, 0.f);
     for (int64_t t = 0; t < unit.num_tokens; t += per_pass) {
       const int64_t count = std::min(per_pass, unit.num_tokens - t);
-      const Rows rows = pack_rows(a, kernel, plan, unit, unit.first_token + t, count, scratch);
-      kernel.score(rows, blocks, 0, seen_blocks(a, rows), scratch.tiles);
-      kernel.fold(rows, a.block_size, scratch.tiles, partial);
+      const Pass pass = prepare(a, kernel, plan, unit, t, count, scratch, omp_get_thread_num());
+      kernel.score(pass.rows, pass.blocks, 0, pass.num_blocks, pass.tiles);
+      kernel.fold(pass.rows, a.block_size, pass.num_blocks, pass.tiles, partial);
     }
   }
 }
@@ -208,10 +239,10 @@ void run_units(const MassArgs& a, const Kernel& kernel, const Plan& plan, int th
 // Several threads per unit: the way of a few decodes. A tile's statistics do not
 // depend on who computes them, so neither does the result.
 void run_pieces(const MassArgs& a, const Kernel& kernel, const Plan& plan, int threads,
-                ScratchPool& pool, float* partials) {
+                Scratch& scratch, float* partials) {
   const int64_t units = plan.units.size();
-  pool.allocate(units);
-  std::vector<Rows> rows(units);
+  scratch.allocate(units);
+  std::vector<Pass> passes(units);
   const int64_t piece = ceil_div(kPieceTokens, a.block_size);
   const int64_t pieces = ceil_div(plan.max_blocks, piece);
 #pragma omp parallel num_threads(threads)
@@ -219,21 +250,21 @@ void run_pieces(const MassArgs& a, const Kernel& kernel, const Plan& plan, int t
 #pragma omp for
     for (int64_t i = 0; i < units; ++i) {
       const Unit& unit = plan.units[i];
-      rows[i] =
-          pack_rows(a, kernel, plan, unit, unit.first_token, unit.num_tokens, pool[i]);
+      passes[i] = prepare(a, kernel, plan, unit, 0, unit.num_tokens, scratch, i);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t n = 0; n < units * pieces; ++n) {
-      const int64_t i = n / pieces, begin = n % pieces * piece;
-      const int64_t end = std::min(begin + piece, seen_blocks(a, rows[i]));
-      if (begin < end)
-        kernel.score(rows[i], blocks_of(a, plan.units[i]), begin, end, pool[i].tiles);
+      const Pass& pass = passes[n / pieces];
+      const int64_t begin = n % pieces * piece;
+      const int64_t end = std::min(begin + piece, pass.num_blocks);
+      if (begin < end) kernel.score(pass.rows, pass.blocks, begin, end, pass.tiles);
     }
 #pragma omp for
     for (int64_t i = 0; i < units; ++i) {
       float* partial = partials + plan.units[i].partial;
       std::fill_n(partial, plan.units[i].request->blocks, 0.f);
-      kernel.fold(rows[i], a.block_size, pool[i].tiles, partial);
+      const Pass& pass = passes[i];
+      kernel.fold(pass.rows, a.block_size, pass.num_blocks, pass.tiles, partial);
     }
   }
 }
@@ -253,12 +284,12 @@ void block_mass(const MassArgs& a, const Kernel& kernel, int threads) {
   const Plan plan = make_plan(a);
   if (plan.units.empty()) return;
   if (plan.work < kSerialWork) threads = 1;
-  ScratchPool pool(a, kernel, plan);
+  Scratch scratch(a, kernel, plan);
   std::unique_ptr<float[]> partials(new float[plan.partials]);
   const int64_t units = plan.units.size();
-  const bool split = threads > 1 && units < 4 * threads && plan.max_passes == 1 &&
-                     units * pool.floats() * int64_t(sizeof(float)) <= kMaxSplitBytes;
-  (split ? run_pieces : run_units)(a, kernel, plan, threads, pool, partials.get());
+  const bool split = threads > 1 && units < 4 * threads && plan.unit_passes == 1 &&
+                     units * scratch.bytes() <= kMaxSplitBytes;
+  (split ? run_pieces : run_units)(a, kernel, plan, threads, scratch, partials.get());
   add_partials(a, plan, partials.get());
 }
 

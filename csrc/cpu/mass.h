@@ -32,12 +32,14 @@ struct MassArgs {
 };
 
 // Query rows (a token and a head each) that read the same keys, in the order of
-// their tokens. `q` holds groups of Kernel::rows rows, each group [dim, rows of
-// the group] and scaled so that a score's softmax weight is exp2(score).
+// their tokens. `q` holds groups of Kernel::rows rows: floats [dim, rows of the
+// group], or words of two bfloat16 [dim / 2, rows of the group] if `pairs`.
 struct Rows {
-  const float* q;
+  const void* q;
+  bool pairs;
+  float scale;  // of q * k, to make exp2(score) the softmax weight
   const int32_t* seen;   // tokens that each row sees, ascending
-  const float* weights;  // of each row
+  const float* weights;  // of each row, zeros up to a multiple of kRowAlign
   int64_t count;
 };
 
@@ -50,18 +52,20 @@ struct Blocks {
 };
 
 // Split softmax statistics of each row over each tile of tokens:
-// mass = sum(exp2(score - peak)). Row r of tile t at [r * stride + t].
+// mass = sum(exp2(score - peak)), both [tile, stride] with a column per row.
 struct Tiles {
   float* peak;
   float* mass;
-  int64_t stride;  // multiple of kTileAlign
+  int64_t stride;  // multiple of kRowAlign
 };
 
-constexpr int64_t kTileAlign = 16;
+constexpr int64_t kRowAlign = 16;
+constexpr float kUnseen = -1e30f;  // peak of a tile, of mass 0, that a row does not see
 
 struct Kernel {
   const char* name;
-  int64_t rows;  // rows scored together
+  int64_t rows;      // rows scored together
+  bool dots_pairs;  // takes Rows::pairs where queries and keys are bfloat16
   // Tokens in a tile; divides block_size.
   int64_t (*tile_tokens)(int64_t block_size);
   // Rows that a group of `count` <= rows takes in Rows::q.
@@ -69,10 +73,11 @@ struct Kernel {
   // Statistics of the tiles of blocks [begin, end).
   void (*score)(const Rows&, const Blocks&, int64_t begin, int64_t end, const Tiles&);
   // out[block] += sum over rows of weight * softmax mass; consumes the tiles.
-  void (*fold)(const Rows&, int64_t block_size, const Tiles&, float* out);
+  void (*fold)(const Rows&, int64_t block_size, int64_t num_blocks, const Tiles&, float* out);
 };
 
 // Null where the compiler or the architecture lacks the instruction set.
+extern const Kernel* const avx512_bf16_kernel;
 extern const Kernel* const avx512_kernel;
 extern const Kernel* const avx2_kernel;
 extern const Kernel* const portable_kernel;

@@ -6,8 +6,8 @@
 
 #pragma GCC target("avx2,fma,f16c")
 #define ISA avx2
-#define ISA_NAME "avx2"
 #define LANES 8
+#define REGISTERS 16
 #define ROWS 4
 #define WIDEN_U16(x) _mm256_cvtepu16_epi32((__m128i)(x))
 #define WIDEN_F16(x) _mm256_cvtph_ps((__m128i)(x))

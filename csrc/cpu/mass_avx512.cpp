@@ -6,9 +6,10 @@
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define ISA avx512
-#define ISA_NAME "avx512"
 #define LANES 16
+#define REGISTERS 32
 #define ROWS 8
+// Masked, since GCC 12 warns of an uninitialised variable in the plain intrinsics.
 #define WIDEN_U16(x) _mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)(x))
 #define WIDEN_F16(x) _mm512_maskz_cvtph_ps(0xffff, (__m256i)(x))
 #include "mass_kernel.h"

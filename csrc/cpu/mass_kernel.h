@@ -1,12 +1,20 @@
-#define PFH 3
 // The one kernel, included by a source file per instruction set, which defines
-//   ISA    the namespace and name of this copy,
-//   LANES  floats in a vector register,
-//   ROWS   query rows kept in registers together.
-// Only GCC vector extensions and always-inline intrinsics here: a function from
-// a standard header could be merged by the linker with another copy's.
+//   ISA         the namespace of this copy, and its name,
+//   LANES       floats in a vector register,
+//   REGISTERS   how many such registers there are,
+//   ROWS        query rows kept in registers together;
+// and where there are instructions for them
+//   WIDEN_U16   LANES uint16 to uint32,
+//   WIDEN_F16   LANES float16 to float32,
+//   DOT_BF16    float + dot product of two pairs of bfloat16, in each of LANES words.
+// Only GCC vector extensions and always-inline intrinsics here: the linker could
+// replace a standard header's inline function by another copy's, and a lambda
+// does not inherit the file's target.
 
 #include "mass.h"
+
+#define VLLM_EVICT_STRING(x) #x
+#define VLLM_EVICT_NAME(x) VLLM_EVICT_STRING(x)
 
 namespace vllm_evict::ISA {
 namespace {
@@ -15,8 +23,6 @@ typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * LANES)));
-
-constexpr float kNone = -1e30f;  // peak of a tile that a row does not see
 
 template <class V>
 inline V load(const void* from) {
@@ -31,11 +37,11 @@ inline Vec splat(float x) { return x - Vec{}; }
 
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-// 2^x for x <= 0, at most 1.3 ulp off; 0 below 2^-126.
+// 2^x for x <= 0, at most 1.3 ulp off; 0 below 2^-126 and for NaN.
 inline Vec exp2(Vec x) {
   const Vec round = splat(12582912.f);  // 1.5 * 2^23
-  Vec whole = x + round;
-  Vec part = x - (whole - round);
+  const Vec whole = x + round;
+  const Vec part = x - (whole - round);
   Vec p = part * 0.0013264728f + 0.0096715139f;
   p = p * part + 0.0555073358f;
   p = p * part + 0.2402224243f;
@@ -45,74 +51,7 @@ inline Vec exp2(Vec x) {
   return x > -126.f ? p : Vec{};
 }
 
-inline WordVec widen_words(const uint16_t* from) {
-#ifdef WIDEN_U16
-  return (WordVec)WIDEN_U16(load<HalfVec>(from));
-#else
-  return __builtin_convertvector(load<HalfVec>(from), WordVec);
-#endif
-}
-
-// Element types of packed keys. load() reads LANES tokens of dims d and d + 1.
-
-struct F32 {
-  typedef float Element;
-  static constexpr int64_t offset(int64_t token, int64_t) { return token; }
-  static constexpr int64_t step(int64_t block_size) { return 2 * block_size; }
-  static void load2(const Element* from, int64_t block_size, Vec& even, Vec& odd) {
-    even = load<Vec>(from);
-    odd = load<Vec>(from + block_size);
-  }
-};
-
-struct BF16 {
-  typedef uint16_t Element;
-  static constexpr int64_t offset(int64_t token, int64_t) { return token; }
-  static constexpr int64_t step(int64_t block_size) { return 2 * block_size; }
-  static Vec widen(const Element* from) {
-    return (Vec)(widen_words(from) << 16);
-  }
-  static void load2(const Element* from, int64_t block_size, Vec& even, Vec& odd) {
-    even = widen(from);
-    odd = widen(from + block_size);
-  }
-};
-
-struct F16 {
-  typedef uint16_t Element;
-  static constexpr int64_t offset(int64_t token, int64_t) { return token; }
-  static constexpr int64_t step(int64_t block_size) { return 2 * block_size; }
-  static Vec widen(const Element* from) {
-#ifdef WIDEN_F16
-    return (Vec)WIDEN_F16(load<HalfVec>(from));
-#else
-    WordVec bits = widen_words(from);
-    WordVec sign = (bits & 0x8000) << 16;
-    // The exponents differ by 112; the product is exact for subnormals too.
-    Vec finite = (Vec)((bits & 0x7fff) << 13) * 0x1p112f;
-    WordVec special = (bits & 0x7c00) == 0x7c00 ? WordVec{} + 0x7f800000 : WordVec{};
-    return (Vec)((WordVec)finite | special | sign);
-#endif
-  }
-  static void load2(const Element* from, int64_t block_size, Vec& even, Vec& odd) {
-    even = widen(from);
-    odd = widen(from + block_size);
-  }
-};
-
-// Words of two dims; a row of 16 tokens' words for each pair of dims.
-struct AMX {
-  typedef uint16_t Element;
-  static constexpr int64_t offset(int64_t token, int64_t dim) {
-    return token / 16 * 16 * dim + token % 16 * 2;
-  }
-  static constexpr int64_t step(int64_t) { return 32; }
-  static void load2(const Element* from, int64_t, Vec& even, Vec& odd) {
-    WordVec words = load<WordVec>(from);
-    even = (Vec)(words << 16);
-    odd = (Vec)(words & 0xffff0000);
-  }
-};
+// ---- Lanes across vectors
 
 template <int... I>
 struct Indices {};
@@ -129,15 +68,21 @@ inline IntVec lane_numbers(Indices<I...>) {
   return IntVec{I...};
 }
 
-// The halves of `a` and `b` whose lane numbers lack / have bit S, interleaved:
-// combining them gives a's results where bit S is 0 and b's where it is 1.
+#ifdef __clang__
+#define VLLM_EVICT_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define VLLM_EVICT_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+// Where bit S of the lane number is 0: a's lanes without / with the bit, to be
+// combined into one. Where it is 1: b's.
 template <int S, int... I>
 inline Vec lower(Vec a, Vec b, Indices<I...>) {
-  return __builtin_shufflevector(a, b, (I & S ? LANES + (I ^ S) : I)...);
+  return VLLM_EVICT_SHUFFLE(a, b, (I & S ? LANES + (I ^ S) : I)...);
 }
 template <int S, int... I>
 inline Vec upper(Vec a, Vec b, Indices<I...>) {
-  return __builtin_shufflevector(a, b, (I & S ? LANES + I : I ^ S)...);
+  return VLLM_EVICT_SHUFFLE(a, b, (I & S ? LANES + I : I ^ S)...);
 }
 
 struct Max {
@@ -157,185 +102,333 @@ inline Vec across(const Vec* v) {
     Vec next[kHalf];
 #pragma GCC unroll 8
     for (int i = 0; i < kHalf; ++i) {
-      Vec a = v[2 * i], b = v[2 * i + 1 < M ? 2 * i + 1 : 2 * i];
+      const Vec a = v[2 * i], b = v[2 * i + 1 < M ? 2 * i + 1 : 2 * i];
       next[i] = Combine::of(lower<S>(a, b, Lanes{}), upper<S>(a, b, Lanes{}));
     }
     return across<Combine, kHalf, 2 * S>(next);
   }
 }
 
+// ---- Keys in memory
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+inline WordVec widen_words(const void* from) {
+#ifdef WIDEN_U16
+  return (WordVec)WIDEN_U16(load<HalfVec>(from));
+#else
+  return __builtin_convertvector(load<HalfVec>(from), WordVec);
+#endif
+}
+
+inline Vec widen(const float* from) { return load<Vec>(from); }
+
+inline Vec widen(const Bf16* from) { return (Vec)(widen_words(from) << 16); }
+
+inline Vec widen(const F16* from) {
+#ifdef WIDEN_F16
+  return (Vec)WIDEN_F16(load<HalfVec>(from));
+#else
+  const WordVec bits = widen_words(from);
+  const WordVec sign = (bits & 0x8000) << 16;
+  // The exponents' biases differ by 112. The product is exact for subnormals too.
+  const Vec finite = (Vec)((bits & 0x7fff) << 13) * 0x1p112f;
+  const WordVec special = (bits & 0x7c00) == 0x7c00 ? WordVec{} + 0x7f800000 : WordVec{};
+  return (Vec)((WordVec)finite | special | sign);
+#endif
+}
+
+// What is multiplied at a time: two dims of LANES tokens by those of one query,
+// in kSteps instructions.
+
+struct Dims {
+  typedef float Query;
+  static constexpr int kSteps = 2;
+  Vec dim[2];
+  Vec multiply_add(int step, float q, Vec sum) const { return dim[step] * q + sum; }
+};
+
+#ifdef DOT_BF16
+struct Pairs {
+  typedef uint32_t Query;
+  static constexpr int kSteps = 1;
+  WordVec pairs;
+  Vec multiply_add(int, uint32_t q, Vec sum) const { return DOT_BF16(sum, pairs, q + WordVec{}); }
+};
+#endif
+
+// How keys lie in a block: offset() is the place of a token's first element,
+// load() reads two dims of LANES tokens, the next two are a step() away. kBytes
+// is what LANES tokens take of a cache line.
+
+// A dim's tokens side by side.
+template <class T>
+struct DimRows {
+  typedef T Element;
+  static constexpr int kBytes = LANES * sizeof(T);
+  static int64_t offset(int64_t token, int64_t) { return token; }
+  static int64_t step(int64_t block_size) { return 2 * block_size; }
+  static void load(const T* from, int64_t block_size, Dims& to) {
+    to.dim[0] = widen(from);
+    to.dim[1] = widen(from + block_size);
+  }
+#ifdef DOT_BF16
+  static void load(const T* from, int64_t block_size, Pairs& to) {
+    to.pairs = widen_words(from) | widen_words(from + block_size) << 16;
+  }
+#endif
+  static void prefetch(const T* from, int64_t block_size) {
+    __builtin_prefetch(from);
+    __builtin_prefetch(from + block_size);
+  }
+};
+
+// 16 tokens' pairs of dims side by side.
+struct PairRows {
+  typedef Bf16 Element;
+  static constexpr int kBytes = LANES * 2 * sizeof(Bf16);
+  static int64_t offset(int64_t token, int64_t dim) {
+    return token / 16 * 16 * dim + token % 16 * 2;
+  }
+  static int64_t step(int64_t) { return 32; }
+  static void load(const Bf16* from, int64_t, Dims& to) {
+    const WordVec pairs = ::vllm_evict::ISA::load<WordVec>(from);
+    to.dim[0] = (Vec)(pairs << 16);
+    to.dim[1] = (Vec)(pairs & 0xffff0000);
+  }
+#ifdef DOT_BF16
+  static void load(const Bf16* from, int64_t, Pairs& to) {
+    to.pairs = ::vllm_evict::ISA::load<WordVec>(from);
+  }
+#endif
+  static void prefetch(const Bf16* from, int64_t) { __builtin_prefetch(from); }
+};
+
+// ---- Scores
+
+// Instances for groups of 5 and 7 rows would hardly be faster.
 constexpr int padded_rows(int count) { return count == 5 ? 6 : count == 7 ? 8 : count; }
 
-// Scores of M rows (count of them real) against N vectors of tokens, in
-// registers, and their statistics. `keys` is the block, `token` the first
-// token's place in the block, `visible` that in the request.
-template <class Keys, int N, int M>
-inline void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
-                       const typename Keys::Element* keys, int64_t ahead, int64_t token,
-                       int64_t position,
-                       const Tiles& tiles, int64_t tile) {
-  // Two chains of additions where one would wait for its own latency.
-  constexpr int kChains = M * N < 8 ? 2 : 1;
-  Vec score[kChains][M][N] = {};
-  const typename Keys::Element* from[N];
-  for (int n = 0; n < N; ++n) from[n] = keys + Keys::offset(token + n * LANES, blocks.dim);
-  const float* q = rows.q + first * blocks.dim;
-  for (int64_t d = 0; d < blocks.dim; d += 2, q += 2 * M) {
-    Vec even[N], odd[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      Keys::load2(from[n], blocks.size, even[n], odd[n]);
-      if (sizeof(Vec) * n % (sizeof(float) / sizeof(typename Keys::Element) * sizeof(Vec)) == 0) {
-        __builtin_prefetch(from[n] + ahead, 0, PFH);
-        __builtin_prefetch(from[n] + ahead + blocks.size, 0, PFH);
+// A tile of keys.
+template <class Element>
+struct Tile {
+  const Element* block;
+  int64_t next_block;  // elements from `block` to the block that comes next
+  int64_t token;       // first token, from the block's beginning
+  int64_t position;    // the same, from the request's
+  int64_t index;       // in the request
+};
+
+// Two dims' share of the scores of M rows against N vectors of tokens.
+template <class Keys, class Operand, int N, int M>
+inline void add_dims(const typename Keys::Element* (&from)[N], int64_t block_size,
+                     int64_t next_block, const typename Operand::Query* q, Vec (&even)[M][N],
+                     Vec (&odd)[M][N]) {
+  Operand keys[N];
+#pragma GCC unroll 2
+  for (int n = 0; n < N; ++n) {
+    Keys::load(from[n], block_size, keys[n]);
+    // Hardware prefetchers cannot follow the block table.
+    if (n * Keys::kBytes % 64 == 0) Keys::prefetch(from[n] + next_block, block_size);
+    from[n] += Keys::step(block_size);
+  }
+#pragma GCC unroll 2
+  for (int step = 0; step < Operand::kSteps; ++step) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) {
+        Vec& sum = step ? odd[m][n] : even[m][n];
+        sum = keys[n].multiply_add(step, q[step * M + m], sum);
       }
-      from[n] += Keys::step(blocks.size);
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) score[0][m][n] += even[n] * q[m];
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) score[kChains - 1][m][n] += odd[n] * q[M + m];
     }
   }
-  const int64_t count = rows.count - first < M ? rows.count - first : M;
-  const int32_t* seen = rows.seen + first;
-  const bool all_seen = seen[0] >= position + N * LANES;
+}
+
+// Scores of M rows against N vectors of tokens, and their statistics, without
+// leaving the registers.
+template <class Keys, class Operand, int N, int M>
+void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
+                const Tile<typename Keys::Element>& tile, const Tiles& tiles) {
+  // Two chains of additions, where registers allow, wait less for each other.
+  constexpr int kChains = 2 * M * N <= REGISTERS - 8 ? 2 : 1;
+  Vec score[kChains][M][N] = {};
+  const typename Keys::Element* from[N];
+  for (int n = 0; n < N; ++n)
+    from[n] = tile.block + Keys::offset(tile.token + n * LANES, blocks.dim);
+  constexpr int kQuery = Operand::kSteps * M;
+  const typename Operand::Query* q =
+      (const typename Operand::Query*)rows.q + first * blocks.dim / 2 * Operand::kSteps;
+  int64_t pairs = blocks.dim / 2;
+  Vec(&even)[M][N] = score[0];
+  Vec(&odd)[M][N] = score[kChains - 1];
+  if constexpr (Operand::kSteps == 2) {
+    for (; pairs; --pairs, q += kQuery)
+      add_dims<Keys, Operand>(from, blocks.size, tile.next_block, q, even, odd);
+  } else {
+    for (; pairs > 1; pairs -= 2, q += 2 * kQuery) {
+      add_dims<Keys, Operand>(from, blocks.size, tile.next_block, q, even, even);
+      add_dims<Keys, Operand>(from, blocks.size, tile.next_block, q + kQuery, odd, odd);
+    }
+    if (pairs) add_dims<Keys, Operand>(from, blocks.size, tile.next_block, q, even, even);
+  }
+
+  const int64_t last = rows.count - 1;
+  const bool all_seen = rows.seen[first] >= tile.position + N * LANES;
   Vec top[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
+    top[m] = splat(kUnseen);
+#pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
       Vec& s = score[0][m][n];
       if (kChains == 2) s += score[1][m][n];
+      s *= rows.scale;
       if (!all_seen) {
-        const int32_t left = seen[m < count ? m : count - 1] - (int32_t)(position + n * LANES);
-        s = lane_numbers(Lanes{}) < left ? s : splat(-__builtin_inff());
+        const int64_t row = first + m < last ? first + m : last;
+        const int64_t seen = rows.seen[row] - (tile.position + n * LANES);
+        s = lane_numbers(Lanes{}) < (int32_t)seen ? s : splat(-__builtin_inff());
       }
-      top[m] = n ? max(top[m], s) : max(s, splat(kNone));
+      top[m] = max(s, top[m]);
     }
   }
-  float peak[LANES], mass[LANES];
-  store(peak, across<Max, M>(top));
+  const Vec peak = across<Max, M>(top);
   Vec sum[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
     sum[m] = exp2(score[0][m][0] - peak[m]);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (int n = 1; n < N; ++n) sum[m] += exp2(score[0][m][n] - peak[m]);
   }
-  store(mass, across<Sum, M>(sum));
-  for (int64_t m = 0; m < count; ++m) {
-    tiles.peak[(first + m) * tiles.stride + tile] = peak[m];
-    tiles.mass[(first + m) * tiles.stride + tile] = mass[m];
-  }
+  const Vec mass = across<Sum, M>(sum);
+  const int64_t place = tile.index * tiles.stride + first;
+  __builtin_memcpy(tiles.peak + place, &peak, sizeof(float) * M);
+  __builtin_memcpy(tiles.mass + place, &mass, sizeof(float) * M);
 }
 
-template <class Keys, int N>
-void score_keys(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
-                const Tiles& tiles) {
+template <class Keys, class Operand, int N>
+void score_blocks(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
+                  const Tiles& tiles) {
   typedef typename Keys::Element Element;
-  constexpr int64_t kTokens = N * LANES;
   for (int64_t block = begin; block < end; ++block) {
-    const Element* keys = (const Element*)blocks.keys + blocks.table[block] * blocks.stride;
-    const int64_t next = block + 1 < end ? blocks.table[block + 1] : blocks.table[block];
-    const int64_t ahead = (next - blocks.table[block]) * blocks.stride;
-    for (int64_t token = 0; token < blocks.size; token += kTokens) {
-      const int64_t position = block * blocks.size + token;
-      const int64_t tile = position / kTokens;
+    const int64_t id = blocks.table[block];
+    const int64_t next_id = blocks.table[block + 1 < end ? block + 1 : block];
+    Tile<Element> tile;
+    tile.block = (const Element*)blocks.keys + id * blocks.stride;
+    tile.next_block = (next_id - id) * blocks.stride;
+    for (tile.token = 0; tile.token < blocks.size; tile.token += N * LANES) {
+      tile.position = block * blocks.size + tile.token;
+      tile.index = tile.position / (N * LANES);
       for (int64_t first = 0; first < rows.count; first += ROWS) {
         const int64_t left = rows.count - first;
         const int count = left < ROWS ? (int)left : ROWS;
-        if (rows.seen[first + count - 1] <= position) continue;
+        if (rows.seen[first + count - 1] <= tile.position) continue;
         switch (padded_rows(count)) {
-#define CASE(M)                                                                                 \
-  case M:                                                                                       \
-    score_tile<Keys, N, M>(rows, first, blocks, keys, ahead, token, position, tiles, tile);            \
+#define VLLM_EVICT_CASE(M)                                             \
+  case M:                                                              \
+    score_tile<Keys, Operand, N, M>(rows, first, blocks, tile, tiles); \
     break;
-          CASE(1)
-          CASE(2)
-          CASE(3)
-          CASE(4)
+          VLLM_EVICT_CASE(1)
+          VLLM_EVICT_CASE(2)
+          VLLM_EVICT_CASE(3)
+          VLLM_EVICT_CASE(4)
 #if ROWS == 8
-          CASE(6)
-          CASE(8)
+          VLLM_EVICT_CASE(6)
+          VLLM_EVICT_CASE(8)
 #endif
-#undef CASE
+#undef VLLM_EVICT_CASE
         }
       }
     }
   }
 }
 
+int64_t padded(int64_t count) { return padded_rows((int)count); }
+
+// Two vectors where the block size, a multiple of 16, allows.
 int64_t tile_tokens(int64_t block_size) {
   return block_size % (2 * LANES) ? LANES : 2 * LANES;
 }
 
-int64_t padded(int64_t count) { return padded_rows((int)count); }
-
-template <class Keys>
+template <class Keys, class Operand>
 void score_packed(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
                   const Tiles& tiles) {
-#if LANES == 16  // block sizes are multiples of 16
-  if (blocks.size % (2 * LANES)) return score_keys<Keys, 1>(rows, blocks, begin, end, tiles);
+#if LANES == 16
+  if (tile_tokens(blocks.size) == LANES)
+    return score_blocks<Keys, Operand, 1>(rows, blocks, begin, end, tiles);
 #endif
-  score_keys<Keys, 2>(rows, blocks, begin, end, tiles);
+  score_blocks<Keys, Operand, 2>(rows, blocks, begin, end, tiles);
 }
 
 void score(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
            const Tiles& tiles) {
+#ifdef DOT_BF16
+  if (rows.pairs)
+    return blocks.packing == Packing::amx
+               ? score_packed<PairRows, Pairs>(rows, blocks, begin, end, tiles)
+               : score_packed<DimRows<Bf16>, Pairs>(rows, blocks, begin, end, tiles);
+#endif
   switch (blocks.packing) {
     case Packing::f32:
-      return score_packed<F32>(rows, blocks, begin, end, tiles);
+      return score_packed<DimRows<float>, Dims>(rows, blocks, begin, end, tiles);
     case Packing::bf16:
-      return score_packed<BF16>(rows, blocks, begin, end, tiles);
+      return score_packed<DimRows<Bf16>, Dims>(rows, blocks, begin, end, tiles);
     case Packing::f16:
-      return score_packed<F16>(rows, blocks, begin, end, tiles);
+      return score_packed<DimRows<F16>, Dims>(rows, blocks, begin, end, tiles);
     case Packing::amx:
-      return score_packed<AMX>(rows, blocks, begin, end, tiles);
+      return score_packed<PairRows, Dims>(rows, blocks, begin, end, tiles);
   }
 }
 
-// Turns one row's statistics into weighted probabilities, in `mass`.
-inline void normalise(float* peak, float* mass, int64_t tiles, int64_t padded, float weight) {
-  for (int64_t t = tiles; t < padded; ++t) peak[t] = kNone, mass[t] = 0;
-  Vec top = load<Vec>(peak);
-  for (int64_t t = LANES; t < padded; t += LANES) top = max(top, load<Vec>(peak + t));
-  const float row_peak = across<Max, 1>(&top)[0];
+// ---- Masses
+
+// LANES rows, one per lane: turns `mass` into probabilities times the row's
+// weight and adds them to `total`. All are [num_tiles, stride].
+void normalise(const float* peak, float* mass, float* total, int64_t stride, int64_t num_tiles,
+               Vec weight) {
+  const int64_t end = num_tiles * stride;
+  Vec top = splat(kUnseen);
+  for (int64_t t = 0; t < end; t += stride) top = max(top, load<Vec>(peak + t));
   Vec sum = {};
-  for (int64_t t = 0; t < padded; t += LANES) {
-    Vec part = load<Vec>(mass + t) * exp2(load<Vec>(peak + t) - row_peak);
+  for (int64_t t = 0; t < end; t += stride) {
+    const Vec part = load<Vec>(mass + t) * exp2(load<Vec>(peak + t) - top);
     store(mass + t, part);
     sum += part;
   }
-  const float factor = weight / across<Sum, 1>(&sum)[0];
-  for (int64_t t = 0; t < padded; t += LANES) store(mass + t, load<Vec>(mass + t) * factor);
-}
-
-void fold(const Rows& rows, int64_t block_size, const Tiles& tiles, float* out) {
-  const int64_t tokens = tile_tokens(block_size);
-  const int64_t per_block = block_size / tokens;
-  // The last row sees the most, so its tiles can take the others'.
-  const int64_t last = rows.count - 1;
-  float* total = tiles.mass + last * tiles.stride;
-  const int64_t num_tiles = (rows.seen[last] + tokens - 1) / tokens;
-  for (int64_t row = last; row >= 0; --row) {
-    float* mass = tiles.mass + row * tiles.stride;
-    const int64_t seen = (rows.seen[row] + tokens - 1) / tokens;
-    const int64_t padded = (seen + LANES - 1) / LANES * LANES;
-    normalise(tiles.peak + row * tiles.stride, mass, seen, padded, rows.weights[row]);
-    if (row == last) continue;
-    for (int64_t t = 0; t < padded; t += LANES)
-      store(total + t, load<Vec>(total + t) + load<Vec>(mass + t));
+  // A row's sum is at least 1, from its peak; that of a lane without a row is 0.
+  const Vec factor = weight / max(sum, splat(1.f));
+  for (int64_t t = 0; t < end; t += stride) {
+    const Vec part = load<Vec>(mass + t) * factor;
+    store(total + t, mass == total ? part : part + load<Vec>(total + t));
   }
-  for (int64_t t = 0; t < num_tiles; ++t) out[t / per_block] += total[t];
 }
 
-const Kernel kernel = {ISA_NAME, ROWS, tile_tokens, padded, score, fold};
+void fold(const Rows& rows, int64_t block_size, int64_t num_blocks, const Tiles& tiles,
+          float* out) {
+  const int64_t per_block = block_size / tile_tokens(block_size);
+  float* total = tiles.mass;
+  for (int64_t row = 0; row < tiles.stride; row += LANES)
+    normalise(tiles.peak + row, tiles.mass + row, total, tiles.stride, num_blocks * per_block,
+              load<Vec>(rows.weights + row));
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    Vec sum = {};
+    for (int64_t t = 0; t < per_block; ++t, total += tiles.stride) sum += load<Vec>(total);
+    out[block] += across<Sum, 1>(&sum)[0];
+  }
+}
+
+#ifdef DOT_BF16
+constexpr bool kDotsPairs = true;
+#else
+constexpr bool kDotsPairs = false;
+#endif
+
+const Kernel kernel = {VLLM_EVICT_NAME(ISA), ROWS, kDotsPairs, tile_tokens, padded, score, fold};
 
 }  // namespace
 }  // namespace vllm_evict::ISA

@@ -1,7 +1,7 @@
 // What the compiler makes of 16-byte vectors: SSE2 on x86-64, NEON on Arm.
 #define ISA portable
-#define ISA_NAME "portable"
 #define LANES 4
+#define REGISTERS 16
 #define ROWS 4
 #include "mass_kernel.h"
 

@@ -43,7 +43,7 @@ class EvictionRuntime:
         self._with_holes: set[str] = set()
         self._identity = torch.arange(max_blocks, dtype=torch.int32)
         self._buffers: tuple[torch.Tensor, ...] = ()
-        self._step: MassStep | None = None
+        self._viewed: tuple[Any, MassStep | None] | None = None
         self._rows: dict[str, np.ndarray] = {}
 
     def begin(self, scheduler_output: Any) -> None:
@@ -74,10 +74,18 @@ class EvictionRuntime:
             metadata: vLLM's `CommonAttentionMetadata`.
 
         Returns:
-            The metadata, and what the layers have to measure (None: nothing).
+            The metadata, and what the layers have to measure (None: nothing). The same for all builders of a step:
+            layers of one KV group may have several, when their numbers of query heads differ.
         """
+        if self.plan is None:
+            return metadata, None  # a dummy run: no request of ours is in it
+        if self._viewed is None:
+            self._viewed = self._view(metadata)
+        return self._viewed
+
+    def _view(self, metadata: Any) -> tuple[Any, MassStep | None]:
         measuring = self.sums is not None and len(self.sums) > 0
-        if self.plan is None or not (self._with_holes or measuring):
+        if not (self._with_holes or measuring):
             return metadata, None
         rows = len(self.req_ids)
         seq_lens = metadata.seq_lens[:rows]
@@ -97,18 +105,18 @@ class EvictionRuntime:
         step = None
         if measuring:
             starts = metadata.query_start_loc[: rows + 1].numpy()
-            step = self._step = self.sums.step(self.req_ids, starts, seq_lens_np, logical)
+            step = self.sums.step(self.req_ids, starts, seq_lens_np, logical)
             self._resident(logical, seq_lens_np if not self._with_holes else lens.numpy())
         return metadata, step
 
     def end(self, all_reduce: Any) -> Reports:
         """Sum up the step and report what the plan asks for."""
-        plan, step = self.plan, self._step
-        self.plan, self._step, self.holes = None, None, {}
+        plan, viewed = self.plan, self._viewed
+        self.plan, self._viewed, self.holes = None, None, {}
         if self.sums is None:
             return {}
-        if step is not None:
-            self.sums.fold(step)
+        if viewed is not None and viewed[1] is not None:
+            self.sums.fold(viewed[1])
         asked = [req_id for req_id in plan.report if req_id in self.sums and req_id in self._rows]
         reports = self.sums.report(asked, [self._rows[req_id] for req_id in asked], all_reduce)
         self._rows = {}
