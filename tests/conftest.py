@@ -12,6 +12,8 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Tiny models gain nothing from threads, and lose a lot where OpenMP's threads wait for each other on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 RUNNER = os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1")

@@ -55,6 +55,8 @@ def resident_backend(backend: type, runtime: EvictionRuntime) -> type:
                 spec = replace_as(spec, EvictableSpec, backend=backend.get_name())
             return spec
 
+    # vLLM groups layers by their backend's name.
+    ResidentBackend.__qualname__ = f"Resident[{backend.__qualname__}]"
     return ResidentBackend
 
 

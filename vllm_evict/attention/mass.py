@@ -71,8 +71,9 @@ def block_mass(
         layout: how vLLM's CPU kernels pack a block's keys. "vec" and "vec16":
             element (t, d) at d * bs + t. "amx" (bfloat16): at
             t // 16 * 16 * D + d // 2 * 32 + t % 16 * 2 + d % 2.
-        isa: "avx512", "avx2" or "portable" to force a kernel; None takes the
-            best one this CPU runs.
+        isa: "avx512_bf16", "avx512", "avx2" or "portable" to force a kernel;
+            None takes the best one this CPU runs. The first multiplies bfloat16
+            queries and keys by the CPU's own instruction, twice as fast.
 
     Raises:
         ValueError: a shape, stride, block id, length, layout or `isa` is wrong.
@@ -92,7 +93,7 @@ def block_mass(
 
 
 def kernel_path(isa: str | None = None) -> str:
-    """The kernel `block_mass` runs: "avx512", "avx2", "portable" or "torch reference".
+    """The kernel `block_mass` runs: an `isa` of its arguments, or "torch reference".
 
     Raises:
         ValueError: this CPU cannot run `isa`, or it is unknown.

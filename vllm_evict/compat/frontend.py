@@ -21,7 +21,7 @@ def _once(function: Any) -> bool:
 
 
 def hook_input_processor(module: ModuleType) -> None:
-    """Validate `kv_policy` and `kv_budget` of a request where vLLM validates the rest: HTTP 400, ValueError offline."""
+    """Validate `kv_policy` and `kv_budget` of a request where vLLM validates the rest: HTTP 400, `VLLMValidationError` offline."""
     from vllm.exceptions import VLLMValidationError
 
     cls = module.InputProcessor
@@ -49,11 +49,12 @@ def hook_output_processor(module: ModuleType) -> None:
     """Hand a finished request's `KVUsage` to its output: `RequestOutput.kv_usage`, and on each completion (n > 1)."""
     from vllm.outputs import CompletionOutput, RequestOutput
 
-    RequestOutput.kv_usage = CompletionOutput.kv_usage = None
     cls = module.RequestState
     make_request_output, new_completion_output = cls.make_request_output, cls._new_completion_output
     if not _once(make_request_output):
         return
+    RequestOutput.kv_usage = CompletionOutput.kv_usage = None
+    RequestOutput.add = _keeping_usage(RequestOutput.add)
 
     @functools.wraps(make_request_output)
     def with_usage(
@@ -84,6 +85,20 @@ def hook_output_processor(module: ModuleType) -> None:
         return completion
 
     cls.make_request_output, cls._new_completion_output = with_usage, completion_with_usage
+
+
+def _keeping_usage(add: Any) -> Any:
+    """Streamed outputs are merged when a reader is slow; the usage comes with the last one."""
+
+    @functools.wraps(add)
+    def merged(self: Any, next_output: Any, aggregate: bool) -> None:
+        add(self, next_output, aggregate)
+        self.kv_usage = next_output.kv_usage or self.kv_usage
+        usages = {completion.index: completion.kv_usage for completion in next_output.outputs}
+        for completion in self.outputs:
+            completion.kv_usage = usages.get(completion.index) or completion.kv_usage
+
+    return merged
 
 
 def hook_loggers(module: ModuleType) -> None:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action(module)` when the module called `name` has been executed; now, if that has happened.
+    """Call `action(module)` (one for each module) when the module called `name` has been executed; now, if that has happened.
 
     vLLM calls platform plugins while its own modules are being imported. Importing them from there would be circular,
     and some of them are half executed.
@@ -49,8 +49,12 @@ def _await(spec: ModuleSpec, action: Callable[[ModuleType], None]) -> None:
         @_initializing.setter
         def _initializing(self, executing: bool) -> None:
             self.__dict__["_executing"] = executing
-            if not executing and self.name in sys.modules:
+            if executing:
+                return
+            if self.name in sys.modules:
                 action(sys.modules[self.name])
+            else:
+                when_imported(self.name, action)  # the import failed; somebody may try again
 
     executing = spec.__dict__.pop("_initializing", False)
     spec.__class__ = Awaited

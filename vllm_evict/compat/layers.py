@@ -29,6 +29,8 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
         if type(layer) is not Attention:
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
         refusals.check_layer(name, layer, config)
+    # The block size is final here; it may not have been when the configuration was checked.
+    config.limits(vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len)
     first = next(iter(layers.values()))
     runtime = EvictionRuntime(
         config,

@@ -23,6 +23,8 @@ class Residency:
     measured: bool = False
     #: Counts restarts, so that what was planned before a preemption is not done after it.
     incarnation: int = 0
+    #: Whether workers know it.
+    started: bool = False
     #: Position of its first own query: tokens before it came out of the prefix cache.
     first_query: int = 0
     #: Resident logical blocks below `known`, ascending.
@@ -42,6 +44,7 @@ class Residency:
     def restart(self) -> None:
         """Forget all blocks: preempted, to be computed again from the first token."""
         self.incarnation += 1
+        self.started = False
         self.resident, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, 0, None, 0
 
     def held(self, blocks: int) -> int:

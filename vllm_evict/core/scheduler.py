@@ -102,7 +102,9 @@ class EvictionMixin:
             ]
         for req_id, computed_tokens in starts:
             resident = self.residents[req_id]
-            resident.first_query = computed_tokens
+            if resident.started:
+                continue  # the next turn of a streaming session
+            resident.started, resident.first_query = True, computed_tokens
             if resident.measured:
                 plan.track[req_id] = Scoring.of(resident.config, resident.limits.trigger)
         for req_id in self.kv_manager.take_over_trigger():
@@ -148,6 +150,11 @@ class EvictionMixin:
             # A published block may still be hit: its content has to stay what its hash says.
             self._plan.poison.extend(block.block_id for block in freed if block.block_hash is None)
         self.tally.count(resident.config.name, len(blocks), len(freed), first)
+
+    def _free_request_blocks(self, request: Request) -> None:
+        # Its table is gone, and with it the holes that workers were to hear of.
+        self._plan.holes.pop(request.request_id, None)
+        super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)

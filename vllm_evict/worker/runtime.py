@@ -33,8 +33,6 @@ class EvictionRuntime:
         max_blocks = -(-max_model_len // block_size) + 1
         self.req_ids: list[str] = []
         self.plan: EvictionPlan | None = None
-        #: Request -> logical blocks that become holes with this step.
-        self.holes: dict[str, list[int]] = {}
         self.sums: RunningSums | None = None
         if config.measures_mass:
             self.sums = RunningSums(
@@ -50,20 +48,24 @@ class EvictionRuntime:
         """Obey a plan: forget requests that ended or start over, note holes, start to measure."""
         self.plan = plan = getattr(scheduler_output, PLAN, None) or EvictionPlan()
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        starting = {new.req_id for new in scheduler_output.scheduled_new_reqs}
-        starting |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        self._with_holes -= gone | starting
+        self._with_holes -= gone | scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        for new in scheduler_output.scheduled_new_reqs:
+            # The next turn of a streaming session comes as a new request, with the holes it has.
+            (self._with_holes.add if 0 in new.block_ids[0] else self._with_holes.discard)(new.req_id)
         if self.sums is not None:
             for req_id in gone:
                 self.sums.stop(req_id)
             for req_id, scoring in plan.track.items():
                 self.sums.start(req_id, scoring)
-        # A request that is gone has no table; one that starts has a new and whole one, even under an old id.
-        self.holes = {req_id: holes for req_id, holes in plan.holes.items() if req_id not in gone | starting}
-        self._with_holes.update(self.holes)
+        self._with_holes.update(plan.holes)
         if self.sums is not None:
-            for req_id, holes in self.holes.items():
+            for req_id, holes in plan.holes.items():
                 self.sums.count_holes(req_id, len(holes))
+
+    @property
+    def holes(self) -> dict[str, list[int]]:
+        """Request -> logical blocks that become holes with this step."""
+        return self.plan.holes if self.plan else {}
 
     def view(self, metadata: Any) -> tuple[Any, MassStep | None]:
         """Batch metadata as attention should see it: block tables without their holes, resident lengths.
@@ -100,6 +102,7 @@ class EvictionRuntime:
             metadata = copy(metadata)
             metadata.block_table_tensor, metadata.seq_lens = table, lens
             metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = lens, longest
+            metadata._num_computed_tokens_cache = None
         else:
             logical = self._identity[:width].expand(rows, width)
         step = None
@@ -112,7 +115,7 @@ class EvictionRuntime:
     def end(self, all_reduce: Any) -> Reports:
         """Sum up the step and report what the plan asks for."""
         plan, viewed = self.plan, self._viewed
-        self.plan, self._viewed, self.holes = None, None, {}
+        self.plan, self._viewed = None, None
         if self.sums is None:
             return {}
         if viewed is not None and viewed[1] is not None:

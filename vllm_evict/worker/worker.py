@@ -14,14 +14,15 @@ from .runtime import EvictionRuntime
 class EvictionWorkerMixin:
     """Obeys the plan on each `SchedulerOutput`, and sends reports back on the step's `ModelRunnerOutput`."""
 
-    kv_evict: EvictionRuntime
-    _reports: Reports
+    kv_evict: EvictionRuntime | None = None
+    _reports: Reports = {}  # noqa: RUF012  (replaced, never changed)
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config))
-        self._reports = {}
-        runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+    def get_kv_cache_spec(self) -> Any:
+        # The first call after the model is loaded and the block size is settled; specs are what it changes.
+        if self.kv_evict is None:
+            self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config))
+            runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+        return super().get_kv_cache_spec()
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
@@ -62,3 +63,7 @@ class _Reporting(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         return with_reports(self._output.get_output(), self._reports)
+
+    def get_kv_connector_output(self) -> Any:
+        """Abstract since vLLM 0.33."""
+        return self._output.get_kv_connector_output()

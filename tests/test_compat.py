@@ -1,0 +1,648 @@
+"""vllm_evict and vLLM: what it relies on is there in every tested release, and what it adds stays out of the way.
+
+The first half reads sources (see the package `guard`), the second half runs the hooks. No engine is started.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import vllm
+from guard import snapshot, source
+from guard.check import complaints, extract, facts
+from guard.source import Sources
+from guard.touches import NO_TOUCH, TOUCHES
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_evict import KVPolicyConfig, KVPolicyError, plugin
+from vllm_evict.compat import versions
+from vllm_evict.compat.late import when_imported
+from vllm_evict.core.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from vllm_evict.worker.cpu import CPUEvictionWorker
+
+OURS = Sources(snapshot.OURS, "vllm_evict")
+#: Parts of vllm_evict that run inside vLLM's processes and may import it at once.
+INSIDE_VLLM = ("compat", "core", "worker", "attention")
+
+
+@pytest.fixture(scope="module")
+def installed():
+    """Sources of the vLLM that runs here."""
+    return Sources(Path(vllm.__file__).parent)
+
+
+# What vllm_evict relies on, in every release
+
+
+def broken(known):
+    """Lines that say what of vLLM moved, what for it was needed, and by which of our modules."""
+    return [
+        f"{touch.where}: {line}\n    needed by {', '.join(touch.by)}: {touch.why or 'see the entries around it'}"
+        for touch in TOUCHES
+        for line in complaints(touch, known[touch.where], OURS)
+    ]
+
+
+def test_touches_hold_in_the_installed_release(installed):
+    lines = broken(extract(installed))
+    assert not lines, f"vLLM {vllm.__version__} differs from what vllm_evict relies on\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize("version", versions.TESTED)
+def test_touches_hold_in_the_release(version):
+    known = snapshot.load(version)
+    assert known.keys() == {touch.where for touch in TOUCHES}, "the table was changed: make the snapshots anew"
+    lines = broken(known)
+    assert not lines, f"vLLM {version} (or its snapshot, if the table was changed) differs\n" + "\n".join(lines)
+
+
+def test_there_is_a_snapshot_of_each_tested_release_and_of_no_other():
+    assert {path.stem for path in snapshot.SNAPSHOTS.iterdir()} == set(versions.TESTED)
+
+
+def written_here(value):
+    """Facts with their code as this Python writes it: 3.10 puts tuples into parentheses."""
+    if isinstance(value, dict):
+        return {key: written_here(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [written_here(item) for item in value]
+    try:
+        return ast.unparse(ast.parse(value))
+    except (SyntaxError, TypeError):
+        return value
+
+
+def test_the_installed_release_is_what_its_snapshot_says(installed):
+    version = snapshot.version_of(installed)
+    known, taken = written_here(snapshot.load(version)), written_here(extract(installed))
+    changed = {where: (known.get(where), taken[where]) for where in taken if known.get(where) != taken[where]}
+    assert not changed, f"this vLLM is not the {version} of the snapshot, or the snapshot is older than the table"
+
+
+def test_functions_of_the_installed_release_have_the_parameters_that_its_sources_say(installed):
+    """What decorators and re-exports make of the sources, by asking Python."""
+    compared = 0
+    for touch in TOUCHES:
+        known = facts(touch, installed)
+        if "parameters" not in known:
+            continue
+        function = importlib.import_module(touch.module)
+        for part in touch.name.split("."):
+            function = getattr(function, part)
+        if isinstance(function, property):
+            function = function.fget
+        live = [name for name in inspect.signature(inspect.unwrap(function)).parameters if name not in ("self", "cls")]
+        assert live == list(source.signature(known["parameters"]).parameters), touch.where
+        compared += 1
+    assert compared > 50
+
+
+# Edits of vLLM, and the touch that has to notice: (module, from, to, touch).
+EDITS = {
+    "a parameter is renamed": (
+        "vllm.v1.worker.gpu.buffer_utils",
+        "self, index: int, start: int, x: Iterable[int]",
+        "self, index: int, offset: int, x: Iterable[int]",
+        "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write",
+    ),
+    "an overridden method takes one more": (
+        "vllm.v1.core.sched.scheduler",
+        "def add_request(self, request: Request) -> None:",
+        "def add_request(self, request: Request, wave: int = 0) -> None:",
+        "vllm.v1.core.sched.scheduler:Scheduler.add_request",
+    ),
+    "a wrapped method gets its arguments in another order": (
+        "vllm.v1.engine.output_processor",
+        "        stop_reason: int | str | None,\n        kv_transfer_params: dict[str, Any] | None = None,",
+        "        stop_reason: int | str | None,\n        usage: dict[str, Any] | None = None,\n"
+        "        kv_transfer_params: dict[str, Any] | None = None,",
+        "vllm.v1.engine.output_processor:RequestState.make_request_output",
+    ),
+    "a keyword becomes positional": (
+        "vllm.v1.core.kv_cache_coordinator",
+        "num_tokens_main_model,\n                    apply_admission_cap=apply_admission_cap,",
+        "num_tokens_main_model,\n                    apply_admission_cap,",
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate",
+    ),
+    "blocks are published before they are allocated": (
+        "vllm.v1.core.kv_cache_manager",
+        "        new_blocks = self.coordinator.allocate_new_blocks(\n",
+        "        self.coordinator.cache_blocks(request, num_tokens_to_cache)\n        return\n"
+        "        new_blocks = self.allocate(\n",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+    ),
+    "an attribute is renamed": (
+        "vllm.v1.request",
+        "self.num_in_flight_tokens = 0",
+        "self.num_pending_tokens = 0",
+        "vllm.v1.request:Request",
+    ),
+    "an attribute changes its type": (
+        "vllm.v1.worker.gpu_input_batch",
+        "block_ids: tuple[list[int], ...]",
+        "block_ids: np.ndarray",
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState",
+    ),
+    "a property becomes a method, which is always true": (
+        "vllm.config.model",
+        "    @property\n    def is_hybrid(self)",
+        "    def is_hybrid(self)",
+        "vllm.config.model:ModelConfig",
+    ),
+    "a class gets slots": (
+        "vllm.v1.core.sched.output",
+        "@dataclass\nclass SchedulerOutput:",
+        "@dataclass(slots=True)\nclass SchedulerOutput:",
+        "vllm.v1.core.sched.output:SchedulerOutput",
+    ),
+    "a class loses its base": (
+        "vllm.v1.core.sched.async_scheduler",
+        "class AsyncScheduler(Scheduler):",
+        "class AsyncScheduler(SchedulerInterface):",
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
+    ),
+    "a base gets an abstract method": (
+        "vllm.v1.outputs",
+        "class AsyncModelRunnerOutput(ABC):\n",
+        "class AsyncModelRunnerOutput(ABC):\n    @abstractmethod\n    def cancel(self): ...\n\n",
+        "vllm.v1.outputs:AsyncModelRunnerOutput",
+    ),
+    "a classmethod becomes a function": (
+        "vllm.v1.kv_cache_spec_registry",
+        "    @classmethod\n    def register(\n        cls,",
+        "    @staticmethod\n    def register(",
+        "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
+    ),
+    "a value changes": (
+        "vllm.plugins",
+        'DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"',
+        'DEFAULT_PLUGINS_GROUP = "vllm.plugins"',
+        "vllm.plugins:DEFAULT_PLUGINS_GROUP",
+    ),
+    "a function moves away": (
+        "vllm.v1.worker.gpu.attn_utils",
+        "def get_kv_cache_spec(",
+        "def _get_kv_cache_spec(",
+        "vllm.v1.worker.gpu.attn_utils:get_kv_cache_spec",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_change_of_vllm_is_noticed(edit, installed):
+    module, before, after, where = EDITS[edit]
+    assert installed.text(module).count(before) == 1, "this edit is out of date"
+    (touch,) = (touch for touch in TOUCHES if touch.where == where)
+    assert not complaints(touch, facts(touch, installed), OURS)
+
+    class Edited(Sources):
+        def text(self, name):
+            text = super().text(name)
+            return text.replace(before, after) if name == module else text
+
+    edited = Edited(Path(vllm.__file__).parent)
+    assert complaints(touch, facts(touch, edited), OURS)
+
+
+# The table is complete
+
+
+def our_modules():
+    """(name without the package, syntax tree) of each module of vllm_evict."""
+    for path in sorted(snapshot.OURS.rglob("*.py")):
+        parts = path.relative_to(snapshot.OURS).with_suffix("").parts
+        yield ".".join(part for part in parts if part != "__init__"), ast.parse(path.read_text())
+
+
+def imports_of_vllm(tree):
+    """(module, name) of each import of vLLM in a syntax tree; the name is empty for a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm")
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module.split(".")[0] == "vllm":
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_each_import_of_vllm_is_in_the_table():
+    users = {}
+    for touch in TOUCHES:
+        users.setdefault((touch.module, touch.name.split(".")[0]), set()).update(touch.by)
+    for name, tree in our_modules():
+        for imported in imports_of_vllm(tree):
+            assert name in users.get(imported, ()), f"vllm_evict.{name} imports {imported}: add it to guard/touches.py"
+
+
+def test_each_name_of_a_vllm_module_in_a_string_is_in_the_table():
+    for name, tree in our_modules():
+        for node in ast.walk(tree):
+            text = getattr(node, "value", None)
+            if isinstance(node, ast.Constant) and isinstance(text, str) and re.fullmatch(r"vllm(\.\w+)+", text):
+                module, _, last = text.rpartition(".")
+                touched = any(touch.where in (f"{text}:", f"{module}:{last}") for touch in TOUCHES)
+                assert touched or text in NO_TOUCH, f"vllm_evict.{name} names {text}: add it to guard/touches.py"
+
+
+def test_each_method_that_calls_the_one_it_overrides_is_in_the_table():
+    known = {replacement for touch in TOUCHES for replacement in touch.replaced_by}
+    for name, tree in our_modules():
+        for cls in ast.walk(tree):
+            for node in ast.walk(cls) if isinstance(cls, ast.ClassDef) else ():
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()":
+                    overriding = f"{cls.name}.{node.attr}"
+                    assert any(
+                        replacement.startswith(f"vllm_evict.{name}:") and replacement.endswith(overriding)
+                        for replacement in known
+                    ), f"add what vllm_evict.{name}:{overriding} overrides to guard/touches.py"
+
+
+def test_what_the_table_says_of_vllm_evict_is_there():
+    names = {name for name, _ in our_modules()}
+    for touch in TOUCHES:
+        assert set(touch.by) <= names, touch.where
+        for own in filter(None, (*touch.replaced_by, touch.implemented_by)):
+            module, _, name = own.partition(":")
+            assert OURS.find(module, name), f"{touch.where}: there is no {own}"
+
+
+def test_vllm_is_imported_at_once_only_where_it_runs():
+    for name, tree in our_modules():
+        if name.split(".")[0] not in INSIDE_VLLM:
+            at_once = [statement for statement in tree.body if list(imports_of_vllm(ast.Module([statement], [])))]
+            functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+            assert all(isinstance(statement, functions) for statement in at_once), f"vllm_evict.{name}"
+
+
+# Releases
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.0", "0.33.0+cu130"])
+def test_tested_releases_are_accepted(version):
+    versions.check(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.33.0rc1", "0.32.1", "0.33.0.dev5+g4ba787e", "1.0.0"])
+def test_other_releases_are_refused_and_the_message_says_what_to_install(version):
+    with pytest.raises(KVPolicyError) as error:
+        versions.check(version)
+    assert version in str(error.value)
+    for tested in versions.TESTED:
+        assert f"vllm=={tested}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_untested_release_is_refused_only_when_a_policy_is_asked_for(tiny, monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    EngineArgs(model=str(tiny)).create_engine_config()
+    with pytest.raises(KVPolicyError, match=r"0\.34\.0.*vllm==0\.33\.0"):
+        EngineArgs(model=str(tiny), kv_policy="h2o").create_engine_config()
+
+
+# Hooks that wait for a module
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a throw-away module and returns its name: `module(source, name)`."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = set(sys.modules)
+
+    def write(text, name="late_module"):
+        path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        importlib.invalidate_caches()
+        return name
+
+    yield write
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+class Calls(list):
+    """An action for `when_imported` that notes how much of the module it saw."""
+
+    def __call__(self, module):
+        self.append(getattr(module, "DONE", "half executed"))
+
+
+@pytest.mark.parametrize("name", ["late_module", "late_package.late_module"])
+def test_an_action_waits_for_a_module_that_is_not_imported(module, name):
+    finders = len(sys.meta_path)
+    calls = Calls()
+    when_imported(module("DONE = True", name), calls)
+    assert not calls
+    assert importlib.import_module(name).DONE
+    assert calls == [True]
+    importlib.import_module(name)
+    assert calls == [True]
+    assert len(sys.meta_path) == finders
+
+
+def test_an_action_is_called_at_once_for_a_module_that_is_imported(module):
+    calls = Calls()
+    importlib.import_module(module("DONE = True"))
+    when_imported("late_module", calls)
+    assert calls == [True]
+
+
+def test_an_action_waits_for_the_end_of_a_module_that_is_being_imported(module):
+    calls = Calls()
+    sys.modules["late_state"] = argparse.Namespace(calls=calls, when_imported=when_imported)
+    name = module(
+        "import late_state\n"
+        "late_state.when_imported(__name__, late_state.calls)\n"
+        "SO_FAR = list(late_state.calls)\n"
+        "DONE = True"
+    )
+    assert importlib.import_module(name).SO_FAR == []
+    assert calls == [True]
+
+
+@pytest.fixture(params=["not imported", "being imported"])
+def failing(request, module):
+    """An action that waits for a module whose first import has failed, and the module's name."""
+    calls = Calls()
+    state = argparse.Namespace(calls=calls, when_imported=when_imported, fail=True)
+    sys.modules["late_state"] = state
+    wait = "late_state.when_imported(__name__, late_state.calls)"
+    if request.param == "not imported":
+        wait = "pass"
+        when_imported("late_module", calls)
+    name = module(f"import late_state\nif late_state.fail:\n    {wait}\n    raise RuntimeError('broken')\nDONE = True")
+    with pytest.raises(RuntimeError, match="broken"):
+        importlib.import_module(name)
+    state.fail = False
+    return calls, name
+
+
+def test_an_import_that_fails_fails_as_ever(failing):
+    calls, name = failing
+    assert not calls
+    assert importlib.import_module(name).DONE
+
+
+def test_an_action_waits_for_an_import_that_does_not_fail(failing):
+    calls, name = failing
+    importlib.import_module(name)
+    assert calls == [True]
+
+
+def test_waiting_does_not_hide_that_a_module_does_not_exist(module):
+    calls = Calls()
+    when_imported("late_and_never", calls)
+    with pytest.raises(ModuleNotFoundError, match="late_and_never"):
+        importlib.import_module("late_and_never")
+    assert not calls
+
+
+def hooked_functions(module):
+    """Functions of ours in the classes of a module of vLLM, by class and name."""
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    functions = {(cls, name): function for cls in classes for name, function in vars(cls).items()}
+    is_ours = lambda f: getattr(f, "__globals__", {}).get("__name__", "").startswith("vllm_evict.")  # noqa: E731
+    return {
+        place: function
+        for place, function in functions.items()
+        if is_ours(getattr(function, "__func__", function))  # of a staticmethod or classmethod
+    }
+
+
+@pytest.mark.parametrize("name", plugin.HOOKS)
+def test_hooks_are_applied_once(name):
+    module = importlib.import_module(name)
+    before = hooked_functions(module)
+    assert before
+    plugin.HOOKS[name](module)
+    plugin.register()
+    assert hooked_functions(module) == before
+
+
+# Without a policy, and with one
+
+
+@pytest.fixture(scope="module")
+def configured(tiny):
+    """`configured(**engine_args)`: the engine configuration that they make."""
+    return lambda **kwargs: EngineArgs(model=str(tiny), max_model_len=2048, **kwargs).create_engine_config()
+
+
+def test_without_a_policy_everything_is_vllms_own(configured):
+    config = configured()
+    assert config.scheduler_config.scheduler_cls is None
+    assert config.scheduler_config.get_scheduler_cls().__module__.startswith("vllm.")
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert config.additional_config == {}
+
+
+def test_a_policy_travels_in_the_configuration_and_names_the_worker(configured):
+    config = configured(kv_policy={"name": "h2o", "budget": 1024})
+    policy = KVPolicyConfig.parse(config.additional_config["kv_policy"])
+    assert policy == KVPolicyConfig(name="h2o", budget=1024)
+    assert json.loads(json.dumps(config.additional_config)) == config.additional_config
+    worker = resolve_obj_by_qualname(config.parallel_config.worker_cls)
+    assert worker is CPUEvictionWorker and issubclass(worker, CPUWorker)
+
+
+@pytest.mark.parametrize("asynchronous, expected", [(False, EvictionScheduler), (True, AsyncEvictionScheduler)])
+def test_a_policy_names_the_scheduler(configured, asynchronous, expected):
+    config = configured()
+    own = AsyncScheduler if asynchronous else Scheduler
+    config.scheduler_config.async_scheduling = asynchronous  # the CPU platform turns it off
+    assert config.scheduler_config.get_scheduler_cls() is own
+    plugin.activate(config, KVPolicyConfig(name="h2o"))
+    scheduler = config.scheduler_config.get_scheduler_cls()
+    assert scheduler is expected and issubclass(scheduler, own)
+
+
+def test_additional_config_is_the_same_as_the_keyword(configured):
+    policy = {"name": "h2o", "budget": 1024}
+    keyword = configured(kv_policy=policy)
+    for carried in (
+        configured(additional_config={"kv_policy": policy, "other": 1}),
+        configured(additional_config={"kv_policy": policy, "other": 1}, kv_policy=KVPolicyConfig.parse(policy)),
+    ):
+        assert carried.additional_config == {**keyword.additional_config, "other": 1}
+        assert carried.scheduler_config.scheduler_cls == keyword.scheduler_config.scheduler_cls
+        assert carried.parallel_config.worker_cls == keyword.parallel_config.worker_cls
+
+
+def test_two_different_policies_are_refused(configured):
+    with pytest.raises(KVPolicyError, match="two different KV policies"):
+        configured(kv_policy="h2o", additional_config={"kv_policy": {"name": "sink-window"}})
+
+
+def test_a_wrong_policy_is_refused_when_the_engine_is_configured(configured):
+    with pytest.raises(KVPolicyError, match="unknown KV policy 'h3o'"):
+        configured(kv_policy="h3o")
+
+
+# The flag
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """The server's parser of engine arguments."""
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
+
+
+H2O = KVPolicyConfig(name="h2o", budget=2048)
+
+
+@pytest.mark.parametrize(
+    "arguments, policy",
+    [
+        ([], None),
+        (["--kv-policy", "sink-window"], KVPolicyConfig(name="sink-window")),
+        (["--kv_policy=h2o"], KVPolicyConfig(name="h2o")),
+        (["--kv-policy", '{"name": "h2o", "budget": 2048}'], H2O),
+        (["--kv-policy.name", "h2o", "--kv-policy.budget", "2048"], H2O),
+        (["--kv-policy.name=h2o", "--kv-policy.budget=0.25"], KVPolicyConfig(name="h2o", budget=0.25)),
+        (["--kv-policy", "h2o.yaml"], H2O),
+    ],
+)
+def test_the_flag_takes_what_users_write(parser, tmp_path, monkeypatch, arguments, policy):
+    monkeypatch.chdir(tmp_path)
+    Path("h2o.yaml").write_text("name: h2o\nbudget: 2048\n")
+    namespace = parser.parse_args(["--model", str(tmp_path), *arguments])
+    assert namespace.kv_policy == policy
+    for cls in (EngineArgs, AsyncEngineArgs):
+        assert cls.from_cli_args(namespace).kv_policy == policy
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--kv-policy", "h3o"], "unknown KV policy 'h3o'; choose one of: h2o, "),
+        (["--kv-policy", '{"name": "h2o", "budgt": 1}'], "policy 'h2o' has no field 'budgt'; it has: budget, "),
+        (["--kv-policy.name", "h2o", "--kv-policy.budget", "-1"], "budget: must be a whole number of tokens above 0"),
+        (["--kv-policy", '{"name": h2o}'], "not a JSON object"),
+        (["--kv-policy", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+    ],
+)
+def test_a_wrong_flag_is_answered_in_one_line(parser, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        parser.parse_args(arguments)
+    assert stopped.value.code == 2
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert last.startswith(f"vllm serve: error: argument --kv-policy: {message}")
+
+
+def subcommands(parser, path=()):
+    """(words of the command, its parser) for each command of a parser."""
+    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not nested:
+        yield " ".join(path), parser
+    for action in nested:
+        for name, subparser in action.choices.items():
+            yield from subcommands(subparser, (*path, name))
+
+
+def test_the_flag_is_on_every_command_that_takes_engine_arguments(monkeypatch):
+    cli = importlib.import_module("vllm.entrypoints.cli.main")
+    parsers = {}
+
+    def stop_here(parser):
+        parsers.update(subcommands(parser))
+        sys.exit()
+
+    monkeypatch.setattr(FlexibleArgumentParser, "parse_args", stop_here)
+    # vLLM builds the parsers of `vllm bench` only if that is what was asked for.
+    for command in ("serve", "bench"):
+        monkeypatch.setattr(sys, "argv", ["vllm", command])
+        with mock.patch.dict(os.environ), pytest.raises(SystemExit):
+            cli.main()
+    flags = {name: parser._option_string_actions for name, parser in parsers.items()}
+    takes_engine_arguments = {name for name, known in flags.items() if "--max-model-len" in known}
+    assert {"serve", "run-batch", "bench latency", "bench throughput"} <= takes_engine_arguments
+    assert {name for name, known in flags.items() if "--kv-policy" in known} == takes_engine_arguments
+
+
+# Fresh processes, in which nothing has imported the plugin yet
+
+PREAMBLE = """
+import json, sys
+assert not [name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_evict")]
+model, policy = sys.argv[1], {"name": "h2o", "budget": 1024}
+def tell(value): print("RESULT", json.dumps(value))
+"""
+
+CASES = {
+    "EngineArgs": """
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+tell([args(model=model, kv_policy=policy).kv_policy for args in (AsyncEngineArgs, EngineArgs)])
+""",
+    "LLM": """
+from vllm import LLM
+from vllm.v1.engine.llm_engine import LLMEngine
+def stop_here(engine_args, **kwargs):
+    tell([engine_args.kv_policy])
+    sys.exit()
+LLMEngine.from_engine_args = stop_here
+LLM(model, kv_policy=policy)
+""",
+    "left out": """
+from vllm import LLM, AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+try:
+    LLM(model, kv_policy=policy)
+except TypeError as error:
+    keyword = str(error)
+_, unknown = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args(["--kv-policy", "h2o"])
+tell([keyword, unknown, [name for name in sys.modules if name.startswith("vllm_evict")]])
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """What each of CASES tells, each from a process of its own; they run side by side."""
+    model = tmp_path_factory.mktemp("model")
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    processes = {
+        case: subprocess.Popen(
+            [sys.executable, "-c", PREAMBLE + code, str(model)],
+            env={**environment, "VLLM_PLUGINS": ""} if case == "left out" else environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for case, code in CASES.items()
+    }
+
+    def result(case):
+        output, errors = processes[case].communicate(timeout=300)
+        told = [line for line in output.splitlines() if line.startswith("RESULT ")]
+        assert len(told) == 1, errors[-3000:]
+        return json.loads(told[0].removeprefix("RESULT "))
+
+    yield result
+    for process in processes.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("case, times", [("EngineArgs", 2), ("LLM", 1)])
+def test_the_keyword_works_in_a_fresh_process(fresh, case, times):
+    assert fresh(case) == [{"name": "h2o", "budget": 1024}] * times
+
+
+def test_vllm_plugins_can_leave_it_out(fresh):
+    keyword, unknown, imported = fresh("left out")
+    assert "unexpected keyword argument 'kv_policy'" in keyword
+    assert unknown == ["--kv-policy", "h2o"]
+    assert imported == []

@@ -1,0 +1,58 @@
+"""Intervals, and whether a difference is more than noise."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+#: Two-sided 95 %.
+Z = 1.959964
+ALPHA = 0.05
+RESAMPLES = 4000
+#: Up to this many differences all their sign patterns are tried.
+EXACT = 12
+
+
+def wilson(right: float, n: int) -> tuple[float, float]:
+    """95 % interval of a share: `right` of `n`. (Wilson, 1927: sensible at 0 and 1, and for small n.)"""
+    share, z2 = right / n, Z * Z
+    middle = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """95 % percentile interval of a mean; one value tells nothing, so its interval is unbounded."""
+    values = np.asarray(values, dtype=float)
+    if len(values) < 2:
+        return -math.inf, math.inf
+    picks = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(values[picks].mean(1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def interval(scores: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of a mean score: Wilson where every score is 0 or 1, else by bootstrap."""
+    if all(s in (0, 1) for s in scores):
+        return wilson(sum(scores), len(scores))
+    return bootstrap(scores)
+
+
+def p_value(differences: Sequence[float]) -> float:
+    """Two-sided p of "the differences are as likely up as down": paired sign-flip test.
+
+    For scores of 0 and 1 it is McNemar's exact test. Differences of 0 say nothing and drop out; 1.0 if none is left.
+    """
+    d = np.array([x for x in differences if x], dtype=float)
+    if not len(d):
+        return 1.0
+    observed = abs(d.sum()) - 1e-12
+    if len(d) <= EXACT:
+        signs = np.array(list(itertools.product((1, -1), repeat=len(d))))
+        return float((np.abs(signs @ d) >= observed).mean())
+    if np.all(np.abs(d) == abs(d[0])):
+        fewer, n = min((d > 0).sum(), (d < 0).sum()), len(d)
+        return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
+    signs = np.random.default_rng(0).choice((1, -1), size=(RESAMPLES, len(d)))
+    return float(((np.abs(signs @ d) >= observed).sum() + 1) / (RESAMPLES + 1))

@@ -1,0 +1,229 @@
+"""The built-in tasks: facts put into filler text at chosen depths, and a question about one of them.
+
+    niah      one fact somewhere in filler       "the code of paris is 4815."  "recall the code of paris."
+    multikey  eight such facts, one is asked for
+    kv        eight pairs in one list            "paris = 4815, rome = 2310, ..."
+    twostage  compute a key, then look it up     "recall the code of three plus four."
+    vt        follow a variable to its value     "the code of rome equals paris."
+    copy      repeat a list of words             "the list of oslo is apple drum ..."
+    ppl       no question: text in which passages return, scored by the probability of its second half
+
+A document depends on task, length, depth and seed only, so every policy and budget is asked the very same.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import EvalError
+from .words import ITEMS, KEYS, NUMBERS, Filler, join
+
+#: Metric of `ppl`: nats per token, the one metric where less is better.
+NLL = "nll"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and what a right answer is.
+
+    Attributes:
+        task: its name; for external benchmarks also the subset, as "ruler/niah_single_1".
+        context: text that a policy compresses.
+        question: text after it; empty where there is none, or where a benchmark's prompt holds it inseparably.
+        answers: what is expected; `metric` says whether any or all of them.
+        metric: a name in `score.METRICS`, or `NLL`.
+        max_tokens: most tokens of an answer.
+        length: nominal tokens of the context.
+        depth: where the fact lies, 0 (first) to 1 (last); None if nowhere in particular.
+        index: which of the samples of its cell.
+        seed: of the run.
+        classes: all labels, for classification.
+        prefix: how the answer begins, given to the model.
+    """
+
+    task: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    metric: str
+    max_tokens: int
+    length: int
+    depth: float | None = None
+    index: int = 0
+    seed: int = 0
+    classes: tuple[str, ...] = ()
+    prefix: str = ""
+
+    @property
+    def text(self) -> str:
+        """What the user says."""
+        return f"{self.context} {self.question}" if self.question else self.context
+
+    @property
+    def sha256(self) -> str:
+        """Hash of everything that the model is told."""
+        return hashlib.sha256(f"{self.text}\0{self.prefix}".encode()).hexdigest()
+
+
+@dataclass
+class Document:
+    """Facts to hide, the fact that the question is about (an index), the question and its answer."""
+
+    facts: list[str]
+    source: int = 0
+    question: str = ""
+    answer: str = ""
+    #: Facts that lie at a depth of their own: index -> depth. All others lie at random depths.
+    depths: dict[int, float] = field(default_factory=dict)
+
+
+def draw(rng: np.random.Generator, words: list[str], n: int) -> list[str]:
+    """n different words."""
+    return [words[i] for i in rng.permutation(len(words))[:n]]
+
+
+def values(rng: np.random.Generator, n: int) -> list[str]:
+    """n different numbers of four digits."""
+    return [str(v) for v in rng.choice(np.arange(1000, 10000), size=n, replace=False)]
+
+
+def ask(key: str, what: str = "code") -> str:
+    return f"recall the {what} of {key}."
+
+
+def needles(rng: np.random.Generator, n: int = 1) -> Document:
+    keys, codes = draw(rng, KEYS, n), values(rng, n)
+    facts = [f"the code of {k} is {v}." for k, v in zip(keys, codes, strict=True)]
+    asked = int(rng.integers(n))
+    return Document(facts, asked, ask(keys[asked]), codes[asked])
+
+
+def key_value(rng: np.random.Generator, n: int = 8) -> Document:
+    keys, codes = draw(rng, KEYS, n), values(rng, n)
+    asked = int(rng.integers(n))
+    pairs = ", ".join(f"{k} = {v}" for k, v in zip(keys, codes, strict=True))
+    return Document([pairs + "."], 0, ask(keys[asked]), codes[asked])
+
+
+def two_stage(rng: np.random.Generator, n: int = 6) -> Document:
+    keys, codes = [int(k) for k in rng.permutation(len(NUMBERS))[:n]], values(rng, n)
+    facts = [f"the code of {NUMBERS[k]} is {v}." for k, v in zip(keys, codes, strict=True)]
+    asked = int(rng.integers(n))
+    key = keys[asked]
+    first = int(rng.integers(max(0, key - 9), min(9, key) + 1))
+    return Document(facts, asked, ask(f"{NUMBERS[first]} plus {NUMBERS[key - first]}"), codes[asked])
+
+
+def variables(rng: np.random.Generator, n: int = 3) -> Document:
+    names, codes = draw(rng, KEYS, 2 * n), values(rng, n)
+    facts = []
+    for k, alias, v in zip(names[:n], names[n:], codes, strict=True):
+        facts += [f"the code of {k} is {v}.", f"the code of {alias} equals {k}."]
+    asked = int(rng.integers(n))
+    return Document(facts, 2 * asked, ask(names[n + asked]), codes[asked])
+
+
+def copying(rng: np.random.Generator, n: int = 2, length: int = 8) -> Document:
+    keys = draw(rng, KEYS, n)
+    lists = [" ".join(draw(rng, ITEMS, length)) for _ in keys]
+    facts = [f"the list of {k} is {words}." for k, words in zip(keys, lists, strict=True)]
+    asked = int(rng.integers(n))
+    return Document(facts, asked, ask(keys[asked], "list"), lists[asked])
+
+
+def passages(rng: np.random.Generator, n: int = 4, length: int = 16) -> Document:
+    """n passages of unrelated words, once in the first half and again in the second: only the context can tell them."""
+    facts = [" ".join(draw(rng, ITEMS, length)) + "." for _ in range(n)]
+    first, again = rng.random(n) * 0.45, 0.55 + rng.random(n) * 0.45
+    return Document(facts * 2, depths=dict(enumerate(np.concatenate([first, again]).tolist())))
+
+
+#: Task -> (maker, most tokens of its answer). A model that answers in a sentence gets room for one.
+TASKS: dict[str, tuple[Callable[[np.random.Generator], Document], int]] = {
+    "niah": (needles, 16),
+    "multikey": (lambda rng: needles(rng, 8), 16),
+    "kv": (key_value, 16),
+    "twostage": (two_stage, 16),
+    "vt": (variables, 16),
+    "copy": (copying, 32),
+    "ppl": (passages, 1),
+}
+
+
+def lay_out(facts: list[str], depths: np.ndarray, filler: list[str]) -> str:
+    """Filler with each fact put between two sentences, as near to its depth as can be.
+
+    Args:
+        facts: sentences.
+        depths: [len(facts)], 0 (before the first sentence) to 1 (after the last).
+        filler: words and marks.
+    """
+    stops = np.concatenate([[0], np.flatnonzero(np.array(filler) == ".") + 1])
+    nearest = stops[np.abs(stops - depths[:, None] * len(filler)).argmin(1)]
+    parts, start = [], 0
+    for i in np.argsort(nearest, kind="stable"):
+        parts += [join(filler[start : nearest[i]]), facts[i]]
+        start = nearest[i]
+    return " ".join(part for part in [*parts, join(filler[start:])] if part)
+
+
+def make(
+    task: str, length: int, depth: float, index: int, seed: int, count: Callable[[str], int], filler: Filler
+) -> Sample:
+    """One sample of a built-in task.
+
+    Args:
+        task: a name in `TASKS`.
+        length: tokens before the question. Exact where a word is a token; else the shortest text that is not shorter.
+        depth: where the asked fact lies; random for other facts, and without meaning for `ppl`.
+        index, seed: which sample; another index or seed is another document.
+        count: tokens before the question if the context is this text, the chat template's own included.
+        filler: the filler generator.
+    """
+    maker, max_tokens = TASKS[task]
+    rng = np.random.default_rng([seed, zlib.crc32(task.encode()), length, round(1000 * depth), index])
+    document = maker(rng)
+    depths = rng.random(len(document.facts))
+    for fact, place in ({document.source: depth} | document.depths).items() if document.question else (
+        document.depths.items()
+    ):
+        depths[fact] = place
+    words = filler(rng, length + 64)
+
+    def context(n_words: int) -> str:
+        return lay_out(document.facts, depths, words[-n_words:])
+
+    smallest = count(context(1))
+    if smallest > length:
+        raise EvalError(f"length {length} is too short for task {task!r}: its facts alone are {smallest} tokens")
+    is_text = not document.question
+    return Sample(
+        task=task,
+        context=context(_fit(lambda n: count(context(n)), length, len(words))),
+        question=document.question,
+        answers=() if is_text else (document.answer,),
+        metric=NLL if is_text else "contains",
+        max_tokens=max_tokens,
+        length=length,
+        depth=None if is_text else depth,
+        index=index,
+        seed=seed,
+    )
+
+
+def _fit(tokens: Callable[[int], int], wanted: int, most: int) -> int:
+    """The smallest n with tokens(n) >= wanted, for a count that grows about evenly with n (no n above `most`)."""
+    low, high, guess = 1, most, wanted
+    while low < high:
+        guess = min(max(guess, low), high - 1)
+        have = tokens(guess)
+        if have >= wanted:
+            high = guess
+            guess -= max(1, int((have - wanted) * guess / have))
+        else:
+            low = guess + 1
+            guess += max(1, int((wanted - have) * guess / have))
+    return low

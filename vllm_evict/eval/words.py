@@ -1,0 +1,105 @@
+"""The language of the built-in tasks: a few hundred plain words, and filler text from a small grammar.
+
+It is the language that examples/needle/model is trained on, so its tokenizer spells each word as one token; any other
+model reads plain English. The filler is the same, word for word, as in training (tests/test_eval.py compares).
+"""
+
+import numpy as np
+
+KEYS = (
+    "paris rome oslo cairo lima tokyo delhi accra quito berlin madrid vienna dublin lisbon prague warsaw athens sofia "
+    "riga tallinn vilnius minsk kiev bern monaco malta tunis rabat dakar lagos nairobi kigali harare luanda maputo "
+    "havana bogota caracas santiago brasilia managua panama ottawa toronto boston chicago denver dallas seattle "
+    "miami sydney perth auckland jakarta manila hanoi bangkok seoul beijing kabul tehran baghdad amman doha"
+).split()
+NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen"
+).split()
+ITEMS = (
+    "apple drum lamp spoon brick candle ribbon hammer pencil mirror basket button carpet violin anchor barrel "
+    "blanket bottle bucket cactus camera carrot chisel feather flute guitar helmet jacket kettle ladder lemon magnet "
+    "marble napkin needle olive paddle pepper pillow pumpkin saddle scarf shovel sponge ticket trumpet wallet whistle"
+).split()
+NOUNS = (
+    "river mountain forest valley bridge garden castle village harbor island meadow tower market temple road field "
+    "cloud storm winter summer morning evening shadow silence window door stone fire horse wolf eagle fox deer ship "
+    "wagon train engine clock letter book story song painting map journey battle feast soldier farmer teacher doctor "
+    "painter sailor king queen child stranger merchant hunter"
+).split()
+NAMES = (
+    "anna boris clara david emma felix greta henry irene jonas karin leon maria nils olga peter rosa simon tessa "
+    "victor wanda xavier yvonne zoe"
+).split()
+ADJECTIVES = (
+    "old young bright dark quiet loud small large cold warm green golden silver broken hidden distant narrow wide "
+    "gentle fierce lonely happy weary ancient heavy swift pale deep empty wild"
+).split()
+VERBS = (
+    "crosses follows watches remembers leaves finds guards builds paints carries calls hears visits loves fears "
+    "describes reaches opens closes repairs seeks avoids enters passes studies admires"
+).split()
+ADVERBS = "slowly quickly quietly often never again gladly sadly early late alone together".split()
+PREPOSITIONS = "near beyond behind under above beside within across".split()
+GLUE = "the a of is equals plus and while recall code list what you".split()
+MARKS = [".", ",", "?", ":", "="]
+SPECIAL_TOKENS = 6  # at the head of the needle model's vocabulary
+
+
+def lexicon() -> list[str | None]:
+    """The needle model's vocabulary as text, in the order of its ids (None: special); the grammar's tables follow it."""
+    words = GLUE + KEYS + NUMBERS + ITEMS + NOUNS + NAMES + ADJECTIVES + VERBS + ADVERBS + PREPOSITIONS
+    digits = [str(i) for i in range(10)] + [f"{i:02d}" for i in range(100)]
+    return [None] * SPECIAL_TOKENS + MARKS + digits + digits + words  # numbers with and without a leading space
+
+
+def join(tokens: list[str]) -> str:
+    """Words and marks as text."""
+    return " ".join(tokens).replace(" .", ".").replace(" ,", ",")
+
+
+CLASSES = {"N": NOUNS, "P": NAMES, "J": ADJECTIVES, "V": VERBS, "D": ADVERBS, "R": PREPOSITIONS}
+CLASSES |= {"t": ["the"], "a": ["a"], "&": ["and"], "w": ["while"], ",": [","], ".": ["."]}
+TEMPLATES = ["tJNVtNRtN.", "PVtJND.", "PVtNRtJN.", "aNVtN&tNVtJN.", "tNVPwPVtN.", "P&PVaJN.", "RtN,tJNVPD.", "tJNDVtNRaN."]
+TOPIC_SIZE = 6
+TOPIC_WEIGHTS = np.cumsum([0.4, 0.22, 0.14, 0.1, 0.08, 0.06])
+SUCCESSOR_WEIGHTS = np.cumsum([0.55, 0.25, 0.12, 0.08])
+
+
+def pick(rng: np.random.Generator, weights: np.ndarray, n: int) -> np.ndarray:
+    """n draws from cumulative weights [k] -> indices [n]."""
+    return np.minimum(np.searchsorted(weights, rng.random(n)), len(weights) - 1)
+
+
+class Filler:
+    """Text from a grammar: who appears depends on the document, what is said depends on the word before.
+
+    A document has a topic, six nouns and four names that come back throughout (what a long context can tell); the other
+    words follow from the one before them by a fixed random table (what a short context can tell).
+    """
+
+    def __init__(self, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        self.lexicon = lexicon()
+        ids = {word: i for i, word in enumerate(self.lexicon)}
+        words = {c: [ids[w] for w in ws] for c, ws in CLASSES.items()}
+        names = list(CLASSES)
+        self.topical = {names.index(c): np.array(words[c]) for c in "NP"}
+        width = max(map(len, TEMPLATES))
+        self.templates = np.full((len(TEMPLATES), width), -1)
+        for row, template in zip(self.templates, TEMPLATES, strict=True):
+            row[: len(template)] = [names.index(c) for c in template]
+        self.successors = np.stack([rng.choice(words[c], (len(self.lexicon), 4)) for c in names])  # [class, word, 4]
+
+    def __call__(self, rng: np.random.Generator, n_tokens: int) -> list[str]:
+        """The last n_tokens words and marks of one document, ending with a full stop."""
+        n = n_tokens // 6 + 2
+        classes = self.templates[rng.integers(len(self.templates), size=n)]  # [sentences, width]
+        topics = {c: rng.permutation(ids)[:TOPIC_SIZE] for c, ids in self.topical.items()}
+        out, word = np.empty_like(classes), np.zeros(n, dtype=int)
+        for i in range(classes.shape[1]):
+            word = self.successors[classes[:, i], word, pick(rng, SUCCESSOR_WEIGHTS, n)]
+            for c, topic in topics.items():
+                word = np.where(classes[:, i] == c, topic[pick(rng, TOPIC_WEIGHTS, n)], word)
+            out[:, i] = word
+        return [self.lexicon[i] for i in out[classes >= 0][-n_tokens:]]
