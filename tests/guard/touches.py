@@ -306,7 +306,7 @@ FRONT_END = [
         "vllm.outputs:RequestOutput.add",
         ("compat.frontend",),
         "merges streamed outputs that nobody has read yet; the usage has to survive",
-        first=("self", "next_output", "aggregate"),
+        first=("next_output", "aggregate"),
     ),
     Touch(
         "vllm.outputs:RequestOutput",

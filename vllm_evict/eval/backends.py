@@ -1,0 +1,364 @@
+"""Where prompts are answered: vLLM's `LLM` in this process, or any OpenAI-compatible server.
+
+What policies have seen when they decide is a setting, and results of two settings are never mixed:
+
+    agnostic   decisions over the context are taken before the question is there. Prompts are prefilled in chunks, the
+               context ends with one, and the question comes in the next. What stays then is at most the budget.
+    aware      the question is inside what is compressed: the whole prompt is one chunk, and the first decision follows.
+    served     as the server happens to chunk: facts in the last chunk are decided on with the question seen, all others
+               without. What users get; between the other two.
+
+A second request that hits the first one's prefix would not do for `agnostic`: blocks that were computed before the first
+eviction stay hit-able when they are evicted, so it would see them again. For the same reason prompts never share a
+prefix cache here, or every policy after the first would find what that one had computed.
+"""
+
+import gc
+import os
+import platform
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..config import KVPolicyConfig
+from . import EvalError
+from .policies import Contender
+from .prompts import Prompts
+from .tasks import NLL, Sample
+
+SETTINGS = ("agnostic", "aware", "served")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one sample, what it cost and what was won.
+
+    Attributes:
+        text: the answer.
+        nll: nats per token over the second half of the prompt, for the metric of that name.
+        prompt_tokens, output_tokens: of this request.
+        budget_tokens: what the policy brought it back to; None if it kept all, or where nobody says (over HTTP).
+        peak_blocks: most KV blocks held at once; None over HTTP.
+        evicted_tokens: tokens whose blocks were evicted; None over HTTP.
+        ttft_s: seconds from its arrival to its first token, waiting included.
+        tokens_per_s: tokens that were processed, prompts and answers, per second of the batch that it ran in.
+    """
+
+    text: str
+    nll: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    budget_tokens: int | None = None
+    peak_blocks: int | None = None
+    evicted_tokens: int | None = None
+    ttft_s: float | None = None
+    tokens_per_s: float | None = None
+
+
+def second_half_nll(logprobs: Sequence[float | None]) -> float:
+    """Nats per token over the second half of a text."""
+    half = [p for p in logprobs[len(logprobs) // 2 :] if p is not None]
+    return -sum(half) / len(half)
+
+
+def timed(answers: list[Answer], seconds: float) -> list[Answer]:
+    """Note the batch's throughput on each of its answers."""
+    tokens = sum((a.prompt_tokens or 0) + (a.output_tokens or 0) for a in answers)
+    return [replace(a, tokens_per_s=tokens / seconds if tokens else None) for a in answers]
+
+
+class Offline:
+    """One vLLM engine in this process, which serves every contender whose options it has.
+
+    Args:
+        model: directory or Hub name.
+        server: the engine's own policy.
+        setting: one of `SETTINGS`.
+        prompts: the model's tokenizer.
+        chunk: tokens of a prefill chunk, for `agnostic`.
+        batch: requests at once.
+        block_size: tokens of a KV block.
+        engine_args: further arguments of `LLM`.
+
+    Raises:
+        EvalError: the engine does not start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        server: KVPolicyConfig,
+        setting: str,
+        prompts: Prompts,
+        *,
+        chunk: int,
+        batch: int,
+        block_size: int,
+        engine_args: dict[str, Any],
+    ):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm import LLM
+
+        self.prompts = prompts
+        options = {
+            "block_size": block_size,
+            "max_num_seqs": batch,
+            "enable_prefix_caching": False,
+            "disable_log_stats": False,
+            "seed": 0,
+            **self.chunking(setting, chunk, batch, model_length(model)),
+            **engine_args,
+        }
+        try:
+            self.llm = LLM(model, kv_policy=server.to_dict(), **options)
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            raise EvalError(f"vLLM does not start on {model}: {_one_line(error)}") from None
+        config = self.llm.llm_engine.vllm_config
+        self.max_len = config.model_config.max_model_len
+        self.about = {
+            "server_policy": server.to_dict(),
+            "engine": options | {"max_model_len": self.max_len, "dtype": str(config.model_config.dtype)},
+            "versions": versions(),
+            "hardware": hardware(),
+        }
+
+    @staticmethod
+    def chunking(setting: str, chunk: int, batch: int, max_len: int | None) -> dict[str, Any]:
+        """Engine arguments that make a setting true."""
+        if setting == "agnostic":
+            # A step has room for a chunk of every request, so that none is ever cut short and boundaries stay.
+            return {"long_prefill_token_threshold": chunk, "max_num_batched_tokens": batch * chunk}
+        if setting == "aware":
+            return {"enable_chunked_prefill": False} | ({"max_num_batched_tokens": max(max_len, batch)} if max_len else {})
+        return {}
+
+    def answer(self, samples: Sequence[Sample], contender: Contender) -> list[Answer]:
+        """Answers, in order. All requests run at once.
+
+        Raises:
+            EvalError: the engine refuses a request.
+        """
+        from vllm import SamplingParams
+
+        ids = [self.prompts.ids(sample) for sample in samples]
+        for sample, prompt in zip(samples, ids, strict=True):
+            if len(prompt) + sample.max_tokens > self.max_len:
+                raise EvalError(
+                    f"{sample.task} at length {sample.length}: prompt and answer are {len(prompt) + sample.max_tokens} "
+                    f"tokens, the model has {self.max_len}: take a shorter length"
+                )
+        params = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=sample.max_tokens,
+                prompt_logprobs=0 if sample.metric == NLL else None,
+                extra_args=contender.xargs,
+            )
+            for sample in samples
+        ]
+        start = time.perf_counter()
+        try:
+            outputs = self.llm.generate([{"prompt_token_ids": i} for i in ids], params, use_tqdm=False)
+        except ValueError as error:
+            raise EvalError(f"{contender}: {_one_line(error)}") from None
+        return timed([self._read(output) for output in outputs], time.perf_counter() - start)
+
+    @staticmethod
+    def _read(output: Any) -> Answer:
+        usage, nll = output.kv_usage, None
+        if output.prompt_logprobs:
+            ids = output.prompt_token_ids
+            found = [row and row[token].logprob for row, token in zip(output.prompt_logprobs, ids, strict=True)]
+            nll = second_half_nll(found)
+        return Answer(
+            text=output.outputs[0].text,
+            nll=nll,
+            prompt_tokens=len(output.prompt_token_ids),
+            output_tokens=len(output.outputs[0].token_ids),
+            budget_tokens=usage and usage.budget_tokens,
+            peak_blocks=usage and usage.peak_resident_blocks,
+            evicted_tokens=usage and usage.evicted_tokens,
+            ttft_s=output.metrics and output.metrics.first_token_latency,
+        )
+
+    def close(self) -> None:
+        """Give the engine's memory back, so that another can start."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        del self.llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+class Http:
+    """An OpenAI-compatible server, which takes `kv_policy` and `kv_budget` per request in `vllm_xargs`.
+
+    Args:
+        url: its API, such as http://localhost:8000/v1.
+        model: name that it serves.
+        batch: requests at once.
+        chat: ask through chat completions; else complete the bare text.
+
+    Raises:
+        EvalError: nothing answers there, or it has no such model.
+    """
+
+    def __init__(self, url: str, model: str, *, batch: int, chat: bool = True):
+        import openai
+
+        self.url, self.model, self.batch, self.chat = url.rstrip("/"), model, batch, chat
+        self.client = openai.OpenAI(base_url=self.url, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=1)
+        served = [entry.id for entry in self._ask(lambda: self.client.models.list().data)]
+        if model not in served:
+            raise EvalError(f"{self.url} serves {', '.join(served) or 'no model'}, not {model!r}")
+        self.about = {
+            "server_policy": None,
+            "engine": {"url": self.url, "concurrency": batch},
+            "versions": {"vllm_evict": __version__, "vllm": self._version()},
+            "hardware": None,
+        }
+
+    def count(self, context: str) -> int:
+        """Tokens of a text, as vLLM's /tokenize tells them."""
+        import httpx
+
+        root = self.url.removesuffix("/v1")
+        try:
+            reply = httpx.post(f"{root}/tokenize", json={"model": self.model, "prompt": context}, timeout=60)
+            return int(reply.raise_for_status().json()["count"])
+        except (httpx.HTTPError, KeyError, ValueError) as error:
+            raise EvalError(f"{root} cannot count tokens ({_one_line(error)}): give --tokenizer DIR") from None
+
+    def answer(self, samples: Sequence[Sample], contender: Contender) -> list[Answer]:
+        """Answers, in order. All requests run at once.
+
+        Raises:
+            EvalError: the server refuses a request, or goes away.
+        """
+        start = time.perf_counter()
+        with ThreadPoolExecutor(max_workers=self.batch) as pool:
+            answers = list(pool.map(lambda sample: self._one(sample, contender), samples))
+        return timed(answers, time.perf_counter() - start)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _one(self, sample: Sample, contender: Contender) -> Answer:
+        body: dict[str, Any] = {"vllm_xargs": contender.xargs, "cache_salt": uuid.uuid4().hex}
+        common = {"model": self.model, "temperature": 0, "max_tokens": sample.max_tokens}
+        if sample.metric == NLL:
+            return self._ask(lambda: self._measure(sample, common, body), str(contender))
+        return self._ask(lambda: self._generate(sample, common, body), str(contender))
+
+    def _measure(self, sample: Sample, common: dict[str, Any], body: dict[str, Any]) -> Answer:
+        reply = self.client.completions.create(**common, prompt=sample.text, echo=True, logprobs=1, extra_body=body)
+        logprobs = reply.choices[0].logprobs
+        if logprobs is None or not logprobs.token_logprobs:
+            raise EvalError(f"{self.url} gives no probabilities of prompts: leave ppl out")
+        usage = reply.usage
+        return Answer(
+            text="",
+            nll=second_half_nll(logprobs.token_logprobs[: usage.prompt_tokens]),
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
+        )
+
+    def _generate(self, sample: Sample, common: dict[str, Any], body: dict[str, Any]) -> Answer:
+        start, first, text, usage = time.perf_counter(), None, "", None
+        streamed = common | {"stream": True, "stream_options": {"include_usage": True}}
+        if self.chat:
+            messages = [{"role": "user", "content": sample.text}]
+            if sample.prefix:
+                messages.append({"role": "assistant", "content": sample.prefix})
+                body |= {"continue_final_message": True, "add_generation_prompt": False}
+            stream = self.client.chat.completions.create(**streamed, messages=messages, extra_body=body)
+        else:
+            prompt = f"{sample.text} {sample.prefix}" if sample.prefix else sample.text
+            stream = self.client.completions.create(**streamed, prompt=prompt, extra_body=body)
+        for event in stream:
+            usage = event.usage or usage
+            for choice in event.choices:
+                piece = choice.delta.content if self.chat else choice.text
+                if piece and first is None:
+                    first = time.perf_counter() - start
+                text += piece or ""
+        return Answer(
+            text=text,
+            prompt_tokens=usage and usage.prompt_tokens,
+            output_tokens=usage and usage.completion_tokens,
+            ttft_s=first,
+        )
+
+    def _ask(self, call: Any, what: str = "") -> Any:
+        """What a call returns, its errors as one message."""
+        import openai
+
+        try:
+            return call()
+        except openai.APIStatusError as error:
+            message = error.body.get("message") if isinstance(error.body, dict) else None
+            words = f"{what + ': ' if what else ''}{message or _one_line(error)}"
+            raise EvalError(f"{self.url} refuses ({error.status_code}) {words}") from None
+        except openai.APIConnectionError as error:
+            raise EvalError(f"nothing answers at {self.url} ({_one_line(error)}): is the server up?") from None
+
+    def _version(self) -> str | None:
+        import httpx
+
+        try:
+            return httpx.get(f"{self.url.removesuffix('/v1')}/version", timeout=10).json()["version"]
+        except (httpx.HTTPError, KeyError, ValueError, TypeError):
+            return None
+
+
+def check_model(model: str) -> None:
+    """Refuse what is no model before anything else is done.
+
+    Raises:
+        EvalError: there is no configuration at that directory or name.
+    """
+    from transformers import AutoConfig
+
+    if (Path(model).exists() or model.startswith((".", "/"))) and not (Path(model) / "config.json").exists():
+        raise EvalError(f"no model at {model}: a directory with config.json is needed")
+    try:
+        AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise EvalError(f"no model at {model}: {_one_line(error)}") from None
+
+
+def model_length(model: str) -> int | None:
+    """Context of a model, as its configuration says."""
+    from transformers import AutoConfig
+
+    return getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+
+
+def versions() -> dict[str, str]:
+    import torch
+    import vllm
+
+    return {"vllm_evict": __version__, "vllm": vllm.__version__, "torch": torch.__version__}
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures were taken on."""
+    import torch
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads(), "gpus": gpus}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

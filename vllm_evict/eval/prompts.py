@@ -1,0 +1,51 @@
+"""Samples as the model reads them, and how many tokens come before the question."""
+
+import functools
+from typing import Any
+
+from . import EvalError
+from .tasks import NLL, Sample
+
+_MARK = "mark of the evaluation"
+
+
+class Prompts:
+    """A tokenizer and its chat template.
+
+    Args:
+        source: directory or Hub name of a tokenizer.
+        chat: use the chat template if there is one; else the bare text is completed.
+
+    Raises:
+        EvalError: there is no tokenizer.
+    """
+
+    def __init__(self, source: str, chat: bool = True):
+        from transformers import AutoTokenizer
+
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise EvalError(f"no tokenizer at {source}: {' '.join(str(error).split())}") from None
+        self.chat = chat and bool(self.tokenizer.chat_template)
+        self.before, self.after = "", ""
+        if self.chat:
+            message = [{"role": "user", "content": _MARK}]
+            text = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            self.before, self.after = text.split(_MARK)
+
+    def ids(self, sample: Sample) -> list[int]:
+        """Token ids of the whole prompt. Text that is itself measured ends where it ends."""
+        if sample.metric == NLL:
+            return self._encode(self.before + sample.text)
+        prefix = sample.prefix if self.chat or not sample.prefix else f" {sample.prefix}"
+        return self._encode(self.before + sample.text + self.after + prefix)
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  (one object a run)
+    def count(self, context: str) -> int:
+        """Tokens before the question."""
+        return len(self._encode(self.before + context))
+
+    def _encode(self, text: str) -> list[int]:
+        # A chat template says the special tokens itself.
+        return self.tokenizer(text, add_special_tokens=not self.chat)["input_ids"]
