@@ -17,6 +17,7 @@ POLICIES = {
     "h2o-last": {"name": "h2o", **BASE, "accumulate": "last", "window": 24},
     "h2o-every": {"name": "h2o", **BASE, "every": 4},
     "h2o-max": {"name": "h2o", **BASE, "heads": "max", "layers": "max"},
+    "h2o-max-layers": {"name": "h2o", **BASE, "heads": "sum", "layers": "max"},
     "h2o-average": {"name": "h2o", **BASE, "heads": "mean", "layers": "mean"},
     "h2o-tight": {"name": "h2o", "budget": 160, "buffer": 0, "sink": 32, "recent": 64},
     "h2o-odd": {"name": "h2o", "budget": 200, "buffer": 40, "sink": 20, "recent": 50},

@@ -73,8 +73,8 @@ class RunningSums:
     ) -> None:
         self.block_size = block_size
         self.maximise_heads, self.maximise_layers = reduce_heads == "max", reduce_layers == "max"
-        # Sums of heads need no rows of their own; the kernel adds them up.
-        self.heads = kv_heads if self.maximise_heads else 1
+        # Plain sums over heads need no rows of their own: the kernel adds them up. A maximum does, over layers too.
+        self.heads = kv_heads if self.maximise_heads or self.maximise_layers else 1
         self._scale = 1.0
         if reduce_heads == "mean":
             self._scale /= kv_heads
@@ -178,7 +178,7 @@ class RunningSums:
         parts = []
         for slot, index in zip(slots, resident):
             mass = self._sums[slot, :, torch.from_numpy(index)].double()
-            parts.append(mass.amax(0) if self.maximise_heads else mass[0])
+            parts.append(mass.amax(0) if self.maximise_heads else mass.sum(0))
             if self._window[slot]:
                 self._sums[slot] = 0  # the next window starts empty
         mass = all_reduce(torch.cat(parts), self.maximise_heads).numpy() * self._scale
