@@ -281,16 +281,17 @@ def _read(text: str) -> tuple[Any, str]:
     return value, f"{path}: "
 
 
-def _number(value: Any) -> Any:
-    """A number that may have come as text (HTTP clients send both); anything else for pydantic to refuse."""
+def _number(value: Any) -> int | float:
+    """A number that may have come as text: HTTP clients send both."""
+    number = value
     if isinstance(value, str):
         try:
-            return json.loads(value, parse_constant=float)
+            number = json.loads(value, parse_constant=float)
         except json.JSONDecodeError:
-            return value
-    if value is None:
-        raise KVPolicyError("kv_budget must be a number of tokens or a ratio of the prompt below 1, not null")
-    return value
+            number = None
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise KVPolicyError(f"kv_budget must be a number of tokens, or a ratio of the prompt below 1, not {value!r}")
+    return number
 
 
 def _sentence(error: Mapping[str, Any]) -> str:
