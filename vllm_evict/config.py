@@ -226,7 +226,7 @@ class KVPolicyConfig(BaseModel):
         if not extra_args:
             return self
         for key in extra_args:
-            if key not in REQUEST_FIELDS and difflib.get_close_matches(key, REQUEST_FIELDS, cutoff=0.8):
+            if key not in REQUEST_FIELDS and difflib.get_close_matches(key.lower(), REQUEST_FIELDS, cutoff=0.8):
                 raise KVPolicyError(f"unknown request field {key!r}; a request may set: {nearest(key, REQUEST_FIELDS)}")
         name = extra_args.get("kv_policy", self.name)
         if policy_named(name).name not in self.allowed:
@@ -240,7 +240,11 @@ class KVPolicyConfig(BaseModel):
         granted = self.limits(block_size, prompt_len)
         options = self.to_dict() if name == self.name else {}
         if name != self.name and granted is not None:
-            options = {"budget": granted.budget * block_size, "buffer": self.buffer, "sink": self.sink}
+            options = {
+                "budget": granted.budget * block_size,
+                "buffer": (granted.trigger - granted.budget) * block_size,
+                "sink": self.sink,
+            }
         if "kv_budget" in extra_args:
             options["budget"] = _number(extra_args["kv_budget"])
             if POLICIES[name].window_is_the_budget:
@@ -248,10 +252,10 @@ class KVPolicyConfig(BaseModel):
         options = {field: value for field, value in options.items() if field in POLICIES[name].options}
         config = KVPolicyConfig.parse({**options, "name": name})
         asked = config.limits(block_size, prompt_len)
-        if granted is not None and asked.budget > granted.budget:
+        if granted is not None and (asked.budget > granted.budget or asked.trigger > granted.trigger):
             raise KVPolicyError(
-                f"kv_budget {extra_args.get('kv_budget')} is {asked.budget * block_size} tokens of this request's cache, above the server's "
-                f"{granted.budget * block_size}"
+                f"kv_budget {extra_args.get('kv_budget')} is {asked.budget * block_size} tokens of this request's "
+                f"cache, above the server's {granted.budget * block_size}"
             )
         return config
 

@@ -1,0 +1,382 @@
+"""What users may write, what it means in blocks, and what they are told when it is wrong."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_evict.config import KVPolicyConfig, KVPolicyError, Limits, nearest
+from vllm_evict.policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES
+
+ROOT = Path(__file__).parents[1]
+H2O = {"name": "h2o", "budget": 1024, "sink": 32, "recent": 256, "buffer": 64}
+parse = KVPolicyConfig.parse
+
+
+def refusal(value):
+    """The message with which a value is refused."""
+    with pytest.raises(KVPolicyError) as error:
+        parse(value)
+    return str(error.value)
+
+
+# --- forms -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_forms_mean_the_same(tmp_path):
+    path = tmp_path / "policy.yaml"
+    path.write_text("name: h2o\nbudget: 1024\nsink: 32\nrecent: 256\nbuffer: 64\n")
+    as_json = tmp_path / "policy.json"
+    as_json.write_text(json.dumps(H2O))
+    config = KVPolicyConfig(**H2O)
+    assert config.budget == 1024 and config.sink == 32 and config.recent == 256 and config.buffer == 64
+    for form in (H2O, json.dumps(H2O), f"  {json.dumps(H2O)} ", path, str(path), as_json, config):
+        assert parse(form) == config
+    assert parse("h2o") == parse({"name": "h2o"}) == KVPolicyConfig(name="h2o") != config
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_alone_has_its_own_defaults(name):
+    config = parse(name)
+    assert {field: getattr(config, field) for field in POLICIES[name].defaults} == dict(POLICIES[name].defaults)
+    assert config.limits(32, 4096) is None if name == "full" else config.limits(32, 4096).budget > 0
+
+
+def test_sink_windows_recent_window_is_what_the_budget_leaves():
+    assert parse("sink-window").recent == 1024
+    assert parse({"name": "sink-window", "budget": 300}).recent == 0
+    assert parse({"name": "sink-window", "recent": 500}).limits(32, 10**4).budget == 2 + 16 + 1
+    assert parse({"name": "h2o", "budget": 1000}).recent == 256
+
+
+def test_configs_cannot_be_changed():
+    with pytest.raises(Exception, match="frozen"):
+        parse("h2o").budget = 3
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_to_dict_is_what_parse_takes_and_json_carries(name):
+    policy = POLICIES[name]
+    values = {"budget": 0.25, "buffer": 96, "sink": 48, "recent": 100, "accumulate": "ema", "decay": 0.5}
+    values |= {"window": 7, "every": 3, "heads": "max", "layers": "mean"}
+    assert set(values) == BUDGET_OPTIONS | MASS_OPTIONS
+    values = {field: value for field, value in values.items() if field in policy.options}
+    for extra in ({}, values, {"allow": ["h2o"]}):
+        config = parse({"name": name, **extra})
+        carried = json.loads(json.dumps(config.to_dict()))
+        assert parse(carried) == config
+        assert set(carried) == policy.options | {"name", "allow"}
+
+
+def test_every_config_of_the_repository_parses():
+    paths = sorted((ROOT / "configs").glob("*.y*ml"))
+    assert paths
+    for path in paths:
+        config = parse(path)
+        if config.name != "full":
+            assert config.limits(128, 32768).budget > 0
+    assert {parse(path).name for path in paths} == set(POLICIES)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, first", [("h20", "h2o"), ("H2O", "h2o"), ("sink_window", "sink-window"), ("fulll", "full"), ("sinks", "sink-window")]
+)
+def test_an_unknown_policy_is_refused_with_the_nearest_first(name, first):
+    for form in (name, {"name": name}, json.dumps({"name": name})):
+        message = refusal(form)
+        assert repr(name) in message and f"choose one of: {first}, " in message
+        assert all(policy in message for policy in POLICIES)
+
+
+@pytest.mark.parametrize("field, first", [("buget", "budget"), ("sinks", "sink"), ("head", "heads"), ("evry", "every")])
+def test_an_unknown_field_is_refused_with_the_nearest_first(field, first):
+    message = refusal({**H2O, field: 1})
+    assert f"'h2o' has no field {field!r}; it has: {first}, " in message
+
+
+def test_a_field_of_another_policy_is_refused():
+    assert "'sink-window' has no field 'heads'" in refusal({"name": "sink-window", "heads": "max"})
+    assert "'full' has no field 'budget'; it has: " in refusal({"name": "full", "budget": 100})
+
+
+def test_nearest_lists_everything():
+    assert nearest("buffr", BUDGET_OPTIONS).split(", ")[0] == "buffer"
+    assert set(nearest("x", BUDGET_OPTIONS).split(", ")) == BUDGET_OPTIONS
+
+
+@pytest.mark.parametrize(
+    "budget", [0, -1, -0.5, 0.0, 1.0, 1.5, 2048.0, math.nan, math.inf, True, False, "1024", "many", [1], {}]
+)
+def test_budgets_that_make_no_sense_are_refused(budget):
+    message = refusal({**H2O, "budget": budget})
+    assert message.startswith("budget: ") and repr(budget) in message and "between 0 and 1" in message
+
+
+@pytest.mark.parametrize("budget", [100, 287, 288])
+def test_a_budget_without_room_to_choose_is_refused(budget):
+    message = refusal({**H2O, "budget": budget})
+    assert f"budget {budget} " in message and "sink + recent + one block" in message and "32 + 256" in message
+
+
+@pytest.mark.parametrize("budget, fits", [(289, True), (304, True), (320, True), (321, True)])
+def test_a_budget_is_rounded_up_before_it_is_measured(budget, fits):
+    """One block beyond sink and recent is enough, however little of it the budget names."""
+    assert parse({**H2O, "budget": budget}).limits(32, 1000).budget == math.ceil(budget / 32)
+
+
+def test_blocks_too_large_for_a_budget_are_refused_by_size():
+    config = parse({**H2O, "budget": 320})
+    assert config.limits(32, 1000).budget == 10
+    with pytest.raises(KVPolicyError, match="budget 320 .*blocks of 128 .*at least 512"):
+        config.limits(128, 1000)
+
+
+@pytest.mark.parametrize(
+    "field, value, words",
+    [
+        ("buffer", -1, "greater than or equal to 0"),
+        ("sink", "32", "must be a number, not '32'"),
+        ("recent", True, "must be a number, not True"),
+        ("sink", 1.5, "integer"),
+        ("recent", math.nan, "nan"),
+        ("decay", 1.0, "less than 1"),
+        ("decay", 0, "greater than 0"),
+        ("window", 0, "greater than or equal to 1"),
+        ("every", 0, "greater than or equal to 1"),
+        ("every", None, "None"),
+        ("accumulate", "average", "'sum', 'mean', 'ema' or 'last', not 'average'"),
+        ("heads", "min", "'sum', 'mean' or 'max', not 'min'"),
+        ("layers", 3, "'sum', 'mean' or 'max', not 3"),
+        ("allow", ["h2o", "h3o"], "unknown KV policy 'h3o'"),
+        ("allow", "h2o", "tuple"),
+    ],
+)
+def test_wrong_types_and_values_are_refused_by_field(field, value, words):
+    message = refusal({**H2O, field: value})
+    assert field in message and words in message
+    assert "\n" not in message and "pydantic" not in message
+
+
+def test_several_mistakes_come_in_one_message():
+    message = refusal({**H2O, "buffer": -1, "heads": "min"})
+    assert "buffer: " in message and "heads: " in message
+
+
+@pytest.mark.parametrize("value", [3, None, ["h2o"], 1.5, True])
+def test_what_is_no_policy_at_all_is_refused(value):
+    assert "a name, a dict of its fields or a path" in refusal(value)
+
+
+def test_field_names_must_be_strings():
+    assert "strings" in refusal({"name": "h2o", 3: 4}) or "no field 3" in refusal({"name": "h2o", 3: 4})
+
+
+def test_a_policy_without_a_name_is_refused():
+    assert "needs a name: one of full, h2o, sink-window" in refusal({"budget": 512})
+
+
+def test_broken_json_is_refused():
+    assert "not a JSON object" in refusal('{"name": "h2o"')
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("name: [h2o\n", "is not YAML"),
+        ("- h2o\n", "must hold the fields of one KV policy (name: ...), not list"),
+        ("h2o\n", "not str"),
+        ("", "not NoneType"),
+        ("name: h2o\nbudgt: 3\n", "it has: budget"),
+        ("name: h2o\nbudget: lots\n", "'lots'"),
+        ("name: h2o\nsink: [1]\n", "sink"),
+        ("name: 3\n", "unknown KV policy 3"),
+        ("1: 2\nname: h2o\n", "1"),
+    ],
+)
+def test_a_bad_file_is_refused_by_path(tmp_path, text, words):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    message = refusal(str(path))
+    assert str(path) in message and words in message and "\n" not in message
+
+
+def test_a_missing_or_binary_file_is_refused_by_path(tmp_path):
+    assert "No such file" in refusal(tmp_path / "none.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00name")
+    assert "is not YAML" in refusal(binary)
+    (tmp_path / "folder.yaml").mkdir()
+    assert str(tmp_path / "folder.yaml") in refusal(tmp_path / "folder.yaml")
+
+
+# --- in blocks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, block, prompt, expected",
+    [
+        # Whole blocks: 1024 / 32, 1088 / 32.
+        ({}, 32, 5000, Limits(32, 34, 1, 256)),
+        # Rounded up: 200 -> 7 blocks; 240 -> 8 blocks; a sink of 20 is one block.
+        (dict(budget=200, buffer=40, sink=20, recent=50), 32, 5000, Limits(7, 8, 1, 50)),
+        # budget + buffer is rounded once, not each: 200 + 20 = 220 -> 7 blocks.
+        (dict(budget=200, buffer=20, sink=20, recent=50), 32, 5000, Limits(7, 7, 1, 50)),
+        (dict(budget=200, buffer=20, sink=20, recent=50), 128, 5000, None),
+        (dict(budget=512, buffer=1, sink=0, recent=0), 128, 5000, Limits(4, 5, 0, 0)),
+        # A quarter of 5000 = 1250 -> 40 blocks, and the buffer from there.
+        (dict(budget=0.25), 32, 5000, Limits(40, 42, 1, 256)),
+        # Never below sink + recent + one block: 1 + 8 + 1.
+        (dict(budget=0.25), 32, 100, Limits(10, 12, 1, 256)),
+        (dict(budget=0.001, sink=0, recent=0, buffer=0), 32, 3, Limits(1, 1, 0, 0)),
+        (dict(budget=None), 32, 100, Limits(10, 12, 1, 256)),
+    ],
+)
+def test_limits(options, block, prompt, expected):
+    config = parse({**H2O, **options})
+    if expected is None:
+        with pytest.raises(KVPolicyError, match="blocks of 128"):
+            config.limits(block, prompt)
+    else:
+        assert config.limits(block, prompt) == expected
+
+
+def test_bound_is_the_largest_trigger_or_none():
+    assert parse(H2O).bound(32, 4096) == 34
+    assert parse({**H2O, "budget": 0.5}).bound(32, 4096) == 2048 // 32 + 2
+    assert parse("full").bound(32, 4096) is None
+    assert parse({**H2O, "allow": ["full"]}).bound(32, 4096) is None
+    assert parse({**H2O, "allow": ["sink-window"]}).bound(32, 4096) == 34
+
+
+def test_allowed():
+    assert parse("full").allowed == set(POLICIES)
+    assert parse("h2o").allowed == set(POLICIES) - {"full"}
+    assert parse({"name": "h2o", "allow": []}).allowed == {"h2o"}
+    assert parse({"name": "sink-window", "allow": ["full"]}).allowed == {"sink-window", "full"}
+
+
+def test_mass_is_measured_only_where_a_request_may_need_it():
+    assert parse("h2o").measures_mass and parse("sink-window").measures_mass and parse("full").measures_mass
+    assert not parse({"name": "sink-window", "allow": ["full"]}).measures_mass
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def asked(server, extra_args, prompt=5000, block=32):
+    return parse(server).for_request(extra_args, prompt, block)
+
+
+def request_refusal(server, extra_args, prompt=5000, block=32):
+    with pytest.raises(KVPolicyError) as error:
+        asked(server, extra_args, prompt, block)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"kv_policy": "h2o"}, {"something": "else"}, {"kv_transfer_params": {}}])
+def test_requests_that_ask_for_nothing_get_the_servers_policy(extra_args):
+    assert asked(H2O, extra_args) == parse(H2O)
+
+
+@pytest.mark.parametrize("budget, meant", [(512, 512), ("512", 512), (1024, 1024), (0.1, 0.1), ("0.1", 0.1)])
+def test_a_request_may_ask_for_a_budget_up_to_the_servers(budget, meant):
+    """Numbers may come as text: HTTP clients send both."""
+    config = asked(H2O, {"kv_budget": budget})
+    assert config == parse({**H2O, "budget": meant})
+
+
+@pytest.mark.parametrize("budget", [1025, 2048, "4096", 0.21, 0.9])
+def test_a_budget_above_the_servers_is_refused(budget):
+    if budget == 1025:
+        assert asked(H2O, {"kv_budget": 1024})
+    message = request_refusal(H2O, {"kv_budget": budget})
+    assert "above the server's 1024" in message and str(budget) in message
+
+
+@pytest.mark.parametrize(
+    "budget", [0, -3, 1.0, 2.5, math.nan, "NaN", "Infinity", True, "true", "lots", "", [512], {"a": 1}, None, "null", 288]
+)
+def test_budgets_that_make_no_sense_are_refused_in_requests_too(budget):
+    message = request_refusal(H2O, {"kv_budget": budget})
+    assert "budget" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("typo", ["kv_buget", "kv_budge", "kv_polcy", "kvpolicy", "kv-budget", "KV_budget"])
+def test_a_typo_is_not_silently_ignored(typo):
+    message = request_refusal(H2O, {typo: 512})
+    assert repr(typo) in message and "kv_budget" in message and "kv_policy" in message
+
+
+@pytest.mark.parametrize("policy", ["h20", "none", None, 3, ["h2o"]])
+def test_an_unknown_policy_is_refused_in_requests(policy):
+    assert "unknown KV policy" in request_refusal(H2O, {"kv_policy": policy})
+
+
+def test_a_policy_that_is_not_enabled_is_refused_with_those_that_are():
+    assert "'full' is not enabled here; enabled: " in request_refusal(H2O, {"kv_policy": "full"})
+    message = request_refusal({**H2O, "allow": []}, {"kv_policy": "sink-window"})
+    assert "'sink-window' is not enabled here; enabled: h2o" in message
+
+
+def test_full_takes_no_budget():
+    server = {**H2O, "allow": ["full"]}
+    assert asked(server, {"kv_policy": "full"}) == parse("full")
+    assert "no kv_budget" in request_refusal(server, {"kv_policy": "full", "kv_budget": 512})
+    assert "no kv_budget" in request_refusal("full", {"kv_budget": 512})
+
+
+def test_another_policy_keeps_the_servers_budget_sinks_and_buffer():
+    config = asked(H2O, {"kv_policy": "sink-window"})
+    assert (config.name, config.budget, config.buffer, config.sink, config.recent) == ("sink-window", 1024, 64, 32, 0)
+    assert asked(H2O, {"kv_policy": "sink-window", "kv_budget": 128}).limits(32, 5000) == Limits(4, 6, 1, 0)
+
+
+def test_on_a_full_server_a_request_gets_the_policys_defaults():
+    assert asked("full", {"kv_policy": "h2o"}) == parse("h2o")
+    assert asked("full", {"kv_policy": "sink-window", "kv_budget": 100_000}).budget == 100_000
+
+
+def test_a_ratio_is_of_the_requests_own_prompt():
+    server = {**H2O, "budget": 0.5}
+    assert asked(server, {"kv_budget": 0.4}, prompt=2000).limits(32, 2000).budget == 25
+    assert "above the server's 1024" in request_refusal(server, {"kv_budget": 1500}, prompt=2000)
+    assert asked(server, {"kv_budget": 1500}, prompt=4000).budget == 1500
+
+
+servers = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(["h2o", "sink-window"]),
+        "budget": st.one_of(st.integers(150, 500), st.floats(0.01, 0.99)),
+        "buffer": st.integers(0, 100),
+        "sink": st.integers(0, 64),
+        "recent": st.integers(0, 80),
+    }
+)
+requests = st.fixed_dictionaries(
+    {},
+    optional={
+        "kv_policy": st.sampled_from(["h2o", "sink-window"]),
+        "kv_budget": st.one_of(st.integers(100, 500), st.floats(0.01, 0.99)),
+    },
+)
+
+
+@settings(max_examples=1000)
+@given(servers, requests, st.sampled_from([16, 32, 64]), st.integers(1, 2000))
+def test_no_request_is_granted_more_than_the_pool_was_planned_for(server, extra_args, block, prompt):
+    try:
+        config = parse(server)
+        bound = config.bound(block, 2048)
+        granted = config.for_request(extra_args, prompt, block).limits(block, prompt)
+    except KVPolicyError:
+        return
+    assert granted.trigger <= bound
+    assert granted.budget <= config.limits(block, prompt).budget
+    assert granted.budget >= config.for_request(extra_args, prompt, block).minimum(block)
+    assert granted.trigger >= granted.budget

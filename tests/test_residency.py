@@ -1,0 +1,210 @@
+"""What stays of one request: the choice against a brute-force rewrite, on random requests."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_evict.config import KVPolicyConfig
+from vllm_evict.core.plan import Report
+from vllm_evict.core.residency import Residency
+
+BLOCK = 16
+
+
+def residency(block_size=BLOCK, prompt=1000, **options):
+    config = KVPolicyConfig.parse({"name": "h2o", "budget": 128, "buffer": 0, "sink": 0, "recent": 0, **options})
+    return Residency(config, config.limits(block_size, prompt), block_size)
+
+
+def report(index, mass):
+    return Report(np.array(index, np.int64), np.array(mass, np.float64))
+
+
+def full_report(resident, computed, mass):
+    """Masses of all blocks that a worker holds: nothing evicted, `computed` tokens."""
+    gone = set(range(resident.known)) - set(resident.resident.tolist())
+    index = [block for block in range(math.ceil(computed / resident.block_size)) if block not in gone]
+    return report(index, [mass[block] for block in index])
+
+
+def brute_force(resident_blocks, computed, mass, config, block_size):
+    """Blocks to evict, one sentence of the documentation a line."""
+    trigger = math.ceil((config.budget + config.buffer) / block_size)
+    if len(resident_blocks) <= trigger:
+        return []
+    victims = []
+    while len(resident_blocks) - len(victims) > math.ceil(config.budget / block_size):
+        candidates = []
+        for block in sorted(set(resident_blocks) - set(victims)):
+            tokens = range(block * block_size, min((block + 1) * block_size, computed))
+            is_sink = any(token < config.sink for token in tokens)
+            is_recent = any(token >= computed - config.recent for token in tokens)
+            is_written = (block + 1) * block_size > computed
+            if not (is_sink or is_recent or is_written):
+                candidates.append(block)
+        if not candidates:
+            break
+        # min() takes the first of several: the oldest.
+        victims.append(min(candidates, key=lambda block: mass[block] if config.name == "h2o" else block))
+    return sorted(victims)
+
+
+@st.composite
+def lives(draw):
+    """A policy, tokens of each step, and the mass of each block at each step."""
+    block_size = draw(st.sampled_from([1, 3, 16]))
+    sink, recent = draw(st.integers(0, 2 * block_size)), draw(st.integers(0, 4 * block_size))
+    least = (math.ceil(sink / block_size) + math.ceil(recent / block_size) + 1) * block_size
+    budget = max(draw(st.integers(least, least + 6 * block_size)), sink + recent + 1)
+    options = {"budget": budget, "buffer": draw(st.integers(0, 3 * block_size)), "sink": sink, "recent": recent}
+    name = draw(st.sampled_from(["h2o", "sink-window"]))
+    chunks = st.one_of(st.integers(1, 8 * block_size), st.just(1), st.just(block_size))
+    steps = draw(st.lists(chunks, min_size=1, max_size=30))
+    return {"name": name, **options}, block_size, steps, draw(st.randoms(use_true_random=False))
+
+
+@settings(max_examples=300, deadline=None)
+@given(lives())
+def test_what_goes_is_what_a_brute_force_search_finds(life):
+    options, block_size, steps, random = life
+    config = KVPolicyConfig.parse(options)
+    subject = Residency(config, config.limits(block_size, 1), block_size)
+    here, computed, evicted = [], 0, 0
+    for step in steps:
+        known = math.ceil(computed / block_size)
+        computed += step
+        blocks = math.ceil(computed / block_size)
+        here += range(known, blocks)
+        # Few values: ties are common.
+        mass = [random.choice([0.0, 1.0, 1.5, 2.0]) for _ in range(blocks)]
+        expected = brute_force(here, computed, mass, config, block_size)
+        assert subject.over_trigger(blocks) == (len(here) > subject.limits.trigger)
+        victims = subject.choose(computed, report(here, [mass[block] for block in here]))
+        assert victims.tolist() == expected
+        if expected:
+            subject.evict(victims, computed)
+            here = sorted(set(here) - set(expected))
+            assert len(here) == subject.limits.budget, "not back to the budget"
+        evicted += len(expected)
+        assert subject.resident.tolist() == here
+        assert subject.held(blocks) == len(here) and subject.holes == blocks - len(here) == subject.evicted_blocks
+        assert subject.evicted_blocks == evicted
+
+
+@settings(max_examples=200, deadline=None)
+@given(lives())
+def test_there_is_always_enough_to_get_back_to_the_budget(life):
+    """Whatever the sinks, the window and the chunks: no decision leaves more than the budget, or takes what it must not."""
+    options, block_size, steps, random = life
+    config = KVPolicyConfig.parse(options)
+    subject = Residency(config, config.limits(block_size, 1), block_size)
+    computed = 0
+    for step in steps:
+        computed += step
+        blocks = math.ceil(computed / block_size)
+        over = subject.over_trigger(blocks)
+        victims = subject.choose(computed, full_report(subject, computed, [random.random() for _ in range(blocks)]))
+        assert (len(victims) > 0) == over
+        if over:
+            subject.evict(victims, computed)
+            assert len(subject.resident) == subject.limits.budget
+            assert all((victim + 1) * block_size <= computed - config.recent for victim in victims)
+            assert all(victim * block_size >= config.sink for victim in victims)
+
+
+def test_nothing_goes_at_the_trigger_and_all_the_excess_one_block_above():
+    subject = residency(budget=64, buffer=32)  # 4 blocks, from 7 on
+    mass = [5.0, 1.0, 4.0, 2.0, 3.0, 9.0, 9.0]
+    assert not subject.over_trigger(6) and subject.over_trigger(7)
+    assert subject.choose(96, report(range(6), mass[:6])).tolist() == []
+    assert subject.choose(97, report(range(7), mass)).tolist() == [1, 3, 4]
+
+
+def test_ties_go_from_the_oldest_on():
+    subject = residency(budget=64)
+    assert subject.choose(112, report(range(7), [1.0] * 7)).tolist() == [0, 1, 2]
+    assert subject.choose(112, report(range(7), [1.0, 0, 0, 1, 0, 0, 1])).tolist() == [1, 2, 4]
+
+
+def test_a_sink_or_recent_block_stays_however_unimportant():
+    subject = residency(budget=96, sink=20, recent=33)
+    mass = [0.0, 0.0, 7.0, 8.0, 9.0, 6.0, 0.0, 0.0]
+    # 128 tokens: sinks are blocks 0 and 1, the last 33 tokens reach from 95 on: blocks 5 to 7.
+    assert subject.choose(128, report(range(8), mass)).tolist() == [2, 3]
+
+
+def test_the_block_being_written_stays_without_a_recent_window():
+    subject = residency(budget=32)
+    assert subject.choose(33, report(range(3), [5.0, 5.0, 0.0])).tolist() == [0]
+
+
+def test_full_keeps_everything():
+    config = KVPolicyConfig.parse("full")
+    subject = Residency(config, config.limits(BLOCK, 1), BLOCK)
+    assert not subject.over_trigger(10**6)
+    assert subject.choose(10**4, None).tolist() == []
+    assert subject.held(625) == 625
+
+
+def test_a_report_older_than_the_last_holes_is_read_by_index():
+    """With a step in flight, workers report blocks that have just been taken."""
+    subject = residency(budget=64)
+    assert subject.choose(80, report(range(5), [1.0, 0.0, 3.0, 4.0, 5.0])).tolist() == [1]
+    subject.evict(np.array([1]), 90)
+    stale = report(range(6), [1.0, 0.0, 3.0, 0.5, 5.0, 6.0])
+    assert subject.choose(81, stale).tolist() == [3]
+
+
+def test_tokens_in_flight_are_not_decided_on():
+    """96 tokens are planned, 80 are done: the sixth block is neither counted nor taken."""
+    subject = residency(budget=64)
+    assert subject.over_trigger(6)
+    assert subject.choose(80, report(range(6), [3.0, 2.0, 1.0, 4.0, 5.0, 0.0])).tolist() == [2]
+    assert subject.known == 5
+
+
+def test_pure_tokens_are_set_once():
+    subject = residency(budget=64)
+    assert subject.pure_tokens is None
+    subject.evict(subject.choose(80, report(range(5), range(5))), 100)
+    assert subject.pure_tokens == 100
+    subject.evict(subject.choose(112, report([1, 2, 3, 4, 5, 6], range(6))), 112)
+    assert subject.pure_tokens == 100
+    assert subject.evicted_blocks == 3
+
+
+def test_a_restart_forgets_holes_but_not_the_count():
+    subject = residency(budget=64)
+    subject.first_query = 32
+    subject.peak_blocks = 9
+    subject.evict(subject.choose(112, report(range(7), range(7))), 112)
+    assert subject.holes == 3 and subject.pure_tokens == 112
+    subject.restart()
+    assert (subject.holes, subject.known, subject.pure_tokens, subject.first_query) == (0, 0, None, 0)
+    assert (subject.incarnation, subject.evicted_blocks, subject.peak_blocks) == (1, 3, 9)
+    assert subject.choose(112, report(range(7), [9.0, 0, 9, 9, 0, 0, 9])).tolist() == [1, 4, 5]
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 16, 40])
+@pytest.mark.parametrize("first_query", [0, 7, 32, 90])
+@pytest.mark.parametrize("computed", [100, 113, 128])
+def test_the_age_of_a_block_counts_the_queries_that_saw_it(every, first_query, computed):
+    subject = residency(accumulate="mean", every=every)
+    subject.first_query = first_query
+    blocks = np.arange(6)
+    expected = []
+    for block in blocks:
+        tokens = range(block * BLOCK, (block + 1) * BLOCK)
+        queries = [q for q in range(first_query, computed) if q % every == 0]
+        expected.append(max(1.0, np.mean([sum(q >= token for q in queries) for token in tokens])))
+    np.testing.assert_allclose(subject._age(blocks, computed), expected)
+
+
+def test_mean_divides_by_age():
+    """Block 0 drew most, and had longest to do it."""
+    mass = [40.0, 36.0, 30.0, 20.0, 10.0]
+    assert residency(budget=64, accumulate="sum", recent=16).choose(80, report(range(5), mass)).tolist() == [3]
+    assert residency(budget=64, accumulate="mean", recent=16).choose(80, report(range(5), mass)).tolist() == [0]
