@@ -86,9 +86,16 @@ class Batch:
 
     def run_mass(self):
         block_mass(
-            self.query, self.keys, self.table, self.starts, self.seq_lens, self.scale, self.mass,
-            layout=self.layout, isa=self.isa,
-        )  # fmt: skip
+            self.query,
+            self.keys,
+            self.table,
+            self.starts,
+            self.seq_lens,
+            self.scale,
+            self.mass,
+            layout=self.layout,
+            isa=self.isa,
+        )
 
 
 def measure(batch: Batch, repeats: int, flush: torch.Tensor | None) -> tuple[float, float]:
@@ -143,9 +150,7 @@ def main() -> None:
         for (heads, kv_heads), dim, dtype in itertools.product(
             ((8, 2), (32, 8)), (64, 128), (torch.float32, torch.bfloat16)
         ):
-            batch = Batch(
-                query_lens, seq_lens, heads, kv_heads, dim, options.block_size, dtype, options.isa
-            )
+            batch = Batch(query_lens, seq_lens, heads, kv_heads, dim, options.block_size, dtype, options.isa)
             row = f"{name:<22}{f'{heads}/{kv_heads}':>7}{dim:>5}{str(dtype)[6:]:>10}"
             for buffer in (None, flush):
                 attention, mass = measure(batch, options.repeats, buffer)

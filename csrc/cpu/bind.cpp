@@ -72,8 +72,7 @@ const Kernel& choose_kernel(const optional<string>& isa) {
   // The best comes first.
   static const std::vector<const Kernel*> kernels = [] {
     std::vector<const Kernel*> found;
-    for (const Kernel* kernel :
-         {avx512_bf16_kernel, avx512_kernel, avx2_kernel, portable_kernel})
+    for (const Kernel* kernel : {avx512_bf16_kernel, avx512_kernel, avx2_kernel, portable_kernel})
       if (runs(kernel)) found.push_back(kernel);
     return found;
   }();
@@ -101,9 +100,9 @@ void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& bloc
 
   require(query.dim() == 3 && query.stride(2) == 1,
           "query must be [T, H, D] with a contiguous last dimension");
-  require(key_cache.dim() == 4 && key_cache.stride(3) == 1 &&
-              key_cache.stride(2) == key_cache.size(3),
-          "key_cache must be [num_blocks, Hkv, bs, D], contiguous within a block and head");
+  require(
+      key_cache.dim() == 4 && key_cache.stride(3) == 1 && key_cache.stride(2) == key_cache.size(3),
+      "key_cache must be [num_blocks, Hkv, bs, D], contiguous within a block and head");
   require(key_cache.size(2) > 0 && key_cache.size(2) % 16 == 0 && key_cache.size(3) > 0 &&
               key_cache.size(3) % 2 == 0,
           "key_cache must have bs a multiple of 16 and an even D");

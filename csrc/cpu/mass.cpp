@@ -8,6 +8,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -15,11 +16,11 @@
 namespace vllm_evict {
 namespace {
 
-constexpr int64_t kRowsPerPass = 64;   // query rows that share one pass over the keys
-constexpr int64_t kMaxUnits = 64;      // units per request and KV head
-constexpr int64_t kPieceTokens = 512;  // least keys worth a thread's while
+constexpr int64_t kRowsPerPass = 64;          // query rows that share one pass over the keys
+constexpr int64_t kMaxUnits = 64;             // units per request and KV head
+constexpr int64_t kPieceTokens = 512;         // least keys worth a thread's while
 constexpr int64_t kMaxSplitBytes = 32 << 20;  // scratch memory of all units at once
-constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds below which one thread is faster
+constexpr int64_t kSerialWork = 1 << 17;      // multiply-adds below which one thread is faster
 constexpr float kLog2e = 1.44269504f;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -166,7 +167,7 @@ void pack_queries(const MassArgs& a, const Kernel& kernel, const int32_t* tokens
     const int64_t count = std::min(kernel.rows, rows - begin);
     const int64_t step = kernel.padded(count);
     float* to = q + begin * words;
-    if (step > count) std::fill_n(to, step * words, 0.f);
+    if (step > count) std::memset(to, 0, step * words * sizeof(float));
     for (int64_t row = begin; row < begin + count; ++row, ++to) {
       const int64_t offset = tokens[row / group] * a.query_token_stride +
                              (first_head + row % group) * a.query_head_stride;

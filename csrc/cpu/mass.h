@@ -37,7 +37,7 @@ struct MassArgs {
 struct Rows {
   const void* q;
   bool pairs;
-  float scale;  // of q * k, to make exp2(score) the softmax weight
+  float scale;           // of q * k, to make exp2(score) the softmax weight
   const int32_t* seen;   // tokens that each row sees, ascending
   const float* weights;  // of each row, zeros up to a multiple of kRowAlign
   int64_t count;
@@ -64,7 +64,7 @@ constexpr float kUnseen = -1e30f;  // peak of a tile, of mass 0, that a row does
 
 struct Kernel {
   const char* name;
-  int64_t rows;      // rows scored together
+  int64_t rows;     // rows scored together
   bool dots_pairs;  // takes Rows::pairs where queries and keys are bfloat16
   // Tokens in a tile; divides block_size.
   int64_t (*tile_tokens)(int64_t block_size);

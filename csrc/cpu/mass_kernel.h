@@ -163,7 +163,7 @@ struct Pairs {
 #endif
 
 // How keys lie in a block: offset() is the place of a token's first element,
-// load() reads two dims of LANES tokens, the next two are a step() away. kBytes
+// read() takes two dims of LANES tokens, the next two are a step() away. kBytes
 // is what LANES tokens take of a cache line.
 
 // A dim's tokens side by side.
@@ -173,12 +173,12 @@ struct DimRows {
   static constexpr int kBytes = LANES * sizeof(T);
   static int64_t offset(int64_t token, int64_t) { return token; }
   static int64_t step(int64_t block_size) { return 2 * block_size; }
-  static void load(const T* from, int64_t block_size, Dims& to) {
+  static void read(const T* from, int64_t block_size, Dims& to) {
     to.dim[0] = widen(from);
     to.dim[1] = widen(from + block_size);
   }
 #ifdef DOT_BF16
-  static void load(const T* from, int64_t block_size, Pairs& to) {
+  static void read(const T* from, int64_t block_size, Pairs& to) {
     to.pairs = widen_words(from) | widen_words(from + block_size) << 16;
   }
 #endif
@@ -196,15 +196,13 @@ struct PairRows {
     return token / 16 * 16 * dim + token % 16 * 2;
   }
   static int64_t step(int64_t) { return 32; }
-  static void load(const Bf16* from, int64_t, Dims& to) {
-    const WordVec pairs = ::vllm_evict::ISA::load<WordVec>(from);
+  static void read(const Bf16* from, int64_t, Dims& to) {
+    const WordVec pairs = load<WordVec>(from);
     to.dim[0] = (Vec)(pairs << 16);
     to.dim[1] = (Vec)(pairs & 0xffff0000);
   }
 #ifdef DOT_BF16
-  static void load(const Bf16* from, int64_t, Pairs& to) {
-    to.pairs = ::vllm_evict::ISA::load<WordVec>(from);
-  }
+  static void read(const Bf16* from, int64_t, Pairs& to) { to.pairs = load<WordVec>(from); }
 #endif
   static void prefetch(const Bf16* from, int64_t) { __builtin_prefetch(from); }
 };
@@ -232,7 +230,7 @@ inline void add_dims(const typename Keys::Element* (&from)[N], int64_t block_siz
   Operand keys[N];
 #pragma GCC unroll 2
   for (int n = 0; n < N; ++n) {
-    Keys::load(from[n], block_size, keys[n]);
+    Keys::read(from[n], block_size, keys[n]);
     // Hardware prefetchers cannot follow the block table.
     if (n * Keys::kBytes % 64 == 0) Keys::prefetch(from[n] + next_block, block_size);
     from[n] += Keys::step(block_size);
@@ -351,9 +349,7 @@ void score_blocks(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t
 int64_t padded(int64_t count) { return padded_rows((int)count); }
 
 // Two vectors where the block size, a multiple of 16, allows.
-int64_t tile_tokens(int64_t block_size) {
-  return block_size % (2 * LANES) ? LANES : 2 * LANES;
-}
+int64_t tile_tokens(int64_t block_size) { return block_size % (2 * LANES) ? LANES : 2 * LANES; }
 
 template <class Keys, class Operand>
 void score_packed(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
@@ -365,8 +361,7 @@ void score_packed(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t
   score_blocks<Keys, Operand, 2>(rows, blocks, begin, end, tiles);
 }
 
-void score(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
-           const Tiles& tiles) {
+void score(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles) {
 #ifdef DOT_BF16
   if (rows.pairs)
     return blocks.packing == Packing::amx

@@ -1,0 +1,401 @@
+"""`block_mass`: every kernel this CPU runs against the reference in float64."""
+
+import contextlib
+import itertools
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vllm_evict.attention import mass
+from vllm_evict.attention.mass import block_mass, block_mass_reference, pack_keys, unpack_keys
+
+
+def kernels() -> list[str]:
+    if mass._C_cpu is None:
+        return []
+    found = []
+    for isa in ("avx512_bf16", "avx512", "avx2", "portable"):
+        with contextlib.suppress(ValueError):
+            found.append(mass.kernel_path(isa))
+    return found
+
+
+ISAS = kernels()
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+needs_extension = pytest.mark.skipif(not ISAS, reason="vllm_evict._C_cpu is not built")
+each_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+class Batch:
+    """Random arguments of block_mass. Blocks are scattered, and pages hold values too."""
+
+    def __init__(
+        self,
+        query_lens,
+        seq_lens,
+        heads=(4, 2),
+        dim=64,
+        block_size=32,
+        dtype=F32,
+        layout="vec",
+        magnitude=1.0,
+        seed=0,
+    ):
+        random = torch.Generator().manual_seed(seed)
+        self.num_heads, self.num_kv_heads = heads
+        self.block_size, self.layout, self.scale = block_size, layout, dim**-0.5
+        self.blocks = [-(-length // block_size) for length in seq_lens]
+        num_blocks = sum(self.blocks) + 7
+        page = torch.randn(num_blocks, heads[1], 2 * block_size, dim, generator=random).to(dtype)
+        self.key_cache = page[:, :, :block_size]
+        keys = torch.randn(num_blocks, heads[1], block_size, dim, generator=random) * magnitude
+        self.key_cache.copy_(pack_keys(keys.to(dtype), layout))
+        tokens = sum(query_lens)
+        query = torch.randn(tokens + 3, heads[0] + 1, dim, generator=random).to(dtype)
+        self.query = query[:tokens, 1:]  # neither dense nor at the beginning
+        self.starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
+        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
+        ids = torch.randperm(num_blocks, generator=random).int()
+        self.table = torch.full((len(seq_lens), max(self.blocks) + 5), -1, dtype=torch.int32)
+        self.table = self.table[:, :-2]
+        for row, used in zip(self.table, ids.split([*self.blocks, 7]), strict=False):
+            row[: len(used)] = used
+        self.weights = None
+
+    def arguments(self) -> list:
+        return [self.query, self.key_cache, self.table, self.starts, self.seq_lens, self.scale]
+
+    def new_out(self, rows=None, dtype=F32) -> torch.Tensor:
+        shape = len(self.seq_lens), rows or self.num_kv_heads, max(self.blocks) + 1
+        return torch.zeros(shape, dtype=dtype)
+
+    def run(self, isa=None, rows=None) -> torch.Tensor:
+        out = self.new_out(rows)
+        block_mass(*self.arguments(), out, weights=self.weights, layout=self.layout, isa=isa)
+        return out
+
+    def reference(self, rows=None) -> torch.Tensor:
+        out = self.new_out(rows, torch.float64)
+        block_mass_reference(*self.arguments(), out, weights=self.weights, layout=self.layout)
+        return out
+
+
+def assert_close(actual, expected, tolerance=3e-6):
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance * 1e-2)
+
+
+DECODE = [1] * 5, [1, 31, 64, 100, 333]
+PREFILL = [70, 33], [70, 100]
+MIXED = [1, 0, 130, 1, 2], [50, 20, 200, 7, 2]
+
+SHAPES = [  # heads, dim, block size, dtype, layout, batch
+    ((4, 2), 64, 32, F32, "vec", MIXED),
+    ((4, 2), 64, 32, BF16, "vec", MIXED),
+    ((4, 2), 64, 32, F16, "vec", MIXED),
+    ((4, 2), 64, 32, BF16, "amx", MIXED),
+    ((3, 3), 32, 16, F32, "vec", DECODE),  # MHA
+    ((3, 3), 128, 64, BF16, "amx", PREFILL),
+    ((5, 1), 80, 16, F32, "vec16", MIXED),  # MQA
+    ((5, 1), 80, 16, BF16, "amx", DECODE),
+    ((16, 1), 96, 128, F16, "vec", DECODE),
+    ((6, 1), 112, 48, BF16, "vec", PREFILL),
+    ((14, 2), 128, 128, F32, "vec", DECODE),  # 7 query heads a KV head
+    ((6, 2), 256, 64, F32, "vec", PREFILL),
+    ((4, 2), 256, 16, BF16, "amx", MIXED),
+    ((71, 1), 64, 64, F32, "vec", MIXED),  # more heads than rows in a pass
+    ((2, 2), 128, 32, F16, "vec", DECODE),
+    ((8, 1), 128, 16, F16, "vec16", PREFILL),
+]
+
+
+@each_isa
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("sum_heads", [False, True])
+def test_matches_reference(isa, shape, sum_heads):
+    heads, dim, block_size, dtype, layout, (query_lens, seq_lens) = shape
+    batch = Batch(query_lens, seq_lens, heads, dim, block_size, dtype, layout)
+    batch.weights = torch.rand(sum(query_lens)) * (torch.rand(sum(query_lens)) < 0.7)
+    rows = 1 if sum_heads else None
+    assert_close(batch.run(isa, rows), batch.reference(rows))
+
+
+@each_isa
+def test_long_prefill_in_many_passes(isa):
+    batch = Batch([1500], [1700], heads=(4, 1), dim=32)
+    assert_close(batch.run(isa), batch.reference())
+
+
+@each_isa
+def test_random_batches(isa):
+    random = torch.Generator().manual_seed(1)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (), generator=random))
+
+    for seed in range(15):
+        query_lens = [draw(0, 4) * draw(0, 20) for _ in range(draw(1, 6))]
+        seq_lens = [length + draw(0, 3) * draw(0, 70) for length in query_lens]
+        seq_lens[0] += 1
+        heads = draw(1, 10), draw(1, 4)
+        batch = Batch(
+            query_lens,
+            seq_lens,
+            (heads[0] * heads[1], heads[1]),
+            2 * draw(1, 40),
+            16 * draw(1, 9),
+            seed=seed,
+        )
+        assert_close(batch.run(isa), batch.reference())
+
+
+@each_isa
+def test_a_known_case(isa):
+    # Scores 0 and log(3): a quarter and three quarters, in two blocks.
+    keys = torch.zeros(3, 1, 16, 2)
+    keys[2, 0, 0] = torch.tensor([1.0, 1.0])
+    query = torch.full((1, 1, 2), torch.tensor(3.0).log())
+    out = torch.tensor([[[10.0, 20.0]]])
+    block_mass(
+        query,
+        pack_keys(keys),
+        torch.tensor([[1, 2]], dtype=torch.int32),
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([17], dtype=torch.int32),
+        0.5,
+        out,
+        isa=isa,
+    )
+    assert_close(out, torch.tensor([[[10 + 16 / 19, 20 + 3 / 19]]]), 1e-6)
+
+
+@each_isa
+def test_exponential(isa):
+    # Each request has 16 scores of 0 in one block and a score x in another.
+    x = torch.linspace(-60, 60, 4001)
+    keys = torch.zeros(2, 1, 16, 2)
+    keys[1, 0, 0, 0] = 1.0
+    query = torch.stack([x, x], 1)[:, None]
+    table = torch.tensor([[0, 1]], dtype=torch.int32).expand(len(x), 2)
+    lens = torch.full((len(x),), 17, dtype=torch.int32)
+    out = torch.zeros(len(x), 1, 2)
+    starts = torch.arange(len(x) + 1, dtype=torch.int32)
+    block_mass(query, pack_keys(keys), table, starts, lens, 1.0, out, isa=isa)
+    error = (out[:, 0, 1] / out[:, 0, 0]).double() / (x.double().exp() / 16) - 1
+    # A few units in the last place, and the rounding of the score itself.
+    assert (error.abs() < 5e-7 + x.abs() * 1.5e-7).all()
+
+
+@needs_extension
+def test_adds_to_out():
+    batch = Batch(*MIXED)
+    start = torch.rand(batch.new_out().shape)
+    out = start.clone()
+    block_mass(*batch.arguments(), out)
+    assert_close(out, start + batch.run(), 1e-6)
+
+
+@each_isa
+def test_rows_sum_to_weights(isa):
+    batch = Batch([1, 40, 3], [90, 77, 3], heads=(6, 2))
+    batch.weights = torch.rand(44)
+    per_request = torch.stack([part.sum() for part in batch.weights.split([1, 40, 3])])
+    per_head = batch.run(isa).sum(2)
+    assert_close(per_head, (per_request * 3)[:, None].expand(3, 2))
+    assert_close(batch.run(isa, rows=1).sum((1, 2)), per_request * 6)
+
+
+@each_isa
+@pytest.mark.parametrize("magnitude", [1e4, 1e-6])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_extreme_scores(isa, magnitude, sign):
+    batch = Batch([1, 20], [200, 50], dim=64, magnitude=magnitude)
+    batch.scale *= sign
+    out = batch.run(isa)
+    assert out.isfinite().all()
+    assert_close(out.sum(2), torch.tensor([[2.0, 2.0], [40.0, 40.0]]))
+
+
+@each_isa
+def test_huge_equal_scores(isa):
+    # Every score is -1e4 or 1e4: the peak must be subtracted before the exponential.
+    for score in (-1e4, 1e4):
+        batch = Batch([1], [128], heads=(1, 1), dim=2)
+        batch.query[:] = 1
+        batch.key_cache[:] = score / 2
+        batch.scale = 1.0
+        assert_close(batch.run(isa)[0, 0], torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0]))
+
+
+@each_isa
+@pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec", BF16), ("vec", F16), ("amx", BF16)])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_foreign_blocks_and_unwritten_tails_do_not_matter(isa, layout, dtype, poison):
+    batch = Batch([1, 37], [45, 70], block_size=64, dtype=dtype, layout=layout)
+    clean = batch.run(isa)
+    keys = unpack_keys(batch.key_cache, layout).clone()
+    poisoned = torch.full_like(keys, poison)
+    for row, seq_len in zip(batch.table, batch.seq_lens.tolist(), strict=True):
+        for first in range(0, seq_len, 64):
+            block = row[first // 64]
+            written = min(64, seq_len - first)
+            poisoned[block, :, :written] = keys[block, :, :written]
+    batch.key_cache.copy_(pack_keys(poisoned, layout))
+    assert torch.equal(batch.run(isa), clean)
+    assert_close(batch.reference(), clean)
+
+
+@each_isa
+def test_future_tokens_do_not_matter(isa):
+    # The first of two queries must not see the second one's key.
+    batch = Batch([2], [40])
+    batch.weights = torch.tensor([1.0, 0.0])
+    clean = batch.run(isa)
+    keys = unpack_keys(batch.key_cache).clone()
+    keys[batch.table[0, 1], :, 39 - 32] = torch.nan
+    batch.key_cache.copy_(pack_keys(keys))
+    assert torch.equal(batch.run(isa), clean)
+
+
+@each_isa
+def test_same_bits_for_any_number_of_threads(isa):
+    before = torch.get_num_threads()
+    long_decode = [1, 1], [5000, 300]
+    try:
+        for query_lens, seq_lens in (DECODE, PREFILL, MIXED, long_decode, ([300], [2000])):
+            batch = Batch(query_lens, seq_lens)
+            results = []
+            for threads in (1, 2, 3, 8, 8):
+                torch.set_num_threads(threads)
+                results.append((batch.run(isa), batch.run(isa, rows=1)))
+            for result in results[1:]:
+                assert torch.equal(result[0], results[0][0])
+                assert torch.equal(result[1], results[0][1])
+    finally:
+        torch.set_num_threads(before)
+
+
+@each_isa
+def test_weight_zero_is_skipped(isa):
+    batch = Batch([3, 2], [40, 70])
+    batch.weights = torch.tensor([0.5, 0.0, 2.0, 0.0, 0.0])
+    batch.query[1] = torch.nan  # would show in the sums
+    batch.table[1] = 10**6  # would be refused
+    out = batch.run(isa)
+    assert out[1].eq(0).all()
+    assert_close(out[0].sum(1), torch.tensor([5.0, 5.0]))
+
+
+@each_isa
+def test_slots_past_32_bits(isa):
+    # Block 2 begins 2^31 elements into a storage of which only its own pages are ever touched.
+    stride = 1 << 30
+    storage = torch.empty(2 * stride + 16 * 32, dtype=F16)
+    cache = storage.as_strided((3, 1, 16, 32), (stride, 16 * 32, 32, 1))
+    batch = Batch([1], [16], heads=(2, 1), dim=32, block_size=16, dtype=F16)
+    expected = batch.run(isa)
+    cache[2] = batch.key_cache[batch.table[0, 0]]
+    batch.key_cache, batch.table = cache, torch.tensor([[2]], dtype=torch.int32)
+    assert torch.equal(batch.run(isa), expected)
+
+
+@pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec16", F16), ("amx", BF16)])
+def test_packing(layout, dtype):
+    block_size, dim = 48, 6
+    keys = torch.arange(2 * 3 * block_size * dim).reshape(2, 3, block_size, dim) % 251
+    keys = keys.to(dtype)
+    packed = pack_keys(keys, layout)
+    assert torch.equal(unpack_keys(packed, layout), keys)
+    flat = packed[1, 2].flatten()
+    for t, d in itertools.product(range(block_size), range(dim)):
+        place = d * block_size + t
+        if layout == "amx":
+            place = t // 16 * 16 * dim + d // 2 * 32 + t % 16 * 2 + d % 2
+        assert flat[place] == keys[1, 2, t, d]
+
+
+@pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec", BF16), ("vec16", F16), ("amx", BF16)])
+def test_packs_as_vllm_does(layout, dtype):
+    ops = pytest.importorskip("vllm._custom_ops")
+    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        pytest.skip("vLLM is built for another device")
+    keys = torch.randn(4 * 32, 2, 64).to(dtype)
+    key_cache, value_cache = torch.zeros(4, 2, 64, 64, dtype=dtype).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(keys, keys, key_cache, value_cache, torch.arange(4 * 32), layout)
+    logical = keys.view(4, 32, 2, 64).transpose(1, 2)
+    assert torch.equal(unpack_keys(key_cache, layout), logical)
+    assert torch.equal(pack_keys(logical, layout), key_cache)
+
+
+def invalid(change: str, error: type, match: str):
+    return pytest.param(change, error, match, id=match.replace(" ", "-"))
+
+
+@pytest.mark.parametrize("built", [pytest.param(True, marks=needs_extension), False])
+@pytest.mark.parametrize(
+    "change,error,match",
+    [
+        invalid("b.query = b.query.double()", TypeError, "query must be float32"),
+        invalid("b.key_cache = b.key_cache.to(torch.float8_e4m3fn)", TypeError, "key_cache must"),
+        invalid("b.table = b.table.long()", TypeError, "block_table must be int32"),
+        invalid("b.layout = 'nhd'", ValueError, "layout must be one of"),
+        invalid("b.layout = 'amx'", TypeError, "packs bfloat16 keys only"),
+        invalid("b.query = b.query[0]", ValueError, r"query must be \[T, H, D\]"),
+        invalid("b.query = b.query[..., :30]", ValueError, "the same D"),
+        invalid("b.query = b.query[:, :3]", ValueError, "multiple of key_cache's heads"),
+        invalid("b.key_cache = b.key_cache.transpose(2, 3)", ValueError, "contiguous within"),
+        invalid("b.key_cache = b.key_cache[:, :, :8]", ValueError, "bs a multiple of 16"),
+        invalid("b.table = b.table[:1]", ValueError, "must have R rows"),
+        invalid("b.table = b.table[:, :1]", ValueError, "as wide as the longest request"),
+        invalid("b.table[0, 0] = 1000", ValueError, "block ids of key_cache"),
+        invalid("b.table[0, 0] = -1", ValueError, "block ids of key_cache"),
+        invalid("b.seq_lens[0] = 2", ValueError, "include the queries"),
+        invalid("b.starts[1] = 100", ValueError, "ascend within 0 and T"),
+        invalid("b.weights = torch.ones(3)", ValueError, "weights must have T elements"),
+        invalid("b.num_kv_heads = 3", ValueError, "one row for each KV head or one for all"),
+    ],
+)
+def test_invalid_arguments(monkeypatch, built, change, error, match):
+    if not built:
+        monkeypatch.setattr(mass, "_C_cpu", None)
+    batch = Batch([3, 1], [40, 20])
+    exec(change, {"torch": torch}, {"b": batch})
+    with pytest.raises(error, match=match):
+        batch.run()
+
+
+@needs_extension
+def test_unknown_isa():
+    with pytest.raises(ValueError, match="isa must be"):
+        mass.kernel_path("avx1024")
+    assert mass.kernel_path() == ISAS[0]
+
+
+def test_without_extension(monkeypatch, caplog):
+    expected = Batch(*MIXED).reference()
+    monkeypatch.setattr(mass, "_C_cpu", None)
+    monkeypatch.setattr(mass, "_warned", False)
+    with caplog.at_level(logging.WARNING, "vllm_evict"):
+        assert_close(Batch(*MIXED).run(), expected)
+        Batch(*MIXED).run()
+    assert len(caplog.records) == 1
+    assert mass.kernel_path() == "torch reference"
+
+
+@needs_extension
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_one_openmp_runtime():
+    program = (
+        "import torch, vllm_evict._C_cpu\n"
+        "lines = open('/proc/self/maps').read().split()\n"
+        "print(len({line for line in lines if 'gomp' in line or 'iomp' in line}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "1", done.stderr
