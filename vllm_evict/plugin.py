@@ -28,7 +28,7 @@ def register() -> None:
 def platform() -> None:
     """Entry point `vllm.platform_plugins`: called first of all, and declines.
 
-    vLLM loads general plugins inside `EngineArgs.__init__`, too late for a keyword of it; this one comes with the import.
+    vLLM loads general plugins inside `EngineArgs.__init__`, too late for a keyword of it; this comes with the import.
     """
     register()
 

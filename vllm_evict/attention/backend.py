@@ -65,7 +65,15 @@ def scored_impl(impl: type, score_pass: ScorePass) -> type:
 
     class ScoredImpl(impl):
         def forward(
-            self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, *args: Any, **kwargs: Any
+            self,
+            layer: Any,
+            query: Any,
+            key: Any,
+            value: Any,
+            kv_cache: Any,
+            attn_metadata: Any,
+            *args: Any,
+            **kwargs: Any,
         ) -> Any:
             output = super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
             if (mass := getattr(attn_metadata, MASS, None)) is not None:

@@ -3,8 +3,8 @@
 | module | touches | why | until |
 |---|---|---|---|
 | `arguments` | `EngineArgs` | a flag and a keyword for the policy | vLLM lets plugins add engine arguments |
-| `frontend` | `InputProcessor`, `RequestState`, `StatLoggerManager` | HTTP 400, per-request usage, /metrics | vLLM has hooks for them |
-| `runners` | model runners V1 and V2 | holes into block tables, names of the batch's rows | block-table updates are part of SchedulerOutput |
+| `frontend` | `InputProcessor`, `RequestState`, `StatLoggerManager` | HTTP 400, usage, /metrics | vLLM has hooks for them |
+| `runners` | model runners V1 and V2 | holes into block tables, batch order | SchedulerOutput tells of them |
 | `layers` | `Attention` layers after load | their backend behind a view | backends can be wrapped by configuration |
 | `refusals` | `VllmConfig` | what can't be served right is refused by name | each entry until it is served |
 | `versions` | version numbers | only tested releases are touched | |

@@ -13,8 +13,8 @@ from ..policies import POLICIES
 
 HELP = f"""KV eviction policy: a name ({", ".join(sorted(POLICIES))}), a JSON object such as
 '{{"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}}' (or --kv-policy.name h2o --kv-policy.budget 2048), or the
-path of a YAML file. Blocks above the budget go back to the pool while a request runs. Sizes are tokens; the budget may be
-a ratio of the prompt below 1. Fields: {", ".join(KVPolicyConfig.model_fields)}."""
+path of a YAML file. Blocks above the budget go back to the pool while a request runs. Sizes are tokens; the budget may
+be a ratio of the prompt below 1. Fields: {", ".join(KVPolicyConfig.model_fields)}."""
 
 
 def hook(module: ModuleType) -> None:

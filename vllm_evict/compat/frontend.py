@@ -21,7 +21,10 @@ def _once(function: Any) -> bool:
 
 
 def hook_input_processor(module: ModuleType) -> None:
-    """Validate `kv_policy` and `kv_budget` of a request where vLLM validates the rest: HTTP 400, `VLLMValidationError` offline."""
+    """Validate `kv_policy` and `kv_budget` of a request where vLLM validates the rest.
+
+    What is refused is HTTP 400 on a server, and `VLLMValidationError` offline.
+    """
     from vllm.exceptions import VLLMValidationError
 
     cls = module.InputProcessor

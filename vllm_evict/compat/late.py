@@ -8,7 +8,9 @@ from types import ModuleType
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action(module)` (one for each module) when the module called `name` has been executed; now, if that has happened.
+    """Call `action(module)` when the module called `name` has been executed; now, if that has happened.
+
+    One action for each module.
 
     vLLM calls platform plugins while its own modules are being imported. Importing them from there would be circular,
     and some of them are half executed.

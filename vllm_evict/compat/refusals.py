@@ -41,7 +41,8 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (model.is_encoder_decoder, "encoder-decoder models", without),
         (model.is_mm_prefix_lm or model.is_diffusion, "models with non-causal attention", without),
         (
-            model.get_sliding_window() is not None or windows or getattr(text, "attention_chunk_size", None) is not None,
+            model.get_sliding_window() is not None or windows
+            or getattr(text, "attention_chunk_size", None) is not None,
             "sliding-window or chunked-local attention layers, which recycle their blocks themselves",
             without,
         ),

@@ -1,4 +1,4 @@
-"""Blocks of one KV group: allocation within a policy's bound, purity of the prefix cache, and the way back to the pool."""
+"""Blocks of one KV group: a policy's bound on allocation, a pure prefix cache, and the way back to the pool."""
 
 import math
 from collections import Counter
