@@ -27,6 +27,17 @@ from engine import Engine  # noqa: E402
 from oracle.tiny import make_tiny_llama  # noqa: E402
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "v1_only: does not depend on the model runner; left out on V2, which is slow")
+
+
+def pytest_collection_modifyitems(items):
+    if RUNNER == "v2":
+        for item in items:
+            if item.get_closest_marker("v1_only"):
+                item.add_marker(pytest.mark.skip(reason="v1_only"))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Path of a 2-layer GQA Llama with random weights, 2,048 tokens of context."""
@@ -45,3 +56,26 @@ def engine(tiny):
     yield make
     for made in engines:
         made.close()
+
+
+@pytest.fixture
+def async_engine(engine, monkeypatch):
+    """Like `engine`, with async scheduling. vLLM's CPU platform switches it off at start; here what was asked for stays."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def keep_async(cls, vllm_config):
+        wanted = vllm_config.scheduler_config.async_scheduling
+        update(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+
+    def make(kv_policy=None, **kwargs) -> Engine:
+        made = engine(kv_policy, async_scheduling=True, **kwargs)
+        assert made.core.batch_queue_size == 2
+        assert type(made.scheduler).__name__ == "AsyncEvictionScheduler"
+        return made
+
+    return make

@@ -2,20 +2,36 @@
 
 import gc
 import itertools
+import os
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 from vllm import LLM, SamplingParams
 
 from vllm_evict.core.plan import PLAN
 
+#: Whether this run is on Model Runner V2 (see conftest.py).
+V2 = os.environ.get("VLLM_EVICT_TEST_RUNNER") == "v2"
+
 
 @dataclass
 class Trace:
-    """What happened to one request: tokens of each step, and logical blocks evicted after it."""
+    """What happened to one request since it (re)started.
+
+    Attributes:
+        steps: tokens of each step.
+        start: tokens that came out of the prefix cache.
+        known: tokens it had: its prompt, and after a restart what it had generated.
+        evicted: logical blocks evicted after each step.
+        held: blocks held after each step.
+        restarts: times it started over.
+    """
 
     steps: list[int] = field(default_factory=list)
     start: int = 0
+    known: int = 0
+    restarts: int = 0
     evicted: list[list[int]] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
 
@@ -43,7 +59,9 @@ class Engine:
             disable_log_stats=False,
         )
         policy = {} if kv_policy is None else {"kv_policy": kv_policy}
-        self.llm = LLM(str(model), **{**defaults, **kwargs}, **policy)
+        # Engines collect the whole heap nine times between start and end: half a second each, once is enough (`close`).
+        with patch("gc.collect"):
+            self.llm = LLM(str(model), **{**defaults, **kwargs}, **policy)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -58,15 +76,61 @@ class Engine:
         return self.core.model_executor.driver_worker.worker
 
     @property
+    def runtime(self):
+        """The worker's side of the plugin."""
+        return self.worker.kv_evict
+
+    @property
     def free_blocks(self):
         return self.pool.get_num_free_blocks()
+
+    @property
+    def all_blocks(self):
+        """Blocks of the pool; the null block is not one of them."""
+        return self.pool.num_gpu_blocks - 1
+
+    def held_by(self, req_id):
+        """Physical blocks of a request, by its id inside the engine."""
+        return [block.block_id for block in self.manager.req_to_blocks.get(req_id, []) if not block.is_null]
+
+    def held_blocks(self):
+        """Physical blocks that any request holds."""
+        return set().union(*(self.held_by(req_id) for req_id in list(self.manager.req_to_blocks)))
+
+    def metrics(self):
+        """Values of the plugin's metrics by (name without prefix, policy), and of vLLM's counters by name."""
+        values = {}
+        for metric in self.llm.get_metrics():
+            if metric.name.startswith("vllm:kv_evict_"):
+                values[metric.name.removeprefix("vllm:kv_evict_"), metric.labels["policy"]] = metric.value
+            elif hasattr(metric, "value"):
+                values[metric.name] = metric.value
+        return values
+
+    def drain(self):
+        """One more step after the last request, with which workers hear that it ended."""
+        self.llm.llm_engine.step()
+
+    def assert_nothing_left(self):
+        """All is done: every block is back in the pool, and nothing is remembered of any request."""
+        self.drain()
+        assert not self.held_blocks()
+        assert self.free_blocks == self.all_blocks
+        assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
+        assert not self.scheduler.residents
+        assert not self.manager.take_over_trigger()
+        assert not self.runtime._with_holes
+        if self.runtime.sums is not None:
+            assert not self.runtime.sums._slots
+            assert sorted(self.runtime.sums._free) == list(range(len(self.runtime.sums._sums)))
 
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        del self.llm, self.core, self.scheduler, self.pool
+        with patch("gc.collect"):
+            del self.llm, self.core, self.scheduler, self.pool
+            cleanup_dist_env_and_memory()
         gc.collect()
-        cleanup_dist_env_and_memory()
 
     def generate(self, prompts, params=None, **sampling):
         """Outputs of token-id prompts, greedy by default."""
@@ -95,7 +159,7 @@ class Engine:
                 on_step(self)
         return done
 
-    def traced(self, requests):
+    def traced(self, requests, on_step=None):
         """Run (prompt, sampling dict) pairs together; returns their outputs and `Trace`s, in order.
 
         Records what the engine does, at the scheduler: tokens of each step and holes decided after it.
@@ -103,15 +167,22 @@ class Engine:
         traces, ids = {}, [f"t{next(self._ids)}" for _ in requests]
         schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
 
+        def start(req_id, computed):
+            # A request that starts over after preemption starts a new trace.
+            before = traces.get(_external(req_id))
+            known = self.scheduler.requests[req_id].num_tokens
+            traces[_external(req_id)] = Trace(
+                start=computed, known=known, restarts=before.restarts + 1 if before else 0
+            )
+
         def recorded_schedule(*args, **kwargs):
             output = schedule(*args, **kwargs)
             for new in output.scheduled_new_reqs:
-                # A request that starts over after preemption starts a new trace.
-                traces[_external(new.req_id)] = Trace(start=new.num_computed_tokens)
+                start(new.req_id, new.num_computed_tokens)
             cached = output.scheduled_cached_reqs
             for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens):
                 if req_id in cached.resumed_req_ids:
-                    traces[_external(req_id)] = Trace(start=computed)
+                    start(req_id, computed)
             for req_id, tokens in output.num_scheduled_tokens.items():
                 traces[_external(req_id)].steps.append(tokens)
             return output
@@ -130,7 +201,7 @@ class Engine:
         try:
             for request_id, (prompt, sampling) in zip(ids, requests):
                 self.add(prompt, request_id, **sampling)
-            outputs = self.run()
+            outputs = self.run(on_step)
         finally:
             self.scheduler.schedule, self.scheduler.update_from_output = schedule, update
         return [outputs[i] for i in ids], [traces[i] for i in ids]
@@ -155,4 +226,4 @@ def logprobs_of(output, index=0):
     return np.array([step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids)])
 
 
-__all__ = ["PLAN", "Engine", "Trace", "greedy", "logprobs_of", "random_prompt"]
+__all__ = ["PLAN", "V2", "Engine", "Trace", "greedy", "logprobs_of", "random_prompt"]

@@ -294,7 +294,8 @@ def _number(value: Any) -> int | float:
         except json.JSONDecodeError:
             number = None
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise KVPolicyError(f"kv_budget must be a number of tokens, or a ratio of the prompt below 1, not {value!r}")
+        shown = "null" if value is None else repr(value)
+        raise KVPolicyError(f"kv_budget must be a number of tokens, or a ratio of the prompt below 1, not {shown}")
     return number
 
 

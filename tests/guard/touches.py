@@ -486,6 +486,20 @@ SCHEDULER = [
         does=("self._free_blocks(request)", "return kv_xfer_params, ec_xfer_params"),
     ),
     Touch(
+        "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit",
+        ("core.scheduler",),
+        "a hit is as long as the pool can hold it; its tokens come second",
+        first=("request",),
+        replaced_by=("vllm_evict.core.scheduler:EvictionMixin._get_local_prefix_cache_hit",),
+        does=("return blocks, num_local, shared_prefix_boundary, False",),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks",
+        ("core.scheduler",),
+        "shortens a hit",
+        calls=("truncate_computed_blocks(..., ...)",),
+    ),
+    Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._free_request_blocks",
         ("core.scheduler",),
         "each request's table goes here, when it ends and when it is preempted",

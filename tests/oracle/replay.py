@@ -247,3 +247,30 @@ def generate(model, prompt, chunks, new_tokens, config, start=0):
 def margin(result):
     """The smallest relative gap over a `Replay`'s decisions (inf without any)."""
     return min((d.relative_gap for d in result.decisions), default=math.inf)
+
+
+def replay_told(model, token_ids, steps, config, told, decided, start=0):
+    """Serve with evictions that were decided elsewhere and took effect later.
+
+    told: per step, blocks that are missing from that step on. decided: per
+    step, blocks chosen after it by whoever serves. Returns a `Replay` whose
+    `evicted` holds what the policy chooses at the same points, given all that
+    had been decided before.
+    """
+    request = Request(model, config, list(token_ids)[:start])
+    gone, logits = set(), []
+    for count, missing, chosen in zip(steps, told, decided, strict=True):
+        request.evicted |= set(missing)
+        first, request.n = request.n, request.n + count
+        ids = token_ids[first : request.n]
+        step_logits, probs = model.forward(ids, request.cache, request.mask(first), config.policy == "h2o")
+        if probs is not None:
+            request.accumulate(probs, first)
+        logits.append(step_logits)
+        request.replay.held.append(request.held())
+        told_so_far, request.evicted = request.evicted, set(gone)
+        request.decide()  # as if all that was decided had taken effect
+        request.evicted = told_so_far
+        gone |= set(chosen)
+    request.replay.logits = torch.cat(logits)
+    return request.replay

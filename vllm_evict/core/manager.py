@@ -80,6 +80,12 @@ class EvictableManager(FullAttentionManager):
         self._over_trigger.discard(request_id)
         return super().pop_blocks_for_free(request_id)
 
+    def longest_hit(self) -> int:
+        """Tokens of a cached prefix that leave room for a first chunk in an otherwise empty pool."""
+        # One block is vLLM's null block, one more may be begun by the chunk.
+        chunk = math.ceil(self.max_in_flight_tokens / self.block_size) + 1
+        return max(self.block_pool.num_gpu_blocks - 1 - chunk, 0) * self.block_size
+
     def take_over_trigger(self) -> set[str]:
         """Drain the requests that may be over their trigger once their step is done."""
         taken, self._over_trigger = self._over_trigger, set()

@@ -42,6 +42,8 @@ class EvictionMixin:
         self._poison = poison_mode()
         self.kv_manager.bind(self.residents, self.vllm_config.max_in_flight_tokens, self._poison)
         self._plan = EvictionPlan()
+        #: Requests with stop strings: the front end ends them on any of their outputs.
+        self._stoppable: set[str] = set()
         logger.info(self._start_up_line())
 
     def _only_manager(self) -> EvictableManager:
@@ -71,6 +73,8 @@ class EvictionMixin:
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.residents:
             self.residents[request.request_id] = self._residency(request)
+            if request.sampling_params and request.sampling_params.stop:
+                self._stoppable.add(request.request_id)
         super().add_request(request)
 
     def _residency(self, request: Request) -> Residency:
@@ -88,6 +92,18 @@ class EvictionMixin:
         may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.trigger)
         resident.measured = bool(config.policy.measures == "mass" and may_outgrow)
         return resident
+
+    def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> tuple[Any, int, int, bool]:
+        """The request's hit, as far as the pool can hold it beside the first chunk.
+
+        vLLM plans its pool for requests that hold what their policy lets them; a prefix that other requests left in the
+        cache may be longer, and a request that waits for more blocks than there are would wait for ever.
+        """
+        blocks, tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+        most = self.kv_manager.longest_hit()
+        if self.residents[request.request_id].limits and tokens > most:
+            blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
+        return blocks, tokens, boundary, diverged
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
@@ -134,7 +150,17 @@ class EvictionMixin:
                 logger.error("no attention mass came back for request %s: its KV blocks stay this time", req_id)
                 continue
             self._evict(request, resident, reports.get(req_id))
+        if self._stoppable:
+            self._send_usage(outputs)
         return outputs
+
+    def _send_usage(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Put usage so far on outputs that a stop string may make the last."""
+        for client in outputs.values():
+            for output in client.outputs:
+                if output.request_id in self._stoppable and output.finish_reason is None:
+                    usage = KVUsage.of(self.residents[output.request_id])
+                    output.kv_transfer_params = {USAGE_KEY: usage.as_dict()}
 
     def _evict(self, request: Request, resident: Residency, report: Any) -> None:
         done = request.num_computed_tokens - request.num_in_flight_tokens
@@ -158,6 +184,7 @@ class EvictionMixin:
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
+        self._stoppable.discard(request.request_id)
         resident = self.residents.pop(request.request_id)
         usage = KVUsage.of(resident)
         return {**(kv_params or {}), USAGE_KEY: usage.as_dict()}, ec_params

@@ -1,0 +1,44 @@
+"""Compares what the engine did to one request with the dense oracle's replay of the same steps."""
+
+import numpy as np
+import torch
+from engine import logprobs_of
+from oracle.replay import Config, replay
+
+
+def oracle_config(policy, block_size=32):
+    """The oracle's words for a plugin policy."""
+    options = {key: value for key, value in policy.items() if key not in ("name", "allow")}
+    return Config(policy=policy["name"], block_size=block_size, **options)
+
+
+def assert_like_oracle(dense, prompt, output, trace, policy, *, block_size=32, atol=2e-3, tie=1e-4):
+    """The same evictions after the same steps, and the same log-probabilities. Returns how many blocks were evicted.
+
+    Two blocks whose importance differs by less than `tie` (relative) may be told apart either way by rounding; what
+    comes after such a decision is not compared. With the default that practically never happens in fp32.
+    """
+    tokens = [*prompt, *output.outputs[0].token_ids]
+    reference = replay(dense, tokens, trace.steps, oracle_config(policy, block_size), start=trace.start)
+    same = len(trace.steps)
+    # After the last step the request is finished, so nothing is decided.
+    for step, (got, want) in enumerate(zip(trace.evicted[:-1], reference.evicted)):
+        if got != want:
+            gap = next(decision.relative_gap for decision in reference.decisions if decision.step == step)
+            assert len(got) == len(want) and gap < tie, f"step {step}: evicted {got}, the oracle {want} (gap {gap})"
+            same = step + 1
+            break
+    computed = trace.start + np.cumsum(trace.steps)
+    last = computed[same - 1]  # positions below were computed with the same blocks
+    logprobs = torch.log_softmax(reference.logits.double(), -1)
+    before = trace.known - len(prompt)  # generated before a restart
+    got = logprobs_of(output)
+    compared = [i for i in range(before, len(got)) if len(prompt) + i - 1 < last]
+    assert compared, "nothing to compare"
+    want = [logprobs[len(prompt) + i - 1 - trace.start, output.outputs[0].token_ids[i]].item() for i in compared]
+    np.testing.assert_allclose(got[compared], want, atol=atol)
+    if output.prompt_logprobs and not trace.restarts:
+        got = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], prompt[1:])]
+        want = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
+        np.testing.assert_allclose(got[:last], want[:last], atol=atol)
+    return sum(map(len, trace.evicted[:same]))

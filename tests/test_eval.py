@@ -1,0 +1,753 @@
+"""The evaluation harness: tasks, metrics, statistics, resumption, reports, bad input, and runs through vLLM."""
+
+import base64
+import csv
+import gc
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine import V2
+
+from vllm_evict.eval import EvalError, backends, cli, external, rows, stats, summary, tasks, words
+from vllm_evict.eval.policies import contenders, parse_budgets, servers, split_list
+from vllm_evict.eval.prompts import Prompts
+from vllm_evict.eval.run import Plan, run
+from vllm_evict.eval.score import METRICS, rouge_l, score
+
+pytestmark = pytest.mark.skipif(V2, reason="nothing of it depends on the model runner, and the interpreter is slow")
+
+ROOT = Path(__file__).parent.parent
+DATA = Path(__file__).parent / "data" / "eval"
+NEEDLE = ROOT / "examples" / "needle" / "model"
+ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+
+needle_model = pytest.mark.skipif(not (NEEDLE / "model.safetensors").exists(), reason=f"no model in {NEEDLE}")
+
+
+def words_of(text):
+    return len(text.split())
+
+
+def sample_of(task, length=300, depth=0.5, index=0, seed=0, count=words_of):
+    return tasks.make(task, length, depth, index, seed, count, words.Filler())
+
+
+def expecting(*answers, metric="contains", classes=()):
+    return tasks.Sample("t", "", "", answers, metric, 1, 1, classes=classes)
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def solve(task, text, question):
+    """What a careful reader answers, by reading the facts in the text: written apart from the generators."""
+    key = re.fullmatch(r"recall the (?:code|list) of (.+)\.", question)[1]
+    codes = dict(re.findall(r"the code of (\w+) is (\d{4})\.", text))
+    if task == "kv":
+        return dict(re.findall(r"(\w+) = (\d{4})", text))[key]
+    if task == "twostage":
+        first, second = key.split(" plus ")
+        return codes[words.NUMBERS[words.NUMBERS.index(first) + words.NUMBERS.index(second)]]
+    if task == "vt":
+        return codes[dict(re.findall(r"the code of (\w+) equals (\w+)\.", text))[key]]
+    if task == "copy":
+        return dict(re.findall(r"the list of (\w+) is ([a-z ]+)\.", text))[key]
+    return codes[key]
+
+
+FACTS = {"niah": 1, "multikey": 8, "kv": 1, "twostage": 6, "vt": 3, "copy": 0}
+
+
+@pytest.mark.parametrize("task", FACTS)
+def test_the_question_can_be_answered_from_the_text_and_only_so(task):
+    for index in range(8):
+        sample = sample_of(task, index=index)
+        assert sample.answers == (solve(task, sample.context, sample.question),)
+        assert score(f" {sample.answers[0]}", sample) == 1.0 and score(" 0000", sample) == 0.0
+        assert len(re.findall(r"the code of \w+ is", sample.context)) == (FACTS[task] if task not in ("kv",) else 0)
+        assert sample.context.count(sample.answers[0]) == 1, "the answer is told more than once"
+        assert sample.text == f"{sample.context} {sample.question}"
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_the_fact_lies_where_it_should(depth):
+    sample = sample_of("niah", length=1000, depth=depth)
+    before = words_of(sample.context[: sample.context.index("the code of")])
+    assert before / 1000 == pytest.approx(depth, abs=0.02)
+    assert (sample.depth, sample.length, sample.metric) == (depth, 1000, "contains")
+
+
+def test_documents_are_as_long_as_asked_and_facts_stand_between_sentences():
+    for length in (64, 300, 1001):
+        sample = sample_of("multikey", length=length, depth=0.4)
+        assert words_of(sample.context) == length
+        for fact in re.finditer(r"the code of \w+ is \d{4}\.", sample.context):
+            assert fact.start() == 0 or sample.context[: fact.start()].endswith(". ")
+
+
+def test_length_is_met_from_above_where_a_word_is_several_tokens():
+    sample = sample_of("niah", length=500, count=len)
+    assert 500 <= len(sample.context) < 520
+
+
+def test_a_length_too_short_for_its_facts_is_refused():
+    with pytest.raises(EvalError, match=r"length 20 is too short for task 'multikey'"):
+        sample_of("multikey", length=20)
+
+
+def test_text_has_passages_that_return():
+    sample = sample_of("ppl", length=600)
+    found = [p for p in sample.context.split(". ") if len(p.split()) == 16 and p.split()[0] in words.ITEMS]
+    assert len(found) == 8 and len(set(found)) == 4
+    half = len(sample.context) // 2
+    assert all(sample.context.index(p) < half < sample.context.rindex(p) for p in found)
+    assert (sample.question, sample.answers, sample.metric, sample.depth) == ("", (), tasks.NLL, None)
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_documents_depend_on_what_identifies_them_and_nothing_else(task):
+    same = sample_of(task)
+    assert same == sample_of(task) and same.sha256 == sample_of(task).sha256
+    others = [
+        sample_of(task, seed=1),
+        sample_of(task, index=1),
+        sample_of(task, depth=0.25),
+        sample_of(task, length=310),
+    ]
+    assert len({same.sha256, *(other.sha256 for other in others)}) == 5
+
+
+@needle_model
+def test_the_language_is_the_one_the_needle_model_was_trained_on():
+    sys.path.insert(0, str(NEEDLE.parent))
+    try:
+        import data
+    finally:
+        sys.path.pop(0)
+    prompts = Prompts(str(NEEDLE))
+    for seed in range(3):
+        text = words.join(["the", *words.Filler()(np.random.default_rng(seed), 200)])
+        theirs = data.Filler()(np.random.default_rng(seed), 200)
+        assert prompts.tokenizer(text, add_special_tokens=False)["input_ids"][1:] == theirs.tolist()
+    for task in tasks.TASKS:
+        sample = sample_of(task, length=256, count=prompts.count)
+        ids = prompts.ids(sample)
+        assert prompts.tokenizer.unk_token_id not in ids
+        assert prompts.count(sample.context) == 256
+        assert len(ids) == 256 + (
+            len(prompts.tokenizer(f" {sample.question}")["input_ids"]) + 1 if sample.question else 0
+        )
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer, sample, expected",
+    [
+        (" 4815", expecting("4815"), 1),
+        ("The code of Paris is 4815.", expecting("4815"), 1),
+        ("48151", expecting("4815"), 0),
+        ("", expecting("4815"), 0),
+        (" apple drum\nlamp.", expecting("apple drum lamp"), 1),
+        (" apple lamp drum", expecting("apple drum lamp"), 0),
+        ("1111 and 2222", expecting("1111", "2222", metric="string_match_all"), 1),
+        ("1111 only", expecting("1111", "2222", metric="string_match_all"), 0.5),
+        ("the SEINE", expecting("Seine", "Rhine", metric="string_match_part"), 1),
+        ("the Thames", expecting("Seine", "Rhine", metric="string_match_part"), 0),
+        ("The Seine, a river", expecting("the seine", metric="qa_f1"), 2 * (1 / 2) * 1 / (1 / 2 + 1)),
+        ("no idea", expecting("the seine", metric="qa_f1"), 0),
+        ("nothing", expecting("other", "nothing at all", metric="qa_f1"), 0.5),
+        ("\nSeine\nQuestion: next", expecting("Seine", metric="qa_f1_first_line"), 1),
+        ("Type: City", expecting("City", metric="classification_first_line", classes=("City", "Food")), 1),
+        ("City or Food", expecting("City", metric="classification_first_line", classes=("City", "Food")), 0.5),
+        ("Big City", expecting("Big City", metric="classification_first_line", classes=("City", "Big City")), 1),
+        ("Type: Plant", expecting("City", metric="classification_first_line", classes=("City", "Food")), 0),
+        ("Paragraph 12", expecting("Paragraph 12", metric="retrieval"), 1),
+        ("12 or 13", expecting("Paragraph 12", metric="retrieval"), 0.5),
+        ("Paragraph 1", expecting("Paragraph 12", metric="retrieval"), 0),
+        ("段落3", expecting("段落3", metric="retrieval_zh"), 1),
+        ("7", expecting("7", metric="count"), 1),
+        ("7, no, 8", expecting("7", metric="count"), 0.5),
+        ("many", expecting("7", metric="count"), 0),
+        ("# comment\nreturn x", expecting("return x", metric="code_similarity"), 1),
+        ("abcd", expecting("abxd", metric="code_similarity"), 0.75),
+    ],
+)
+def test_metrics(answer, sample, expected):
+    assert score(answer, sample) == pytest.approx(expected)
+
+
+def test_rouge_l_by_hand():
+    assert rouge_l("the cat sat", "the cat sat") == pytest.approx(1.0)
+    # Common subsequence "police the gunman" of 3 words; 4 different words on both sides.
+    assert rouge_l("police kill the gunman", "police killed the gunman") == pytest.approx(0.75)
+    # By sentences: {a b} and {c}: 3 of 4 words here, 3 of 3 there.
+    assert rouge_l("a b x. c", "a b. c") == pytest.approx(2 * 0.75 * 1 / 1.75)
+    assert rouge_l("", "a b") == 0.0
+
+
+def test_every_metric_is_reached():
+    used = {"contains", "string_match_all", "string_match_part", *external.LONGBENCH_METRICS.values()}
+    assert used == set(METRICS)
+
+
+def test_chinese_needs_jieba(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    with pytest.raises(EvalError, match="pip install jieba"):
+        score("塞纳河", expecting("塞纳河", metric="qa_f1_zh"))
+
+
+def test_perplexity_counts_the_second_half():
+    assert backends.second_half_nll([None, -9.0, -1.0, -3.0]) == 2.0
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_wilson_by_published_values():
+    assert stats.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert stats.wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert stats.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)  # Newcombe, 1998, table I
+
+
+def test_bootstrap_covers_the_mean():
+    rng, inside = np.random.default_rng(1), 0
+    for _ in range(200):
+        low, high = stats.bootstrap(rng.exponential(size=40))
+        inside += low <= 1.0 <= high
+    assert 0.87 <= inside / 200 <= 0.99
+    assert stats.bootstrap([1.0]) == (-math.inf, math.inf)
+
+
+def test_paired_differences():
+    assert stats.p_value([0, 0, 0]) == 1.0
+    assert stats.p_value([-1] * 5) == pytest.approx(2 / 32)  # McNemar's exact test, 5 to 0
+    assert stats.p_value([-1] * 6) == pytest.approx(2 / 64)
+    assert stats.p_value([-1] * 9 + [1] + [0] * 40) == pytest.approx(2 * 11 / 1024)
+    assert stats.p_value([-1] * 30 + [1] * 2) == pytest.approx(2 * (1 + 32 + 496) / 2**32)
+    assert stats.p_value(np.random.default_rng(0).normal(0, 1, 60)) > 0.05
+    assert stats.p_value(np.random.default_rng(0).normal(1, 1, 60)) < 0.001
+
+
+# --- policies and engines --------------------------------------------------------------------------------------------
+
+SIZES = {"sink": 32, "recent": 32, "buffer": 0, "block_size": 32}
+
+
+def test_the_whole_matrix_needs_one_engine():
+    wanted = contenders("full,h2o,sink-window", parse_budgets("128,256,512,0.25"), **SIZES)
+    assert [str(c) for c in wanted[:3]] == ["full", "h2o at 128", "h2o at 256"] and len(wanted) == 9
+    ((server, served),) = servers(wanted, 4096, 32)
+    assert served == wanted
+    for contender in wanted:
+        granted = server.for_request(contender.xargs, 2048, 32)
+        assert granted.limits(32, 2048) == contender.config.limits(32, 2048)
+
+
+def test_other_options_need_another_engine(tmp_path):
+    (tmp_path / "h2o-mean.yaml").write_text("{name: h2o, budget: 2048, sink: 64, recent: 256, accumulate: mean}")
+    text = f'full,h2o,{tmp_path}/h2o-mean.yaml,{{"name": "h2o", "sink": 32, "recent": 32, "accumulate": "last"}}'
+    wanted = contenders(text, [512], **SIZES)
+    assert [c.label for c in wanted] == ["full", "h2o", "h2o-mean", "h2o accumulate=last"]
+    plan = servers(wanted, 4096, 32)
+    assert [[c.label for c in served] for _, served in plan] == [["full", "h2o"], ["h2o-mean"], ["h2o accumulate=last"]]
+    assert contenders(f"{tmp_path}/h2o-mean.yaml", [], **SIZES)[0].budget == 2048
+
+
+def test_full_alone_is_stock():
+    ((server, _),) = servers(contenders("full", [128], **SIZES), 4096, 32)
+    assert server.to_dict() == {"name": "full", "allow": None}
+
+
+def test_lists():
+    assert split_list('a, {"x": [1, {"y": 2}], "z": 3},b,') == ["a", '{"x": [1, {"y": 2}], "z": 3}', "b"]
+    assert parse_budgets("128,0.25") == [128, 0.25]
+
+
+# --- external benchmarks ---------------------------------------------------------------------------------------------
+
+
+def test_ruler_as_its_scripts_write_it():
+    multi, other, question = external.load("ruler", str(DATA / "ruler"))
+    assert (multi.task, multi.metric, multi.max_tokens) == ("ruler/niah_multivalue", "string_match_all", 128)
+    assert (multi.answers, multi.length, multi.question) == (("1111", "2222"), 64, "")
+    assert multi.text.startswith("One of the special") and other.prefix.startswith(" The special magic")
+    assert score("They are 1111.", multi) == 0.5
+    assert (question.task, question.metric, question.max_tokens) == ("ruler/qa_1", "string_match_part", 32)
+    assert score("The river Seine", question) == 1.0
+    assert len(external.load("ruler", str(DATA / "ruler"), limit=1)) == 2, "a limit is for each file"
+
+
+def test_ruler_with_context_and_question_apart():
+    (sample,) = external.load("ruler", str(DATA / "ruler_hub.jsonl"))
+    assert (sample.task, sample.max_tokens, sample.answers) == ("ruler/vt", 30, ("AAA", "BBB"))
+    assert sample.text.endswith(
+        "VAR BBB = VAR AAA. Question: Find all variables that are assigned the value 12345 in the text above."
+    )
+    assert sample.prefix == "Answer: the variables are:"
+
+
+def test_longbench_with_its_own_prompts():
+    found = {sample.task: sample for sample in external.load("longbench", str(DATA / "longbench" / "data"))}
+    hotpot, trec = found["longbench/hotpotqa"], found["longbench/trec"]
+    assert hotpot.text.startswith("Passages:\nPassage 1: The Seine") and hotpot.text.endswith("through Paris?\nAnswer:")
+    assert (hotpot.max_tokens, hotpot.metric, hotpot.length) == (32, "qa_f1", 9)
+    assert score("Seine", hotpot) == 1.0 and score("the river", hotpot) == pytest.approx(2 / 3)
+    assert score("Individual\nQuestion: City", trec) == 1.0 and trec.classes[0] == "City"
+    assert score("Paragraph 2", found["longbench/passage_retrieval_en"]) == 1.0
+
+
+def test_two_stage_retrieval():
+    (sample,) = external.load("2stageretr", str(DATA / "2stage.jsonl"))
+    assert score("1 + 1 = 2, so the value is Navy.", sample) == 1.0 and score("2: teal", sample) == 0.0
+    assert sample.task == "2stageretr" and sample.max_tokens == 200
+
+
+def without(path, field, tmp_path):
+    row = json.loads(path.read_text().splitlines()[0])
+    del row[field]
+    (tmp_path / path.name).write_text("{}\n" * 0 + json.dumps(row) + "\n")
+    return str(tmp_path / path.name)
+
+
+@pytest.mark.parametrize(
+    "benchmark, path, field",
+    [
+        ("ruler", DATA / "ruler/qa_1/validation.jsonl", "outputs"),
+        ("ruler", DATA / "ruler_hub.jsonl", "task"),
+        ("longbench", DATA / "longbench/data/trec.jsonl", "answers"),
+        ("longbench", DATA / "longbench/data/trec.jsonl", "dataset"),
+        ("2stageretr", DATA / "2stage.jsonl", "prompt"),
+    ],
+)
+def test_a_row_without_its_fields_is_named(benchmark, path, field, tmp_path):
+    with pytest.raises(EvalError, match=rf"{path.name}, row 1 has no field '{field}'; it has: "):
+        external.load(benchmark, without(path, field, tmp_path))
+
+
+def test_other_faults_of_external_data(tmp_path):
+    bad = tmp_path / "qa_1.jsonl"
+    cases = {
+        "": "no rows",
+        "{": "row 1 is not JSON",
+        "[1]": "row 1 is not an object",
+        '{"input": "x", "outputs": []}': "'outputs' is empty",
+        '{"input": 3, "outputs": ["x"]}': "'input' is int",
+    }
+    for text, message in cases.items():
+        bad.write_text(text)
+        with pytest.raises(EvalError, match=message):
+            external.load("ruler", str(bad))
+    with pytest.raises(EvalError, match="no such file"):
+        external.load("ruler", str(tmp_path / "nothing.jsonl"))
+    (tmp_path / "trec.jsonl").write_text((DATA / "longbench/data/trec.jsonl").read_text())
+    with pytest.raises(EvalError, match=r"dataset2prompt.json"):
+        external.load("longbench", str(tmp_path / "trec.jsonl"))
+
+
+def test_the_hub_is_asked_through_datasets(monkeypatch):
+    class Datasets:
+        @staticmethod
+        def load_dataset(name, config, split):
+            assert (name, config, split) == ("simonjegou/ruler", "4096", "test")
+            return [json.loads((DATA / "ruler_hub.jsonl").read_text())]
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    (sample,) = external.load("ruler", "hf:simonjegou/ruler/4096")
+    assert sample.task == "ruler/vt"
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(EvalError, match="pip install datasets"):
+        external.load("ruler", "hf:simonjegou/ruler/4096")
+
+
+# --- reports ---------------------------------------------------------------------------------------------------------
+
+
+def row_of(policy="full", budget=None, task="niah", index=0, score=1.0, **fields):
+    base = {
+        **{"task": task, "setting": "agnostic", "chunk": 256, "length": 1024, "depth": 0.5, "index": index, "seed": 0},
+        **{
+            "policy": policy,
+            "budget": budget,
+            "policy_config": {"name": policy},
+            "model": "m",
+            "prompt_sha256": str(index),
+        },
+        **{"metric": "contains", "score": score, "budget_tokens": budget, "peak_blocks": 8, "evicted_tokens": 0},
+        **{"ttft_s": 0.5, "tokens_per_s": 100.0, "versions": {"vllm": "0"}, "hardware": {"cpu": "c"}, "engine": {}},
+    }
+    return {**base, **fields, "key": f"{policy}{budget}{task}{index}{fields}"}
+
+
+def test_a_difference_within_noise_is_shown_as_such():
+    full = [row_of(index=i) for i in range(12)]
+    noisy = [row_of("h2o", 128, index=i, score=float(i > 2)) for i in range(12)]
+    worse = [row_of("sink-window", 128, index=i, score=float(i > 8)) for i in range(12)]
+    lines = {line.policy: line for line in summary.summarise(full + noisy + worse)}
+    assert (lines["full"].verdict, lines["full"].quality) == ("", "100% [76, 100]")
+    assert (lines["h2o"].verdict, lines["h2o"].delta) == ("≈ full", "-25")
+    assert lines["h2o"].p == pytest.approx(0.25)
+    assert lines["sink-window"].verdict == "worse" and lines["sink-window"].score == 0.25
+    (alone,) = summary.summarise(noisy)
+    assert alone.verdict == "no full to compare" and alone.difference is None
+
+
+def test_perplexity_is_worse_when_it_is_more():
+    full = [row_of(task="ppl", metric="nll", index=i, score=1.0 + 0.01 * i, depth=None) for i in range(8)]
+    more = [row_of("h2o", 128, task="ppl", metric="nll", index=i, score=1.5 + 0.01 * i, depth=None) for i in range(8)]
+    line = summary.summarise(full + more)[1]
+    assert line.verdict == "worse" and line.score == pytest.approx(math.exp(1.535))
+    assert line.low < line.score < line.high
+
+
+def test_settings_and_options_are_never_mixed():
+    mixed = [row_of(), row_of(setting="aware", chunk=None), row_of(chunk=512)]
+    assert len(summary.summarise(mixed)) == 3
+    with pytest.raises(EvalError, match="different settings are not put together: agnostic, chunks of 256; agnostic,"):
+        summary.one_setting(mixed)
+    other = {"name": "h2o", "sink": 64}
+    variants = [row_of("h2o", 128, policy_config={"name": "h2o", "sink": 32}), row_of("h2o", 128, policy_config=other)]
+    assert {line.policy for line in summary.summarise(variants)} == {"h2o sink=32", "h2o sink=64"}
+    engines = [row_of(engine_args={"dtype": dtype}) for dtype in ("float32", "bfloat16")]
+    engines.append(row_of("h2o", 128, score=0.0, engine_args={"dtype": "float32"}))
+    lines = summary.summarise(engines)
+    assert [line.policy for line in lines] == ["full dtype=bfloat16", "full dtype=float32", "h2o"]
+    assert [line.is_full for line in lines] == [True, True, False] and lines[2].difference == -1.0
+
+
+def results():
+    """Rows of two settings with every kind of task."""
+    found = []
+    for setting, chunk in (("agnostic", 256), ("aware", None)):
+        for policy, budgets in (("full", [None]), ("h2o", [128, 0.25]), ("sink-window", [128, 0.25])):
+            for budget in budgets:
+                for i in range(4):
+                    fields = {"setting": setting, "chunk": chunk, "depth": i / 3}
+                    found.append(row_of(policy, budget, index=i, score=float(policy == "full" or i == 0), **fields))
+                    if chunk:
+                        fields["depth"] = None
+                        found.append(row_of(policy, budget, "ppl", i, 1.0 + i / 9, metric="nll", **fields))
+    return found
+
+
+def test_reports_are_written_and_self_contained(tmp_path, capsys):
+    (tmp_path / rows.FILE).write_text("".join(json.dumps(row) + "\n" for row in results()))
+    cli.app(["plot", str(tmp_path)], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "Quality, agnostic, chunks of 256" in said and "Quality, aware" in said and "sink-window" in said
+    with (tmp_path / "summary.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 15 and table[0]["policy"] == "full" and float(table[0]["score"]) == 1.0
+    page = (tmp_path / "report.html").read_text()
+    assert not re.search(r'(src|href)="(?!data:)', page) and "<script" not in page and "@import" not in page
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert len(pictures) == 6  # quality and Pareto of each setting, niah's depths
+    assert all(base64.b64decode(p).startswith(b"\x89PNG") for p in pictures)
+    assert "full attention has 100% [51, 100]" in page
+    text = (tmp_path / "summary.md").read_text()
+    for name in re.findall(r"\]\(([^)]+\.png)\)", text):
+        assert (tmp_path / name).exists()
+
+
+def test_a_frontier_has_what_nothing_else_beats():
+    def line(name, speed, quality):
+        return summary.summarise([row_of(name, 128, tokens_per_s=speed, score=quality)])[0]
+
+    from vllm_evict.eval.pictures import frontier
+
+    slow, fast, beaten = line("slow", 10.0, 1.0), line("fast", 30.0, 0.0), line("beaten", 5.0, 0.0)
+    assert frontier([beaten, fast, slow]) == [slow, fast]
+
+
+# --- results on disk -------------------------------------------------------------------------------------------------
+
+
+def test_a_half_written_line_is_dropped_and_nothing_else(tmp_path):
+    path = tmp_path / rows.FILE
+    whole = [json.dumps(row_of(index=i)) + "\n" for i in range(3)]
+    path.write_text("".join(whole) + whole[0][:50])
+    store = rows.Rows(tmp_path, "m")
+    assert store.mended and len(store.rows) == 3 and path.read_text() == "".join(whole)
+    store.append([row_of(index=3)])
+    assert not rows.Rows(tmp_path, "m").mended and len(rows.Rows(tmp_path, "m").rows) == 4
+
+
+def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path):
+    (tmp_path / rows.FILE).write_text(json.dumps(row_of()))
+    store = rows.Rows(tmp_path, "m")
+    store.append([row_of(index=1)])
+    assert not store.mended and len(rows.Rows(tmp_path, "m").rows) == 2
+
+
+def test_damage_elsewhere_is_left_to_the_user(tmp_path):
+    (tmp_path / rows.FILE).write_text("{half\n" + json.dumps(row_of()) + "\n")
+    with pytest.raises(EvalError, match=r"rows.jsonl, line 1 is no row of results"):
+        rows.Rows(tmp_path, "m")
+    assert (tmp_path / rows.FILE).read_text().startswith("{half\n")
+
+
+# --- through vLLM ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def collected_once(monkeypatch):
+    """Engines collect the whole heap nine times between start and end: half a second each."""
+    monkeypatch.setattr(gc, "collect", lambda *args: 0)
+
+
+def offline_plan(model, out, **changes):
+    plan = {"tasks": ("niah", "ppl"), "policies": "full,h2o,sink-window", "budgets": (128,), "lengths": (512,)}
+    plan |= {"depths": (0.0, 1.0), "samples": 1, "engine_args": ENGINE}
+    return Plan(model=str(model), out=out, **(plan | changes))
+
+
+@pytest.mark.parametrize("setting", ["agnostic", "aware"])
+def test_a_setting_is_what_it_says(tiny, setting):
+    """Whether a decision over the context could have seen the question, at the scheduler."""
+    (contender,) = contenders("h2o", [128], **SIZES)
+    prompts = Prompts(str(tiny))
+    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(3)]
+    assert [prompts.count(sample.context) for sample in samples] == [512] * 3
+    ((server, _),) = servers([contender], 2048, 32)
+    backend = backends.Offline(
+        str(tiny), server, setting, prompts, chunk=128, batch=3, block_size=32, engine_args=ENGINE
+    )
+    try:
+        scheduler, steps = backend.llm.llm_engine.engine_core.engine_core.scheduler, {}
+        schedule = scheduler.schedule
+
+        def recorded(*args):
+            output = schedule(*args)
+            for request, tokens in output.num_scheduled_tokens.items():
+                steps.setdefault(request, []).append(tokens)
+            return output
+
+        scheduler.schedule = recorded
+        answers = backend.answer(samples, contender)
+    finally:
+        backend.close()
+    assert len(steps) == 3
+    for taken, answer in zip(steps.values(), answers, strict=True):
+        question = answer.prompt_tokens - 512
+        assert 0 < question < 16
+        prefill = [128] * 4 + [question] if setting == "agnostic" else [512 + question]
+        assert taken[: len(prefill)] == prefill and set(taken[len(prefill) :]) == {1}
+        # At most the budget and a chunk, or the whole prompt.
+        assert answer.peak_blocks == {"agnostic": 8, "aware": 17}[setting]
+        assert answer.evicted_tokens >= 512 - 128 and answer.budget_tokens == 128
+        assert answer.tokens_per_s > 0 and answer.ttft_s > 0
+
+
+def test_a_run_its_columns_and_its_resumption(tiny, tmp_path, monkeypatch):
+    plan, said = offline_plan(tiny, tmp_path), []
+    first = run(plan, said.append)
+    assert len(first) == 3 * (2 + 2) and not said
+    full, h2o = (next(r for r in first if (r["policy"], r["task"]) == (p, "niah")) for p in ("full", "h2o"))
+    assert (full["evicted_tokens"], full["budget_tokens"]) == (0, None)
+    assert h2o["evicted_tokens"] >= 384 and h2o["budget_tokens"] == 128 and h2o["peak_blocks"] < full["peak_blocks"]
+    assert full["prompt_sha256"] == h2o["prompt_sha256"] and h2o["policy_config"]["sink"] == 32
+    for field in (
+        "seed",
+        "versions",
+        "engine",
+        "hardware",
+        "server_policy",
+        "answer",
+        "expected",
+        "time",
+        "tokens_per_s",
+    ):
+        assert h2o[field] is not None
+    ppl = {r["policy"]: r["score"] for r in first if r["task"] == "ppl" and r["index"] == 0}
+    assert 0 < ppl["full"] != ppl["sink-window"], "eviction left no trace in the text's probabilities"
+
+    # A kill in the middle of a row, and a new start.
+    path = tmp_path / rows.FILE
+    before = path.read_text().splitlines()
+    path.write_text("\n".join(before[:-3]) + "\n" + before[-3][:40])
+    again = run(plan, said.append)
+    assert said == [
+        f"{path}: its last line was only half written, and is dropped",
+        f"{path}: 9 of 12 rows are there already",
+    ]
+    assert path.read_text().splitlines()[:-3] == before[:-3]
+    answers = [{r["key"]: (r["answer"], r["prompt_sha256"]) for r in found} for found in (first, again)]
+    assert answers[0] == answers[1] and len(again) == 12
+
+    # Nothing left to do starts no engine; another model's rows do not mix.
+    monkeypatch.setattr(backends.Offline, "__init__", lambda *a, **k: pytest.fail("an engine was started"))
+    assert len(run(plan, said.append)) == 12
+    with pytest.raises(EvalError, match=r"holds rows of .*: give another --out"):
+        rows.Rows(tmp_path, "other")
+
+
+@needle_model
+def test_what_sees_the_needle_finds_it(tmp_path):
+    """full > heavy hitters of the last queries > sinks and window, where the needle is far from both."""
+    last = '{"name": "h2o", "sink": 32, "recent": 32, "buffer": 0, "accumulate": "last", "window": 16}'
+    plan = offline_plan(
+        NEEDLE,
+        tmp_path,
+        tasks=("niah",),
+        policies=f"full,{last},sink-window",
+        settings=("aware",),
+        lengths=(768,),
+        depths=(0.3, 0.5, 0.7),
+        samples=4,
+        engine_args=ENGINE | {"max_model_len": 1024},
+    )
+    lines = {line.policy: line for line in summary.summarise(run(plan, print))}
+    full, heavy, window = lines["full"], lines["h2o accumulate=last window=16"], lines["sink-window"]
+    assert full.score >= 0.9
+    assert window.verdict == "worse" and window.score <= 0.2
+    assert full.score >= heavy.score > window.score + 0.3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server(tmp_path_factory):
+    """`vllm serve` of the needle model, started at once so that it comes up while other tests run: log and port."""
+    if not (NEEDLE / "model.safetensors").exists():
+        yield None
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    policy = '{"name": "h2o", "budget": 256, "sink": 32, "recent": 32, "buffer": 0, "allow": ["full", "sink-window"]}'
+    command = [
+        Path(sys.executable).parent / "vllm",
+        "serve",
+        NEEDLE,
+        "--served-model-name",
+        "needle",
+        "--port",
+        str(port),
+    ]
+    command += ["--kv-policy", policy, "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+        "--long-prefill-token-threshold",
+        "128",
+    ]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=out, start_new_session=True)
+    yield process, port, log
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@needle_model
+def test_over_http(server, tmp_path):
+    process, port, log = server
+    for _ in range(600):
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
+            break
+        except OSError:
+            time.sleep(0.5)
+    url = f"http://127.0.0.1:{port}/v1"
+    plan = Plan(
+        **{"model": "needle", "url": url, "out": tmp_path, "tasks": ("niah", "ppl"), "lengths": (512,), "batch": 4},
+        **{"policies": "full,sink-window", "budgets": (128, 0.25), "depths": (0.3, 0.5), "samples": 2},
+    )
+    found = run(plan, print)
+    lines = {(line.task, line.policy, line.budget): line for line in summary.summarise(found)}
+    assert {line.setting for line in lines.values()} == {"served"}
+    assert lines["niah", "full", None].score == 1.0 and lines["niah", "sink-window", 128].score == 0.0
+    assert lines["ppl", "full", None].score < lines["ppl", "sink-window", 128].score
+    row = next(r for r in found if r["task"] == "niah")
+    assert row["ttft_s"] > 0 and row["tokens_per_s"] > 0 and row["prompt_tokens"] > 512
+    assert (row["peak_blocks"], row["evicted_tokens"], row["backend"]) == (None, None, "http")
+    assert row["versions"]["vllm"].startswith("0.")
+    # The server's chunks are of 128 tokens, as is said here, so the question comes after the context was evicted.
+    known = {"settings": ("agnostic",), "chunk": 128, "tokenizer": str(NEEDLE), "tasks": ("niah",)}
+    chunked = [r for r in run(Plan(**(plan.__dict__ | known)), print) if r["setting"] == "agnostic"]
+    assert len(chunked) == 12 and {r["prompt_tokens"] for r in chunked} == {512 + 8}
+    before = (tmp_path / rows.FILE).read_text()
+    with pytest.raises(EvalError, match=r"refuses h2o at 512: kv_budget 512 is 512 tokens .* above the server's 256"):
+        run(Plan(**(plan.__dict__ | {"policies": "full,h2o", "budgets": (512,)})), print)
+    assert (tmp_path / rows.FILE).read_text() == before, "rows were lost"
+    both = run(Plan(**(plan.__dict__ | known | {"settings": ("agnostic", "served"), "seed": 1, "samples": 1})), print)
+    assert {r["setting"] for r in both if r["seed"] == 1} == {"agnostic", "served"}
+    outside = (f"ruler={DATA}/ruler_hub.jsonl", f"2stageretr={DATA}/2stage.jsonl")
+    other = [r for r in run(Plan(**(plan.__dict__ | {"tasks": outside, "budgets": (128,)})), print) if r["prompt"]]
+    assert {(r["task"], r["policy"]) for r in other} == {
+        (task, policy) for task in ("ruler/vt", "2stageretr") for policy in ("full", "sink-window")
+    }
+    assert all(r["output_tokens"] > 0 and r["depth"] is None for r in other)
+    with pytest.raises(EvalError, match="serves needle, not 'other'"):
+        run(Plan(**(plan.__dict__ | {"model": "other"})), print)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "/no/such/model"], "no model at /no/such/model"),
+        (["--tasks", "niah,nope"], "unknown task 'nope'; there are: niah, multikey, kv"),
+        (["--tasks", "ruler"], "benchmark 'ruler' needs its data: ruler=FILE"),
+        (["--tasks", "nope=x"], "unknown benchmark 'nope'; there are: ruler, longbench"),
+        (["--tasks", f"ruler={DATA}/ruler"], "so no chunk ends before the question): --settings aware, served"),
+        (["--tasks", "ppl", "--settings", "aware"], "ppl cannot be aware (it has no question"),
+        (["--tasks", "ruler=/no/file", "--settings", "served"], "/no/file: no such file"),
+        (["--policies", "full,h20"], "unknown KV policy 'h20'; choose one of: h2o"),
+        (["--policies", "h2o", "--budgets", "64"], "budget 64 leaves nothing to choose"),
+        (["--budgets", "much"], "budget 'much' is no number"),
+        (["--budgets", "1.5"], "budget: must be a whole number"),
+        (["--lengths", "1000"], "length 1000 is no multiple of the prefill chunk of 256"),
+        (["--lengths", "long"], "--lengths must be numbers"),
+        (["--depths", "2"], "depths are shares"),
+        (["--settings", "blind"], "unknown setting 'blind'; choose from: agnostic, aware, served"),
+        (["--engine-args", "{"], "--engine-args is not JSON"),
+        (["--lengths", "4096", "--engine-args", json.dumps(ENGINE)], "prompt and answer are .* take a shorter length"),
+        (["--engine-args", '{"no_such": 1}'], "vLLM does not start on"),
+        (["--url", "http://127.0.0.1:9/v1"], "nothing answers at http://127.0.0.1:9/v1"),
+        (
+            ["--url", "http://127.0.0.1:9/v1", "--policies", '{"name": "h2o"}'],
+            "over HTTP a request picks a policy by name",
+        ),
+        (["--url", "http://127.0.0.1:9/v1", "--settings", "agnostic"], "agnostic over HTTP has to count exactly"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(tiny, tmp_path, monkeypatch, capsys, arguments, message):
+    base = ["--model", str(tiny), "--out", str(tmp_path), "--tasks", "niah", "--lengths", "512", "--budgets", "128"]
+    monkeypatch.setattr(sys, "argv", ["vllm-evict", "eval", *base, *arguments])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert (
+        exit.value.code == 2
+        and last.startswith("vllm-evict: ")
+        and re.search(re.escape(message).replace(r"\.\*", ".*"), last)
+    )
+
+
+def test_nothing_to_plot(tmp_path, monkeypatch, capsys):
+    for prepare, message in ((lambda: None, "is not there"), ((tmp_path / rows.FILE).touch, "has no whole row")):
+        prepare()
+        monkeypatch.setattr(sys, "argv", ["vllm-evict", "plot", str(tmp_path)])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        assert exit.value.code == 2 and message in capsys.readouterr().err

@@ -1,0 +1,423 @@
+"""Bugs that others already paid for, one test each. Where another file proves more, its name is given."""
+
+import importlib.util
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine import V2, logprobs_of, random_prompt
+from oracle.model import DenseLlama
+from oracle.replay import replay
+from parity import assert_like_oracle, oracle_config
+
+from vllm_evict.attention.mass import block_mass, kernel_path, pack_keys
+from vllm_evict.config import KVPolicyConfig
+from vllm_evict.core.residency import Residency
+from vllm_evict.core.spec import EvictableSpec
+
+BLOCK = 32
+H2O = {"name": "h2o", "budget": 128, "buffer": 64, "sink": 32, "recent": 64}
+WINDOW = {"name": "sink-window", "budget": 128, "sink": 32}
+
+
+@pytest.fixture(scope="module")
+def dense(tiny):
+    return DenseLlama(tiny)
+
+
+def watch_views(server):
+    """Every (metadata before, metadata after, request ids) that the attention of `server` gets from now on."""
+    seen, view = [], server.runtime.view
+
+    def watched(metadata):
+        result = view(metadata)
+        if server.runtime.plan is not None:
+            copies = [
+                {
+                    "table": some.block_table_tensor.clone(),
+                    "seq_lens": some.seq_lens.clone(),
+                    "starts": some.query_start_loc.clone(),
+                }
+                for some in (metadata, result[0])
+            ]
+            seen.append((*copies, list(server.runtime.req_ids)))
+        return result
+
+    server.runtime.view = watched
+    return seen
+
+
+# --- silent no-op under Model Runner V2 ------------------------------------------------------------------------------
+
+
+def test_silent_no_op_under_either_model_runner(engine):
+    """The runner that the run is about is the one at work, attention reads fewer tokens, and outputs show it."""
+    server = engine(WINDOW, enable_prefix_caching=False)
+    assert server.worker.use_v2_model_runner == V2
+    modules = {base.__module__ for base in type(server.worker.model_runner).__mro__}
+    assert ("vllm.v1.worker.gpu.model_runner" in modules) == V2
+    views = watch_views(server)
+    prompt = random_prompt(300)
+    evicted = server.generate([prompt], max_tokens=10, logprobs=1)[0]
+    before, after, _ = views[-1]
+    assert before["seq_lens"][0] == 309 and after["seq_lens"][0] < 309 - 4 * BLOCK
+    whole = engine().generate([prompt], max_tokens=10, logprobs=1)[0]
+    # The first token comes out of the first two chunks; what follows saw less.
+    assert np.abs(logprobs_of(evicted) - logprobs_of(whole)).max() > 1e-2
+
+
+# --- blocks "evicted" and never returned -----------------------------------------------------------------------------
+
+
+def test_blocks_evicted_and_never_returned(engine):
+    server = engine(H2O)
+    held, evicted = [], []
+
+    def check(server):
+        held.append(server.all_blocks - server.free_blocks)
+        evicted.append(sum(resident.evicted_blocks for resident in server.scheduler.residents.values()))
+
+    server.add(random_prompt(600), max_tokens=60)
+    server.run(check)
+    assert held[-2] + evicted[-2] == math.ceil((600 + 59) / BLOCK)
+    assert max(held) <= 6 and held[-1] == 0
+
+
+# --- prefix cache corrupted ------------------------------------------------------------------------------------------
+
+
+def test_prefix_cache_corrupted_by_compaction(engine):
+    """What a published block holds never changes, however much of its request goes."""
+    server = engine(H2O, max_num_batched_tokens=128)
+    caches = server.worker.model_runner.kv_caches
+    contents, compared = {}, []
+
+    def check(server):
+        for block in server.pool.blocks:
+            if block.block_hash is None:
+                contents.pop(block.block_id, None)
+                continue
+            now = [cache[block.block_id].clone() for cache in caches]
+            known = contents.get(block.block_id)
+            if known and known[0] == block.block_hash:
+                compared.append(all(torch.equal(a, b) for a, b in zip(known[1], now)))
+            else:
+                contents[block.block_id] = (block.block_hash, now)
+
+    prompt = random_prompt(400)
+    server.add(prompt, max_tokens=60)
+    outputs = list(server.run(check).values())
+    server.add([*prompt[:128], *random_prompt(300, 1)], max_tokens=60)
+    outputs += server.run(check).values()
+    assert [output.kv_usage.evicted_blocks > 0 for output in outputs] == [True, True]
+    assert outputs[1].num_cached_tokens == 128
+    assert len(compared) > 100 and all(compared)
+
+
+# --- stale counts under async scheduling -----------------------------------------------------------------------------
+
+
+def test_stale_counts_under_async_scheduling(async_engine):
+    """A decision is about tokens that are computed, not about those that are planned (test_async.py proves the rest)."""
+    server = async_engine(WINDOW, max_num_batched_tokens=64)
+    seen, choose = [], Residency.choose
+
+    def watched(resident, computed_tokens, report):
+        (request,) = server.scheduler.running
+        victims = choose(resident, computed_tokens, report)
+        seen.append((computed_tokens, request.num_computed_tokens, victims.tolist()))
+        return victims
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Residency, "choose", watched)
+        server.generate([random_prompt(500)], max_tokens=40)
+    assert [done for done, _, victims in seen if victims][:3] == [192, 256, 320]
+    assert all(planned > done for done, planned, _ in seen if done < 448)
+    victims = sum((victims for *_, victims in seen), [])
+    assert len(victims) == len(set(victims)) and victims == sorted(victims)
+    server.assert_nothing_left()
+
+
+# --- negative positions after preemption -----------------------------------------------------------------------------
+
+
+def test_negative_positions_after_preemption(engine):
+    """Nobody's resident length is shorter than the queries of the step, or longer than the sequence."""
+    server = engine(H2O, blocks=19, max_model_len=512, max_num_batched_tokens=64)
+    views = watch_views(server)
+    requests = [(random_prompt(100 + seed, seed), {"max_tokens": 120}) for seed in range(4)]
+    _, traces = server.traced(requests)
+    assert sum(trace.restarts for trace in traces) > 0
+    assert any(trace.restarts and any(trace.evicted) for trace in traces)
+    short = 0
+    for before, after, req_ids in views:
+        rows = len(req_ids)
+        queries = before["starts"][: rows + 1].diff()
+        missing = before["seq_lens"][:rows] - after["seq_lens"][:rows]
+        assert (before["seq_lens"][:rows] >= queries).all() and (after["seq_lens"][:rows] >= queries).all()
+        assert (missing >= 0).all() and (missing % BLOCK == 0).all()
+        short += int((missing > 0).sum())
+    assert short > 0
+
+
+# --- eviction in the middle of a chunked prefill ---------------------------------------------------------------------
+
+
+def test_eviction_in_the_middle_of_a_chunked_prefill(engine):
+    """Chunks of 256 tokens are twice the budget: all of a chunk is there while it is computed, and it goes after it."""
+    server = engine({**WINDOW, "budget": 96}, max_num_batched_tokens=256)
+    views = watch_views(server)
+    output = server.generate([random_prompt(900)], max_tokens=20)[0]
+    chunks = 0
+    for before, after, _ in views:
+        end, count = int(before["seq_lens"][0]), int(before["starts"][1])
+        table = before["table"][0]
+        first = (end - count) // BLOCK
+        assert (table[first : math.ceil(end / BLOCK)] != 0).all()
+        chunks += count > 1
+        resident = after["table"][0, : math.ceil(int(after["seq_lens"][0]) / BLOCK)]
+        assert (resident != 0).all() and resident.tolist() == [block for block in table.tolist() if block]
+    assert chunks == 4
+    assert output.kv_usage.peak_resident_blocks == (96 + 256) // BLOCK
+
+
+# --- first eviction too early ----------------------------------------------------------------------------------------
+
+
+def test_first_eviction_too_early(engine):
+    """Budget 128 + buffer 64: the first block goes when the seventh is begun, with token 193, and not before."""
+    server = engine(H2O)
+    _, (trace,) = server.traced([(random_prompt(100), {"max_tokens": 120})])
+    computed = np.cumsum(trace.steps)
+    first = next(step for step, evicted in enumerate(trace.evicted) if evicted)
+    assert computed[first] == 193
+    assert trace.held[first - 1] == 6 and trace.held[first] == 4
+
+
+# --- per-request Python loops on the decode path ---------------------------------------------------------------------
+
+
+class CountedDict(dict):
+    lookups = 0
+
+    def get(self, *args):
+        self.lookups += 1
+        return super().get(*args)
+
+    def __getitem__(self, key):
+        self.lookups += 1
+        return super().__getitem__(key)
+
+    def __iter__(self):
+        self.lookups += len(self)
+        return super().__iter__()
+
+
+def test_per_request_python_loops_on_the_decode_path(engine, monkeypatch):
+    """While all requests decode and none grows, nobody is asked anything; who grows is asked once."""
+    server = engine({**H2O, "budget": 1024, "buffer": 0})
+    calls = {"grown": 0, "parsed": 0}
+    over_trigger, parse = Residency.over_trigger, KVPolicyConfig.parse.__func__
+
+    def counted_over_trigger(resident, blocks):
+        calls["grown"] += 1
+        return over_trigger(resident, blocks)
+
+    def counted_parse(cls, value):
+        calls["parsed"] += 1
+        return parse(cls, value)
+
+    # 8 tokens into a block after the prompt: 24 decode steps without a new one.
+    for seed in range(6):
+        server.add(random_prompt(40, seed), max_tokens=60, extra_args={"kv_budget": 128})
+    while any(request.num_computed_tokens < 41 for request in server.scheduler.requests.values()):
+        server.llm.llm_engine.step()
+    slots = server.runtime.sums._slots = CountedDict(server.runtime.sums._slots)
+    assert len(slots) == 0 or len(slots) == 6
+    server.llm.llm_engine.step()
+    slots.lookups = 0
+    monkeypatch.setattr(Residency, "over_trigger", counted_over_trigger)
+    monkeypatch.setattr(KVPolicyConfig, "parse", classmethod(counted_parse))
+    for _ in range(20):
+        server.llm.llm_engine.step()
+    assert {request.num_computed_tokens for request in server.scheduler.running} == {62}
+    assert (calls["grown"], slots.lookups, calls["parsed"]) == (0, 0, 0)
+    for _ in range(6):
+        server.llm.llm_engine.step()
+    assert calls["grown"] == 6 and slots.lookups == 0
+    assert calls["parsed"] == 0
+    server.run()
+
+
+# --- int32 overflow in slot arithmetic -------------------------------------------------------------------------------
+
+
+def test_int32_overflow_in_slot_arithmetic():
+    """A block that begins 2^31 elements into the cache (all kernels: test_mass.py)."""
+    stride = 1 << 30
+    storage = torch.empty(2 * stride + 16 * 32, dtype=torch.float16)  # only the pages in use are ever touched
+    cache = storage.as_strided((3, 1, 16, 32), (stride, 16 * 32, 32, 1))
+    keys = torch.randn(1, 1, 16, 32, generator=torch.Generator().manual_seed(0)).half()
+    cache[2] = pack_keys(keys)[0]
+    query, out = torch.randn(1, 1, 32).half(), torch.zeros(1, 1, 2)
+    as_int = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    block_mass(query, cache, as_int(2)[None], as_int(0, 1), as_int(16), 0.5, out)
+    assert out[0, 0].tolist() == pytest.approx([1.0, 0.0], abs=1e-5)
+    few = torch.zeros(1, 1, 2)
+    block_mass(query, torch.cat([cache[2:3], cache[2:3]]), as_int(0, 1)[None], as_int(0, 1), as_int(24), 0.5, few)
+    far = torch.zeros(1, 1, 2)
+    cache[1] = cache[2]
+    block_mass(query, cache, as_int(1, 2)[None], as_int(0, 1), as_int(24), 0.5, far)
+    assert torch.equal(few, far) and 0 < few[0, 0, 1] < few[0, 0, 0]
+    assert kernel_path()
+
+
+# --- only the first request of a process is compressed ---------------------------------------------------------------
+
+
+def test_only_the_first_request_of_a_process_is_compressed(engine):
+    server = engine(H2O, enable_prefix_caching=False)
+    prompt = random_prompt(400)
+    usages = [server.generate([prompt], max_tokens=30)[0].kv_usage for _ in range(3)]
+    assert usages[0].evicted_blocks > 0 and usages == [usages[0]] * 3
+    again = engine(H2O, enable_prefix_caching=False)  # and of a second engine
+    assert again.generate([prompt], max_tokens=30)[0].kv_usage == usages[0]
+
+
+# --- causal mask of the wrong length after eviction ------------------------------------------------------------------
+
+
+def test_causal_mask_of_the_wrong_length_after_eviction(engine, dense):
+    """Chunks of many queries behind holes: each query sees what is left up to itself, in the middle of a block too."""
+    server = engine({**WINDOW, "recent": 0}, max_num_batched_tokens=75)
+    prompt = random_prompt(420)
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 2, "logprobs": 1, "prompt_logprobs": 1})])
+    assert trace.steps[:6] == [75, 75, 75, 75, 75, 45] and any(trace.evicted[:2]) and any(trace.evicted[3:5])
+    assert_like_oracle(dense, prompt, output, trace, WINDOW)
+
+
+# --- survivors renumbered while keys keep their old rotation ---------------------------------------------------------
+
+
+def test_survivors_renumbered_while_keys_keep_their_rotation(engine, dense):
+    """Queries keep the positions that their tokens have in the sequence. A model that closes the gap says other things."""
+    server = engine(H2O, max_num_batched_tokens=128)
+    positions = []
+    model = server.worker.model_runner.model.model
+    assert model.layers[0].self_attn.rotary_emb is model.layers[1].self_attn.rotary_emb  # called twice a step
+    model.layers[0].self_attn.rotary_emb.register_forward_pre_hook(lambda _, args: positions.append(args[0].clone()))
+    prompt = random_prompt(300)
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 40, "logprobs": 1})])
+    computed = np.cumsum([0, *trace.steps])
+    assert [p[:n].tolist() for p, n in zip(positions[::2], trace.steps)] == [
+        list(range(a, b)) for a, b in zip(computed, computed[1:])
+    ]
+    assert_like_oracle(dense, prompt, output, trace, H2O)
+
+    class Renumbered(DenseLlama):
+        def _rope(self, at):
+            return super()._rope(at - BLOCK * (at >= 200))
+
+    tokens = [*prompt, *output.outputs[0].token_ids]
+    wrong = replay(Renumbered(server.llm.llm_engine.model_config.model), tokens, trace.steps, oracle_config(H2O))
+    logprobs = torch.log_softmax(wrong.logits.double(), -1)[len(prompt) - 1 :]
+    said = logprobs[range(40), output.outputs[0].token_ids].numpy()
+    assert np.abs(said - logprobs_of(output)).max() > 1e-2, "the comparison would not have noticed"
+
+
+# --- GQA heads repeated in the cache ---------------------------------------------------------------------------------
+
+
+def test_gqa_heads_repeated_in_the_cache(engine):
+    """4 query heads share 2 KV heads: the cache has 2, and a token costs what it costs in stock vLLM."""
+    server, stock = engine(H2O), engine()
+    spec, plain = server.manager.kv_cache_spec, stock.manager.kv_cache_spec
+    assert spec.num_kv_heads == 2 and spec.page_size_bytes == plain.page_size_bytes == 2 * 2 * BLOCK * 32 * 4
+    assert [cache.shape for cache in server.worker.model_runner.kv_caches] == [
+        cache.shape for cache in stock.worker.model_runner.kv_caches
+    ]
+
+
+# --- worker-only registration: the engine plans the wrong pool size --------------------------------------------------
+
+
+def test_worker_only_registration_plans_the_wrong_pool(engine):
+    server = engine(WINDOW, blocks=64, max_num_batched_tokens=64)
+    spec = server.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    assert type(spec) is EvictableSpec and spec.backend == "CPU_ATTN"
+    assert EvictableSpec.merge([spec, spec]) == spec
+    config = server.llm.llm_engine.vllm_config
+    # 4 blocks, and a chunk of 2 in flight that may reach into one more.
+    assert spec.max_memory_usage_bytes(config) == 7 * spec.page_size_bytes
+    assert config.cache_config.kv_cache_max_concurrency == pytest.approx(64 / 7, rel=0.02)
+
+
+@pytest.mark.v1_only
+def test_a_spec_that_reaches_another_process_brings_its_manager(engine, tmp_path):
+    server = engine(WINDOW)
+    path = tmp_path / "spec.pickle"
+    path.write_bytes(pickle.dumps(server.manager.kv_cache_spec))
+    script = (
+        "import pickle, sys\n"
+        "spec = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry\n"
+        "print(spec.backend, KVCacheSpecRegistry.get_manager_class(spec).__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)
+    assert done.stdout.split()[-2:] == ["CPU_ATTN", "EvictableManager"], done.stderr
+
+
+# --- a baseline crippled to look good --------------------------------------------------------------------------------
+
+
+@pytest.mark.v1_only
+def test_a_baseline_crippled_to_look_good(monkeypatch):
+    """benchmarks/pressure.py gives stock vLLM the engine options, the requests and the warm-up of every other case, and
+    only leaves the plugin out."""
+    folder = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    spec = importlib.util.spec_from_file_location("pressure", folder / "pressure.py")
+    pressure = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "pressure", pressure)
+    spec.loader.exec_module(pressure)
+    monkeypatch.setattr(sys, "argv", ["pressure.py"])
+    options = pressure.parse_arguments()
+    assert (options.requests, options.prompt, options.output, options.pool) == (16, 2000, 500, 8192)
+
+    calls = {}
+
+    class Done(Exception):
+        pass
+
+    def make_llm(model, kv_policy=None, **engine_options):
+        calls[name] = [engine_options]
+        return name
+
+    def run_batch(llm, prompts, output_tokens, on_step=None):
+        calls[llm].append((prompts, output_tokens))
+        return pressure.Run(1.0, 1.0, 1, 0, 0, 0, 0)
+
+    started = []
+    monkeypatch.setattr(pressure, "make_llm", make_llm)
+    monkeypatch.setattr(pressure, "run_batch", run_batch)
+    monkeypatch.setattr(
+        pressure,
+        "in_child",
+        lambda what, child, environment=None: started.append((child, environment)) or {**vars(pressure.Run(1, 1, 1, 0, 0, 0, 0))},
+    )
+    options.rounds = 1
+    pressure.pressure(options, Path("model"), pressure.Shape())
+    assert len(started) == 5
+    for child, environment in started:
+        assert environment == ({"VLLM_PLUGINS": ""} if child["policy"] is None else {})
+        name = str(child["policy"])
+        pressure.pressure_child(child)
+    stock = calls.pop("None")
+    assert stock[1] != stock[2] and len(stock[2][0]) == 16 and len(stock[2][0][0]) == 2000 and stock[2][1] == 500
+    assert len(calls) == 4 and all(case == stock for case in calls.values())
+

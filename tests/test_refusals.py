@@ -1,0 +1,331 @@
+"""What cannot be served right is refused at start: by name, with what to do instead, and only with a policy."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import vllm
+from oracle.tiny import make_tiny_llama
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_evict.compat import layers, refusals
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+
+pytestmark = pytest.mark.v1_only
+
+H2O = {"name": "h2o", "budget": 512, "recent": 64}
+UNMEASURED = {"name": "sink-window", "budget": 512, "allow": []}
+
+
+def engine_config(model, policy=H2O, **arguments):
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, **arguments}
+    return EngineArgs(model=str(model), kv_policy=policy, **arguments).create_engine_config()
+
+
+def with_config(path, **changes):
+    """The tiny Llama's directory with another config.json: enough for all that is decided before weights are read."""
+    make_tiny_llama(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    return path
+
+
+LLAMA4 = dict(num_local_experts=1, num_experts_per_tok=1, interleave_moe_layer_step=1)
+EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
+WHISPER = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+MODELS = {
+    "sliding window": (dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64), "sliding-window"),
+    "some layers with a window": (
+        dict(
+            architectures=["Gemma3ForCausalLM"],
+            model_type="gemma3_text",
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        "sliding-window",
+    ),
+    "window and learned sinks": (
+        dict(
+            architectures=["GptOssForCausalLM"],
+            model_type="gpt_oss",
+            sliding_window=64,
+            layer_types=["sliding_attention", "full_attention"],
+            **EXPERTS,
+        ),
+        "sliding-window",
+    ),
+    "chunked attention": (
+        dict(architectures=["Llama4ForCausalLM"], model_type="llama4_text", attention_chunk_size=128, **LLAMA4),
+        "chunked-local attention",
+    ),
+    "MLA": (
+        dict(
+            architectures=["DeepseekV2ForCausalLM"],
+            model_type="deepseek_v2",
+            kv_lora_rank=16,
+            q_lora_rank=None,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=16,
+            v_head_dim=16,
+            n_routed_experts=2,
+            first_k_dense_replace=2,
+            moe_intermediate_size=32,
+        ),
+        "multi-head latent attention",
+    ),
+    "Mamba": (
+        dict(
+            architectures=["MambaForCausalLM"],
+            model_type="mamba",
+            state_size=16,
+            conv_kernel=4,
+            expand=2,
+            time_step_rank=4,
+        ),
+        "Mamba",
+    ),
+    "hybrid": (
+        dict(
+            architectures=["JambaForCausalLM"],
+            model_type="jamba",
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=16,
+            mamba_d_conv=4,
+            mamba_expand=2,
+            num_experts=1,
+        ),
+        "hybrid layers",
+    ),
+    "encoder-decoder": (
+        dict(
+            architectures=["WhisperForConditionalGeneration"],
+            model_type="whisper",
+            d_model=64,
+            max_source_positions=64,
+            max_target_positions=1024,
+            **WHISPER,
+        ),
+        "encoder-decoder",
+    ),
+    "encoder": (dict(architectures=["BertModel"], model_type="bert"), "pooling"),
+    "classifier": (dict(architectures=["LlamaForSequenceClassification"], num_labels=2), "pooling"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_served_are_refused_by_what_they_have(tmp_path, name):
+    changes, what = MODELS[name]
+    model = with_config(tmp_path, **changes)
+    for policy in (H2O, UNMEASURED):
+        with pytest.raises(KVPolicyError) as refused:
+            engine_config(model, policy)
+        message = str(refused.value)
+        assert f"KV policy {policy['name']!r} can't be used with " in message and what in message
+        assert "leave --kv-policy out" in message and "\n" not in message
+    stock = engine_config(model, None)
+    assert stock.scheduler_config.scheduler_cls is None, "without a policy the plugin must not mind"
+
+
+SETTINGS = {
+    "pipeline parallelism": (dict(pipeline_parallel_size=2), "use --tensor-parallel-size"),
+    "speculative decoding": (
+        dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
+        "leave --speculative-config out",
+    ),
+    "KV connector": (
+        dict(kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
+        "leave --kv-transfer-config out",
+    ),
+    "encoder-cache connector": (
+        dict(ec_transfer_config={"ec_connector": "ExampleConnector", "ec_role": "ec_both"}),
+        "leave --ec-transfer-config out",
+    ),
+    "fast prefill": (dict(kv_sharing_fast_prefill=True), "leave --kv-sharing-fast-prefill out"),
+    "KV cache dtype 'fp8_e5m2'": (dict(kv_cache_dtype="fp8_e5m2"), "--kv-cache-dtype auto"),
+    "scheduler class": (dict(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"), "leave --scheduler-cls out"),
+    "worker class 'my.Worker'": (dict(worker_cls="my.Worker"), "leave --worker-cls out"),
+    "pooling": (dict(runner="pooling"), "leave --kv-policy out"),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings_that_cannot_be_served_are_refused_by_name(tiny, what):
+    arguments, instead = SETTINGS[what]
+    with pytest.raises(KVPolicyError) as refused:
+        engine_config(tiny, **arguments)
+    message = str(refused.value)
+    assert what in message and instead in message and "\n" not in message
+
+
+def plain_config(**changes):
+    """What `check_config` looks at, of an engine that can be served."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(),
+            runner_type="generate",
+            use_mla=False,
+            is_hybrid=False,
+            has_inner_state=False,
+            is_attention_free=False,
+            is_encoder_decoder=False,
+            is_mm_prefix_lm=False,
+            is_diffusion=False,
+            get_sliding_window=lambda: None,
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            enable_dbo=False,
+        ),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, cache_dtype="auto"),
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
+        device_config=SimpleNamespace(device_type="cpu"),
+        speculative_config=None,
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+    )
+    for path, value in changes.items():
+        part, field = path.split("__")
+        setattr(getattr(config, part), field, value)
+    return config
+
+
+#: What vLLM itself refuses on a CPU, or switches off there.
+NOT_ON_A_CPU = {
+    "vLLM's cuda engine": dict(device_config__device_type="cuda"),
+    "context parallelism": dict(parallel_config__decode_context_parallel_size=2),
+    "context parallelism: set --decode": dict(parallel_config__prefill_context_parallel_size=2),
+    "dual-batch overlap": dict(parallel_config__enable_dbo=True),
+    "non-causal attention": dict(model_config__is_mm_prefix_lm=True),
+    "models with non-causal attention": dict(model_config__is_diffusion=True),
+    "Mamba, linear-attention": dict(model_config__is_attention_free=True),
+}
+
+
+@pytest.mark.parametrize("what", NOT_ON_A_CPU)
+def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
+    refusals.check_config(plain_config(), KVPolicyConfig.parse(H2O))
+    with pytest.raises(KVPolicyError) as refused:
+        refusals.check_config(plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
+    message = str(refused.value)
+    assert what in message and ("leave" in message or "set --" in message)
+
+
+def test_every_entry_refuses_on_its_own(monkeypatch):
+    """No entry of the list hides behind another: each is looked at, and each names what to do."""
+    entries = refusals._settings(plain_config(), KVPolicyConfig.parse(H2O))
+    assert len(entries) > 12 and not any(refused for refused, *_ in entries)
+    for index, (_, what, instead) in enumerate(entries):
+        alone = [(i == index, *entry[1:]) for i, entry in enumerate(entries)]
+        monkeypatch.setattr(refusals, "_settings", lambda *_, alone=alone: alone)
+        with pytest.raises(KVPolicyError) as refused:
+            refusals.check_config(None, KVPolicyConfig.parse(H2O))
+        assert what in str(refused.value) and instead in str(refused.value)
+
+
+def test_a_policy_without_scores_may_have_any_kv_dtype(tiny):
+    assert engine_config(tiny, UNMEASURED, kv_cache_dtype="fp8_e5m2").scheduler_config.scheduler_cls
+    with pytest.raises(KVPolicyError, match='"allow": \\[\\]'):
+        engine_config(tiny, {"name": "sink-window", "budget": 512}, kv_cache_dtype="fp8_e5m2")
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.33.0rc1", "1.0"])
+def test_another_vllm_is_refused_with_what_to_install(tiny, monkeypatch, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(KVPolicyError) as refused:
+        engine_config(tiny)
+    message = str(refused.value)
+    assert version in message and "vllm==0.32.0" in message and "leave --kv-policy out" in message
+    assert engine_config(tiny, None).scheduler_config.scheduler_cls is None
+
+
+def test_a_budget_too_small_for_the_blocks_is_refused_at_start(tiny):
+    with pytest.raises(KVPolicyError, match="budget 512 is too small for blocks of 512"):
+        engine_config(tiny, block_size=512)
+
+
+def test_two_policies_that_differ_are_refused(tiny):
+    with pytest.raises(KVPolicyError, match="two different KV policies"):
+        engine_config(tiny, "h2o", additional_config={"kv_policy": "sink-window"})
+    same = engine_config(tiny, "h2o", additional_config={"kv_policy": {"name": "h2o"}, "mine": 1})
+    assert same.additional_config["mine"] == 1 and same.additional_config["kv_policy"]["name"] == "h2o"
+
+
+@pytest.mark.parametrize("policy", [{"name": "h3o"}, {"name": "h2o", "budget": -1}, "missing.yaml", 3])
+def test_a_policy_that_is_none_is_refused_by_every_way_in(tiny, policy):
+    with pytest.raises(KVPolicyError):
+        engine_config(tiny, policy)
+    with pytest.raises(KVPolicyError):
+        engine_config(tiny, None, additional_config={"kv_policy": policy})
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+def layer(backend="CPU_ATTN", **impl):
+    return SimpleNamespace(
+        impl=SimpleNamespace(**impl),
+        attn_backend=SimpleNamespace(get_name=lambda: backend),
+        sliding_window=None,
+        kv_sharing_target_layer_name=None,
+    )
+
+
+@pytest.mark.parametrize(
+    "impl, what",
+    [
+        (dict(alibi_slopes=[0.5]), "ALiBi"),
+        (dict(logits_soft_cap=50.0), "soft cap"),
+        (dict(sinks=[0.1]), "learned attention sinks"),
+    ],
+)
+def test_attention_that_the_score_pass_does_not_know_is_refused_by_layer(impl, what):
+    with pytest.raises(KVPolicyError) as refused:
+        refusals.check_layer("model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(H2O))
+    message = str(refused.value)
+    assert "model.layers.3.attn" in message and what in message and '"allow": []' in message
+    refusals.check_layer("model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(UNMEASURED))
+
+
+@pytest.mark.parametrize("impl", [{}, dict(logits_soft_cap=0), dict(logits_soft_cap=0.0, alibi_slopes=None, sinks=None)])
+def test_plain_attention_is_served(impl):
+    refusals.check_layer("attn", layer(**impl), KVPolicyConfig.parse(H2O))
+
+
+def test_layers_of_unknown_backends_or_with_windows_are_refused():
+    policy = KVPolicyConfig.parse(UNMEASURED)
+    with pytest.raises(KVPolicyError, match="layer.7 uses attention backend FLEX_ATTENTION; .* CPU_ATTN"):
+        refusals.check_layer("layer.7", layer("FLEX_ATTENTION"), policy)
+    for field, value in (("sliding_window", 64), ("kv_sharing_target_layer_name", "layer.1")):
+        changed = layer()
+        setattr(changed, field, value)
+        with pytest.raises(KVPolicyError, match="layer.7 .*leave --kv-policy out"):
+            refusals.check_layer("layer.7", changed, policy)
+
+
+def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
+    found = {"layer.2": SimpleNamespace(isa="neon")}
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
+    with pytest.raises(KVPolicyError, match="layer.2 packs its keys for 'neon'.*vec.*sink-window"):
+        layers.check_layouts(None, KVPolicyConfig.parse(H2O))
+    layers.check_layouts(None, KVPolicyConfig.parse(UNMEASURED))
+    found["layer.2"].isa = "vec"
+    layers.check_layouts(None, KVPolicyConfig.parse(H2O))
+
+
+def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):
+    """Nothing in the configuration says so; its layers do."""
+    model = with_config(tmp_path, architectures=["BloomForCausalLM"], model_type="bloom", n_layer=2, n_head=4)
+    with pytest.raises(KVPolicyError, match="ALiBi slopes"):
+        engine(H2O, model, load_format="dummy")
+    server = engine(UNMEASURED, model, load_format="dummy")
+    assert server.generate([list(range(200)) * 4], max_tokens=4)[0].kv_usage.evicted_blocks > 0
+
+
+def test_blocks_that_the_backend_does_not_have_are_refused(engine):
+    with pytest.raises(ValueError, match="(?i)block.size"):
+        engine({**H2O, "budget": 160, "sink": 16}, block_size=16)

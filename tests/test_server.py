@@ -1,0 +1,234 @@
+"""`vllm serve --kv-policy`, as its clients see it: one real server for all tests here."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.v1_only
+
+POLICY = {"name": "h2o", "budget": 256, "buffer": 32, "sink": 32, "recent": 64, "allow": ["sink-window", "full"]}
+WORDS = [f"t{i * 7 % 256}" for i in range(600)]
+
+
+def vllm(*arguments):
+    """The `vllm` command of this environment."""
+    return [os.path.join(os.path.dirname(sys.executable), "vllm"), *arguments]
+
+
+def environment():
+    # Other tests keep the engine in their own process; a server has processes of its own.
+    return {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+
+
+class Server:
+    """A running server: its address, what it logged, and its metrics."""
+
+    def __init__(self, address, log):
+        self.address, self.log_path = address, log
+        self.client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
+
+    @property
+    def log(self):
+        return self.log_path.read_text()
+
+    def complete(self, prompt=" ".join(WORDS[:400]), max_tokens=40, xargs=None, **options):
+        body = {"ignore_eos": True} | ({"vllm_xargs": xargs} if xargs is not None else {})
+        return self.client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body=body, **options
+        )
+
+    def metrics(self):
+        """Value of each of the plugin's metrics by (name, policy)."""
+        text = urllib.request.urlopen(f"{self.address}/metrics").read().decode()
+        found = re.findall(r'^vllm:kv_evict_(\w+)\{([^}]*)policy="([\w-]+)"[^}]*\} (\S+)$', text, re.M)
+        return {(name, policy): float(value) for name, _, policy, value in found if not name.endswith("_created")}
+
+    def moved(self, before):
+        """How much each metric moved since `before`; waits for what the engine has yet to send."""
+        time.sleep(1)
+        return {key: value - before.get(key, 0) for key, value in self.metrics().items()}
+
+
+@pytest.fixture(scope="module")
+def server(tiny, tmp_path_factory):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    command = vllm("serve", str(tiny), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port))
+    command += ["--kv-policy", json.dumps(POLICY), "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+    command += ["--max-model-len", "2048", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
+    command += ["--num-gpu-blocks-override", "128", "--kv-cache-memory-bytes", str(64 << 20)]
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        deadline = time.time() + 300
+        while True:
+            assert process.poll() is None and time.time() < deadline, log.read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        yield Server(f"http://127.0.0.1:{port}", log)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_the_log_says_what_the_server_does(server):
+    (line,) = re.findall(r"KV policy h2o .*", server.log)
+    assert "budget=256" in line and "model runner V1" in line and "backend CPU_ATTN" in line
+    # `full` may be picked, so nothing bounds what requests hold.
+    assert "hold all their blocks" in line
+    assert "requests may use full, h2o, sink-window" in line
+
+
+def test_completions_are_evicted_from_and_metrics_move(server):
+    before = server.metrics()
+    answer = server.complete()
+    assert answer.usage.completion_tokens == 40 and len(answer.choices[0].text.split()) == 40
+    moved = server.moved(before)
+    # The prompt's 13 blocks are more than 9 and go back to 8; one more is begun by token 417.
+    assert moved["blocks_evicted_total", "h2o"] == 5 == moved["blocks_freed_total", "h2o"]
+    assert moved["blocks_shared_total", "h2o"] == 0 and moved["requests_total", "h2o"] == 1
+    assert moved["blocks_evicted_total", "sink-window"] == moved["blocks_evicted_total", "full"] == 0
+    assert server.metrics()["blocks_resident", "h2o"] == 0
+
+
+def test_a_streamed_chat_is_evicted_from(server):
+    before = server.metrics()
+    stream = server.client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": " ".join(WORDS[100:500])}],
+        max_tokens=50,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True, "vllm_xargs": {"kv_policy": "sink-window", "kv_budget": 192}},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert len(text.split()) == 50 and len(chunks) > 40
+    assert chunks[-1].usage.completion_tokens == 50
+    moved = server.moved(before)
+    assert moved["blocks_evicted_total", "sink-window"] >= 7 and moved["requests_total", "sink-window"] == 1
+    assert moved["blocks_evicted_total", "h2o"] == 0
+
+
+def test_budgets_may_come_as_text(server):
+    before = server.metrics()
+    server.complete(" ".join(WORDS[200:550]), xargs={"kv_budget": "128"})
+    # 350 + 39 tokens are 13 blocks; 4 stay, one more may be there at the end.
+    assert server.moved(before)["blocks_evicted_total", "h2o"] >= 8
+
+
+def test_full_is_what_a_server_without_budget_would_say(server):
+    """An evicted answer differs; one under `full` is the same again and again."""
+    prompt = " ".join(WORDS[50:450])
+    whole = server.complete(prompt, xargs={"kv_policy": "full"}, logprobs=1)
+    evicted = server.complete(prompt, xargs={"kv_budget": 128}, logprobs=1)
+    again = server.complete(prompt, xargs={"kv_policy": "full"}, logprobs=1)
+    assert whole.choices[0].text == again.choices[0].text
+    assert whole.choices[0].logprobs.token_logprobs == pytest.approx(again.choices[0].logprobs.token_logprobs, abs=1e-3)
+    assert whole.choices[0].logprobs.token_logprobs != pytest.approx(evicted.choices[0].logprobs.token_logprobs, abs=1e-2)
+
+
+BAD = [
+    ({"kv_policy": "h3o"}, "unknown KV policy 'h3o'; choose one of: h2o"),
+    ({"kv_budget": 512}, "above the server's 256"),
+    ({"kv_budget": 90}, "budget 90 leaves nothing to choose"),
+    ({"kv_budget": -1}, "above 0"),
+    ({"kv_budget": "many"}, "'many'"),
+    ({"kv_budget": [1, 2]}, "[1, 2]"),
+    ({"kv_buget": 128}, "'kv_buget'"),
+    ({"kv_policy": "full", "kv_budget": 64}, "takes no kv_budget"),
+]
+
+
+@pytest.mark.parametrize("xargs, reason", BAD, ids=[str(xargs) for xargs, _ in BAD])
+def test_bad_requests_are_http_400_with_the_reason_and_the_server_goes_on(server, xargs, reason):
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.complete(xargs=xargs)
+    assert refused.value.status_code == 400 and reason in refused.value.message
+    assert server.complete("t1 t2 t3", max_tokens=3).usage.completion_tokens == 3
+
+
+def test_a_bad_streamed_request_is_http_400_before_the_stream(server):
+    """Not HTTP 200 with an error in the stream."""
+    message = {"role": "user", "content": " ".join(WORDS[:300])}
+    for create in (
+        lambda **options: server.client.completions.create(prompt="t1", **options),
+        lambda **options: server.client.chat.completions.create(messages=[message], **options),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            create(model="tiny", stream=True, extra_body={"vllm_xargs": {"kv_buget": 128}})
+        assert "'kv_buget'" in refused.value.message
+
+
+def test_many_clients_with_policies_of_their_own(server):
+    before = server.metrics()
+    wishes = [None, {"kv_policy": "sink-window"}, {"kv_policy": "full"}, {"kv_budget": 160}, {"kv_buget": 1}] * 4
+
+    def ask(number):
+        prompt = " ".join(WORDS[number * 10 : number * 10 + 330])
+        try:
+            return server.complete(prompt, max_tokens=30, xargs=wishes[number]).usage.completion_tokens
+        except openai.BadRequestError:
+            return "refused"
+
+    with ThreadPoolExecutor(len(wishes)) as pool:
+        answers = list(pool.map(ask, range(len(wishes))))
+    assert answers == [30, 30, 30, 30, "refused"] * 4
+    moved = server.moved(before)
+    assert moved["requests_total", "h2o"] == 8 and moved["requests_total", "sink-window"] == 4
+    for policy in ("h2o", "sink-window", "full"):
+        assert moved["blocks_freed_total", policy] + moved["blocks_shared_total", policy] == (
+            moved["blocks_evicted_total", policy]
+        )
+        assert server.metrics()["blocks_resident", policy] == 0
+    assert moved["requests_total", "full"] == 0
+
+
+def test_a_client_that_hangs_up_leaves_nothing_behind(server):
+    stream = server.complete(" ".join(WORDS[:500]), max_tokens=1500, stream=True)
+    resident = [server.metrics()["blocks_resident", "h2o"] for _ in zip(range(200), stream)]
+    assert max(resident) > 0, resident
+    stream.close()
+    deadline = time.time() + 30
+    while server.metrics()["blocks_resident", "h2o"] and time.time() < deadline:
+        server.complete("t1", max_tokens=1)
+        time.sleep(0.2)
+    assert server.metrics()["blocks_resident", "h2o"] == 0
+
+
+def test_help_shows_the_flag():
+    done = subprocess.run(vllm("serve", "--help=all"), env=environment(), capture_output=True, text=True, timeout=300)
+    assert "--kv-policy" in done.stdout, done.stdout[-500:] + done.stderr[-2000:]
+    text = " ".join(done.stdout.split())
+    assert "KV policy" in text and "sink-window" in text and "budget" in text and "YAML" in text
+
+
+def test_a_bad_flag_is_one_clear_message(tiny):
+    command = vllm("serve", str(tiny), "--kv-policy", '{"name": "h2o", "buget": 512}')
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "'h2o' has no field 'buget'; it has: budget" in done.stderr
+    assert "Traceback" not in done.stderr
