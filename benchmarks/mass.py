@@ -1,16 +1,15 @@
 """Time of `block_mass` beside that of vLLM's own CPU attention on the same batch.
 
-    python benchmarks/mass.py [--isa avx2] [--block-size 32] [--only decode]
+    python benchmarks/mass.py [--isa avx2] [--block-size 32] [--only decode] [--threads 1]
 
 "hot": attention and mass alternate, as in a model's layer, so that mass finds
 the keys in whatever cache attention left them in. "cold": the caches are
-overwritten before either. Times are medians over `--repeats` runs.
+overwritten before either. Times are the least of `--repeats` runs.
 """
 
 import argparse
 import itertools
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -99,16 +98,16 @@ class Batch:
 
 
 def measure(batch: Batch, repeats: int, flush: torch.Tensor | None) -> tuple[float, float]:
-    """Median seconds of attention and of mass."""
+    """Least seconds of attention and of mass."""
     times = [], []
-    for _ in range(repeats + 2):
+    for _ in range(repeats):
         for run, seconds in zip((batch.run_attention, batch.run_mass), times, strict=True):
             if flush is not None:
                 flush.add_(1)
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)
-    return tuple(statistics.median(seconds[2:]) for seconds in times)
+    return min(times[0]), min(times[1])
 
 
 def cpu_name() -> str:
@@ -122,9 +121,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--isa", help="avx512, avx2 or portable; default: the best here")
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--threads", type=int)
     options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
 
     print(f"hardware   {cpu_name()}")
     print(

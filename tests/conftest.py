@@ -60,7 +60,7 @@ def engine(tiny):
 
 @pytest.fixture
 def async_engine(engine, monkeypatch):
-    """Like `engine`, with async scheduling. vLLM's CPU platform switches it off at start; here what was asked for stays."""
+    """Like `engine`, with async scheduling, which vLLM's CPU platform switches off at start whatever was asked for."""
     from vllm.platforms.cpu import CpuPlatform
 
     update = CpuPlatform.check_and_update_config.__func__

@@ -143,9 +143,7 @@ class Engine:
     def add(self, prompt, request_id=None, **sampling):
         """Queue a request for `run`."""
         request_id = request_id or f"r{next(self._ids)}"
-        self.llm.llm_engine.add_request(
-            request_id, {"prompt_token_ids": list(map(int, prompt))}, greedy(**sampling)
-        )
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(map(int, prompt))}, greedy(**sampling))
         return request_id
 
     def run(self, on_step=None):
@@ -189,7 +187,7 @@ class Engine:
 
         def recorded_update(scheduler_output, model_runner_output):
             result = update(scheduler_output, model_runner_output)
-            holes = getattr(self.scheduler, "_plan").holes if hasattr(self.scheduler, "_plan") else {}
+            holes = self.scheduler._plan.holes if hasattr(self.scheduler, "_plan") else {}
             for req_id in scheduler_output.num_scheduled_tokens:
                 trace = traces[_external(req_id)]
                 trace.evicted.append(sorted(holes.get(req_id, [])))

@@ -117,7 +117,9 @@ def test_late_decisions_are_the_right_ones(async_engine, tiny, name):
         steps = np.searchsorted(np.cumsum(record.steps), len(tokens) - 1) + 1
         decided = record.by_step(steps)
         assert sum(map(len, decided)) >= 2
-        reference = replay_told(dense, tokens, record.steps[:steps], oracle_config(policy), record.told[:steps], decided)
+        reference = replay_told(
+            dense, tokens, record.steps[:steps], oracle_config(policy), record.told[:steps], decided
+        )
         assert decided[:-1] == reference.evicted[:-1]
         logprobs = torch.log_softmax(reference.logits.double(), -1)[len(prompt) - 1 :]
         want = [logprobs[i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]

@@ -85,7 +85,8 @@ def test_every_config_of_the_repository_parses():
 
 
 @pytest.mark.parametrize(
-    "name, first", [("h20", "h2o"), ("H2O", "h2o"), ("sink_window", "sink-window"), ("fulll", "full"), ("sinks", "sink-window")]
+    "name, first",
+    [("h20", "h2o"), ("H2O", "h2o"), ("sink_window", "sink-window"), ("fulll", "full"), ("sinks", "sink-window")],
 )
 def test_an_unknown_policy_is_refused_with_the_nearest_first(name, first):
     for form in (name, {"name": name}, json.dumps({"name": name})):
@@ -133,7 +134,7 @@ def test_a_budget_is_rounded_up_before_it_is_measured(budget, fits):
 def test_blocks_too_large_for_a_budget_are_refused_by_size():
     config = parse({**H2O, "budget": 320})
     assert config.limits(32, 1000).budget == 10
-    with pytest.raises(KVPolicyError, match="budget 320 .*blocks of 128 .*at least 512"):
+    with pytest.raises(KVPolicyError, match=r"budget 320 .*blocks of 128 .*at least 512"):
         config.limits(128, 1000)
 
 
@@ -279,7 +280,9 @@ def request_refusal(server, extra_args, prompt=5000, block=32):
     return str(error.value)
 
 
-@pytest.mark.parametrize("extra_args", [None, {}, {"kv_policy": "h2o"}, {"something": "else"}, {"kv_transfer_params": {}}])
+@pytest.mark.parametrize(
+    "extra_args", [None, {}, {"kv_policy": "h2o"}, {"something": "else"}, {"kv_transfer_params": {}}]
+)
 def test_requests_that_ask_for_nothing_get_the_servers_policy(extra_args):
     assert asked(H2O, extra_args) == parse(H2O)
 
@@ -300,7 +303,8 @@ def test_a_budget_above_the_servers_is_refused(budget):
 
 
 @pytest.mark.parametrize(
-    "budget", [0, -3, 1.0, 2.5, math.nan, "NaN", "Infinity", True, "true", "lots", "", [512], {"a": 1}, None, "null", 288]
+    "budget",
+    [0, -3, 1.0, 2.5, math.nan, "NaN", "Infinity", True, "true", "lots", "", [512], {"a": 1}, None, "null", 288],
 )
 def test_budgets_that_make_no_sense_are_refused_in_requests_too(budget):
     message = request_refusal(H2O, {"kv_budget": budget})

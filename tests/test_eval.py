@@ -397,7 +397,7 @@ def test_a_difference_within_noise_is_shown_as_such():
     worse = [row_of("sink-window", 128, index=i, score=float(i > 8)) for i in range(12)]
     lines = {line.policy: line for line in summary.summarise(full + noisy + worse)}
     assert (lines["full"].verdict, lines["full"].quality) == ("", "100% [76, 100]")
-    assert (lines["h2o"].verdict, lines["h2o"].delta) == ("≈ full", "-25")
+    assert (lines["h2o"].verdict, lines["h2o"].delta) == ("within noise", "-25")
     assert lines["h2o"].p == pytest.approx(0.25)
     assert lines["sink-window"].verdict == "worse" and lines["sink-window"].score == 0.25
     (alone,) = summary.summarise(noisy)
@@ -455,7 +455,10 @@ def test_reports_are_written_and_self_contained(tmp_path, capsys):
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert len(pictures) == 6  # quality and Pareto of each setting, niah's depths
     assert all(base64.b64decode(p).startswith(b"\x89PNG") for p in pictures)
-    assert "full attention has 100% [51, 100]" in page
+    assert (
+        "full attention 100% [51, 100]; h2o 25% [5, 70] at a budget of 25%, which 4 prompts do not tell from full"
+        in page
+    )
     text = (tmp_path / "summary.md").read_text()
     for name in re.findall(r"\]\(([^)]+\.png)\)", text):
         assert (tmp_path / name).exists()

@@ -123,7 +123,7 @@ def test_prefix_cache_corrupted_by_compaction(engine):
 
 
 def test_stale_counts_under_async_scheduling(async_engine):
-    """A decision is about tokens that are computed, not about those that are planned (test_async.py proves the rest)."""
+    """A decision is about tokens that are computed, not about those that are planned (more in test_async.py)."""
     server = async_engine(WINDOW, max_num_batched_tokens=64)
     seen, choose = [], Residency.choose
 
@@ -305,7 +305,7 @@ def test_causal_mask_of_the_wrong_length_after_eviction(engine, dense):
 
 
 def test_survivors_renumbered_while_keys_keep_their_rotation(engine, dense):
-    """Queries keep the positions that their tokens have in the sequence. A model that closes the gap says other things."""
+    """Queries keep the positions that their tokens have in the sequence; a model that closes the gap differs."""
     server = engine(H2O, max_num_batched_tokens=128)
     positions = []
     model = server.worker.model_runner.model.model
@@ -405,11 +405,12 @@ def test_a_baseline_crippled_to_look_good(monkeypatch):
     started = []
     monkeypatch.setattr(pressure, "make_llm", make_llm)
     monkeypatch.setattr(pressure, "run_batch", run_batch)
-    monkeypatch.setattr(
-        pressure,
-        "in_child",
-        lambda what, child, environment=None: started.append((child, environment)) or {**vars(pressure.Run(1, 1, 1, 0, 0, 0, 0))},
-    )
+
+    def in_child(what, child, environment=None):
+        started.append((child, environment))
+        return vars(pressure.Run(1.0, 1.0, 1, 0, 0, 0, 0))
+
+    monkeypatch.setattr(pressure, "in_child", in_child)
     options.rounds = 1
     pressure.pressure(options, Path("model"), pressure.Shape())
     assert len(started) == 5
@@ -420,4 +421,3 @@ def test_a_baseline_crippled_to_look_good(monkeypatch):
     stock = calls.pop("None")
     assert stock[1] != stock[2] and len(stock[2][0]) == 16 and len(stock[2][0][0]) == 2000 and stock[2][1] == 500
     assert len(calls) == 4 and all(case == stock for case in calls.values())
-

@@ -11,7 +11,11 @@ MASS = {"budget": 160, "buffer": 32, "sink": 32, "recent": 64}
 SERVERS = {
     # A request that picks h2o here gets h2o's own recent window of 256.
     "full": ({"name": "full"}, {"sink-window": (96, 200), "h2o": (352, 400)}, 34),
-    "h2o": ({"name": "h2o", **MASS, "allow": ["full", "sink-window"]}, {"sink-window": (96, 160), "h2o": (128, 160)}, 36),
+    "h2o": (
+        {"name": "h2o", **MASS, "allow": ["full", "sink-window"]},
+        {"sink-window": (96, 160), "h2o": (128, 160)},
+        36,
+    ),
     "h2o-last": (
         {"name": "h2o", **MASS, "accumulate": "last", "window": 8, "allow": ["full"]},
         {"h2o": (128, 160)},

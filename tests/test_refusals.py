@@ -34,7 +34,10 @@ LLAMA4 = dict(num_local_experts=1, num_experts_per_tok=1, interleave_moe_layer_s
 EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
 WHISPER = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
 MODELS = {
-    "sliding window": (dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64), "sliding-window"),
+    "sliding window": (
+        dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64),
+        "sliding-window",
+    ),
     "some layers with a window": (
         dict(
             architectures=["Gemma3ForCausalLM"],
@@ -291,26 +294,28 @@ def test_attention_that_the_score_pass_does_not_know_is_refused_by_layer(impl, w
     refusals.check_layer("model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(UNMEASURED))
 
 
-@pytest.mark.parametrize("impl", [{}, dict(logits_soft_cap=0), dict(logits_soft_cap=0.0, alibi_slopes=None, sinks=None)])
+@pytest.mark.parametrize(
+    "impl", [{}, dict(logits_soft_cap=0), dict(logits_soft_cap=0.0, alibi_slopes=None, sinks=None)]
+)
 def test_plain_attention_is_served(impl):
     refusals.check_layer("attn", layer(**impl), KVPolicyConfig.parse(H2O))
 
 
 def test_layers_of_unknown_backends_or_with_windows_are_refused():
     policy = KVPolicyConfig.parse(UNMEASURED)
-    with pytest.raises(KVPolicyError, match="layer.7 uses attention backend FLEX_ATTENTION; .* CPU_ATTN"):
+    with pytest.raises(KVPolicyError, match=r"layer.7 uses attention backend FLEX_ATTENTION; .* CPU_ATTN"):
         refusals.check_layer("layer.7", layer("FLEX_ATTENTION"), policy)
     for field, value in (("sliding_window", 64), ("kv_sharing_target_layer_name", "layer.1")):
         changed = layer()
         setattr(changed, field, value)
-        with pytest.raises(KVPolicyError, match="layer.7 .*leave --kv-policy out"):
+        with pytest.raises(KVPolicyError, match=r"layer.7 .*leave --kv-policy out"):
             refusals.check_layer("layer.7", changed, policy)
 
 
 def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     found = {"layer.2": SimpleNamespace(isa="neon")}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
-    with pytest.raises(KVPolicyError, match="layer.2 packs its keys for 'neon'.*vec.*sink-window"):
+    with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
         layers.check_layouts(None, KVPolicyConfig.parse(H2O))
     layers.check_layouts(None, KVPolicyConfig.parse(UNMEASURED))
     found["layer.2"].isa = "vec"
@@ -319,7 +324,7 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
 
 def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):
     """Nothing in the configuration says so; its layers do."""
-    model = with_config(tmp_path, architectures=["BloomForCausalLM"], model_type="bloom", n_layer=2, n_head=4)
+    model = with_config(tmp_path, architectures=["BloomForCausalLM"], model_type="bloom", num_attention_heads=2)
     with pytest.raises(KVPolicyError, match="ALiBi slopes"):
         engine(H2O, model, load_format="dummy")
     server = engine(UNMEASURED, model, load_format="dummy")
@@ -327,5 +332,5 @@ def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):
 
 
 def test_blocks_that_the_backend_does_not_have_are_refused(engine):
-    with pytest.raises(ValueError, match="(?i)block.size"):
+    with pytest.raises(ValueError, match=r"(?i)block.size"):
         engine({**H2O, "budget": 160, "sink": 16}, block_size=16)

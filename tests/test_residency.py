@@ -97,7 +97,7 @@ def test_what_goes_is_what_a_brute_force_search_finds(life):
 @settings(max_examples=200, deadline=None)
 @given(lives())
 def test_there_is_always_enough_to_get_back_to_the_budget(life):
-    """Whatever the sinks, the window and the chunks: no decision leaves more than the budget, or takes what it must not."""
+    """Whatever the sinks, the window and the chunks: every decision gets there, and takes nothing that must stay."""
     options, block_size, steps, random = life
     config = KVPolicyConfig.parse(options)
     subject = Residency(config, config.limits(block_size, 1), block_size)

@@ -15,8 +15,11 @@ import torch
 
 try:
     from vllm_evict import _C_cpu
-except ImportError:  # built without the extension: see setup.py
+
+    _missing = ""
+except ImportError as error:  # not built (see setup.py), or for another torch
     _C_cpu = None
+    _missing = str(error)
 
 logger = logging.getLogger("vllm_evict")
 
@@ -178,7 +181,7 @@ def _warn_once() -> None:
     global _warned
     if not _warned:
         _warned = True
-        logger.warning("vllm_evict._C_cpu is not built: attention mass runs in plain torch, many times slower")
+        logger.warning("no vllm_evict._C_cpu (%s): attention mass runs in plain torch, many times slower", _missing)
 
 
 def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, weights, layout):

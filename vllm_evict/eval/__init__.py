@@ -5,6 +5,8 @@
     policies   what to compare, and the fewest engines that serve it          backends  `LLM`, and any OpenAI server
     rows       one JSON line a request, resumable                             run       the matrix
     stats      intervals, and what is noise                                   summary, pictures, report
+
+`python -m vllm_evict.eval` is the command `vllm-evict`.
 """
 
 

@@ -8,9 +8,9 @@ What policies have seen when they decide is a setting, and results of two settin
     served     as the server happens to chunk: facts in the last chunk are decided on with the question seen, all others
                without. What users get; between the other two.
 
-A second request that hits the first one's prefix would not do for `agnostic`: blocks that were computed before the first
-eviction stay hit-able when they are evicted, so it would see them again. For the same reason prompts never share a
-prefix cache here, or every policy after the first would find what that one had computed.
+A second request that hits the first one's prefix would not do for `agnostic`: blocks that were computed before the
+first eviction stay hit-able when they are evicted, so it would see them again. For the same reason prompts never share
+a prefix cache here, or every policy after the first would find what that one had computed.
 """
 
 import gc
@@ -18,7 +18,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,8 @@ from .prompts import Prompts
 from .tasks import NLL, Sample
 
 SETTINGS = ("agnostic", "aware", "served")
+#: Bytes of KV cache on a CPU, where the user does not say.
+CPU_CACHE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,9 @@ class Offline:
         engine_args: dict[str, Any],
     ):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         self.prompts = prompts
         options = {
@@ -113,6 +116,8 @@ class Offline:
             "disable_log_stats": False,
             "seed": 0,
             **self.chunking(setting, chunk, batch, model_length(model)),
+            # vLLM would take nearly all of a CPU's memory, which others use too.
+            **({"kv_cache_memory_bytes": CPU_CACHE} if current_platform.is_cpu() else {}),
             **engine_args,
         }
         try:
@@ -120,10 +125,10 @@ class Offline:
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise EvalError(f"vLLM does not start on {model}: {_one_line(error)}") from None
         config = self.llm.llm_engine.vllm_config
-        self.max_len = config.model_config.max_model_len
         self.about = {
             "server_policy": server.to_dict(),
-            "engine": options | {"max_model_len": self.max_len, "dtype": str(config.model_config.dtype)},
+            "engine": options
+            | {"max_model_len": config.model_config.max_model_len, "dtype": str(config.model_config.dtype)},
             "versions": versions(),
             "hardware": hardware(),
         }
@@ -135,7 +140,8 @@ class Offline:
             # A step has room for a chunk of every request, so that none is ever cut short and boundaries stay.
             return {"long_prefill_token_threshold": chunk, "max_num_batched_tokens": batch * chunk}
         if setting == "aware":
-            return {"enable_chunked_prefill": False} | ({"max_num_batched_tokens": max(max_len, batch)} if max_len else {})
+            room = {"max_num_batched_tokens": max(max_len, batch)} if max_len else {}
+            return {"enable_chunked_prefill": False, **room}
         return {}
 
     def answer(self, samples: Sequence[Sample], contender: Contender) -> list[Answer]:
@@ -147,12 +153,6 @@ class Offline:
         from vllm import SamplingParams
 
         ids = [self.prompts.ids(sample) for sample in samples]
-        for sample, prompt in zip(samples, ids, strict=True):
-            if len(prompt) + sample.max_tokens > self.max_len:
-                raise EvalError(
-                    f"{sample.task} at length {sample.length}: prompt and answer are {len(prompt) + sample.max_tokens} "
-                    f"tokens, the model has {self.max_len}: take a shorter length"
-                )
         params = [
             SamplingParams(
                 temperature=0,
@@ -214,7 +214,7 @@ class Http:
 
         self.url, self.model, self.batch, self.chat = url.rstrip("/"), model, batch, chat
         self.client = openai.OpenAI(base_url=self.url, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=1)
-        served = [entry.id for entry in self._ask(lambda: self.client.models.list().data)]
+        served = [entry.id for entry in self._ask(lambda: self.client.models.list().data, "its list of models")]
         if model not in served:
             raise EvalError(f"{self.url} serves {', '.join(served) or 'no model'}, not {model!r}")
         self.about = {
@@ -295,18 +295,17 @@ class Http:
             ttft_s=first,
         )
 
-    def _ask(self, call: Any, what: str = "") -> Any:
+    def _ask(self, call: Callable[[], Any], what: str) -> Any:
         """What a call returns, its errors as one message."""
         import openai
 
         try:
             return call()
-        except openai.APIStatusError as error:
-            message = error.body.get("message") if isinstance(error.body, dict) else None
-            words = f"{what + ': ' if what else ''}{message or _one_line(error)}"
-            raise EvalError(f"{self.url} refuses ({error.status_code}) {words}") from None
         except openai.APIConnectionError as error:
             raise EvalError(f"nothing answers at {self.url} ({_one_line(error)}): is the server up?") from None
+        except openai.APIError as error:  # a status, or an event of the stream
+            message = error.body.get("message") if isinstance(error.body, dict) else None
+            raise EvalError(f"{self.url} refuses {what}: {message or _one_line(error)}") from None
 
     def _version(self) -> str | None:
         import httpx
@@ -354,10 +353,10 @@ def hardware() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0] if names else cpu
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = lines[0].split(":", 1)[1].strip() if lines else cpu
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads(), "gpus": gpus}
+    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
 
 
 def _one_line(error: BaseException) -> str:

@@ -133,6 +133,7 @@ def _ruler_subset(place: Place) -> str:
 
 def longbench(row: Row, place: Place, index: int, seed: int) -> Sample:
     context, question = place.field(row, "context", str), place.field(row, "input", str)
+    answers = place.strings(row, "answers")
     dataset = place.field(row, "dataset", str).removesuffix("_e")
     if dataset not in LONGBENCH_METRICS:
         raise EvalError(f"{place.words}: {dataset!r} is no dataset of LongBench ({', '.join(LONGBENCH_METRICS)})")
@@ -143,7 +144,7 @@ def longbench(row: Row, place: Place, index: int, seed: int) -> Sample:
         task=f"longbench/{dataset}",
         context=prompts[dataset].format(context=context, input=question),
         question="",
-        answers=place.strings(row, "answers"),
+        answers=answers,
         metric=LONGBENCH_METRICS[dataset],
         max_tokens=lengths[dataset],
         length=int(row.get("length") or 0),
@@ -166,8 +167,8 @@ def _longbench_config(place: Place) -> tuple[dict[str, str], dict[str, int]]:
         if config in _longbench_configs:
             return _longbench_configs[config]
     raise EvalError(
-        f"LongBench's prompts are not here: put its config/dataset2prompt.json and config/dataset2maxlen.json (from its "
-        f"repository, THUDM/LongBench) into {start / 'config'}"
+        f"LongBench's prompts are not here: put its config/dataset2prompt.json and config/dataset2maxlen.json (from "
+        f"its repository, THUDM/LongBench) into {start / 'config'}"
     )
 
 

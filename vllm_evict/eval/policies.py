@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import KVPolicyConfig, KVPolicyError
-from ..policies import POLICIES
+from ..policies import MASS_OPTIONS, POLICIES
 from . import EvalError
 
 Budget = int | float | None
@@ -69,7 +69,7 @@ def parse_budgets(text: str) -> list[int | float]:
         try:
             budget = float(entry) if "." in entry else int(entry)
         except ValueError:
-            raise EvalError(f"budget {entry!r} is neither a number of tokens nor a ratio of the prompt below 1") from None
+            raise EvalError(f"budget {entry!r} is no number of tokens and no ratio of the prompt below 1") from None
         budgets.append(budget)
     return budgets
 
@@ -116,9 +116,9 @@ def contenders(
 
 
 def _label(fields: dict[str, Any]) -> str:
-    """A JSON object's name and what differs from its policy's defaults."""
+    """A JSON object's name, and how it scores if that is not the policy's default."""
     defaults = KVPolicyConfig(name=fields["name"]).to_dict()
-    options = [f"{k}={v}" for k, v in fields.items() if k != "budget" and v != defaults[k]]
+    options = [f"{k}={v}" for k, v in fields.items() if k in MASS_OPTIONS and v != defaults[k]]
     return " ".join([fields["name"], *options])
 
 

@@ -1,6 +1,5 @@
 """Samples as the model reads them, and how many tokens come before the question."""
 
-import functools
 from typing import Any
 
 from . import EvalError
@@ -32,7 +31,7 @@ class Prompts:
         if self.chat:
             message = [{"role": "user", "content": _MARK}]
             text = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-            self.before, self.after = text.split(_MARK)
+            self.before, _, self.after = text.partition(_MARK)
 
     def ids(self, sample: Sample) -> list[int]:
         """Token ids of the whole prompt. Text that is itself measured ends where it ends."""
@@ -41,7 +40,6 @@ class Prompts:
         prefix = sample.prefix if self.chat or not sample.prefix else f" {sample.prefix}"
         return self._encode(self.before + sample.text + self.after + prefix)
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019  (one object a run)
     def count(self, context: str) -> int:
         """Tokens before the question."""
         return len(self._encode(self.before + context))

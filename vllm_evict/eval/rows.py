@@ -11,7 +11,10 @@ FILE = "rows.jsonl"
 Row = dict[str, Any]
 
 #: Fields that say which row it is; the same key is the same question to the same policy.
-KEY = ("model", "backend", "task", "setting", "chunk", "length", "depth", "index", "seed", "policy_config", "budget")
+KEY = (
+    *("model", "backend", "chat", "task", "prompt", "length", "depth", "index", "seed"),
+    *("setting", "chunk", "policy_config", "budget", "engine_args"),
+)
 
 
 def key_of(row: Row) -> str:
@@ -29,12 +32,13 @@ def read(path: Path) -> tuple[list[Row], int | None]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not {"task", "policy", "setting", "score"} <= row.keys():
+            if not isinstance(row, dict) or not {"key", "model", "task", "policy", "setting", "score"} <= row.keys():
                 raise ValueError("not a row of results")
             rows.append(row)
         except ValueError as error:
             if number < len(lines) or line.endswith(b"\n"):
-                raise EvalError(f"{path}, line {number} is no row of results ({error}): mend or move the file") from None
+                words = f"{path}, line {number} is no row of results ({error}): mend or move the file"
+                raise EvalError(words) from None
             half = start
         start += len(line)
     return rows, half

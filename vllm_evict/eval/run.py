@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..config import KVPolicyConfig
 from . import EvalError, external
 from .backends import SETTINGS, Answer, Http, Offline, check_model, model_length
 from .policies import Contender, contenders, servers
 from .prompts import Prompts
 from .rows import Row, Rows, key_of
-from .score import METRICS, score
+from .score import score
 from .tasks import NLL, TASKS, Sample, make
 from .words import Filler
 
@@ -30,7 +30,7 @@ class Plan:
     policies: str
     budgets: tuple[int | float, ...] = ()
     lengths: tuple[int, ...] = (1024, 2048, 4096)
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     samples: int = 4
     settings: tuple[str, ...] = ()
     url: str | None = None
@@ -53,17 +53,36 @@ class Plan:
 
 @dataclass(frozen=True)
 class Case:
-    """One sample, not made yet."""
+    """One sample, made when it is needed; `prompt` tells external samples apart, which no seed does."""
 
     task: str
     length: int
     depth: float | None
     index: int
     sample: Callable[[], Sample]
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine: how to start it, the setting that it makes true, and whom it serves."""
+
+    start: Callable[[], Offline | Http]
+    setting: str
+    contenders: list[Contender]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row to be: its identifying fields, and what fills in the rest."""
+
+    row: Row
+    contender: Contender
+    case: Case
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
-    """Do what is not done yet and return all rows of the folder.
+    """Do what is not done yet, and return all rows of the folder.
 
     Args:
         plan: the matrix.
@@ -74,42 +93,230 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
     """
     settings = plan.settings or ("served" if plan.url else "agnostic",)
     check(plan, settings)
-    wanted = contenders(
-        plan.policies,
-        plan.budgets,
-        sink=plan.sink,
-        recent=plan.recent,
-        buffer=plan.buffer,
-        # A server's block size is its own business, and so is what it inherits from its own policy.
-        block_size=1 if plan.url else plan.block_size,
-    )
     if plan.url:
-        _only_names(wanted)
+        _only_names(plan.policies)
+    # Over HTTP all options but name and budget are the server's, and so is its block size.
+    options = (
+        dict(sink=0, recent=0, buffer=0, block_size=1)
+        if plan.url
+        else dict(sink=plan.sink, recent=plan.recent, buffer=plan.buffer, block_size=plan.block_size)
+    )
+    wanted = contenders(plan.policies, plan.budgets, **options)
+    if plan.url:
+        connect = functools.partial(Http, plan.url, plan.model, batch=plan.batch, chat=plan.chat)
+        jobs = [Job(connect, setting, wanted) for setting in settings]
+        count = Prompts(plan.tokenizer, plan.chat).count if plan.tokenizer else connect().count
     else:
         check_model(plan.model)
+        prompts = Prompts(plan.tokenizer or plan.model, plan.chat)
+        max_len = plan.engine_args.get("max_model_len") or model_length(plan.model) or 1 << 20
+        jobs, count = offline_jobs(plan, settings, wanted, prompts, max_len), prompts.count
     rows = Rows(plan.out, plan.model)
     if rows.mended:
         say(f"{rows.path}: its last line was only half written, and is dropped")
-    prompts = None if plan.url and not plan.tokenizer else Prompts(plan.tokenizer or plan.model, plan.chat)
-    engines = http_engines(plan, wanted, settings) if plan.url else offline_engines(plan, wanted, settings, prompts)
-    first = next(engines) if plan.url else None
-    count = prompts.count if prompts else first.start().count
-    cases = list(all_cases(plan, count))
-    total = len(settings) * len(wanted) * len(cases)
-    todo = [first, *engines] if first else list(engines)
-    missing = [[c for c in engine.rows(cases) if c[0]["key"] not in rows.done] for engine in todo]
-    left = sum(map(len, missing))
+    cases = all_cases(plan, count)
+    if not plan.url:
+        _check_lengths(cases, prompts, max_len)
+    every = [(job, list(cells_of(plan, job, cases))) for job in jobs]
+    todo = [(job, [cell for cell in cells if cell.row["key"] not in rows.done]) for job, cells in every]
+    total, left = (sum(len(cells) for _, cells in part) for part in (every, todo))
     if left < total:
         say(f"{rows.path}: {total - left} of {total} rows are there already")
     with tqdm(total=total, initial=total - left, unit="row", disable=None) as bar:
-        for engine, cells in zip(todo, missing, strict=True):
-            if not cells:
-                continue
-            try:
-                for group in batches(cells, plan.batch):
-                    bar.set_description(f"{group[0][0]['setting']} {group[0][1]} {group[0][0]['task']}")
-                    rows.append(engine.answer(group))
-                    bar.update(len(group))
-            finally:
-                engine.close()
+        for job, cells in todo:
+            if cells:
+                _work(plan, job, cells, rows, bar)
     return rows.rows
+
+
+def _work(plan: Plan, job: Job, cells: list[Cell], rows: Rows, bar: tqdm) -> None:
+    """Start a job's engine and fill in its cells, batch by batch."""
+    backend = job.start()
+    try:
+        for cell in {cell.case.task: cell for cell in reversed(cells)}.values():
+            backend.answer([cell.case.sample()], cell.contender)  # warm-up: first rows are to be timed like the rest
+        for batch in batches(cells, plan.batch):
+            contender, task = batch[0].contender, batch[0].case.task
+            bar.set_description(f"{job.setting}, {contender}, {task}")
+            samples = [cell.case.sample() for cell in batch]
+            answers = backend.answer(samples, contender)
+            rows.append([fill(*parts, backend.about) for parts in zip(batch, samples, answers, strict=True)])
+            bar.update(len(batch))
+    finally:
+        backend.close()
+
+
+#: Why a task does not suit a setting: external ones, built-in ones.
+WHY_NOT = (
+    "its prompts are of any length, so no chunk ends before the question",
+    "it has no question, and a single chunk is read before anything is evicted",
+)
+
+
+def suits(task: str, setting: str) -> bool:
+    """Whether a setting means something for a task (a built-in one, or a benchmark's name)."""
+    return setting != "aware" if task == "ppl" else setting != "agnostic" or task in TASKS
+
+
+def check(plan: Plan, settings: tuple[str, ...]) -> None:
+    """Refuse what can be seen to be wrong before anything starts.
+
+    Raises:
+        EvalError: with what is allowed.
+    """
+    if not plan.tasks:
+        raise EvalError(f"no task to run: give --tasks, such as {','.join(TASKS)}")
+    for setting in settings:
+        if setting not in SETTINGS:
+            raise EvalError(f"unknown setting {setting!r}; choose from: {', '.join(SETTINGS)}")
+    for task in plan.tasks:
+        name, _, source = task.partition("=")
+        if source and name not in external.BENCHMARKS:
+            raise EvalError(f"unknown benchmark {name!r}; there are: {', '.join(external.BENCHMARKS)}")
+        if not source and name in external.BENCHMARKS:
+            raise EvalError(f"benchmark {name!r} needs its data: {name}=FILE or {name}=hf:OWNER/NAME/CONFIG")
+        if not source and name not in TASKS:
+            known = ", ".join([*TASKS, *(f"{benchmark}=FILE" for benchmark in external.BENCHMARKS)])
+            raise EvalError(f"unknown task {name!r}; there are: {known}")
+        if not any(suits(name, setting) for setting in settings):
+            fitting = ", ".join(setting for setting in SETTINGS if suits(name, setting))
+            raise EvalError(
+                f"{name} cannot be {' or '.join(settings)} ({WHY_NOT[name in TASKS]}): --settings {fitting}"
+            )
+    if "agnostic" in settings:
+        for length in plan.lengths:
+            if length % plan.chunk:
+                raise EvalError(f"length {length} is no multiple of the prefill chunk of {plan.chunk}: see --chunk")
+        if plan.url and not plan.tokenizer:
+            raise EvalError("agnostic over HTTP has to count exactly: give the server's --tokenizer and its --chunk")
+    sizes = {"length": plan.lengths, "samples": (plan.samples,), "batch": (plan.batch,), "chunk": (plan.chunk,)}
+    for name, values in sizes.items():
+        if not values or min(values) < 1:
+            raise EvalError(f"--{name} must be at least 1")
+    if not plan.depths or not all(0 <= depth <= 1 for depth in plan.depths):
+        raise EvalError("depths are shares of the context, from 0 (its start) to 1 (its end)")
+
+
+def _only_names(policies: str) -> None:
+    if any(mark in policies for mark in "{./"):
+        raise EvalError("over HTTP a request picks a policy by name, all other options are the server's: use names")
+
+
+def _check_lengths(cases: list[Case], prompts: Prompts, max_len: int) -> None:
+    """Refuse what does not fit into the model, by one sample of each task and length."""
+    for case in {(case.task, case.length): case for case in cases}.values():
+        sample = case.sample()
+        tokens = len(prompts.ids(sample)) + sample.max_tokens
+        if tokens > max_len:
+            raise EvalError(
+                f"{case.task} at length {case.length}: prompt and answer are {tokens} tokens, the model has {max_len}: "
+                f"take a shorter length"
+            )
+
+
+def offline_jobs(
+    plan: Plan, settings: tuple[str, ...], wanted: list[Contender], prompts: Prompts, max_len: int
+) -> list[Job]:
+    """One engine for each setting and set of policies that a server can offer together."""
+
+    def start(server: KVPolicyConfig, setting: str) -> Offline:
+        return Offline(
+            plan.model,
+            server,
+            setting,
+            prompts,
+            chunk=plan.chunk,
+            batch=plan.batch,
+            block_size=plan.block_size,
+            engine_args=plan.engine_args,
+        )
+
+    return [
+        Job(functools.partial(start, server, setting), setting, served)
+        for setting in settings
+        for server, served in servers(wanted, max_len, plan.block_size)
+    ]
+
+
+def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
+    """Every sample of every task. External data is read here, so that a bad row is known before anything runs."""
+    filler, found = Filler(), []
+    for task in plan.tasks:
+        name, _, source = task.partition("=")
+        if source:
+            for sample in external.load(name, source, plan.limit, plan.seed):
+                found.append(
+                    Case(sample.task, sample.length, None, sample.index, lambda sample=sample: sample, sample.sha256)
+                )
+            continue
+        for length in plan.lengths:
+            for depth in (0.0,) if name == "ppl" else plan.depths:
+                for index in range(plan.samples * (len(plan.depths) if name == "ppl" else 1)):
+                    maker = functools.partial(make, name, length, depth, index, plan.seed, count, filler)
+                    found.append(Case(name, length, None if name == "ppl" else depth, index, functools.cache(maker)))
+    return found
+
+
+def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
+    """The rows that a job is for, with their keys."""
+    for contender in job.contenders:
+        for case in cases:
+            if not suits(case.task, job.setting):
+                continue
+            row = {
+                "task": case.task,
+                "setting": job.setting,
+                "length": case.length,
+                "depth": case.depth,
+                "index": case.index,
+                "seed": plan.seed,
+                "policy": contender.label,
+                "budget": contender.budget,
+                # Over HTTP the other options are the server's, and it does not tell.
+                "policy_config": {"name": contender.config.name} if plan.url else contender.options,
+                "model": plan.model,
+                "backend": plan.backend,
+                "engine_args": {"url": plan.url} if plan.url else {"block_size": plan.block_size} | plan.engine_args,
+                "chat": plan.chat,
+                "chunk": plan.chunk if job.setting == "agnostic" else None,
+                "prompt": case.prompt,
+            }
+            yield Cell({"key": key_of(row)} | row, contender, case)
+
+
+def batches(cells: list[Cell], size: int) -> Iterator[list[Cell]]:
+    """Runs of cells with one contender, task and length, at most `size` of them: what a throughput can be told of."""
+    group: list[Cell] = []
+    for cell in cells:
+        same = group and (group[0].contender, group[0].case.task, group[0].case.length) == (
+            cell.contender,
+            cell.case.task,
+            cell.case.length,
+        )
+        if group and (len(group) == size or not same):
+            yield group
+            group = []
+        group.append(cell)
+    if group:
+        yield group
+
+
+def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> Row:
+    """The whole row: all that is needed to repeat it, what came out, what it cost."""
+    return cell.row | {
+        "prompt_sha256": sample.sha256,
+        "metric": sample.metric,
+        "question": sample.question,
+        "expected": list(sample.answers),
+        "answer": answer.text,
+        "score": answer.nll if sample.metric == NLL else score(answer.text, sample),
+        "prompt_tokens": answer.prompt_tokens,
+        "output_tokens": answer.output_tokens,
+        "budget_tokens": answer.budget_tokens,
+        "peak_blocks": answer.peak_blocks,
+        "evicted_tokens": answer.evicted_tokens,
+        "ttft_s": answer.ttft_s,
+        "tokens_per_s": answer.tokens_per_s,
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **about,
+    }

@@ -16,7 +16,8 @@ from .tasks import Sample
 def contains(answer: str, sample: Sample) -> float:
     """1 if the expected words occur in the answer, as whole words: the built-in tasks."""
     (expected,) = sample.answers
-    return float(re.search(rf"(?<!\w){re.escape(expected.lower())}(?!\w)", " ".join(answer.lower().split())) is not None)
+    spoken = " ".join(answer.lower().split())
+    return float(re.search(rf"(?<!\w){re.escape(expected.lower())}(?!\w)", spoken) is not None)
 
 
 # --- RULER, 2StageRetr ----------------------------------------------------------------------------------------------
@@ -116,7 +117,8 @@ def _normal(text: str) -> str:
 
 #: What LongBench takes for Chinese punctuation, beside the ASCII one.
 PUNCTUATION_ZH = (
-    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"
+    "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
 )
 
 

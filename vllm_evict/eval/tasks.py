@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import EvalError
-from .words import ITEMS, KEYS, NUMBERS, Filler, join
+from .words import ITEMS, KEYS, MARKS, NUMBERS, Filler, join
 
 #: Metric of `ppl`: nats per token, the one metric where less is better.
 NLL = "nll"
@@ -76,7 +76,7 @@ class Document:
     source: int = 0
     question: str = ""
     answer: str = ""
-    #: Facts that lie at a depth of their own: index -> depth. All others lie at random depths.
+    #: Where the facts lie that no question is about: index -> depth.
     depths: dict[int, float] = field(default_factory=dict)
 
 
@@ -187,19 +187,19 @@ def make(
     rng = np.random.default_rng([seed, zlib.crc32(task.encode()), length, round(1000 * depth), index])
     document = maker(rng)
     depths = rng.random(len(document.facts))
-    for fact, place in ({document.source: depth} | document.depths).items() if document.question else (
-        document.depths.items()
-    ):
+    is_text = not document.question
+    for fact, place in (document.depths if is_text else {document.source: depth}).items():
         depths[fact] = place
-    words = filler(rng, length + 64)
+    words = filler(rng, 2 * length + 64)  # enough where a mark is no token of its own
 
     def context(n_words: int) -> str:
-        return lay_out(document.facts, depths, words[-n_words:])
+        part = words[-n_words:]
+        # No text starts with a mark; a word in its place keeps the count.
+        return lay_out(document.facts, depths, ["and", *part[1:]] if part[0] in MARKS else part)
 
     smallest = count(context(1))
     if smallest > length:
         raise EvalError(f"length {length} is too short for task {task!r}: its facts alone are {smallest} tokens")
-    is_text = not document.question
     return Sample(
         task=task,
         context=context(_fit(lambda n: count(context(n)), length, len(words))),

@@ -6,48 +6,53 @@ model reads plain English. The filler is the same, word for word, as in training
 
 import numpy as np
 
-KEYS = (
+
+def words_in(text: str) -> list[str]:
+    return text.split()
+
+
+KEYS = words_in(
     "paris rome oslo cairo lima tokyo delhi accra quito berlin madrid vienna dublin lisbon prague warsaw athens sofia "
     "riga tallinn vilnius minsk kiev bern monaco malta tunis rabat dakar lagos nairobi kigali harare luanda maputo "
     "havana bogota caracas santiago brasilia managua panama ottawa toronto boston chicago denver dallas seattle "
     "miami sydney perth auckland jakarta manila hanoi bangkok seoul beijing kabul tehran baghdad amman doha"
-).split()
-NUMBERS = (
+)
+NUMBERS = words_in(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen"
-).split()
-ITEMS = (
+)
+ITEMS = words_in(
     "apple drum lamp spoon brick candle ribbon hammer pencil mirror basket button carpet violin anchor barrel "
     "blanket bottle bucket cactus camera carrot chisel feather flute guitar helmet jacket kettle ladder lemon magnet "
     "marble napkin needle olive paddle pepper pillow pumpkin saddle scarf shovel sponge ticket trumpet wallet whistle"
-).split()
-NOUNS = (
+)
+NOUNS = words_in(
     "river mountain forest valley bridge garden castle village harbor island meadow tower market temple road field "
     "cloud storm winter summer morning evening shadow silence window door stone fire horse wolf eagle fox deer ship "
     "wagon train engine clock letter book story song painting map journey battle feast soldier farmer teacher doctor "
     "painter sailor king queen child stranger merchant hunter"
-).split()
-NAMES = (
+)
+NAMES = words_in(
     "anna boris clara david emma felix greta henry irene jonas karin leon maria nils olga peter rosa simon tessa "
     "victor wanda xavier yvonne zoe"
-).split()
-ADJECTIVES = (
+)
+ADJECTIVES = words_in(
     "old young bright dark quiet loud small large cold warm green golden silver broken hidden distant narrow wide "
     "gentle fierce lonely happy weary ancient heavy swift pale deep empty wild"
-).split()
-VERBS = (
+)
+VERBS = words_in(
     "crosses follows watches remembers leaves finds guards builds paints carries calls hears visits loves fears "
     "describes reaches opens closes repairs seeks avoids enters passes studies admires"
-).split()
-ADVERBS = "slowly quickly quietly often never again gladly sadly early late alone together".split()
-PREPOSITIONS = "near beyond behind under above beside within across".split()
-GLUE = "the a of is equals plus and while recall code list what you".split()
+)
+ADVERBS = words_in("slowly quickly quietly often never again gladly sadly early late alone together")
+PREPOSITIONS = words_in("near beyond behind under above beside within across")
+GLUE = words_in("the a of is equals plus and while recall code list what you")
 MARKS = [".", ",", "?", ":", "="]
 SPECIAL_TOKENS = 6  # at the head of the needle model's vocabulary
 
 
 def lexicon() -> list[str | None]:
-    """The needle model's vocabulary as text, in the order of its ids (None: special); the grammar's tables follow it."""
+    """The needle model's vocabulary as text, in the order of its ids (None: special), as the grammar has it."""
     words = GLUE + KEYS + NUMBERS + ITEMS + NOUNS + NAMES + ADJECTIVES + VERBS + ADVERBS + PREPOSITIONS
     digits = [str(i) for i in range(10)] + [f"{i:02d}" for i in range(100)]
     return [None] * SPECIAL_TOKENS + MARKS + digits + digits + words  # numbers with and without a leading space
@@ -60,7 +65,7 @@ def join(tokens: list[str]) -> str:
 
 CLASSES = {"N": NOUNS, "P": NAMES, "J": ADJECTIVES, "V": VERBS, "D": ADVERBS, "R": PREPOSITIONS}
 CLASSES |= {"t": ["the"], "a": ["a"], "&": ["and"], "w": ["while"], ",": [","], ".": ["."]}
-TEMPLATES = ["tJNVtNRtN.", "PVtJND.", "PVtNRtJN.", "aNVtN&tNVtJN.", "tNVPwPVtN.", "P&PVaJN.", "RtN,tJNVPD.", "tJNDVtNRaN."]
+TEMPLATES = words_in("tJNVtNRtN. PVtJND. PVtNRtJN. aNVtN&tNVtJN. tNVPwPVtN. P&PVaJN. RtN,tJNVPD. tJNDVtNRaN.")
 TOPIC_SIZE = 6
 TOPIC_WEIGHTS = np.cumsum([0.4, 0.22, 0.14, 0.1, 0.08, 0.06])
 SUCCESSOR_WEIGHTS = np.cumsum([0.55, 0.25, 0.12, 0.08])

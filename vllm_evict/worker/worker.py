@@ -15,7 +15,7 @@ class EvictionWorkerMixin:
     """Obeys the plan on each `SchedulerOutput`, and sends reports back on the step's `ModelRunnerOutput`."""
 
     kv_evict: EvictionRuntime | None = None
-    _reports: Reports = {}  # noqa: RUF012  (replaced, never changed)
+    _reports: Reports = {}
 
     def get_kv_cache_spec(self) -> Any:
         # The first call after the model is loaded and the block size is settled; specs are what it changes.

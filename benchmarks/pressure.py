@@ -1,0 +1,449 @@
+"""What eviction gains where the KV pool is too small: stock vLLM and each policy on the same requests and pool.
+
+    python benchmarks/pressure.py [--rounds 3] [--cases stock sink-window]     throughput under memory pressure
+    python benchmarks/pressure.py --step                                       what running sums add to a decode step
+
+Throughput: every case is a process of its own, they run in turn, and a ratio compares two runs of the same round; the
+table shows medians over rounds. "stock" runs with VLLM_PLUGINS empty, so that nothing of the plugin is loaded. Start-up
+and warm-up are not timed. --step times decode steps of requests that are measured (h2o) and that are not (sink-window)
+in one engine, by turns; neither evicts, so the difference is the running sums.
+
+On a machine that others use, threads wait for each other and wall time says little: take --threads 1 and look at the
+ratio by CPU time, which counts only what this process used.
+
+Writes a Markdown table and a JSON with hardware, versions, command and all raw timings to --out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from models import Shape, make_model
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+console = Console()
+
+#: One process runs the whole engine, and what it says is only of interest if it fails.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+#: Most tokens of a step.
+CHUNK = 2048
+#: Ratio to stock that a case should reach.
+WANTED = {"sink-window": 4.0, "h2o": 3.5, "h2o, never evicting": 0.97}
+#: Wall time and this process's CPU time, by their names in `Run`.
+CLOCKS = ("seconds", "cpu_seconds")
+#: Share of a decode step that running sums may take.
+WANTED_SHARE = 0.10
+
+
+@dataclass
+class Run:
+    """One batch on one engine, timed from the first request to the last token."""
+
+    seconds: float
+    cpu_seconds: float
+    output_tokens: int
+    preemptions: int
+    peak_blocks: int
+    peak_requests: int
+    evicted_blocks: int
+    #: After each step: seconds since the start, and blocks in use.
+    samples: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+def make_llm(model: Path, kv_policy: Any = None, **options: Any) -> Any:
+    """A vLLM engine in this very process; without a policy, the plugin need not be there."""
+    from vllm import LLM
+
+    policy = {} if kv_policy is None else {"kv_policy": kv_policy}
+    return LLM(str(model), dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **policy, **options)
+
+
+def greedy(max_tokens: int, **options: Any) -> Any:
+    """Sampling as `LLM.generate` does it, to the last token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        max_tokens=max_tokens,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **options,
+    )
+
+
+def random_prompts(requests: int, tokens: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab, (requests, tokens), generator=generator).tolist()
+
+
+def scheduler_of(llm: Any) -> Any:
+    """The engine's scheduler: it lives in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def run_batch(llm: Any, prompts: list[list[int]], output_tokens: int, on_step: Any = None) -> Run:
+    """What `LLM.generate` does, with a look at the pool after each step.
+
+    Args:
+        llm: from `make_llm`.
+        prompts: token ids.
+        output_tokens: of each request.
+        on_step: called after each step with the number of requests that are done, if given.
+    """
+    scheduler, engine = scheduler_of(llm), llm.llm_engine
+    pool = scheduler.kv_cache_manager.block_pool
+    usable = pool.get_num_free_blocks()
+    preempted = _preemptions(llm)
+    run = Run(0.0, 0.0, 0, 0, 0, 0, 0)
+    done = 0
+    start, cpu_start = time.perf_counter(), time.process_time()
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"request-{index}", {"prompt_token_ids": prompt}, greedy(output_tokens))
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        used = usable - pool.get_num_free_blocks()
+        run.samples.append((time.perf_counter() - start, used))
+        run.peak_blocks = max(run.peak_blocks, used)
+        run.peak_requests = max(run.peak_requests, len(scheduler.running))
+        for output in outputs:
+            done += 1
+            run.output_tokens += len(output.outputs[0].token_ids)
+            usage = getattr(output, "kv_usage", None)
+            run.evicted_blocks += usage.evicted_blocks if usage else 0
+        if on_step:
+            on_step(done)
+    run.seconds, run.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    run.preemptions = _preemptions(llm) - preempted
+    return run
+
+
+def _preemptions(llm: Any) -> int:
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+# ---- throughput under pressure
+
+
+def cases(options: argparse.Namespace) -> dict[str, dict | None]:
+    """Name -> policy. h2o keeps as much as sink-window does, and decides as often."""
+    window = {"name": "sink-window", "sink": 32, "recent": 256}
+    h2o = {"name": "h2o", "sink": 32, "recent": 64, "buffer": 0}
+    return {
+        "stock": None,
+        "full": {"name": "full"},
+        "sink-window": window,
+        "h2o": {**h2o, "budget": window["sink"] + window["recent"] + options.block_size},
+        "h2o, never evicting": {**h2o, "budget": options.prompt + options.output},
+    }
+
+
+def pressure_child(spec: dict) -> dict:
+    """One case of one round, in a process of its own."""
+    options = argparse.Namespace(**spec["options"])
+    llm = make_llm(
+        spec["model"],
+        spec["policy"],
+        max_model_len=options.prompt + options.output,
+        block_size=options.block_size,
+        num_gpu_blocks_override=options.pool // options.block_size,
+        kv_cache_memory_bytes=options.pool * Shape(**spec["shape"]).kv_bytes_per_token(),
+        max_num_seqs=options.requests,
+        max_num_batched_tokens=CHUNK,
+        enable_prefix_caching=False,
+    )
+    vocab = spec["shape"]["vocab"]
+    run_batch(llm, random_prompts(options.requests, options.prompt // 8, vocab, seed=1), options.output // 8)
+    return asdict(run_batch(llm, random_prompts(options.requests, options.prompt, vocab), options.output))
+
+
+def pressure(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
+    """All cases in turn, `--rounds` times. Returns raw results by case, one a round."""
+    chosen = {name: policy for name, policy in cases(options).items() if name in options.cases}
+    results: dict[str, list[dict]] = {name: [] for name in chosen}
+    with progress() as bar:
+        task = bar.add_task("", total=options.rounds * len(chosen))
+        for number in range(options.rounds):
+            for name, policy in chosen.items():
+                bar.update(task, description=f"round {number + 1}, {name}")
+                spec = {"model": str(model), "policy": policy, "shape": asdict(shape), "options": vars(options)}
+                result = in_child("pressure", spec, {"VLLM_PLUGINS": ""} if policy is None else {})
+                results[name].append(result)
+                run = Run(**result)
+                bar.console.print(
+                    f"round {number + 1}  {name:<20} {run.seconds:7.1f} s  {run.cpu_seconds:7.1f} s of CPU"
+                    f"  {run.tokens_per_second:7.1f} output tokens/s",
+                    soft_wrap=True,
+                )
+                bar.advance(task)
+    return {"policies": chosen, "runs": results, "ratios": {clock: ratios(results, clock) for clock in CLOCKS}}
+
+
+def ratios(results: dict[str, list[dict]], clock: str) -> dict[str, list[float]]:
+    """How many times as fast as stock each case was, round by round."""
+    stock = [run[clock] for run in results["stock"]]
+    return {name: [base / run[clock] for base, run in zip(stock, runs, strict=True)] for name, runs in results.items()}
+
+
+def pressure_table(report: dict) -> str:
+    lines = [
+        "| policy | ratio to stock (rounds) | wanted | by CPU time | output tokens/s | requests at once | peak blocks "
+        "| evicted blocks | preemptions |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, raw in report["runs"].items():
+        runs = [Run(**run) for run in raw]
+
+        def median(key: str, runs: list[Run] = runs) -> float:
+            return statistics.median(getattr(run, key) for run in runs)
+
+        wall, cpu = (spread(report["ratios"][clock][name], ".2f") for clock in CLOCKS)
+        wanted = f"≥ {WANTED[name]:g}" if name in WANTED else ""
+        lines.append(
+            f"| {name} | {wall} | {wanted} | {cpu} | {median('tokens_per_second'):.0f} | {median('peak_requests'):.0f} "
+            f"| {median('peak_blocks'):.0f} | {median('evicted_blocks'):.0f} | {median('preemptions'):.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median (each round)."""
+    return f"{statistics.median(values):{form}} ({', '.join(f'{value:{form}}' for value in values)})"
+
+
+# ---- running sums in a decode step
+
+
+def step_child(spec: dict) -> dict:
+    """Decode steps of one batch size: for each round and policy, the seconds and CPU seconds of every step."""
+    options, batch = argparse.Namespace(**spec["options"]), spec["batch"]
+    # Requests that cannot outgrow their budget are not measured; these could, but are stopped long before.
+    budget = 2 * options.resident
+    longest = budget + options.resident
+    # vLLM wants room for one request of the greatest length, whether it comes or not.
+    tokens = max(batch * (options.resident + 2 * options.steps + options.block_size), longest + 2 * CHUNK)
+    blocks = -(-tokens // options.block_size)
+    llm = make_llm(
+        spec["model"],
+        {"name": "h2o", "budget": budget},
+        max_model_len=longest,
+        block_size=options.block_size,
+        num_gpu_blocks_override=blocks,
+        kv_cache_memory_bytes=blocks * options.block_size * Shape(**spec["shape"]).kv_bytes_per_token(),
+        max_num_seqs=batch,
+        max_num_batched_tokens=CHUNK,
+        # The prompts are computed once; whoever comes later finds them in the cache and decodes.
+        enable_prefix_caching=True,
+    )
+    prompts = random_prompts(batch, options.resident, spec["shape"]["vocab"])
+    policies = ("h2o", "sink-window")
+    timings: dict[str, list[dict]] = {policy: [] for policy in policies}
+    decode_steps(llm, prompts, "sink-window", budget, steps=2)
+    for number in range(options.rounds):
+        for policy in policies if number % 2 else reversed(policies):
+            timings[policy].append(decode_steps(llm, prompts, policy, budget, options.steps))
+    return timings
+
+
+def decode_steps(llm: Any, prompts: list[list[int]], policy: str, max_tokens: int, steps: int) -> dict:
+    """Seconds and CPU seconds of each of `steps` steps in which all requests decode."""
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    ids = [f"request-{index}" for index in range(len(prompts))]
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        params = greedy(max_tokens, extra_args={"kv_policy": policy})
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+    # Two tokens each: the first decode steps set buffers up.
+    while len(scheduler.running) < len(ids) or any(r.num_output_tokens < 2 for r in scheduler.running):
+        engine.step()
+    timings: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
+    for _ in range(steps):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        engine.step()
+        timings["seconds"].append(time.perf_counter() - start)
+        timings["cpu_seconds"].append(time.process_time() - cpu_start)
+    assert len(scheduler.running) == len(ids), "a request was preempted: the pool is too small to measure steps in"
+    engine.abort_request(ids)
+    while engine.has_unfinished_requests() or scheduler.has_unfinished_requests():
+        engine.step()
+    return timings
+
+
+def step(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
+    """Share of a decode step that is running sums, by batch size. One process each."""
+    runs = {}
+    with progress() as bar:
+        task = bar.add_task("", total=len(options.batches))
+        for batch in options.batches:
+            bar.update(task, description=f"decode steps of {batch} x {options.resident} tokens")
+            spec = {"model": str(model), "batch": batch, "shape": asdict(shape), "options": vars(options)}
+            runs[str(batch)] = in_child("step", spec)
+            bar.advance(task)
+    taken = {clock: {batch: shares(timings, clock) for batch, timings in runs.items()} for clock in CLOCKS}
+    return {"runs": runs, "shares": taken}
+
+
+def shares(timings: dict[str, list[dict]], clock: str) -> list[float]:
+    """(with sums - without) / with, of the median step, round by round."""
+    pairs = zip(timings["h2o"], timings["sink-window"], strict=True)
+    return [1 - statistics.median(without[clock]) / statistics.median(with_sums[clock]) for with_sums, without in pairs]
+
+
+def step_table(report: dict) -> str:
+    lines = [
+        "| requests | step with sums, ms | without, ms | share that is sums (rounds) | wanted | by CPU time |",
+        "|---|---|---|---|---|---|",
+    ]
+    for batch, timings in report["runs"].items():
+        ms = {
+            name: 1e3 * statistics.median(statistics.median(run["seconds"]) for run in rounds)
+            for name, rounds in timings.items()
+        }
+        wall, cpu = (spread(report["shares"][clock][batch], ".1%") for clock in CLOCKS)
+        lines.append(f"| {batch} | {ms['h2o']:.2f} | {ms['sink-window']:.2f} | {wall} | ≤ {WANTED_SHARE:.0%} | {cpu} |")
+    return "\n".join(lines)
+
+
+# ---- processes, reports, command line
+
+
+def in_child(what: str, spec: dict, environment: dict[str, str] | None = None) -> dict:
+    """Result of `<what>_child(spec)` in a fresh process; ends this one with what it said if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        request, answer = Path(folder, "spec.json"), Path(folder, "result.json")
+        request.write_text(json.dumps(spec))
+        command = [sys.executable, __file__, "--child", what, str(request), str(answer)]
+        threads = {"OMP_NUM_THREADS": str(spec["options"]["threads"])}
+        environment = {**ENVIRONMENT, **os.environ, **threads, **(environment or {})}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode or not answer.exists():
+            console.print((done.stdout + done.stderr)[-4000:], markup=False, highlight=False, soft_wrap=True)
+            sys.exit(f"pressure: a run failed (exit code {done.returncode}): {what} {json.dumps(spec)}")
+        return json.loads(answer.read_text())
+
+
+def child_main(what: str, request: str, answer: str) -> None:
+    children = {"pressure": pressure_child, "step": step_child}
+    Path(answer).write_text(json.dumps(children[what](json.loads(Path(request).read_text()))))
+
+
+def conditions() -> dict:
+    """Where and how the numbers came about."""
+    import torch
+    from vllm.version import __version__ as vllm_version
+
+    from vllm_evict import __version__
+    from vllm_evict.attention.mass import kernel_path
+
+    lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
+    facts = dict(line.split(":", 1) for line in lscpu.splitlines() if ":" in line)
+    wanted = ("Model name", "CPU(s)", "L2 cache", "L3 cache")
+    return {
+        "hardware": {key: facts[key].strip() for key in wanted if key in facts},
+        "versions": {"vllm": vllm_version, "torch": torch.__version__, "vllm_evict": __version__},
+        "kernel": kernel_path(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def write(folder: Path, name: str, title: str, table: str, report: dict) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    facts = report["conditions"]
+    text = "\n".join(
+        [
+            f"{title}\n",
+            table,
+            "",
+            "hardware: " + ", ".join(f"{key} {value}" for key, value in facts["hardware"].items()) + "  ",
+            "versions: "
+            + ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
+            + f"; OpenMP threads {report['options']['threads']}, attention mass by {facts['kernel']}  ",
+            f"command: `{facts['command']}`",
+        ]
+    )
+    (folder / f"{name}.md").write_text(text + "\n")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\nwritten: {folder}/{name}.md and .json")
+
+
+def progress() -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", action="store_true", help="time decode steps with and without running sums instead")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("out/pressure"))
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads of the engine"
+    )
+    group = parser.add_argument_group("throughput")
+    group.add_argument("--requests", type=int, default=16)
+    group.add_argument("--prompt", type=int, default=2000, help="tokens of each prompt")
+    group.add_argument("--output", type=int, default=500, help="tokens generated for each")
+    group.add_argument("--pool", type=int, default=8192, help="tokens that the KV pool holds")
+    group.add_argument("--cases", nargs="+", metavar="CASE", help="only these; stock always runs, to compare with")
+    group = parser.add_argument_group("--step")
+    group.add_argument("--resident", type=int, default=4096, help="resident tokens of each request")
+    group.add_argument("--batches", type=int, nargs="+", default=[1, 16], help="requests that decode together")
+    group.add_argument("--steps", type=int, default=32, help="decode steps timed in a row")
+    group = parser.add_argument_group("model (random weights)")
+    for size in fields(Shape):
+        group.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default)
+    options = parser.parse_args()
+    known = list(cases(options))
+    options.cases = known if options.cases is None else ["stock", *options.cases]
+    if unknown := set(options.cases) - set(known):
+        parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+    options.out = str(options.out)
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    shape = Shape(**{size.name: getattr(options, size.name) for size in fields(Shape)})
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(folder, shape)
+        report = (step if options.step else pressure)(options, model, shape)
+    report |= {"conditions": conditions(), "options": vars(options)}
+    if options.step:
+        title = f"Decode steps at {options.resident:,} resident tokens a request, with and without running sums"
+        write(Path(options.out), "step", title, step_table(report), report)
+    else:
+        lengths = f"{options.prompt:,} + {options.output} tokens"
+        title = (
+            f"{options.requests} requests of {lengths} in a pool of {options.pool:,} tokens, "
+            f"{options.layers}-layer Llama in float32"
+        )
+        write(Path(options.out), "pressure", title, pressure_table(report), report)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child_main(*sys.argv[2:])
+    else:
+        main()

@@ -1,0 +1,200 @@
+"""The hand-built start: a Llama whose heads already look back, match and copy, before any training.
+
+Content-based induction is what a small model takes longest to find. Here it is written into the weights; everything
+else (and all of this) is then trained. The residual stream is divided into named subspaces (`Space`), and RoPE into two
+parts: the fastest pairs of dimensions tell near positions apart, the slowest hardly turn within the context and match
+content. What the circuits do:
+
+    layer 0   heads 0, 1: code of the previous token -> prev, of the one before it -> prev2, first operand -> left
+              MLP: left + right operand -> code of their sum, in the place of the key's own code
+    layer 1   head 0: code of the nearest key before this token -> topic
+    layer 2   head 0: where the topic is this one and the previous word is "equals": the key found there -> alias
+    layer 3   head 0: where the topic is this topic (or its alias) and the previous token is like this one: copy -> out
+              head 2: where the two tokens before are the last two ones: copy -> out (induction for plain text)
+
+All other weights are small random numbers.
+
+    python build.py DIR      # save it, untrained: a fixture whose retrieval heads are known (RETRIEVAL)
+"""
+
+import math
+import sys
+
+import torch
+from data import ASSISTANT, BOS, END, KEYS, NUMBERS, build_tokenizer, vocabulary
+from transformers import LlamaConfig, LlamaForCausalLM
+
+CONTEXT = 4608
+CODE = 19  # dimensions of a code that attention matches: two of them fill the slow pairs
+FREE = 26  # dimensions of a token's identity that only the copying heads need
+SCALE = 6.0  # what RMSNorm multiplies a subspace of unit norm by, roughly
+RETRIEVAL = ((2, 0), (3, 0), (3, 2))  # (layer, head) of those that look for content anywhere
+SLOW = 13  # first RoPE pair that turns less than 0.4 rad in 4,096 tokens
+
+
+def config(context: int = CONTEXT) -> LlamaConfig:
+    """The architecture: 4 layers, 4 query and 2 KV heads of 64, 2.6 M parameters."""
+    return LlamaConfig(
+        vocab_size=len(vocabulary()),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=context,
+        rope_theta=1e10,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=END,
+        pad_token_id=END,
+    )
+
+
+class Space:
+    """Named slices of the residual stream."""
+
+    key, code, free = slice(0, 19), slice(19, 38), slice(38, 64)  # the token itself
+    token = slice(0, 64)
+    prev, prev2 = slice(64, 83), slice(83, 102)
+    right, left = slice(102, 112), slice(112, 122)  # one-hot digits: this word, the word two before
+    topic, alias = slice(122, 141), slice(141, 160)
+    out = slice(160, 224)
+    one, is_key, is_bos, fill = 224, 225, 226, 227  # fill: equal norms, so that RMSNorm scales all tokens alike
+
+
+def spread(n: int, dim: int, seed: int, steps: int = 300) -> torch.Tensor:
+    """n unit vectors that are pushed apart -> [n, dim]."""
+    x = torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=0.02)
+    for _ in range(steps):
+        u = torch.nn.functional.normalize(x, dim=1)
+        loss = torch.logsumexp(20 * (u @ u.T - 2 * torch.eye(n)).flatten(), 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return torch.nn.functional.normalize(x.detach(), dim=1)
+
+
+@torch.enable_grad()
+def embeddings() -> torch.Tensor:
+    """Codes of all tokens -> [vocabulary, hidden]. Tokens before an answer share the code of 'is'."""
+    ids = {t: i for i, t in enumerate(vocabulary())}
+    e = torch.zeros(len(ids), 256)
+    e[:, Space.code], e[:, Space.free] = spread(len(ids), CODE, 1), spread(len(ids), FREE, 2)
+    e[[ids["▁="], ASSISTANT], Space.code] = e[ids["▁is"], Space.code]
+    keys = [ids["▁" + k] for k in KEYS + NUMBERS]
+    e[keys, Space.key] = spread(len(keys), CODE, 3)
+    e[keys, Space.is_key] = 1.0
+    for digit, name in enumerate(NUMBERS[:10]):
+        e[ids["▁" + name], Space.right.start + digit] = 1.0
+    e[BOS] = 0
+    e[BOS, Space.is_bos] = 1.5
+    e[:, Space.one] = 1.0
+    e[:, Space.fill] = (6.5 - e.square().sum(1)).sqrt()
+    return e
+
+
+class Head:
+    """Writes one attention head of a layer. q, k, v are [64, hidden] views of its projections, o is [hidden, 64]."""
+
+    def __init__(self, model: LlamaForCausalLM, layer: int, head: int):
+        attention = model.model.layers[layer].self_attn
+        kv = head // 2
+        self.q = attention.q_proj.weight[64 * head : 64 * head + 64]
+        self.k = attention.k_proj.weight[64 * kv : 64 * kv + 64]
+        self.v = attention.v_proj.weight[64 * kv : 64 * kv + 64]
+        self.o = attention.o_proj.weight[:, 64 * head : 64 * head + 64]
+        for block in (self.q, self.k, self.v, self.o):
+            block.zero_()
+
+    def near(self, distance: float, source: int, strengths: list[float]) -> None:
+        """Prefer tokens that have `source` at this distance; strengths are logits of the pairs, the fastest first."""
+        for pair, strength in enumerate(strengths):
+            angle = -distance * 1e10 ** (-pair / 32)
+            self.k[pair, source] = math.sqrt(8 * strength) / SCALE
+            self.q[pair, Space.one] = math.sqrt(8 * strength) / SCALE * math.cos(angle)
+            self.q[pair + 32, Space.one] = math.sqrt(8 * strength) / SCALE * math.sin(angle)
+
+    def match(self, half: int, query: list[slice | torch.Tensor], source: slice, strength: float) -> None:
+        """Match codes in one half of the slow pairs: the query is a sum of subspaces, or a constant code [CODE]."""
+        rows = torch.arange(SLOW, 32) + 32 * half
+        gain = math.sqrt(8 * strength) / SCALE
+        self.k[rows, torch.arange(source.start, source.stop)] = gain
+        for term in query:
+            if isinstance(term, slice):
+                self.q[rows, torch.arange(term.start, term.stop)] = gain
+            else:
+                self.q[rows, Space.one] = gain * term
+
+    def sink(self, strength: float) -> None:
+        """A logit for the first token, where a head looks when nothing matches."""
+        self.q[SLOW - 1, Space.one] = self.k[SLOW - 1, Space.is_bos] = math.sqrt(8 * strength / 1.5) / SCALE
+
+    def move(self, terms: list[tuple[slice, slice, float]]) -> None:
+        """Copy subspaces: (source, target, weight)."""
+        row = 0
+        for source, target, weight in terms:
+            size = source.stop - source.start
+            rows = torch.arange(row, row + size)
+            self.v[rows, torch.arange(source.start, source.stop)] = 1 / SCALE
+            self.o[torch.arange(target.start, target.stop), rows] = weight
+            row += size
+
+
+def write_sums(model: LlamaForCausalLM, e: torch.Tensor) -> None:
+    """Layer 0's MLP, one neuron for each pair of digits: where "a plus b" ends, the key becomes the sum."""
+    mlp, ids = model.model.layers[0].mlp, {t: i for i, t in enumerate(vocabulary())}
+    codes = e[[ids["▁" + n] for n in NUMBERS], Space.key]
+    for neuron in range(100):
+        a, b = divmod(neuron, 10)
+        mlp.gate_proj.weight[neuron, Space.left.start + a] = 3.0
+        mlp.gate_proj.weight[neuron, Space.right.start + b] = 3.0
+        mlp.gate_proj.weight[neuron, Space.one] = -4.5
+        mlp.up_proj.weight[neuron, Space.one] = 0.2
+        mlp.down_proj.weight[Space.key, neuron] = (codes[a + b] - codes[b]) / 8
+
+
+@torch.no_grad()
+def build(seed: int = 0, context: int = CONTEXT) -> LlamaForCausalLM:
+    """The model before training."""
+    torch.manual_seed(seed)
+    model, e = LlamaForCausalLM(config(context)), embeddings()
+    model.model.embed_tokens.weight.copy_(e)
+    previous, second = Head(model, 0, 0), Head(model, 0, 1)
+    for head, distance in ((previous, 1), (second, 2)):
+        head.near(distance, Space.one, [20, 14, 10, 6, 4, 3])
+    previous.move([(Space.code, Space.prev, 1.0)])
+    second.move([(Space.code, Space.prev2, 1.0), (Space.right, Space.left, 1.0)])
+    write_sums(model, e)
+
+    topic = Head(model, 1, 0)
+    topic.near(3, Space.is_key, [6, 6, 4, 4, 4, 4, 4, 3, 3, 3])
+    topic.sink(14)
+    topic.move([(Space.key, Space.topic, 1.0)])
+
+    alias = Head(model, 2, 0)
+    alias.match(0, [Space.topic], Space.topic, 24)
+    alias.match(1, [e[vocabulary().index("▁equals"), Space.code]], Space.prev, 24)
+    alias.sink(28)
+    alias.move([(Space.key, Space.alias, 1.5)])
+
+    lookup = Head(model, 3, 0)
+    lookup.match(0, [Space.topic, Space.alias], Space.topic, 24)
+    lookup.match(1, [Space.code], Space.prev, 24)
+    lookup.sink(28)
+    lookup.move([(Space.token, Space.out, 1.5)])
+
+    induction = Head(model, 3, 2)
+    induction.match(0, [Space.code], Space.prev, 20)
+    induction.match(1, [Space.prev], Space.prev2, 20)
+    induction.sink(26)
+    induction.move([(Space.token, Space.out, 1.0)])
+    model.lm_head.weight[:, Space.out] = e[:, Space.token]
+    return model
+
+
+if __name__ == "__main__":
+    build().save_pretrained(sys.argv[1])
+    build_tokenizer(CONTEXT).save_pretrained(sys.argv[1])

@@ -1,0 +1,101 @@
+"""Two ranks keep what one keeps: every rank sees half of the heads, and all must agree on what goes."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.v1_only
+
+BASE = {"name": "h2o", "budget": 160, "buffer": 32, "sink": 32, "recent": 64}
+POLICIES = {
+    "h2o": {**BASE, "allow": ["sink-window"]},
+    "h2o-max": {**BASE, "heads": "max", "layers": "max"},
+}
+
+#: Serves each policy with an engine of its own; writes tokens, log-probabilities and usage.
+SCRIPT = textwrap.dedent(
+    """
+    import json, sys
+    from dataclasses import asdict
+
+    import numpy as np
+    from vllm import LLM, SamplingParams
+
+
+    def main(model, ranks, policies, path):
+        results = {}
+        for name, policy in json.loads(policies).items():
+            llm = LLM(
+                model, kv_policy=policy, tensor_parallel_size=int(ranks), dtype="float32", enforce_eager=True, seed=0,
+                max_model_len=1024, block_size=32, num_gpu_blocks_override=128, kv_cache_memory_bytes=64 << 20,
+                max_num_seqs=8, max_num_batched_tokens=192,
+            )
+            prompts = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (420, 90, 260)]
+            wishes = [None, None, {"kv_policy": "sink-window"} if policy.get("allow") else {"kv_budget": 128}]
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts],
+                [
+                    SamplingParams(temperature=0, ignore_eos=True, max_tokens=130, logprobs=0, extra_args=extra)
+                    for extra in wishes
+                ],
+                use_tqdm=False,
+            )
+            results[name] = [
+                {
+                    "tokens": list(output.outputs[0].token_ids),
+                    "logprobs": [next(iter(row.values())).logprob for row in output.outputs[0].logprobs],
+                    "usage": asdict(output.kv_usage),
+                }
+                for output in outputs
+            ]
+            del llm
+        json.dump(results, open(path, "w"))
+
+
+    if __name__ == "__main__":
+        main(*sys.argv[1:])
+    """
+)
+
+
+def serve(folder, model, ranks):
+    script, answer = folder / "serve.py", folder / f"ranks-{ranks}.json"
+    script.write_text(SCRIPT)
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if ranks > 1 else "0",
+        # A mask for each rank; the masks may name the same core.
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
+        if ranks > 1
+        else "nobind",
+    }
+    done = subprocess.run(
+        [sys.executable, script, model, str(ranks), json.dumps(POLICIES), answer],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(answer.read_text())
+
+
+@pytest.fixture(scope="module")
+def served(tiny, tmp_path_factory):
+    """Results by policy, of one rank and of two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return serve(folder, tiny, 1), serve(folder, tiny, 2)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_two_ranks_evict_and_say_what_one_does(served, name):
+    one, two = (results[name] for results in served)
+    for alone, together in zip(one, two, strict=True):
+        assert together["usage"] == alone["usage"]
+        assert together["usage"]["evicted_blocks"] > 0
+        assert together["tokens"] == alone["tokens"]
+        assert together["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-3)

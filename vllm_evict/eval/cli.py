@@ -1,0 +1,139 @@
+"""`vllm-evict eval` and `vllm-evict plot`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from . import EvalError
+from .policies import parse_budgets, split_list
+from .tasks import TASKS
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Measure what KV eviction costs and gains, through vLLM.",
+)
+TASK_HELP = (
+    f"Built-in tasks ({', '.join(TASKS)}), and benchmarks from a file or the Hub: ruler=FILE, longbench=FILE, "
+    "2stageretr=FILE, ruler=hf:OWNER/NAME/CONFIG."
+)
+
+
+def numbers(text: str, kind: type, what: str) -> tuple[Any, ...]:
+    """A comma-separated list of numbers.
+
+    Raises:
+        EvalError: an entry is none.
+    """
+    try:
+        return tuple(kind(entry) for entry in split_list(text))
+    except ValueError:
+        raise EvalError(f"{what} must be numbers separated by commas, not {text!r}") from None
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Option(help="Model directory or Hub name; with --url the name that is served.")],
+    out: Annotated[Path, typer.Option(help="Results folder; a run that was killed goes on where it was.")],
+    tasks: Annotated[str, typer.Option(help=TASK_HELP)] = "niah,multikey,twostage,vt,ppl",
+    policies: Annotated[str, typer.Option(help="Names, YAML files or JSON objects.")] = "full,h2o,sink-window",
+    budgets: Annotated[str, typer.Option(help="Tokens, or ratios of the prompt below 1. '': the policies' own.")] = (
+        "128,256,512,0.25"
+    ),
+    lengths: Annotated[str, typer.Option(help="Tokens before the question (built-in tasks).")] = "1024,2048,4096",
+    depths: Annotated[str, typer.Option(help="Where the asked fact lies, from 0 to 1.")] = "0.1,0.3,0.5,0.7,0.9",
+    samples: Annotated[int, typer.Option(help="Prompts for each task, length and depth.")] = 4,
+    settings: Annotated[
+        str, typer.Option(help="agnostic, aware, served; several run apart. Default: agnostic, over HTTP served.")
+    ] = "",
+    url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server instead of an engine in here.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, where it is not the model's.")] = None,
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template, if it has one.")] = True,
+    seed: Annotated[int, typer.Option(help="Another seed is other prompts.")] = 0,
+    sink: Annotated[int, typer.Option(help="Sink tokens of policies given by name.")] = 32,
+    recent: Annotated[int, typer.Option(help="Recent tokens of policies given by name.")] = 32,
+    buffer: Annotated[int, typer.Option(help="Hysteresis of policies given by name.")] = 0,
+    chunk: Annotated[int, typer.Option(help="Prefill chunk in the agnostic setting; divides all lengths.")] = 256,
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 32,
+    batch: Annotated[int, typer.Option(help="Requests at once.")] = 8,
+    limit: Annotated[int | None, typer.Option(help="Most rows of each benchmark file.")] = None,
+    engine_args: Annotated[str, typer.Option(help='More arguments of LLM, as JSON: {"dtype": "float32"}.')] = "{}",
+) -> None:
+    """Run tasks under every policy and budget, then write tables, pictures and a report."""
+    # Before vLLM is imported: one process is enough here, and engines follow each other in it.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from . import report
+    from .run import Plan, run
+
+    console = _console()
+    plan = Plan(
+        model=model,
+        out=out,
+        tasks=tuple(split_list(tasks)),
+        policies=policies,
+        budgets=tuple(parse_budgets(budgets)),
+        lengths=numbers(lengths, int, "--lengths"),
+        depths=numbers(depths, float, "--depths"),
+        samples=samples,
+        settings=tuple(split_list(settings)),
+        url=url,
+        tokenizer=tokenizer,
+        chat=chat,
+        seed=seed,
+        sink=sink,
+        recent=recent,
+        buffer=buffer,
+        chunk=chunk,
+        block_size=block_size,
+        batch=batch,
+        limit=limit,
+        engine_args=_object(engine_args, "--engine-args"),
+    )
+    rows = run(plan, lambda line: console.print(line, highlight=False, soft_wrap=True))
+    _tell(report.write(rows, out, console), console)
+
+
+@app.command()
+def plot(folder: Annotated[Path, typer.Argument(help="Results folder of an evaluation.")]) -> None:
+    """Write tables, pictures and report of rows that are there, and print the table."""
+    from . import report
+
+    console = _console()
+    _tell(report.write(report.load(folder), folder, console), console)
+
+
+def _console() -> Console:
+    """Standard output; wide enough for every column where it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
+
+
+def _tell(files: list[Path], console: Console) -> None:
+    for file in files:
+        console.print(str(file), style="dim", highlight=False, soft_wrap=True)
+
+
+def _object(text: str, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise EvalError(f"{what} is not JSON ({error}): {text}") from None
+    if not isinstance(value, dict):
+        raise EvalError(f"{what} must be a JSON object, not {text}")
+    return value
+
+
+def main() -> None:
+    """The command, with what a user got wrong as one line on stderr and exit status 2."""
+    try:
+        app()
+    except EvalError as error:
+        print(f"vllm-evict: {error}", file=sys.stderr)
+        sys.exit(2)

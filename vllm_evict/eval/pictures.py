@@ -1,0 +1,195 @@
+"""Pictures of one setting's rows: needle heat maps, quality against budget, quality against throughput."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .policies import budget_words
+from .rows import Row
+from .summary import Line, labelled, one_setting, summarise
+
+SHARES = "viridis"
+
+
+def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
+    """Draw every picture that the rows have data for.
+
+    Args:
+        rows: of one setting.
+        folder: where the PNG files go.
+
+    Returns:
+        Caption -> file.
+
+    Raises:
+        EvalError: the rows are of several settings.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    setting = one_setting(rows)
+    rows = labelled(rows)
+    stem = setting.split(",")[0]
+    made: dict[str, Path] = {}
+
+    def save(figure: Any, caption: str, name: str) -> None:
+        path = folder / f"{stem}-{name}.png"
+        figure.savefig(path, dpi=120, bbox_inches="tight", facecolor="white")
+        pyplot.close(figure)
+        made[caption] = path
+
+    by_length, overall = summarise(rows), summarise(rows, by_length=False)
+    if any(not line.is_full for line in by_length):
+        save(budgets(pyplot, by_length), f"Quality against budget ({setting})", "quality")
+    if any(line.tokens_per_s for line in overall):
+        save(pareto(pyplot, overall), f"Quality against throughput ({setting})", "pareto")
+    for task in dict.fromkeys(row["task"] for row in rows if row["depth"] is not None):
+        figure = heat_map(pyplot, [row for row in rows if row["task"] == task])
+        save(figure, f"{task}: depth of the needle by length ({setting})", f"needles-{task.replace('/', '-')}")
+    return made
+
+
+def colours(lines: Sequence[Line]) -> dict[str, Any]:
+    """One colour a policy, black for `full`."""
+    names = list(dict.fromkeys(line.policy for line in lines if not line.is_full))
+    full = {line.policy: "black" for line in lines if line.is_full}
+    return full | {name: f"C{i}" for i, name in enumerate(names)}
+
+
+def budgets(pyplot: Any, lines: Sequence[Line]) -> Any:
+    """Quality against budget, a panel a task and length; `full` is the line across, bands and bars are 95 %."""
+    tasks, lengths = list(dict.fromkeys(x.task for x in lines)), sorted({x.length for x in lines})
+    figure, axes = pyplot.subplots(
+        len(tasks), len(lengths), figsize=(3.4 * len(lengths) + 1, 2.6 * len(tasks) + 0.6), squeeze=False, sharey="row"
+    )
+    colour = colours(lines)
+    for task, row in zip(tasks, axes, strict=True):
+        for length, axis in zip(lengths, row, strict=True):
+            here = [x for x in lines if x.task == task and x.length == length]
+            for line in here:
+                if line.is_full:
+                    axis.axhline(line.score, color="black", lw=1.5, label="full")
+                    if math.isfinite(line.high):
+                        axis.axhspan(line.low, line.high, color="black", alpha=0.08, lw=0)
+            for policy in dict.fromkeys(x.policy for x in here if not x.is_full):
+                found = sorted((x for x in here if x.policy == policy and _tokens(x)), key=_tokens)
+                if found:
+                    style = {"marker": "o", "ms": 4, "capsize": 2, "lw": 1.2, "color": colour[policy]}
+                    axis.errorbar(
+                        [_tokens(x) for x in found], [x.score for x in found], _bars(found), label=policy, **style
+                    )
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            axis.set_title(f"{task}, {length:,} tokens" if length else task, fontsize=9)
+            axis.grid(alpha=0.25)
+            _quality_axis(axis, here)
+    for axis in axes[-1]:
+        axis.set_xlabel("budget, tokens")
+    _legend(figure, axes)
+    figure.tight_layout()
+    return figure
+
+
+def pareto(pyplot: Any, lines: Sequence[Line]) -> Any:
+    """Quality against throughput, a panel a task; the stairs join what nothing else beats in both."""
+    lines = [x for x in lines if x.tokens_per_s]
+    tasks = list(dict.fromkeys(x.task for x in lines))
+    figure, axes = pyplot.subplots(1, len(tasks), figsize=(3.8 * len(tasks) + 0.6, 3.6), squeeze=False)
+    colour = colours(lines)
+    for task, axis in zip(tasks, axes[0], strict=True):
+        here = [x for x in lines if x.task == task]
+        for line in here:
+            mark = {"marker": "*", "ms": 10} if line.is_full else {"marker": "o", "ms": 5}
+            at = line.tokens_per_s, line.score
+            axis.errorbar(*at, _bars([line]), color=colour[line.policy], label=line.policy, ls="none", lw=1, **mark)
+            axis.annotate(budget_words(line.budget), at, (5, 4), textcoords="offset points", fontsize=7)
+        front = frontier(here)
+        axis.step([x.tokens_per_s for x in front], [x.score for x in front], where="pre", color="grey", lw=0.8, ls=":")
+        axis.set_title(task, fontsize=9)
+        axis.set_xlabel("tokens per second")
+        axis.grid(alpha=0.25)
+        _quality_axis(axis, here)
+    _legend(figure, axes)
+    figure.tight_layout()
+    return figure
+
+
+def frontier(lines: Sequence[Line]) -> list[Line]:
+    """Lines that no other beats in both quality and throughput, slowest first."""
+    better = (lambda a, b: a < b) if lines and lines[0].perplexity else (lambda a, b: a > b)
+    front: list[Line] = []
+    for line in sorted(lines, key=lambda x: x.tokens_per_s, reverse=True):
+        if not front or better(line.score, front[-1].score):
+            front.append(line)
+    return front[::-1]
+
+
+def heat_map(pyplot: Any, rows: Sequence[Row]) -> Any:
+    """Share of right answers by depth and length, one panel for each policy (across: its budgets)."""
+    policies = sorted({row["policy"] for row in rows}, key=lambda p: (p.split()[0] != "full", p))
+    sizes = sorted({row["budget"] for row in rows if row["budget"] is not None}, key=lambda b: (b < 1, b))
+    depths, lengths = sorted({r["depth"] for r in rows}), sorted({r["length"] for r in rows})
+    wide = max(1, len(sizes))
+    size = 1.3 + (0.7 * len(lengths) + 0.5) * wide, (0.32 * len(depths) + 0.9) * len(policies)
+    figure, axes = pyplot.subplots(len(policies), wide, figsize=size, squeeze=False)
+    picture = None
+    for policy, line in zip(policies, axes, strict=True):
+        mine = [row for row in rows if row["policy"] == policy]
+        own = [None] if all(row["budget"] is None for row in mine) else sizes
+        for axis, budget in zip(line, [*own, *["none"] * (wide - len(own))], strict=True):
+            here = [row for row in mine if row["budget"] == budget]
+            if not here:
+                axis.set_visible(False)
+                continue
+            grid = [[_share(here, depth, length) for length in lengths] for depth in depths]
+            picture = axis.imshow(grid, vmin=0, vmax=1, cmap=SHARES, aspect="auto")
+            axis.set_title(policy if budget is None else f"{policy}, {budget_words(budget)}", fontsize=8)
+            axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7, rotation=30)
+            axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=7)
+    axes[0][0].set_ylabel("depth", fontsize=8)
+    figure.tight_layout()
+    figure.colorbar(picture, ax=axes, shrink=0.6, label="share of right answers")
+    return figure
+
+
+def _share(rows: Sequence[Row], depth: float, length: int) -> float:
+    scores = [row["score"] for row in rows if row["depth"] == depth and row["length"] == length]
+    return sum(scores) / len(scores) if scores else math.nan
+
+
+def _tokens(line: Line) -> float | None:
+    """A budget in tokens; a ratio is that of the length where nobody says what it came to."""
+    if line.budget_tokens:
+        return line.budget_tokens
+    if isinstance(line.budget, float):
+        return line.budget * line.length if line.length else None
+    return line.budget
+
+
+def _bars(lines: Sequence[Line]) -> list[list[float]]:
+    """Lengths of error bars down and up; none where an interval is unbounded."""
+    finite = [math.isfinite(x.high) for x in lines]
+    down = [max(0.0, x.score - x.low) if ok else 0.0 for x, ok in zip(lines, finite, strict=True)]
+    up = [max(0.0, x.high - x.score) if ok else 0.0 for x, ok in zip(lines, finite, strict=True)]
+    return [down, up]
+
+
+def _quality_axis(axis: Any, lines: Sequence[Line]) -> None:
+    if lines and lines[0].perplexity:
+        axis.set_ylabel("perplexity (less is better)", fontsize=8)
+        return
+    axis.set_ylim(-0.04, 1.04)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.set_ylabel("right answers", fontsize=8)
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    found: dict[str, Any] = {}
+    for axis in axes.flat:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 6}
+    figure.legend(found.values(), found.keys(), fontsize=8, frameon=False, **place)

@@ -1,0 +1,203 @@
+"""What a run leaves behind: a table in the terminal, CSV, Markdown, pictures, and one HTML page to read."""
+
+import base64
+import csv
+import html
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from . import EvalError
+from .pictures import draw_all
+from .policies import budget_words
+from .rows import FILE, Row, read
+from .summary import Line, columns, conditions, setting_of, settings_of, summarise, words
+
+NOTES = [
+    "Brackets are 95 % intervals: Wilson's for shares of right answers, bootstrap for others. "
+    "The difference from full is on the very same prompts; within noise is what a paired sign-flip test "
+    "(McNemar's exact test where answers are right or wrong) does not tell from chance, p ≥ 0.05. That is not to say "
+    "that there is no difference: more prompts tell smaller ones.",
+    "Peak blocks and evicted tokens are per request. Tokens/s counts prompt and answer tokens of the batch that a "
+    "request ran in; first token is the time from a request's arrival, waiting included. Means over requests.",
+]
+SETTINGS = {
+    "agnostic": "The question comes after the context was evicted: prompts are prefilled in chunks, the context ends "
+    "with one, and the question is in the next. No decision over the context had seen it.",
+    "aware": "The question is inside what is compressed: the whole prompt is one chunk; the first decision follows it.",
+    "served": "Prompts as they are, in chunks as the server makes them: facts in the last chunk are decided on with "
+    "the question seen, all others without it.",
+}
+
+
+def load(folder: Path) -> list[Row]:
+    """Rows of a results folder; a half-written last line is left out.
+
+    Raises:
+        EvalError: there are none, or the file is damaged.
+    """
+    path = folder / FILE
+    if not path.exists():
+        raise EvalError(f"no results in {folder}: {FILE} is not there")
+    rows, _ = read(path)
+    if not rows:
+        raise EvalError(f"no results in {folder}: {FILE} has no whole row")
+    return rows
+
+
+def write(rows: Sequence[Row], folder: Path, console: Console) -> list[Path]:
+    """Write every report of these rows and print the table.
+
+    Args:
+        rows: of any number of settings; each has its own table and pictures.
+        folder: where rows.jsonl is.
+        console: takes the table.
+
+    Returns:
+        The files.
+    """
+    lines = summarise(rows)
+    parts: list[tuple[str, list[Line], dict[str, Path]]] = []
+    for setting in settings_of(rows):
+        own = [row for row in rows if setting_of(row) == setting]
+        parts.append((setting, [x for x in lines if x.setting == setting], draw_all(own, folder)))
+    files = {
+        "summary.csv": _csv(lines),
+        "summary.md": _markdown(rows, parts),
+        "report.html": _html(rows, parts),
+    }
+    for setting, own, _ in parts:
+        console.print(terminal_table(setting, own, console.width))
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    pictures = [path for _, _, made in parts for path in made.values()]
+    return [folder / name for name in files] + pictures
+
+
+#: Columns that a narrow terminal does without; the files have them.
+WIDE = ("n", "evicted tokens", "first token s")
+
+
+def terminal_table(setting: str, lines: Sequence[Line], width: int) -> Table:
+    """Lines of one setting, for a terminal of `width` columns."""
+    table = Table(title=f"Quality, {setting}", title_justify="left", header_style="bold", pad_edge=False)
+    hidden = WIDE if width < 130 else ()
+    shown = [{k: v for k, v in words(line).items() if k not in hidden} for line in lines]
+    for name in shown[0]:
+        table.add_column(name, justify="left" if name in ("task", "policy", "") else "right", no_wrap=True)
+    marks = {"worse": "red", "better": "green", "within noise": "dim"}
+    last = None
+    for line, row in zip(lines, shown, strict=True):
+        if last and (line.task, line.length) != last:
+            table.add_section()
+        last = line.task, line.length
+        table.add_row(*row.values(), style="bold" if line.is_full else marks.get(line.verdict, ""))
+    return table
+
+
+def headlines(lines: Sequence[Line]) -> list[str]:
+    """What the figures say at the longest length, a sentence a task.
+
+    `full`, and each policy at its smallest budget and at the smallest from which on it is not told from `full`.
+    """
+    said = []
+    for task in dict.fromkeys(x.task for x in lines):
+        longest = max(x.length or 0 for x in lines if x.task == task)
+        here = [x for x in lines if x.task == task and (x.length or 0) == longest]
+        full = next((x for x in here if x.is_full), None)
+        parts = [f"full attention {full.quality}" if full else "full did not run, so nothing can be compared"]
+        for policy in dict.fromkeys(x.policy for x in here if not x.is_full):
+            own = sorted((x for x in here if x.policy == policy), key=lambda x: x.budget_tokens or x.budget or 0)
+            parts.append(f"{policy} {own[0].quality} at a budget of {budget_words(own[0].budget)}")
+            if full:
+                equal = next((x for i, x in enumerate(own) if all(y.verdict != "worse" for y in own[i:])), None)
+                if equal is None:
+                    parts[-1] += " and worse than full at every budget tried"
+                elif equal is own[0]:
+                    parts[-1] += f", which {equal.n} prompts do not tell from full"
+                else:
+                    parts[-1] += f"; at {budget_words(equal.budget)} {equal.quality}, "
+                    parts[-1] += f"which {equal.n} prompts do not tell from full"
+        said.append(f"{task}{f' at {longest:,} tokens' if longest else ''}: " + "; ".join(parts) + ".")
+    return said
+
+
+def _csv(lines: Sequence[Line]) -> str:
+    out = io.StringIO()
+    rows = [columns(line) for line in lines]
+    writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _markdown(rows: Sequence[Row], parts: Sequence[tuple[str, list[Line], dict[str, Path]]]) -> str:
+    text = ["# Quality under eviction", ""]
+    for setting, lines, pictures in parts:
+        text += [f"## Setting: {setting}", "", SETTINGS[setting.split(",")[0]], ""]
+        text += [f"- {said}" for said in headlines(lines)] + [""]
+        text += [f"![{caption}]({path.name})" for caption, path in pictures.items()] + [""]
+        shown = [words(line) for line in lines]
+        text += ["| " + " | ".join(shown[0]) + " |", "|" + "---|" * len(shown[0])]
+        text += ["| " + " | ".join(row.values()) + " |" for row in shown] + [""]
+    text += [*NOTES, ""] + [f"- {line}" for line in conditions(rows)]
+    return "\n".join(text) + "\n"
+
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8882; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
+figure { margin: 1.5rem 0; } figcaption { font-weight: 600; margin-bottom: .4rem; }
+img { max-width: 100%; border-radius: 4px; }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+table { display: block; overflow-x: auto; }
+th, td { padding: .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--soft); }
+th { position: sticky; top: 0; } .left { text-align: left; }
+tr.full { font-weight: 600; } tr.worse { color: #c0392b; } tr.better { color: #1e8449; } tr.noise { opacity: .75; }
+.small { font-size: 13px; opacity: .8; overflow-wrap: anywhere; }
+"""
+
+
+def _html(rows: Sequence[Row], parts: Sequence[tuple[str, list[Line], dict[str, Path]]]) -> str:
+    models = ", ".join(sorted({row["model"] for row in rows}))
+    body = [f"<h1>Quality under eviction</h1><p>{html.escape(models)}, {len(rows):,} requests</p>"]
+    for setting, lines, pictures in parts:
+        body += [f"<h2>Setting: {html.escape(setting)}</h2><p>{html.escape(SETTINGS[setting.split(',')[0]])}</p><ul>"]
+        body += [f"<li>{html.escape(said)}</li>" for said in headlines(lines)] + ["</ul>"]
+        for caption, path in pictures.items():
+            data = base64.b64encode(path.read_bytes()).decode()
+            body.append(
+                f"<figure><figcaption>{html.escape(caption)}</figcaption>"
+                f'<img alt="{html.escape(caption)}" src="data:image/png;base64,{data}"></figure>'
+            )
+        body += ["<details open><summary>All figures</summary>", _html_table(lines), "</details>"]
+    body += [f'<p class="small">{html.escape(note)}</p>' for note in NOTES]
+    body += [f'<p class="small">{html.escape(line)}</p>' for line in conditions(rows)]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Quality under eviction</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
+        + "\n".join(body)
+        + "</body></html>\n"
+    )
+
+
+def _html_table(lines: Sequence[Line]) -> str:
+    left = ("task", "policy", "")
+    kinds = {"worse": "worse", "better": "better", "within noise": "noise"}
+    shown = [words(line) for line in lines]
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        named = zip(shown[0], values, strict=True)
+        return "".join(
+            f"<{tag}{' class=left' if name in left else ''}>{html.escape(value)}</{tag}>" for name, value in named
+        )
+
+    text = ["<table><thead><tr>", cells("th", list(shown[0])), "</tr></thead><tbody>"]
+    for line, row in zip(lines, shown, strict=True):
+        kind = "full" if line.is_full else kinds.get(line.verdict, "")
+        text.append(f'<tr class="{kind}">{cells("td", list(row.values()))}</tr>')
+    return "".join(text) + "</tbody></table>"

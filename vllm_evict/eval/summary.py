@@ -1,0 +1,241 @@
+"""Rows to figures: a line for each task, policy, budget and length, with its interval and its distance from `full`."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from . import EvalError
+from .policies import Budget, budget_words
+from .rows import Row
+from .stats import ALPHA, interval, p_value
+from .tasks import NLL
+
+
+@dataclass(frozen=True)
+class Line:
+    """One task, policy, budget and length (None: all lengths) in one setting.
+
+    Attributes:
+        score, low, high: mean and 95 % interval: a share of 1, or a perplexity.
+        difference: score less that of `full` on the very same prompts; None for `full`, or where it did not run.
+        p: that the difference is noise, paired by prompt.
+        budget_tokens, peak_blocks, evicted_tokens, ttft_s, tokens_per_s: means; None where nobody says.
+    """
+
+    setting: str
+    task: str
+    policy: str
+    budget: Budget
+    length: int | None
+    perplexity: bool
+    n: int
+    score: float
+    low: float
+    high: float
+    difference: float | None = None
+    p: float | None = None
+    budget_tokens: float | None = None
+    peak_blocks: float | None = None
+    evicted_tokens: float | None = None
+    ttft_s: float | None = None
+    tokens_per_s: float | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.budget is None and self.policy.split()[0] == "full"
+
+    @property
+    def verdict(self) -> str:
+        """How it stands to `full`, in words; a difference within noise is not called one."""
+        if self.p is None:
+            return "" if self.is_full else "no full to compare"
+        if self.p >= ALPHA or not self.difference:
+            return "within noise"
+        return "worse" if (self.difference > 0) == self.perplexity else "better"
+
+    @property
+    def quality(self) -> str:
+        """Score and interval, for people."""
+        if self.perplexity:
+            return f"{self.score:.2f}{self._interval('.2f', 1)}"
+        return f"{self.score:.0%}{self._interval('.0f', 100)}"
+
+    def _interval(self, form: str, scale: float) -> str:
+        if not math.isfinite(self.high):
+            return ""
+        return f" [{self.low * scale:{form}}, {self.high * scale:{form}}]"
+
+    @property
+    def delta(self) -> str:
+        """Difference from `full`, for people."""
+        if self.difference is None:
+            return ""
+        return f"{self.difference:+.2f}" if self.perplexity else f"{100 * self.difference:+.0f}"
+
+
+def setting_of(row: Row) -> str:
+    """The setting with all that makes it one: rows that differ in it are never put together."""
+    return f"{row['setting']}, chunks of {row['chunk']}" if row.get("chunk") else row["setting"]
+
+
+def settings_of(rows: Iterable[Row]) -> list[str]:
+    return sorted({setting_of(row) for row in rows})
+
+
+def one_setting(rows: Sequence[Row]) -> str:
+    """The setting of rows that are to be put into one picture or table.
+
+    Raises:
+        EvalError: they are of several.
+    """
+    settings = settings_of(rows)
+    if len(settings) != 1:
+        raise EvalError(f"results of different settings are not put together: {'; '.join(settings) or 'no rows'}")
+    return settings[0]
+
+
+def labelled(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose policy is told apart where one name stands for several sets of options, or several engines."""
+    variants: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if _options(row) not in variants[row["policy"]]:
+            variants[row["policy"]].append(_options(row))
+
+    def label(row: Row) -> str:
+        configs = variants[row["policy"]]
+        if len(configs) == 1:
+            return row["policy"]
+        own = _options(row)
+        differing = sorted({k for c in configs for k in c | own if any(c.get(k) != o.get(k) for o in configs)})
+        return " ".join([row["policy"], *(f"{k}={own[k]}" for k in differing if k in own)])
+
+    return [row | {"policy": label(row)} for row in rows]
+
+
+def _options(row: Row) -> dict[str, Any]:
+    return (row.get("policy_config") or {}) | (row.get("engine_args") or {})
+
+
+def summarise(rows: Sequence[Row], by_length: bool = True) -> list[Line]:
+    """Lines of all settings, tasks, policies and budgets, `full` first and budgets ascending.
+
+    Args:
+        rows: as read from a results file.
+        by_length: a line for each length; else one over all lengths.
+    """
+    groups: dict[tuple, list[Row]] = defaultdict(list)
+    for row in labelled(rows):
+        length = row["length"] if by_length else None
+        groups[setting_of(row), row["task"], row["policy"], row["budget"], length].append(row)
+    full = {_prompt(row): row["score"] for row in rows if row["policy"] == "full"}
+    lines = [_line(key, group, full) for key, group in groups.items()]
+    order = {task: i for i, task in enumerate(dict.fromkeys(row["task"] for row in rows))}
+    return sorted(
+        lines,
+        key=lambda x: (x.setting, order[x.task], x.length or 0, not x.is_full, x.policy, _size(x.budget)),
+    )
+
+
+def _prompt(row: Row) -> tuple:
+    engine = json.dumps(row.get("engine_args"), sort_keys=True)
+    place = row["task"], row["length"], row["depth"], row["index"], row["seed"], row["prompt_sha256"]
+    return setting_of(row), engine, *place
+
+
+def _size(budget: Budget) -> float:
+    """Ratios after tokens."""
+    return math.inf if budget is None else budget if budget >= 1 else 1e9 + budget
+
+
+def _line(key: tuple, rows: list[Row], full: dict[tuple, float]) -> Line:
+    setting, task, policy, budget, length = key
+    scores = [row["score"] for row in rows]
+    perplexity = rows[0]["metric"] == NLL
+    scale = math.exp if perplexity else float
+    low, high = (scale(min(bound, 700)) for bound in interval(scores))
+    line = Line(
+        setting=setting,
+        task=task,
+        policy=policy,
+        budget=budget,
+        length=length,
+        perplexity=perplexity,
+        n=len(rows),
+        score=scale(_mean(scores)),
+        low=low,
+        high=high if len(rows) > 1 or not perplexity else math.inf,
+        **{
+            name: _mean([row[name] for row in rows if row.get(name) is not None])
+            for name in ("budget_tokens", "peak_blocks", "evicted_tokens", "ttft_s", "tokens_per_s")
+        },
+    )
+    pairs = [(row["score"], full[_prompt(row)]) for row in rows if _prompt(row) in full]
+    if line.is_full or not pairs:
+        return line
+    own, reference = zip(*pairs, strict=True)
+    difference = scale(_mean(own)) - scale(_mean(reference))
+    return replace(line, difference=difference, p=p_value([a - b for a, b in pairs]))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def columns(line: Line) -> dict[str, Any]:
+    """A line as a row of a CSV: raw values."""
+    return {
+        "setting": line.setting,
+        "task": line.task,
+        "policy": line.policy,
+        "budget": budget_words(line.budget),
+        "length": line.length,
+        "n": line.n,
+        "metric": "perplexity" if line.perplexity else "score",
+        "score": line.score,
+        "low": line.low,
+        "high": line.high,
+        "difference": line.difference,
+        "p": line.p,
+        "verdict": line.verdict,
+        "budget_tokens": line.budget_tokens,
+        "peak_blocks": line.peak_blocks,
+        "evicted_tokens": line.evicted_tokens,
+        "tokens_per_s": line.tokens_per_s,
+        "ttft_s": line.ttft_s,
+    }
+
+
+def words(line: Line) -> dict[str, str]:
+    """A line as a row of a table for people."""
+
+    def number(value: float | None, form: str = ",.0f") -> str:
+        return "" if value is None else f"{value:{form}}"
+
+    return {
+        "task": line.task,
+        "length": number(line.length, ","),
+        "policy": line.policy,
+        "budget": budget_words(line.budget),
+        "n": str(line.n),
+        "quality [95 %]": line.quality,
+        "vs full": line.delta,
+        "": line.verdict,
+        "peak blocks": number(line.peak_blocks, ".1f"),
+        "evicted tokens": number(line.evicted_tokens),
+        "tokens/s": number(line.tokens_per_s),
+        "first token s": number(line.ttft_s, ".3f"),
+    }
+
+
+def conditions(rows: Sequence[Row]) -> list[str]:
+    """Where and how the rows were made, a sentence each, for the foot of every report."""
+
+    def distinct(name: str) -> list[str]:
+        values = [row.get(name) for row in rows if row.get(name)]
+        return sorted({json.dumps(v, sort_keys=True) if isinstance(v, dict) else str(v) for v in values})
+
+    names = ("model", "versions", "hardware", "engine", "server_policy")
+    return [f"{name}: {'; '.join(found)}" for name in names if (found := distinct(name))]
