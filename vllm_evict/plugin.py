@@ -9,6 +9,7 @@ from .config import KVPolicyConfig, KVPolicyError
 #: vLLM's modules and what is added to them, in every process and idempotently. Without a policy all of it stays idle.
 HOOKS = {
     "vllm.engine.arg_utils": arguments.hook,
+    "vllm.v1.engine.async_llm": frontend.hook_async_llm,
     "vllm.v1.engine.input_processor": frontend.hook_input_processor,
     "vllm.v1.engine.output_processor": frontend.hook_output_processor,
     "vllm.v1.metrics.loggers": frontend.hook_loggers,

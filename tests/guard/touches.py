@@ -301,6 +301,13 @@ FRONT_END = [
         "names the field that is wrong",
         calls=("error(..., parameter=...)",),
     ),
+    Touch("vllm.v1.engine.async_llm:", ("plugin",), "hooked when it is imported"),
+    Touch(
+        "vllm.v1.engine.async_llm:AsyncLLM.generate",
+        ("compat.frontend",),
+        "makes the generator of a request; a bad one is refused before",
+        first=("prompt", "sampling_params"),
+    ),
     Touch("vllm.v1.engine.output_processor:", ("plugin",), "hooked when it is imported"),
     Touch(
         "vllm.outputs:RequestOutput.add",

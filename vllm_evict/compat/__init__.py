@@ -3,7 +3,7 @@
 | module | touches | why | until |
 |---|---|---|---|
 | `arguments` | `EngineArgs` | a flag and a keyword for the policy | vLLM lets plugins add engine arguments |
-| `frontend` | `InputProcessor`, `RequestState`, `StatLoggerManager` | 400s, usage, /metrics | vLLM has hooks for them |
+| `frontend` | `AsyncLLM`, `InputProcessor`, `RequestState`, loggers | 400s, usage, /metrics | vLLM has hooks for them |
 | `runners` | model runners V1 and V2 | holes into block tables, batch order | SchedulerOutput tells of them |
 | `layers` | `Attention` layers after load | their backend behind a view | backends can be wrapped by configuration |
 | `refusals` | `VllmConfig` | what can't be served right is refused by name | each entry until it is served |

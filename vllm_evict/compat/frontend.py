@@ -20,13 +20,38 @@ def _once(function: Any) -> bool:
     return not hasattr(function, "__wrapped__")
 
 
-def hook_input_processor(module: ModuleType) -> None:
-    """Validate `kv_policy` and `kv_budget` of a request where vLLM validates the rest.
-
-    What is refused is HTTP 400 on a server, and `VLLMValidationError` offline.
-    """
+def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
+    """Refuse a request that asks for what it may not have: HTTP 400 on a server, `VLLMValidationError` offline."""
     from vllm.exceptions import VLLMValidationError
 
+    config = _server_policy(vllm_config)
+    extra_args = getattr(params, "extra_args", None)
+    if config is None or not extra_args:
+        return
+    try:
+        config.for_request(extra_args, prompt_len, vllm_config.cache_config.block_size)
+    except KVPolicyError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+
+def hook_async_llm(module: ModuleType) -> None:
+    """Validate streamed requests when they are made: the generator starts only after the response has."""
+    cls = module.AsyncLLM
+    generate = cls.generate
+    if not _once(generate):
+        return
+
+    @functools.wraps(generate)
+    def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
+            _check_request(self.vllm_config, sampling_params, len(prompt["prompt_token_ids"]))
+        return generate(self, prompt, sampling_params, *args, **kwargs)
+
+    cls.generate = checked
+
+
+def hook_input_processor(module: ModuleType) -> None:
+    """Validate `kv_policy` and `kv_budget` of every request where vLLM validates the rest."""
     cls = module.InputProcessor
     process_inputs = cls.process_inputs
     if not _once(process_inputs):
@@ -35,14 +60,9 @@ def hook_input_processor(module: ModuleType) -> None:
     @functools.wraps(process_inputs)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process_inputs(self, *args, **kwargs)
-        config = _server_policy(self.vllm_config)
-        params = request.sampling_params
-        if config is not None and params is not None and params.extra_args:
+        if request.sampling_params is not None:
             length = len(request.prompt_token_ids) if request.prompt_token_ids else len(request.prompt_embeds)
-            try:
-                config.for_request(params.extra_args, length, self.vllm_config.cache_config.block_size)
-            except KVPolicyError as error:
-                raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+            _check_request(self.vllm_config, request.sampling_params, length)
         return request
 
     cls.process_inputs = checked
