@@ -96,7 +96,9 @@ def test_requests_shorter_than_the_budget_are_left_alone(engine, stock_answers):
     outputs = server.generate(PROMPTS, max_tokens=TOKENS, logprobs=3, prompt_logprobs=2)
     assert [everything(output) for output in outputs] == stock_answers[: len(PROMPTS)]
     assert [output.kv_usage.evicted_blocks for output in outputs] == [0] * len(PROMPTS)
-    assert [output.kv_usage.peak_resident_blocks for output in outputs] == [10, 2, 6, 2]
+    # The last token is sampled and never computed.
+    held = [math.ceil((len(prompt) + TOKENS - 1) / 32) for prompt in PROMPTS]
+    assert [output.kv_usage.peak_resident_blocks for output in outputs] == held
 
 
 # --- blocks go back --------------------------------------------------------------------------------------------------
