@@ -8,6 +8,7 @@ import vllm
 from oracle.tiny import make_tiny_llama
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_evict.attention.mass import kernel_path
 from vllm_evict.compat import layers, refusals
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 
@@ -313,13 +314,21 @@ def test_layers_of_unknown_backends_or_with_windows_are_refused():
 
 
 def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
-    found = {"layer.2": SimpleNamespace(isa="neon")}
+    plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "is_fp8_kv_cache": False, "head_size": 64}
+    found = {"layer.2": SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain))}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
+    runtime = SimpleNamespace(decodes=None)
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
-        layers.check_layouts(None, KVPolicyConfig.parse(H2O))
-    layers.check_layouts(None, KVPolicyConfig.parse(UNMEASURED))
+        layers.settle(None, KVPolicyConfig.parse(H2O), runtime)
+    layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime)
+    assert runtime.decodes is False
     found["layer.2"].isa = "vec"
-    layers.check_layouts(None, KVPolicyConfig.parse(H2O))
+    layers.settle(None, KVPolicyConfig.parse(H2O), runtime)
+    assert runtime.decodes is (kernel_path() not in ("torch reference", "portable"))
+    for field, value in {"alibi_slopes": [1.0], "logits_soft_cap": 30.0, "is_fp8_kv_cache": True, "head_size": 72}.items():
+        found["layer.2"].impl = SimpleNamespace(**{**plain, field: value})
+        layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime)
+        assert runtime.decodes is False
 
 
 def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):

@@ -85,17 +85,17 @@ const Kernel& choose_kernel(const optional<string>& isa) {
 
 string kernel_path(const optional<string>& isa) { return choose_kernel(isa).name; }
 
-void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& block_table,
-                const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
-                const Tensor& out, const optional<Tensor>& weights, const string& layout,
-                const optional<string>& isa) {
+MassArgs check_batch(const Tensor& query, const Tensor& key_cache, const Tensor& block_table,
+                     const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
+                     const optional<Tensor>& out, const optional<Tensor>& weights,
+                     const string& layout) {
   MassArgs a{};
   a.query_type = check_floats(query, "query");
   a.packing = check_packing(layout, check_floats(key_cache, "key_cache"));
   check_tensor(block_table, "block_table", at::kInt, 2);
   check_tensor(query_start_loc, "query_start_loc", at::kInt, 1);
   check_tensor(seq_lens, "seq_lens", at::kInt, 1);
-  check_tensor(out, "out", at::kFloat, 3);
+  if (out) check_tensor(*out, "out", at::kFloat, 3);
   if (weights) check_tensor(*weights, "weights", at::kFloat, 1);
 
   require(query.dim() == 3 && query.stride(2) == 1,
@@ -110,10 +110,10 @@ void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& bloc
   require(key_cache.size(1) > 0 && query.size(1) > 0 && query.size(1) % key_cache.size(1) == 0,
           "query must have a multiple of key_cache's heads");
   a.requests = seq_lens.size(0);
-  require(block_table.size(0) == a.requests && out.size(0) == a.requests &&
+  require(block_table.size(0) == a.requests && (!out || out->size(0) == a.requests) &&
               query_start_loc.size(0) == a.requests + 1,
           "block_table, seq_lens and out must have R rows, query_start_loc R + 1");
-  require(out.size(1) == 1 || out.size(1) == key_cache.size(1),
+  require(!out || out->size(1) == 1 || out->size(1) == key_cache.size(1),
           "out must have one row for each KV head or one for all");
   require(!weights || weights->size(0) == query.size(0), "weights must have T elements");
 
@@ -135,16 +135,57 @@ void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& bloc
   a.starts = query_start_loc.const_data_ptr<int32_t>();
   a.lens = seq_lens.const_data_ptr<int32_t>();
   a.weights = weights ? weights->const_data_ptr<float>() : nullptr;
-  a.out = out.mutable_data_ptr<float>();
-  a.out_request_stride = out.stride(0);
-  a.out_head_stride = out.stride(1);
-  a.out_width = out.size(2);
-  a.sum_heads = out.size(1) == 1;
+  if (out) {
+    a.out = out->mutable_data_ptr<float>();
+    a.out_request_stride = out->stride(0);
+    a.out_head_stride = out->stride(1);
+    a.out_width = out->size(2);
+    a.sum_heads = out->size(1) == 1;
+  }
   a.scale = static_cast<float>(scale);
+  return a;
+}
 
+void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& block_table,
+                const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
+                const Tensor& out, const optional<Tensor>& weights, const string& layout,
+                const optional<string>& isa) {
+  const MassArgs a = check_batch(query, key_cache, block_table, query_start_loc, seq_lens, scale,
+                                 out, weights, layout);
   const Kernel& kernel = choose_kernel(isa);
   py::gil_scoped_release release;
   vllm_evict::block_mass(a, kernel, at::get_num_threads());
+}
+
+void decode_mass(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                 const Tensor& block_table, const Tensor& query_start_loc, const Tensor& seq_lens,
+                 const Tensor& rows, double scale, const Tensor& output,
+                 const optional<Tensor>& out, const optional<Tensor>& weights,
+                 const string& layout, const optional<string>& isa) {
+  DecodeArgs d{};
+  d.mass = check_batch(query, key_cache, block_table, query_start_loc, seq_lens, scale, out, weights,
+                       layout);
+  require(d.mass.packing != Packing::amx && d.mass.dim % 16 == 0,
+          "decode_mass needs layout vec or vec16 and D a multiple of 16");
+  if (value_cache.scalar_type() != key_cache.scalar_type() ||
+      output.scalar_type() != query.scalar_type())
+    throw py::type_error("value_cache must have key_cache's dtype, output that of query");
+  require(value_cache.is_cpu() && value_cache.sizes() == key_cache.sizes() &&
+              value_cache.strides() == key_cache.strides(),
+          "value_cache must have key_cache's shape and strides");
+  require(output.is_cpu() && output.sizes() == query.sizes() && output.stride(2) == 1,
+          "output must have query's shape and a contiguous last dimension");
+  check_tensor(rows, "rows", at::kInt, 1);
+  d.values = value_cache.const_data_ptr();
+  d.rows = rows.const_data_ptr<int32_t>();
+  d.num_rows = rows.size(0);
+  d.output = output.mutable_data_ptr();
+  d.output_token_stride = output.stride(0);
+  d.output_head_stride = output.stride(1);
+
+  const Kernel& kernel = choose_kernel(isa);
+  py::gil_scoped_release release;
+  vllm_evict::decode_mass(d, kernel, at::get_num_threads());
 }
 
 void resident_view(const Tensor& block_table, const Tensor& seq_lens, int64_t block_size,
@@ -186,6 +227,7 @@ void resident_view(const Tensor& block_table, const Tensor& seq_lens, int64_t bl
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace vllm_evict::python;
   module.def("block_mass", block_mass);
+  module.def("decode_mass", decode_mass);
   module.def("kernel_path", kernel_path);
   module.def("resident_view", resident_view);
 }

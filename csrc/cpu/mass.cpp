@@ -1,30 +1,21 @@
 // Divides a batch into units of work, runs them, and adds up the results in an
 // order that depends on the batch's shape alone.
 
-#include "mass.h"
-
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <omp.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 #include <vector>
+
+#include "batch.h"
 
 namespace vllm_evict {
 namespace {
 
 constexpr int64_t kRowsPerPass = 64;          // query rows that share one pass over the keys
 constexpr int64_t kMaxUnits = 64;             // units per request and KV head
-constexpr int64_t kPieceTokens = 512;         // least keys worth a thread's while
 constexpr int64_t kMaxSplitBytes = 32 << 20;  // scratch memory of all units at once
-constexpr int64_t kSerialWork = 1 << 17;      // multiply-adds below which one thread is faster
-constexpr float kLog2e = 1.44269504f;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // One request's share of the batch.
 struct Request {
@@ -55,29 +46,6 @@ int64_t tokens_per_pass(const MassArgs& a) {
   return std::max<int64_t>(1, kRowsPerPass / (a.heads / a.kv_heads));
 }
 
-void require(bool valid, const char* sentence) {
-  if (!valid) throw std::invalid_argument(sentence);
-}
-
-void check_starts(const MassArgs& a) {
-  bool ascending = a.starts[0] >= 0 && a.starts[a.requests] <= a.tokens;
-  for (int64_t r = 0; r < a.requests; ++r) ascending &= a.starts[r] <= a.starts[r + 1];
-  require(ascending, "query_start_loc must ascend within 0 and T");
-}
-
-void check_blocks(const MassArgs& a, const Request& request) {
-  const int64_t r = request.index;
-  require(a.lens[r] >= a.starts[r + 1] - a.starts[r], "seq_lens must include the queries");
-  require(request.blocks <= a.table_width && request.blocks <= a.out_width,
-          "block_table and out must be as wide as the longest request has blocks");
-  bool valid = true;
-  for (int64_t j = 0; j < request.blocks; ++j) {
-    const int32_t block = a.table[r * a.table_stride + j];
-    valid &= block >= 0 && block < a.num_blocks;
-  }
-  require(valid, "block_table must hold block ids of key_cache");
-}
-
 void add_requests(const MassArgs& a, Plan& plan) {
   plan.requests.reserve(a.requests);
   for (int64_t r = 0; r < a.requests; ++r) {
@@ -87,7 +55,7 @@ void add_requests(const MassArgs& a, Plan& plan) {
     const int64_t count = plan.tokens.size() - first;
     if (!count) continue;
     plan.requests.push_back({r, first, count, ceil_div(a.lens[r], a.block_size)});
-    check_blocks(a, plan.requests.back());
+    check_blocks(a, r, plan.requests.back().blocks);
   }
 }
 
@@ -147,42 +115,6 @@ class Scratch {
   int64_t rows_, q_, tiles_;
   std::unique_ptr<float[]> memory_;
 };
-
-template <class T>
-void pack_floats(const T* from, int64_t dim, float* to, int64_t step) {
-  for (int64_t d = 0; d < dim; ++d) to[d * step] = static_cast<float>(from[d]);
-}
-
-void pack_pairs(const c10::BFloat16* from, int64_t dim, uint32_t* to, int64_t step) {
-  for (int64_t d = 0; d < dim; d += 2, to += step)
-    *to = from[d].x | static_cast<uint32_t>(from[d + 1].x) << 16;
-}
-
-// The layout of Rows::q, with zeros where a group is padded.
-void pack_queries(const MassArgs& a, const Kernel& kernel, const int32_t* tokens,
-                  int64_t first_head, int64_t rows, bool pairs, float* q) {
-  const int64_t group = a.heads / a.kv_heads;
-  const int64_t words = pairs ? a.dim / 2 : a.dim;
-  for (int64_t begin = 0; begin < rows; begin += kernel.rows) {
-    const int64_t count = std::min(kernel.rows, rows - begin);
-    const int64_t step = kernel.padded(count);
-    float* to = q + begin * words;
-    if (step > count) std::memset(to, 0, step * words * sizeof(float));
-    for (int64_t row = begin; row < begin + count; ++row, ++to) {
-      const int64_t offset = tokens[row / group] * a.query_token_stride +
-                             (first_head + row % group) * a.query_head_stride;
-      const auto bf16 = static_cast<const c10::BFloat16*>(a.query) + offset;
-      if (pairs)
-        pack_pairs(bf16, a.dim, reinterpret_cast<uint32_t*>(to), step);
-      else if (a.query_type == Type::bf16)
-        pack_floats(bf16, a.dim, to, step);
-      else if (a.query_type == Type::f16)
-        pack_floats(static_cast<const c10::Half*>(a.query) + offset, a.dim, to, step);
-      else
-        pack_floats(static_cast<const float*>(a.query) + offset, a.dim, to, step);
-    }
-  }
-}
 
 // The pass over a unit's tokens [first, first + count), in the i-th scratch.
 Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const Unit& unit,

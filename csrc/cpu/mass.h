@@ -11,7 +11,7 @@ enum class Type { f32, bf16, f16 };
 // How a block's keys are stored: "vec" of some type, or "amx" (bfloat16).
 enum class Packing { f32, bf16, f16, amx };
 
-// One call of block_mass. Strides count elements.
+// One call of block_mass or decode_mass. Strides count elements.
 struct MassArgs {
   const void* query;  // [tokens, heads, dim]
   Type query_type;
@@ -59,6 +59,14 @@ struct Tiles {
   int64_t stride;  // multiple of kRowAlign
 };
 
+// Attention of rows that see the same tokens, so far: output = sums / mass.
+struct Output {
+  const void* values;  // block 0, this head: [block_size, dim], where and of the type the keys are
+  float* sums;         // [rows up to Kernel::padded, dim]
+  float* peak;         // [rows], and room for kRowAlign more
+  float* mass;
+};
+
 constexpr int64_t kRowAlign = 16;
 constexpr float kUnseen = -1e30f;  // peak of a tile, of mass 0, that a row does not see
 
@@ -72,6 +80,9 @@ struct Kernel {
   int64_t (*padded)(int64_t count);
   // Statistics of the tiles of blocks [begin, end).
   void (*score)(const Rows&, const Blocks&, int64_t begin, int64_t end, const Tiles&);
+  // Attention to blocks [begin, end); their statistics too, if there are `tiles` (not for amx).
+  void (*attend)(const Rows&, const Blocks&, int64_t begin, int64_t end, const Tiles&,
+                 const Output&);
   // out[block] += sum over rows of weight * softmax mass; consumes the tiles.
   void (*fold)(const Rows&, int64_t block_size, int64_t num_blocks, const Tiles&, float* out);
 };
@@ -82,8 +93,19 @@ extern const Kernel* const avx512_kernel;
 extern const Kernel* const avx2_kernel;
 extern const Kernel* const portable_kernel;
 
-// The same bits for any number of threads. Throws std::invalid_argument where a
-// start, length or block id is out of range.
+// One call of decode_mass: what is written beside the mass. `keys` and `values` share their strides.
+struct DecodeArgs {
+  MassArgs mass;        // out: null where no mass is wanted
+  const void* values;   // [blocks, kv_heads, block_size, dim]
+  const int32_t* rows;  // [num_rows], requests of one token each
+  int64_t num_rows;
+  void* output;  // [tokens, heads, dim], of the query's type
+  int64_t output_token_stride, output_head_stride;
+};
+
+// The same bits for any number of threads. Both throw std::invalid_argument where
+// a start, length or block id is out of range.
 void block_mass(const MassArgs&, const Kernel&, int threads);
+void decode_mass(const DecodeArgs&, const Kernel&, int threads);
 
 }  // namespace vllm_evict

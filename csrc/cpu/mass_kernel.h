@@ -248,14 +248,15 @@ inline void add_dims(const typename Keys::Element* (&from)[N], int64_t block_siz
   }
 }
 
-// Scores of M rows against N vectors of tokens, and their statistics, without
-// leaving the registers.
+// Scores of M rows against N vectors of tokens, in registers.
 template <class Keys, class Operand, int N, int M>
-void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
-                const Tile<typename Keys::Element>& tile, const Tiles& tiles) {
+inline __attribute__((always_inline)) void score_rows(const Rows& rows, int64_t first,
+                                                      const Blocks& blocks,
+                                                      const Tile<typename Keys::Element>& tile,
+                                                      Vec (&score)[M][N]) {
   // Two chains of additions, where registers allow, wait less for each other.
   constexpr int kChains = 2 * M * N <= REGISTERS - 8 ? 2 : 1;
-  Vec score[kChains][M][N] = {};
+  Vec sums[kChains][M][N] = {};
   const typename Keys::Element* from[N];
   for (int n = 0; n < N; ++n)
     from[n] = tile.block + Keys::offset(tile.token + n * LANES, blocks.dim);
@@ -263,8 +264,8 @@ void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
   const typename Operand::Query* q =
       (const typename Operand::Query*)rows.q + first * blocks.dim / 2 * Operand::kSteps;
   int64_t pairs = blocks.dim / 2;
-  Vec(&even)[M][N] = score[0];
-  Vec(&odd)[M][N] = score[kChains - 1];
+  Vec(&even)[M][N] = sums[0];
+  Vec(&odd)[M][N] = sums[kChains - 1];
   if constexpr (Operand::kSteps == 2) {
     for (; pairs; --pairs, q += kQuery)
       add_dims<Keys, Operand>(from, blocks.size, tile.next_block, q, even, odd);
@@ -278,30 +279,49 @@ void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
 
   const int64_t last = rows.count - 1;
   const bool all_seen = rows.seen[first] >= tile.position + N * LANES;
-  Vec top[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-    top[m] = splat(kUnseen);
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
-      Vec& s = score[0][m][n];
-      if (kChains == 2) s += score[1][m][n];
+      Vec s = sums[0][m][n];
+      if (kChains == 2) s += sums[1][m][n];
       s *= rows.scale;
       if (!all_seen) {
         const int64_t row = first + m < last ? first + m : last;
         const int64_t seen = rows.seen[row] - (tile.position + n * LANES);
         s = lane_numbers(Lanes{}) < (int32_t)seen ? s : splat(-__builtin_inff());
       }
-      top[m] = max(s, top[m]);
+      score[m][n] = s;
     }
   }
-  const Vec peak = across<Max, M>(top);
+}
+
+// Lane m: the greatest score of row m, kUnseen if it sees none.
+template <int N, int M>
+inline Vec peaks(const Vec (&score)[M][N]) {
+  Vec top[M];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+    top[m] = splat(kUnseen);
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) top[m] = max(score[m][n], top[m]);
+  }
+  return across<Max, M>(top);
+}
+
+// Scores of a tile and their statistics, without leaving the registers.
+template <class Keys, class Operand, int N, int M>
+void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
+                const Tile<typename Keys::Element>& tile, const Tiles& tiles) {
+  Vec score[M][N];
+  score_rows<Keys, Operand, N, M>(rows, first, blocks, tile, score);
+  const Vec peak = peaks<N, M>(score);
   Vec sum[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-    sum[m] = exp2(score[0][m][0] - peak[m]);
+    sum[m] = exp2(score[m][0] - peak[m]);
 #pragma GCC unroll 2
-    for (int n = 1; n < N; ++n) sum[m] += exp2(score[0][m][n] - peak[m]);
+    for (int n = 1; n < N; ++n) sum[m] += exp2(score[m][n] - peak[m]);
   }
   const Vec mass = across<Sum, M>(sum);
   const int64_t place = tile.index * tiles.stride + first;
@@ -309,9 +329,92 @@ void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
   __builtin_memcpy(tiles.mass + place, &mass, sizeof(float) * M);
 }
 
-template <class Keys, class Operand, int N>
-void score_blocks(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
-                  const Tiles& tiles) {
+// ---- Values
+
+// M rows' sums over C vectors of dims, scaled by `factor`, plus p[row][token] * value.
+template <class Element, int M, int C>
+inline void add_values(const Element* values, int64_t dim, int64_t tokens, int64_t next_block,
+                       const float* p, int64_t p_stride, Vec factor, float* sums) {
+  Vec sum[M][C];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sum[m][c] = load<Vec>(sums + m * dim + c * LANES) * factor[m];
+  for (int64_t token = 0; token < tokens; ++token, ++p, values += dim) {
+    Vec value[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      value[c] = widen(values + c * LANES);
+      if (c * LANES * sizeof(Element) % 64 == 0)
+        __builtin_prefetch(values + next_block + c * LANES);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sum[m][c] += p[m * p_stride] * value[c];
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) store(sums + m * dim + c * LANES, sum[m][c]);
+}
+
+template <class Element, int M, int C>
+inline void add_all_values(const Element* values, int64_t first_dim, int64_t dim, int64_t tokens,
+                           int64_t next_block, const float* p, int64_t p_stride, Vec factor,
+                           float* sums) {
+  for (; first_dim + C * LANES <= dim; first_dim += C * LANES)
+    add_values<Element, M, C>(values + first_dim, dim, tokens, next_block, p, p_stride, factor,
+                              sums + first_dim);
+  if constexpr (C > 1)
+    add_all_values<Element, M, C / 2>(values, first_dim, dim, tokens, next_block, p, p_stride,
+                                      factor, sums);
+}
+
+// One step of online softmax: the tile's share of M rows' outputs, and its statistics.
+template <class Keys, class Operand, int N, int M>
+void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
+                 const Tile<typename Keys::Element>& tile, const typename Keys::Element* values,
+                 const Tiles& tiles, const Output& output) {
+  constexpr int kTokens = N * LANES;
+  constexpr int kDims = M > 4 || M * REGISTERS > 64 ? 2 : M > 2 || M * REGISTERS > 32 ? 4 : 8;
+  Vec score[M][N];
+  score_rows<Keys, Operand, N, M>(rows, first, blocks, tile, score);
+  const Vec before = load<Vec>(output.peak + first);
+  const Vec peak = max(peaks<N, M>(score), before);
+  const Vec factor = exp2(before - peak);
+  float p[M][kTokens];
+  Vec sum[M];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+    sum[m] = Vec{};
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      const Vec part = exp2(score[m][n] - peak[m]);
+      store(p[m] + n * LANES, part);
+      sum[m] += part;
+    }
+  }
+  const Vec mass = across<Sum, M>(sum);
+  const Vec total = load<Vec>(output.mass + first) * factor + mass;
+  __builtin_memcpy(output.peak + first, &peak, sizeof(float) * M);
+  __builtin_memcpy(output.mass + first, &total, sizeof(float) * M);
+  if (tiles.mass) {
+    const int64_t place = tile.index * tiles.stride + first;
+    __builtin_memcpy(tiles.peak + place, &peak, sizeof(float) * M);
+    __builtin_memcpy(tiles.mass + place, &mass, sizeof(float) * M);
+  }
+  // What lies behind the last token is not 0 times anything: it may be NaN.
+  const int64_t left = rows.seen[0] - tile.position;
+  add_all_values<typename Keys::Element, M, kDims>(
+      values + tile.token * blocks.dim, 0, blocks.dim, left < kTokens ? left : kTokens,
+      tile.next_block, p[0], kTokens, factor, output.sums + first * blocks.dim);
+}
+
+// Scores the tiles of blocks [begin, end), or attends to them where there is an `output`.
+template <class Keys, class Operand, int N, bool kAttend>
+void walk_blocks(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
+                 const Tiles& tiles, const Output* output) {
   typedef typename Keys::Element Element;
   for (int64_t block = begin; block < end; ++block) {
     const int64_t id = blocks.table[block];
@@ -327,9 +430,14 @@ void score_blocks(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t
         const int count = left < ROWS ? (int)left : ROWS;
         if (rows.seen[first + count - 1] <= tile.position) continue;
         switch (padded_rows(count)) {
-#define VLLM_EVICT_CASE(M)                                             \
-  case M:                                                              \
-    score_tile<Keys, Operand, N, M>(rows, first, blocks, tile, tiles); \
+#define VLLM_EVICT_CASE(M)                                                                    \
+  case M:                                                                                     \
+    if constexpr (kAttend)                                                                    \
+      attend_tile<Keys, Operand, N, M>(rows, first, blocks, tile,                             \
+                                       (const Element*)output->values + id * blocks.stride, \
+                                       tiles, *output);                                       \
+    else                                                                                      \
+      score_tile<Keys, Operand, N, M>(rows, first, blocks, tile, tiles);                      \
     break;
           VLLM_EVICT_CASE(1)
           VLLM_EVICT_CASE(2)
@@ -351,32 +459,50 @@ int64_t padded(int64_t count) { return padded_rows((int)count); }
 // Two vectors where the block size, a multiple of 16, allows.
 int64_t tile_tokens(int64_t block_size) { return block_size % (2 * LANES) ? LANES : 2 * LANES; }
 
-template <class Keys, class Operand>
-void score_packed(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
-                  const Tiles& tiles) {
+template <class Keys, class Operand, bool kAttend>
+void walk(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles,
+          const Output* output) {
 #if LANES == 16
   if (tile_tokens(blocks.size) == LANES)
-    return score_blocks<Keys, Operand, 1>(rows, blocks, begin, end, tiles);
+    return walk_blocks<Keys, Operand, 1, kAttend>(rows, blocks, begin, end, tiles, output);
 #endif
-  score_blocks<Keys, Operand, 2>(rows, blocks, begin, end, tiles);
+  walk_blocks<Keys, Operand, 2, kAttend>(rows, blocks, begin, end, tiles, output);
 }
 
 void score(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles) {
 #ifdef DOT_BF16
   if (rows.pairs)
     return blocks.packing == Packing::amx
-               ? score_packed<PairRows, Pairs>(rows, blocks, begin, end, tiles)
-               : score_packed<DimRows<Bf16>, Pairs>(rows, blocks, begin, end, tiles);
+               ? walk<PairRows, Pairs, false>(rows, blocks, begin, end, tiles, nullptr)
+               : walk<DimRows<Bf16>, Pairs, false>(rows, blocks, begin, end, tiles, nullptr);
 #endif
   switch (blocks.packing) {
     case Packing::f32:
-      return score_packed<DimRows<float>, Dims>(rows, blocks, begin, end, tiles);
+      return walk<DimRows<float>, Dims, false>(rows, blocks, begin, end, tiles, nullptr);
     case Packing::bf16:
-      return score_packed<DimRows<Bf16>, Dims>(rows, blocks, begin, end, tiles);
+      return walk<DimRows<Bf16>, Dims, false>(rows, blocks, begin, end, tiles, nullptr);
     case Packing::f16:
-      return score_packed<DimRows<F16>, Dims>(rows, blocks, begin, end, tiles);
+      return walk<DimRows<F16>, Dims, false>(rows, blocks, begin, end, tiles, nullptr);
     case Packing::amx:
-      return score_packed<PairRows, Dims>(rows, blocks, begin, end, tiles);
+      return walk<PairRows, Dims, false>(rows, blocks, begin, end, tiles, nullptr);
+  }
+}
+
+void attend(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles,
+            const Output& output) {
+#ifdef DOT_BF16
+  if (rows.pairs)
+    return walk<DimRows<Bf16>, Pairs, true>(rows, blocks, begin, end, tiles, &output);
+#endif
+  switch (blocks.packing) {
+    case Packing::f32:
+      return walk<DimRows<float>, Dims, true>(rows, blocks, begin, end, tiles, &output);
+    case Packing::bf16:
+      return walk<DimRows<Bf16>, Dims, true>(rows, blocks, begin, end, tiles, &output);
+    case Packing::f16:
+      return walk<DimRows<F16>, Dims, true>(rows, blocks, begin, end, tiles, &output);
+    case Packing::amx:
+      return;  // refused before: values are packed in pairs of tokens
   }
 }
 
@@ -423,7 +549,8 @@ constexpr bool kDotsPairs = true;
 constexpr bool kDotsPairs = false;
 #endif
 
-const Kernel kernel = {VLLM_EVICT_NAME(ISA), ROWS, kDotsPairs, tile_tokens, padded, score, fold};
+const Kernel kernel = {VLLM_EVICT_NAME(ISA), ROWS, kDotsPairs, tile_tokens, padded,
+                       score,                 attend, fold};
 
 }  // namespace
 }  // namespace vllm_evict::ISA

@@ -1229,16 +1229,16 @@ ATTENTION = [
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
         ("compat.refusals", "attention.backend"),
-        "subclassed when blocks are scored; what it has that the mass pass does not know is refused",
-        has=("scale", "alibi_slopes", "logits_soft_cap", "sinks"),
+        "subclassed; what it has that our passes do not know is refused, or left to its own kernel",
+        has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "is_fp8_kv_cache", "head_size"),
         takes_attributes=True,
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
         ("attention.backend", "attention.cpu"),
         "queries are [tokens, heads, size]; the cache holds first K, then V, in each block and head",
-        first=("layer", "query", "key", "value", "kv_cache", "attn_metadata"),
-        replaced_by=("vllm_evict.attention.backend:scored_impl.ScoredImpl.forward",),
+        first=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        replaced_by=("vllm_evict.attention.backend:working_impl.WorkingImpl.forward",),
         does=(
             "num_actual_tokens = attn_metadata.num_actual_tokens",
             "num_blocks, num_kv_heads, block_size, _ = kv_cache.size()",
@@ -1247,6 +1247,12 @@ ATTENTION = [
             "ops.cpu_attention_with_kv_cache(..., query=query[:num_actual_tokens], scale=self.scale, "
             "block_table=attn_metadata.block_table)",
         ),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
+        ("attention.backend", "attention.cpu"),
+        "writes this step's keys and values before `forward`, which may therefore be left out",
+        does=("ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, layer.isa, ...)",),
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",

@@ -1,10 +1,9 @@
-"""A stock attention backend behind a resident view, with a mass pass beside it where one is wanted.
+"""A stock attention backend behind a resident view, with a mass pass beside it, or a decode kernel in its place.
 
 Nothing here knows which backend it is: the view is made of block tables and lengths, which all of them read. What is
-special to one lies in a `ScorePass`.
+special to one lies in its `Passes`.
 """
 
-from functools import partial
 from typing import Any, Protocol
 
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
@@ -12,15 +11,26 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace
 from ..core.spec import EvictableSpec
 from ..worker.runtime import EvictionRuntime
 
-#: Attribute of a backend's metadata that holds the step's `MassStep`.
-MASS = "kv_evict_mass"
+#: Attribute of a backend's metadata that holds the step's `OwnWork`.
+OWN_WORK = "kv_evict_own_work"
 
 
-class ScorePass(Protocol):
-    """Adds the attention mass of one layer to `out` (see `attention.mass.block_mass`)."""
+class Passes(Protocol):
+    """What is done for one layer beside or instead of a backend's kernel. `attention.cpu.CPUPasses` has the shapes."""
 
-    def __call__(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, scale: float, weights: Any, out: Any
+    def mass(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, weights: Any, out: Any) -> None: ...
+
+    def decode(
+        self,
+        layer: Any,
+        query: Any,
+        kv_cache: Any,
+        metadata: Any,
+        output: Any,
+        rows: Any,
+        seq_lens: Any,
+        weights: Any,
+        out: Any,
     ) -> None: ...
 
 
@@ -38,9 +48,9 @@ def resident_backend(backend: type, runtime: EvictionRuntime) -> type:
                 )
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            common_attn_metadata, mass = runtime.view(common_attn_metadata)
+            common_attn_metadata, own_work = runtime.view(common_attn_metadata)
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            setattr(metadata, MASS, mass)
+            setattr(metadata, OWN_WORK, own_work)
             return metadata
 
     class ResidentBackend(backend):
@@ -60,10 +70,10 @@ def resident_backend(backend: type, runtime: EvictionRuntime) -> type:
     return ResidentBackend
 
 
-def scored_impl(impl: type, score_pass: ScorePass) -> type:
-    """A subclass of an `AttentionImpl` that measures after it has attended, when the step's metadata says so."""
+def working_impl(impl: type, passes: Passes) -> type:
+    """A subclass of an `AttentionImpl` that does the step's `OwnWork` and leaves the rest to the stock kernel."""
 
-    class ScoredImpl(impl):
+    class WorkingImpl(impl):
         def forward(
             self,
             layer: Any,
@@ -72,12 +82,15 @@ def scored_impl(impl: type, score_pass: ScorePass) -> type:
             value: Any,
             kv_cache: Any,
             attn_metadata: Any,
+            output: Any,
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            output = super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
-            if (mass := getattr(attn_metadata, MASS, None)) is not None:
-                mass.add(partial(score_pass, layer, query, kv_cache, attn_metadata, self.scale))
+            work = getattr(attn_metadata, OWN_WORK, None)
+            if work is None or not work.is_all:
+                super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            if work is not None:
+                work.do(passes, layer, query, kv_cache, attn_metadata, output)
             return output
 
-    return ScoredImpl
+    return WorkingImpl

@@ -1,45 +1,88 @@
-"""vLLM's CPU attention backend: where its keys lie, for the mass pass."""
+"""vLLM's CPU attention backend: where its keys and values lie, for what runs beside its kernel or in its place."""
 
 from typing import Any
 
 import torch
 
-from .mass import block_mass
+from .decode import decode_mass
+from .mass import block_mass, kernel_path
 
 #: Backend ISAs whose packed keys `block_mass` reads -> its name of the layout.
 KEY_LAYOUTS = {"vec": "vec", "vec16": "vec", "amx": "amx"}
 
 
-def cpu_mass(
-    layer: Any,
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    metadata: Any,
-    scale: float,
-    weights: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """One layer's attention mass on the CPU engine (a `ScorePass`).
+class CPUPasses:
+    """What `attention.backend` needs of vLLM's CPU backend (its `Passes`).
 
-    Args:
-        layer: vLLM's `Attention`; `layer.isa` says how keys are packed.
-        query: [T, H, D], rotated.
-        kv_cache: [num_blocks, Hkv, block_size, 2 * D], in each block and head first K, then V.
-        metadata: vLLM's `CPUAttentionMetadata`, made through the resident view.
-        scale: softmax scale.
-        weights: float32 [T], or None.
-        out: float32 [R, Hkv or 1, W], added to.
+    Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D], in each block
+    and head first K, then V; metadata is vLLM's `CPUAttentionMetadata`, made through the resident view.
     """
+
+    @staticmethod
+    def can_decode(layer: Any) -> bool:
+        """Whether `decode` computes what the layer's own kernel does, at least as fast."""
+        impl = layer.impl
+        plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
+        # AMX packs values too, and its tiles make up for a second read of the keys.
+        readable = KEY_LAYOUTS.get(layer.isa) == "vec" and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
+        return plain and readable and kernel_path() not in ("torch reference", "portable")
+
+    @staticmethod
+    def mass(
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        weights: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Add the mass of queries that the stock kernel has attended to (see `block_mass`)."""
+        keys, _ = _halves(kv_cache)
+        block_mass(
+            query[: metadata.num_actual_tokens],
+            keys,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            layer.impl.scale,
+            out,
+            weights=weights,
+            layout=KEY_LAYOUTS[layer.isa],
+        )
+
+    @staticmethod
+    def decode(
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> None:
+        """Attend for requests `rows` of one token each, and add their mass (see `decode_mass`)."""
+        keys, values = _halves(kv_cache)
+        tokens = metadata.num_actual_tokens
+        decode_mass(
+            query[:tokens],
+            keys,
+            values,
+            metadata.block_table,
+            metadata.query_start_loc,
+            seq_lens,
+            rows,
+            layer.impl.scale,
+            output[:tokens].view(query[:tokens].shape),
+            out=out,
+            weights=weights,
+            layout=KEY_LAYOUTS[layer.isa],
+        )
+
+
+def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [num_blocks, Hkv, block_size, D] of a cache."""
     num_blocks, kv_heads, block_size, _ = kv_cache.shape
-    keys = kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1)[:, :, :block_size]
-    block_mass(
-        query[: metadata.num_actual_tokens],
-        keys,
-        metadata.block_table,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        scale,
-        out,
-        weights=weights,
-        layout=KEY_LAYOUTS[layer.isa],
-    )
+    pages = kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1)
+    return pages[:, :, :block_size], pages[:, :, block_size:]

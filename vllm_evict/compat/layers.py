@@ -11,8 +11,8 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from ..attention.backend import resident_backend, scored_impl
-from ..attention.cpu import KEY_LAYOUTS, cpu_mass
+from ..attention.backend import resident_backend, working_impl
+from ..attention.cpu import KEY_LAYOUTS, CPUPasses
 from ..config import KVPolicyConfig, KVPolicyError
 from ..worker.runtime import EvictionRuntime
 from . import refusals
@@ -47,25 +47,26 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
         if backend not in backends:
             backends[backend] = resident_backend(backend, runtime)
         layer.attn_backend = backends[backend]
-        if config.measures_mass:
-            if impl not in impls:
-                impls[impl] = scored_impl(impl, cpu_mass)
-            layer.impl.__class__ = impls[impl]
+        if impl not in impls:
+            impls[impl] = working_impl(impl, CPUPasses)
+        layer.impl.__class__ = impls[impl]
     return runtime
 
 
-def check_layouts(vllm_config: VllmConfig, config: KVPolicyConfig) -> None:
-    """Refuse packed keys that the score pass cannot read; known once metadata builders exist.
+def settle(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> None:
+    """Choose what attends to requests with holes; how keys are packed is known once metadata builders exist.
 
     Raises:
-        KVPolicyError: naming the layout.
+        KVPolicyError: the score pass cannot read a layer's keys; names the layout.
     """
-    for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    for name, layer in layers.items():
         if config.measures_mass and layer.isa not in KEY_LAYOUTS:
             raise KVPolicyError(
                 f"{name} packs its keys for {layer.isa!r}, which the score pass can't read (it reads "
                 f"{', '.join(KEY_LAYOUTS)}): use sink-window with \"allow\": []"
             )
+    runtime.decodes = all(CPUPasses.can_decode(layer) for layer in layers.values())
 
 
 def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:

@@ -9,14 +9,15 @@ import torch
 from ..attention.view import resident_view
 from ..config import KVPolicyConfig
 from ..core.plan import PLAN, EvictionPlan, Reports
-from .sums import MassStep, RunningSums
+from .sums import RunningSums
+from .work import OwnWork
 
 
 class EvictionRuntime:
     """State of one worker and KV group, between the scheduler's plans and the attention backend.
 
     A step goes: `begin` (obey the plan), the runner puts `holes` into its block tables and names the batch's rows in
-    `req_ids`, the metadata builder asks for the `view`, each layer adds its mass, `end` sums up and reports.
+    `req_ids`, the metadata builder asks for the `view`, each layer does its own work, `end` sums up and reports.
 
     Args:
         config: the server's policy.
@@ -38,10 +39,13 @@ class EvictionRuntime:
             self.sums = RunningSums(
                 max_requests, kv_heads, layers, max_blocks, block_size, config.heads, config.layers
             )
+        #: Whether the layers' kernels can decode requests with holes themselves (see `OwnWork`).
+        self.decodes = False
         self._with_holes: set[str] = set()
+        self._batch: tuple[list[str], np.ndarray] = ([], np.empty(0, bool))
         self._identity = torch.arange(max_blocks, dtype=torch.int32)
         self._buffers: tuple[torch.Tensor, ...] = ()
-        self._viewed: tuple[Any, MassStep | None] | None = None
+        self._viewed: tuple[Any, OwnWork | None] | None = None
         self._rows: dict[str, np.ndarray] = {}
 
     def begin(self, scheduler_output: Any) -> None:
@@ -58,6 +62,8 @@ class EvictionRuntime:
             for req_id, scoring in plan.track.items():
                 self.sums.start(req_id, scoring)
         self._with_holes.update(plan.holes)
+        if plan.holes or gone or scheduler_output.scheduled_new_reqs:
+            self._batch = ([], self._batch[1])
         if self.sums is not None:
             for req_id, holes in plan.holes.items():
                 self.sums.count_holes(req_id, len(holes))
@@ -67,7 +73,7 @@ class EvictionRuntime:
         """Request -> logical blocks that become holes with this step."""
         return self.plan.holes if self.plan else {}
 
-    def view(self, metadata: Any) -> tuple[Any, MassStep | None]:
+    def view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         """Batch metadata as attention should see it: block tables without their holes, resident lengths.
 
         Stock metadata comes back untouched if no request of the worker has a hole and none is measured.
@@ -76,8 +82,8 @@ class EvictionRuntime:
             metadata: vLLM's `CommonAttentionMetadata`.
 
         Returns:
-            The metadata, and what the layers have to measure (None: nothing). The same for all builders of a step:
-            layers of one KV group may have several, when their numbers of query heads differ.
+            The metadata, and what the layers have to do themselves (None: nothing). The same for all builders of a
+            step: layers of one KV group may have several, when their numbers of query heads differ.
         """
         if self.plan is None:
             return metadata, None  # a dummy run: no request of ours is in it
@@ -85,14 +91,15 @@ class EvictionRuntime:
             self._viewed = self._view(metadata)
         return self._viewed
 
-    def _view(self, metadata: Any) -> tuple[Any, MassStep | None]:
+    def _view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         measuring = self.sums is not None and len(self.sums) > 0
         if not (self._with_holes or measuring):
             return metadata, None
         rows = len(self.req_ids)
+        starts = metadata.query_start_loc[: rows + 1].numpy()
         seq_lens = metadata.seq_lens[:rows]
-        seq_lens_np = seq_lens.numpy()
-        width = max(-(-int(seq_lens_np.max()) // self.block_size), 1)
+        width = max(-(-int(seq_lens.max()) // self.block_size), 1)
+        lens, own = seq_lens, np.empty(0, np.int64)
         if self._with_holes:
             table, lens, logical = (buffer[:rows] for buffer in self._view_buffers(metadata.block_table_tensor))
             resident_view(metadata.block_table_tensor[:rows], seq_lens, self.block_size, table, lens, logical)
@@ -103,14 +110,27 @@ class EvictionRuntime:
             metadata.block_table_tensor, metadata.seq_lens = table, lens
             metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = lens, longest
             metadata._num_computed_tokens_cache = None
+            if self.decodes:
+                own = np.flatnonzero(self._have_holes() & (np.diff(starts) == 1))
         else:
             logical = self._identity[:width].expand(rows, width)
         step = None
         if measuring:
-            starts = metadata.query_start_loc[: rows + 1].numpy()
-            step = self.sums.step(self.req_ids, starts, seq_lens_np, logical)
-            self._resident(logical, seq_lens_np if not self._with_holes else lens.numpy())
-        return metadata, step
+            step = self.sums.step(self.req_ids, starts, seq_lens.numpy(), logical)
+            self._resident(logical, lens.numpy())
+        if step is None and not len(own):
+            return metadata, None
+        work = OwnWork(step, own, starts, lens)
+        if len(own):
+            metadata.seq_lens = metadata.seq_lens_cpu_upper_bound = work.stock_lens
+        return metadata, work
+
+    def _have_holes(self) -> np.ndarray:
+        """Which rows of the batch have holes; made anew only when the batch or its holes change. bool [R]"""
+        if self.req_ids != self._batch[0]:
+            holes = np.fromiter((req_id in self._with_holes for req_id in self.req_ids), bool, len(self.req_ids))
+            self._batch = (list(self.req_ids), holes)
+        return self._batch[1]
 
     def end(self, all_reduce: Any) -> Reports:
         """Sum up the step and report what the plan asks for."""
@@ -118,8 +138,8 @@ class EvictionRuntime:
         self.plan, self._viewed = None, None
         if self.sums is None:
             return {}
-        if viewed is not None and viewed[1] is not None:
-            self.sums.fold(viewed[1])
+        if viewed is not None and viewed[1] is not None and viewed[1].mass is not None:
+            self.sums.fold(viewed[1].mass)
         asked = [req_id for req_id in plan.report if req_id in self.sums and req_id in self._rows]
         reports = self.sums.report(asked, [self._rows[req_id] for req_id in asked], all_reduce)
         self._rows = {}

@@ -26,7 +26,7 @@ class EvictionWorkerMixin:
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
-        layers.check_layouts(self.vllm_config, policy_config(self.vllm_config))
+        layers.settle(self.vllm_config, policy_config(self.vllm_config), self.kv_evict)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)

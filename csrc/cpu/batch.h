@@ -1,0 +1,80 @@
+// What block_mass and decode_mass share: checks of a batch, and its queries as kernels take them.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "mass.h"
+
+namespace vllm_evict {
+
+constexpr int64_t kPieceTokens = 512;     // least keys worth a thread's while
+constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds below which one thread is faster
+constexpr float kLog2e = 1.44269504f;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+inline void require(bool valid, const char* sentence) {
+  if (!valid) throw std::invalid_argument(sentence);
+}
+
+inline void check_starts(const MassArgs& a) {
+  bool ascending = a.starts[0] >= 0 && a.starts[a.requests] <= a.tokens;
+  for (int64_t r = 0; r < a.requests; ++r) ascending &= a.starts[r] <= a.starts[r + 1];
+  require(ascending, "query_start_loc must ascend within 0 and T");
+}
+
+inline void check_blocks(const MassArgs& a, int64_t r, int64_t blocks) {
+  require(a.lens[r] >= a.starts[r + 1] - a.starts[r], "seq_lens must include the queries");
+  require(blocks <= a.table_width && (!a.out || blocks <= a.out_width),
+          "block_table and out must be as wide as the longest request has blocks");
+  bool valid = true;
+  for (int64_t j = 0; j < blocks; ++j) {
+    const int32_t block = a.table[r * a.table_stride + j];
+    valid &= block >= 0 && block < a.num_blocks;
+  }
+  require(valid, "block_table must hold block ids of key_cache");
+}
+
+template <class T>
+inline void pack_floats(const T* from, int64_t dim, float* to, int64_t step) {
+  for (int64_t d = 0; d < dim; ++d) to[d * step] = static_cast<float>(from[d]);
+}
+
+inline void pack_pairs(const c10::BFloat16* from, int64_t dim, uint32_t* to, int64_t step) {
+  for (int64_t d = 0; d < dim; d += 2, to += step)
+    *to = from[d].x | static_cast<uint32_t>(from[d + 1].x) << 16;
+}
+
+// The layout of Rows::q, with zeros where a group is padded.
+inline void pack_queries(const MassArgs& a, const Kernel& kernel, const int32_t* tokens,
+                  int64_t first_head, int64_t rows, bool pairs, float* q) {
+  const int64_t group = a.heads / a.kv_heads;
+  const int64_t words = pairs ? a.dim / 2 : a.dim;
+  for (int64_t begin = 0; begin < rows; begin += kernel.rows) {
+    const int64_t count = std::min(kernel.rows, rows - begin);
+    const int64_t step = kernel.padded(count);
+    float* to = q + begin * words;
+    if (step > count) std::memset(to, 0, step * words * sizeof(float));
+    for (int64_t row = begin; row < begin + count; ++row, ++to) {
+      const int64_t offset = tokens[row / group] * a.query_token_stride +
+                             (first_head + row % group) * a.query_head_stride;
+      const auto bf16 = static_cast<const c10::BFloat16*>(a.query) + offset;
+      if (pairs)
+        pack_pairs(bf16, a.dim, reinterpret_cast<uint32_t*>(to), step);
+      else if (a.query_type == Type::bf16)
+        pack_floats(bf16, a.dim, to, step);
+      else if (a.query_type == Type::f16)
+        pack_floats(static_cast<const c10::Half*>(a.query) + offset, a.dim, to, step);
+      else
+        pack_floats(static_cast<const float*>(a.query) + offset, a.dim, to, step);
+    }
+  }
+}
+
+}  // namespace vllm_evict

@@ -1,0 +1,220 @@
+// Decode attention that also gives each block's mass: output and statistics in
+// one read of keys and values. A request's keys are cut into pieces of a fixed
+// size, whatever the batch and the number of threads, so neither changes a bit.
+
+#include <omp.h>
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "batch.h"
+
+namespace vllm_evict {
+namespace {
+
+// One row (a request's only token) under one KV head.
+struct Item {
+  int64_t request, kv_head;
+  int32_t token;
+  int64_t blocks, pieces;
+  int64_t piece;  // its first one's place among all
+  int64_t tile;   // likewise; -1 if no mass is wanted
+  int64_t mass;   // its blocks' place in Work::mass
+};
+
+struct Work {
+  std::vector<Item> items;
+  std::vector<int32_t> item_of;  // piece -> item
+  int64_t tiles = 0, blocks = 0;
+  double multiply_adds = 0;
+};
+
+class Decode {
+ public:
+  Decode(const DecodeArgs& args, const Kernel& kernel)
+      : d_(args),
+        a_(args.mass),
+        kernel_(kernel),
+        group_(a_.heads / a_.kv_heads),
+        columns_(round_up(group_, kRowAlign)),
+        tiles_per_block_(a_.block_size / kernel.tile_tokens(a_.block_size)),
+        piece_blocks_(ceil_div(kPieceTokens, a_.block_size)) {}
+
+  void run(int threads);
+
+ private:
+  void plan();
+  void attend(int64_t piece, void* q);
+  void finish(const Item& item, void* seen_and_weights);
+  template <class T>
+  void write(const Item& item, const float* sums, const float* factor);
+  void add_mass();
+
+  // A piece's part of the output: sums, peaks and masses.
+  int64_t part_floats() const { return columns_ * a_.dim + 4 * columns_; }
+  float* part(int64_t piece) { return parts_.get() + piece * part_floats(); }
+  // Bytes that a thread needs to pack a row.
+  int64_t row_bytes() const { return columns_ * (a_.dim + 2) * sizeof(float); }
+  Tiles tiles(const Item& item) {
+    if (item.tile < 0) return {nullptr, nullptr, columns_};
+    return {peaks_.get() + item.tile * columns_, masses_.get() + item.tile * columns_, columns_};
+  }
+  Rows rows(const Item& item, void* memory, bool with_queries);
+
+  const DecodeArgs& d_;
+  const MassArgs& a_;
+  const Kernel& kernel_;
+  const int64_t group_, columns_, tiles_per_block_, piece_blocks_;
+  Work work_;
+  std::unique_ptr<float[]> parts_, peaks_, masses_, block_mass_;
+};
+
+void Decode::plan() {
+  check_starts(a_);
+  int64_t pieces = 0;
+  for (int64_t i = 0; i < d_.num_rows; ++i) {
+    const int64_t r = d_.rows[i];
+    require(r >= 0 && r < a_.requests && a_.starts[r + 1] - a_.starts[r] == 1,
+            "rows must be requests of one token");
+    const int64_t blocks = ceil_div(a_.lens[r], a_.block_size);
+    check_blocks(a_, r, blocks);
+    const int32_t token = a_.starts[r];
+    const bool measured = a_.out && (!a_.weights || a_.weights[token] != 0);
+    for (int64_t head = 0; head < a_.kv_heads; ++head) {
+      const int64_t count = ceil_div(blocks, piece_blocks_);
+      work_.item_of.insert(work_.item_of.end(), count, work_.items.size());
+      work_.items.push_back(
+          {r, head, token, blocks, count, pieces, measured ? work_.tiles : -1, work_.blocks});
+      pieces += count;
+      if (!measured) continue;
+      work_.tiles += blocks * tiles_per_block_;
+      work_.blocks += blocks;
+    }
+    work_.multiply_adds += 2. * blocks * a_.block_size * a_.heads * a_.dim;
+  }
+}
+
+// In `memory`: packed queries, then what each row sees, then weights.
+Rows Decode::rows(const Item& item, void* memory, bool with_queries) {
+  const bool pairs =
+      kernel_.dots_pairs && a_.packing == Packing::bf16 && a_.query_type == Type::bf16;
+  float* q = static_cast<float*>(memory);
+  int32_t* seen = reinterpret_cast<int32_t*>(q + columns_ * a_.dim);
+  float* weights = q + columns_ * (a_.dim + 1);
+  if (with_queries)
+    pack_queries(a_, kernel_, &item.token, item.kv_head * group_, group_, pairs, q);
+  std::fill_n(seen, group_, a_.lens[item.request]);
+  std::fill_n(weights, columns_, 0.f);
+  std::fill_n(weights, group_, a_.weights ? a_.weights[item.token] : 1.f);
+  return {q, pairs, a_.scale * kLog2e, seen, weights, group_};
+}
+
+void Decode::attend(int64_t piece, void* memory) {
+  const Item& item = work_.items[work_.item_of[piece]];
+  const int64_t begin = (piece - item.piece) * piece_blocks_;
+  const int64_t end = std::min(begin + piece_blocks_, item.blocks);
+  float* sums = part(piece);
+  float* peak = sums + columns_ * a_.dim;
+  float* mass = peak + 2 * columns_;
+  std::fill_n(sums, columns_ * a_.dim, 0.f);
+  std::fill_n(peak, 2 * columns_, kUnseen);
+  std::fill_n(mass, 2 * columns_, 0.f);
+  const Tiles all = tiles(item);
+  if (all.mass) {
+    const int64_t first = begin * tiles_per_block_ * columns_;
+    const int64_t count = (end - begin) * tiles_per_block_ * columns_;
+    std::fill_n(all.peak + first, count, kUnseen);
+    std::fill_n(all.mass + first, count, 0.f);
+  }
+  const int64_t bytes = a_.packing == Packing::f32 ? 4 : 2;
+  const int64_t head = item.kv_head * a_.key_head_stride * bytes;
+  const Blocks blocks = {static_cast<const char*>(a_.keys) + head,
+                         a_.packing,
+                         a_.key_block_stride,
+                         a_.block_size,
+                         a_.dim,
+                         a_.table + item.request * a_.table_stride};
+  kernel_.attend(rows(item, memory, true), blocks, begin, end, all,
+                 {static_cast<const char*>(d_.values) + head, sums, peak, mass});
+}
+
+template <class T>
+void Decode::write(const Item& item, const float* sums, const float* factor) {
+  for (int64_t row = 0; row < group_; ++row, sums += a_.dim) {
+    T* to = static_cast<T*>(d_.output) + item.token * d_.output_token_stride +
+            (item.kv_head * group_ + row) * d_.output_head_stride;
+    for (int64_t dim = 0; dim < a_.dim; ++dim) to[dim] = static_cast<T>(sums[dim] * factor[row]);
+  }
+}
+
+// Combines an item's pieces, in their order, and turns its tiles into mass.
+void Decode::finish(const Item& item, void* memory) {
+  float* sums = part(item.piece);
+  float* peak = sums + columns_ * a_.dim;
+  float* mass = peak + 2 * columns_;
+  for (int64_t piece = item.piece + 1; piece < item.piece + item.pieces; ++piece) {
+    const float* more = part(piece);
+    const float* its_peak = more + columns_ * a_.dim;
+    const float* its_mass = its_peak + 2 * columns_;
+    for (int64_t row = 0; row < group_; ++row) {
+      const float top = std::max(peak[row], its_peak[row]);
+      const float ours = std::exp2(peak[row] - top), theirs = std::exp2(its_peak[row] - top);
+      float* to = sums + row * a_.dim;
+      const float* from = more + row * a_.dim;
+      for (int64_t dim = 0; dim < a_.dim; ++dim) to[dim] = to[dim] * ours + from[dim] * theirs;
+      mass[row] = mass[row] * ours + its_mass[row] * theirs;
+      peak[row] = top;
+    }
+  }
+  for (int64_t row = 0; row < group_; ++row) mass[row] = 1.f / mass[row];
+  if (a_.query_type == Type::bf16)
+    write<c10::BFloat16>(item, sums, mass);
+  else if (a_.query_type == Type::f16)
+    write<c10::Half>(item, sums, mass);
+  else
+    write<float>(item, sums, mass);
+  if (item.tile < 0) return;
+  float* to = block_mass_.get() + item.mass;
+  std::fill_n(to, item.blocks, 0.f);
+  kernel_.fold(rows(item, memory, false), a_.block_size, item.blocks, tiles(item), to);
+}
+
+void Decode::add_mass() {
+  for (const Item& item : work_.items) {
+    if (item.tile < 0) continue;
+    float* out = a_.out + item.request * a_.out_request_stride;
+    if (!a_.sum_heads) out += item.kv_head * a_.out_head_stride;
+    const float* from = block_mass_.get() + item.mass;
+    for (int64_t block = 0; block < item.blocks; ++block) out[block] += from[block];
+  }
+}
+
+void Decode::run(int threads) {
+  plan();
+  if (work_.items.empty()) return;
+  if (work_.multiply_adds < kSerialWork) threads = 1;
+  const int64_t pieces = work_.item_of.size(), items = work_.items.size();
+  parts_.reset(new float[pieces * part_floats()]);
+  peaks_.reset(new float[work_.tiles * columns_]);
+  masses_.reset(new float[work_.tiles * columns_]);
+  block_mass_.reset(new float[work_.blocks]);
+  std::unique_ptr<char[]> memory(new char[threads * row_bytes()]);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    void* mine = memory.get() + omp_get_thread_num() * row_bytes();
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t piece = 0; piece < pieces; ++piece) attend(piece, mine);
+#pragma omp for
+    for (int64_t item = 0; item < items; ++item) finish(work_.items[item], mine);
+  }
+  add_mass();
+}
+
+}  // namespace
+
+void decode_mass(const DecodeArgs& args, const Kernel& kernel, int threads) {
+  Decode(args, kernel).run(threads);
+}
+
+}  // namespace vllm_evict

@@ -1,0 +1,224 @@
+"""`decode_mass`: every kernel this CPU runs against the reference in float64, and who attends to what in an engine."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from test_mass import BF16, F16, F32, each_isa, needs_extension
+
+from vllm_evict.attention import cpu, decode
+from vllm_evict.attention.decode import decode_mass, decode_mass_reference
+from vllm_evict.attention.mass import block_mass, pack_keys
+from vllm_evict.core.plan import Scoring
+from vllm_evict.worker.sums import RunningSums
+from vllm_evict.worker.work import OwnWork
+
+
+class Batch:
+    """Random arguments of decode_mass; rows 0, 2, ... decode, the others have queries of another number."""
+
+    def __init__(self, seq_lens, heads=(4, 2), dim=64, block_size=32, dtype=F32, layout="vec", magnitude=1.0):
+        random = torch.Generator().manual_seed(0)
+        self.layout, self.scale, self.heads = layout, dim**-0.5, heads
+        blocks = [-(-length // block_size) for length in seq_lens]
+        pages = torch.randn(sum(blocks) + 3, heads[1], 2 * block_size, dim, generator=random) * magnitude
+        pages[:, :, :block_size] = pack_keys(pages[:, :, :block_size].contiguous(), layout)
+        pages = pages.to(dtype)
+        self.keys, self.values = pages[:, :, :block_size], pages[:, :, block_size:]
+        queries = [1 if row % 2 == 0 else min(length, 3) for row, length in enumerate(seq_lens)]
+        self.starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
+        self.query = torch.randn(sum(queries), heads[0] + 1, dim, generator=random).to(dtype)[:, 1:]
+        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
+        self.rows = torch.arange(0, len(seq_lens), 2, dtype=torch.int32)
+        self.table = torch.full((len(seq_lens), max(blocks) + 2), -1, dtype=torch.int32)
+        ids = torch.randperm(len(pages), generator=random).int()
+        for row, used in zip(self.table, ids.split([*blocks, 3]), strict=False):
+            row[: len(used)] = used
+        self.weights = None
+
+    def run(self, function=decode_mass, rows_of_mass=None, dtype=F32, **options):
+        output = torch.full(self.query.shape, 7.0, dtype=self.query.dtype)
+        shape = len(self.seq_lens), rows_of_mass or self.heads[1], self.table.shape[1]
+        out = torch.zeros(shape, dtype=dtype) if rows_of_mass != 0 else None
+        function(
+            *(self.query, self.keys, self.values, self.table, self.starts, self.seq_lens, self.rows),
+            self.scale,
+            output,
+            out=out,
+            weights=self.weights,
+            layout=self.layout,
+            **options,
+        )
+        return output, out
+
+
+LENGTHS = [1, 9, 31, 1, 64, 2, 333, 40, 1200]
+SHAPES = [  # heads, dim, block size, dtype
+    ((4, 2), 64, 32, F32),
+    ((4, 2), 64, 32, BF16),
+    ((4, 2), 64, 32, F16),
+    ((3, 3), 32, 16, F32),  # MHA
+    ((5, 1), 80, 16, BF16),  # MQA
+    ((16, 1), 96, 128, F16),
+    ((14, 2), 128, 128, F32),  # 7 query heads a KV head
+    ((6, 1), 112, 48, BF16),
+    ((12, 4), 256, 64, F32),
+    ((71, 1), 64, 64, BF16),
+    ((2, 2), 16, 32, F32),
+]
+TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 8e-3}  # of the output: its own rounding
+
+
+@each_isa
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("sum_heads", [False, True])
+def test_matches_the_reference(isa, shape, sum_heads):
+    heads, dim, block_size, dtype = shape
+    batch = Batch(LENGTHS, heads, dim, block_size, dtype)
+    batch.weights = torch.rand(len(batch.query)) * (torch.rand(len(batch.query)) < 0.7)
+    rows = 1 if sum_heads else None
+    output, mass = batch.run(isa=isa, rows_of_mass=rows)
+    expected, expected_mass = batch.run(decode_mass_reference, rows, torch.float64)
+    torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(mass.double(), expected_mass, rtol=3e-6, atol=3e-8)
+    others = [token for row in range(1, len(LENGTHS), 2) for token in range(*batch.starts[row : row + 2].tolist())]
+    assert (output[others] == 7).all()
+
+
+@each_isa
+def test_the_mass_is_that_of_block_mass(isa):
+    batch = Batch(LENGTHS)
+    batch.weights = torch.zeros(len(batch.query))
+    batch.weights[batch.starts[batch.rows].long()] = 1
+    mass = torch.zeros(len(LENGTHS), 2, batch.table.shape[1])
+    block_mass(
+        *(batch.query, batch.keys, batch.table, batch.starts, batch.seq_lens, batch.scale, mass),
+        weights=batch.weights,
+        isa=isa,
+    )
+    torch.testing.assert_close(batch.run(isa=isa)[1], mass, rtol=2e-6, atol=1e-8)
+
+
+@each_isa
+def test_large_scores_and_foreign_nans(isa):
+    """Scores in the hundreds neither overflow nor vanish, and nothing behind the last token counts."""
+    batch = Batch([1100, 1, 45], magnitude=12.0)
+    expected = batch.run(decode_mass_reference, None, torch.float64)
+    for row, length in ((0, 1100), (2, 45)):
+        block, used = int(batch.table[row, length // 32]), length % 32
+        batch.values[block, :, used:] = torch.nan
+        batch.keys[block].view(2, 64, 32)[..., used:] = torch.nan
+    output, mass = batch.run(isa=isa)
+    torch.testing.assert_close(output, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mass.double(), expected[1], rtol=1e-4, atol=1e-6)
+
+
+@needs_extension
+def test_neither_threads_nor_other_requests_change_a_bit():
+    batch = Batch(LENGTHS)
+    whole = batch.run()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if threads > 1 else 3)
+        assert all(torch.equal(a, b) for a, b in zip(batch.run(), whole, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+    batch.rows = torch.tensor([8], dtype=torch.int32)
+    output, mass = batch.run()
+    token = int(batch.starts[8])
+    assert torch.equal(output[token], whole[0][token]) and torch.equal(mass[8], whole[1][8])
+
+
+@each_isa
+def test_without_mass_the_output_is_the_same(isa):
+    batch = Batch(LENGTHS)
+    assert torch.equal(batch.run(isa=isa)[0], batch.run(isa=isa, rows_of_mass=0)[0])
+    batch.weights = torch.zeros(len(batch.query))
+    output, mass = batch.run(isa=isa)
+    assert torch.equal(output, batch.run(isa=isa, rows_of_mass=0)[0]) and not mass.any()
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_extension), False])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda b: setattr(b, "rows", torch.tensor([5], dtype=torch.int32)), ValueError, "requests of one token"),
+        (lambda b: setattr(b, "layout", "amx"), (ValueError, TypeError), "amx|vec"),
+        (lambda b: b.table.__setitem__((0, 0), 999), ValueError, "block ids"),
+        (lambda b: setattr(b, "values", b.values.double()), TypeError, "value_cache"),
+        (lambda b: setattr(b, "seq_lens", b.seq_lens.long()), TypeError, "int32"),
+    ],
+)
+def test_bad_arguments_are_refused(monkeypatch, compiled, change, error, message):
+    if not compiled:
+        monkeypatch.setattr(decode, "_C_cpu", None)
+    batch = Batch(LENGTHS)
+    change(batch)
+    with pytest.raises(error, match=message):
+        batch.run()
+
+
+# ---- Who attends to what
+
+
+def work_of(rows, q_lens, weights=None, lens=None):
+    starts = np.concatenate(([0], np.cumsum(q_lens))).astype(np.int32)
+    lens = torch.tensor(lens or [50] * len(q_lens), dtype=torch.int32)
+    sums = RunningSums(4, 1, 1, 8, 32, "sum", "sum")
+    logical = torch.arange(8, dtype=torch.int32).expand(len(q_lens), 8)
+    mass = None
+    if weights is not None:
+        for name in weights:
+            sums.start(name, Scoring("sum", 0.9, 1, 1, 100))
+        mass = sums.step([f"r{i}" for i in range(len(q_lens))], starts, lens.numpy(), logical)
+    return OwnWork(mass, np.array(rows, np.int64), starts, lens)
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def mass(self, layer, query, kv_cache, metadata, weights, out):
+        self.calls.append(("mass", None if weights is None else weights.tolist()))
+
+    def decode(self, layer, query, kv_cache, metadata, output, rows, seq_lens, weights, out):
+        self.calls.append(("decode", rows.tolist(), None if weights is None else weights.tolist(), out is not None))
+
+
+@pytest.mark.parametrize(
+    ("rows", "q_lens", "measured", "is_all", "calls"),
+    [
+        ([0, 1], [1, 1], None, True, [("decode", [0, 1], None, False)]),
+        ([0, 1], [1, 1], ["r0", "r1"], True, [("decode", [0, 1], None, True)]),
+        ([0, 1], [1, 1], ["r1"], True, [("decode", [0, 1], [0, 1], True)]),
+        ([1], [3, 1], ["r0", "r1"], False, [("decode", [1], None, True), ("mass", [1, 1, 1, 0])]),
+        ([], [3, 1], ["r0", "r1"], False, [("mass", None)]),
+        ([1], [1, 1], None, False, [("decode", [1], None, False)]),
+    ],
+)
+def test_work_is_divided(rows, q_lens, measured, is_all, calls):
+    work, recorder = work_of(rows, q_lens, measured), Recorder()
+    work.do(recorder, None, None, None, None, None)
+    assert recorder.calls == calls and work.is_all == is_all
+    assert work.stock_lens.tolist() == [1 if row in rows else 50 for row in range(len(q_lens))]
+
+
+@needs_extension
+def test_only_requests_with_holes_leave_the_stock_kernel(engine, monkeypatch):
+    """Before its first eviction a request's decodes are stock's; after it they are ours."""
+    seen = []
+
+    def watched(*args, **options):
+        seen.append(args[6].tolist())
+        return decode_mass(*args, **options)
+
+    monkeypatch.setattr(cpu, "decode_mass", watched)
+    server = engine({"name": "h2o", "budget": 96, "buffer": 32, "sink": 32, "recent": 32})
+    assert server.runtime.decodes
+    server.generate([range(1, 40)], max_tokens=20)
+    assert not seen
+    server.generate([range(1, 100)], max_tokens=60)
+    # 129 tokens are more than four blocks: the query at position 129 is the first over holes, that at 157 the last.
+    layers = 2
+    assert seen == [[0]] * layers * (158 - 129)
