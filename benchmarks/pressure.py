@@ -5,8 +5,9 @@
 
 Throughput: every case is a process of its own, they run in turn, and a ratio compares two runs of the same round; the
 table shows medians over rounds. "stock" runs with VLLM_PLUGINS empty, so that nothing of the plugin is loaded. Start-up
-and warm-up are not timed. --step times decode steps of requests that are measured (h2o) and that are not (sink-window)
-in one engine, by turns; neither evicts, so the difference is the running sums.
+and warm-up are not timed. --step times decode steps in one engine, by turns: of requests at their budget
+that are measured (h2o) and that are not (sink-window), whose difference is the running sums; of requests that have not
+evicted yet; and of vLLM's own kernel.
 
 On a machine that others use, threads wait for each other and wall time says little: take --threads 1 and look at the
 ratio by CPU time, which counts only what this process used.
@@ -234,35 +235,44 @@ def spread(values: list[float], form: str) -> str:
 
 # ---- running sums in a decode step
 
+#: Cases of a decode step: the request's policy, and whether its prompt is longer than the budget.
+STEP_CASES = {
+    "stock kernel": ("full", False),
+    "h2o before its first eviction": ("h2o", False),
+    "sink-window": ("sink-window", True),
+    "h2o": ("h2o", True),
+}
+
 
 def step_child(spec: dict) -> dict:
-    """Decode steps of one batch size: for each round and policy, the seconds and CPU seconds of every step."""
+    """Decode steps of one batch size: for each round and case, the seconds and CPU seconds of every step."""
     options, batch = argparse.Namespace(**spec["options"]), spec["batch"]
-    # Requests that cannot outgrow their budget are not measured; these could, but are stopped long before.
-    budget = 2 * options.resident
-    longest = budget + options.resident
-    # vLLM wants room for one request of the greatest length, whether it comes or not.
-    tokens = max(batch * (options.resident + 2 * options.steps + options.block_size), longest + 2 * CHUNK)
-    blocks = -(-tokens // options.block_size)
+    budget, block_size = options.resident, options.block_size
+    # The first requests decode while the last ones' prompts are computed.
+    tokens = options.steps + batch * (budget // CHUNK + 2)
+    longest = budget + 1 + tokens
+    blocks = -(-(batch * (longest + block_size) + 2 * CHUNK) // block_size)
     llm = make_llm(
         spec["model"],
-        {"name": "h2o", "budget": budget},
+        {"name": "h2o", "budget": budget, "buffer": 0, "sink": 32, "recent": 64, "allow": ["full", "sink-window"]},
         max_model_len=longest,
-        block_size=options.block_size,
+        block_size=block_size,
         num_gpu_blocks_override=blocks,
-        kv_cache_memory_bytes=blocks * options.block_size * Shape(**spec["shape"]).kv_bytes_per_token(),
+        kv_cache_memory_bytes=blocks * block_size * Shape(**spec["shape"]).kv_bytes_per_token(),
         max_num_seqs=batch,
         max_num_batched_tokens=CHUNK,
-        # The prompts are computed once; whoever comes later finds them in the cache and decodes.
-        enable_prefix_caching=True,
+        enable_prefix_caching=False,
     )
-    prompts = random_prompts(batch, options.resident, spec["shape"]["vocab"])
-    policies = ("h2o", "sink-window")
-    timings: dict[str, list[dict]] = {policy: [] for policy in policies}
-    decode_steps(llm, prompts, "sink-window", budget, steps=2)
+    vocab = spec["shape"]["vocab"]
+    short = random_prompts(batch, budget - tokens, vocab)
+    long = random_prompts(batch, budget + 1, vocab)
+    timings: dict[str, list[dict]] = {case: [] for case in STEP_CASES}
+    decode_steps(llm, short[:1], "full", longest, steps=2)
     for number in range(options.rounds):
-        for policy in policies if number % 2 else reversed(policies):
-            timings[policy].append(decode_steps(llm, prompts, policy, budget, options.steps))
+        for case in STEP_CASES if number % 2 else reversed(STEP_CASES):
+            policy, evicts = STEP_CASES[case]
+            steps = decode_steps(llm, long if evicts else short, policy, tokens, options.steps)
+            timings[case].append(steps)
     return timings
 
 
@@ -282,7 +292,7 @@ def decode_steps(llm: Any, prompts: list[list[int]], policy: str, max_tokens: in
         engine.step()
         timings["seconds"].append(time.perf_counter() - start)
         timings["cpu_seconds"].append(time.process_time() - cpu_start)
-    assert len(scheduler.running) == len(ids), "a request was preempted: the pool is too small to measure steps in"
+    assert len(scheduler.running) == len(ids), "a request ended or was preempted: these were not steps of all"
     engine.abort_request(ids)
     while engine.has_unfinished_requests() or scheduler.has_unfinished_requests():
         engine.step()
@@ -304,23 +314,23 @@ def step(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
 
 
 def shares(timings: dict[str, list[dict]], clock: str) -> list[float]:
-    """(with sums - without) / with, of the median step, round by round."""
+    """(with sums - without) / with, of the mean step, round by round: decisions and reports are part of it."""
     pairs = zip(timings["h2o"], timings["sink-window"], strict=True)
-    return [1 - statistics.median(without[clock]) / statistics.median(with_sums[clock]) for with_sums, without in pairs]
+    return [1 - statistics.mean(without[clock]) / statistics.mean(with_sums[clock]) for with_sums, without in pairs]
 
 
 def step_table(report: dict) -> str:
+    names = list(STEP_CASES)
     lines = [
-        "| requests | step with sums, ms | without, ms | share that is sums (rounds) | wanted | by CPU time |",
-        "|---|---|---|---|---|---|",
+        "| requests | " + " | ".join(f"{name}, ms" for name in names) + " | share that is sums (rounds) | wanted "
+        "| by CPU time |",
+        "|---|" + "---|" * (len(names) + 3),
     ]
     for batch, timings in report["runs"].items():
-        ms = {
-            name: 1e3 * statistics.median(statistics.median(run["seconds"]) for run in rounds)
-            for name, rounds in timings.items()
-        }
+        ms = [1e3 * statistics.median(statistics.mean(run["seconds"]) for run in timings[name]) for name in names]
         wall, cpu = (spread(report["shares"][clock][batch], ".1%") for clock in CLOCKS)
-        lines.append(f"| {batch} | {ms['h2o']:.2f} | {ms['sink-window']:.2f} | {wall} | ≤ {WANTED_SHARE:.0%} | {cpu} |")
+        cells = " | ".join(f"{value:.2f}" for value in ms)
+        lines.append(f"| {batch} | {cells} | {wall} | ≤ {WANTED_SHARE:.0%} | {cpu} |")
     return "\n".join(lines)
 
 
