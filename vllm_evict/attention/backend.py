@@ -11,16 +11,25 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace
 
 from ..core.spec import EvictableSpec
 from ..worker.runtime import EvictionRuntime
+from .queries import Queries
 
 #: Attribute of a backend's metadata that holds the step's `MassStep`.
 MASS = "kv_evict_mass"
 
 
 class ScorePass(Protocol):
-    """Adds the attention mass of one layer to `out` (see `attention.mass.block_mass`)."""
+    """Adds the attention mass of one layer to `out` (see `attention.mass.block_mass`, and `Queries`)."""
 
     def __call__(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, scale: float, weights: Any, out: Any
+        self,
+        layer: Any,
+        query: Any,
+        kv_cache: Any,
+        metadata: Any,
+        scale: float,
+        weights: Any,
+        out: Any,
+        queries: Queries | None = None,
     ) -> None: ...
 
 

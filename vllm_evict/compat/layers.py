@@ -12,8 +12,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from ..attention.backend import resident_backend, scored_impl
-from ..attention.cpu import KEY_LAYOUTS, cpu_mass
+from ..attention.cpu import KEY_LAYOUTS, cpu_keys_values, cpu_mass
 from ..config import KVPolicyConfig, KVPolicyError
+from ..policies import RUNNING
 from ..worker.runtime import EvictionRuntime
 from . import refusals
 
@@ -39,6 +40,7 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
         max_model_len=vllm_config.model_config.max_model_len,
         kv_heads=first.num_kv_heads,
         layers=len(layers),
+        read=lambda blocks: (cpu_keys_values(layer, blocks) for layer in layers.values()),
     )
     backends: dict[type, type] = {}
     impls: dict[type, type] = {}
@@ -47,7 +49,7 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
         if backend not in backends:
             backends[backend] = resident_backend(backend, runtime)
         layer.attn_backend = backends[backend]
-        if config.measures_mass:
+        if config.statistics & RUNNING:
             if impl not in impls:
                 impls[impl] = scored_impl(impl, cpu_mass)
             layer.impl.__class__ = impls[impl]
@@ -61,7 +63,7 @@ def check_layouts(vllm_config: VllmConfig, config: KVPolicyConfig) -> None:
         KVPolicyError: naming the layout.
     """
     for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
-        if config.measures_mass and layer.isa not in KEY_LAYOUTS:
+        if config.statistics and layer.isa not in KEY_LAYOUTS:
             raise KVPolicyError(
                 f"{name} packs its keys for {layer.isa!r}, which the score pass can't read (it reads "
                 f"{', '.join(KEY_LAYOUTS)}): use sink-window with \"allow\": []"
