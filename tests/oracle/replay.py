@@ -314,11 +314,11 @@ class Request:
         return dict(zip(self.held(), value.tolist(), strict=True))
 
     def decide(self):
-        importance = self.importance()
-        choice = select(importance, self.n, self.evicted, self.config)
-        if choice is None:
+        if self.config.policy == "full" or len(self.held()) <= self.config.trigger_blocks:
             self.replay.evicted.append([])
             return
+        importance = self.importance()
+        choice = select(importance, self.n, self.evicted, self.config)
         gone, kept = choice
         gap = relative = math.inf
         if gone and kept:
