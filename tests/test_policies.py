@@ -37,7 +37,7 @@ def test_all_policies_in_one_batch(engine, dense, caching):
     prefix = random_prompt(150, 99)
     server.generate([prefix], max_tokens=1)
     requests = [
-        (prefix + random_prompt(170 + 3 * seed, seed), asks(name, max_tokens=70)) for seed, name in enumerate(EVICTING)
+        (prefix + random_prompt(170 + 3 * seed, seed), asks(name, max_tokens=200)) for seed, name in enumerate(EVICTING)
     ]
     outputs, traces = server.traced(requests)
     for name, (prompt, _), output, trace in zip(EVICTING, requests, outputs, traces):
@@ -75,7 +75,7 @@ def test_what_is_not_needed_is_not_measured(engine, monkeypatch):
     for name in ("knorm", "keydiff", "pagedeviction"):
         asked.clear()
         (output,), (trace,) = server.traced(
-            [(random_prompt(300), asks(name, max_tokens=80))],
+            [(random_prompt(300), asks(name, max_tokens=200))],
             on_step=lambda server: server.runtime.sums._slots and pytest.fail("sums were taken"),
         )
         decisions = [chosen for chosen in trace.evicted if chosen]
@@ -109,7 +109,6 @@ def test_unprotected_sinks_go(engine):
         gone = sorted(sum(trace.evicted, []))
         assert gone == list(range(2, 2 + len(gone))) if protect else gone == list(range(len(gone)))
         assert len(gone) >= 4 and trace.held[-1] <= 7
-        server.close()
 
 
 # --- policies that measure nothing, by hand --------------------------------------------------------------------------
@@ -129,7 +128,7 @@ def test_strides_grow_with_age():
             held.pop(int(np.argmin(weigh("strided", held, count))))
     gaps = np.diff(held)
     assert held[0] == 0 and held[-1] == 511
-    assert (gaps[-6:] == 1).all()
+    assert (gaps[-4:] == 1).all()
     assert gaps[:3].min() >= 16
     ages = 512 - np.array(held[1:])
     assert (gaps <= ages).all(), "never a hole larger than what follows it"
