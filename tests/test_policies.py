@@ -74,7 +74,7 @@ def test_what_is_not_needed_is_not_measured(engine, monkeypatch):
         assert len(server.runtime.sums) == 0 and not asked
     for name in ("knorm", "keydiff", "pagedeviction"):
         asked.clear()
-        (output,), (trace,) = server.traced(
+        _, (trace,) = server.traced(
             [(random_prompt(300), asks(name, max_tokens=200))],
             on_step=lambda server: server.runtime.sums._slots and pytest.fail("sums were taken"),
         )

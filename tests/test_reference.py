@@ -103,7 +103,7 @@ class Served:
             query = torch.cat((torch.zeros(2, HEADS, DIM), q[first : self.computed]))
             if mass is not None:
                 layer = SimpleNamespace(isa="vec")
-                mass.add(lambda *args: cpu_mass(layer, query, cache, metadata, DIM**-0.5, *args))  # noqa: B023
+                mass.add(lambda *args: cpu_mass(layer, query, cache, metadata, DIM**-0.5, *args))
         reports = self.runtime.end(local)
         if not due:
             return None

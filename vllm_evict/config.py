@@ -295,7 +295,6 @@ class KVPolicyConfig(BaseModel):
             )
         return config
 
-
     def _handed_to(self, policy: Policy, block_size: int, prompt_len: int) -> dict[str, Any]:
         """Options of another policy that follow from this config; see `for_request`."""
         if self.name == "full":
