@@ -6,10 +6,10 @@ from engine import logprobs_of
 from oracle.replay import Config, replay
 
 
-def oracle_config(policy, block_size=32):
+def oracle_config(policy, prompt, block_size=32):
     """The oracle's words for a plugin policy."""
-    options = {key: value for key, value in policy.items() if key not in ("name", "allow")}
-    return Config(policy=policy["name"], block_size=block_size, **options)
+    options = {key: value for key, value in policy.items() if key not in ("name", "allow", "min_prompt")}
+    return Config(policy=policy["name"], block_size=block_size, prompt=tuple(prompt), **options)
 
 
 def assert_like_oracle(dense, prompt, output, trace, policy, *, block_size=32, atol=2e-3, tie=1e-4):
@@ -19,7 +19,7 @@ def assert_like_oracle(dense, prompt, output, trace, policy, *, block_size=32, a
     comes after such a decision is not compared. With the default that practically never happens in fp32.
     """
     tokens = [*prompt, *output.outputs[0].token_ids]
-    reference = replay(dense, tokens, trace.steps, oracle_config(policy, block_size), start=trace.start)
+    reference = replay(dense, tokens, trace.steps, oracle_config(policy, prompt, block_size), start=trace.start)
     same = len(trace.steps)
     # After the last step the request is finished, so nothing is decided.
     for step, (got, want) in enumerate(zip(trace.evicted[:-1], reference.evicted)):

@@ -118,7 +118,7 @@ def test_late_decisions_are_the_right_ones(async_engine, tiny, name):
         decided = record.by_step(steps)
         assert sum(map(len, decided)) >= 2
         reference = replay_told(
-            dense, tokens, record.steps[:steps], oracle_config(policy), record.told[:steps], decided
+            dense, tokens, record.steps[:steps], oracle_config(policy, prompt), record.told[:steps], decided
         )
         assert decided[:-1] == reference.evicted[:-1]
         logprobs = torch.log_softmax(reference.logits.double(), -1)[len(prompt) - 1 :]

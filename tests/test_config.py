@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError, Limits, nearest
-from vllm_evict.policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES
+from vllm_evict.policies import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, POLICIES, REDUCTIONS, RUNNING
 
 ROOT = Path(__file__).parents[1]
 H2O = {"name": "h2o", "budget": 1024, "sink": 32, "recent": 256, "buffer": 64}
@@ -61,8 +61,9 @@ def test_configs_cannot_be_changed():
 def test_to_dict_is_what_parse_takes_and_json_carries(name):
     policy = POLICIES[name]
     values = {"budget": 0.25, "buffer": 96, "sink": 48, "recent": 100, "accumulate": "ema", "decay": 0.5}
-    values |= {"window": 7, "every": 3, "heads": "max", "layers": "mean"}
-    assert set(values) == BUDGET_OPTIONS | MASS_OPTIONS
+    values |= {"window": 7, "every": 3, "heads": "max", "layers": "mean", "protect": False, "min_prompt": 300}
+    values |= {"kernel": 5, "mix": 0.25, "seed": 11}
+    assert set(values) == frozenset().union(*(policy.options for policy in POLICIES.values()))
     values = {field: value for field, value in values.items() if field in policy.options}
     for extra in ({}, values, {"allow": ["h2o"]}):
         config = parse({"name": name, **extra})
@@ -86,7 +87,7 @@ def test_every_config_of_the_repository_parses():
 
 @pytest.mark.parametrize(
     "name, first",
-    [("h20", "h2o"), ("H2O", "h2o"), ("sink_window", "sink-window"), ("fulll", "full"), ("sinks", "sink-window")],
+    [("h20", "h2o"), ("H2O", "h2o"), ("sink_window", "sink-window"), ("fulll", "full"), ("sinks-window", "sink-window")],
 )
 def test_an_unknown_policy_is_refused_with_the_nearest_first(name, first):
     for form in (name, {"name": name}, json.dumps({"name": name})):
@@ -179,7 +180,7 @@ def test_field_names_must_be_strings():
 
 
 def test_a_policy_without_a_name_is_refused():
-    assert "needs a name: one of full, h2o, sink-window" in refusal({"budget": 512})
+    assert f"needs a name: one of {', '.join(sorted(POLICIES))}" in refusal({"budget": 512})
 
 
 def test_broken_json_is_refused():
@@ -262,9 +263,80 @@ def test_allowed():
     assert parse({"name": "sink-window", "allow": ["full"]}).allowed == {"sink-window", "full"}
 
 
-def test_mass_is_measured_only_where_a_request_may_need_it():
-    assert parse("h2o").measures_mass and parse("sink-window").measures_mass and parse("full").measures_mass
-    assert not parse({"name": "sink-window", "allow": ["full"]}).measures_mass
+def test_workers_can_measure_what_any_request_may_need_and_no_more():
+    assert parse("h2o").statistics == parse("sink-window").statistics == parse("full").statistics == RUNNING | CACHED
+    assert not parse({"name": "sink-window", "allow": ["full", "random", "strided"]}).statistics
+    assert parse({"name": "knorm", "allow": ["full", "tova"]}).statistics == {"key_norm", "mass"}
+    assert parse({"name": "rkv", "allow": []}).statistics == {"mass", "redundancy"}
+
+
+def test_policies_measure_what_workers_know():
+    for policy in POLICIES.values():
+        assert policy.measures <= RUNNING | CACHED and len(policy.measures & RUNNING) <= 1
+        assert bool(policy.measures) == (policy.options >= REDUCTIONS), "who measures says how heads are reduced"
+        assert (policy.options >= MASS_OPTIONS) <= (policy.measures == {"mass"})
+
+
+# --- protection, short prompts, options of single policies -----------------------------------------------------------
+
+
+def test_without_protection_all_but_the_newest_block_may_go():
+    config = parse({**H2O, "protect": False})
+    assert config.limits(32, 5000) == Limits(32, 34, 0, 0)
+    assert (config.minimum(32), parse(H2O).minimum(32)) == (1, 10)
+    for budget, blocks in ((1, 1), (32, 1), (33, 2), (288, 9)):
+        assert parse({**H2O, "budget": budget, "protect": False}).limits(32, 5000).budget == blocks
+        assert "leaves nothing to choose" in refusal({**H2O, "budget": budget})
+    assert parse({**H2O, "budget": 0.001, "protect": False}).limits(32, 100).budget == 1
+    # Without a budget of its own it keeps as much as with protection: ablations compare equal budgets.
+    window = {"name": "sink-window", "sink": 32, "recent": 100}
+    assert parse({**window, "protect": False}).limits(32, 100) == Limits(6, 6, 0, 0)
+    assert parse(window).limits(32, 100) == Limits(6, 6, 1, 100)
+
+
+@pytest.mark.parametrize("value", [1, 0, "false", "no", None])
+def test_protection_is_true_or_false(value):
+    assert f"protect: must be true or false, not {value!r}" in refusal({**H2O, "protect": value})
+
+
+def test_short_prompts_have_no_limits():
+    config = parse({**H2O, "min_prompt": 300})
+    assert config.limits(32, 299) is None
+    assert config.limits(32, 300) == config.limits(32, 5000) == parse(H2O).limits(32, 300)
+    # They may decode up to the model's length, and the pool has to hold that.
+    assert config.bound(32, 4096) is None
+    assert parse({**H2O, "min_prompt": 1}).bound(32, 4096) == 34
+    with pytest.raises(KVPolicyError, match="at least 512"):  # seen at start, whatever the prompt
+        parse({**H2O, "budget": 320, "min_prompt": 300}).limits(128, 1)
+    assert "greater than or equal to 0" in refusal({**H2O, "min_prompt": -1})
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [
+        ({"name": "snapkv", "kernel": 4}, "kernel: must be odd, a block and as many on either side, not 4"),
+        ({"name": "snapkv", "kernel": 0}, "kernel: input should be greater than or equal to 1"),
+        ({"name": "rkv", "mix": 1.5}, "mix: input should be less than or equal to 1"),
+        ({"name": "rkv", "mix": "half"}, "mix: must be a number, not 'half'"),
+        ({"name": "random", "seed": -1}, "seed: input should be greater than or equal to 0"),
+        ({"name": "tova", "window": 3}, "policy 'tova' has no field 'window'; it has: "),
+        ({"name": "scissorhands", "accumulate": "sum"}, "policy 'scissorhands' has no field 'accumulate'; it has: "),
+        ({"name": "knorm", "every": 2}, "policy 'knorm' has no field 'every'; it has: "),
+        ({"name": "strided", "heads": "max"}, "policy 'strided' has no field 'heads'; it has: "),
+        ({"name": "h2o", "kernel": 3}, "policy 'h2o' has no field 'kernel'; it has: "),
+        ({"name": "full", "protect": False}, "policy 'full' has no field 'protect'; it has: "),
+        ({"name": "full", "min_prompt": 10}, "policy 'full' has no field 'min_prompt'; it has: "),
+    ],
+)
+def test_options_of_single_policies(policy, message):
+    assert message in refusal(policy)
+
+
+@pytest.mark.parametrize("name, window", [("tova", 1), ("snapkv", 32), ("scissorhands", 256), ("rkv", 8)])
+def test_policies_of_the_last_queries_fix_how_mass_adds_up(name, window):
+    config = parse(name)
+    assert (config.accumulate, config.window) == ("last", window)
+    assert parse(config.to_dict()) == config
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
@@ -341,6 +413,46 @@ def test_another_policy_keeps_the_servers_budget_sinks_and_buffer():
     assert asked(H2O, {"kv_policy": "sink-window", "kv_budget": 128}).limits(32, 5000) == Limits(4, 6, 1, 0)
 
 
+SAME = ("budget", "buffer", "sink", "recent", "protect", "min_prompt")
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"full", "sink-window", "h2o"}))
+def test_another_scoring_policy_keeps_what_is_kept_and_protected(name):
+    server = {**H2O, "protect": False, "min_prompt": 77}
+    config, own = asked(server, {"kv_policy": name}), parse(name)
+    assert [getattr(config, field) for field in SAME] == [1024, 64, 32, 256, False, 77]
+    for field in POLICIES[name].options - set(SAME):
+        assert getattr(config, field) == getattr(own, field)
+
+
+def test_another_scoring_policy_takes_over_what_was_changed():
+    server = {**H2O, "heads": "max", "layers": "mean", "window": 50, "every": 3, "accumulate": "ema"}
+    config = asked(server, {"kv_policy": "snapkv"})
+    assert (config.heads, config.layers, config.window, config.kernel) == ("max", "mean", 50, 3)
+    assert (config.accumulate, config.every) == ("last", 1), "what a policy has no field for is its own"
+    assert asked({**H2O, "window": 32}, {"kv_policy": "scissorhands"}).window == 256, "a default says nothing"
+    back = asked({"name": "tova", "budget": 1024, "heads": "mean"}, {"kv_policy": "h2o"})
+    assert (back.heads, back.accumulate, back.window) == ("mean", "sum", 32)
+
+
+def test_a_window_that_is_the_budget_is_no_recent_window():
+    assert asked({"name": "sink-window", "sink": 64, "recent": 1024}, {"kv_policy": "h2o"}).recent == 256
+    # A smaller budget leaves half of what is beside sinks and one block.
+    for budget, recent in ((320, 64 + 48), (128, 16), (96, 0), (97, 16)):
+        config = asked({"name": "sink-window", "sink": 64, "budget": budget}, {"kv_policy": "h2o"})
+        assert config.recent == recent and config.limits(32, 5000).budget == math.ceil(budget / 32)
+    config = asked({"name": "sink-window", "recent": 1024}, {"kv_policy": "tova", "kv_budget": 128})
+    assert (config.budget, config.recent) == (128, 16)
+    assert asked({"name": "sink-window"}, {"kv_policy": "pagedeviction"}).recent == 0
+
+
+def test_requests_exempt_by_their_prompt_may_pick_any_policy():
+    server = {**H2O, "min_prompt": 300}
+    assert asked(server, {"kv_policy": "tova"}, prompt=299).limits(32, 299) is None
+    assert asked(server, {"kv_policy": "tova", "kv_budget": 4096}, prompt=299).limits(32, 299) is None
+    assert "above the server's 1024" in request_refusal(server, {"kv_policy": "tova", "kv_budget": 4096}, prompt=300)
+
+
 def test_on_a_full_server_a_request_gets_the_policys_defaults():
     assert asked("full", {"kv_policy": "h2o"}) == parse("h2o")
     assert asked("full", {"kv_policy": "sink-window", "kv_budget": 100_000}).budget == 100_000
@@ -355,7 +467,8 @@ def test_a_ratio_is_of_the_requests_own_prompt():
 
 servers = st.fixed_dictionaries(
     {
-        "name": st.sampled_from(["h2o", "sink-window"]),
+        "name": st.sampled_from(sorted(set(POLICIES) - {"full"})),
+        "protect": st.booleans(),
         "budget": st.one_of(st.integers(150, 500), st.floats(0.01, 0.99)),
         "buffer": st.integers(0, 100),
         "sink": st.integers(0, 64),
@@ -365,7 +478,7 @@ servers = st.fixed_dictionaries(
 requests = st.fixed_dictionaries(
     {},
     optional={
-        "kv_policy": st.sampled_from(["h2o", "sink-window"]),
+        "kv_policy": st.sampled_from(sorted(set(POLICIES) - {"full"})),
         "kv_budget": st.one_of(st.integers(100, 500), st.floats(0.01, 0.99)),
     },
 )

@@ -182,6 +182,9 @@ class Recorder:
     def mass(self, layer, query, kv_cache, metadata, weights, out):
         self.calls.append(("mass", None if weights is None else weights.tolist()))
 
+    def mass_of(self, layer, query, kv_cache, metadata, queries, out):
+        self.calls.append(("mass_of", queries.tokens.tolist()))
+
     def decode(self, layer, query, kv_cache, metadata, output, rows, seq_lens, weights, out):
         self.calls.append(("decode", rows.tolist(), None if weights is None else weights.tolist(), out is not None))
 

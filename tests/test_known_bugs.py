@@ -324,7 +324,7 @@ def test_survivors_renumbered_while_keys_keep_their_rotation(engine, dense):
             return super()._rope(at - BLOCK * (at >= 200))
 
     tokens = [*prompt, *output.outputs[0].token_ids]
-    wrong = replay(Renumbered(server.llm.llm_engine.model_config.model), tokens, trace.steps, oracle_config(H2O))
+    wrong = replay(Renumbered(server.llm.llm_engine.model_config.model), tokens, trace.steps, oracle_config(H2O, prompt))
     logprobs = torch.log_softmax(wrong.logits.double(), -1)[len(prompt) - 1 :]
     said = logprobs[range(40), output.outputs[0].token_ids].numpy()
     assert np.abs(said - logprobs_of(output)).max() > 1e-2, "the comparison would not have noticed"

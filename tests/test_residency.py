@@ -20,7 +20,7 @@ def residency(block_size=BLOCK, prompt=1000, **options):
 
 
 def report(index, mass):
-    return Report(np.array(index, np.int64), np.array(mass, np.float64))
+    return Report(np.array(index, np.int64), {"mass": np.array(mass, np.float64)})
 
 
 def full_report(resident, computed, mass):

@@ -134,7 +134,7 @@ class Batch:
         for req_id, index in zip(req_ids, resident):
             np.testing.assert_array_equal(reports[req_id].index, index)
             expected = self.slow[req_id].report(index, self.heads)
-            np.testing.assert_allclose(reports[req_id].mass, expected, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(reports[req_id].statistics["mass"], expected, rtol=1e-4, atol=1e-5)
 
 
 METHODS = {
@@ -187,7 +187,7 @@ def add_mass(sums, req_ids, lens, seq_lens, value=1.0, width=6):
 
 
 def masses(sums, req_id, width=6):
-    return sums.report([req_id], [np.arange(width)], local)[req_id].mass.tolist()
+    return sums.report([req_id], [np.arange(width)], local)[req_id].statistics["mass"].tolist()
 
 
 def one_layer(requests=4, heads="sum", layers="sum"):
@@ -316,8 +316,8 @@ def test_reports_keep_to_what_is_asked():
     add_mass(sums, ["a", "b"], [2, 3], [24, 24])
     assert sums.report([], [], local) == {}
     reports = sums.report(["b", "a"], [np.array([0, 4]), np.array([1, 2, 5])], local)
-    assert reports["b"].mass.tolist() == [3.0, 3.0] and reports["a"].mass.tolist() == [2.0, 2.0, 2.0]
-    assert reports["a"].index.tolist() == [1, 2, 5] and reports["a"].mass.dtype == np.float64
+    assert reports["b"].statistics["mass"].tolist() == [3.0, 3.0] and reports["a"].statistics["mass"].tolist() == [2.0, 2.0, 2.0]
+    assert reports["a"].index.tolist() == [1, 2, 5] and reports["a"].statistics["mass"].dtype == np.float64
 
 
 @pytest.mark.parametrize("heads", REDUCE)
@@ -336,5 +336,5 @@ def test_ranks_are_reduced_before_heads_are_scaled(heads):
     reports = sums.report(["a", "b"], [np.arange(3), np.arange(2)], all_reduce)
     assert calls == [(5, heads == "max")]
     scale = 10 / HEADS if heads == "mean" else 10
-    np.testing.assert_allclose(reports["a"].mass, [2 * scale] * 3)
-    np.testing.assert_allclose(reports["b"].mass, [4 * scale] * 2)
+    np.testing.assert_allclose(reports["a"].statistics["mass"], [2 * scale] * 3)
+    np.testing.assert_allclose(reports["b"].statistics["mass"], [4 * scale] * 2)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from .policies import MASS_OPTIONS, POLICIES, Policy
+from .policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES, Policy
 
 Reduction = Literal["sum", "mean", "max"]
 
@@ -71,17 +71,27 @@ class KVPolicyConfig(BaseModel):
     sink: int = Field(0, ge=0)
     #: Trailing tokens that always stay.
     recent: int = Field(0, ge=0)
+    #: False: sinks and recent tokens may go like all others, for ablations. What is written or in flight stays.
+    protect: bool = True
+    #: Requests with a shorter prompt are never evicted from.
+    min_prompt: int = Field(0, ge=0)
     #: How mass adds up over queries: all of it, per query seen, exponentially forgotten, or the last queries only.
     accumulate: Literal["sum", "mean", "ema", "last"] = "sum"
     #: ema: share of the old average that stays, per query.
     decay: float = Field(0.99, gt=0, lt=1)
-    #: last: queries before a decision that count.
+    #: last, and policies that look at the last queries only: queries before a decision that count.
     window: int = Field(32, ge=1)
     #: Score every n-th query position only.
     every: int = Field(1, ge=1)
     #: How KV heads and layers of a group are reduced to one score a block.
     heads: Reduction = "sum"
     layers: Reduction = "sum"
+    #: snapkv: blocks in the pooling kernel, odd.
+    kernel: int = Field(3, ge=1)
+    #: rkv: weight of attention against redundancy.
+    mix: float = Field(0.1, ge=0, le=1)
+    #: random: of its hash.
+    seed: int = Field(0, ge=0, lt=1 << 63)
     #: Policies that requests may pick; None: all that evict (all, if this one is `full`).
     allow: tuple[str, ...] | None = None
 
@@ -113,13 +123,29 @@ class KVPolicyConfig(BaseModel):
             f"must be a whole number of tokens above 0, or a ratio of the prompt between 0 and 1, not {budget!r}"
         )
 
-    @field_validator("buffer", "sink", "recent", "window", "every", "decay", mode="before")
+    @field_validator(
+        "buffer", "sink", "recent", "min_prompt", "window", "every", "decay", "kernel", "mix", "seed", mode="before"
+    )
     @classmethod
     def _numbers_only(cls, value: Any) -> Any:
         # pydantic would take True for 1 and "64" for 64; in a policy file both are mistakes.
         if isinstance(value, (bool, str)):
             raise ValueError(f"must be a number, not {value!r}")
         return value
+
+    @field_validator("protect", mode="before")
+    @classmethod
+    def _true_or_false(cls, value: Any) -> Any:
+        if not isinstance(value, bool):
+            raise ValueError(f"must be true or false, not {value!r}")
+        return value
+
+    @field_validator("kernel")
+    @classmethod
+    def _centred(cls, kernel: int) -> int:
+        if kernel % 2 == 0:
+            raise ValueError(f"must be odd, a block and as many on either side, not {kernel}")
+        return kernel
 
     @field_validator("allow")
     @classmethod
@@ -130,7 +156,7 @@ class KVPolicyConfig(BaseModel):
 
     @model_validator(mode="after")
     def _room_to_choose(self) -> "KVPolicyConfig":
-        if isinstance(self.budget, int) and self.budget <= self.sink + self.recent:
+        if self.protect and isinstance(self.budget, int) and self.budget <= self.sink + self.recent:
             raise ValueError(
                 f"budget {self.budget} leaves nothing to choose: it must be at least sink + recent + one block "
                 f"= {self.sink} + {self.recent} + block size"
@@ -177,14 +203,17 @@ class KVPolicyConfig(BaseModel):
         return frozenset(POLICIES) if self.name == "full" else frozenset(POLICIES) - {"full"}
 
     @property
-    def measures_mass(self) -> bool:
-        """Whether any request may need attention mass."""
-        return any(POLICIES[name].measures == "mass" for name in self.allowed)
+    def statistics(self) -> frozenset[str]:
+        """All that workers must be able to measure: what any request may need."""
+        return frozenset().union(*(POLICIES[name].measures for name in self.allowed))
 
     def minimum(self, block_size: int) -> int:
         """The smallest budget that leaves something to choose, in blocks."""
+        return self._sinks_and_recent(block_size) + 1 if self.protect else 1
+
+    def _sinks_and_recent(self, block_size: int) -> int:
         # A window that does not end on a block's edge reaches into one block more.
-        return math.ceil(self.sink / block_size) + math.ceil(self.recent / block_size) + 1
+        return math.ceil(self.sink / block_size) + math.ceil(self.recent / block_size)
 
     def limits(self, block_size: int, prompt_len: int) -> Limits | None:
         """Blocks that a request with this prompt may keep; None if all of them.
@@ -194,9 +223,14 @@ class KVPolicyConfig(BaseModel):
         """
         if self.name == "full":
             return None
+        limits = self._limits(block_size, prompt_len)
+        return None if prompt_len < self.min_prompt else limits
+
+    def _limits(self, block_size: int, prompt_len: int) -> Limits:
         minimum = self.minimum(block_size)
         if self.budget is None:
-            budget = minimum
+            # The same without protection: an ablation compares equal budgets.
+            budget = self._sinks_and_recent(block_size) + 1
         elif isinstance(self.budget, float):
             budget = max(math.ceil(math.ceil(self.budget * prompt_len) / block_size), minimum)
         else:
@@ -208,17 +242,23 @@ class KVPolicyConfig(BaseModel):
                 )
         tokens = self.budget if isinstance(self.budget, int) else budget * block_size
         trigger = math.ceil((tokens + self.buffer) / block_size)
-        return Limits(budget, trigger, math.ceil(self.sink / block_size), self.recent)
+        sink, recent = (math.ceil(self.sink / block_size), self.recent) if self.protect else (0, 0)
+        return Limits(budget, trigger, sink, recent)
 
     def bound(self, block_size: int, max_model_len: int) -> int | None:
         """Most blocks that any request may hold between steps; None if requests may keep everything."""
-        if "full" in self.allowed:
+        if "full" in self.allowed or self.min_prompt > 1:
             return None
         limits = self.limits(block_size, max_model_len)
         return limits.trigger
 
     def for_request(self, extra_args: Mapping[str, Any] | None, prompt_len: int, block_size: int) -> "KVPolicyConfig":
         """This config as one request changes it by `kv_policy` and `kv_budget`.
+
+        A request that picks another policy keeps what the server says of budget, buffer, sinks, recent window,
+        protection and shortest prompt, and those options of scoring in which the server differs from its own policy's
+        defaults, as far as the other policy has them. The rest are the other policy's defaults. A window that is the
+        budget (sink-window) is no recent window to another policy, nor the other way round.
 
         Raises:
             KVPolicyError: the request asks for what it may not have.
@@ -238,17 +278,13 @@ class KVPolicyConfig(BaseModel):
                 raise KVPolicyError("kv_policy 'full' keeps everything: it takes no kv_budget")
             return KVPolicyConfig(name="full")
         granted = self.limits(block_size, prompt_len)
-        options = self.to_dict() if name == self.name else {}
-        if name != self.name and granted is not None:
-            options = {
-                "budget": granted.budget * block_size,
-                "buffer": (granted.trigger - granted.budget) * block_size,
-                "sink": self.sink,
-            }
+        options = self.to_dict() if name == self.name else self._handed_to(POLICIES[name], block_size, prompt_len)
         if "kv_budget" in extra_args:
             options["budget"] = _number(extra_args["kv_budget"])
             if POLICIES[name].window_is_the_budget:
                 options.pop("recent", None)
+        if name != self.name and self.policy.window_is_the_budget:
+            options["recent"] = _fitting_window(POLICIES[name], options, block_size, prompt_len)
         options = {field: value for field, value in options.items() if field in POLICIES[name].options}
         config = KVPolicyConfig.parse({**options, "name": name})
         asked = config.limits(block_size, prompt_len)
@@ -258,6 +294,24 @@ class KVPolicyConfig(BaseModel):
                 f"cache, above the server's {granted.budget * block_size}"
             )
         return config
+
+    def _handed_to(self, policy: Policy, block_size: int, prompt_len: int) -> dict[str, Any]:
+        """Options of another policy that follow from this config; see `for_request`."""
+        if self.name == "full":
+            return {}
+        default = KVPolicyConfig(name=self.name)
+        scoring = (self.policy.options & policy.options) - BUDGET_OPTIONS
+        options = {field: getattr(self, field) for field in scoring}
+        options = {field: value for field, value in options.items() if value != getattr(default, field)}
+        limits = self._limits(block_size, prompt_len)
+        options |= {
+            "budget": limits.budget * block_size,
+            "buffer": (limits.trigger - limits.budget) * block_size,
+            **{field: getattr(self, field) for field in ("sink", "recent", "protect", "min_prompt")},
+        }
+        if policy.window_is_the_budget:
+            del options["recent"]
+        return options
 
 
 #: What a request may set, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
@@ -283,6 +337,15 @@ def _read(text: str) -> tuple[Any, str]:
     if not isinstance(value, Mapping):
         raise KVPolicyError(f"{path} must hold the fields of one KV policy (name: ...), not {type(value).__name__}")
     return value, f"{path}: "
+
+
+def _fitting_window(policy: Policy, options: Mapping[str, Any], block_size: int, prompt_len: int) -> int:
+    """The policy's own recent window, or half of what a smaller budget leaves beside sinks and one block."""
+    budget = options["budget"]
+    if isinstance(budget, float):
+        budget *= prompt_len
+    room = math.ceil(budget / block_size) - math.ceil(options["sink"] / block_size) - 1
+    return min(policy.defaults["recent"], max(room, 0) * block_size // 2)
 
 
 def _number(value: Any) -> int | float:

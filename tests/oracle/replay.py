@@ -5,6 +5,8 @@ G KV heads, nb logical blocks so far.
 """
 
 import math
+import struct
+import zlib
 from dataclasses import dataclass, field
 
 import torch
@@ -14,22 +16,30 @@ import torch
 class Config:
     """A request's eviction settings; sizes are in tokens."""
 
-    policy: str = "full"  # "full" | "sink-window" | "h2o"
+    policy: str = "full"  # one of POLICIES
     block_size: int = 16
     budget: int = 128
     buffer: int = 0
     sink: int = 0
     recent: int = 0
-    # h2o only:
+    protect: bool = True
     accumulate: str = "sum"  # "sum" | "mean" | "ema" | "last"
     decay: float = 0.9  # of "ema"
     window: int = 32  # of "last"
     every: int = 1
     heads: str = "sum"  # "sum" | "mean" | "max"
     layers: str = "sum"
+    kernel: int = 3  # snapkv: blocks
+    mix: float = 0.1  # rkv: weight of the attention
+    seed: int = 0  # random
+    prompt: tuple = ()  # random: token ids
 
     def __post_init__(self):
-        assert self.policy in ("full", "sink-window", "h2o"), self.policy
+        assert self.policy in POLICIES, self.policy
+        if self.policy == "tova":
+            object.__setattr__(self, "window", 1)
+        if self.policy in ("tova", "snapkv", "scissorhands", "rkv"):
+            object.__setattr__(self, "accumulate", "last")
         assert self.accumulate in ("sum", "mean", "ema", "last"), self.accumulate
         assert self.heads in REDUCE and self.layers in REDUCE
         assert self.every >= 1
@@ -44,14 +54,65 @@ class Config:
 
     @property
     def sink_blocks(self):
-        return math.ceil(self.sink / self.block_size)
+        return math.ceil(self.sink / self.block_size) if self.protect else 0
 
+    @property
+    def wants_probs(self):
+        return self.policy in ("h2o", "tova", "snapkv", "scissorhands", "rkv")
+
+
+POLICIES = (
+    "full", "sink-window", "strided", "h2o", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff",
+    "pagedeviction", "random",
+)  # fmt: skip
 
 REDUCE = {
     "sum": lambda x: x.sum(0),
     "mean": lambda x: x.mean(0),
     "max": lambda x: x.amax(0),
 }
+
+
+def stride(block):
+    """The largest power of two that divides a block's index; of 0 more than any."""
+    if block == 0:
+        return 2**62
+    power = 1
+    while block % (2 * power) == 0:
+        power *= 2
+    return power
+
+
+def chance(seed, prompt, block):
+    """53 bits of SplitMix64, of the prompt's CRC-32 and the block in the seed's stream."""
+    key = zlib.crc32(struct.pack(f"<{len(prompt)}q", *prompt))
+    return splitmix((splitmix((splitmix(seed) + key) % 2**64) + block) % 2**64) >> 11
+
+
+def splitmix(x):
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+def unit(x):
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+def cosine(a, b):
+    """[A, D], [B, D] -> [A, B]."""
+    return unit(a) @ unit(b).T
+
+
+def redundancy(keys):
+    """R-KV: how alike each key is to the others, as a distribution over them. [T, D] -> [T]."""
+    similar = cosine(keys, keys).fill_diagonal_(0)
+    for i, row in enumerate(similar > 0.5):
+        alike = torch.where(row)[0]
+        if len(alike):
+            similar[i, alike[-1]] = 0  # of those alike to i, the most recent is spared
+    return similar.mean(0).softmax(0)
 
 
 @dataclass
@@ -76,6 +137,14 @@ class Replay:
     logits: torch.Tensor = None  # [tokens of all steps, vocab]
 
 
+def candidates_of(n, evicted, config):
+    """Held blocks that may go, ascending: no sinks, not recent, not the one being filled."""
+    size = config.block_size
+    # This block or a later one holds recent tokens.
+    last = (n - (config.recent if config.protect else 0)) // size
+    return [b for b in range(math.ceil(n / size)) if b not in evicted and config.sink_blocks <= b < last]
+
+
 def select(importance, n, evicted, config):
     """The decision after a step, if there is one.
 
@@ -87,8 +156,7 @@ def select(importance, n, evicted, config):
     held = [b for b in range(math.ceil(n / size)) if b not in evicted]
     if config.policy == "full" or len(held) <= config.trigger_blocks:
         return None
-    last = (n - config.recent) // size  # this block or a later one: recent
-    candidates = [b for b in held if config.sink_blocks <= b < last]
+    candidates = candidates_of(n, evicted, config)
     candidates.sort(key=lambda b: (importance[b], b))
     excess = len(held) - config.budget_blocks
     return candidates[:excess], candidates[excess:]
@@ -105,6 +173,7 @@ class Request:
         self.evicted = set()
         self.sums = torch.zeros(model.kv_heads, 0, dtype=torch.float64)  # S: [G, nb]
         self.replay = Replay()
+        self.closest = math.inf  # scissorhands: how near (relative) a block's mass came to its share
         if len(prefix):
             causal = torch.ones(self.n, self.n, dtype=torch.bool).tril()
             model.forward(prefix, self.cache, causal)
@@ -113,7 +182,7 @@ class Request:
         """Compute the next tokens and decide; returns their logits [Q, vocab]."""
         first, self.n = self.n, self.n + len(ids)
         logits, probs = self.model.forward(
-            ids, self.cache, self.mask(first), self.config.policy == "h2o"
+            ids, self.cache, self.mask(first), self.config.wants_probs
         )
         if probs is not None:
             self.accumulate(probs, first)
@@ -151,6 +220,9 @@ class Request:
         """Add a step's attention [L, H, Q, N] to the blocks' sums."""
         config, size = self.config, self.config.block_size
         counted = self.counted(first)
+        if config.policy == "scissorhands":
+            self.add_to_sums(self.pivots(probs, first, counted))
+            return
         weight, keep = counted.double(), 1.0
         if config.accumulate == "ema":
             k = int(counted.sum())
@@ -161,9 +233,30 @@ class Request:
         mass = mass.unflatten(1, (self.model.kv_heads, -1)).sum(2)  # [L, G, N]
         pad = self.blocks() * size - self.n
         mass = torch.nn.functional.pad(mass, (0, pad)).unflatten(2, (-1, size)).sum(3)
-        new = mass.shape[2] - self.sums.shape[1]
-        self.sums = torch.nn.functional.pad(self.sums, (0, new))
-        self.sums = keep * self.sums + REDUCE[config.layers](mass)
+        self.add_to_sums(mass, keep)
+
+    def add_to_sums(self, new, keep=1.0):
+        """new: [L, G, nb]."""
+        self.sums = torch.nn.functional.pad(self.sums, (0, new.shape[2] - self.sums.shape[1]))
+        self.sums = keep * self.sums + REDUCE[self.config.layers](new)
+
+    def pivots(self, probs, first, counted):
+        """By layer, KV head and block, the counted queries that find the block pivotal: [L, G, nb].
+
+        A query that sees t tokens finds a block of which it sees s tokens pivotal if it gives it more than s / t.
+        """
+        seen = self.mask(first)
+        by_head = probs.double().unflatten(1, (self.model.kv_heads, -1)).mean(2)  # [L, G, Q, N]
+        counts = torch.zeros(*by_head.shape[:2], self.blocks(), dtype=torch.float64)
+        for q in torch.where(counted)[0].tolist():
+            t = int(seen[q].sum())
+            for b, tokens in enumerate(torch.arange(self.n).split(self.config.block_size)):
+                s = int(seen[q, tokens].sum())
+                if s:
+                    mass = by_head[:, :, q, tokens].sum(-1)
+                    counts[:, :, b] += mass > s / t
+                    self.closest = min(self.closest, (mass * t / s - 1).abs().min().item())
+        return counts
 
     def ages(self):
         """Per block, the mean over its tokens t of the counted queries p >= t: [nb]."""
@@ -176,19 +269,56 @@ class Request:
 
     def importance(self):
         """Held block -> importance, now."""
-        if self.config.policy != "h2o":
-            return {b: float(b) for b in self.held()}
-        value = REDUCE[self.config.heads](self.sums)
-        if self.config.accumulate == "mean":
+        config, held = self.config, self.held()
+        if config.policy in ("full", "sink-window"):
+            return {b: float(b) for b in held}
+        if config.policy == "strided":
+            return {b: stride(b) / (self.blocks() - b) for b in held}
+        if config.policy == "random":
+            return {b: chance(config.seed, config.prompt, b) for b in held}
+        if config.policy == "knorm":
+            return self.by_keys(lambda k, v: -k.norm(dim=1))
+        if config.policy == "pagedeviction":
+            return self.by_keys(lambda k, v: v.norm(dim=1) / k.norm(dim=1))
+        if config.policy == "keydiff":
+            return self.by_keys(lambda k, v: -cosine(k, unit(k).mean(0, keepdim=True))[:, 0])
+        value = REDUCE[config.heads](self.sums)
+        if config.accumulate == "mean":
             value = value / self.ages()
-        return {b: value[b].item() for b in self.held()}
+        mass = {b: value[b].item() for b in held}
+        candidates = candidates_of(self.n, self.evicted, config)
+        if config.policy == "snapkv":
+            near = config.kernel // 2
+            return mass | {b: max(mass[c] for c in candidates if abs(b - c) <= near) for b in candidates}
+        if config.policy == "rkv":
+            # Of what is subtracted, a maximum over heads or layers takes the least.
+            spared = self.by_keys(lambda k, v: -redundancy(k), torch.sum)
+            all_mass = sum(mass[b] for b in candidates)
+            all_spared = sum(spared[b] for b in candidates)
+            share = lambda b: config.mix * mass[b] / all_mass - (1 - config.mix) * spared[b] / all_spared  # noqa: E731
+            return {b: share(b) if b in candidates else 0.0 for b in held}
+        return mass
+
+    def by_keys(self, score, of_tokens=torch.mean):
+        """Held block -> `score(k, v)` of its tokens, reduced; k, v [T, D] are a head's resident tokens."""
+        size = self.config.block_size
+        resident = [t for t in range(self.n) if t // size not in self.evicted]
+        layers = []
+        for keys, values in self.cache:
+            heads = []
+            for g in range(self.model.kv_heads):
+                scores = score(keys[resident, g].double(), values[resident, g].double())
+                heads.append(torch.stack([of_tokens(part) for part in scores.split(size)]))
+            layers.append(torch.stack(heads))
+        value = REDUCE[self.config.heads](REDUCE[self.config.layers](torch.stack(layers)))
+        return dict(zip(self.held(), value.tolist(), strict=True))
 
     def decide(self):
-        importance = self.importance()
-        choice = select(importance, self.n, self.evicted, self.config)
-        if choice is None:
+        if self.config.policy == "full" or len(self.held()) <= self.config.trigger_blocks:
             self.replay.evicted.append([])
             return
+        importance = self.importance()
+        choice = select(importance, self.n, self.evicted, self.config)
         gone, kept = choice
         gap = relative = math.inf
         if gone and kept:
@@ -263,7 +393,7 @@ def replay_told(model, token_ids, steps, config, told, decided, start=0):
         request.evicted |= set(missing)
         first, request.n = request.n, request.n + count
         ids = token_ids[first : request.n]
-        step_logits, probs = model.forward(ids, request.cache, request.mask(first), config.policy == "h2o")
+        step_logits, probs = model.forward(ids, request.cache, request.mask(first), config.wants_probs)
         if probs is not None:
             request.accumulate(probs, first)
         logits.append(step_logits)

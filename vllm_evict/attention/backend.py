@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace
 
 from ..core.spec import EvictableSpec
 from ..worker.runtime import EvictionRuntime
+from .queries import Queries
 
 #: Attribute of a backend's metadata that holds the step's `OwnWork`.
 OWN_WORK = "kv_evict_own_work"
@@ -19,6 +20,8 @@ class Passes(Protocol):
     """What is done for one layer beside or instead of a backend's kernel. `attention.cpu.CPUPasses` has the shapes."""
 
     def mass(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, weights: Any, out: Any) -> None: ...
+
+    def mass_of(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, queries: Queries, out: Any) -> None: ...
 
     def decode(
         self,
@@ -32,6 +35,8 @@ class Passes(Protocol):
         weights: Any,
         out: Any,
     ) -> None: ...
+
+    def read(self, layer: Any, blocks: Any) -> tuple[Any, Any]: ...
 
 
 def resident_backend(backend: type, runtime: EvictionRuntime) -> type:

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from .decode import decode_mass
-from .mass import block_mass, kernel_path
+from .mass import block_mass, kernel_path, unpack_keys, unpack_values
+from .queries import Queries
 
 #: Backend ISAs whose packed keys `block_mass` reads -> its name of the layout.
 KEY_LAYOUTS = {"vec": "vec", "vec16": "vec", "amx": "amx"}
@@ -51,6 +52,29 @@ class CPUPasses:
         )
 
     @staticmethod
+    def mass_of(
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        queries: Queries,
+        out: torch.Tensor,
+    ) -> None:
+        """Mass of n queries one by one, the mean over a KV head's query heads. `out`: float32 [n, Hkv, W], zeros."""
+        keys, _ = _halves(kv_cache)
+        block_mass(
+            query[queries.tokens],
+            keys,
+            metadata.block_table[queries.rows],
+            torch.arange(len(queries.tokens) + 1, dtype=torch.int32),
+            queries.lens,
+            layer.impl.scale,
+            out,
+            layout=KEY_LAYOUTS[layer.isa],
+        )
+        out *= keys.shape[1] / query.shape[1]
+
+    @staticmethod
     def decode(
         layer: Any,
         query: torch.Tensor,
@@ -79,6 +103,13 @@ class CPUPasses:
             weights=weights,
             layout=KEY_LAYOUTS[layer.isa],
         )
+
+    @staticmethod
+    def read(layer: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values of physical `blocks` (int64 [n]), [n, Hkv, block_size, D] each."""
+        layout = KEY_LAYOUTS[layer.isa]
+        keys, values = (half.contiguous() for half in _halves(layer.kv_cache[blocks]))
+        return unpack_keys(keys, layout), unpack_values(values, layout)
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,8 @@ logger = logging.getLogger("vllm_evict")
 
 LAYOUTS = ("vec", "vec16", "amx")
 KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-AMX_TOKENS = 16  # tokens in one group of the "amx" layout
+AMX_TOKENS = 16  # tokens in one group of the "amx" layout of keys
+AMX_DIMS = 16  # elements in one group of the "amx" layout of values
 
 _warned = False
 
@@ -167,6 +168,29 @@ def pack_keys(keys: torch.Tensor, layout: str = "vec") -> torch.Tensor:
     groups = (block_size // AMX_TOKENS, AMX_TOKENS, head_dim // 2, 2)
     tiles = keys.reshape(num_blocks, num_heads, *groups).transpose(3, 4)
     return tiles.reshape(keys.shape)
+
+
+def unpack_values(value_cache: torch.Tensor, layout: str = "vec") -> torch.Tensor:
+    """The values [num_blocks, Hkv, bs, D], element (t, d) in its place, of a packed cache.
+
+    "vec" keeps them as they are; "amx" keeps tiles of 16 elements, two tokens interleaved. A copy for "amx".
+    """
+    num_blocks, num_heads, block_size, head_dim = value_cache.shape
+    if _is_vec(layout, value_cache.dtype):
+        return value_cache
+    groups = (head_dim // AMX_DIMS, block_size // 2, AMX_DIMS, 2)
+    tiles = value_cache.view(num_blocks, num_heads, *groups).permute(0, 1, 3, 5, 2, 4)
+    return tiles.reshape(value_cache.shape)
+
+
+def pack_values(values: torch.Tensor, layout: str = "vec") -> torch.Tensor:
+    """A contiguous packed cache of logical values [num_blocks, Hkv, bs, D]; undoes `unpack_values`."""
+    num_blocks, num_heads, block_size, head_dim = values.shape
+    if _is_vec(layout, values.dtype):
+        return values.contiguous()
+    groups = (block_size // 2, 2, head_dim // AMX_DIMS, AMX_DIMS)
+    tiles = values.reshape(num_blocks, num_heads, *groups).permute(0, 1, 4, 2, 5, 3)
+    return tiles.reshape(values.shape)
 
 
 def _is_vec(layout: str, dtype: torch.dtype) -> bool:

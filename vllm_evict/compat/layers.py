@@ -39,6 +39,7 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
         max_model_len=vllm_config.model_config.max_model_len,
         kv_heads=first.num_kv_heads,
         layers=len(layers),
+        read=lambda blocks: (CPUPasses.read(layer, blocks) for layer in layers.values()),
     )
     backends: dict[type, type] = {}
     impls: dict[type, type] = {}
@@ -61,7 +62,7 @@ def settle(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRun
     """
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     for name, layer in layers.items():
-        if config.measures_mass and layer.isa not in KEY_LAYOUTS:
+        if config.statistics and layer.isa not in KEY_LAYOUTS:
             raise KVPolicyError(
                 f"{name} packs its keys for {layer.isa!r}, which the score pass can't read (it reads "
                 f"{', '.join(KEY_LAYOUTS)}): use sink-window with \"allow\": []"

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..config import KVPolicyConfig, KVPolicyError
+from ..policies import RUNNING
 
 #: Attention backends that have been put behind a resident view.
 BACKENDS = ("CPU_ATTN",)
@@ -58,7 +59,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
         (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
         (
-            config.measures_mass and cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            config.statistics and cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
             f"KV cache dtype {cache.cache_dtype!r}, which the score pass can't read",
             "use --kv-cache-dtype auto, or a policy without scores with \"allow\": [] (sink-window)",
         ),
@@ -82,7 +83,7 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
         raise KVPolicyError(f"{name} uses attention backend {backend}; KV policies run on: {', '.join(BACKENDS)}")
     if layer.sliding_window is not None or layer.kv_sharing_target_layer_name is not None:
         raise KVPolicyError(f"{name} has a sliding window or shares another layer's cache: leave --kv-policy out")
-    if not config.measures_mass:
+    if not config.statistics & RUNNING:
         return
     for attribute, what in (
         ("alibi_slopes", "ALiBi slopes"),

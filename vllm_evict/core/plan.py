@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..config import KVPolicyConfig
+from ..policies import RUNNING
 
 #: Name of the attribute that carries an `EvictionPlan` on a `SchedulerOutput`.
 PLAN = "kv_evict_plan"
@@ -25,10 +26,15 @@ class Scoring:
     window: int
     every: int
     trigger: int
+    #: What adds up: one of `policies.RUNNING`.
+    statistic: str = "mass"
 
     @classmethod
-    def of(cls, config: KVPolicyConfig, trigger: int) -> "Scoring":
-        return cls(config.accumulate, config.decay, config.window, config.every, trigger)
+    def of(cls, config: KVPolicyConfig, trigger: int) -> "Scoring | None":
+        """None if nothing adds up under this policy."""
+        for statistic in config.policy.measures & RUNNING:
+            return cls(config.accumulate, config.decay, config.window, config.every, trigger, statistic)
+        return None
 
 
 @dataclass(slots=True)
@@ -38,7 +44,7 @@ class EvictionPlan:
     Attributes:
         holes: request -> logical blocks evicted since the last plan.
         track: requests that start (again) in this step and are to be measured from now on.
-        report: requests whose sums the scheduler needs with this step's output.
+        report: request -> statistics that the scheduler needs with this step's output.
         due: request -> its incarnation, those that may be over their trigger after this step.
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
@@ -46,17 +52,17 @@ class EvictionPlan:
 
     holes: dict[str, list[int]] = field(default_factory=dict)
     track: dict[str, Scoring] = field(default_factory=dict)
-    report: list[str] = field(default_factory=list)
+    report: dict[str, frozenset[str]] = field(default_factory=dict)
     due: dict[str, int] = field(default_factory=dict)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
 
 
 class Report(NamedTuple):
-    """One request's sums: logical index (int64 [n], ascending) and mass (float64 [n]) of its resident blocks."""
+    """Statistics of one request's resident blocks: logical index (int64 [n], ascending), and name -> float64 [n]."""
 
     index: np.ndarray
-    mass: np.ndarray
+    statistics: dict[str, np.ndarray]
 
 
 Reports = dict[str, Report]

@@ -21,6 +21,8 @@ class Residency:
     block_size: int
     #: Whether workers measure it. Requests that cannot outgrow their budget are left alone.
     measured: bool = False
+    #: See `policies.Blocks.key`.
+    key: int = 0
     #: Counts restarts, so that what was planned before a preemption is not done after it.
     incarnation: int = 0
     #: Whether workers know it.
@@ -62,7 +64,7 @@ class Residency:
 
         Args:
             computed_tokens: tokens whose step is done, not those in flight.
-            report: this request's sums; None for policies that measure nothing.
+            report: this request's statistics; None for policies that measure nothing.
 
         Returns:
             int64 [k], logical blocks, ascending.
@@ -75,8 +77,8 @@ class Residency:
         recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
         first, last = np.searchsorted(self.resident, (self.limits.sink, recent))
         candidates = self.resident[first:last]
-        mass = None if report is None else self._mass(candidates, report, computed_tokens)
-        importance = self.config.policy.importance(Blocks(candidates, mass))
+        statistics = {} if report is None else self._statistics(candidates, report, computed_tokens)
+        importance = self.config.policy.importance(Blocks(candidates, self.config, statistics, blocks, self.key))
         order = np.argsort(importance, kind="stable")
         return np.sort(candidates[order[: held - self.limits.budget]])
 
@@ -97,12 +99,13 @@ class Residency:
             self.resident = np.concatenate((self.resident, np.arange(self.known, blocks)))
             self.known = blocks
 
-    def _mass(self, candidates: np.ndarray, report: Report, computed_tokens: int) -> np.ndarray:
+    def _statistics(self, candidates: np.ndarray, report: Report, computed_tokens: int) -> dict[str, np.ndarray]:
         # The report may be older than the last holes, never younger than the candidates: all are in it.
-        mass = report.mass[np.searchsorted(report.index, candidates)]
-        if self.config.accumulate == "mean":
-            mass = mass / self._age(candidates, computed_tokens)
-        return mass
+        at = np.searchsorted(report.index, candidates)
+        statistics = {name: values[at] for name, values in report.statistics.items()}
+        if self.config.accumulate == "mean" and "mass" in statistics:
+            statistics["mass"] = statistics["mass"] / self._age(candidates, computed_tokens)
+        return statistics
 
     def _age(self, blocks: np.ndarray, computed_tokens: int) -> np.ndarray:
         """Counted queries that saw a block, averaged over its tokens, at least 1. float64 [n]."""

@@ -1,8 +1,10 @@
 """vLLM's schedulers with eviction: workers measure, the scheduler decides, and tells workers with the step it plans."""
 
 import math
+import zlib
 from typing import Any
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -87,10 +89,10 @@ class EvictionMixin:
             logger.warning("request %s runs under the server's KV policy: %s", request.request_id, error)
             config = self.kv_policy
         limits = config.limits(block_size, request.num_prompt_tokens)
-        resident = Residency(config, limits, block_size)
+        resident = Residency(config, limits, block_size, key=_key(request.prompt_token_ids))
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.trigger)
-        resident.measured = bool(config.policy.measures == "mass" and may_outgrow)
+        resident.measured = bool(config.policy.measures and may_outgrow)
         return resident
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> tuple[Any, int, int, bool]:
@@ -121,13 +123,14 @@ class EvictionMixin:
             if resident.started:
                 continue  # the next turn of a streaming session
             resident.started, resident.first_query = True, computed_tokens
-            if resident.measured:
-                plan.track[req_id] = Scoring.of(resident.config, resident.limits.trigger)
+            if resident.measured and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
+                plan.track[req_id] = scoring
         for req_id in self.kv_manager.take_over_trigger():
             if req_id in output.num_scheduled_tokens:
-                plan.due[req_id] = self.residents[req_id].incarnation
-                if self.residents[req_id].measured:
-                    plan.report.append(req_id)
+                resident = self.residents[req_id]
+                plan.due[req_id] = resident.incarnation
+                if resident.measured:
+                    plan.report[req_id] = resident.config.policy.measures
         if self._poison:
             plan.clean, self.kv_manager.allocated = self.kv_manager.allocated, []
         setattr(output, PLAN, plan)
@@ -147,7 +150,7 @@ class EvictionMixin:
             if resident.incarnation != incarnation:
                 continue  # preempted since; it starts anew, with nothing missing
             if resident.measured and req_id not in reports:
-                logger.error("no attention mass came back for request %s: its KV blocks stay this time", req_id)
+                logger.error("no scores came back for request %s: its KV blocks stay this time", req_id)
                 continue
             self._evict(request, resident, reports.get(req_id))
         if self._stoppable:
@@ -196,6 +199,11 @@ class EvictionMixin:
             # The only free-form field of the stats; without KV connectors (refused at start) nothing else uses it.
             stats.kv_connector_stats = {STATS_KEY: self.tally.take(held)}
         return stats
+
+
+def _key(prompt: list[int] | None) -> int:
+    """See `policies.Blocks.key`: CRC-32 of the prompt's token ids as int64, as request ids differ from run to run."""
+    return zlib.crc32(np.asarray(prompt or [], np.int64).tobytes())
 
 
 class EvictionScheduler(EvictionMixin, Scheduler):

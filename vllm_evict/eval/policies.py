@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import KVPolicyConfig, KVPolicyError
-from ..policies import MASS_OPTIONS, POLICIES
+from ..policies import POLICIES
 from . import EvalError
 
 Budget = int | float | None
@@ -116,9 +116,10 @@ def contenders(
 
 
 def _label(fields: dict[str, Any]) -> str:
-    """A JSON object's name, and how it scores if that is not the policy's default."""
+    """A JSON object's name, and how it scores and protects if that is not the policy's default."""
     defaults = KVPolicyConfig(name=fields["name"]).to_dict()
-    options = [f"{k}={v}" for k, v in fields.items() if k in MASS_OPTIONS and v != defaults[k]]
+    sizes = {"name", "budget", "buffer", "sink", "recent"}
+    options = [f"{k}={v}" for k, v in fields.items() if k not in sizes and v != defaults[k]]
     return " ".join([fields["name"], *options])
 
 

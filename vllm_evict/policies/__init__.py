@@ -3,11 +3,27 @@
 To add one, write its file and name its class here; the test matrix and the documentation table pick it up.
 """
 
-from .base import BUDGET_OPTIONS, MASS_OPTIONS, Blocks, Policy
+from .base import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, REDUCTIONS, RUNNING, Blocks, Policy
 from .full import Full
 from .h2o import H2O
+from .keydiff import KeyDiff
+from .knorm import KNorm
+from .pagedeviction import PagedEviction
+from .random import Random
+from .rkv import RKV
+from .scissorhands import Scissorhands
 from .sink_window import SinkWindow
+from .snapkv import SnapKV
+from .strided import Strided
+from .tova import TOVA
 
-POLICIES: dict[str, Policy] = {policy.name: policy() for policy in (Full, SinkWindow, H2O)}
+POLICIES: dict[str, Policy] = {
+    policy.name: policy()
+    for policy in (
+        Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, RKV, KNorm, KeyDiff, PagedEviction, Random
+    )
+}  # fmt: skip
 
-__all__ = ["BUDGET_OPTIONS", "MASS_OPTIONS", "POLICIES", "Blocks", "Policy"]
+__all__ = [
+    "BUDGET_OPTIONS", "CACHED", "MASS_OPTIONS", "POLICIES", "REDUCTIONS", "RUNNING", "Blocks", "Policy"
+]  # fmt: skip

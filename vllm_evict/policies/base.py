@@ -3,14 +3,24 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from ..config import KVPolicyConfig
+
 #: Options of every policy that evicts.
-BUDGET_OPTIONS = frozenset({"budget", "buffer", "sink", "recent"})
-#: Options of every policy that scores blocks by attention mass.
-MASS_OPTIONS = frozenset({"accumulate", "decay", "window", "every", "heads", "layers"})
+BUDGET_OPTIONS = frozenset({"budget", "buffer", "sink", "recent", "protect", "min_prompt"})
+#: Options of every policy that measures: how heads and layers become one score.
+REDUCTIONS = frozenset({"heads", "layers"})
+#: Options of policies that let attention mass add up as they are told.
+MASS_OPTIONS = REDUCTIONS | {"accumulate", "decay", "window", "every"}
+
+#: Statistics that add up over queries, step by step; a policy uses one of them at most.
+RUNNING = frozenset({"mass", "pivots"})
+#: Statistics of resident keys and values, computed only when a decision is due (see `attention.keys`).
+CACHED = frozenset({"key_norm", "key_diff", "value_key_ratio", "redundancy"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +29,20 @@ class Blocks:
 
     Attributes:
         index: int64 [n], logical block index in the request, ascending (0 holds the first tokens).
-        mass: float64 [n], attention mass accumulated as configured; None for policies that measure nothing.
+        config: options of the request's policy.
+        statistics: name -> float64 [n], what the policy measures.
+        count: blocks of the request so far, holes included; the newest is `count - 1`.
+        key: a number of the request's prompt, the same in every run.
     """
 
     index: np.ndarray
-    mass: np.ndarray | None = None
+    config: "KVPolicyConfig"
+    statistics: Mapping[str, np.ndarray]
+    count: int
+    key: int
+
+    def __getitem__(self, statistic: str) -> np.ndarray:
+        return self.statistics[statistic]
 
 
 class Policy(ABC):
@@ -33,13 +52,13 @@ class Policy(ABC):
     name: ClassVar[str]
     #: Where it comes from: authors, venue, arXiv id.
     paper: ClassVar[str] = ""
-    #: What workers have to measure for it: "mass" or nothing.
-    measures: ClassVar[str | None] = None
+    #: Statistics that workers have to measure for it, of `RUNNING` and `CACHED`.
+    measures: ClassVar[frozenset[str]] = frozenset()
     #: Whether its recent window is simply what the budget leaves beside the sinks.
     window_is_the_budget: ClassVar[bool] = False
     #: Fields of `KVPolicyConfig` that mean something to it.
     options: ClassVar[frozenset[str]] = BUDGET_OPTIONS
-    #: Values of those fields where the user gives none.
+    #: Values of those fields where the user gives none, and of fields that the policy fixes.
     defaults: ClassVar[Mapping[str, Any]] = {"budget": 2048, "buffer": 128, "sink": 64, "recent": 256}
 
     @abstractmethod

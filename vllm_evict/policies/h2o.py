@@ -8,8 +8,8 @@ from .base import BUDGET_OPTIONS, MASS_OPTIONS, Blocks, Policy
 class H2O(Policy):
     name = "h2o"
     paper = "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference, NeurIPS 2023, arXiv:2306.14048"
-    measures = "mass"
+    measures = frozenset({"mass"})
     options = BUDGET_OPTIONS | MASS_OPTIONS
 
     def importance(self, blocks: Blocks) -> np.ndarray:
-        return blocks.mass
+        return blocks["mass"]

@@ -9,6 +9,8 @@ import torch
 from ..attention.view import resident_view
 from ..config import KVPolicyConfig
 from ..core.plan import PLAN, EvictionPlan, Reports
+from ..policies import CACHED, RUNNING
+from .cached import CachedStatistics, ReadBlocks, Row
 from .sums import RunningSums
 from .work import OwnWork
 
@@ -25,20 +27,29 @@ class EvictionRuntime:
         max_requests: most requests at once.
         max_model_len: tokens.
         kv_heads, layers: of this rank and KV group.
+        read: its KV cache; called after steps.
     """
 
     def __init__(
-        self, config: KVPolicyConfig, block_size: int, max_requests: int, max_model_len: int, kv_heads: int, layers: int
+        self,
+        config: KVPolicyConfig,
+        block_size: int,
+        max_requests: int,
+        max_model_len: int,
+        kv_heads: int,
+        layers: int,
+        read: ReadBlocks,
     ) -> None:
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size) + 1
         self.req_ids: list[str] = []
         self.plan: EvictionPlan | None = None
         self.sums: RunningSums | None = None
-        if config.measures_mass:
+        if config.statistics & RUNNING:
             self.sums = RunningSums(
                 max_requests, kv_heads, layers, max_blocks, block_size, config.heads, config.layers
             )
+        self.cached = CachedStatistics(read, kv_heads, layers, config.heads, config.layers)
         #: Whether the layers' kernels can decode requests with holes themselves (see `OwnWork`).
         self.decodes = False
         self._with_holes: set[str] = set()
@@ -46,7 +57,7 @@ class EvictionRuntime:
         self._identity = torch.arange(max_blocks, dtype=torch.int32)
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._viewed: tuple[Any, OwnWork | None] | None = None
-        self._rows: dict[str, np.ndarray] = {}
+        self._rows: dict[str, Row] = {}
 
     def begin(self, scheduler_output: Any) -> None:
         """Obey a plan: forget requests that ended or start over, note holes, start to measure."""
@@ -93,7 +104,7 @@ class EvictionRuntime:
 
     def _view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         measuring = self.sums is not None and len(self.sums) > 0
-        if not (self._with_holes or measuring):
+        if not (self._with_holes or measuring or self.plan.report):
             return metadata, None
         rows = len(self.req_ids)
         starts = metadata.query_start_loc[: rows + 1].numpy()
@@ -113,11 +124,12 @@ class EvictionRuntime:
             if self.decodes:
                 own = np.flatnonzero(self._have_holes() & (np.diff(starts) == 1))
         else:
+            table = metadata.block_table_tensor
             logical = self._identity[:width].expand(rows, width)
+        self._resident(table, logical, lens)
         step = None
         if measuring:
             step = self.sums.step(self.req_ids, starts, seq_lens.numpy(), logical)
-            self._resident(logical, lens.numpy())
         if step is None and not len(own):
             return metadata, None
         work = OwnWork(step, own, starts, lens)
@@ -136,14 +148,19 @@ class EvictionRuntime:
         """Sum up the step and report what the plan asks for."""
         plan, viewed = self.plan, self._viewed
         self.plan, self._viewed = None, None
-        if self.sums is None:
-            return {}
         if viewed is not None and viewed[1] is not None and viewed[1].mass is not None:
             self.sums.fold(viewed[1].mass)
-        asked = [req_id for req_id in plan.report if req_id in self.sums and req_id in self._rows]
-        reports = self.sums.report(asked, [self._rows[req_id] for req_id in asked], all_reduce)
+        asked = {req_id: names for req_id, names in plan.report.items() if req_id in self._rows}
+        running = [req_id for req_id, names in asked.items() if names & RUNNING and req_id in (self.sums or ())]
+        reports = {}
+        if running:
+            reports = self.sums.report(running, [self._rows[req_id].logical for req_id in running], all_reduce)
+        if any(names & CACHED for names in asked.values()):
+            for req_id, report in self.cached.report(asked, self._rows, all_reduce).items():
+                reports.setdefault(req_id, report).statistics.update(report.statistics)
         self._rows = {}
-        return reports
+        # All that was asked for, or nothing: the scheduler keeps blocks that it cannot judge.
+        return {req_id: report for req_id, report in reports.items() if asked[req_id] <= report.statistics.keys()}
 
     def _view_buffers(self, block_table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Persistent table, lengths and logical indices: addresses stay the same from step to step."""
@@ -153,9 +170,11 @@ class EvictionRuntime:
             self._buffers = tuple(torch.zeros(shape, dtype=torch.int32) for shape in shapes)
         return self._buffers
 
-    def _resident(self, logical: torch.Tensor, lens: np.ndarray) -> None:
+    def _resident(self, table: torch.Tensor, logical: torch.Tensor, lens: torch.Tensor) -> None:
         """Note the resident blocks of requests that have to report."""
         for req_id in self.plan.report:
             row = self.req_ids.index(req_id)
-            blocks = -(-int(lens[row]) // self.block_size)
-            self._rows[req_id] = logical[row, :blocks].numpy().astype(np.int64)
+            length = int(lens[row])
+            blocks = -(-length // self.block_size)
+            index = logical[row, :blocks].numpy().astype(np.int64)
+            self._rows[req_id] = Row(index, table[row, :blocks].long(), length)

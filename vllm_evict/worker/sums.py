@@ -1,14 +1,17 @@
-"""Running sums of attention mass, per request and logical block."""
+"""Running sums of attention mass, or of pivotal queries, per request and logical block."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from ..attention.queries import Queries
 from ..core.plan import Report, Reports, Scoring
 
-#: Adds one layer's mass: (weights [T] or None, out [R, H, W]) -> None.
-MassPass = Callable[[torch.Tensor | None, torch.Tensor], None]
+#: Attends for one layer, and adds the mass of its queries: (weights [T] or None, out [R, H, W] or None) -> None.
+Weigh = Callable[[torch.Tensor | None, torch.Tensor | None], None]
+#: One layer's mass of n queries one by one, as means over a KV head's query heads: (queries, out [n, Hkv, W]) -> None.
+WeighEach = Callable[[Queries, torch.Tensor], None]
 
 
 class MassStep:
@@ -20,7 +23,8 @@ class MassStep:
         weights: float32 [T], how much each query counts; None if all count as one.
         counted: int64 [K], queries that count.
         logical: int32 [R, W], logical index of each resident block, -1 past the end.
-        mass: float32 [R, H, W], summed up (or maximised) over layers.
+        mass: float32 [R, H, W], summed up (or maximised) over layers; counts of pivotal queries in rows of `queries`.
+        queries: those that are tested for pivotal blocks; None if none are.
     """
 
     def __init__(
@@ -32,23 +36,38 @@ class MassStep:
         logical: torch.Tensor,
         heads: int,
         maximise: bool,
+        queries: Queries | None = None,
+        shape: tuple[int, int] = (0, 0),
     ) -> None:
         self.rows, self.slots, self.weights, self.counted, self.logical = rows, slots, weights, counted, logical
+        self.queries, self._shape = queries, shape
+        #: Whether any row takes mass.
+        self._weighs = queries is None or bool(weights.any())
         self.mass = torch.zeros(logical.shape[0], heads, logical.shape[1])
         self._layer = torch.zeros_like(self.mass) if maximise else None
 
-    def add(self, mass_pass: MassPass) -> None:
+    def add(self, weigh: Weigh, weigh_each: WeighEach | None = None) -> None:
         """Take in one layer."""
-        if self._layer is None:
-            mass_pass(self.weights, self.mass)
-        else:
-            self._layer.zero_()
-            mass_pass(self.weights, self._layer)
-            torch.maximum(self.mass, self._layer, out=self.mass)
+        out = self.mass if self._layer is None else self._layer.zero_()
+        weigh(self.weights, out if self._weighs else None)
+        if self.queries is not None:
+            out.index_add_(0, self.queries.rows, self._pivots(weigh_each))
+        if self._layer is not None:
+            torch.maximum(self.mass, out, out=self.mass)
+
+    def _pivots(self, weigh_each: WeighEach) -> torch.Tensor:
+        """Which blocks draw more than 1/t for each of their tokens from a query that sees t. float32 [n, H, W]."""
+        kv_heads, block_size = self._shape
+        lens, width = self.queries.lens[:, None], self.mass.shape[2]
+        mass = torch.zeros(len(lens), kv_heads, width)
+        weigh_each(self.queries, mass)
+        tokens = (lens - torch.arange(width) * block_size).clamp(0, block_size)
+        pivots = (mass * lens[:, None] > tokens[:, None]).float()
+        return pivots.sum(1, keepdim=True) if self.mass.shape[1] == 1 else pivots
 
 
 class RunningSums:
-    """Sums of attention mass of all measured requests, float32 [requests, heads, logical blocks].
+    """Sums of attention mass or of pivotal queries, float32 [measured requests, heads, logical blocks].
 
     They belong to a request's logical blocks, start at zero when it (re)starts, and are indexed by position, so holes
     move nothing. Layers are reduced step by step, queries as `Scoring.accumulate` says, heads when they are reported.
@@ -71,7 +90,7 @@ class RunningSums:
         reduce_heads: str,
         reduce_layers: str,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.kv_heads = block_size, kv_heads
         self.maximise_heads, self.maximise_layers = reduce_heads == "max", reduce_layers == "max"
         # Plain sums over heads need no rows of their own: the kernel adds them up. A maximum does, over layers too.
         self.heads = kv_heads if self.maximise_heads or self.maximise_layers else 1
@@ -89,6 +108,7 @@ class RunningSums:
         self._decay = np.zeros(requests)
         self._trigger = np.zeros(requests, np.int64)
         self._holes = np.zeros(requests, np.int64)
+        self._pivots = np.zeros(requests, bool)
         self._batch: tuple[list[str], np.ndarray, np.ndarray] = ([], np.empty(0, np.int64), np.empty(0, np.int64))
 
     def __contains__(self, req_id: str) -> bool:
@@ -110,6 +130,7 @@ class RunningSums:
         self._decay[slot] = scoring.decay if scoring.accumulate == "ema" else 0
         self._trigger[slot] = scoring.trigger
         self._holes[slot] = 0
+        self._pivots[slot] = scoring.statistic == "pivots"
 
     def stop(self, req_id: str) -> None:
         if (slot := self._slots.pop(req_id, None)) is not None:
@@ -143,8 +164,14 @@ class RunningSums:
             weights, counted = self._weights(rows, slots, lens, seq_lens)
             if not counted.any():
                 return None
+        queries = None
+        if self._pivots[slots].any():
+            queries = self._queries(weights, rows, slots, lens, query_start_loc, seq_lens)
         weights = None if weights is None else torch.from_numpy(weights)
-        return MassStep(rows, slots, weights, counted, logical, self.heads, self.maximise_layers)
+        return MassStep(
+            rows, slots, weights, counted, logical, self.heads, self.maximise_layers,
+            queries, (self.kv_heads, self.block_size),
+        )  # fmt: skip
 
     def fold(self, step: MassStep) -> None:
         """Add a step's mass to the running sums."""
@@ -175,6 +202,7 @@ class RunningSums:
         if not req_ids:
             return {}
         slots = [self._slots[req_id] for req_id in req_ids]
+        names = ["pivots" if self._pivots[slot] else "mass" for slot in slots]
         parts = []
         for slot, index in zip(slots, resident):
             mass = self._sums[slot, :, torch.from_numpy(index)].double()
@@ -184,8 +212,8 @@ class RunningSums:
         mass = all_reduce(torch.cat(parts), self.maximise_heads).numpy() * self._scale
         ends = np.cumsum([len(index) for index in resident])
         return {
-            req_id: Report(index, values)
-            for req_id, index, values in zip(req_ids, resident, np.split(mass, ends[:-1]))
+            req_id: Report(index, {name: values})
+            for req_id, index, name, values in zip(req_ids, resident, names, np.split(mass, ends[:-1]))
         }
 
     def _rows(self, req_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -195,6 +223,30 @@ class RunningSums:
             rows = np.flatnonzero(slots >= 0)
             self._batch = (list(req_ids), rows, slots[rows])
         return self._batch[1], self._batch[2]
+
+    def _queries(
+        self,
+        weights: np.ndarray,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        lens: np.ndarray,
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+    ) -> Queries | None:
+        """Queries that are tested for pivotal blocks, taken out of `weights` (float32 [T]); None if there are none."""
+        tested = np.zeros(len(lens), bool)
+        tested[rows] = self._pivots[slots]
+        holes = np.zeros(len(lens), np.int64)
+        holes[rows] = self._holes[slots]
+        row = np.repeat(np.arange(len(lens)), lens)
+        tokens = np.flatnonzero((weights > 0) & tested[row])
+        if not len(tokens):
+            return None
+        weights[tokens] = 0
+        row = row[tokens]
+        later = query_start_loc[row + 1] - 1 - tokens
+        seen = seq_lens[row] - holes[row] * self.block_size - later
+        return Queries(torch.from_numpy(tokens), torch.from_numpy(row), torch.from_numpy(seen.astype(np.int32)))
 
     def _weights(
         self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, seq_lens: np.ndarray

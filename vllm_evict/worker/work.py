@@ -46,21 +46,14 @@ class OwnWork:
 
     def do(self, passes: Any, layer: Any, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
         """One layer's share, after the stock kernel's (see `attention.backend.Passes`)."""
-        run = partial(self._run, passes, layer, query, kv_cache, metadata, output)
-        run(None, None) if self.mass is None else self.mass.add(run)
 
-    def _run(
-        self,
-        passes: Any,
-        layer: Any,
-        query: Any,
-        kv_cache: Any,
-        metadata: Any,
-        output: Any,
-        weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> None:
-        if len(self._rows):
-            passes.decode(layer, query, kv_cache, metadata, output, self._rows, self._seq_lens, weights, out)
-        if out is not None and not self.is_all:
-            passes.mass(layer, query, kv_cache, metadata, self._stock_weights, out)
+        def weigh(weights: torch.Tensor | None, out: torch.Tensor | None) -> None:
+            if len(self._rows):
+                passes.decode(layer, query, kv_cache, metadata, output, self._rows, self._seq_lens, weights, out)
+            if out is not None and not self.is_all:
+                passes.mass(layer, query, kv_cache, metadata, self._stock_weights, out)
+
+        if self.mass is None:
+            weigh(None, None)
+        else:
+            self.mass.add(weigh, partial(passes.mass_of, layer, query, kv_cache, metadata))

@@ -1,0 +1,69 @@
+"""Scores of KV blocks from their keys and values alone: no query is needed, and nothing is kept between decisions."""
+
+import torch
+
+from ..policies import CACHED
+
+#: Cosine similarity above which R-KV takes two keys for alike.
+ALIKE = 0.5
+#: Keys compared with all others at once: bounds the memory that redundancy takes.
+ROWS = 512
+
+
+def key_scores(
+    keys: torch.Tensor, values: torch.Tensor, length: int, statistics: frozenset[str]
+) -> dict[str, torch.Tensor]:
+    """Statistics of one request's resident blocks in one layer, per KV head.
+
+    - key_norm: mean over a block's tokens of ||K|| (Devoto et al., 2024).
+    - value_key_ratio: mean over its tokens of ||V|| / ||K|| (PagedEviction).
+    - key_diff: mean over its tokens of -cos(K, A); A is the mean of all resident keys, each normalised (KeyDiff).
+    - redundancy: sum over its tokens of softmax_j(mean_i S_ij), over all resident tokens. S_ij is the cosine similarity
+      of keys i and j, 0 for i = j and for the last j that is alike to i (`ALIKE`): of keys that are alike, the most
+      recent one is not redundant (R-KV).
+
+    Args:
+        keys, values: [n, Hkv, block_size, D], in logical order; any float dtype, computed in float32.
+        length: resident tokens; the last block may be partly filled.
+        statistics: some of `policies.CACHED`.
+
+    Returns:
+        name -> float32 [Hkv, n].
+    """
+    blocks, heads, block_size, dim = keys.shape
+    keys = keys.transpose(0, 1).reshape(heads, -1, dim)[:, :length].float()
+    norms = keys.norm(dim=-1)
+    units = keys / norms.clamp(min=1e-12)[..., None]
+    full = blocks * block_size
+    counts = (length - torch.arange(blocks) * block_size).clamp(max=block_size)
+
+    def block_sums(scores: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(scores, (0, full - length)).view(heads, blocks, block_size).sum(-1)
+
+    scores = {}
+    for name in statistics & CACHED:
+        if name == "key_norm":
+            scores[name] = block_sums(norms) / counts
+        elif name == "value_key_ratio":
+            lengths = values.transpose(0, 1).reshape(heads, -1, dim)[:, :length].float().norm(dim=-1)
+            scores[name] = block_sums(lengths / norms.clamp(min=1e-12)) / counts
+        elif name == "key_diff":
+            anchor = torch.nn.functional.normalize(units.mean(1), dim=-1)
+            scores[name] = -block_sums((units @ anchor[..., None])[..., 0]) / counts
+        else:
+            scores[name] = block_sums(torch.stack([_redundancy(head) for head in units]))
+    return scores
+
+
+def _redundancy(units: torch.Tensor) -> torch.Tensor:
+    """float32 [T] for normalised keys [T, D]; T^2 products."""
+    tokens = torch.arange(len(units))
+    total = torch.zeros(len(units))
+    for rows in tokens.split(ROWS):
+        similar = units[rows] @ units.T
+        similar[torch.arange(len(rows)), rows] = 0
+        last = torch.where(similar > ALIKE, tokens, -1).amax(1)
+        alike = last >= 0
+        similar[torch.arange(len(rows))[alike], last[alike]] = 0
+        total += similar.sum(0)
+    return (total / len(units)).softmax(0)

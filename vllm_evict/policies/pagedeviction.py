@@ -1,0 +1,22 @@
+"""PagedEviction: when a block fills, the resident block with the lowest value-to-key ratio goes."""
+
+import numpy as np
+
+from .base import BUDGET_OPTIONS, REDUCTIONS, Blocks, Policy
+
+
+class PagedEviction(Policy):
+    """A block weighs the mean over its tokens of ||V|| / ||K||.
+
+    Without a buffer one block goes for each that fills. A prompt is evicted by the same rule, in whole blocks; the
+    paper drops single tokens of it before they are laid out in blocks.
+    """
+
+    name = "pagedeviction"
+    paper = "Chitty-Venkata et al., PagedEviction: Structured Block-wise KV Cache Pruning ..., 2025, arXiv:2509.04377"
+    measures = frozenset({"value_key_ratio"})
+    options = BUDGET_OPTIONS | REDUCTIONS
+    defaults = {"budget": 2048, "buffer": 0, "sink": 0, "recent": 0}
+
+    def importance(self, blocks: Blocks) -> np.ndarray:
+        return blocks["value_key_ratio"]

@@ -1,0 +1,25 @@
+"""Chance: the control that every score has to beat."""
+
+import numpy as np
+
+from .base import BUDGET_OPTIONS, Blocks, Policy
+
+
+class Random(Policy):
+    """A block's weight is a hash of `seed`, the request's prompt and the block: the same in every run and decision."""
+
+    name = "random"
+    options = BUDGET_OPTIONS | {"seed"}
+
+    def importance(self, blocks: Blocks) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            stream = _splitmix(_splitmix(np.array([blocks.config.seed], np.uint64)) + np.uint64(blocks.key))
+            return _splitmix(stream + blocks.index.astype(np.uint64)) >> np.uint64(11)
+
+
+def _splitmix(state: np.ndarray) -> np.ndarray:
+    """SplitMix64 (Steele et al., OOPSLA 2014): uint64 [n] -> uint64 [n]. Wraps around."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
