@@ -37,13 +37,17 @@ def policy_named(name: object) -> Policy:
     return POLICIES[name]
 
 
+#: Trigger of requests that are evicted from only when the pool runs out.
+NEVER = 1 << 40
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one request may keep resident, in whole blocks of one KV group.
 
     Attributes:
         budget: blocks left after a decision.
-        trigger: blocks above which a decision is taken.
+        trigger: blocks above which a decision is taken; `NEVER` under `when: pressure`.
         sink: leading blocks that are never evicted.
         recent: trailing *tokens* whose blocks are never evicted.
     """
@@ -52,6 +56,11 @@ class Limits:
     trigger: int
     sink: int
     recent: int
+
+    @property
+    def bound(self) -> int:
+        """Blocks that a request may insist on between steps: under pressure its floor."""
+        return self.budget if self.trigger == NEVER else self.trigger
 
 
 class KVPolicyConfig(BaseModel):
@@ -63,9 +72,13 @@ class KVPolicyConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
+    #: budget: every request keeps its budget. pressure: all is kept while the pool has room; then the least important
+    #: blocks of all requests go, down to each one's budget.
+    when: Literal["budget", "pressure"] = "budget"
     #: Tokens a request keeps, or a ratio of its prompt below 1. None: sink + recent + one block.
     budget: int | float | None = None
-    #: Hysteresis: eviction starts above budget + buffer and goes back to budget.
+    #: Hysteresis: eviction starts above budget + buffer and goes back to budget. Under pressure: tokens that are freed
+    #: at a time beyond what is needed.
     buffer: int = Field(0, ge=0)
     #: Leading tokens that always stay (attention sinks).
     sink: int = Field(0, ge=0)
@@ -92,7 +105,7 @@ class KVPolicyConfig(BaseModel):
     mix: float = Field(0.1, ge=0, le=1)
     #: random: of its hash.
     seed: int = Field(0, ge=0, lt=1 << 63)
-    #: Policies that requests may pick; None: all that evict (all, if this one is `full`).
+    #: Policies that requests may pick; None: all that evict (all, if this one is `full`; under pressure `full` as well).
     allow: tuple[str, ...] | None = None
 
     @model_validator(mode="before")
@@ -155,6 +168,16 @@ class KVPolicyConfig(BaseModel):
         return allow
 
     @model_validator(mode="after")
+    def _has_the_trigger(self) -> "KVPolicyConfig":
+        if self.policy.options and self.when not in self.policy.triggers:
+            others = sorted(name for name in POLICIES if self.when in POLICIES[name].triggers and name != "full")
+            raise ValueError(
+                f"policy {self.name!r} has no when: {self.when}, it has: {', '.join(self.policy.triggers)}; "
+                f"policies that have it: {', '.join(others)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _room_to_choose(self) -> "KVPolicyConfig":
         if self.protect and isinstance(self.budget, int) and self.budget <= self.sink + self.recent:
             raise ValueError(
@@ -200,7 +223,11 @@ class KVPolicyConfig(BaseModel):
         """Names of the policies that requests may pick."""
         if self.allow is not None:
             return frozenset(self.allow) | {self.name}
-        return frozenset(POLICIES) if self.name == "full" else frozenset(POLICIES) - {"full"}
+        if self.name == "full":
+            return frozenset(POLICIES)
+        if self.when == "pressure":  # a request that keeps everything is no harm while there is room
+            return frozenset(name for name in POLICIES if "pressure" in POLICIES[name].triggers)
+        return frozenset(POLICIES) - {"full"}
 
     @property
     def statistics(self) -> frozenset[str]:
@@ -241,7 +268,7 @@ class KVPolicyConfig(BaseModel):
                     f"{self.recent} + one block need at least {minimum * block_size}"
                 )
         tokens = self.budget if isinstance(self.budget, int) else budget * block_size
-        trigger = math.ceil((tokens + self.buffer) / block_size)
+        trigger = NEVER if self.when == "pressure" else math.ceil((tokens + self.buffer) / block_size)
         sink, recent = (math.ceil(self.sink / block_size), self.recent) if self.protect else (0, 0)
         return Limits(budget, trigger, sink, recent)
 
@@ -249,8 +276,7 @@ class KVPolicyConfig(BaseModel):
         """Most blocks that any request may hold between steps; None if requests may keep everything."""
         if "full" in self.allowed or self.min_prompt > 1:
             return None
-        limits = self.limits(block_size, max_model_len)
-        return limits.trigger
+        return self.limits(block_size, max_model_len).bound
 
     def for_request(self, extra_args: Mapping[str, Any] | None, prompt_len: int, block_size: int) -> "KVPolicyConfig":
         """This config as one request changes it by `kv_policy` and `kv_budget`.
@@ -306,8 +332,8 @@ class KVPolicyConfig(BaseModel):
         limits = self._limits(block_size, prompt_len)
         options |= {
             "budget": limits.budget * block_size,
-            "buffer": (limits.trigger - limits.budget) * block_size,
-            **{field: getattr(self, field) for field in ("sink", "recent", "protect", "min_prompt")},
+            "buffer": self.buffer if self.when == "pressure" else (limits.trigger - limits.budget) * block_size,
+            **{field: getattr(self, field) for field in ("when", "sink", "recent", "protect", "min_prompt")},
         }
         if policy.window_is_the_budget:
             del options["recent"]

@@ -28,6 +28,8 @@ class EvictableManager(FullAttentionManager):
         self.held: Counter[str] = Counter()
         #: Requests that grew beyond their trigger since the last `take_over_trigger`.
         self._over_trigger: set[str] = set()
+        #: Blocks that the last allocation wanted.
+        self.wanted = 0
         #: Test mode: freed blocks are poisoned, so what is allocated has to be cleaned. None when off.
         self.allocated: list[int] | None = None
 
@@ -49,10 +51,11 @@ class EvictableManager(FullAttentionManager):
         if apply_admission_cap and (resident := self.residents.get(request_id)) and resident.limits:
             # A longer prompt is evicted chunk by chunk, so it never holds more than this at once.
             in_flight = math.ceil(self.max_in_flight_tokens / self.block_size) + 1
-            num_tokens = min(num_tokens, (resident.limits.trigger + in_flight) * self.block_size)
-        return super().get_num_blocks_to_allocate(
+            num_tokens = min(num_tokens, (resident.limits.bound + in_flight) * self.block_size)
+        self.wanted = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, *args, apply_admission_cap=apply_admission_cap, **kwargs
         )
+        return self.wanted
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
@@ -79,6 +82,10 @@ class EvictableManager(FullAttentionManager):
             resident.restart()
         self._over_trigger.discard(request_id)
         return super().pop_blocks_for_free(request_id)
+
+    def published_tokens(self, request_id: str) -> int:
+        """Tokens of a request whose blocks can be hit by others, those that the step being planned will compute too."""
+        return self.num_cached_block.get(request_id, 0) * self.block_size
 
     def longest_hit(self) -> int:
         """Tokens of a cached prefix that leave room for a first chunk in an otherwise empty pool."""

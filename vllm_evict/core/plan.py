@@ -32,8 +32,12 @@ class Scoring:
     @classmethod
     def of(cls, config: KVPolicyConfig, trigger: int) -> "Scoring | None":
         """None if nothing adds up under this policy."""
+        accumulate, decay = config.accumulate, config.decay
+        if config.when == "pressure" and accumulate == "last":
+            # Nobody can foresee the decision, so there are no last queries before it: the same window, exponential.
+            accumulate, decay = "ema", max(1 - 1 / config.window, 1e-6)
         for statistic in config.policy.measures & RUNNING:
-            return cls(config.accumulate, config.decay, config.window, config.every, trigger, statistic)
+            return cls(accumulate, decay, config.window, config.every, trigger, statistic)
         return None
 
 
@@ -46,6 +50,7 @@ class EvictionPlan:
         track: requests that start (again) in this step and are to be measured from now on.
         report: request -> statistics that the scheduler needs with this step's output.
         due: request -> its incarnation, those that may be over their trigger after this step.
+        asked: request -> its incarnation, those whose scores are wanted for when the pool runs out.
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
     """
@@ -54,6 +59,7 @@ class EvictionPlan:
     track: dict[str, Scoring] = field(default_factory=dict)
     report: dict[str, frozenset[str]] = field(default_factory=dict)
     due: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
 

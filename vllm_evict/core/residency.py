@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..config import KVPolicyConfig, Limits
+from ..config import NEVER, KVPolicyConfig, Limits
 from ..policies import Blocks
 from .plan import Report
 
@@ -38,6 +38,14 @@ class Residency:
     held_blocks: int = 0
     peak_blocks: int = 0
     evicted_blocks: int = 0
+    #: Under pressure: the last scores, and the scheduler's step that asked for them.
+    report: Report | None = None
+    asked_at: int = 0
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether it is evicted from when the pool runs out, and only then."""
+        return self.limits is not None and self.limits.trigger == NEVER
 
     @property
     def holes(self) -> int:
@@ -48,6 +56,7 @@ class Residency:
         self.incarnation += 1
         self.started = False
         self.resident, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, 0, None, 0
+        self.report, self.asked_at = None, 0
 
     def held(self, blocks: int) -> int:
         """Resident blocks of a table of `blocks` entries."""
@@ -69,18 +78,48 @@ class Residency:
         Returns:
             int64 [k], logical blocks, ascending.
         """
+        candidates, spare = self._candidates(computed_tokens)
+        if self.limits is None or self.limits.budget + spare <= self.limits.trigger:
+            return NO_BLOCKS
+        order = np.argsort(self._importance(candidates, report, computed_tokens), kind="stable")
+        return np.sort(candidates[order[:spare]])
+
+    def offer(self, computed_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """What may go when the pool runs out: all above the budget, by the scores last reported.
+
+        Blocks that are younger than the scores stay. Where none were reported yet, the oldest go first.
+
+        Args:
+            computed_tokens: as for `choose`.
+
+        Returns:
+            int64 [k], logical blocks, the least important first; float64 [k], their costs, ascending (see
+            `Policy.cost`).
+        """
+        candidates, spare = self._candidates(computed_tokens)
+        if self.measured and self.report is None:
+            importance = candidates
+        else:
+            if self.report is not None:
+                candidates = np.intersect1d(candidates, self.report.index, assume_unique=True)
+            importance = self._importance(candidates, self.report, computed_tokens)
+        cost = self.config.policy.cost(importance)
+        order = np.argsort(cost, kind="stable")[: max(spare, 0)]
+        return candidates[order], cost[order]
+
+    def _candidates(self, computed_tokens: int) -> tuple[np.ndarray, int]:
+        """Resident blocks outside sinks and recent window, and how many blocks are held above the budget."""
         blocks = math.ceil(computed_tokens / self.block_size)
         self._learn(blocks)
-        held = np.searchsorted(self.resident, blocks)
-        if self.limits is None or held <= self.limits.trigger:
-            return NO_BLOCKS
+        if self.limits is None:
+            return NO_BLOCKS, 0
         recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
-        first, last = np.searchsorted(self.resident, (self.limits.sink, recent))
-        candidates = self.resident[first:last]
+        first, last, held = np.searchsorted(self.resident, (self.limits.sink, recent, blocks))
+        return self.resident[first:last], int(held) - self.limits.budget
+
+    def _importance(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
         statistics = {} if report is None else self._statistics(candidates, report, computed_tokens)
-        importance = self.config.policy.importance(Blocks(candidates, self.config, statistics, blocks, self.key))
-        order = np.argsort(importance, kind="stable")
-        return np.sort(candidates[order[: held - self.limits.budget]])
+        return self.config.policy.importance(Blocks(candidates, self.config, statistics, self.known, self.key))
 
     def evict(self, victims: np.ndarray, computed_tokens: int) -> None:
         """Take `victims` out of the resident blocks.

@@ -20,10 +20,13 @@ from ..metrics import STATS_KEY, Tally
 from ..usage import USAGE_KEY, KVUsage
 from .manager import EvictableManager
 from .plan import PLAN, REPORTS, EvictionPlan, Scoring
-from .residency import Residency
+from .residency import NO_BLOCKS, Residency
 from .spec import EvictableSpec, policy_config
 
 logger = init_logger("vllm.evict")
+
+#: Steps after which the scores of a request are asked for again while the pool is short of blocks.
+SCORES_STAY_FRESH = 8
 
 
 class EvictionMixin:
@@ -44,6 +47,10 @@ class EvictionMixin:
         self._poison = poison_mode()
         self.kv_manager.bind(self.residents, self.vllm_config.max_in_flight_tokens, self._poison)
         self._plan = EvictionPlan()
+        if self.kv_policy.when == "pressure":
+            self._allocate = self.kv_cache_manager.allocate_slots
+            self.kv_cache_manager.allocate_slots = self._allocate_under_pressure
+            self._warned = False
         #: Requests with stop strings: the front end ends them on any of their outputs.
         self._stoppable: set[str] = set()
         logger.info(self._start_up_line())
@@ -67,6 +74,7 @@ class EvictionMixin:
             + "".join(f" {field}={value}" for field, value in options.items() if value is not None)
             + f"; requests may use {', '.join(sorted(self.kv_policy.allowed))}"
             + (f" and hold {bound} blocks of {spec.block_size} tokens" if bound else " and hold all their blocks")
+            + (" when the pool runs out" if bound and self.kv_policy.when == "pressure" else "")
             + f"; model runner V{2 if self.use_v2_model_runner else 1}"
             + f"{', async scheduling' if self.scheduler_config.async_scheduling else ''}"
             + f"; attention backend {spec.backend}; 1 KV group of {len(group.layer_names)} layers"
@@ -91,7 +99,7 @@ class EvictionMixin:
         limits = config.limits(block_size, request.num_prompt_tokens)
         resident = Residency(config, limits, block_size, key=_key(request.prompt_token_ids))
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.trigger)
+        may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.bound)
         resident.measured = bool(config.policy.measures and may_outgrow)
         return resident
 
@@ -131,6 +139,8 @@ class EvictionMixin:
                 plan.due[req_id] = resident.incarnation
                 if resident.measured:
                     plan.report[req_id] = resident.config.policy.measures
+        if self.kv_policy.when == "pressure" and self._short_of_blocks():
+            self._ask_for_scores(plan, output)
         if self._poison:
             plan.clean, self.kv_manager.allocated = self.kv_manager.allocated, []
         setattr(output, PLAN, plan)
@@ -142,6 +152,10 @@ class EvictionMixin:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan()
         reports = getattr(model_runner_output, REPORTS, {})
+        for req_id, incarnation in plan.asked.items():
+            resident = self.residents.get(req_id)
+            if resident is not None and resident.incarnation == incarnation and req_id in reports:
+                resident.report = reports[req_id]
         for req_id, incarnation in plan.due.items():
             request = self.requests.get(req_id)
             if request is None or request.status != RequestStatus.RUNNING:
@@ -165,11 +179,84 @@ class EvictionMixin:
                     usage = KVUsage.of(self.residents[output.request_id])
                     output.kv_transfer_params = {USAGE_KEY: usage.as_dict()}
 
+    def _short_of_blocks(self) -> bool:
+        """Whether the pool may run out before long: time to have scores at hand."""
+        pool = self.kv_cache_manager.block_pool
+        return bool(self.waiting) or pool.get_num_free_blocks() < max(pool.num_gpu_blocks // 4, 2 * len(self.running))
+
+    def _ask_for_scores(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
+        """Have requests report that may be evicted from: at once if they never did, then every few steps."""
+        for req_id in output.num_scheduled_tokens:
+            resident = self.residents[req_id]
+            if not resident.measured or not resident.under_pressure:
+                continue
+            if resident.report is None or self.current_step - resident.asked_at >= SCORES_STAY_FRESH:
+                plan.report[req_id] = resident.config.policy.measures
+                plan.asked[req_id] = resident.incarnation
+                resident.asked_at = self.current_step
+
+    def _allocate_under_pressure(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """`KVCacheManager.allocate_slots`, which frees blocks of running requests before it says that there are none."""
+        blocks = self._allocate(request, *args, **kwargs)
+        if blocks is not None:
+            return blocks
+        missing = self.kv_manager.wanted + kwargs.get("reserved_blocks", 0)
+        missing -= self.kv_cache_manager.block_pool.get_num_free_blocks()
+        if request.status != RequestStatus.RUNNING:
+            missing += self.kv_cache_manager.watermark_blocks
+        if self._relieve(missing):
+            return self._allocate(request, *args, **kwargs)
+        if request.status == RequestStatus.RUNNING and not self._warned:
+            self._warned = True
+            logger.warning(
+                "KV policy %s: requests are at their budgets and the pool is full, so vLLM preempts; a smaller budget "
+                "or --max-num-seqs would avoid it. Said once.",
+                self.kv_policy.name,
+            )
+        return None
+
+    def _relieve(self, missing: int) -> bool:
+        """Free `missing` blocks and the buffer, the least important of all requests first; nothing if it can't."""
+        offers = [(request, *self._offer(request)) for request in self.running]
+        offers = [offer for offer in offers if len(offer[1])]
+        if sum(len(blocks) for _, blocks, _ in offers) < missing:
+            return False
+        owner = np.repeat(np.arange(len(offers)), [len(blocks) for _, blocks, _ in offers])
+        block = np.concatenate([blocks for _, blocks, _ in offers])
+        order = np.argsort(np.concatenate([cost for *_, cost in offers]), kind="stable")
+        victims: list[list[int]] = [[] for _ in offers]
+        wanted = missing + math.ceil(self.kv_policy.buffer / self.kv_manager.block_size)
+        freed = 0
+        for at in order.tolist():
+            request = offers[owner[at]][0]
+            # A shared block stays in use by others: its loss would gain nothing.
+            if self.kv_manager.req_to_blocks[request.request_id][block[at]].ref_cnt == 1:
+                victims[owner[at]].append(int(block[at]))
+                freed += 1
+                if freed == wanted:
+                    break
+        if freed < missing:
+            return False
+        for (request, *_), chosen in zip(offers, victims):
+            if chosen:
+                self._make_holes(request, self.residents[request.request_id], np.sort(np.array(chosen, np.int64)))
+        return True
+
+    def _offer(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks that a running request can spare in this step, and their costs (see `Residency.offer`)."""
+        resident = self.residents[request.request_id]
+        # Blocks of the step being planned may be published already: they must not see a reduced context.
+        published = self.kv_manager.published_tokens(request.request_id)
+        if not resident.started or not resident.under_pressure or published > request.num_computed_tokens:
+            return NO_BLOCKS, NO_BLOCKS
+        return resident.offer(request.num_computed_tokens - request.num_in_flight_tokens)
+
     def _evict(self, request: Request, resident: Residency, report: Any) -> None:
-        done = request.num_computed_tokens - request.num_in_flight_tokens
-        victims = resident.choose(done, report)
-        if not len(victims):
-            return
+        victims = resident.choose(request.num_computed_tokens - request.num_in_flight_tokens, report)
+        if len(victims):
+            self._make_holes(request, resident, victims)
+
+    def _make_holes(self, request: Request, resident: Residency, victims: np.ndarray) -> None:
         first = not resident.evicted_blocks
         blocks = self.kv_manager.evict(request.request_id, victims)
         resident.evict(victims, request.num_computed_tokens)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..config import KVPolicyConfig
 
 #: Options of every policy that evicts.
-BUDGET_OPTIONS = frozenset({"budget", "buffer", "sink", "recent", "protect", "min_prompt"})
+BUDGET_OPTIONS = frozenset({"when", "budget", "buffer", "sink", "recent", "protect", "min_prompt"})
 #: Options of every policy that measures: how heads and layers become one score.
 REDUCTIONS = frozenset({"heads", "layers"})
 #: Options of policies that let attention mass add up as they are told.
@@ -54,6 +54,8 @@ class Policy(ABC):
     paper: ClassVar[str] = ""
     #: Statistics that workers have to measure for it, of `RUNNING` and `CACHED`.
     measures: ClassVar[frozenset[str]] = frozenset()
+    #: Whether its importance is a share of something, so that twice as much weighs twice; otherwise only an order.
+    weighs: ClassVar[bool] = False
     #: Whether its recent window is simply what the budget leaves beside the sinks.
     window_is_the_budget: ClassVar[bool] = False
     #: Fields of `KVPolicyConfig` that mean something to it.
@@ -71,3 +73,23 @@ class Policy(ABC):
         Returns:
             Array of length n, any real dtype.
         """
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """Values of `when`. Under pressure scores have to be at hand in any step, so they have to add up."""
+        return ("budget",) if self.measures & CACHED else ("budget", "pressure")
+
+    def cost(self, importance: np.ndarray) -> np.ndarray:
+        """What each candidate's loss takes from its request, to be compared with other requests' losses.
+
+        Args:
+            importance: [n], of all candidates of one request.
+
+        Returns:
+            float64 [n], shares that add up to 1. Where importance is no more than an order, they rise evenly with it.
+        """
+        if self.weighs and (total := importance.sum()) > 0:
+            return importance / total
+        rank = np.empty(len(importance))
+        rank[np.argsort(importance, kind="stable")] = np.arange(len(importance))
+        return (2 * rank + 1) / max(len(importance), 1) ** 2

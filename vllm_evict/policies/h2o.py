@@ -9,6 +9,7 @@ class H2O(Policy):
     name = "h2o"
     paper = "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference, NeurIPS 2023, arXiv:2306.14048"
     measures = frozenset({"mass"})
+    weighs = True
     options = BUDGET_OPTIONS | MASS_OPTIONS
 
     def importance(self, blocks: Blocks) -> np.ndarray:

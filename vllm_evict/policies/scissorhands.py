@@ -15,6 +15,7 @@ class Scissorhands(Policy):
     name = "scissorhands"
     paper = "Liu et al., Scissorhands: Exploiting the Persistence of Importance ..., NeurIPS 2023, arXiv:2305.17118"
     measures = frozenset({"pivots"})
+    weighs = True
     options = BUDGET_OPTIONS | REDUCTIONS | {"window"}
     defaults = {**Policy.defaults, "accumulate": "last", "window": 256}
 

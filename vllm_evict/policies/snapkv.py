@@ -14,6 +14,7 @@ class SnapKV(Policy):
     name = "snapkv"
     paper = "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, NeurIPS 2024, arXiv:2404.14469"
     measures = frozenset({"mass"})
+    weighs = True
     options = BUDGET_OPTIONS | REDUCTIONS | {"window", "kernel"}
     defaults = {**Policy.defaults, "accumulate": "last", "window": 32, "kernel": 3}
 

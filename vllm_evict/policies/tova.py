@@ -9,6 +9,7 @@ class TOVA(Policy):
     name = "tova"
     paper = "Oren et al., Transformers are Multi-State RNNs, EMNLP 2024, arXiv:2401.06104"
     measures = frozenset({"mass"})
+    weighs = True
     options = BUDGET_OPTIONS | REDUCTIONS
     defaults = {**Policy.defaults, "accumulate": "last", "window": 1}
 
