@@ -3,6 +3,8 @@
 import base64
 import csv
 import gc
+import hashlib
+import importlib
 import json
 import math
 import os
@@ -128,18 +130,21 @@ def test_documents_depend_on_what_identifies_them_and_nothing_else(task):
     assert len({same.sha256, *(other.sha256 for other in others)}) == 5
 
 
+@pytest.fixture
+def needle_data(monkeypatch):
+    """examples/needle/data.py, which trained the needle model."""
+    monkeypatch.syspath_prepend(NEEDLE.parent)
+    return importlib.import_module("data")
+
+
 @needle_model
-def test_the_language_is_the_one_the_needle_model_was_trained_on():
-    sys.path.insert(0, str(NEEDLE.parent))
-    try:
-        import data
-    finally:
-        sys.path.pop(0)
+def test_the_language_is_the_one_the_needle_model_was_trained_on(needle_data):
     prompts = Prompts(str(NEEDLE))
+    assert prompts.tokenizer.get_vocab() == {token: i for i, token in enumerate(needle_data.vocabulary())}
     for seed in range(3):
         text = words.join(["the", *words.Filler()(np.random.default_rng(seed), 200)])
-        theirs = data.Filler()(np.random.default_rng(seed), 200)
-        assert prompts.tokenizer(text, add_special_tokens=False)["input_ids"][1:] == theirs.tolist()
+        ids = words.Filler().ids(np.random.default_rng(seed), 200)
+        assert prompts.tokenizer(text, add_special_tokens=False)["input_ids"][1:] == ids.tolist()
     for task in tasks.TASKS:
         sample = sample_of(task, length=256, count=prompts.count)
         ids = prompts.ids(sample)
@@ -148,6 +153,14 @@ def test_the_language_is_the_one_the_needle_model_was_trained_on():
         assert len(ids) == 256 + (
             len(prompts.tokenizer(f" {sample.question}")["input_ids"]) + 1 if sample.question else 0
         )
+
+
+def test_training_data_stay_what_they_were(needle_data):
+    """A changed word, order or draw anywhere below would make another model of the same recipe."""
+    documents = needle_data.Documents(needle_data.build_tokenizer(4608))
+    ids, answers = needle_data.training_batch(documents, np.random.default_rng(0), 8, 512)
+    digest = hashlib.sha256(ids.tobytes() + answers.tobytes()).hexdigest()
+    assert digest == "85b25d862a75d5f6f3ea743345249fcc15c5ea782c5df844157c980d9b55ff91"
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
