@@ -4,7 +4,7 @@ import base64
 import csv
 import gc
 import hashlib
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -713,6 +713,49 @@ def test_over_http(server, tmp_path):
     assert all(r["output_tokens"] > 0 and r["depth"] is None for r in other)
     with pytest.raises(EvalError, match="serves needle, not 'other'"):
         run(Plan(**(plan.__dict__ | {"model": "other"})), print)
+
+
+LM_EVAL_TASK = """\
+task: needle
+dataset_path: json
+dataset_kwargs: {data_files: {test: needle.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["<|end|>"], do_sample: false, max_gen_toks: 16}
+filter_list: [{name: stripped, filter: [{function: remove_whitespace}, {function: take_first}]}]
+metric_list: [{metric: exact_match}]
+"""
+LM_EVAL_ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "block_size": 32}
+LM_EVAL_ENGINE |= {"max_num_batched_tokens": 256, "kv_cache_memory_bytes": 64 << 20, "pretrained": str(NEEDLE)}
+
+
+@needle_model
+@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="lm_eval is not installed")
+@pytest.mark.parametrize(
+    "given, right",
+    [("full", 1.0), ("sink-window.yaml", 0.0), ({"name": "sink-window", "sink": 32, "recent": 96}, 0.0)],
+    ids=["name", "file", "object"],
+)
+def test_lm_evaluation_harness(tmp_path, given, right):
+    """Its vLLM model hands kv_policy on, whichever way its arguments are written."""
+    prompts = Prompts(str(NEEDLE))
+    samples = [sample_of("niah", 768, 0.5, i, count=prompts.count) for i in range(4)]
+    lines = [json.dumps({"prompt": sample.text, "answer": sample.answers[0]}) + "\n" for sample in samples]
+    (tmp_path / "needle.jsonl").write_text("".join(lines))
+    (tmp_path / "needle.yaml").write_text(LM_EVAL_TASK)
+    (tmp_path / "sink-window.yaml").write_text("{name: sink-window, sink: 32, recent: 96}")
+    arguments = LM_EVAL_ENGINE | {"kv_policy": given}
+    text = json.dumps(arguments) if isinstance(given, dict) else ",".join(f"{k}={v}" for k, v in arguments.items())
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "vllm", "--model_args", text, "--batch_size", "auto"]
+    command += ["--tasks", "needle", "--include_path", ".", "--apply_chat_template", "--output_path", "results"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,) = (tmp_path / "results").rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["needle"]["exact_match,stripped"] == right
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
