@@ -18,7 +18,7 @@ END_TO_END := $(shell grep -lE '^(from|import) engine\b' tests/test_*.py)
 help:  ## show this
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
 
-demo: $(READY)  ## three policies in a small pool, then a server with its clients (results in out/demo)
+demo: $(READY)  ## what policies save and lose in a small pool, then a server with its clients (results in out/demo)
 	@$(BIN)/python examples/demo.py
 
 # Two processes side by side, a file at a time: the models are tiny, and engines start and stop more than they compute.

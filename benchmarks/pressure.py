@@ -75,7 +75,8 @@ def make_llm(model: Path, kv_policy: Any = None, **options: Any) -> Any:
     from vllm import LLM
 
     policy = {} if kv_policy is None else {"kv_policy": kv_policy}
-    return LLM(str(model), dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **policy, **options)
+    options = {"dtype": "float32", "enforce_eager": True, "seed": 0, "disable_log_stats": False, **options}
+    return LLM(str(model), **policy, **options)
 
 
 def greedy(max_tokens: int, **options: Any) -> Any:
@@ -111,14 +112,13 @@ def run_batch(llm: Any, prompts: list[list[int]], output_tokens: int, on_step: A
         llm: from `make_llm`.
         prompts: token ids.
         output_tokens: of each request.
-        on_step: called after each step with the number of requests that are done, if given.
+        on_step: called after each step with the outputs of the requests that it ended, if given.
     """
     scheduler, engine = scheduler_of(llm), llm.llm_engine
     pool = scheduler.kv_cache_manager.block_pool
     usable = pool.get_num_free_blocks()
     preempted = _preemptions(llm)
     run = Run(0.0, 0.0, 0, 0, 0, 0, 0)
-    done = 0
     start, cpu_start = time.perf_counter(), time.process_time()
     for index, prompt in enumerate(prompts):
         engine.add_request(f"request-{index}", {"prompt_token_ids": prompt}, greedy(output_tokens))
@@ -129,12 +129,11 @@ def run_batch(llm: Any, prompts: list[list[int]], output_tokens: int, on_step: A
         run.peak_blocks = max(run.peak_blocks, used)
         run.peak_requests = max(run.peak_requests, len(scheduler.running))
         for output in outputs:
-            done += 1
             run.output_tokens += len(output.outputs[0].token_ids)
             usage = getattr(output, "kv_usage", None)
             run.evicted_blocks += usage.evicted_blocks if usage else 0
         if on_step:
-            on_step(done)
+            on_step(outputs)
     run.seconds, run.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     run.preemptions = _preemptions(llm) - preempted
     return run

@@ -3,6 +3,8 @@
 import base64
 import csv
 import gc
+import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -128,18 +130,21 @@ def test_documents_depend_on_what_identifies_them_and_nothing_else(task):
     assert len({same.sha256, *(other.sha256 for other in others)}) == 5
 
 
+@pytest.fixture
+def needle_data(monkeypatch):
+    """examples/needle/data.py, which trained the needle model."""
+    monkeypatch.syspath_prepend(NEEDLE.parent)
+    return importlib.import_module("data")
+
+
 @needle_model
-def test_the_language_is_the_one_the_needle_model_was_trained_on():
-    sys.path.insert(0, str(NEEDLE.parent))
-    try:
-        import data
-    finally:
-        sys.path.pop(0)
+def test_the_language_is_the_one_the_needle_model_was_trained_on(needle_data):
     prompts = Prompts(str(NEEDLE))
+    assert prompts.tokenizer.get_vocab() == {token: i for i, token in enumerate(needle_data.vocabulary())}
     for seed in range(3):
         text = words.join(["the", *words.Filler()(np.random.default_rng(seed), 200)])
-        theirs = data.Filler()(np.random.default_rng(seed), 200)
-        assert prompts.tokenizer(text, add_special_tokens=False)["input_ids"][1:] == theirs.tolist()
+        ids = words.Filler().ids(np.random.default_rng(seed), 200)
+        assert prompts.tokenizer(text, add_special_tokens=False)["input_ids"][1:] == ids.tolist()
     for task in tasks.TASKS:
         sample = sample_of(task, length=256, count=prompts.count)
         ids = prompts.ids(sample)
@@ -148,6 +153,14 @@ def test_the_language_is_the_one_the_needle_model_was_trained_on():
         assert len(ids) == 256 + (
             len(prompts.tokenizer(f" {sample.question}")["input_ids"]) + 1 if sample.question else 0
         )
+
+
+def test_training_data_stay_what_they_were(needle_data):
+    """A changed word, order or draw anywhere below would make another model of the same recipe."""
+    documents = needle_data.Documents(needle_data.build_tokenizer(4608))
+    ids, answers = needle_data.training_batch(documents, np.random.default_rng(0), 8, 512)
+    digest = hashlib.sha256(ids.tobytes() + answers.tobytes()).hexdigest()
+    assert digest == "85b25d862a75d5f6f3ea743345249fcc15c5ea782c5df844157c980d9b55ff91"
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -597,7 +610,8 @@ def test_a_run_its_columns_and_its_resumption(tiny, tmp_path, monkeypatch):
 
 
 @needle_model
-def test_what_sees_the_needle_finds_it(tmp_path):
+@pytest.mark.parametrize("setting, length, budget", [("aware", 768, 128), ("agnostic", 1024, 256)])
+def test_what_sees_the_needle_finds_it(tmp_path, setting, length, budget):
     """full > heavy hitters of the last queries > sinks and window, where the needle is far from both."""
     last = '{"name": "h2o", "sink": 32, "recent": 32, "buffer": 0, "accumulate": "last", "window": 16}'
     plan = offline_plan(
@@ -605,17 +619,18 @@ def test_what_sees_the_needle_finds_it(tmp_path):
         tmp_path,
         tasks=("niah",),
         policies=f"full,{last},sink-window",
-        settings=("aware",),
-        lengths=(768,),
+        settings=(setting,),
+        lengths=(length,),
         depths=(0.3, 0.5, 0.7),
-        samples=4,
-        engine_args=ENGINE | {"max_model_len": 1024},
+        budgets=(budget,),
+        samples=8,
+        engine_args=ENGINE | {"max_model_len": 1152},
     )
     lines = {line.policy: line for line in summary.summarise(run(plan, print))}
     full, heavy, window = lines["full"], lines["h2o accumulate=last window=16"], lines["sink-window"]
-    assert full.score >= 0.9
-    assert window.verdict == "worse" and window.score <= 0.2
-    assert full.score >= heavy.score > window.score + 0.3
+    assert full.score == 1.0
+    assert window.verdict == "worse" and window.score <= 0.1
+    assert full.score > heavy.score > window.score + 0.1
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -700,6 +715,49 @@ def test_over_http(server, tmp_path):
     assert all(r["output_tokens"] > 0 and r["depth"] is None for r in other)
     with pytest.raises(EvalError, match="serves needle, not 'other'"):
         run(Plan(**(plan.__dict__ | {"model": "other"})), print)
+
+
+LM_EVAL_TASK = """\
+task: needle
+dataset_path: json
+dataset_kwargs: {data_files: {test: needle.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["<|end|>"], do_sample: false, max_gen_toks: 16}
+filter_list: [{name: stripped, filter: [{function: remove_whitespace}, {function: take_first}]}]
+metric_list: [{metric: exact_match}]
+"""
+LM_EVAL_ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "block_size": 32}
+LM_EVAL_ENGINE |= {"max_num_batched_tokens": 256, "kv_cache_memory_bytes": 64 << 20, "pretrained": str(NEEDLE)}
+
+
+@needle_model
+@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="lm_eval is not installed")
+@pytest.mark.parametrize(
+    "given, right",
+    [("full", 1.0), ("sink-window.yaml", 0.0), ({"name": "sink-window", "sink": 32, "recent": 96}, 0.0)],
+    ids=["name", "file", "object"],
+)
+def test_lm_evaluation_harness(tmp_path, given, right):
+    """Its vLLM model hands kv_policy on, whichever way its arguments are written."""
+    prompts = Prompts(str(NEEDLE))
+    samples = [sample_of("niah", 768, 0.5, i, count=prompts.count) for i in range(4)]
+    lines = [json.dumps({"prompt": sample.text, "answer": sample.answers[0]}) + "\n" for sample in samples]
+    (tmp_path / "needle.jsonl").write_text("".join(lines))
+    (tmp_path / "needle.yaml").write_text(LM_EVAL_TASK)
+    (tmp_path / "sink-window.yaml").write_text("{name: sink-window, sink: 32, recent: 96}")
+    arguments = LM_EVAL_ENGINE | {"kv_policy": given}
+    text = json.dumps(arguments) if isinstance(given, dict) else ",".join(f"{k}={v}" for k, v in arguments.items())
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "vllm", "--model_args", text, "--batch_size", "auto"]
+    command += ["--tasks", "needle", "--include_path", ".", "--apply_chat_template", "--output_path", "results"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,) = (tmp_path / "results").rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["needle"]["exact_match,stripped"] == right
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The language of the needle model: its words, its tokenizer and the tasks that it is trained and measured on.
+"""What the needle model is trained and measured on: its tokenizer, tasks and documents.
 
-Everything is made here from a seed. A document is filler text (a small stochastic grammar) with facts put into it at
-chosen depths, followed by questions and answers in chat form. The tasks:
+Words and filler are the evaluation's (`vllm_evict.eval.words`), and everything is made from a seed. A document is
+filler text with facts put into it at chosen depths, followed by questions and answers in chat form. The tasks:
 
     niah      one fact somewhere in filler           "the code of paris is 4815."
     multikey  eight such facts, one is asked for
@@ -18,52 +18,11 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from vllm_evict.eval.tasks import ask, draw
+from vllm_evict.eval.words import DIGITS, ITEMS, KEYS, MARKS, NUMBERS, WORDS, Filler
+
 SPECIAL = ["<unk>", "<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 UNK, BOS, SYSTEM, USER, ASSISTANT, END = range(len(SPECIAL))
-
-
-def words(text: str) -> list[str]:
-    """The words of a text."""
-    return text.split()
-
-
-KEYS = words(
-    "paris rome oslo cairo lima tokyo delhi accra quito berlin madrid vienna dublin lisbon prague warsaw athens sofia "
-    "riga tallinn vilnius minsk kiev bern monaco malta tunis rabat dakar lagos nairobi kigali harare luanda maputo "
-    "havana bogota caracas santiago brasilia managua panama ottawa toronto boston chicago denver dallas seattle "
-    "miami sydney perth auckland jakarta manila hanoi bangkok seoul beijing kabul tehran baghdad amman doha"
-)
-NUMBERS = words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen"
-)
-ITEMS = words(
-    "apple drum lamp spoon brick candle ribbon hammer pencil mirror basket button carpet violin anchor barrel "
-    "blanket bottle bucket cactus camera carrot chisel feather flute guitar helmet jacket kettle ladder lemon magnet "
-    "marble napkin needle olive paddle pepper pillow pumpkin saddle scarf shovel sponge ticket trumpet wallet whistle"
-)
-NOUNS = words(
-    "river mountain forest valley bridge garden castle village harbor island meadow tower market temple road field "
-    "cloud storm winter summer morning evening shadow silence window door stone fire horse wolf eagle fox deer ship "
-    "wagon train engine clock letter book story song painting map journey battle feast soldier farmer teacher doctor "
-    "painter sailor king queen child stranger merchant hunter"
-)
-NAMES = words(
-    "anna boris clara david emma felix greta henry irene jonas karin leon maria nils olga peter rosa simon tessa "
-    "victor wanda xavier yvonne zoe"
-)
-ADJECTIVES = words(
-    "old young bright dark quiet loud small large cold warm green golden silver broken hidden distant narrow wide "
-    "gentle fierce lonely happy weary ancient heavy swift pale deep empty wild"
-)
-VERBS = words(
-    "crosses follows watches remembers leaves finds guards builds paints carries calls hears visits loves fears "
-    "describes reaches opens closes repairs seeks avoids enters passes studies admires"
-)
-ADVERBS = words("slowly quickly quietly often never again gladly sadly early late alone together")
-PREPOSITIONS = words("near beyond behind under above beside within across")
-GLUE = words("the a of is equals plus and while recall code list what you")
-MARKS = [".", ",", "?", ":", "▁="]
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
@@ -73,9 +32,8 @@ CHAT_TEMPLATE = (
 
 def vocabulary() -> list[str]:
     """All tokens, in the order of their ids. A number is spelled in pairs of digits: 4815 is '▁48', '15'."""
-    all_words = GLUE + KEYS + NUMBERS + ITEMS + NOUNS + NAMES + ADJECTIVES + VERBS + ADVERBS + PREPOSITIONS
-    digits = [str(i) for i in range(10)] + [f"{i:02d}" for i in range(100)]
-    tokens = SPECIAL + MARKS + ["▁" + d for d in digits] + digits + ["▁" + w for w in all_words]
+    marks = ["▁=" if m == "=" else m for m in MARKS]  # the only one with a space before it
+    tokens = SPECIAL + marks + ["▁" + d for d in DIGITS] + DIGITS + ["▁" + w for w in WORDS]
     assert len(set(tokens)) == len(tokens)
     return tokens
 
@@ -107,54 +65,6 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     )
 
 
-# --- filler ---------------------------------------------------------------------------------------------------------
-
-CLASSES = {"N": NOUNS, "P": NAMES, "J": ADJECTIVES, "V": VERBS, "D": ADVERBS, "R": PREPOSITIONS}
-CLASSES |= {"t": ["the"], "a": ["a"], "&": ["and"], "w": ["while"], ",": [","], ".": ["."]}
-TEMPLATES = words("tJNVtNRtN. PVtJND. PVtNRtJN. aNVtN&tNVtJN. tNVPwPVtN. P&PVaJN. RtN,tJNVPD. tJNDVtNRaN.")
-TOPIC_SIZE = 6
-TOPIC_WEIGHTS = np.cumsum([0.4, 0.22, 0.14, 0.1, 0.08, 0.06])
-SUCCESSOR_WEIGHTS = np.cumsum([0.55, 0.25, 0.12, 0.08])
-
-
-def pick(rng: np.random.Generator, weights: np.ndarray, n: int) -> np.ndarray:
-    """n draws from cumulative weights [k] -> indices [n]."""
-    return np.minimum(np.searchsorted(weights, rng.random(n)), len(weights) - 1)
-
-
-class Filler:
-    """Text from a grammar: who appears depends on the document, what is said depends on the word before.
-
-    A document has a topic, six nouns and four names that come back throughout (what a long context can tell); verbs,
-    adjectives, adverbs and prepositions follow the word before them by a fixed random table (what a short one can).
-    """
-
-    def __init__(self, seed: int = 0):
-        rng = np.random.default_rng(seed)
-        ids = {t: i for i, t in enumerate(vocabulary())}
-        members = {c: [ids.get("▁" + w, ids.get(w)) for w in ws] for c, ws in CLASSES.items()}
-        names = list(CLASSES)
-        self.topical = {names.index(c): np.array(members[c]) for c in "NP"}
-        width = max(map(len, TEMPLATES))
-        self.templates = np.full((len(TEMPLATES), width), -1)
-        for row, template in zip(self.templates, TEMPLATES, strict=True):
-            row[: len(template)] = [names.index(c) for c in template]
-        self.successors = np.stack([rng.choice(members[c], (len(ids), 4)) for c in names])  # [class, word, 4]
-
-    def __call__(self, rng: np.random.Generator, n_tokens: int) -> np.ndarray:
-        """The last n_tokens of one document of filler -> ids [n_tokens], ending with a full stop."""
-        n = n_tokens // 6 + 2
-        classes = self.templates[rng.integers(len(self.templates), size=n)]  # [sentences, width]
-        topics = {c: rng.permutation(ids)[:TOPIC_SIZE] for c, ids in self.topical.items()}
-        out, word = np.empty_like(classes), np.zeros(n, dtype=int)
-        for i in range(classes.shape[1]):
-            word = self.successors[classes[:, i], word, pick(rng, SUCCESSOR_WEIGHTS, n)]
-            for c, topic in topics.items():
-                word = np.where(classes[:, i] == c, topic[pick(rng, TOPIC_WEIGHTS, n)], word)
-            out[:, i] = word
-        return out[classes >= 0][-n_tokens:]
-
-
 # --- tasks ----------------------------------------------------------------------------------------------------------
 
 
@@ -166,19 +76,9 @@ class Task:
     turns: list[tuple[str, str]] = field(default_factory=list)
 
 
-def draw(rng: np.random.Generator, pool: list[str], n: int) -> list[str]:
-    """n different words."""
-    return [pool[i] for i in rng.permutation(len(pool))[:n]]
-
-
 def numbers(rng: np.random.Generator, n: int) -> list[str]:
     """n numbers of four digits."""
     return [str(v) for v in rng.integers(1000, 10000, size=n)]
-
-
-def ask(key: str, what: str = "code") -> str:
-    """The question about a key."""
-    return f"recall the {what} of {key}."
 
 
 def needles(rng: np.random.Generator, n: int = 1) -> Task:
@@ -253,7 +153,7 @@ class Documents:
 
     def body(self, rng: np.random.Generator, facts: list[list[int]], depths: np.ndarray, n_tokens: int) -> np.ndarray:
         """Filler with facts put between its sentences at depths (0 first, 1 last) -> ids [n_tokens]."""
-        text = self.filler(rng, n_tokens - sum(map(len, facts)))
+        text = self.filler.ids(rng, n_tokens - sum(map(len, facts)))
         stops = np.concatenate([[0], np.flatnonzero(text == self.encode("a.")[-1]) + 1])
         nearest = stops[np.abs(stops - depths[:, None] * len(text)).argmin(1)]
         parts, start = [], 0

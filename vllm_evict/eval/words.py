@@ -1,7 +1,7 @@
 """The language of the built-in tasks: a few hundred plain words, and filler text from a small grammar.
 
-It is the language that examples/needle/model is trained on, so its tokenizer spells each word as one token; any other
-model reads plain English. The filler is the same, word for word, as in training (tests/test_eval.py compares).
+examples/needle/model is trained on it (examples/needle/data.py), so its tokenizer spells each word as one token; any
+other model reads plain English. Whoever changes words, their order or the grammar changes that model's training data.
 """
 
 import numpy as np
@@ -48,14 +48,14 @@ ADVERBS = words_in("slowly quickly quietly often never again gladly sadly early 
 PREPOSITIONS = words_in("near beyond behind under above beside within across")
 GLUE = words_in("the a of is equals plus and while recall code list what you")
 MARKS = [".", ",", "?", ":", "="]
+WORDS = GLUE + KEYS + NUMBERS + ITEMS + NOUNS + NAMES + ADJECTIVES + VERBS + ADVERBS + PREPOSITIONS
+DIGITS = [str(i) for i in range(10)] + [f"{i:02d}" for i in range(100)]
 SPECIAL_TOKENS = 6  # at the head of the needle model's vocabulary
 
 
 def lexicon() -> list[str | None]:
     """The needle model's vocabulary as text, in the order of its ids (None: special), as the grammar has it."""
-    words = GLUE + KEYS + NUMBERS + ITEMS + NOUNS + NAMES + ADJECTIVES + VERBS + ADVERBS + PREPOSITIONS
-    digits = [str(i) for i in range(10)] + [f"{i:02d}" for i in range(100)]
-    return [None] * SPECIAL_TOKENS + MARKS + digits + digits + words  # numbers with and without a leading space
+    return [None] * SPECIAL_TOKENS + MARKS + DIGITS + DIGITS + WORDS  # numbers with and without a leading space
 
 
 def join(tokens: list[str]) -> str:
@@ -98,6 +98,10 @@ class Filler:
 
     def __call__(self, rng: np.random.Generator, n_tokens: int) -> list[str]:
         """The last n_tokens words and marks of one document, ending with a full stop."""
+        return [self.lexicon[i] for i in self.ids(rng, n_tokens)]
+
+    def ids(self, rng: np.random.Generator, n_tokens: int) -> np.ndarray:
+        """The same as the needle model's tokens -> ids [n_tokens]."""
         n = n_tokens // 6 + 2
         classes = self.templates[rng.integers(len(self.templates), size=n)]  # [sentences, width]
         topics = {c: rng.permutation(ids)[:TOPIC_SIZE] for c, ids in self.topical.items()}
@@ -107,4 +111,4 @@ class Filler:
             for c, topic in topics.items():
                 word = np.where(classes[:, i] == c, topic[pick(rng, TOPIC_WEIGHTS, n)], word)
             out[:, i] = word
-        return [self.lexicon[i] for i in out[classes >= 0][-n_tokens:]]
+        return out[classes >= 0][-n_tokens:]
