@@ -105,7 +105,7 @@ class KVPolicyConfig(BaseModel):
     mix: float = Field(0.1, ge=0, le=1)
     #: random: of its hash.
     seed: int = Field(0, ge=0, lt=1 << 63)
-    #: Policies that requests may pick; None: all that evict (all, if this one is `full`; under pressure `full` as well).
+    #: Policies that requests may pick; None: all that evict; `full` as well if this is `full`, or under pressure.
     allow: tuple[str, ...] | None = None
 
     @model_validator(mode="before")

@@ -196,7 +196,7 @@ class EvictionMixin:
                 resident.asked_at = self.current_step
 
     def _allocate_under_pressure(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """`KVCacheManager.allocate_slots`, which frees blocks of running requests before it says that there are none."""
+        """`KVCacheManager.allocate_slots`, which frees blocks of running requests before it gives up."""
         blocks = self._allocate(request, *args, **kwargs)
         if blocks is not None:
             return blocks
