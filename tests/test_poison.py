@@ -22,6 +22,11 @@ SERVERS = {
         36,
     ),
     "sink-window": ({"name": "sink-window", "budget": 160, "sink": 32}, {"sink-window": (64, 160)}, 14),
+    "h2o-pressure": (
+        {"name": "h2o", "when": "pressure", **MASS, "allow": ["full", "sink-window"]},
+        {"sink-window": (96, 160), "h2o": (128, 160)},
+        36,
+    ),
 }
 # With a prefix cache only blocks that were never published are poisoned, without one all that are freed.
 CACHING = {"prefix-cache": True, "no-prefix-cache": False}

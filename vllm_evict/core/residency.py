@@ -97,6 +97,8 @@ class Residency:
             `Policy.cost`).
         """
         candidates, spare = self._candidates(computed_tokens)
+        if spare <= 0:
+            return NO_BLOCKS, np.empty(0)
         if self.measured and self.report is None:
             importance = candidates
         else:
@@ -104,7 +106,7 @@ class Residency:
                 candidates = np.intersect1d(candidates, self.report.index, assume_unique=True)
             importance = self._importance(candidates, self.report, computed_tokens)
         cost = self.config.policy.cost(importance)
-        order = np.argsort(cost, kind="stable")[: max(spare, 0)]
+        order = np.argsort(cost, kind="stable")[:spare]
         return candidates[order], cost[order]
 
     def _candidates(self, computed_tokens: int) -> tuple[np.ndarray, int]:

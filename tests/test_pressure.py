@@ -1,0 +1,268 @@
+"""`when: pressure`: nothing goes while there is room, and then what hurts least, of all requests."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from engine import PLAN, V2, greedy, logprobs_of, random_prompt
+from oracle.model import DenseLlama
+
+from vllm_evict.config import NEVER, KVPolicyConfig, KVPolicyError
+from vllm_evict.core.plan import Report, Scoring
+from vllm_evict.core.residency import Residency
+from vllm_evict.policies import POLICIES
+
+FLOOR = {"when": "pressure", "budget": 128, "buffer": 32, "sink": 32}
+SERVERS = {
+    "h2o": {"name": "h2o", **FLOOR, "recent": 32},
+    "h2o-ema": {"name": "h2o", **FLOOR, "recent": 32, "accumulate": "ema", "decay": 0.9},
+    "tova": {"name": "tova", **FLOOR, "recent": 32},
+    "snapkv": {"name": "snapkv", **FLOOR, "recent": 32, "window": 8},
+    "scissorhands": {"name": "scissorhands", **FLOOR, "recent": 32, "window": 16},
+    "sink-window": {"name": "sink-window", **FLOOR},
+    "strided": {"name": "strided", **FLOOR, "recent": 32},
+    "random": {"name": "random", **FLOOR, "recent": 32},
+}
+PROMPTS = [random_prompt(150 + 25 * i, seed=i) for i in range(12)]
+TOKENS = 90
+# 96 requests' worth of blocks at most, of which this holds about half.
+SMALL = dict(blocks=64, max_model_len=1024)
+
+
+# ---- Configuration
+
+
+def test_every_policy_whose_scores_add_up_has_it():
+    for name, policy in POLICIES.items():
+        if name == "full":
+            continue
+        if "pressure" in policy.triggers:
+            limits = KVPolicyConfig.parse({"name": name, "when": "pressure", "budget": 512}).limits(32, 4096)
+            assert limits.trigger == NEVER and limits.bound == limits.budget == 16
+        else:
+            with pytest.raises(KVPolicyError, match=rf"policy '{name}' has no when: pressure, it has: budget; .* h2o"):
+                KVPolicyConfig.parse({"name": name, "when": "pressure"})
+    assert {name for name in SERVERS if "-" not in name} < {n for n, p in POLICIES.items() if "pressure" in p.triggers}
+
+
+def test_bad_values_name_what_is_allowed():
+    with pytest.raises(KVPolicyError, match="when: .*'budget' or 'pressure'"):
+        KVPolicyConfig.parse({"name": "h2o", "when": "always"})
+    with pytest.raises(KVPolicyError, match="policy 'full' has no field 'when'"):
+        KVPolicyConfig.parse({"name": "full", "when": "pressure"})
+
+
+def test_requests_pick_what_has_the_trigger():
+    server = KVPolicyConfig.parse(SERVERS["h2o"])
+    assert "full" in server.allowed and "tova" in server.allowed and "knorm" not in server.allowed
+    assert server.bound(32, 1024) is None
+    picked = server.for_request({"kv_policy": "tova", "kv_budget": 96}, 500, 32)
+    assert picked.when == "pressure" and picked.limits(32, 500).budget == 3 and picked.buffer == 32
+    with pytest.raises(KVPolicyError, match="'knorm' is not enabled here"):
+        server.for_request({"kv_policy": "knorm"}, 500, 32)
+    without_full = KVPolicyConfig.parse({**SERVERS["h2o"], "allow": ["tova"]})
+    assert without_full.bound(32, 1024) == 4
+
+
+def test_windows_of_last_queries_become_exponential():
+    scoring = Scoring.of(KVPolicyConfig.parse(SERVERS["snapkv"]), NEVER)
+    assert scoring.accumulate == "ema" and scoring.decay == pytest.approx(1 - 1 / 8)
+    assert Scoring.of(KVPolicyConfig.parse(SERVERS["tova"]), NEVER).decay < 1e-5
+    assert Scoring.of(KVPolicyConfig.parse(SERVERS["h2o"]), NEVER).accumulate == "sum"
+
+
+# ---- What a request offers
+
+
+def request_of(name="h2o", blocks=20, mass=None, **options):
+    config = KVPolicyConfig.parse({**SERVERS[name], **options})
+    resident = Residency(config, config.limits(32, 1000), 32, measured=mass is not None)
+    if mass is not None:
+        resident.report = Report(np.arange(len(mass)), {"mass": np.array(mass, float)})
+    return resident
+
+
+def test_it_offers_what_is_above_its_floor_the_least_important_first():
+    mass = [9.0, *range(1, 20)]
+    blocks, cost = request_of(mass=mass).offer(20 * 32)
+    # Block 0 is the sink, block 19 holds the last 32 tokens; 4 of the 20 are its floor.
+    assert blocks.tolist() == list(range(1, 17))
+    np.testing.assert_allclose(cost, np.arange(1, 17) / sum(range(1, 19)))
+    reverse, _ = request_of(mass=mass[::-1]).offer(20 * 32)
+    assert reverse.tolist() == list(range(18, 2, -1))
+    assert len(request_of(mass=mass[:4]).offer(4 * 32)[0]) == 0
+
+
+def test_blocks_younger_than_the_scores_stay():
+    resident = request_of(mass=[1.0] * 10)
+    assert set(resident.offer(20 * 32)[0]) <= set(range(1, 10))
+
+
+def test_the_oldest_go_where_no_scores_were_reported_yet():
+    resident = request_of()
+    resident.measured = True
+    assert resident.offer(20 * 32)[0].tolist() == list(range(1, 17))
+
+
+def test_an_offer_changes_nothing_until_it_is_taken():
+    resident = request_of("sink-window")
+    first = resident.offer(20 * 32)
+    assert all(np.array_equal(a, b) for a, b in zip(first, resident.offer(20 * 32), strict=True))
+    resident.evict(first[0][:3], 20 * 32)
+    assert resident.offer(20 * 32)[0].tolist() == first[0][3:].tolist()
+
+
+@pytest.mark.parametrize("name", ["h2o", "random"])
+def test_costs_are_shares_of_a_request(name):
+    policy = POLICIES[name]
+    for importance in ([3.0, 1.0, 0.0, 4.0], [0.0, 0.0], [7.0], []):
+        cost = policy.cost(np.array(importance))
+        assert cost.sum() == pytest.approx(1 if importance else 0)
+        assert (np.argsort(cost, kind="stable") == np.argsort(importance, kind="stable")).all()
+    # The same evenly spread attention: a block of the longer request is the smaller loss.
+    assert policy.cost(np.ones(40)).max() < policy.cost(np.ones(10)).max()
+
+
+# ---- On an engine
+
+
+def outputs_of(server, **sampling):
+    return server.generate(PROMPTS, max_tokens=TOKENS, logprobs=0, **sampling)
+
+
+def preemptions(server):
+    return server.metrics()["vllm:num_preemptions"]
+
+
+@pytest.mark.parametrize("name", ["h2o"] if V2 else SERVERS)
+def test_it_preempts_nobody_where_floors_fit(engine, name):
+    """Stock vLLM preempts on this load; here nobody is, no request falls below its floor, and all blocks come back."""
+    server = engine(SERVERS[name], **SMALL)
+    least = []
+
+    def on_step(server):
+        for req_id, resident in server.scheduler.residents.items():
+            if resident.evicted_blocks and req_id in server.scheduler.requests:
+                least.append(len(server.held_by(req_id)))
+
+    for index, prompt in enumerate(PROMPTS):
+        server.add(prompt, f"p{index}", max_tokens=TOKENS)
+    done = server.run(on_step)
+    assert len(done) == len(PROMPTS) and preemptions(server) == 0
+    assert sum(output.kv_usage.evicted_blocks for output in done.values()) > 30
+    assert min(least) >= 4
+    server.assert_nothing_left()
+
+
+@pytest.mark.skipif(V2, reason="as on V1")
+def test_stock_preempts_on_that_load(engine):
+    stock = engine(**SMALL)
+    outputs_of(stock)
+    assert preemptions(stock) > 0
+
+
+def test_a_quiet_server_changes_no_bit(engine):
+    stock, server = engine(), engine(SERVERS["h2o"])
+    expected = [(o.outputs[0].token_ids, logprobs_of(o).tolist()) for o in outputs_of(stock)]
+    outputs = outputs_of(server)
+    assert [(o.outputs[0].token_ids, logprobs_of(o).tolist()) for o in outputs] == expected
+    assert not any(output.kv_usage.evicted_blocks for output in outputs)
+
+
+@pytest.mark.parametrize("name", ["h2o-ema"] if V2 else ["h2o-ema", "sink-window"])
+def test_each_step_reads_what_is_left(engine, tiny, name):
+    """Holes are made while a step is being planned: that very step must not read them, nor miss anything else."""
+    server = engine(SERVERS[name], enable_prefix_caching=False, **SMALL)
+    steps, schedule = [], server.scheduler.schedule
+
+    def watched(*args):
+        output = schedule(*args)
+        steps.append((dict(output.num_scheduled_tokens), {k: list(v) for k, v in getattr(output, PLAN).holes.items()}))
+        return output
+
+    server.scheduler.schedule = watched
+    prompts = dict(zip([f"p{i}" for i in range(8)], PROMPTS[:8], strict=True))
+    for request_id, prompt in prompts.items():
+        server.add(prompt, request_id, max_tokens=TOKENS, logprobs=0)
+    done = server.run()
+    assert preemptions(server) == 0
+    dense, evicted = DenseLlama(tiny), 0
+    for request_id, output in done.items():
+        tokens = [*prompts[request_id], *output.outputs[0].token_ids]
+        cache, holes, logits, n = dense.new_cache(), [], [], 0
+        for scheduled, made in steps:
+            (inside,) = {key for key in scheduled if key.split("-")[0] == request_id} or (None,)
+            if inside is None:
+                continue
+            holes += made.get(inside, [])
+            count = scheduled[inside]
+            mask = torch.ones(count, n + count).tril(n).bool()
+            for hole in holes:
+                mask[:, hole * 32 : (hole + 1) * 32] = False
+            logits.append(dense.forward(tokens[n : n + count], cache, mask)[0])
+            n += count
+        evicted += len(holes)
+        logprobs = torch.log_softmax(torch.cat(logits).double(), -1)[len(prompts[request_id]) - 1 :]
+        np.testing.assert_allclose(
+            logprobs_of(output), logprobs[range(TOKENS), list(output.outputs[0].token_ids)], atol=2e-3
+        )
+    assert evicted > 10
+
+
+@pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
+def test_full_is_untouchable_and_a_budget_is_a_floor(engine):
+    server = engine(SERVERS["h2o"], **SMALL)
+    asked = [{"kv_policy": "full"}, {"kv_budget": 96}, {}]
+    ids = {
+        server.add(prompt, f"p{index}", max_tokens=TOKENS, extra_args=asked[index % 3]): asked[index % 3]
+        for index, prompt in enumerate(PROMPTS[:9])
+    }
+    done = server.run()
+    evicted = {str(wish): sum(done[i].kv_usage.evicted_blocks for i in ids if ids[i] is wish) for wish in asked}
+    assert evicted["{'kv_policy': 'full'}"] == 0
+    assert evicted["{'kv_budget': 96}"] > 0 and evicted["{}"] > 0
+    server.assert_nothing_left()
+
+
+@pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
+def test_floors_beyond_the_pool_are_preempted_and_said_once(engine, caplog):
+    server = engine({**SERVERS["h2o"], "budget": 320}, **SMALL)
+    with caplog.at_level(logging.WARNING, "vllm.evict"):
+        logger = logging.getLogger("vllm.evict")
+        logger.addHandler(caplog.handler)
+        try:
+            done = outputs_of(server)
+        finally:
+            logger.removeHandler(caplog.handler)
+    assert preemptions(server) > 0 and len(done) == len(PROMPTS)
+    assert sum("requests are at their budgets" in record.message for record in caplog.records) in (1, 2)
+    server.assert_nothing_left()
+
+
+@pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
+def test_what_is_published_is_pure(engine):
+    """Requests that find blocks of evicted ones in the prefix cache get what they would get alone."""
+    server, stock = engine(SERVERS["h2o"], **SMALL), engine(max_model_len=1024)
+    outputs = outputs_of(server)
+    assert any(output.kv_usage.evicted_blocks for output in outputs)
+    hits = 0
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        # Beyond the answer, so that blocks of generated tokens are asked for as well.
+        longer = [*prompt, *output.outputs[0].token_ids, 7]
+        (again,) = server.generate([longer], max_tokens=8, logprobs=0)
+        (alone,) = stock.generate([longer], max_tokens=8, logprobs=0)
+        hits += again.num_cached_tokens or 0
+        assert again.outputs[0].token_ids == alone.outputs[0].token_ids
+        np.testing.assert_allclose(logprobs_of(again), logprobs_of(alone), atol=2e-4)
+    assert hits > 0
+
+
+@pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
+def test_one_request_longer_than_the_pool(engine):
+    """It has nobody to take from but itself."""
+    server = engine({**SERVERS["h2o"], "allow": []}, blocks=24, max_model_len=1024, max_num_batched_tokens=128)
+    (output,) = server.generate([random_prompt(900)], greedy(max_tokens=60))
+    assert preemptions(server) == 0 and len(output.outputs[0].token_ids) == 60
+    assert output.kv_usage.peak_resident_blocks <= 23 and output.kv_usage.evicted_blocks > 0
+    server.assert_nothing_left()
