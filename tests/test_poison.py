@@ -22,6 +22,12 @@ SERVERS = {
         36,
     ),
     "sink-window": ({"name": "sink-window", "budget": 160, "sink": 32}, {"sink-window": (64, 160)}, 14),
+    # Keys and values are read when a decision is due, and queries measured one by one.
+    "rkv": (
+        {"name": "rkv", **MASS, "allow": ["full", "keydiff", "pagedeviction", "scissorhands", "snapkv"]},
+        dict.fromkeys(("rkv", "keydiff", "pagedeviction", "scissorhands", "snapkv"), (128, 160)),
+        36,
+    ),
 }
 # With a prefix cache only blocks that were never published are poisoned, without one all that are freed.
 CACHING = {"prefix-cache": True, "no-prefix-cache": False}
