@@ -17,7 +17,6 @@ POLICIES = {
     # Scores of each rank's own heads, of keys and of queries.
     "keydiff-max": {**BASE, "name": "keydiff", "heads": "max", "allow": ["sink-window"]},
     "rkv": {**BASE, "name": "rkv", "allow": ["sink-window"]},
-    "scissorhands": {**BASE, "name": "scissorhands", "window": 64, "allow": ["sink-window"]},
 }
 
 #: Serves each policy with an engine of its own; writes tokens, log-probabilities and usage.
