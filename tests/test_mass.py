@@ -5,12 +5,21 @@ import itertools
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vllm_evict.attention import mass
-from vllm_evict.attention.mass import block_mass, block_mass_reference, pack_keys, unpack_keys
+from vllm_evict.attention.cpu import cpu_keys_values
+from vllm_evict.attention.mass import (
+    block_mass,
+    block_mass_reference,
+    pack_keys,
+    pack_values,
+    unpack_keys,
+    unpack_values,
+)
 
 
 def kernels() -> list[str]:
@@ -326,12 +335,18 @@ def test_packs_as_vllm_does(layout, dtype):
     ops = pytest.importorskip("vllm._custom_ops")
     if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
         pytest.skip("vLLM is built for another device")
-    keys = torch.randn(4 * 32, 2, 64).to(dtype)
-    key_cache, value_cache = torch.zeros(4, 2, 64, 64, dtype=dtype).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(keys, keys, key_cache, value_cache, torch.arange(4 * 32), layout)
-    logical = keys.view(4, 32, 2, 64).transpose(1, 2)
-    assert torch.equal(unpack_keys(key_cache, layout), logical)
-    assert torch.equal(pack_keys(logical, layout), key_cache)
+    keys, values = torch.randn(2, 4 * 32, 2, 64).to(dtype)
+    cache = torch.zeros(4, 2, 32, 128, dtype=dtype)  # in each block and head first K, then V
+    key_cache, value_cache = cache.view(4, 2, 64, 64).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, torch.arange(4 * 32), layout)
+    keys, values = (logical.view(4, 32, 2, 64).transpose(1, 2) for logical in (keys, values))
+    assert torch.equal(unpack_keys(key_cache, layout), keys)
+    assert torch.equal(pack_keys(keys, layout), key_cache)
+    assert torch.equal(unpack_values(value_cache.contiguous(), layout), values)
+    assert torch.equal(pack_values(values, layout), value_cache)
+    layer = SimpleNamespace(isa=layout, kv_cache=cache)
+    for got, want in zip(cpu_keys_values(layer, torch.tensor([2, 0])), (keys, values)):
+        assert torch.equal(got, want[[2, 0]])
 
 
 def invalid(change: str, error: type, match: str):

@@ -27,6 +27,12 @@ SERVERS = {
         {"sink-window": (96, 160), "h2o": (128, 160)},
         36,
     ),
+    # Keys and values are read when a decision is due, and queries measured one by one.
+    "rkv": (
+        {"name": "rkv", **MASS, "allow": ["full", "keydiff", "pagedeviction", "scissorhands", "snapkv"]},
+        dict.fromkeys(("rkv", "keydiff", "pagedeviction", "scissorhands", "snapkv"), (128, 160)),
+        36,
+    ),
 }
 # With a prefix cache only blocks that were never published are poisoned, without one all that are freed.
 CACHING = {"prefix-cache": True, "no-prefix-cache": False}

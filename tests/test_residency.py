@@ -14,6 +14,10 @@ from vllm_evict.core.residency import Residency
 BLOCK = 16
 
 
+def reports(index, **statistics):
+    return Report(np.array(index, np.int64), {name: np.array(of, np.float64) for name, of in statistics.items()})
+
+
 def residency(block_size=BLOCK, prompt=1000, **options):
     config = KVPolicyConfig.parse({"name": "h2o", "budget": 128, "buffer": 0, "sink": 0, "recent": 0, **options})
     return Residency(config, config.limits(block_size, prompt), block_size)
@@ -40,8 +44,8 @@ def brute_force(resident_blocks, computed, mass, config, block_size):
         candidates = []
         for block in sorted(set(resident_blocks) - set(victims)):
             tokens = range(block * block_size, min((block + 1) * block_size, computed))
-            is_sink = any(token < config.sink for token in tokens)
-            is_recent = any(token >= computed - config.recent for token in tokens)
+            is_sink = config.protect and any(token < config.sink for token in tokens)
+            is_recent = config.protect and any(token >= computed - config.recent for token in tokens)
             is_written = (block + 1) * block_size > computed
             if not (is_sink or is_recent or is_written):
                 candidates.append(block)
@@ -60,6 +64,7 @@ def lives(draw):
     least = (math.ceil(sink / block_size) + math.ceil(recent / block_size) + 1) * block_size
     budget = max(draw(st.integers(least, least + 6 * block_size)), sink + recent + 1)
     options = {"budget": budget, "buffer": draw(st.integers(0, 3 * block_size)), "sink": sink, "recent": recent}
+    options["protect"] = draw(st.booleans())
     name = draw(st.sampled_from(["h2o", "sink-window"]))
     chunks = st.one_of(st.integers(1, 8 * block_size), st.just(1), st.just(block_size))
     steps = draw(st.lists(chunks, min_size=1, max_size=30))
@@ -111,8 +116,9 @@ def test_there_is_always_enough_to_get_back_to_the_budget(life):
         if over:
             subject.evict(victims, computed)
             assert len(subject.resident) == subject.limits.budget
-            assert all((victim + 1) * block_size <= computed - config.recent for victim in victims)
-            assert all(victim * block_size >= config.sink for victim in victims)
+            recent, sink = (config.recent, config.sink) if config.protect else (0, 0)
+            assert all((victim + 1) * block_size <= computed - recent for victim in victims)
+            assert all(victim * block_size >= sink for victim in victims)
 
 
 def test_nothing_goes_at_the_trigger_and_all_the_excess_one_block_above():
@@ -156,6 +162,41 @@ def test_a_report_older_than_the_last_holes_is_read_by_index():
     subject.evict(np.array([1]), 90)
     stale = report(range(6), [1.0, 0.0, 3.0, 0.5, 5.0, 6.0])
     assert subject.choose(81, stale).tolist() == [3]
+
+
+def test_every_statistic_of_a_report_is_read_by_index():
+    """R-KV at equal weights: mass shares (1, 2, 3, 4, -) / 10 less redundancy shares (4, 1, 1, 4, -) / 10."""
+    subject = residency(name="rkv", budget=64, mix=0.5)
+    assert subject.choose(80, reports(range(5), mass=[1, 2, 3, 4, 0], redundancy=[4, 1, 1, 4, 0])).tolist() == [0]
+    subject.evict(np.array([0]), 80)
+    stale = reports(range(6), mass=[9, 2, 3, 4, 1, 0], redundancy=[9, 1, 1, 9, 1, 9])
+    assert subject.choose(95, stale).tolist() == [3]
+
+
+@pytest.mark.parametrize("name, statistic", [("knorm", "key_norm"), ("keydiff", "key_diff"), ("tova", "mass")])
+def test_policies_of_one_statistic(name, statistic):
+    subject = residency(name=name, budget=64)
+    victim = 3 if name == "knorm" else 1  # the largest norm, the least difference or mass
+    assert subject.choose(80, reports(range(5), **{statistic: [5, 1, 6, 9, 0]})).tolist() == [4 if name != "knorm" else 3]
+    assert subject.choose(79, reports(range(5), **{statistic: [5, 1, 6, 9, 0]})).tolist() == [victim], "4 is not full"
+
+
+def test_without_protection_only_what_is_being_written_stays():
+    mass = [0.0, 5.0, 4.0, 3.0, 0.0]
+    guarded = residency(budget=64, sink=16, recent=24)
+    assert guarded.choose(79, report(range(5), mass)).tolist() == [2]
+    bare = residency(budget=64, sink=16, recent=24, protect=False)
+    assert bare.choose(79, report(range(5), mass)).tolist() == [0]
+    assert residency(budget=16, sink=16, recent=24, protect=False).choose(79, report(range(5), mass)).tolist() == [
+        0, 1, 2, 3
+    ]  # fmt: skip
+
+
+def test_a_prompt_too_short_keeps_everything():
+    assert residency(prompt=99, min_prompt=100).limits is None
+    exempt = residency(prompt=99, min_prompt=100)
+    assert not exempt.over_trigger(10**6) and exempt.choose(10**4, None).tolist() == []
+    assert residency(prompt=100, min_prompt=100).over_trigger(9)
 
 
 def test_tokens_in_flight_are_not_decided_on():

@@ -12,8 +12,8 @@ HEADS, LAYERS = 3, 2
 REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max}
 
 
-def scoring(accumulate="sum", decay=0.8, window=6, every=1, trigger=5):
-    return Scoring(accumulate, decay, window, every, trigger)
+def scoring(accumulate="sum", decay=0.8, window=6, every=1, trigger=5, statistic="mass"):
+    return Scoring(accumulate, decay, window, every, trigger, statistic)
 
 
 def local(values, maximise):
@@ -217,6 +217,33 @@ def test_a_slot_that_is_used_again_starts_from_zero():
     assert masses(sums, "b") == [0.0] * 6
     add_mass(sums, ["b"], [2], [20])
     assert masses(sums, "b") == [2.0] * 6
+
+
+def test_pivots_are_counted_query_by_query_and_mass_beside_them():
+    """Queries one by one: each with the tokens that it sees, holes squeezed out. Mass only for who sums up mass."""
+    sums = RunningSums(2, HEADS, 1, 10, BLOCK, "sum", "sum")
+    sums.start("a", scoring("last", window=2, trigger=1, statistic="pivots"))
+    sums.start("b", scoring())
+    sums.count_holes("a", 1)
+    logical = torch.tensor([[0, 2, 3], [0, 1, -1]], dtype=torch.int32)
+    # Request a: positions 11 to 13, one hole of 4 tokens; the last two count and see 9 and 10 tokens.
+    step = sums.step(["a", "b"], np.array([0, 3, 5], np.int32), np.array([14, 6], np.int32), logical)
+    assert [values.tolist() for values in step.queries] == [[1, 2], [0, 0], [9, 10]]
+    assert step.weights.tolist() == [0, 0, 0, 1, 1]
+
+    def mass_pass(weights, out, queries=None):
+        if queries is None:
+            out[1, :, :2] += 2.0
+        else:  # shares of 4/9, 4/9 and 1/9, then of 4/10, 4/10 and 2/10
+            out[0] = torch.tensor([0.45, 0.44, 0.11])
+            out[1] = torch.tensor([[0.41, 0.41, 0.18], [0.41, 0.39, 0.2], [0.39, 0.39, 0.22]])
+
+    step.add(mass_pass)
+    sums.fold(step)
+    reports = sums.report(["a", "b"], [np.array([0, 2, 3]), np.array([0, 1])], local)
+    assert reports["a"].statistics.keys() == {"pivots"} and reports["b"].statistics.keys() == {"mass"}
+    assert reports["a"].statistics["pivots"].tolist() == [3 + 2, 1, 1]
+    assert reports["b"].statistics["mass"].tolist() == [2.0, 2.0]
 
 
 def test_slots_do_not_leak():

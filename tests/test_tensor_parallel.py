@@ -14,6 +14,9 @@ BASE = {"name": "h2o", "budget": 160, "buffer": 32, "sink": 32, "recent": 64}
 POLICIES = {
     "h2o": {**BASE, "allow": ["sink-window"]},
     "h2o-max": {**BASE, "heads": "max", "layers": "max"},
+    # Scores of each rank's own heads, of keys and of queries.
+    "keydiff-max": {**BASE, "name": "keydiff", "heads": "max", "allow": ["sink-window"]},
+    "rkv": {**BASE, "name": "rkv", "allow": ["sink-window"]},
 }
 
 #: Serves each policy with an engine of its own; writes tokens, log-probabilities and usage.

@@ -135,6 +135,7 @@ class Replay:
     held: list = field(default_factory=list)  # after each step, sorted logical blocks
     decisions: list = field(default_factory=list)
     logits: torch.Tensor = None  # [tokens of all steps, vocab]
+    closest: float = math.inf  # scissorhands: how near (relative) a block's mass came to its share
 
 
 def candidates_of(n, evicted, config):
@@ -173,7 +174,6 @@ class Request:
         self.evicted = set()
         self.sums = torch.zeros(model.kv_heads, 0, dtype=torch.float64)  # S: [G, nb]
         self.replay = Replay()
-        self.closest = math.inf  # scissorhands: how near (relative) a block's mass came to its share
         if len(prefix):
             causal = torch.ones(self.n, self.n, dtype=torch.bool).tril()
             model.forward(prefix, self.cache, causal)
@@ -255,7 +255,8 @@ class Request:
                 if s:
                     mass = by_head[:, :, q, tokens].sum(-1)
                     counts[:, :, b] += mass > s / t
-                    self.closest = min(self.closest, (mass * t / s - 1).abs().min().item())
+                    off = (mass * t / s - 1).abs().min().item()
+                    self.replay.closest = min(self.replay.closest, off)
         return counts
 
     def ages(self):

@@ -58,11 +58,12 @@ def key_scores(
 def _redundancy(units: torch.Tensor) -> torch.Tensor:
     """float32 [T] for normalised keys [T, D]; T^2 products."""
     tokens = torch.arange(len(units))
+    places = torch.arange(1.0, len(units) + 1)
     total = torch.zeros(len(units))
     for rows in tokens.split(ROWS):
         similar = units[rows] @ units.T
         similar[torch.arange(len(rows)), rows] = 0
-        last = torch.where(similar > ALIKE, tokens, -1).amax(1)
+        last = (similar > ALIKE).mul(places).amax(1).long() - 1
         alike = last >= 0
         similar[torch.arange(len(rows))[alike], last[alike]] = 0
         total += similar.sum(0)

@@ -97,7 +97,8 @@ class EvictionMixin:
             logger.warning("request %s runs under the server's KV policy: %s", request.request_id, error)
             config = self.kv_policy
         limits = config.limits(block_size, request.num_prompt_tokens)
-        resident = Residency(config, limits, block_size, key=_key(request.prompt_token_ids))
+        key = _key(request.prompt_token_ids) if config.policy.by_prompt else 0
+        resident = Residency(config, limits, block_size, key=key)
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.bound)
         resident.measured = bool(config.policy.measures and may_outgrow)

@@ -32,7 +32,7 @@ class Blocks:
         config: options of the request's policy.
         statistics: name -> float64 [n], what the policy measures.
         count: blocks of the request so far, holes included; the newest is `count - 1`.
-        key: a number of the request's prompt, the same in every run.
+        key: a number of the request's prompt, the same in every run; 0 unless the policy is `by_prompt`.
     """
 
     index: np.ndarray
@@ -58,6 +58,8 @@ class Policy(ABC):
     weighs: ClassVar[bool] = False
     #: Whether its recent window is simply what the budget leaves beside the sinks.
     window_is_the_budget: ClassVar[bool] = False
+    #: Whether it looks at `Blocks.key`.
+    by_prompt: ClassVar[bool] = False
     #: Fields of `KVPolicyConfig` that mean something to it.
     options: ClassVar[frozenset[str]] = BUDGET_OPTIONS
     #: Values of those fields where the user gives none, and of fields that the policy fixes.

@@ -9,6 +9,7 @@ class Random(Policy):
     """A block's weight is a hash of `seed`, the request's prompt and the block: the same in every run and decision."""
 
     name = "random"
+    by_prompt = True
     options = BUDGET_OPTIONS | {"seed"}
 
     def importance(self, blocks: Blocks) -> np.ndarray:
