@@ -514,6 +514,10 @@ H2O = KVPolicyConfig(name="h2o", budget=2048)
         (["--kv-policy", '{"name": "h2o", "budget": 2048}'], H2O),
         (["--kv-policy.name", "h2o", "--kv-policy.budget", "2048"], H2O),
         (["--kv-policy.name=h2o", "--kv-policy.budget=0.25"], KVPolicyConfig(name="h2o", budget=0.25)),
+        (
+            ["--kv-policy.name=tova", "--kv-policy.protect=false", "--kv-policy.min_prompt=99"],
+            KVPolicyConfig(name="tova", protect=False, min_prompt=99),
+        ),
         (["--kv-policy", "h2o.yaml"], H2O),
     ],
 )
