@@ -12,7 +12,7 @@ SET_UP := pyproject.toml setup.py scripts/setup.sh packaging/constraints.txt pac
 # Tests that run an engine run once for each of vLLM's model runners.
 END_TO_END := $(shell grep -lE '^(from|import) engine\b' tests/test_*.py)
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench quality clean
 .DELETE_ON_ERROR:
 
 help:  ## show this
@@ -34,6 +34,23 @@ lint: $(READY)  ## ruff
 bench: $(READY)  ## policies against stock vLLM in a small pool, and the cost of running sums (results in out/pressure)
 	@$(BIN)/python benchmarks/pressure.py
 	@$(BIN)/python benchmarks/pressure.py --step
+
+# Every policy there is; sinks and recent window of 32 tokens each, nine prompts a cell.
+POLICIES = full,h2o,$(LAST),tova,snapkv,scissorhands,rkv,knorm,keydiff,pagedeviction,strided,random,sink-window
+LAST     = {"name": "h2o", "accumulate": "last", "window": 16, "sink": 32, "recent": 32, "buffer": 0}
+BARE     = {"name": "$(1)", "protect": false, "sink": 32, "recent": 32, "buffer": 0}
+EVAL     = $(BIN)/vllm-evict eval --model examples/needle/model --depths 0.25,0.5,0.75 --samples 3 \
+	--engine-args '{"enforce_eager": true, "max_model_len": 4352}'
+comma := ,
+quality: $(READY)  ## what every policy loses on the embedded model (results in out/quality)
+	@$(EVAL) --out out/quality/agnostic --settings agnostic --policies '$(POLICIES)' --lengths 2048 \
+		--budgets 0.1,0.25,0.5 --tasks niah,multikey,twostage,vt,ppl
+	@$(EVAL) --out out/quality/aware --settings aware --policies '$(POLICIES)' --lengths 2048 \
+		--budgets 0.1,0.25 --tasks niah,multikey,twostage,vt
+	@$(EVAL) --out out/quality/lengths --settings agnostic --policies '$(POLICIES)' --lengths 1024,2048,4096 \
+		--budgets 0.25 --tasks niah
+	@$(EVAL) --out out/quality/protect --settings agnostic --lengths 2048 --budgets 0.25 --tasks niah,multikey,ppl \
+		--policies '$(call BARE,h2o)$(comma)$(call BARE,snapkv)$(comma)$(call BARE,tova)$(comma)$(call BARE,keydiff)$(comma)$(call BARE,random)'
 
 clean:  ## remove the environment, builds and results
 	rm -rf $(VENV) build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info

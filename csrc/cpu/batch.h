@@ -53,7 +53,7 @@ inline void pack_pairs(const c10::BFloat16* from, int64_t dim, uint32_t* to, int
 
 // The layout of Rows::q, with zeros where a group is padded.
 inline void pack_queries(const MassArgs& a, const Kernel& kernel, const int32_t* tokens,
-                  int64_t first_head, int64_t rows, bool pairs, float* q) {
+                         int64_t first_head, int64_t rows, bool pairs, float* q) {
   const int64_t group = a.heads / a.kv_heads;
   const int64_t words = pairs ? a.dim / 2 : a.dim;
   for (int64_t begin = 0; begin < rows; begin += kernel.rows) {

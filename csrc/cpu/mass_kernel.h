@@ -549,8 +549,8 @@ constexpr bool kDotsPairs = true;
 constexpr bool kDotsPairs = false;
 #endif
 
-const Kernel kernel = {VLLM_EVICT_NAME(ISA), ROWS, kDotsPairs, tile_tokens, padded,
-                       score,                 attend, fold};
+const Kernel kernel = {VLLM_EVICT_NAME(ISA), ROWS, kDotsPairs, tile_tokens,
+                       padded, score, attend, fold};
 
 }  // namespace
 }  // namespace vllm_evict::ISA
