@@ -8,7 +8,7 @@ from oracle.replay import Config, replay
 
 def oracle_config(policy, prompt, block_size=32):
     """The oracle's words for a plugin policy."""
-    options = {key: value for key, value in policy.items() if key not in ("name", "allow", "min_prompt")}
+    options = {key: value for key, value in policy.items() if key not in ("name", "when", "allow", "min_prompt")}
     return Config(policy=policy["name"], block_size=block_size, prompt=tuple(prompt), **options)
 
 

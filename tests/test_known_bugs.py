@@ -45,6 +45,8 @@ def watch_views(server):
                 }
                 for some in (metadata, result[0])
             ]
+            if result[1] is not None:  # the stock kernel need not read rows that the plugin decodes
+                copies[1]["seq_lens"] = result[1].seq_lens.clone()
             seen.append((*copies, list(server.runtime.req_ids)))
         return result
 

@@ -231,14 +231,14 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
     assert [values.tolist() for values in step.queries] == [[1, 2], [0, 0], [9, 10]]
     assert step.weights.tolist() == [0, 0, 0, 1, 1]
 
-    def mass_pass(weights, out, queries=None):
-        if queries is None:
-            out[1, :, :2] += 2.0
-        else:  # shares of 4/9, 4/9 and 1/9, then of 4/10, 4/10 and 2/10
-            out[0] = torch.tensor([0.45, 0.44, 0.11])
-            out[1] = torch.tensor([[0.41, 0.41, 0.18], [0.41, 0.39, 0.2], [0.39, 0.39, 0.22]])
+    def weigh(weights, out):
+        out[1, :, :2] += 2.0
 
-    step.add(mass_pass)
+    def weigh_each(queries, out):  # shares of 4/9, 4/9 and 1/9, then of 4/10, 4/10 and 2/10
+        out[0] = torch.tensor([0.45, 0.44, 0.11])
+        out[1] = torch.tensor([[0.41, 0.41, 0.18], [0.41, 0.39, 0.2], [0.39, 0.39, 0.22]])
+
+    step.add(weigh, weigh_each)
     sums.fold(step)
     reports = sums.report(["a", "b"], [np.array([0, 2, 3]), np.array([0, 1])], local)
     assert reports["a"].statistics.keys() == {"pivots"} and reports["b"].statistics.keys() == {"mass"}

@@ -22,6 +22,7 @@ class OwnWork:
         seq_lens: int32 [R], resident tokens.
 
     Attributes:
+        seq_lens: as given.
         is_all: whether no query is left for the stock kernel.
         stock_lens: int32 [R], lengths for the stock kernel: 1 for each of `rows`, which it need not read.
     """
@@ -32,7 +33,7 @@ class OwnWork:
         self.mass = mass
         self.is_all = len(rows) == query_start_loc[-1]
         self._rows = torch.from_numpy(rows.astype(np.int32))
-        self._seq_lens = self.stock_lens = seq_lens
+        self.seq_lens = self.stock_lens = seq_lens
         self._stock_weights = None if mass is None else mass.weights
         if not len(rows):
             return
@@ -49,7 +50,7 @@ class OwnWork:
 
         def weigh(weights: torch.Tensor | None, out: torch.Tensor | None) -> None:
             if len(self._rows):
-                passes.decode(layer, query, kv_cache, metadata, output, self._rows, self._seq_lens, weights, out)
+                passes.decode(layer, query, kv_cache, metadata, output, self._rows, self.seq_lens, weights, out)
             if out is not None and not self.is_all:
                 passes.mass(layer, query, kv_cache, metadata, self._stock_weights, out)
 
