@@ -52,42 +52,52 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
     return made
 
 
-def colours(lines: Sequence[Line]) -> dict[str, Any]:
-    """One colour a policy, black for `full`."""
+def styles(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and line of each policy, black for `full`; ten colours, then again with other lines."""
     names = list(dict.fromkeys(line.policy for line in lines if not line.is_full))
-    full = {line.policy: "black" for line in lines if line.is_full}
-    return full | {name: f"C{i}" for i, name in enumerate(names)}
+    full = {line.policy: {"color": "black", "marker": "*", "ls": "-"} for line in lines if line.is_full}
+    looks = [("o", "-"), ("s", "--"), ("^", ":")]
+    found = {}
+    for i, name in enumerate(names):
+        marker, line = looks[i // 10 % len(looks)]
+        found[name] = {"color": f"C{i % 10}", "marker": marker, "ls": line}
+    return full | found
 
 
 def budgets(pyplot: Any, lines: Sequence[Line]) -> Any:
-    """Quality against budget, a panel a task and length; `full` is the line across, bands and bars are 95 %."""
+    """Quality against budget, a panel a task and length; `full` is the line across, bands and bars are 95 %.
+
+    Lengths side by side, a row a task; where there is one length, tasks side by side.
+    """
     tasks, lengths = list(dict.fromkeys(x.task for x in lines)), sorted({x.length for x in lines})
-    figure, axes = pyplot.subplots(
-        len(tasks), len(lengths), figsize=(3.4 * len(lengths) + 1, 2.6 * len(tasks) + 0.6), squeeze=False, sharey="row"
-    )
-    colour = colours(lines)
-    for task, row in zip(tasks, axes, strict=True):
-        for length, axis in zip(lengths, row, strict=True):
-            here = [x for x in lines if x.task == task and x.length == length]
-            for line in here:
-                if line.is_full:
-                    axis.axhline(line.score, color="black", lw=1.5, label="full")
-                    if math.isfinite(line.high):
-                        axis.axhspan(line.low, line.high, color="black", alpha=0.08, lw=0)
-            for policy in dict.fromkeys(x.policy for x in here if not x.is_full):
-                found = sorted((x for x in here if x.policy == policy and _tokens(x)), key=_tokens)
-                if found:
-                    style = {"marker": "o", "ms": 4, "capsize": 2, "lw": 1.2, "color": colour[policy]}
-                    axis.errorbar(
-                        [_tokens(x) for x in found], [x.score for x in found], _bars(found), label=policy, **style
-                    )
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-            axis.set_title(f"{task}, {length:,} tokens" if length else task, fontsize=9)
-            axis.grid(alpha=0.25)
-            _quality_axis(axis, here)
-    for axis in axes[-1]:
-        axis.set_xlabel("budget, tokens")
+    panels = [(task, length) for task in tasks for length in lengths]
+    wide = len(lengths) if len(lengths) > 1 else min(3, len(tasks))
+    high = math.ceil(len(panels) / wide)
+    figure, axes = pyplot.subplots(high, wide, figsize=(3.4 * wide + 1, 2.6 * high + 0.6), squeeze=False)
+    style = styles(lines)
+    # Bars of many policies would hide each other; the table has all intervals.
+    bars = len(style) <= 6
+    for axis, (task, length) in zip(axes.flat, panels):
+        here = [x for x in lines if x.task == task and x.length == length]
+        for line in here:
+            if line.is_full:
+                axis.axhline(line.score, color="black", lw=1.5, label="full")
+                if math.isfinite(line.high):
+                    axis.axhspan(line.low, line.high, color="black", alpha=0.08, lw=0)
+        for policy in dict.fromkeys(x.policy for x in here if not x.is_full):
+            found = sorted((x for x in here if x.policy == policy and _tokens(x)), key=_tokens)
+            if found:
+                look = {"ms": 4, "capsize": 2, "lw": 1.2, "label": policy, **style[policy]}
+                at = [_tokens(x) for x in found], [x.score for x in found]
+                axis.errorbar(*at, _bars(found) if bars else None, **look)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axis.set_title(f"{task}, {length:,} tokens" if length else task, fontsize=9)
+        axis.set_xlabel("budget, tokens", fontsize=8)
+        axis.grid(alpha=0.25)
+        _quality_axis(axis, here)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
     _legend(figure, axes)
     figure.tight_layout()
     return figure
@@ -98,13 +108,13 @@ def pareto(pyplot: Any, lines: Sequence[Line]) -> Any:
     lines = [x for x in lines if x.tokens_per_s]
     tasks = list(dict.fromkeys(x.task for x in lines))
     figure, axes = pyplot.subplots(1, len(tasks), figsize=(3.8 * len(tasks) + 0.6, 3.6), squeeze=False)
-    colour = colours(lines)
+    style = styles(lines)
     for task, axis in zip(tasks, axes[0], strict=True):
         here = [x for x in lines if x.task == task]
         for line in here:
-            mark = {"marker": "*", "ms": 10} if line.is_full else {"marker": "o", "ms": 5}
+            look = {**style[line.policy], "ls": "none", "lw": 1, "ms": 10 if line.is_full else 5}
             at = line.tokens_per_s, line.score
-            axis.errorbar(*at, _bars([line]), color=colour[line.policy], label=line.policy, ls="none", lw=1, **mark)
+            axis.errorbar(*at, _bars([line]), label=line.policy, **look)
             axis.annotate(budget_words(line.budget), at, (5, 4), textcoords="offset points", fontsize=7)
         front = frontier(here)
         axis.step([x.tokens_per_s for x in front], [x.score for x in front], where="pre", color="grey", lw=0.8, ls=":")
