@@ -53,8 +53,8 @@ class Served:
         self.seen = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
         self.caches = [torch.zeros(self.blocks + 1, KV_HEADS, SIZE, 2 * DIM) for _ in range(LAYERS)]
 
-    def read(self, physical):
-        return (CPUPasses.read(SimpleNamespace(isa="vec", kv_cache=cache), physical) for cache in self.caches)
+    def read(self, physical, values):
+        return (CPUPasses.read(SimpleNamespace(isa="vec", kv_cache=cache), physical, values) for cache in self.caches)
 
     def write(self):
         """What is computed, into the caches."""

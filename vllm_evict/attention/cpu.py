@@ -105,11 +105,12 @@ class CPUPasses:
         )
 
     @staticmethod
-    def read(layer: Any, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the keys and values of physical `blocks` (int64 [n]), [n, Hkv, block_size, D] each."""
+    def read(layer: Any, blocks: torch.Tensor, values: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copies of the keys, and values if wanted, of physical `blocks` (int64 [n]), [n, Hkv, block_size, D] each."""
         layout = KEY_LAYOUTS[layer.isa]
-        keys, values = (half.contiguous() for half in _halves(layer.kv_cache[blocks]))
-        return unpack_keys(keys, layout), unpack_values(values, layout)
+        packed_keys, packed_values = _halves(layer.kv_cache)
+        keys = unpack_keys(packed_keys[blocks], layout)
+        return keys, unpack_values(packed_values[blocks], layout) if values else None
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ ROWS = 512
 
 
 def key_scores(
-    keys: torch.Tensor, values: torch.Tensor, length: int, statistics: frozenset[str]
+    keys: torch.Tensor, values: torch.Tensor | None, length: int, statistics: frozenset[str]
 ) -> dict[str, torch.Tensor]:
     """Statistics of one request's resident blocks in one layer, per KV head.
 
@@ -23,7 +23,8 @@ def key_scores(
       recent one is not redundant (R-KV).
 
     Args:
-        keys, values: [n, Hkv, block_size, D], in logical order; any float dtype, computed in float32.
+        keys, values: [n, Hkv, block_size, D], in logical order; any float dtype, computed in float32. Values are for
+            value_key_ratio only.
         length: resident tokens; the last block may be partly filled.
         statistics: some of `policies.CACHED`.
 

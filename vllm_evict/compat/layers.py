@@ -39,7 +39,7 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
         max_model_len=vllm_config.model_config.max_model_len,
         kv_heads=first.num_kv_heads,
         layers=len(layers),
-        read=lambda blocks: (CPUPasses.read(layer, blocks) for layer in layers.values()),
+        read=lambda blocks, values: (CPUPasses.read(layer, blocks, values) for layer in layers.values()),
     )
     backends: dict[type, type] = {}
     impls: dict[type, type] = {}

@@ -10,8 +10,12 @@ from ..attention.keys import key_scores
 from ..core.plan import Report, Reports
 from ..policies import CACHED
 
-#: Physical blocks (int64 [n]) -> keys and values of each layer, [n, Hkv, block_size, D] each.
-ReadBlocks = Callable[[torch.Tensor], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+#: (physical blocks (int64 [n]), whether values are wanted) -> keys, and values or None, of each layer,
+#: [n, Hkv, block_size, D] each.
+ReadBlocks = Callable[[torch.Tensor, bool], Iterable[tuple[torch.Tensor, torch.Tensor | None]]]
+
+#: Statistics that look at values.
+OF_VALUES = frozenset({"value_key_ratio"})
 
 #: Statistics of which less speaks for a block. A maximum over heads or layers takes the one that speaks most for it.
 LESS_IS_MORE = frozenset({"key_norm", "redundancy"})
@@ -72,7 +76,7 @@ class CachedStatistics:
     def _scores(self, row: Row, names: frozenset[str]) -> dict[str, torch.Tensor]:
         """This rank's scores, the more the better. name -> float64 [n]."""
         total: dict[str, torch.Tensor] = {}
-        for keys, values in self._read(row.physical):
+        for keys, values in self._read(row.physical, bool(names & OF_VALUES)):
             for name, score in key_scores(keys, values, row.length, names).items():
                 score = -score.double() if name in LESS_IS_MORE else score.double()
                 if name not in total:
