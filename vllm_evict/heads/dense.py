@@ -1,6 +1,6 @@
 """A transformers model whose KV heads attend by class: what training, profiling and checks compute with.
 
-Nothing is evicted here and no KV cache is kept: the whole document is one pass, and a streaming head does not see what a
+Nothing is evicted here and no KV cache is kept: a whole document is one pass, and a streaming head does not see what a
 cache of sinks and recent tokens would not hold. It works for models of transformers whose attention goes through
 `AttentionInterface` and is plain causal in every layer.
 """

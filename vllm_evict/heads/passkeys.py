@@ -53,13 +53,13 @@ class Reader:
         self.tokenizer = tokenizer
         self.chat = bool(tokenizer.chat_template)
 
-    def document(self, context: str, turns: Sequence[tuple[str, str]], facts: Sequence[str]) -> Document:
+    def document(self, context: str, turns: Sequence[tuple[str, str]], facts: Sequence[str] = ()) -> Document:
         """One document.
 
         Args:
             context: what comes before the first question.
             turns: questions and right answers.
-            facts: for each question a sentence of the context.
+            facts: for each question a sentence of the context, where somebody asks for its tokens.
         """
         text = self._text(context, turns)
         encoded = self.tokenizer(text, add_special_tokens=not self.chat, return_offsets_mapping=True)
