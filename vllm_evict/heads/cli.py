@@ -59,6 +59,7 @@ def train(
     ] = 0.05,
     seed: Seed = 0,
     save_every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 60.0,
+    recompute: Annotated[bool, typer.Option(help="Recompute activations: less memory, more time.")] = False,
     device: Device = "",
 ) -> None:
     """Train a gate a head against the model with full attention. Stopped, the same command goes on."""
@@ -67,8 +68,8 @@ def train(
     from .train import train as run
 
     sizes = {"lengths": between, "passkeys": passkeys, "batch": batch, "sink": sink, "recent": recent}
-    loss = {"lr": lr, "l1": l1}
-    gates = run(*dense.load(model, device), out, steps=steps, seed=seed, save_every=save_every, **sizes, **loss)
+    more = {"lr": lr, "l1": l1, "seed": seed, "save_every": save_every, "recompute": recompute}
+    gates = run(*dense.load(model, device), out, steps=steps, **sizes, **more)
     _tell(gates, out)
 
 

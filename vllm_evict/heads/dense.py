@@ -5,7 +5,8 @@ cache of sinks and recent tokens would not hold. It works for models of transfor
 `AttentionInterface` and is plain causal in every layer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .passkeys import Document
 from .pattern import HeadPattern, HeadsError
@@ -188,6 +190,21 @@ def hidden_states(model: Any, document: Document, heads: Heads) -> torch.Tensor:
     ids = torch.from_numpy(document.ids)[None].to(model.device)
     hidden = model.base_model(input_ids=ids, use_cache=False, heads=heads).last_hidden_state
     return hidden[0, torch.from_numpy(document.predicting).to(hidden.device)].float()
+
+
+@contextmanager
+def recomputed(model: Any) -> Iterator[None]:
+    """Keep only what goes into each decoder layer for the backward pass, and compute the layer again there."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:  # not what is in them: nothing may drop out
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+        model.gradient_checkpointing_disable()
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """Gates by distillation: which heads change the answers when they see sinks and recent tokens only."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def train(
     l1: float = 0.05,
     seed: int = 0,
     save_every: float = 60.0,
+    recompute: bool = False,
     progress: bool = True,
 ) -> HeadGates:
     """Train one gate a KV head, from 1, with the model frozen; the gates are written to `out`.
@@ -56,6 +58,7 @@ def train(
         lr: peak of the learning rate.
         l1: weight of the mean gate.
         seed: another seed is other documents.
+        recompute: compute activations again for the backward pass instead of keeping them: long documents need it.
 
     Raises:
         HeadsError: sizes that make no sense, a place where gates cannot be written, a state of another run.
@@ -95,8 +98,9 @@ def train(
         for document in map(documents, range(step * batch, (step + 1) * batch)):
             with torch.no_grad():
                 wanted = dense.hidden_states(model, document, everything)
-            loss = (dense.hidden_states(model, document, heads) - wanted).square().mean() / batch
-            loss.backward()
+            with dense.recomputed(model) if recompute else nullcontext():
+                loss = (dense.hidden_states(model, document, heads) - wanted).square().mean() / batch
+                loss.backward()
             distance += loss.item()
         (l1 * gates.abs().mean()).backward()
         optimizer.step()
