@@ -3,8 +3,8 @@
     python benchmarks/heads.py --model examples/needle/model --heads configs/heads/needle
 
 Each prompt of a built-in task is answered under full attention, the pattern at --threshold, the pattern at --sparsity,
-that one inverted, and with streaming heads only; an answer counts if every token of it is right. Nothing is evicted and
-no engine runs: this measures the pattern.
+and that one inverted; an answer counts if every token of it is right. Nothing is evicted and no engine runs: this
+measures the pattern.
 
 Prints a table and writes it as JSON, with hardware, versions and command, to --out.
 """
@@ -16,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
 from rich.console import Console
@@ -61,7 +60,6 @@ def main() -> None:
     model, _ = dense.load(args.model)
     gates = HeadGates.read(args.heads, dense.shape(model.config))
     own, half = gates.pattern(threshold=args.threshold), gates.pattern(sparsity=args.sparsity)
-    none = HeadPattern(np.zeros_like(half.retrieval), gates.sink, gates.recent)
 
     def named(what: str, pattern: HeadPattern) -> str:
         return f"{what} ({int(pattern.retrieval.sum())} of {pattern.retrieval.size})"
@@ -72,7 +70,6 @@ def main() -> None:
             (f"threshold {args.threshold:g}", own),
             (f"sparsity {args.sparsity:g}", half),
             ("inverted", half.inverted),
-            ("streaming only", none),
         )
     }
     prompts = Prompts(args.model)
@@ -83,6 +80,7 @@ def main() -> None:
         for way, heads in ways.items():
             right = dense.answers_right(model, tqdm(asked, desc=f"{task} {way}", leave=False), heads)
             rows.append({"task": task, "heads": way, "right": sum(right), "of": len(right)})
+            tqdm.write(f"{task}, {way}: {cell(rows[-1])}")
     table = Table("heads")
     for task in args.tasks.split(","):
         table.add_column(task, justify="right")

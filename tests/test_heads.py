@@ -465,6 +465,11 @@ def test_training_refuses(hand_built, tmp_path, options, words):
         train(*hand_built, tmp_path / "heads.tsv", **{**SMALL, **options})
 
 
+def test_lengths_that_fit(hand_built):
+    assert dense.lengths_for(hand_built[0]) == (1000, 4320)  # of 4,608
+    assert dense.lengths_for(hand_built[0], (10, 4608)) == (10, 4608)
+
+
 def test_sliding_windows_are_refused(hand_built):
     from transformers import MistralConfig, MistralForCausalLM
 

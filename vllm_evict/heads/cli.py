@@ -12,13 +12,12 @@ app = typer.Typer(no_args_is_help=True, help="Find the KV heads that need the wh
 
 Model = Annotated[str, typer.Option(help="Model directory or Hub name.")]
 Out = Annotated[Path, typer.Option(help="TSV of gates; config.json with sink and recent sizes goes beside it.")]
-Lengths = Annotated[str, typer.Option(help="Fewest and most tokens of a document.")]
+Lengths = Annotated[str, typer.Option(help="Fewest and most tokens of a document; 1000,32000 if they fit.")]
 Passkeys = Annotated[int, typer.Option(help="Facts in a document, all asked for.")]
 Sink = Annotated[int, typer.Option(help="Leading tokens that streaming heads keep.")]
 Recent = Annotated[int, typer.Option(help="Trailing tokens that streaming heads keep.")]
 Seed = Annotated[int, typer.Option(help="Another seed is other documents.")]
 Device = Annotated[str, typer.Option(help="As torch names it; a GPU if there is one.")]
-DEFAULT_LENGTHS = "1000,32000"
 
 
 @app.command()
@@ -26,7 +25,7 @@ def profile(
     model: Model,
     out: Out,
     samples: Annotated[int, typer.Option(min=1, help="Documents.")] = 20,
-    lengths: Lengths = DEFAULT_LENGTHS,
+    lengths: Lengths = "",
     passkeys: Passkeys = 10,
     sink: Sink = 128,
     recent: Recent = 256,
@@ -34,7 +33,7 @@ def profile(
     device: Device = "",
 ) -> None:
     """Score heads by the attention that answers put on their facts: minutes."""
-    between = _lengths(lengths)
+    between = _lengths(lengths) if lengths else None
     from . import dense
     from .profile import profile as run
 
@@ -48,7 +47,7 @@ def train(
     model: Model,
     out: Out,
     steps: Annotated[int, typer.Option(help="Steps.")] = 2000,
-    lengths: Lengths = DEFAULT_LENGTHS,
+    lengths: Lengths = "",
     passkeys: Passkeys = 10,
     batch: Annotated[int, typer.Option(help="Documents of a step.")] = 1,
     sink: Sink = 128,
@@ -63,7 +62,7 @@ def train(
     device: Device = "",
 ) -> None:
     """Train a gate a head against the model with full attention. Stopped, the same command goes on."""
-    between = _lengths(lengths)
+    between = _lengths(lengths) if lengths else None
     from . import dense
     from .train import train as run
 

@@ -127,9 +127,10 @@ class MassHeads:
         for positions, fact in zip(self.document.answers, self.document.facts):
             positions = positions[(positions - fact[-1] >= self.recent) & (fact[0] >= self.sink)]
             if len(positions):
+                positions, fact = (torch.from_numpy(x).to(query.device) for x in (positions, fact))
                 scores = query[0, :, positions].float() @ per_query_head(key, query)[0].float().transpose(1, 2) * scale
-                after = torch.arange(key.shape[2])[None] > torch.from_numpy(positions)[:, None]
-                shares = scores.masked_fill(after.to(query.device), -torch.inf).softmax(-1)
+                after = torch.arange(key.shape[2], device=query.device)[None] > positions[:, None]
+                shares = scores.masked_fill(after, -torch.inf).softmax(-1)
                 found.append(shares[:, :, fact].sum(-1))  # [heads, queries]
         if found:
             self.mass[layer] = torch.cat(found, dim=1).mean(1).cpu()
@@ -171,6 +172,21 @@ def shape(config: Any) -> tuple[int, int]:
     """(layers, kv_heads) of a transformers config."""
     config = config.get_text_config()
     return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def lengths_for(model: Any, lengths: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Fewest and most tokens of the documents for a model; if none are given, 1,000 to 32,000 as far as they fit.
+
+    Raises:
+        HeadsError: the documents would be longer than the model's context.
+    """
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    if lengths is None:
+        most = min(32000, context - context // 16)  # a document of n tokens has about n
+        return min(1000, most), most
+    if lengths[1] > context:
+        raise HeadsError(f"lengths up to {lengths[1]} exceed the model's context of {context} tokens")
+    return lengths
 
 
 def read_config(path: str | Path) -> Any:

@@ -10,7 +10,6 @@ from tqdm import tqdm
 from . import dense
 from .passkeys import Passkeys, Reader
 from .pattern import HeadGates, HeadsError, check_out
-from .train import check_context
 
 
 @torch.inference_mode()
@@ -20,7 +19,7 @@ def profile(
     out: Path,
     *,
     samples: int = 20,
-    lengths: tuple[int, int] = (1000, 32000),
+    lengths: tuple[int, int] | None = None,
     passkeys: int = 10,
     sink: int = 128,
     recent: int = 256,
@@ -38,7 +37,7 @@ def profile(
         model, tokenizer: of `dense.load`.
         out: the TSV; its config.json goes beside it.
         samples: documents.
-        lengths: fewest and most tokens of a document.
+        lengths: fewest and most tokens of a document, about; None as `dense.lengths_for`.
         passkeys: in each document.
         sink, recent: tokens that streaming heads would see.
         seed: another seed is other documents.
@@ -47,7 +46,7 @@ def profile(
         HeadsError: a place where scores cannot be written, or no fact that counts.
     """
     check_out(out, sink, recent)
-    check_context(model, lengths)
+    lengths = dense.lengths_for(model, lengths)
     documents = Passkeys(Reader(tokenizer), passkeys, lengths, seed)
     layers, kv_heads = dense.shape(model.config)
     found = []

@@ -25,7 +25,7 @@ def train(
     out: Path,
     *,
     steps: int = 2000,
-    lengths: tuple[int, int] = (1000, 32000),
+    lengths: tuple[int, int] | None = None,
     passkeys: int = 10,
     batch: int = 1,
     sink: int = 128,
@@ -52,7 +52,7 @@ def train(
         model, tokenizer: of `dense.load`.
         out: the TSV; its config.json goes beside it.
         steps, batch: steps, and documents of each.
-        lengths: fewest and most tokens of a document.
+        lengths: fewest and most tokens of a document, about; None as `dense.lengths_for`.
         passkeys: in each document.
         sink, recent: tokens that streaming attention sees.
         lr: peak of the learning rate.
@@ -67,7 +67,7 @@ def train(
         if value < least:
             raise HeadsError(f"{name} must be at least {least}, not {value}")
     check_out(out, sink, recent)
-    check_context(model, lengths)
+    lengths = dense.lengths_for(model, lengths)
     documents = Passkeys(Reader(tokenizer), passkeys, lengths, seed)
     settings = {
         **{"model": model.name_or_path, "steps": steps, "lengths": list(lengths), "passkeys": passkeys, "batch": batch},
@@ -122,14 +122,3 @@ def train(
     found = HeadGates(gates.detach().double().cpu().numpy(), sink, recent)
     found.save(out)
     return found
-
-
-def check_context(model: Any, lengths: tuple[int, int]) -> None:
-    """Refuse documents longer than the model's context.
-
-    Raises:
-        HeadsError: they are.
-    """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context and lengths[1] > context:
-        raise HeadsError(f"lengths up to {lengths[1]} exceed the model's context of {context} tokens")
