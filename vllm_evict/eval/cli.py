@@ -1,4 +1,4 @@
-"""`vllm-evict eval` and `vllm-evict plot`."""
+"""`vllm-evict eval`, `vllm-evict plot`, and the group `vllm-evict heads`."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ..heads import HeadsError
+from ..heads.cli import app as heads
 from . import EvalError
 from .policies import parse_budgets, split_list
 from .tasks import TASKS
@@ -17,8 +19,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
-    help="Measure what KV eviction costs and gains, through vLLM.",
+    help="Measure what KV eviction costs and gains, through vLLM; find the heads that need the whole context.",
 )
+app.add_typer(heads, name="heads")
 TASK_HELP = (
     f"Built-in tasks ({', '.join(TASKS)}), and benchmarks from a file or the Hub: ruler=FILE, longbench=FILE, "
     "2stageretr=FILE, ruler=hf:OWNER/NAME/CONFIG."
@@ -134,6 +137,6 @@ def main() -> None:
     """The command, with what a user got wrong as one line on stderr and exit status 2."""
     try:
         app()
-    except EvalError as error:
+    except (EvalError, HeadsError) as error:
         print(f"vllm-evict: {error}", file=sys.stderr)
         sys.exit(2)
