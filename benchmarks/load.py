@@ -81,10 +81,13 @@ class Run:
 
 
 def arrivals(options: argparse.Namespace, seed: int) -> list[float]:
-    """When each request comes, on the arrivals' clock: a Poisson process under `--load`."""
+    """When each request comes, on the arrivals' clock.
+
+    Evenly distributed over the time that as many take at the mean spacing, which is what a Poisson process looks like
+    when so many have come: the load is the same in every round.
+    """
     generator = np.random.default_rng([seed, options.requests])
-    gaps = generator.exponential(spacing(options), options.requests)
-    return (np.cumsum(gaps) - gaps[0]).tolist()
+    return np.sort(generator.random(options.requests) * options.requests * spacing(options)).tolist()
 
 
 def spacing(options: argparse.Namespace) -> float:
@@ -314,13 +317,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out/load"))
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of the engine; the model is tiny")
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--pool-blocks", type=int, default=192)
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each text")
-    parser.add_argument("--output", type=int, default=1024, help="tokens generated for each")
+    parser.add_argument("--pool-blocks", type=int, default=384)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--context", type=int, default=2048, help="tokens of each text")
+    parser.add_argument("--output", type=int, default=768, help="tokens generated for each")
     parser.add_argument("--load", type=float, default=2.0, help="blocks that requests would hold, in pools")
     parser.add_argument("--floor", type=int, default=256, help="tokens that a request keeps under pressure")
-    parser.add_argument("--at-once", type=int, default=16, help="most requests at once (--max-num-seqs)")
+    parser.add_argument("--at-once", type=int, default=24, help="most requests at once (--max-num-seqs)")
     parser.add_argument("--clock", choices=("steps", "seconds"), default="steps", help="what arrivals go by")
     parser.add_argument("--step-seconds", type=float, default=0.005, help="a step, for --clock seconds")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="only these; stock always runs, to compare with")
