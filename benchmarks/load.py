@@ -23,6 +23,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,7 @@ def run_load(
             run.evicted_blocks += usage.evicted_blocks if usage else 0
     run.seconds, run.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     scheduler.schedule = schedule
+    assert pool.get_num_free_blocks() == usable, "blocks were lost"
     run.preemptions = preemptions(llm) - preempted
     # The last token of a request is never computed on.
     run.recomputed_tokens = run.scheduled_tokens - sum(map(len, prompts)) - run.output_tokens + len(prompts)
@@ -240,8 +242,8 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
     return chosen
 
 
-def load(options: argparse.Namespace) -> dict:
-    """All cases in turn, `--rounds` times. Returns raw results by case, one a round."""
+def load(options: argparse.Namespace, on_round: Callable[[dict], Any]) -> None:
+    """All cases in turn, `--rounds` times. Tells raw results by case, one a round, after each."""
     chosen = {name: policy for name, policy in cases(options).items() if name in options.cases}
     results: dict[str, list[dict]] = {name: [] for name in chosen}
     budgets = []
@@ -265,7 +267,7 @@ def load(options: argparse.Namespace) -> dict:
                     highlight=False,
                 )
                 bar.advance(task)
-    return {"policies": chosen, "budgets": budgets, "spacing": spacing(options), "runs": results}
+            on_round({"policies": chosen, "budgets": budgets, "spacing": spacing(options), "runs": results})
 
 
 def matching_budget(options: argparse.Namespace, results: dict[str, list[dict]], number: int) -> int:
@@ -342,14 +344,17 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments()
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
-    report = load(options)
-    report |= {"conditions": conditions(), "options": vars(options)}
     title = (
         f"{options.requests} requests of {options.context + QUESTION:,} + {options.output:,} tokens, one every "
-        f"{report['spacing']:.3g} {options.clock}: {options.load:g} times what a pool of {options.pool_blocks} blocks "
-        f"holds"
+        f"{spacing(options):.3g} {options.clock}: {options.load:g} times what a pool of {options.pool_blocks} blocks "
+        "holds"
     )
-    write(Path(options.out), "load", title, table(report), report)
+
+    def on_round(report: dict) -> None:
+        report |= {"conditions": conditions(), "options": vars(options)}
+        write(Path(options.out), "load", title, table(report), report)
+
+    load(options, on_round)
 
 
 if __name__ == "__main__":
