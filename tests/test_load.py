@@ -38,7 +38,7 @@ def test_all_cases_get_the_same_engine_requests_and_arrivals(load, monkeypatch):
 
     def in_child(what, spec, environment=None):
         started.append((spec, environment))
-        return vars(load.Run(steps=1, cpu_seconds=1, seconds=1, residency=30.2, found=[True]))
+        return vars(load.Run(1, 1, 1, residency=30.2, latency_steps=[1], latency_cpu_seconds=[1], found=[True]))
 
     monkeypatch.setattr(load, "in_child", in_child)
     reports = []
