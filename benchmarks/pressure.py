@@ -117,7 +117,7 @@ def run_batch(llm: Any, prompts: list[list[int]], output_tokens: int, on_step: A
     scheduler, engine = scheduler_of(llm), llm.llm_engine
     pool = scheduler.kv_cache_manager.block_pool
     usable = pool.get_num_free_blocks()
-    preempted = _preemptions(llm)
+    preempted = preemptions(llm)
     run = Run(0.0, 0.0, 0, 0, 0, 0, 0)
     start, cpu_start = time.perf_counter(), time.process_time()
     for index, prompt in enumerate(prompts):
@@ -135,11 +135,11 @@ def run_batch(llm: Any, prompts: list[list[int]], output_tokens: int, on_step: A
         if on_step:
             on_step(outputs)
     run.seconds, run.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    run.preemptions = _preemptions(llm) - preempted
+    run.preemptions = preemptions(llm) - preempted
     return run
 
 
-def _preemptions(llm: Any) -> int:
+def preemptions(llm: Any) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
@@ -337,22 +337,21 @@ def step_table(report: dict) -> str:
 
 
 def in_child(what: str, spec: dict, environment: dict[str, str] | None = None) -> dict:
-    """Result of `<what>_child(spec)` in a fresh process; ends this one with what it said if it fails."""
+    """Result of the child `what` of the script that runs, in a fresh process; ends this one if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder, "spec.json"), Path(folder, "result.json")
         request.write_text(json.dumps(spec))
-        command = [sys.executable, __file__, "--child", what, str(request), str(answer)]
+        command = [sys.executable, sys.argv[0], "--child", what, str(request), str(answer)]
         threads = {"OMP_NUM_THREADS": str(spec["options"]["threads"])}
         environment = {**ENVIRONMENT, **os.environ, **threads, **(environment or {})}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode or not answer.exists():
             console.print((done.stdout + done.stderr)[-4000:], markup=False, highlight=False, soft_wrap=True)
-            sys.exit(f"pressure: a run failed (exit code {done.returncode}): {what} {json.dumps(spec)}")
+            sys.exit(f"a run failed (exit code {done.returncode}): {what} {json.dumps(spec)}")
         return json.loads(answer.read_text())
 
 
-def child_main(what: str, request: str, answer: str) -> None:
-    children = {"pressure": pressure_child, "step": step_child}
+def child_main(children: dict[str, Any], what: str, request: str, answer: str) -> None:
     Path(answer).write_text(json.dumps(children[what](json.loads(Path(request).read_text()))))
 
 
@@ -453,6 +452,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child_main(*sys.argv[2:])
+        child_main({"pressure": pressure_child, "step": step_child}, *sys.argv[2:])
     else:
         main()

@@ -1,0 +1,243 @@
+"""What a decision costs: choosing the blocks that go, and reporting the statistics that it goes by.
+
+    python benchmarks/decide.py [--rounds 3] [--threads 1]
+
+Scheduler: `Residency.choose` on a report of as many resident blocks as a request holds when it decides, and the books
+of what went (`Residency.evict`). Worker: the report, out of running sums or read from a KV cache of all requests in
+float32, each block anywhere in it, so that keys come from memory. One request at a time, as decisions come one by one;
+the median of `--repeats`, in CPU time. Summing attention up is no part of it (`pressure.py --step` times that).
+
+Share: a decision and its report, over as many decode steps of the whole batch as one request's share of them is,
+between two of its decisions: `steps between decisions` x a step / requests. The step is vLLM's own (policy `full`),
+measured in an engine with a random Llama of the same shape and batch; a smaller --batch if memory is short.
+
+Writes a Markdown table and a JSON with hardware, versions, command and all raw timings to --out.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from models import Shape, make_model
+from pressure import (
+    CHUNK,
+    child_main,
+    conditions,
+    decode_steps,
+    in_child,
+    make_llm,
+    progress,
+    random_prompts,
+    spread,
+    write,
+)
+
+#: Repeats of what takes longer than SLOW seconds.
+FEW, SLOW = 7, 0.05
+
+
+def cpu_seconds(call: Callable[[int], Any], repeats: int) -> float:
+    """Median CPU time of call(0), call(1), ...; the first is not counted."""
+    times = []
+    for number in range(repeats + 1):
+        start = time.process_time()
+        call(number)
+        times.append(time.process_time() - start)
+        if times[0] > SLOW and number == FEW:
+            break
+    return statistics.median(times[1:])
+
+
+def decide_child(spec: dict) -> dict:
+    """All policies, once: name -> steps between decisions and CPU seconds of each part."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    options, shape = argparse.Namespace(**spec["options"]), Shape(**spec["shape"])
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    layout = _get_attn_isa(torch.float32, options.block_size, shape.head_dim)
+    held = options.resident // options.block_size
+    size = (options.batch * held, shape.kv_heads, options.block_size, 2 * shape.head_dim)
+    layers = [SimpleNamespace(isa=layout, kv_cache=torch.randn(size)) for _ in range(shape.layers)]
+    tables = torch.randperm(options.batch * held).view(options.batch, held)
+    return {name: one_policy(name, options, shape, layers, tables) for name in options.policies}
+
+
+def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: list[Any], tables: Any) -> dict:
+    from vllm_evict.attention.cpu import CPUPasses
+    from vllm_evict.config import KVPolicyConfig
+    from vllm_evict.core.plan import Report, Scoring
+    from vllm_evict.core.residency import Residency
+    from vllm_evict.policies import CACHED, POLICIES, RUNNING
+    from vllm_evict.worker.cached import CachedStatistics, Row
+    from vllm_evict.worker.sums import RunningSums
+
+    policy, block_size = POLICIES[name], options.block_size
+    held = tables.shape[1]
+    # It decides as it begins the block that is one above the trigger.
+    buffer = math.ceil(policy.defaults["buffer"] / block_size)
+    config = KVPolicyConfig(name=name, budget=(held - 1 - buffer) * block_size)
+    limits = config.limits(block_size, options.resident)
+    assert held == limits.trigger + 1, "not where a decision falls"
+    # Half of what it ever had is gone; the newest blocks are whole.
+    rng = np.random.default_rng(0)
+    newest = math.ceil(config.recent / block_size) + 1
+    blocks = 2 * held
+    older = rng.permutation(np.arange(limits.sink, blocks - newest))[: held - limits.sink - newest]
+    resident = np.sort(np.concatenate((np.arange(limits.sink), older, np.arange(blocks - newest, blocks))))
+    computed = (blocks - 1) * block_size + 1
+    report = (
+        Report(resident, {statistic: rng.random(held) for statistic in sorted(policy.measures)})
+        if (policy.measures)
+        else None
+    )
+    residents = [Residency(config, limits, block_size) for _ in range(options.repeats + 1)]
+    for residency in residents:
+        residency.resident, residency.known = resident, blocks
+
+    def choose(number: int) -> None:
+        victims = residents[number].choose(computed, report)
+        residents[number].evict(victims, computed)
+
+    choosing = cpu_seconds(choose, options.repeats)
+    assert residents[0].evicted_blocks == buffer + 1, "not what a decision takes"
+
+    reporting = {"running": 0.0, "cached": 0.0}
+    same = lambda values, maximise: values  # noqa: E731  (no tensor parallelism)
+    if policy.measures & RUNNING:
+        sums = RunningSums(
+            options.batch, shape.kv_heads, shape.layers, blocks + 1, block_size, config.heads, config.layers
+        )
+        ids = [str(number) for number in range(options.batch)]
+        for req_id in ids:
+            sums.start(req_id, Scoring.of(config, limits.trigger))
+        reporting["running"] = cpu_seconds(
+            lambda number: sums.report([ids[number % len(ids)]], [resident], same), options.repeats
+        )
+    if policy.measures & CACHED:
+        read = lambda physical: (CPUPasses.read(layer, physical) for layer in layers)  # noqa: E731
+        cached = CachedStatistics(read, shape.kv_heads, shape.layers, config.heads, config.layers)
+        length = (held - 1) * block_size + 1
+        rows = [Row(resident, table, length) for table in tables]
+        reporting["cached"] = cpu_seconds(
+            lambda number: cached.report({"r": policy.measures}, {"r": rows[number % len(rows)]}, same),
+            options.repeats,
+        )
+    return {"steps": (buffer + 1) * block_size, "choose": choosing, **reporting}
+
+
+def step_child(spec: dict) -> dict:
+    """Decode steps of the batch, all of it resident: seconds and CPU seconds of each."""
+    options, shape = argparse.Namespace(**spec["options"]), Shape(**spec["shape"])
+    # The first requests decode while the last ones' prompts are computed.
+    early = options.batch * math.ceil(options.resident / CHUNK)
+    tokens = options.steps + 2 * early
+    prompt = options.resident - (early + options.steps) // 2
+    longest = prompt + tokens
+    blocks = options.batch * (math.ceil(longest / options.block_size) + 1) + 2 * CHUNK // options.block_size
+    llm = make_llm(
+        spec["model"],
+        {"name": "full"},
+        max_model_len=longest,
+        block_size=options.block_size,
+        num_gpu_blocks_override=blocks,
+        kv_cache_memory_bytes=blocks * options.block_size * shape.kv_bytes_per_token(),
+        max_num_seqs=options.batch,
+        max_num_batched_tokens=CHUNK,
+        enable_prefix_caching=False,
+    )
+    return decode_steps(llm, random_prompts(options.batch, prompt, shape.vocab), "full", tokens, options.steps)
+
+
+def decide(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
+    spec = {"model": str(model), "shape": asdict(shape), "options": vars(options)}
+    with progress() as bar:
+        task = bar.add_task(f"decode steps of {options.batch} x {options.resident} tokens", total=options.rounds + 1)
+        step = in_child("step", spec)
+        bar.advance(task)
+        rounds = []
+        for number in range(options.rounds):
+            bar.update(task, description=f"decisions, round {number + 1}")
+            rounds.append(in_child("decide", spec))
+            bar.advance(task)
+    return {"step": step, "rounds": rounds}
+
+
+def table(report: dict) -> str:
+    options = argparse.Namespace(**report["options"])
+    held = options.resident // options.block_size
+    step = statistics.median(report["step"]["cpu_seconds"])
+    lines = [
+        f"A decode step of {options.batch} requests: {1e3 * step:.1f} ms of CPU.",
+        "",
+        "| policy | decide, µs (rounds) | report, µs (rounds) | both, µs a resident block | steps between decisions "
+        "| share of these steps | if it decided at every block |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in report["rounds"][0]:
+        runs = [run[name] for run in report["rounds"]]
+        choose = [1e6 * run["choose"] for run in runs]
+        reporting = [1e6 * (run["running"] + run["cached"]) for run in runs]
+        both = statistics.median(map(sum, zip(choose, reporting)))
+        steps = runs[0]["steps"]
+        share = both * 1e-6 * options.batch / step
+        lines.append(
+            f"| {name} | {spread(choose, '.0f')} | {spread(reporting, ',.0f') if any(reporting) else 'none'} "
+            f"| {both / held:,.2f} | {steps} | {share / steps:.2%} | {share / options.block_size:.2%} |"
+        )
+    return "\n".join(lines)
+
+
+def parse_arguments() -> argparse.Namespace:
+    from vllm_evict.policies import POLICIES
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=Path("out/decide"))
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=64, help="requests")
+    parser.add_argument("--resident", type=int, default=4096, help="resident tokens of each")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps timed")
+    others = sorted(POLICIES.keys() - {"full"}, key=list(POLICIES).index)
+    parser.add_argument("--policies", nargs="+", choices=others, default=others, metavar="POLICY")
+    group = parser.add_argument_group("model (random weights)")
+    for size in fields(Shape):
+        group.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default)
+    options = parser.parse_args()
+    options.out = str(options.out)
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    shape = Shape(**{size.name: getattr(options, size.name) for size in fields(Shape)})
+    with tempfile.TemporaryDirectory() as folder:
+        report = decide(options, make_model(folder, shape), shape)
+    report |= {"conditions": conditions(), "options": vars(options)}
+    title = (
+        f"Decisions of {options.batch} requests of {options.resident:,} resident tokens, {shape.layers} layers of "
+        f"{shape.kv_heads} x {shape.head_dim} in float32"
+    )
+    write(Path(options.out), "decide", title, table(report), report)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child_main({"decide": decide_child, "step": step_child}, *sys.argv[2:])
+    else:
+        main()
