@@ -16,8 +16,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import interpreter  # noqa: E402
-import torch  # noqa: E402
+import interpreter
+import torch
 
 if not torch.cuda.is_available():
     interpreter.use_interpreter()

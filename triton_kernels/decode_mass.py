@@ -10,12 +10,15 @@ from ..attention.decode import decode_mass_reference  # noqa: F401  (the referen
 from .tiles import MIN_ROWS, Tile, check_cache, check_int32, require, tile_of
 
 HOPPER_SMS = 132  # H100 and H200 (SXM): the plan where there is no GPU to ask
-# Programs for each SM: two fit by shared memory, and a second wave fills in for requests that are short.
+# Programs for each SM: three fit (72 KiB of shared memory, 150 registers a thread), and one fills in for the short.
 PROGRAMS_PER_SM = 4
 MIN_SPLIT_TOKENS = 256  # a shorter split reads less than four tiles, and its start and its combining show
 MAX_SPLITS = 128
 SPLIT_TILE = 16  # splits that are combined at once
 MASS_TILE = 256  # blocks whose mass one program of the second launch adds up
+
+# A tile's page numbers, then its keys and values, then their use: of five stages two are left for tiles in flight.
+STAGES = 5
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -57,7 +60,7 @@ def plan_decode(
     mass: bool = True,
     splits: int | None = None,
     warps: int = 4,
-    stages: int = 3,
+    stages: int = STAGES,
 ) -> DecodePlan:
     """A plan for up to `rows` requests of up to `max_blocks` blocks each.
 

@@ -4,9 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import MIN_ROWS, check_cache, check_int32, require, tile_of
+from .tiles import MIN_ROWS, TILE_BYTES, check_cache, check_int32, require, tile_of
 
 MAX_ROWS = 64  # query rows of one tl.dot: the least M of Hopper's wgmma
+# float32 has no exact tensor core product: tiles that fit the registers of more threads.
+FLOAT32_TILE_BYTES = 8 * 1024
+FLOAT32_WARPS = 8
 LOG2_E = 1.4426950408889634
 
 
@@ -24,7 +27,7 @@ def mass_from_lse(
     last: torch.Tensor | None = None,
     lse_base_2: bool = False,
     rows_per_tile: int | None = None,
-    warps: int = 4,
+    warps: int | None = None,
     stages: int = 3,
 ) -> None:
     """Add to `out` the softmax mass that query rows put on each KV block, given each row's LSE.
@@ -52,7 +55,7 @@ def mass_from_lse(
             cheap. 0 leaves a request out.
         lse_base_2: whether `lse` is a logarithm of base 2.
         rows_per_tile: query rows (queries times heads of a group) at once, a power of two from 16; None chooses.
-        warps, stages: of the launch.
+        warps, stages: of the launch; None chooses.
 
     Bytes moved: seq_len * Hkv * D * itemsize of keys, once. The looked-at queries, H * D * itemsize each, and their LSE
     are read again for each tile of keys (128 tokens at most), from L2; work is 2 * H * D for each query and key.
@@ -72,10 +75,11 @@ def mass_from_lse(
         check_int32(last=last)
     if not requests or not tokens:
         return
-    group, out_heads = heads // kv_heads, out.shape[1]
+    group, out_heads, exact = heads // kv_heads, out.shape[1], query.dtype == torch.float32
     if rows_per_tile is None:  # by the mean chunk; the longest would have to be read from the device
         rows_per_tile = min(max(triton.next_power_of_2(triton.cdiv(tokens, requests) * group), MIN_ROWS), MAX_ROWS)
-    tile = tile_of(head_dim, block_size, query.dtype)
+        rows_per_tile = MIN_ROWS if exact else rows_per_tile
+    tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
     measured = min(width, out.shape[2])
     _mass_from_lse[(triton.cdiv(measured, tile.granules), out_heads, requests)](
         query, key_cache, lse, block_table, query_start_loc, seq_lens, weights, last, out,
@@ -84,7 +88,8 @@ def mass_from_lse(
         *out.stride()[:2],
         HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
         GRANULES=tile.granules, GROUP=group, KV_HEADS_OUT=kv_heads // out_heads, ROWS=rows_per_tile,
-        HAS_WEIGHTS=weights is not None, HAS_LAST=last is not None, num_warps=warps, num_stages=stages,
+        HAS_WEIGHTS=weights is not None, HAS_LAST=last is not None,
+        num_warps=warps or (FLOAT32_WARPS if exact else 4), num_stages=stages,
     )  # fmt: skip
 
 

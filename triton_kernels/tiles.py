@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-# Keys of one tile. With as many values and 3 stages that is 96 KiB of shared memory: two programs on a Hopper SM.
+# Keys of one tile. Two tiles in flight, with their values, are 64 KiB of shared memory: three programs to a Hopper SM.
 TILE_BYTES = 16 * 1024
 MIN_TILE, MAX_TILE = 16, 128  # tokens: the least that tl.dot takes; more only adds registers
 MIN_ROWS = 16  # query rows: the least that tl.dot takes
