@@ -344,31 +344,28 @@ def test_decode_gives_the_lse_that_mass_from_lse_takes():
 
 @pytest.mark.parametrize("axis", ["block", "head"])
 def test_slots_beyond_2_to_the_31(axis):
-    """A view whose strides reach that far; only the pages that are used take memory (on a GPU, 4 GiB)."""
-    far, dim, block_size = 2**31 + 64, 32, 16
+    """Strides of 2**30 fit 32 bits, twice that does not. Only pages that are used take memory (on a GPU, 4 GiB)."""
+    far, dim, block_size, heads = 2**30 + 64, 32, 16, 3
+    page = heads * block_size * 2 * dim
     try:
-        memory = torch.empty(far + 4 * block_size * 2 * dim, dtype=F16, device=DEVICE)
+        memory = torch.empty(2 * far + 3 * page, dtype=F16, device=DEVICE)
     except RuntimeError as error:
         pytest.skip(f"no 4 GiB of addresses: {error}")
-    near = Batch([1, 2], [24, 30], heads=(2, 2), dim=dim, block_size=block_size, dtype=F16)
-    batch = Batch([1, 2], [24, 30], heads=(2, 2), dim=dim, block_size=block_size, dtype=F16)
-    page, row = block_size * 2 * dim, 2 * dim
-    used = near.table[:, :2].flatten().tolist()  # four pages: the first and the last are far apart
-    batch.table[:, :2] = ints([[0, 1], [0, 1]])
-    strides = (far, page, row, 1) if axis == "block" else (page, far, row, 1)
-    cache = torch.as_strided(memory, (2, 2, block_size, 2 * dim), strides)
-    near.table[1, :2] = near.table[0, :2]
-    near.seq_lens = batch.seq_lens = ints([24, 24])
-    for block in (0, 1):
-        cache[block, :, :, :dim] = near.keys[used[block]]
-        cache[block, :, :, dim:] = near.values[used[block]]
+    near, batch = (Batch([1, 2], [24, 24], (heads, heads), dim, block_size, F16) for _ in range(2))
+    strides = (far, block_size * 2 * dim) if axis == "block" else (block_size * 2 * dim, far)
+    cache = torch.as_strided(memory, (3, heads, block_size, 2 * dim), (*strides, 2 * dim, 1))
+    near.table[1] = near.table[0]
+    batch.table[:, :2] = ints([0, 2])
+    for block, source in zip((0, 2), near.table[0].tolist()):
+        cache[block] = torch.cat((near.keys[source], near.values[source]), -1)
     batch.keys, batch.values = cache.split(dim, -1)
     assert all(torch.equal(a, b) for a, b in zip(batch.decode(), near.decode(), strict=True))
-    far_out, near_out = batch.new_out(2), near.new_out(2)
-    lse = near.lse()
-    for each, out in ((batch, far_out), (near, near_out)):
-        mass_from_lse(each.query, each.keys, lse, each.table, each.starts, each.seq_lens, each.scale, out)
-    assert torch.equal(far_out, near_out)
+    outs = []
+    for each in (batch, near):
+        outs.append(each.new_out(heads))
+        tensors = each.query, each.keys, near.lse(), each.table, each.starts, each.seq_lens
+        mass_from_lse(*tensors, each.scale, outs[-1])
+    assert torch.equal(*outs)
 
 
 # ---- resident_view
