@@ -15,7 +15,9 @@ PROGRAMS_PER_SM = 4
 MIN_SPLIT_TOKENS = 256  # a shorter split reads less than four tiles, and its start and its combining show
 MAX_SPLITS = 128
 SPLIT_TILE = 16  # splits that are combined at once
-MASS_TILE = 256  # blocks whose mass one program of the second launch adds up
+# What a program of the second launch adds up at once, blocks of heads: heads one by one would be a chain of loads.
+MASS_TILE = 128
+MAX_MEMBERS = 16
 
 # A tile's page numbers, then its keys and values, then their use: of five stages two are left for tiles in flight.
 STAGES = 5
@@ -176,13 +178,15 @@ def decode_mass(
         GRANULES=tile.granules, HAS_MASS=out is not None, num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     out_heads = out.shape[1] if out is not None else 0
+    heads_out = heads // out_heads if out_heads else 1
     chunks = triton.cdiv(measured, MASS_TILE)
     _combine[(n, heads + out_heads * chunks)](
         plan.partial, plan.stats, granules, query_start_loc, seq_lens, rows, weights, output, lse, mass, capacity,
         measured, chunks, output.stride(0), output.stride(1), *((0, 0) if lse is None else lse.stride()),
         *((0, 0) if out is None else out.stride()[:2]),
-        **shape, HEADS=heads, HEADS_OUT=heads // max(out_heads, 1), PADDED_SPLITS=triton.next_power_of_2(plan.splits),
-        SPLIT_TILE=SPLIT_TILE, MASS_TILE=MASS_TILE, HAS_LSE=lse is not None, num_warps=4,
+        **shape, HEADS=heads, HEADS_OUT=heads_out, PADDED_SPLITS=triton.next_power_of_2(plan.splits),
+        SPLIT_TILE=SPLIT_TILE, MASS_TILE=MASS_TILE,
+        MEMBERS=min(triton.next_power_of_2(heads_out), MAX_MEMBERS), HAS_LSE=lse is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -276,16 +280,17 @@ def _attend(
 
 
 @triton.jit
-def _lse_of(stats, at, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr):
-    """The LSE (log2) of one request and head; -inf where there are no keys."""
+def _lse_of(stats, at, valid, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr):
+    """LSEs (log2) of rows `at` of the splits' statistics; -inf where there are no keys, or `valid` does not hold."""
     split = tl.arange(0, PADDED_SPLITS)
-    where = stats + (at * SPLITS + split) * 2
-    top = tl.load(where, mask=split < SPLITS, other=float("-inf"))
-    total = tl.load(where + 1, mask=split < SPLITS, other=0.0)
-    highest = tl.max(top, 0)
+    where = stats + (at[:, None] * SPLITS + split[None, :]) * 2
+    there = valid[:, None] & (split < SPLITS)[None, :]
+    top = tl.load(where, mask=there, other=float("-inf"))
+    total = tl.load(where + 1, mask=there, other=0.0)
+    highest = tl.max(top, 1)
     # An empty split has the maximum -inf; if all are empty, so has the row.
-    parts = tl.where(total > 0, total * tl.exp2(top - highest), 0.0)
-    return highest + tl.log2(tl.sum(parts, 0))
+    parts = tl.where(total > 0, total * tl.exp2(top - highest[:, None]), 0.0)
+    return highest + tl.log2(tl.sum(parts, 1))
 
 
 @triton.jit
@@ -294,7 +299,8 @@ def _combine(
     stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     SPLITS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr, HAS_LSE: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr, MEMBERS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """One request: programs below HEADS write output and LSE of a head, the others the mass of some blocks."""
     n = tl.program_id(0).to(tl.int64)
@@ -304,7 +310,8 @@ def _combine(
         token = tl.load(starts + row).to(tl.int64)
         if role < HEADS:
             at = n * HEADS + role
-            log = _lse_of(stats, at, SPLITS, PADDED_SPLITS)
+            one = tl.arange(0, 1)
+            log = _lse_of(stats, at + one, one == 0, SPLITS, PADDED_SPLITS)
             dim = tl.arange(0, DIM)
             acc = tl.zeros([DIM], tl.float32)
             for start in range(0, SPLITS, SPLIT_TILE):
@@ -321,25 +328,29 @@ def _combine(
             where = output + token * stride_ot + role * stride_oh + dim
             tl.store(where, acc.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
             if HAS_LSE:
-                tl.store(lse + token * stride_lt + role * stride_lh, log * LN_2)
+                tl.store(lse + token * stride_lt + role * stride_lh + one, log * LN_2)
         else:
             weight = tl.full([], 1.0, tl.float32)
             if HAS_WEIGHTS:
                 weight = tl.load(weights + token)
             out_head = (role - HEADS) // chunks
-            block = (role - HEADS) % chunks * MASS_TILE + tl.arange(0, MASS_TILE)
+            first = (role - HEADS) % chunks * MASS_TILE
+            block = first + tl.arange(0, MASS_TILE)
             count = _granules_of(tl.load(lens + row), BLOCK_SIZE, TOKENS, PARTS)
+            if weight == 0.0:
+                count = 0
             mine = (block < measured) & (block * PARTS < count)
-            if weight != 0.0:
+            if first * PARTS < count:
                 mass = tl.zeros([MASS_TILE], tl.float32)
-                for member in range(HEADS_OUT):
+                for start in range(0, HEADS_OUT, MEMBERS):
+                    member = start + tl.arange(0, MEMBERS)
                     at = n * HEADS + out_head * HEADS_OUT + member
-                    log = _lse_of(stats, at, SPLITS, PADDED_SPLITS)
+                    log = _lse_of(stats, at, member < HEADS_OUT, SPLITS, PADDED_SPLITS)
                     for part in range(PARTS):
                         granule = block * PARTS + part
-                        held = tl.load(
-                            granule_logs + at * capacity + granule, mask=mine & (granule < count), other=float("-inf")
-                        )
-                        mass += tl.exp2(held - log)
+                        there = (member < HEADS_OUT)[:, None] & (mine & (granule < count))[None, :]
+                        where = granule_logs + at[:, None] * capacity + granule[None, :]
+                        held = tl.load(where, mask=there, other=float("-inf"))
+                        mass += tl.sum(tl.where(there, tl.exp2(held - log[:, None]), 0.0), 0)
                 where = out + row * stride_mr + out_head * stride_mh + block
                 tl.store(where, tl.load(where, mask=mine) + mass * weight, mask=mine)
