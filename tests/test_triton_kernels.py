@@ -67,10 +67,10 @@ def ints(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def cache_in(layout: KVCacheLayout, blocks, kv_heads, block_size, content, layers=2) -> torch.Tensor:
-    """One layer's [B, H, N, C] of an uninitialised cache that lies as vLLM's `layout` says."""
+def cache_in(layout: KVCacheLayout, dtype, blocks, kv_heads, block_size, content, layers=2) -> torch.Tensor:
+    """One layer's [B, H, N, C] of a cache that lies as vLLM's `layout` says, all NaN."""
     logical = (layers, blocks, kv_heads, block_size, content)
-    physical = torch.full([logical[axis] for axis in layout.stride_order], torch.nan, device=DEVICE)
+    physical = torch.full([logical[axis] for axis in layout.stride_order], torch.nan, dtype=dtype, device=DEVICE)
     order = [layout.stride_order.index(axis) for axis in range(5)]
     return physical.permute(order)[layers - 1]
 
@@ -93,7 +93,7 @@ class Batch:
             keys = torch.randn(len(used) * block_size, self.kv_heads, 2 * dim, generator=random) * magnitude
             keys[length:] = torch.nan
             pages[used.long()] = keys.unflatten(0, (-1, block_size)).transpose(1, 2)
-        cache = cache_in(layout, *pages.shape).to(dtype)  # keeps its strides
+        cache = cache_in(layout, dtype, *pages.shape)
         cache.copy_(pages)
         self.keys, self.values = cache.split(dim, dim=-1)
         tokens = sum(query_lens)
@@ -177,6 +177,18 @@ SHAPES = [  # heads, dim, block size, dtype, layout
 each_shape = pytest.mark.parametrize(
     "shape", SHAPES, ids=[f"{h}x{d}-bs{b}-{str(t)[6:]}-{o.name}" for h, d, b, t, o in SHAPES]
 )
+
+
+def test_caches_lie_as_vllm_lays_them():
+    strides = {layout.name: cache_in(layout, F32, 3, 5, 16, 8, layers=2).stride() for layout in KVCacheLayout}
+    assert strides == {
+        "LBHNC": (640, 128, 8, 1),
+        "LBNHC": (640, 8, 40, 1),
+        "LHBNC": (128, 384, 8, 1),
+        "BLHNC": (1280, 128, 8, 1),
+        "BLNHC": (1280, 8, 40, 1),
+        "BHLNC": (1280, 256, 8, 1),
+    }
 
 
 # ---- decode_mass
