@@ -4,7 +4,8 @@ import os
 
 from setuptools import find_packages, setup
 
-# Installed inside the package: vLLM looks for a top-level `triton_kernels` of another project.
+# Installed inside the package: vLLM looks for a top-level `triton_kernels` of another project. In a checkout the link
+# vllm_evict/triton_kernels leads there, so that any checkout imports its own.
 TRITON_KERNELS = "vllm_evict.triton_kernels"
 
 
@@ -40,7 +41,7 @@ def extension_options() -> dict:
 
 
 setup(
-    packages=[*find_packages(include=["vllm_evict", "vllm_evict.*"]), TRITON_KERNELS],
+    packages=[*find_packages(include=["vllm_evict", "vllm_evict.*"], exclude=[TRITON_KERNELS]), TRITON_KERNELS],
     package_dir={TRITON_KERNELS: "triton_kernels"},
     **extension_options(),
 )

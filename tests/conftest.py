@@ -16,10 +16,14 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import interpreter
+import torch
+
+if not torch.cuda.is_available():
+    interpreter.use_interpreter()
+
 RUNNER = os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1")
 if RUNNER == "v2":
-    import interpreter
-
     interpreter.use_model_runner_v2()
 
 import pytest  # noqa: E402

@@ -6,6 +6,11 @@ Import this before vLLM (`VLLM_EVICT_TEST_RUNNER=v2` does it in conftest.py).
 import os
 
 
+def use_interpreter() -> None:
+    """The plugin's own Triton kernels under the interpreter. vLLM's stay off: without a driver it leaves Triton alone."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def use_model_runner_v2() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"

@@ -1,0 +1,496 @@
+"""Triton kernels against their torch references: under Triton's interpreter, or on a GPU where there is one."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
+
+from vllm_evict.attention.decode import decode_mass_reference  # noqa: E402
+from vllm_evict.attention.mass import block_mass_reference, pack_keys  # noqa: E402
+from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode  # noqa: E402
+from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse, mass_from_lse_reference  # noqa: E402
+from vllm_evict.triton_kernels.resident_view import resident_view, resident_view_reference  # noqa: E402
+from vllm_evict.triton_kernels.select import select, select_reference  # noqa: E402
+from vllm_evict.triton_kernels.tiles import tile_of  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = [
+    pytest.mark.skipif(
+        not ON_GPU and not triton.knobs.runtime.interpret, reason="no GPU, and triton without TRITON_INTERPRET"
+    ),
+    # numpy's, where padding gives log2(0) and -inf - -inf, which kernels mask.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+HEAD_MAJOR, TOKEN_MAJOR = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
+#: Of an output, by its own rounding and that of the probabilities before they meet the values.
+TOLERANCE = {F32: 3e-6, F16: 2e-3, BF16: 1.6e-2}
+
+
+@pytest.fixture(autouse=True)
+def interpreter_gaps(monkeypatch):
+    """What Triton 3.9's interpreter lacks."""
+    if ON_GPU:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot, copy = InterpreterBuilder.create_dot, torch.UntypedStorage.copy_
+
+    def upcast(handle):
+        """It multiplies the bits of bfloat16 as integers. A tensor core multiplies exactly and adds in float32."""
+        if handle.dtype.scalar != triton.language.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), triton.language.float32)
+
+    def copy_(storage, source, *options):
+        """It copies what a kernel wrote onto itself, which would touch all of a cache of gigabytes."""
+        return storage if source.data_ptr() == storage.data_ptr() else copy(storage, source, *options)
+
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, upcast(a), upcast(b), *rest)
+    )
+    monkeypatch.setattr(torch.UntypedStorage, "copy_", copy_)
+
+
+def ints(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def cache_in(layout: KVCacheLayout, dtype, blocks, kv_heads, block_size, content, layers=2) -> torch.Tensor:
+    """One layer's [B, H, N, C] of a cache that lies as vLLM's `layout` says, all NaN."""
+    logical = (layers, blocks, kv_heads, block_size, content)
+    physical = torch.full([logical[axis] for axis in layout.stride_order], torch.nan, dtype=dtype, device=DEVICE)
+    order = [layout.stride_order.index(axis) for axis in range(5)]
+    return physical.permute(order)[layers - 1]
+
+
+class Batch:
+    """Random arguments. All that no query may read is NaN: other blocks and layers, and what lies beyond last tokens."""
+
+    def __init__(
+        self, query_lens, seq_lens, heads=(4, 2), dim=64, block_size=16, dtype=F32, layout=HEAD_MAJOR, magnitude=1.0
+    ):
+        random = torch.Generator().manual_seed(0)
+        self.heads, self.kv_heads = heads
+        self.block_size, self.scale = block_size, dim**-0.5
+        blocks = [-(-length // block_size) for length in seq_lens]
+        pages = torch.full((sum(blocks) + 3, self.kv_heads, block_size, 2 * dim), torch.nan)
+        ids = torch.randperm(len(pages), generator=random).int()
+        self.table = torch.full((len(seq_lens), max(blocks) + 3), -1, dtype=torch.int32)
+        for row, used, length in zip(self.table, ids.split([*blocks, 3]), seq_lens):
+            row[: len(used)] = used
+            keys = torch.randn(len(used) * block_size, self.kv_heads, 2 * dim, generator=random) * magnitude
+            keys[length:] = torch.nan
+            pages[used.long()] = keys.unflatten(0, (-1, block_size)).transpose(1, 2)
+        cache = cache_in(layout, dtype, *pages.shape)
+        cache.copy_(pages)
+        self.keys, self.values = cache.split(dim, dim=-1)
+        tokens = sum(query_lens)
+        query = torch.randn(tokens, self.heads + 1, dim, generator=random)
+        self.query = query.to(DEVICE, dtype)[:, 1:]  # not dense
+        self.table = self.table.to(DEVICE)[:, :-1]
+        self.starts = ints([0, *itertools.accumulate(query_lens)])
+        self.seq_lens = ints(seq_lens)
+        self.rows = ints([row for row, length in enumerate(query_lens) if length == 1])
+        self.weights = (torch.rand(tokens, generator=random) * (torch.rand(tokens, generator=random) < 0.7)).to(DEVICE)
+
+    def new_out(self, rows, dtype=F32):
+        """Sums that are there already; wider than need be."""
+        out = torch.full((len(self.seq_lens), rows, self.table.shape[1] + 2), 0.25, dtype=dtype, device=DEVICE)
+        return out[:, :, :-1]
+
+    def plan(self, **options):
+        shape = len(self.rows), self.heads, self.kv_heads, self.query.shape[2], self.block_size, self.table.shape[1]
+        return plan_decode(*shape, self.query.dtype, DEVICE, **options)
+
+    def decode(self, rows_of_mass=None, **options):
+        output = torch.full_like(self.query, 7.0)
+        lse = torch.full(self.query.shape[:2], 7.0, device=DEVICE)
+        out = self.new_out(rows_of_mass or self.kv_heads) if rows_of_mass != 0 else None
+        options = {"weights": self.weights, "lse": lse} | options
+        decode_mass(
+            *(self.query, self.keys, self.values, self.table, self.starts, self.seq_lens, self.rows),
+            *(self.scale, output),
+            out=out,
+            **options,
+        )
+        return output, out, lse
+
+    def decode_reference(self, rows_of_mass=None):
+        output = torch.full_like(self.query, 7.0).cpu()
+        out = self.new_out(rows_of_mass or self.kv_heads, torch.float64).cpu()
+        arguments = (
+            self.query, pack_keys(self.keys.cpu()), self.values, self.table, self.starts, self.seq_lens, self.rows
+        )  # fmt: skip
+        decode_mass_reference(
+            *(tensor.cpu() for tensor in arguments), self.scale, output, out=out, weights=self.weights.cpu()
+        )
+        return output, out
+
+    def lse(self):
+        """Of each query and head, over what it sees. float32 [T, H]."""
+        result = torch.zeros(self.query.shape[:2], dtype=torch.float64)
+        starts = self.starts.tolist()
+        for r, seq_len in enumerate(self.seq_lens.tolist()):
+            blocks = self.table[r, : -(-seq_len // self.block_size)].long()
+            keys = self.keys[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].double().cpu()
+            keys = keys.repeat_interleave(self.heads // self.kv_heads, 0)
+            query = self.query[starts[r] : starts[r + 1]].double().cpu()
+            scores = torch.einsum("qhd,htd->qht", query, keys) * self.scale
+            last = seq_len - len(query) + torch.arange(len(query))
+            scores.masked_fill_((torch.arange(seq_len) > last[:, None])[:, None], -torch.inf)
+            result[starts[r] : starts[r + 1]] = scores.logsumexp(-1)
+        return result.float().to(DEVICE)
+
+
+def assert_close(actual, expected, tolerance=3e-6):
+    torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), rtol=tolerance, atol=tolerance)
+
+
+DECODE = [1, 0, 3, 1, 1], [1, 20, 64, 48, 130]
+PREFILL = [21, 1, 0, 40], [21, 33, 5, 75]
+SHAPES = [  # heads, dim, block size, dtype, layout
+    ((4, 2), 64, 16, F32, KVCacheLayout.LBHNC),
+    ((4, 2), 64, 16, BF16, KVCacheLayout.LBNHC),
+    ((4, 2), 64, 32, F16, KVCacheLayout.LHBNC),
+    ((4, 4), 32, 16, BF16, KVCacheLayout.BLHNC),  # MHA
+    ((2, 2), 80, 16, F32, KVCacheLayout.BLNHC),
+    ((16, 1), 128, 16, BF16, KVCacheLayout.BHLNC),  # 16 query heads a KV head
+    ((14, 2), 96, 64, F16, TOKEN_MAJOR),  # 7
+    ((6, 2), 112, 48, BF16, TOKEN_MAJOR),  # a block that is no power of two
+    ((3, 1), 256, 32, F32, HEAD_MAJOR),  # a tile of half a block
+    ((8, 1), 256, 128, BF16, TOKEN_MAJOR),  # a quarter
+    ((5, 1), 128, 176, F16, HEAD_MAJOR),  # blocks of two and three quarters of a tile
+    ((4, 2), 128, 256, BF16, TOKEN_MAJOR),
+]
+each_shape = pytest.mark.parametrize(
+    "shape", SHAPES, ids=[f"{h}x{d}-bs{b}-{str(t)[6:]}-{o.name}" for h, d, b, t, o in SHAPES]
+)
+
+
+def test_caches_lie_as_vllm_lays_them():
+    strides = {layout.name: cache_in(layout, F32, 3, 5, 16, 8, layers=2).stride() for layout in KVCacheLayout}
+    assert strides == {
+        "LBHNC": (640, 128, 8, 1),
+        "LBNHC": (640, 8, 40, 1),
+        "LHBNC": (128, 384, 8, 1),
+        "BLHNC": (1280, 128, 8, 1),
+        "BLNHC": (1280, 8, 40, 1),
+        "BHLNC": (1280, 256, 8, 1),
+    }
+
+
+# ---- decode_mass
+
+
+@each_shape
+def test_decode_matches_the_reference(shape):
+    heads, dim, block_size, dtype, layout = shape
+    batch = Batch(*DECODE, heads, dim, block_size, dtype, layout)
+    # Of every other shape heads are summed, and there are more splits than some requests have tiles.
+    rows = 1 if SHAPES.index(shape) % 2 else None
+    plan = batch.plan(splits=3 if rows else None)
+    output, mass, lse = batch.decode(rows, plan=plan)
+    expected, expected_mass = batch.decode_reference(rows)
+    assert_close(output, expected, TOLERANCE[dtype])
+    assert_close(mass, expected_mass)
+    tokens = batch.starts[batch.rows.long()].long()
+    assert_close(lse[tokens], batch.lse()[tokens])
+    others = torch.ones(len(output), dtype=torch.bool, device=DEVICE).index_fill(0, tokens, False)
+    assert (output[others] == 7).all() and (lse[others] == 7).all()
+
+
+def test_decode_without_mass_is_the_same():
+    batch = Batch(*DECODE, dtype=BF16)
+    output, mass, lse = batch.decode(weights=None)
+    assert torch.equal(batch.decode(0)[0], output) and torch.equal(batch.decode(0)[2], lse)
+    batch.weights = torch.zeros_like(batch.weights)
+    output_, unweighed, lse_ = batch.decode()
+    assert torch.equal(output_, output) and torch.equal(lse_, lse)
+    assert (unweighed == 0.25).all() and not torch.equal(mass, unweighed)
+
+
+def test_mass_adds_up_to_the_queries():
+    batch = Batch(*DECODE, heads=(6, 2), dtype=BF16)
+    _, mass, _ = batch.decode(weights=None)
+    expected = torch.zeros(len(batch.seq_lens), 2)
+    expected[batch.rows.cpu().long()] = 3
+    assert_close((mass - 0.25).sum(2), expected, 2e-5)
+
+
+def test_decode_is_deterministic_and_its_scratch_may_hold_anything():
+    batch = Batch(*DECODE, dtype=F16)
+    plan = batch.plan(splits=2)
+    results = []
+    for poison in (torch.nan, torch.inf, 0.0):
+        for scratch in (plan.partial, plan.stats, plan.granules):
+            scratch.fill_(poison)
+        results.append(batch.decode(plan=plan))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_with_one_number_of_splits_other_requests_change_no_bit():
+    batch = Batch(*DECODE)
+    plan = batch.plan(splits=2)
+    output, mass, _ = batch.decode(plan=plan)
+    row = int(batch.rows[-1])
+    batch.rows = ints([-1, row])  # -1: padding of a captured batch
+    alone, its_mass, _ = batch.decode(plan=plan)
+    token = int(batch.starts[row])
+    assert torch.equal(alone[token], output[token]) and torch.equal(its_mass[row], mass[row])
+    assert (alone[:token] == 7).all() and (its_mass[:row] == 0.25).all()
+
+
+def test_large_scores_neither_overflow_nor_vanish():
+    batch = Batch(*DECODE, magnitude=12.0)
+    output, mass, _ = batch.decode()
+    expected, expected_mass = batch.decode_reference()
+    assert_close(output, expected, 1e-4)
+    assert_close(mass, expected_mass, 1e-4)
+
+
+def test_a_request_without_tokens_gets_zeros():
+    batch = Batch([1], [16])
+    batch.seq_lens = ints([0])
+    output, mass, lse = batch.decode()
+    assert not output.any() and (mass == 0.25).all() and (lse == -torch.inf).all()
+
+
+def test_decode_captures_into_a_graph():
+    if not ON_GPU:
+        pytest.skip("CUDA graphs need a GPU")
+    batch = Batch(*DECODE, dtype=BF16)
+    plan = batch.plan()
+    expected = batch.decode(plan=plan)
+    output, lse, out = torch.empty_like(batch.query), torch.empty_like(expected[2]), batch.new_out(batch.kv_heads)
+    arguments = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_mass(*arguments, batch.scale, output, out=out, weights=batch.weights, lse=lse, plan=plan)
+    out.fill_(0.25)
+    graph.replay()
+    tokens = batch.starts[batch.rows.long()].long()
+    assert torch.equal(out, expected[1])
+    assert torch.equal(output[tokens], expected[0][tokens]) and torch.equal(lse[tokens], expected[2][tokens])
+
+
+def test_splits_fill_the_device_and_no_more():
+    def splits(rows, kv_heads, tokens):
+        return plan_decode(rows, 32, kv_heads, 128, 16, tokens // 16, BF16, "cpu").splits
+
+    assert splits(1, 8, 131_072) == 66  # 4 programs on each of 132 SMs
+    assert splits(1, 1, 131_072) == 128
+    assert splits(1, 8, 1024) == 4  # 256 tokens each
+    assert splits(64, 8, 131_072) == 2
+    assert splits(512, 8, 131_072) == 1
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 176, 256])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 192, 256])
+def test_tiles_are_whole_granules_of_whole_blocks(block_size, dim):
+    for dtype in (F32, BF16):
+        tile = tile_of(dim, block_size, dtype)
+        assert dim <= tile.dim < 2 * dim and 1 in (tile.granules, tile.parts)
+        assert tile.parts * tile.tokens >= block_size > (tile.parts - 1) * tile.tokens
+        assert 16 <= tile.granules * tile.tokens <= 128
+        assert tile.granules * tile.tokens * tile.dim * dtype.itemsize <= 16 * 1024
+
+
+# ---- mass_from_lse
+
+
+@each_shape
+def test_mass_from_lse_matches_the_reference(shape):
+    heads, dim, block_size, dtype, layout = shape
+    batch = Batch(*PREFILL, heads, dim, block_size, dtype, layout)
+    rows = heads[1] if SHAPES.index(shape) % 2 else 1
+    arguments = batch.query, batch.keys, batch.lse(), batch.table, batch.starts, batch.seq_lens, batch.scale
+    for options in ({}, {"weights": batch.weights}, {"weights": batch.weights, "last": ints([5, 3, 1, 17])}):
+        out, expected = batch.new_out(rows), batch.new_out(rows, torch.float64)
+        mass_from_lse(*arguments, out, **options)
+        mass_from_lse_reference(*arguments, expected, **options)
+        assert_close(out, expected, 1e-5)
+        again = batch.new_out(rows)
+        if options:
+            mass_from_lse(*arguments, again, **options)
+            assert torch.equal(again, out)
+
+
+def test_mass_from_lse_is_that_of_block_mass():
+    batch = Batch(*PREFILL)
+    expected = batch.new_out(2, torch.float64).cpu()
+    tensors = batch.query, pack_keys(batch.keys.cpu()), batch.table, batch.starts, batch.seq_lens
+    block_mass_reference(*(t.cpu() for t in tensors), batch.scale, expected, weights=batch.weights.cpu())
+    arguments = batch.table, batch.starts, batch.seq_lens, batch.scale
+    for lse, base_2 in ((batch.lse(), False), (batch.lse().T.contiguous().T * 1.4426950408889634, True)):
+        out = batch.new_out(2)
+        mass_from_lse(
+            *(batch.query, batch.keys, lse, *arguments, out), weights=batch.weights, lse_base_2=base_2, rows_per_tile=16
+        )
+        assert_close(out, expected, 1e-5)
+
+
+def test_decode_gives_the_lse_that_mass_from_lse_takes():
+    batch = Batch([1, 1], [50, 131], dtype=BF16)
+    _, mass, lse = batch.decode()
+    out = batch.new_out(2)
+    tensors = batch.query, batch.keys, lse, batch.table, batch.starts, batch.seq_lens
+    mass_from_lse(*tensors, batch.scale, out, weights=batch.weights)
+    assert_close(out, mass, 1e-5)
+
+
+# ---- 64 bits
+
+
+@pytest.mark.parametrize("axis", ["block", "head"])
+def test_slots_beyond_2_to_the_31(axis):
+    """Strides of 2**30 fit 32 bits, twice that does not. Only pages that are used take memory (on a GPU, 4 GiB)."""
+    far, dim, block_size, heads = 2**30 + 64, 32, 16, 3
+    page = heads * block_size * 2 * dim
+    try:
+        memory = torch.empty(2 * far + 3 * page, dtype=F16, device=DEVICE)
+    except RuntimeError as error:
+        pytest.skip(f"no 4 GiB of addresses: {error}")
+    near, batch = (Batch([1, 2], [24, 24], (heads, heads), dim, block_size, F16) for _ in range(2))
+    strides = (far, block_size * 2 * dim) if axis == "block" else (block_size * 2 * dim, far)
+    cache = torch.as_strided(memory, (3, heads, block_size, 2 * dim), (*strides, 2 * dim, 1))
+    near.table[1] = near.table[0]
+    batch.table[:, :2] = ints([0, 2])
+    for block, source in zip((0, 2), near.table[0].tolist()):
+        cache[block] = torch.cat((near.keys[source], near.values[source]), -1)
+    batch.keys, batch.values = cache.split(dim, -1)
+    assert all(torch.equal(a, b) for a, b in zip(batch.decode(), near.decode(), strict=True))
+    outs = []
+    for each in (batch, near):
+        outs.append(each.new_out(heads))
+        tensors = each.query, each.keys, near.lse(), each.table, each.starts, each.seq_lens
+        mass_from_lse(*tensors, each.scale, outs[-1])
+    assert torch.equal(*outs)
+
+
+# ---- resident_view
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_view_matches_the_reference(chunk):
+    random = torch.Generator().manual_seed(1)
+    for block_size, rows, width in ((16, 5, 40), (32, 3, 1), (48, 4, 17)):
+        lens = torch.randint(0, width * block_size + 1, (rows,), generator=random).int()
+        lens[0] = 0
+        table = torch.randint(1, 10**9, (rows, width + 2), generator=random).int()[:, :width]
+        table[torch.rand(rows, width, generator=random) < 0.4] = 0
+        for row, length in zip(table, lens.tolist(), strict=True):
+            if length:
+                row[-(-length // block_size) - 1] = 9
+        results = []
+        for function, device, options in (
+            (resident_view, DEVICE, {"chunk": chunk}),
+            (resident_view_reference, "cpu", {}),
+        ):
+            garbage = torch.full((2, rows, width + 5), 77, dtype=torch.int32, device=device)[:, :, : width + 2]
+            out = garbage[0], torch.full((rows,), 77, dtype=torch.int32, device=device), garbage[1]
+            function(table.to(device), lens.to(device), block_size, *out, **options)
+            results.append([tensor.cpu() for tensor in out])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        only = torch.full_like(results[0][0], 77).to(DEVICE)
+        resident_view(table.to(DEVICE), lens.to(DEVICE), block_size, only, torch.zeros_like(lens).to(DEVICE))
+        assert torch.equal(only.cpu(), results[0][0])
+
+
+def test_padding_rows_have_no_length_below_zero():
+    lens, out = ints([7, 7]), ints([[7, 7], [7, 7]])
+    resident_view(ints([[0, 0], [3, 0]]), ints([1, 16]), 16, out, lens)
+    assert lens.tolist() == [0, 16] and out.tolist() == [[0, 0], [3, 0]]
+
+
+# ---- select
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_select_matches_the_reference(chunk):
+    random = torch.Generator().manual_seed(2)
+    width = 40 if chunk else 700
+    scores = torch.randn(6, width + 3, generator=random)[:, :width]
+    scores[1] = scores[1].round()  # ties, at the threshold too
+    scores[2] = 0.0
+    scores[2, ::2] = -0.0
+    scores[3, 5:11] = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.nan, 1e-45, -1e-45])
+    scores[4] = torch.nan
+    first, last = ints([2, 0, 1, 0, 3, 7]), ints([width - 2, width, 30, width + 9, 39, 7])
+    for k in ([5, 20, 9, 38, 7, 3], [0, 1, 99, width, -1, 0]):
+        results = []
+        for function, device, options in ((select, DEVICE, {"chunk": chunk}), (select_reference, "cpu", {})):
+            out = [torch.full(shape, 77, dtype=torch.int32, device=device) for shape in ((6, 45), (6,))]
+            function(*(tensor.to(device) for tensor in (scores, first, last, ints(k))), *out, **options)
+            results.append([tensor.cpu() for tensor in out])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_equal_scores_go_from_the_oldest_on():
+    victims, counts = ints([[7] * 4]), ints([7])
+    select(torch.ones(1, 9, device=DEVICE), ints([2]), ints([8]), ints([3]), victims, counts)
+    assert victims.tolist() == [[2, 3, 4, -1]] and counts.tolist() == [3]
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda b: setattr(b, "values", b.values.half()), TypeError, "one dtype"),
+        (lambda b: setattr(b, "keys", b.keys.mT), ValueError, "contiguous|the query's D"),
+        (lambda b: setattr(b, "seq_lens", b.seq_lens.long()), TypeError, "seq_lens must be int32"),
+        (lambda b: setattr(b, "weights", b.weights.double()), ValueError, "weights must be float32"),
+        (lambda b: setattr(b, "starts", b.starts[:-1]), ValueError, "R must agree"),
+    ],
+)
+def test_bad_arguments_are_refused(change, error, message):
+    batch = Batch(*DECODE)
+    change(batch)
+    with pytest.raises(error, match=message):
+        batch.decode()
+
+
+def test_a_plan_for_something_else_is_refused():
+    batch = Batch(*DECODE)
+    for plan in (Batch(*DECODE, dim=128).plan(), batch.plan(mass=False), batch.plan()._replace(splits=5)):
+        with pytest.raises(ValueError, match="plan must be for"):
+            batch.decode(plan=plan)
+
+
+# ---- compiled
+
+
+def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
+    """What the interpreter does not see; ptxas comes with Triton, so no GPU is needed."""
+    if sys.platform != "linux":
+        pytest.skip("Triton has its ptxas on Linux only")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    script = Path(__file__).with_name("triton_compile.py")
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert {kernel["kernel"] for kernel in found} == {
+        "_attend", "_combine", "_mass_from_lse", "_resident_view", "_select"
+    }  # fmt: skip
+    for kernel in found:
+        assert not kernel["spilled"] and not kernel["atom."], kernel
+        if kernel["kernel"] == "_attend":
+            # Three programs on an SM: 65,536 registers, 227 KiB of shared memory, of which each takes 1 more. Two for
+            # head size 256.
+            programs = min(65536 // (kernel["registers"] * kernel["threads"]), 227 * 1024 // (kernel["shared"] + 1024))
+            assert programs >= 2, kernel

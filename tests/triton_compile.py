@@ -1,0 +1,103 @@
+"""Compiles the Triton kernels for a Hopper GPU, without one, and prints what each takes as JSON.
+
+A process of its own, without the interpreter: python tests/triton_compile.py
+"""
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from vllm_evict.triton_kernels import decode_mass, mass_from_lse, resident_view, select
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [  # query heads, KV heads, head size, block size, dtype, queries, whether there is mass
+    (32, 8, 128, 16, BF16, 256, True),
+    (28, 4, 128, 256, F16, 4, False),
+    (8, 8, 96, 32, BF16, 4, True),
+    (16, 1, 256, 48, BF16, 256, True),
+    (4, 2, 128, 16, F32, 256, True),
+]
+ROWS, WIDTH = 4, 512
+
+
+class Hopper:
+    """A driver that knows its target and nothing else."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """Stands for a kernel: a launch compiles it."""
+
+    found: list[dict] = []
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            binary = self.kernel.warmup(*args, grid=grid, **options)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(binary.asm["cubin"])
+                file.flush()
+                usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True).stdout
+            (line,) = (line for line in usage.splitlines() if "REG:" in line)
+            taken = dict(item.split(":") for item in line.split() if item.startswith(("REG", "STACK")))
+            ptx = binary.asm["ptx"]
+            words = "cp.async", "mma.sync", "wgmma.mma_async", "atom."
+            self.found.append(
+                {"kernel": self.kernel.__name__, "threads": 32 * binary.metadata.num_warps}
+                | {"shared": binary.metadata.shared, "registers": int(taken["REG"]), "spilled": int(taken["STACK"])}
+                | {word: ptx.count(word) for word in words}
+            )
+
+        return launch
+
+
+def ints(*shape) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32)
+
+
+def compile_all() -> None:
+    driver.set_active(Hopper())
+    for module in (decode_mass, mass_from_lse, resident_view, select):
+        name = "_" + module.__name__.rpartition(".")[2]
+        for kernel in ("_attend", "_combine") if module is decode_mass else (name,):
+            setattr(module, kernel, Compiled(getattr(module, kernel)))
+    table, lens = ints(ROWS, 8192), ints(ROWS)
+    resident_view.resident_view(table, lens, 16, table, lens, table)
+    select.select(torch.empty(ROWS, 8192), lens, lens, lens, table, lens)
+    for heads, kv_heads, dim, block_size, dtype, tokens, has_mass in SHAPES:
+        keys, values = torch.empty(8, kv_heads, block_size, 2 * dim, dtype=dtype).split(dim, -1)
+        table, starts, out = ints(ROWS, WIDTH), ints(ROWS + 1), torch.empty(ROWS, kv_heads, WIDTH)
+        query, lse, weights = (
+            torch.empty(tokens, heads, dim, dtype=dtype),
+            torch.empty(tokens, heads),
+            torch.empty(tokens),
+        )
+        decode_mass.decode_mass(
+            *(query, keys, values, table, starts, lens, lens, 0.1, torch.empty_like(query)),
+            out=out if has_mass else None,
+            weights=weights,
+            lse=lse,
+        )
+        mass_from_lse.mass_from_lse(query, keys, lse, table, starts, lens, 0.1, out, weights=weights)
+
+
+if __name__ == "__main__":
+    compile_all()
+    print(json.dumps(Compiled.found))

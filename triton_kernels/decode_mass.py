@@ -1,0 +1,356 @@
+"""Split-KV paged decode attention that gives each block's attention mass as well, in one read of K and V."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..attention.decode import decode_mass_reference  # noqa: F401  (the reference)
+from .tiles import MIN_ROWS, Tile, check_cache, check_int32, require, tile_of
+
+HOPPER_SMS = 132  # H100 and H200 (SXM): the plan where there is no GPU to ask
+# Programs for each SM: three fit (72 KiB of shared memory, 150 registers a thread), and one fills in for the short.
+PROGRAMS_PER_SM = 4
+MIN_SPLIT_TOKENS = 256  # a shorter split reads less than four tiles, and its start and its combining show
+MAX_SPLITS = 128
+SPLIT_TILE = 16  # splits that are combined at once
+# What a program of the second launch adds up at once, blocks of heads: heads one by one would be a chain of loads.
+MASS_TILE = 128
+MAX_MEMBERS = 16
+
+# A tile's page numbers, then its keys and values, then their use: of five stages two are left for tiles in flight.
+STAGES = 5
+
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class DecodePlan(NamedTuple):
+    """Launch sizes and scratch of `decode_mass`, from shapes alone; all layers of one shape share it.
+
+    Attributes:
+        splits: pieces that a request's keys are cut into, equal for each request by itself.
+        tile: what a program reads at once.
+        max_blocks: blocks of the longest request.
+        partial: float32 [n, H, splits, D], outputs of splits, not normalised.
+        stats: float32 [n, H, splits, 2], their maxima (log2) and sums.
+        granules: float32 [n, H, max_blocks * tile.parts], log2 of each granule's sum of exponentials; None: no mass.
+        warps, stages: of the first launch.
+    """
+
+    splits: int
+    tile: Tile
+    max_blocks: int
+    partial: torch.Tensor
+    stats: torch.Tensor
+    granules: torch.Tensor | None
+    warps: int
+    stages: int
+
+
+def plan_decode(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    max_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    mass: bool = True,
+    splits: int | None = None,
+    warps: int = 4,
+    stages: int = STAGES,
+) -> DecodePlan:
+    """A plan for up to `rows` requests of up to `max_blocks` blocks each.
+
+    A program reads one split of one request and KV head. `splits` is as many as give `PROGRAMS_PER_SM` programs to each
+    SM, and no more than leave `MIN_SPLIT_TOKENS` to a split of the longest request. The number of splits decides how
+    a request's sums are grouped: who wants outputs that do not depend on the batch, to the bit, passes one for all.
+    """
+    sms = HOPPER_SMS
+    if torch.device(device).type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if splits is None:
+        wanted = triton.cdiv(PROGRAMS_PER_SM * sms, max(rows * kv_heads, 1))
+        splits = max(min(wanted, triton.cdiv(max_blocks * block_size, MIN_SPLIT_TOKENS), MAX_SPLITS), 1)
+    tile = tile_of(head_dim, block_size, dtype)
+
+    def scratch(*shape: int) -> torch.Tensor:
+        return torch.empty(rows, heads, *shape, dtype=torch.float32, device=device)
+
+    granules = scratch(max_blocks * tile.parts) if mass else None
+    return DecodePlan(
+        splits, tile, max_blocks, scratch(splits, head_dim), scratch(splits, 2), granules, warps, stages
+    )  # fmt: skip
+
+
+def decode_mass(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    plan: DecodePlan | None = None,
+) -> None:
+    """Attention of requests that decode one token: `output` is written, their mass added to `out`.
+
+    The contract of `attention.decode.decode_mass`, on caches with strides in place of packings. Two launches. The first
+    attends, a program for each request, KV head and split; the query heads of a KV head are the rows of one tl.dot.
+    Every tile's probabilities are summed per block as they are, relative to the maximum so far, and kept as a
+    logarithm: mass_b = 2 ** (log_b - lse), whatever the maximum becomes. The second combines splits into output and
+    LSE, and blocks into mass. Each number has one writer that adds in a fixed order: the same input and plan give the
+    same bits. With a plan it allocates nothing and reads nothing on the host: a CUDA graph can capture it.
+
+    Args:
+        query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous. D from 16 to 256.
+        key_cache, value_cache: [num_blocks, Hkv, bs, D] of the query's dtype, any strides but a contiguous D: of a vLLM
+            cache [num_blocks, Hkv, bs, 2 * D], head-major or token-major, the two halves.
+        block_table: int32 [R, W], row stride arbitrary, without holes (`resident_view`).
+        query_start_loc: int32 [R + 1].
+        seq_lens: int32 [R], resident tokens.
+        rows: int32 [n], requests that decode here, each of one token; -1 for padding, which costs nothing.
+        scale: factor on the scores before the softmax.
+        output: [T, H, D] of the query's dtype, last dimension contiguous. Other tokens' rows are left alone.
+        out: float32 [R, Hkv or 1, Wout], last dimension contiguous; None if no mass is wanted.
+        weights: float32 [T], or None for ones. A token of weight 0 gets its output and adds no mass.
+        lse: float32 [T, H] or None; gets the natural logarithm of each row's sum of exponentials.
+        plan: from `plan_decode`, for at least n rows and the blocks of the longest request; None makes one.
+
+    Bytes moved, for each request: 2 * seq_len * Hkv * D * itemsize of keys and values, once. Beside them, written and
+    read, 4 * H * (D + 2) a split and 4 * H a block: for G query heads a KV head and 2-byte caches the mass adds
+    2 * G / (bs * D) of the bytes, 0.8 % for G = 8, bs = 16, D = 128.
+    """
+    check_cache(query, key_cache, value_cache)
+    check_int32(block_table=block_table, query_start_loc=query_start_loc, seq_lens=seq_lens, rows=rows)
+    _, heads, head_dim = query.shape
+    _, kv_heads, block_size, _ = key_cache.shape
+    requests, width = block_table.shape
+    require(block_table.stride(1) == 1, "block_table must have dense rows")
+    require(len(seq_lens) == requests == len(query_start_loc) - 1, "R must agree")
+    require(
+        output.shape == query.shape and output.dtype == query.dtype and output.stride(2) == 1,
+        "output must be like query",
+    )
+    if out is not None:
+        require(out.dtype == torch.float32 and out.dim() == 3 and out.stride(2) == 1, "out must be float32 [R, H, W]")
+        require(len(out) == requests and out.shape[1] in (1, kv_heads), "out must be [R, Hkv or 1, Wout]")
+    for name, tensor in (("weights", weights), ("lse", lse)):
+        require(tensor is None or tensor.dtype == torch.float32, f"{name} must be float32")
+    n = len(rows)
+    if not n:
+        return
+    if plan is None:
+        plan = plan_decode(
+            n, heads, kv_heads, head_dim, block_size, width, query.dtype, query.device, mass=out is not None
+        )  # fmt: skip
+    tile, group = plan.tile, heads // kv_heads
+    require(
+        len(plan.partial) >= n
+        and plan.partial.shape[1:] == (heads, plan.splits, head_dim)
+        and tile == tile_of(head_dim, block_size, query.dtype)
+        and (out is None or plan.granules is not None),
+        "plan must be for this shape, dtype, block size and at least n rows",
+    )
+    measured = min(plan.max_blocks, width, out.shape[2]) if out is not None else 0
+    # Where there is no mass, pointers that are not followed.
+    granules, mass = (plan.partial, plan.partial) if out is None else (plan.granules, out)
+    capacity = plan.max_blocks * tile.parts
+    shape = dict(
+        HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
+        SPLITS=plan.splits, HAS_WEIGHTS=weights is not None,
+    )  # fmt: skip
+    _attend[(n, kv_heads, plan.splits)](
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, weights,
+        plan.partial, plan.stats, granules, scale * LOG2_E, capacity,
+        query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
+        **shape, GROUP=group, ROWS=max(triton.next_power_of_2(group), MIN_ROWS) if group > 1 else 1,
+        GRANULES=tile.granules, HAS_MASS=out is not None, num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    out_heads = out.shape[1] if out is not None else 0
+    heads_out = heads // out_heads if out_heads else 1
+    chunks = triton.cdiv(measured, MASS_TILE)
+    _combine[(n, heads + out_heads * chunks)](
+        plan.partial, plan.stats, granules, query_start_loc, seq_lens, rows, weights, output, lse, mass, capacity,
+        measured, chunks, output.stride(0), output.stride(1), *((0, 0) if lse is None else lse.stride()),
+        *((0, 0) if out is None else out.stride()[:2]),
+        **shape, HEADS=heads, HEADS_OUT=heads_out, PADDED_SPLITS=triton.next_power_of_2(plan.splits),
+        SPLIT_TILE=SPLIT_TILE, MASS_TILE=MASS_TILE,
+        MEMBERS=min(triton.next_power_of_2(heads_out), MAX_MEMBERS), HAS_LSE=lse is not None, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _granules_of(seq_len, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr):
+    """Granules of a request that hold at least one token."""
+    blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+    return (blocks - 1) * PARTS + tl.cdiv(seq_len - (blocks - 1) * BLOCK_SIZE, TOKENS)
+
+
+@triton.jit
+def _attend(
+    query, keys, values, table, starts, lens, rows, weights, partial, stats, granule_logs, scale, capacity,
+    stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_table,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    GRANULES: tl.constexpr, HAS_MASS: tl.constexpr,
+):  # fmt: skip
+    """One split of one request and KV head. Exponents are of base 2: `scale` holds log2(e)."""
+    n = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    heads = tl.num_programs(1) * GROUP
+    row = tl.load(rows + n).to(tl.int64)
+    if row >= 0:
+        seq_len = tl.load(lens + row)
+        token = tl.load(starts + row).to(tl.int64)
+        weight = tl.full([], 1.0, tl.float32)
+        if HAS_WEIGHTS:
+            weight = tl.load(weights + token)
+
+        member = tl.arange(0, ROWS)  # of the group
+        dim = tl.arange(0, DIM)
+        head = kv_head * GROUP + member
+        here = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+        q = tl.load(query + token * stride_qt + head[:, None] * stride_qh + dim[None, :], mask=here, other=0.0)
+
+        lane = tl.arange(0, GRANULES * TOKENS)
+        granule = tl.arange(0, GRANULES)
+        count = _granules_of(seq_len, BLOCK_SIZE, TOKENS, PARTS)
+        tiles = tl.cdiv(count, GRANULES)
+        share = tl.cdiv(tiles, SPLITS)
+        first = split * share
+        end = tl.minimum(first + share, tiles)
+        kept_granules = tl.where(weight != 0.0, tl.minimum(count, capacity), 0)
+
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        for tile in range(first, end):
+            at = tile * GRANULES + lane // TOKENS
+            block = at // PARTS
+            place = at % PARTS * TOKENS + lane % TOKENS
+            seen = (place < BLOCK_SIZE) & (block * BLOCK_SIZE + place < seq_len)
+            # 64 bits: a cache has more than 2**31 elements.
+            page = tl.load(table + row * stride_table + block, mask=seen, other=0).to(tl.int64)
+            there = seen[:, None] & (dim < HEAD_DIM)[None, :]
+            # Masked loads: what lies beyond the last token may be NaN.
+            slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
+            k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0)
+            slot = page * stride_vb + kv_head * stride_vh + place * stride_vn
+            v = tl.load(values + slot[:, None] + dim[None, :], mask=there, other=0.0)
+
+            if ROWS > 1:
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            else:  # one query head: fifteen of tl.dot's sixteen rows would be padding
+                scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
+            scores = tl.where(seen[None, :], scores * scale, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))  # finite: each tile has a token
+            kept = tl.exp2(top - higher)
+            probs = tl.exp2(scores - higher[:, None])
+            total = total * kept + tl.sum(probs, 1)
+            acc *= kept[:, None]
+            if ROWS > 1:
+                acc += tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+            else:
+                acc += tl.sum(tl.trans(probs) * v.to(tl.float32), 0)[None, :]
+            top = higher
+            if HAS_MASS:
+                sums = tl.sum(tl.reshape(probs, [ROWS, GRANULES, TOKENS]), 2)
+                index = tile * GRANULES + granule
+                mine = (member < GROUP)[:, None] & (index < kept_granules)[None, :]
+                where = (n * heads + head)[:, None] * capacity + index[None, :]
+                tl.store(granule_logs + where, higher[:, None] + tl.log2(sums), mask=mine)
+
+        where = (n * heads + head) * SPLITS + split
+        tl.store(stats + where * 2, top, mask=member < GROUP)
+        tl.store(stats + where * 2 + 1, total, mask=member < GROUP)
+        if first < end:
+            tl.store(partial + where[:, None] * HEAD_DIM + dim[None, :], acc, mask=here)
+
+
+@triton.jit
+def _lse_of(stats, at, valid, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr):
+    """LSEs (log2) of rows `at` of the splits' statistics; -inf where there are no keys, or `valid` does not hold."""
+    split = tl.arange(0, PADDED_SPLITS)
+    where = stats + (at[:, None] * SPLITS + split[None, :]) * 2
+    there = valid[:, None] & (split < SPLITS)[None, :]
+    top = tl.load(where, mask=there, other=float("-inf"))
+    total = tl.load(where + 1, mask=there, other=0.0)
+    highest = tl.max(top, 1)
+    # An empty split has the maximum -inf; if all are empty, so has the row.
+    parts = tl.where(total > 0, total * tl.exp2(top - highest[:, None]), 0.0)
+    return highest + tl.log2(tl.sum(parts, 1))
+
+
+@triton.jit
+def _combine(
+    partial, stats, granule_logs, starts, lens, rows, weights, output, lse, out, capacity, measured, chunks,
+    stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr, MEMBERS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """One request: programs below HEADS write output and LSE of a head, the others the mass of some blocks."""
+    n = tl.program_id(0).to(tl.int64)
+    role = tl.program_id(1)
+    row = tl.load(rows + n).to(tl.int64)
+    if row >= 0:
+        token = tl.load(starts + row).to(tl.int64)
+        if role < HEADS:
+            at = n * HEADS + role
+            one = tl.arange(0, 1)
+            log = _lse_of(stats, at + one, one == 0, SPLITS, PADDED_SPLITS)
+            dim = tl.arange(0, DIM)
+            acc = tl.zeros([DIM], tl.float32)
+            for start in range(0, SPLITS, SPLIT_TILE):
+                split = start + tl.arange(0, SPLIT_TILE)
+                where = at * SPLITS + split
+                top = tl.load(stats + where * 2, mask=split < SPLITS, other=float("-inf"))
+                used = top > float("-inf")  # what an empty split left in the scratch is not read
+                part = tl.load(
+                    partial + where[:, None] * HEAD_DIM + dim[None, :],
+                    mask=used[:, None] & (dim < HEAD_DIM)[None, :],
+                    other=0.0,
+                )
+                acc += tl.sum(part * tl.where(used, tl.exp2(top - log), 0.0)[:, None], 0)
+            where = output + token * stride_ot + role * stride_oh + dim
+            tl.store(where, acc.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
+            if HAS_LSE:
+                tl.store(lse + token * stride_lt + role * stride_lh + one, log * LN_2)
+        else:
+            weight = tl.full([], 1.0, tl.float32)
+            if HAS_WEIGHTS:
+                weight = tl.load(weights + token)
+            out_head = (role - HEADS) // chunks
+            first = (role - HEADS) % chunks * MASS_TILE
+            block = first + tl.arange(0, MASS_TILE)
+            count = _granules_of(tl.load(lens + row), BLOCK_SIZE, TOKENS, PARTS)
+            if weight == 0.0:
+                count = 0
+            mine = (block < measured) & (block * PARTS < count)
+            if first * PARTS < count:
+                mass = tl.zeros([MASS_TILE], tl.float32)
+                for start in range(0, HEADS_OUT, MEMBERS):
+                    member = start + tl.arange(0, MEMBERS)
+                    at = n * HEADS + out_head * HEADS_OUT + member
+                    log = _lse_of(stats, at, member < HEADS_OUT, SPLITS, PADDED_SPLITS)
+                    for part in range(PARTS):
+                        granule = block * PARTS + part
+                        there = (member < HEADS_OUT)[:, None] & (mine & (granule < count))[None, :]
+                        where = granule_logs + at[:, None] * capacity + granule[None, :]
+                        held = tl.load(where, mask=there, other=float("-inf"))
+                        mass += tl.sum(tl.where(there, tl.exp2(held - log[:, None]), 0.0), 0)
+                where = out + row * stride_mr + out_head * stride_mh + block
+                tl.store(where, tl.load(where, mask=mine) + mass * weight, mask=mine)

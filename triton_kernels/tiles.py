@@ -1,0 +1,62 @@
+"""Tile sizes, from shapes alone: a CUDA graph replays the launches it captured, whatever the lengths are by then."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+# Keys of one tile. Two tiles in flight, with their values, are 64 KiB of shared memory: three programs to a Hopper SM.
+TILE_BYTES = 16 * 1024
+MIN_TILE, MAX_TILE = 16, 128  # tokens: the least that tl.dot takes; more only adds registers
+MIN_ROWS = 16  # query rows: the least that tl.dot takes
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Tile(NamedTuple):
+    """Tokens that a program reads at once: some whole blocks, or one part of a block.
+
+    A *granule* is a block, or a part of one that fills a tile; blocks that are no power of two are padded to one.
+
+    Attributes:
+        granules: in a tile, a power of two.
+        tokens: of a granule, padding included, a power of two.
+        parts: granules of a block. Either this or `granules` is 1.
+        dim: the head size, padded to a power of two. Padding is masked, never read.
+    """
+
+    granules: int
+    tokens: int
+    parts: int
+    dim: int
+
+
+def tile_of(head_dim: int, block_size: int, dtype: torch.dtype, tile_bytes: int = TILE_BYTES) -> Tile:
+    dim = max(triton.next_power_of_2(head_dim), MIN_TILE)
+    most = min(max(tile_bytes // (dim * dtype.itemsize), MIN_TILE), MAX_TILE)
+    tokens = min(max(triton.next_power_of_2(block_size), MIN_TILE), most)
+    return Tile(most // tokens if block_size <= most else 1, tokens, -(-block_size // tokens), dim)
+
+
+def require(valid: bool, sentence: str) -> None:
+    if not valid:
+        raise ValueError(sentence)
+
+
+def check_int32(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32")
+
+
+def check_cache(query: torch.Tensor, *caches: torch.Tensor) -> None:
+    """Query [T, H, D] and caches [num_blocks, Hkv, bs, D] of one dtype, D contiguous, all else strided."""
+    if query.dtype not in DTYPES or any(cache.dtype != query.dtype for cache in caches):
+        raise TypeError("query and caches must have one dtype: float32, bfloat16 or float16")
+    require(query.dim() == 3 and query.stride(2) == 1, "query must be [T, H, D] with a contiguous last dimension")
+    for cache in caches:
+        require(
+            cache.dim() == 4 and cache.stride(3) == 1 and cache.shape[3] == query.shape[2],
+            "caches must be [num_blocks, Hkv, bs, D] with the query's D, contiguous",
+        )
+        require(cache.shape == caches[0].shape, "caches must have the same shape")
+        require(query.shape[1] % cache.shape[1] == 0, "query must have a multiple of the caches' heads")
