@@ -123,6 +123,17 @@ class Job:
         return self.request.num_prompt_tokens // self.resident.block_size
 
 
+@dataclass(slots=True)
+class Shadow:
+    """One part of a job, as it runs."""
+
+    request: Request
+    job: Job
+    scoring: Scoring
+    #: Blocks beside those of the prompt.
+    needed: int
+
+
 class Reconstructions:
     """All reconstructions of one scheduler.
 
@@ -135,7 +146,7 @@ class Reconstructions:
         self._scheduler, self._evict = scheduler, evict
         self.scores = Scores(scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
         self._jobs: dict[str, Job] = {}
-        self._shadow: tuple[Request, Job, Scoring] | None = None
+        self._shadow: Shadow | None = None
         self._hidden: set[str] = set()
         self._ids = itertools.count()
         self._warned = False
@@ -150,7 +161,7 @@ class Reconstructions:
     @property
     def scoring(self) -> Scoring:
         """How the shadow is measured."""
-        return self._shadow[2]
+        return self._shadow.scoring
 
     def want(self, request: Request, resident: Residency) -> None:
         """A request is over its trigger: evict by the scores it has, or see that it gets some."""
@@ -166,21 +177,21 @@ class Reconstructions:
     def before_schedule(self) -> None:
         """Withdraw a shadow that is not running, let the next one begin, and put it behind all that run."""
         self.tidy()
-        if self._shadow is not None and self._shadow[0].status != RequestStatus.RUNNING:
-            self._withdraw()  # preempted, or not admitted; clients would wait behind it
+        if self._shadow is not None and not self._gets_on(self._shadow):
+            self._withdraw()
         if self._shadow is None and self._scheduler.pause_state == PauseState.UNPAUSED:
             for job in list(self._jobs.values()):
                 if self._begin(job):
                     break
         if self._shadow is not None:
             # The last one is served last and preempted first.
-            self._scheduler.running.sort(key=lambda request: request is self._shadow[0])
+            self._scheduler.running.sort(key=lambda request: request is self._shadow.request)
 
     def tidy(self) -> None:
         """Forget requests that ended or were preempted, and their shadow."""
         for req_id in [req_id for req_id, job in self._jobs.items() if not job.alive]:
             del self._jobs[req_id]
-        if self._shadow is not None and self._jobs.get(self._shadow[1].request.request_id) is not self._shadow[1]:
+        if self._shadow is not None and not self._waits(self._shadow.job):
             self._withdraw()
 
     def reset(self) -> None:
@@ -194,7 +205,7 @@ class Reconstructions:
     def reported(self, output: Any) -> str | None:
         """The shadow, if this step is its last."""
         if self._shadow is not None:
-            shadow = self._shadow[0]
+            shadow = self._shadow.request
             done = shadow.num_computed_tokens >= shadow.num_prompt_tokens
             if done and shadow.request_id in output.num_scheduled_tokens:
                 return shadow.request_id
@@ -202,29 +213,28 @@ class Reconstructions:
 
     def take(self, reports: Reports) -> None:
         """Take the shadow's scores, and evict by them once they are complete."""
-        shadow, job, _ = self._shadow or (None, None, None)
-        if shadow is None or not shadow.is_finished():
-            self.tidy()
-            return
-        self._shadow = None
-        report = reports.get(shadow.request_id)
+        shadow = self._shadow
+        self.tidy()
+        if self._shadow is not None and shadow.request.is_finished():
+            self._shadow = None
+            self._add_up(shadow.job, reports.get(shadow.request.request_id))
+        for req_id, job in list(self._jobs.items()):
+            if job.resident.report is not None:
+                del self._jobs[req_id]
+                self._evict(job.request, job.resident, job.resident.report)
+
+    def _add_up(self, job: Job, report: Report | None) -> None:
+        """A shadow is done."""
         if report is None:
             logger.error("no scores came back of the reconstruction for request %s", job.request.request_id)
-            self.tidy()
-            if self._jobs.get(job.request.request_id) is job:
-                self._do_without(job)
-            return
+            return self._do_without(job)
         job.mass += report.statistics["mass"][: job.blocks]
         job.parts.pop(0)
         job.since = self._scheduler.current_step
-        self.tidy()
-        if job.parts or self._jobs.get(job.request.request_id) is not job:
-            return
-        self.scores.put(job.hashes, job.mass)
-        for other in list(self._jobs.values()):
-            self._look_up(other.request, other.resident)
-            if other.resident.report is not None:
-                self._finish(other)
+        if not job.parts:
+            self.scores.put(job.hashes, job.mass)
+            for other in self._jobs.values():
+                self._look_up(other.request, other.resident)
 
     def hide(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Take shadows out of what clients get."""
@@ -235,7 +245,7 @@ class Reconstructions:
             if client.finished_requests:
                 client.finished_requests = client.finished_requests - self._hidden
         # Who has ended is told at once.
-        self._hidden &= {self._shadow[0].request_id} if self._shadow else set()
+        self._hidden &= {self._shadow.request.request_id} if self._shadow else set()
 
     def visible(self, requests: Iterable[Request]) -> list[Request]:
         return [request for request in requests if request.request_id not in self._hidden]
@@ -247,9 +257,14 @@ class Reconstructions:
         if mass is not None:
             resident.report = Report(np.arange(len(mass)), {"mass": mass})
 
-    def _finish(self, job: Job) -> None:
-        del self._jobs[job.request.request_id]
-        self._evict(job.request, job.resident, job.resident.report)
+    def _waits(self, job: Job) -> bool:
+        return self._jobs.get(job.request.request_id) is job
+
+    def _gets_on(self, shadow: Shadow) -> bool:
+        """Whether a shadow runs, or may be admitted yet. Clients would wait behind one that was preempted."""
+        if shadow.request.status == RequestStatus.WAITING:
+            return self._fits(shadow.needed) and self._scheduler.current_step - shadow.job.since <= LONGEST_WAIT
+        return shadow.request.status == RequestStatus.RUNNING
 
     def _do_without(self, job: Job) -> None:
         """No scores: everything weighs nothing, so the oldest goes first."""
@@ -262,11 +277,12 @@ class Reconstructions:
                 job.request.num_prompt_tokens,
             )
         job.resident.report = Report(np.arange(0), {"mass": np.empty(0)})
-        self._finish(job)
 
     def _begin(self, job: Job) -> bool:
         """Add the next shadow of a request, if it is time. Returns whether it was added."""
         scheduler, request, config = self._scheduler, job.request, job.resident.config
+        if job.resident.report is not None:
+            return False  # its decision falls with this step's output
         if request.num_computed_tokens - request.num_in_flight_tokens < request.num_prompt_tokens:
             job.since = scheduler.current_step
             return False
@@ -281,7 +297,7 @@ class Reconstructions:
             return False
         if not self._fits(needed) or (scheduler.waiting and waited < PATIENCE):
             return False
-        self._add(job, prompt, start)
+        self._add(job, prompt, start, needed)
         return True
 
     def _parts(self, request: Request, config: KVPolicyConfig) -> list[tuple[int, int]]:
@@ -312,7 +328,7 @@ class Reconstructions:
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return free >= needed + spare and len(scheduler.running) < scheduler.max_num_running_reqs
 
-    def _add(self, job: Job, prompt: list[int], start: int) -> None:
+    def _add(self, job: Job, prompt: list[int], start: int, needed: int) -> None:
         scheduler, original = self._scheduler, job.request
         shadow = Request(
             f"reconstruct-{next(self._ids)}-{original.request_id}",
@@ -329,12 +345,12 @@ class Reconstructions:
         # Only what is the prompt's own is published: what follows would be of use to nobody.
         resident.pure_tokens = job.blocks * resident.block_size
         self._hidden.add(shadow.request_id)
-        self._shadow = (shadow, job, Scoring("sum", 0.0, 1, 1, NEVER, start=start))
+        self._shadow = Shadow(shadow, job, Scoring("sum", 0.0, 1, 1, NEVER, start=start), needed)
         scheduler.residents[shadow.request_id] = resident
         scheduler.add_request(shadow)
         scheduler.waiting.remove_request(shadow)
         scheduler.waiting.prepend_request(shadow)
 
     def _withdraw(self) -> None:
-        (shadow, *_), self._shadow = self._shadow, None
-        self._scheduler.finish_requests(shadow.request_id, RequestStatus.FINISHED_ABORTED)
+        shadow, self._shadow = self._shadow, None
+        self._scheduler.finish_requests(shadow.request.request_id, RequestStatus.FINISHED_ABORTED)
