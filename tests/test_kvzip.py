@@ -243,6 +243,22 @@ def test_a_prompt_is_reconstructed_once(engine, dense, shadows):
 
 
 @on_v1
+def test_a_repetition_that_is_cached_is_computed_all_the_same(engine, dense, shadows):
+    """A client may have sent what a shadow sends; its blocks would leave nothing to measure. And no shadow leaves any."""
+    server = engine({**SERVER, "allow": ["full"]})
+    prompt = random_prompt(608, 5)
+    server.generate([[*prompt, *prompt, 1]], max_tokens=2, extra_args={"kv_policy": "full"})
+    server.generate([prompt], max_tokens=60)
+    assert shadows == [[*prompt, *prompt]]
+    ((_, mass),) = server.scheduler.reconstructions.scores._prompts.values()
+    np.testing.assert_allclose(mass, reconstructed(dense, prompt, server.scheduler.kv_policy), rtol=1e-3)
+    other = random_prompt(608, 6)
+    server.generate([other], max_tokens=60)
+    (output,) = server.generate([[*other, *other]], max_tokens=1, extra_args={"kv_policy": "full"})
+    assert output.num_cached_tokens == 608
+
+
+@on_v1
 def test_what_keeps_its_budget_is_not_reconstructed(engine, shadows):
     server = engine({**SERVER, "allow": ["h2o", "full"]})
     server.generate([random_prompt(200)], max_tokens=50)
