@@ -62,9 +62,8 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     policy = POLICIES[name]
     values = {"budget": 0.25, "buffer": 96, "sink": 48, "recent": 100, "accumulate": "ema", "decay": 0.5}
     values |= {"window": 7, "every": 3, "heads": "max", "layers": "mean", "protect": False, "min_prompt": 300}
-    values |= {"kernel": 5, "mix": 0.25, "seed": 11}
-    assert {*values, "when"} == frozenset().union(*(policy.options for policy in POLICIES.values()))
-    values |= {"when": policy.triggers[-1]}
+    values |= {"kernel": 5, "mix": 0.25, "seed": 11, "chunk": 500, "instruction": [3, 4], "when": policy.triggers[-1]}
+    assert set(values) == frozenset().union(*(policy.options for policy in POLICIES.values()))
     values = {field: value for field, value in values.items() if field in policy.options}
     for extra in ({}, values, {"allow": ["h2o"]}):
         config = parse({"name": name, **extra})
@@ -258,8 +257,8 @@ def test_bound_is_the_largest_trigger_or_none():
 
 
 def test_allowed():
-    assert parse("full").allowed == set(POLICIES)
-    assert parse("h2o").allowed == set(POLICIES) - {"full"}
+    assert parse("full").allowed == set(POLICIES) - {"kvzip"}
+    assert parse("h2o").allowed == set(POLICIES) - {"full", "kvzip"}
     assert parse({"name": "h2o", "allow": []}).allowed == {"h2o"}
     assert parse({"name": "sink-window", "allow": ["full"]}).allowed == {"sink-window", "full"}
 
@@ -419,7 +418,7 @@ SAME = ("budget", "buffer", "sink", "recent", "protect", "min_prompt")
 
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - {"full", "sink-window", "h2o"}))
 def test_another_scoring_policy_keeps_what_is_kept_and_protected(name):
-    server = {**H2O, "protect": False, "min_prompt": 77}
+    server = {**H2O, "protect": False, "min_prompt": 77, "allow": [name]}
     config, own = asked(server, {"kv_policy": name}), parse(name)
     assert [getattr(config, field) for field in SAME] == [1024, 64, 32, 256, False, 77]
     for field in POLICIES[name].options - set(SAME):
@@ -468,7 +467,7 @@ def test_a_ratio_is_of_the_requests_own_prompt():
 
 servers = st.fixed_dictionaries(
     {
-        "name": st.sampled_from(sorted(set(POLICIES) - {"full"})),
+        "name": st.sampled_from(sorted(set(POLICIES) - {"full", "kvzip"})),
         "protect": st.booleans(),
         "budget": st.one_of(st.integers(150, 500), st.floats(0.01, 0.99)),
         "buffer": st.integers(0, 100),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -103,9 +103,14 @@ class KVPolicyConfig(BaseModel):
     kernel: int = Field(3, ge=1)
     #: rkv: weight of attention against redundancy.
     mix: float = Field(0.1, ge=0, le=1)
+    #: kvzip: tokens of the prompt that are repeated at once.
+    chunk: int = Field(2048, ge=1)
+    #: kvzip: token ids between the prompt and its repetition.
+    instruction: tuple[Annotated[int, Field(ge=0)], ...] = ()
     #: random: of its hash.
     seed: int = Field(0, ge=0, lt=1 << 63)
     #: Policies that requests may pick; None: all that evict; `full` as well if this is `full`, or under pressure.
+    #: Those that reconstruct prompts have to be named.
     allow: tuple[str, ...] | None = None
 
     @model_validator(mode="before")
@@ -137,7 +142,18 @@ class KVPolicyConfig(BaseModel):
         )
 
     @field_validator(
-        "buffer", "sink", "recent", "min_prompt", "window", "every", "decay", "kernel", "mix", "seed", mode="before"
+        "buffer",
+        "sink",
+        "recent",
+        "min_prompt",
+        "window",
+        "every",
+        "decay",
+        "kernel",
+        "mix",
+        "chunk",
+        "seed",
+        mode="before",
     )
     @classmethod
     def _numbers_only(cls, value: Any) -> Any:
@@ -223,11 +239,18 @@ class KVPolicyConfig(BaseModel):
         """Names of the policies that requests may pick."""
         if self.allow is not None:
             return frozenset(self.allow) | {self.name}
+        # A second pass over its prompt, and holding all of it, is not for a request to decide.
+        names = frozenset(name for name in POLICIES if not POLICIES[name].reconstructs) | {self.name}
         if self.name == "full":
-            return frozenset(POLICIES)
+            return names
         if self.when == "pressure":  # a request that keeps everything is no harm while there is room
-            return frozenset(name for name in POLICIES if "pressure" in POLICIES[name].triggers)
-        return frozenset(POLICIES) - {"full"}
+            return frozenset(name for name in names if "pressure" in POLICIES[name].triggers)
+        return names - {"full"}
+
+    @property
+    def reconstructs(self) -> bool:
+        """Whether any request may need its prompt reconstructed."""
+        return any(POLICIES[name].reconstructs for name in self.allowed)
 
     @property
     def statistics(self) -> frozenset[str]:
@@ -274,7 +297,7 @@ class KVPolicyConfig(BaseModel):
 
     def bound(self, block_size: int, max_model_len: int) -> int | None:
         """Most blocks that any request may hold between steps; None if requests may keep everything."""
-        if "full" in self.allowed or self.min_prompt > 1:
+        if "full" in self.allowed or self.reconstructs or self.min_prompt > 1:
             return None
         return self.limits(block_size, max_model_len).bound
 

@@ -259,7 +259,12 @@ CONFIGURATION = [
         calls=("get_layers_from_vllm_config(..., ...)",),
         does=("vllm_config.compilation_config.static_forward_context",),
     ),
-    Touch("vllm.logger:init_logger", ("core.scheduler",), "start-up line in vLLM's log", calls=("init_logger(...)",)),
+    Touch(
+        "vllm.logger:init_logger",
+        ("core.scheduler", "core.reconstruction"),
+        "start-up line and warnings in vLLM's log",
+        calls=("init_logger(...)",),
+    ),
 ]
 
 FRONT_END = [
@@ -285,8 +290,8 @@ FRONT_END = [
     ),
     Touch(
         "vllm.sampling_params:SamplingParams",
-        ("compat.frontend", "core.scheduler"),
-        "`kv_policy` and `kv_budget` of a request",
+        ("compat.frontend", "core.scheduler", "core.reconstruction"),
+        "`kv_policy` and `kv_budget` of a request; a shadow has its own",
         has=("extra_args: dict[str, Any] | None",),
     ),
     Touch(
@@ -407,7 +412,7 @@ FRONT_END = [
 SCHEDULER = [
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler",
-        ("core.scheduler",),
+        ("core.scheduler", "core.reconstruction"),
         "subclassed",
         has=(
             "vllm_config",
@@ -415,6 +420,9 @@ SCHEDULER = [
             "kv_cache_config",
             "kv_cache_manager",
             "max_model_len",
+            "max_num_running_reqs",
+            "waiting",
+            "current_step",
             "requests: dict[str, Request]",
             "running: list[Request]",
             "use_v2_model_runner",
@@ -517,8 +525,33 @@ SCHEDULER = [
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler.finish_requests",
         ("core.scheduler",),
-        "an aborted request ends in _free_request too",
-        does=("self._free_request(request, ...)",),
+        "an aborted request ends in _free_request too; a shadow is aborted with it, between two steps or after one",
+        replaced_by=("vllm_evict.core.scheduler:EvictionMixin.finish_requests",),
+        does=(
+            "self.running = remove_all(self.running, ...)",
+            "self.waiting.remove_requests(waiting_requests_to_remove)",
+            "self._free_request(request, ...)",
+            "return valid_requests",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.sched.scheduler:Scheduler.pause_state",
+        ("core.reconstruction",),
+        "no shadow begins while new requests are held back",
+        kind="property",
+    ),
+    Touch("vllm.v1.core.sched.interface:PauseState", ("core.reconstruction",), "see there", has=("UNPAUSED",)),
+    Touch(
+        "vllm.v1.core.sched.request_queue:RequestQueue.remove_request",
+        ("core.reconstruction",),
+        "a shadow is taken from behind those that wait",
+        calls=("remove_request(...)",),
+    ),
+    Touch(
+        "vllm.v1.core.sched.request_queue:RequestQueue.prepend_request",
+        ("core.reconstruction",),
+        "and put before them; a priority queue sorts it in",
+        calls=("prepend_request(...)",),
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
@@ -534,6 +567,7 @@ SCHEDULER = [
         "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache",
         ("core.scheduler",),
         "may preempt requests between two steps; they come back in the very next one, with new tables",
+        replaced_by=("vllm_evict.core.scheduler:EvictionMixin.reset_prefix_cache",),
         does=("self._preempt_request(request, timestamp, drop_stale_output=True)",),
     ),
     Touch(
@@ -598,12 +632,24 @@ SCHEDULER = [
         "requests that go on; those that were preempted come with a whole new table",
         has=("req_ids: list[str]", "resumed_req_ids: set[str]", "num_computed_tokens: list[int]"),
     ),
-    Touch("vllm.v1.engine:EngineCoreOutputs", ("core.scheduler",), "type of update_from_output's result"),
+    Touch(
+        "vllm.v1.engine:EngineCoreOutputs",
+        ("core.scheduler", "core.reconstruction"),
+        "update_from_output's result, one for each client; shadows are taken out of it",
+        has=("outputs: list[EngineCoreOutput]", "finished_requests: set[str] | None"),
+    ),
     Touch(
         "vllm.v1.request:Request",
-        ("core.scheduler", "core.manager"),
-        "what is decided about",
+        ("core.scheduler", "core.manager", "core.reconstruction"),
+        "what is decided about; shadows are made like those that clients send",
         has=(
+            "prompt_embeds",
+            "mm_features",
+            "lora_request",
+            "cache_salt",
+            "client_index",
+            "block_hashes: list[BlockHash]",
+            "_block_hasher",
             "request_id",
             "status",
             "sampling_params",
@@ -615,7 +661,21 @@ SCHEDULER = [
             "num_in_flight_tokens = 0",
         ),
     ),
-    Touch("vllm.v1.request:RequestStatus", ("core.scheduler",), "only running requests evict", has=("RUNNING",)),
+    Touch(
+        "vllm.v1.request:Request.__init__",
+        ("core.reconstruction",),
+        "makes a shadow",
+        calls=(
+            "Request(..., ..., ..., ..., client_index=0, lora_request=None, cache_salt=None, priority=0, block_hasher=None)",
+        ),
+        does=("self.update_block_hashes()",),
+    ),
+    Touch(
+        "vllm.v1.request:RequestStatus",
+        ("core.scheduler", "core.reconstruction"),
+        "only running requests evict",
+        has=("RUNNING", "WAITING", "FINISHED_ABORTED"),
+    ),
 ]
 
 BLOCKS = [

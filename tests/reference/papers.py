@@ -105,3 +105,8 @@ def rkv(layers, seen, blocks, queries, resident, mix):
     """Cai et al. 2025: lambda * importance - (1 - lambda) * redundancy, as shares of the blocks at hand."""
     mass, alike = h2o(layers, seen, blocks, queries), redundancy(layers, blocks, resident)
     return [mix * m / sum(mass) - (1 - mix) * a / sum(alike) for m, a in zip(mass, alike)]
+
+
+def kvzip(layers, seen, blocks, repeated):
+    """Kim et al. 2025: the attention that the queries of the repetition pay; summed over them, the paper maximises."""
+    return h2o(layers, seen, blocks, repeated)

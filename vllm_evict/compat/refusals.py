@@ -42,7 +42,8 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (model.is_encoder_decoder, "encoder-decoder models", without),
         (model.is_mm_prefix_lm or model.is_diffusion, "models with non-causal attention", without),
         (
-            model.get_sliding_window() is not None or windows
+            model.get_sliding_window() is not None
+            or windows
             or getattr(text, "attention_chunk_size", None) is not None,
             "sliding-window or chunked-local attention layers, which recycle their blocks themselves",
             without,
@@ -61,7 +62,12 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (
             config.statistics and cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
             f"KV cache dtype {cache.cache_dtype!r}, which the score pass can't read",
-            "use --kv-cache-dtype auto, or a policy without scores with \"allow\": [] (sink-window)",
+            'use --kv-cache-dtype auto, or a policy without scores with "allow": [] (sink-window)',
+        ),
+        (
+            config.reconstructs and not cache.enable_prefix_caching,
+            "prefix caching off while requests may use kvzip, which reconstructs prompts from it",
+            "leave --no-enable-prefix-caching out, or kvzip",
         ),
         (
             vllm_config.scheduler_config.scheduler_cls is not None,
@@ -93,5 +99,5 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
         value = getattr(impl, attribute, None)
         if value is not None and not (isinstance(value, (int, float)) and value == 0):
             raise KVPolicyError(
-                f"{name} has {what}, which the score pass does not know: use sink-window with \"allow\": []"
+                f'{name} has {what}, which the score pass does not know: use sink-window with "allow": []'
             )

@@ -48,7 +48,9 @@ class EvictableManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        if apply_admission_cap and (resident := self.residents.get(request_id)) and resident.limits:
+        resident = self.residents.get(request_id) if apply_admission_cap else None
+        # Before its scores are there a request is not evicted from.
+        if resident and resident.limits and not resident.config.policy.reconstructs:
             # A longer prompt is evicted chunk by chunk, so it never holds more than this at once.
             in_flight = math.ceil(self.max_in_flight_tokens / self.block_size) + 1
             num_tokens = min(num_tokens, (resident.limits.bound + in_flight) * self.block_size)

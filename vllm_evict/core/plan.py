@@ -28,6 +28,8 @@ class Scoring:
     trigger: int
     #: What adds up: one of `policies.RUNNING`.
     statistic: str = "mass"
+    #: Position of the first query that counts.
+    start: int = 0
 
     @classmethod
     def of(cls, config: KVPolicyConfig, trigger: int) -> "Scoring | None":

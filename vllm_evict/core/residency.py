@@ -38,7 +38,8 @@ class Residency:
     held_blocks: int = 0
     peak_blocks: int = 0
     evicted_blocks: int = 0
-    #: Under pressure: the last scores, and the scheduler's step that asked for them.
+    #: Under pressure: the last scores, and the scheduler's step that asked for them. Where the policy reconstructs: the
+    #: prompt's scores.
     report: Report | None = None
     asked_at: int = 0
 
@@ -141,6 +142,10 @@ class Residency:
             self.known = blocks
 
     def _statistics(self, candidates: np.ndarray, report: Report, computed_tokens: int) -> dict[str, np.ndarray]:
+        if self.config.policy.reconstructs:
+            # What was computed after the reconstructed prompt has no score.
+            missing = max(self.known - len(report.index), 0)
+            return {name: np.pad(values, (0, missing))[candidates] for name, values in report.statistics.items()}
         # The report may be older than the last holes, never younger than the candidates: all are in it.
         at = np.searchsorted(report.index, candidates)
         statistics = {name: values[at] for name, values in report.statistics.items()}

@@ -20,6 +20,7 @@ from ..metrics import STATS_KEY, Tally
 from ..usage import USAGE_KEY, KVUsage
 from .manager import EvictableManager
 from .plan import PLAN, REPORTS, EvictionPlan, Scoring
+from .reconstruction import Reconstructions
 from .residency import NO_BLOCKS, Residency
 from .spec import EvictableSpec, policy_config
 
@@ -51,6 +52,8 @@ class EvictionMixin:
             self._allocate = self.kv_cache_manager.allocate_slots
             self.kv_cache_manager.allocate_slots = self._allocate_under_pressure
             self._warned = False
+        #: None where nobody's prompt is ever reconstructed.
+        self.reconstructions = Reconstructions(self, self._evict) if self.kv_policy.reconstructs else None
         #: Requests with stop strings: the front end ends them on any of their outputs.
         self._stoppable: set[str] = set()
         logger.info(self._start_up_line())
@@ -101,7 +104,8 @@ class EvictionMixin:
         resident = Residency(config, limits, block_size, key=key)
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.bound)
-        resident.measured = bool(config.policy.measures and may_outgrow)
+        # What a reconstruction measures, its shadow does.
+        resident.measured = bool(config.policy.measures and may_outgrow and not config.policy.reconstructs)
         return resident
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> tuple[Any, int, int, bool]:
@@ -111,12 +115,17 @@ class EvictionMixin:
         cache may be longer, and a request that waits for more blocks than there are would wait for ever.
         """
         blocks, tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
-        most = self.kv_manager.longest_hit()
-        if self.residents[request.request_id].limits and tokens > most:
+        most, resident = self.kv_manager.longest_hit(), self.residents[request.request_id]
+        shadow = self.reconstructions is not None and self.reconstructions.is_shadow(request.request_id)
+        if shadow:
+            most = resident.pure_tokens  # what it repeats has to be computed
+        if (resident.limits or shadow) and tokens > most:
             blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
         return blocks, tokens, boundary, diverged
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self.reconstructions is not None:
+            self.reconstructions.before_schedule()
         output = super().schedule(*args, **kwargs)
         plan, self._plan = self._plan, EvictionPlan()
         starts = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
@@ -132,7 +141,9 @@ class EvictionMixin:
             if resident.started:
                 continue  # the next turn of a streaming session
             resident.started, resident.first_query = True, computed_tokens
-            if resident.measured and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
+            if self.reconstructions is not None and self.reconstructions.is_shadow(req_id):
+                plan.track[req_id] = self.reconstructions.scoring
+            elif resident.measured and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
                 plan.track[req_id] = scoring
         for req_id in self.kv_manager.take_over_trigger():
             if req_id in output.num_scheduled_tokens:
@@ -140,6 +151,8 @@ class EvictionMixin:
                 plan.due[req_id] = resident.incarnation
                 if resident.measured:
                     plan.report[req_id] = resident.config.policy.measures
+        if self.reconstructions is not None and (shadow := self.reconstructions.reported(output)):
+            plan.report[shadow] = self.residents[shadow].config.policy.measures
         if self.kv_policy.when == "pressure" and self._short_of_blocks():
             self._ask_for_scores(plan, output)
         if self._poison:
@@ -167,7 +180,13 @@ class EvictionMixin:
             if resident.measured and req_id not in reports:
                 logger.error("no scores came back for request %s: its KV blocks stay this time", req_id)
                 continue
-            self._evict(request, resident, reports.get(req_id))
+            if resident.config.policy.reconstructs:
+                self.reconstructions.want(request, resident)
+            else:
+                self._evict(request, resident, reports.get(req_id))
+        if self.reconstructions is not None:
+            self.reconstructions.take(reports)
+            self.reconstructions.hide(outputs)
         if self._stoppable:
             self._send_usage(outputs)
         return outputs
@@ -279,6 +298,18 @@ class EvictionMixin:
         resident = self.residents.pop(request.request_id)
         usage = KVUsage.of(resident)
         return {**(kv_params or {}), USAGE_KEY: usage.as_dict()}, ec_params
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+        finished = super().finish_requests(*args, **kwargs)
+        if self.reconstructions is not None:
+            self.reconstructions.tidy()
+            finished = self.reconstructions.visible(finished)
+        return finished
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        if self.reconstructions is not None:
+            self.reconstructions.reset()
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)

@@ -8,6 +8,7 @@ from .full import Full
 from .h2o import H2O
 from .keydiff import KeyDiff
 from .knorm import KNorm
+from .kvzip import KVzip
 from .pagedeviction import PagedEviction
 from .random import Random
 from .rkv import RKV
@@ -20,7 +21,7 @@ from .tova import TOVA
 POLICIES: dict[str, Policy] = {
     policy.name: policy()
     for policy in (
-        Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, RKV, KNorm, KeyDiff, PagedEviction, Random
+        Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Random
     )
 }  # fmt: skip
 

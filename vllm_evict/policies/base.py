@@ -58,6 +58,9 @@ class Policy(ABC):
     weighs: ClassVar[bool] = False
     #: Whether its recent window is simply what the budget leaves beside the sinks.
     window_is_the_budget: ClassVar[bool] = False
+    #: Whether its statistics are those of a reconstruction of the prompt (see `core.reconstruction`). Until they are
+    #: there a request keeps everything.
+    reconstructs: ClassVar[bool] = False
     #: Whether it looks at `Blocks.key`.
     by_prompt: ClassVar[bool] = False
     #: Fields of `KVPolicyConfig` that mean something to it.
@@ -79,7 +82,7 @@ class Policy(ABC):
     @property
     def triggers(self) -> tuple[str, ...]:
         """Values of `when`. Under pressure scores have to be at hand in any step, so they have to add up."""
-        return ("budget",) if self.measures & CACHED else ("budget", "pressure")
+        return ("budget",) if self.measures & CACHED or self.reconstructs else ("budget", "pressure")
 
     def cost(self, importance: np.ndarray) -> np.ndarray:
         """What each candidate's loss takes from its request, to be compared with other requests' losses.

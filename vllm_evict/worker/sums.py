@@ -109,6 +109,7 @@ class RunningSums:
         self._trigger = np.zeros(requests, np.int64)
         self._holes = np.zeros(requests, np.int64)
         self._pivots = np.zeros(requests, bool)
+        self._start = np.zeros(requests, np.int64)
         self._batch: tuple[list[str], np.ndarray, np.ndarray] = ([], np.empty(0, np.int64), np.empty(0, np.int64))
 
     def __contains__(self, req_id: str) -> bool:
@@ -131,6 +132,7 @@ class RunningSums:
         self._trigger[slot] = scoring.trigger
         self._holes[slot] = 0
         self._pivots[slot] = scoring.statistic == "pivots"
+        self._start[slot] = scoring.start
 
     def stop(self, req_id: str) -> None:
         if (slot := self._slots.pop(req_id, None)) is not None:
@@ -156,7 +158,12 @@ class RunningSums:
         if not len(rows):
             return None
         lens = np.diff(query_start_loc)
-        plain = not (self._window[slots].any() or self._decay[slots].any() or (self._every[slots] > 1).any())
+        plain = not (
+            self._window[slots].any()
+            or self._decay[slots].any()
+            or (self._every[slots] > 1).any()
+            or self._start[slots].any()
+        )
         if plain:
             counted = lens[rows].astype(np.int64)
             weights = None if len(rows) == len(req_ids) else _spread(np.ones(len(rows), np.float32), rows, lens)
@@ -177,7 +184,7 @@ class RunningSums:
         """Add a step's mass to the running sums."""
         decay = self._decay[step.slots]
         if decay.any():
-            kept = np.where(decay > 0, decay ** step.counted, 1.0).astype(np.float32)
+            kept = np.where(decay > 0, decay**step.counted, 1.0).astype(np.float32)
             self._sums[step.slots] *= torch.from_numpy(kept)[:, None, None]
         rows = torch.from_numpy(step.rows)
         slots = torch.from_numpy(step.slots)[:, None, None]
@@ -256,7 +263,7 @@ class RunningSums:
         row = np.repeat(np.arange(len(rows)), lens_)
         offsets = np.concatenate(([0], np.cumsum(lens_)))
         position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lens_) + np.repeat(ends - lens_, lens_)
-        counts = position % self._every[slots][row] == 0
+        counts = (position % self._every[slots][row] == 0) & (position >= self._start[slots][row])
 
         window, trigger, holes = self._window[slots], self._trigger[slots], self._holes[slots]
         over = -(-ends // self.block_size) - holes > trigger

@@ -1,0 +1,21 @@
+"""KVzip: what the model looks at when it repeats its prompt stays, whatever will be asked."""
+
+import numpy as np
+
+from .base import BUDGET_OPTIONS, REDUCTIONS, Blocks, Policy
+
+
+class KVzip(Policy):
+    """A block weighs the attention mass that a reconstruction of the prompt puts on it.
+
+    Blocks that are no part of the reconstructed prompt weigh nothing, so they go first, from the oldest on.
+    """
+
+    name = "kvzip"
+    paper = "Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, 2025, arXiv:2505.23416"
+    measures = frozenset({"mass"})
+    reconstructs = True
+    options = BUDGET_OPTIONS | REDUCTIONS | {"chunk", "instruction"}
+
+    def importance(self, blocks: Blocks) -> np.ndarray:
+        return blocks["mass"]
