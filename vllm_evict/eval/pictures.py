@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -142,23 +143,29 @@ def heat_map(pyplot: Any, rows: Sequence[Row]) -> Any:
     policies = sorted({row["policy"] for row in rows}, key=lambda p: (p.split()[0] != "full", p))
     sizes = sorted({row["budget"] for row in rows if row["budget"] is not None}, key=lambda b: (b < 1, b))
     depths, lengths = sorted({r["depth"] for r in rows}), sorted({r["length"] for r in rows})
-    wide = max(1, len(sizes))
-    size = 1.3 + (0.7 * len(lengths) + 0.5) * wide, (0.32 * len(depths) + 0.9) * len(policies)
-    figure, axes = pyplot.subplots(len(policies), wide, figsize=size, squeeze=False)
+    # A row a policy; with one budget, five policies a row.
+    wide = len(sizes) if len(sizes) > 1 else min(5, len(policies))
+    panels: list[tuple[str, Any] | None] = []
+    for policy in policies:
+        own = [None] if all(r["budget"] is None for r in rows if r["policy"] == policy) else sizes
+        panels += [(policy, budget) for budget in own]
+        if len(sizes) > 1:
+            panels += [None] * (wide - len(own))
+    high = math.ceil(len(panels) / wide)
+    size = 1.3 + (0.7 * len(lengths) + 0.5) * wide, (0.32 * len(depths) + 0.9) * high
+    figure, axes = pyplot.subplots(high, wide, figsize=size, squeeze=False)
     picture = None
-    for policy, line in zip(policies, axes, strict=True):
-        mine = [row for row in rows if row["policy"] == policy]
-        own = [None] if all(row["budget"] is None for row in mine) else sizes
-        for axis, budget in zip(line, [*own, *["none"] * (wide - len(own))], strict=True):
-            here = [row for row in mine if row["budget"] == budget]
-            if not here:
-                axis.set_visible(False)
-                continue
-            grid = [[_share(here, depth, length) for length in lengths] for depth in depths]
-            picture = axis.imshow(grid, vmin=0, vmax=1, cmap=SHARES, aspect="auto")
-            axis.set_title(policy if budget is None else f"{policy}, {budget_words(budget)}", fontsize=8)
-            axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7, rotation=30)
-            axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=7)
+    for axis, panel in zip_longest(axes.flat, panels):
+        policy, budget = panel or ("", None)
+        here = [row for row in rows if row["policy"] == policy and row["budget"] == budget]
+        if not here:
+            axis.set_visible(False)
+            continue
+        grid = [[_share(here, depth, length) for length in lengths] for depth in depths]
+        picture = axis.imshow(grid, vmin=0, vmax=1, cmap=SHARES, aspect="auto")
+        axis.set_title(policy if budget is None else f"{policy}, {budget_words(budget)}", fontsize=8)
+        axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7, rotation=30)
+        axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=7)
     axes[0][0].set_ylabel("depth", fontsize=8)
     figure.tight_layout()
     figure.colorbar(picture, ax=axes, shrink=0.6, label="share of right answers")
