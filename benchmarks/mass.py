@@ -1,9 +1,10 @@
-"""Time of `block_mass` beside that of vLLM's own CPU attention on the same batch.
+"""Time of `block_mass` and `decode_mass` beside that of vLLM's own CPU attention on the same batch.
 
     python benchmarks/mass.py [--isa avx2] [--block-size 32] [--only decode] [--threads 1]
 
 "hot": attention and mass alternate, as in a model's layer, so that mass finds
-the keys in whatever cache attention left them in. "cold": the caches are
+the keys in whatever cache attention left them in. "fused" gives output and mass
+in one read, and is compared with attention alone. "cold": the caches are
 overwritten before either. Times are the least of `--repeats` runs.
 """
 
@@ -19,6 +20,7 @@ import vllm
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+from vllm_evict.attention.decode import decode_mass
 from vllm_evict.attention.mass import block_mass, kernel_path
 
 RESIDENT = 4096
@@ -51,6 +53,8 @@ class Batch:
         self.query = torch.randn(sum(query_lens), heads, dim).to(dtype)
         self.output = torch.empty_like(self.query)
         self.mass = torch.zeros(len(seq_lens), kv_heads, width)
+        self.rows = torch.arange(len(seq_lens), dtype=torch.int32)
+        self.decodes = max(query_lens) == 1 and self.layout != "amx"
         self.metadata = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(seq_lens),
             num_heads=heads,
@@ -96,18 +100,34 @@ class Batch:
             isa=self.isa,
         )
 
+    def run_decode(self):
+        decode_mass(
+            self.query,
+            self.keys,
+            self.values,
+            self.table,
+            self.starts,
+            self.seq_lens,
+            self.rows,
+            self.scale,
+            self.output,
+            out=self.mass,
+            isa=self.isa,
+        )
 
-def measure(batch: Batch, repeats: int, flush: torch.Tensor | None) -> tuple[float, float]:
-    """Least seconds of attention and of mass."""
-    times = [], []
+
+def measure(batch: Batch, repeats: int, flush: torch.Tensor | None) -> list[float]:
+    """Least seconds of attention, of mass and, if the batch decodes, of both in one."""
+    runs = [batch.run_attention, batch.run_mass, *([batch.run_decode] if batch.decodes else [])]
+    times = [[] for _ in runs]
     for _ in range(repeats):
-        for run, seconds in zip((batch.run_attention, batch.run_mass), times, strict=True):
+        for run, seconds in zip(runs, times, strict=True):
             if flush is not None:
                 flush.add_(1)
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)
-    return min(times[0]), min(times[1])
+    return [min(seconds) for seconds in times]
 
 
 def cpu_name() -> str:
@@ -137,8 +157,8 @@ def main() -> None:
     print(f"command    python {' '.join(sys.argv)}")
     print(
         f"\n{'batch':<22}{'H/Hkv':>7}{'D':>5}{'dtype':>10}"
-        f"{'attention':>14}{'mass':>9}{'ratio':>7}{'attention':>14}{'mass':>9}{'ratio':>7}"
-        f"\n{'':<44}{'hot, us':>14}{'':>16}{'cold, us':>14}"
+        + f"{'attention':>14}{'mass':>9}{'ratio':>7}{'fused':>9}{'ratio':>7}" * 2
+        + f"\n{'':<44}{'hot, us':>14}{'':>32}{'cold, us':>14}"
     )
     batches = {
         "decode 1 x 4096": ([1], [RESIDENT]),
@@ -155,8 +175,9 @@ def main() -> None:
             batch = Batch(query_lens, seq_lens, heads, kv_heads, dim, options.block_size, dtype, options.isa)
             row = f"{name:<22}{f'{heads}/{kv_heads}':>7}{dim:>5}{str(dtype)[6:]:>10}"
             for buffer in (None, flush):
-                attention, mass = measure(batch, options.repeats, buffer)
+                attention, mass, *fused = measure(batch, options.repeats, buffer)
                 row += f"{attention * 1e6:>14.0f}{mass * 1e6:>9.0f}{mass / attention:>7.0%}"
+                row += "".join(f"{both * 1e6:>9.0f}{both / attention:>7.0%}" for both in fused) or " " * 16
             print(row, flush=True)
 
 
