@@ -36,7 +36,7 @@ SERVERS = {
 }
 # With a prefix cache only blocks that were never published are poisoned, without one all that are freed.
 CACHING = {"prefix-cache": True, "no-prefix-cache": False}
-CASES = [("h2o", "prefix-cache")] if V2 else [(a, b) for a in SERVERS for b in CACHING]
+CASES = [("h2o", "prefix-cache"), ("rkv", "no-prefix-cache")] if V2 else [(a, b) for a in SERVERS for b in CACHING]
 REQUESTS = 12 if V2 else 40
 
 
