@@ -145,7 +145,9 @@ def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
     if config.name == "full":
         return config
     budget = None if config.budget is None else max_len
-    return KVPolicyConfig.parse(config.to_dict() | {"budget": budget, "allow": sorted(POLICIES)})
+    # Without a prefix cache, which measuring leaves off, nothing can be reconstructed.
+    allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs)
+    return KVPolicyConfig.parse(config.to_dict() | {"budget": budget, "allow": allow})
 
 
 def _serves(server: KVPolicyConfig, contender: Contender, max_len: int, block_size: int) -> bool:
