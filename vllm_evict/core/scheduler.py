@@ -224,7 +224,7 @@ class EvictionMixin:
         missing -= self.kv_cache_manager.block_pool.get_num_free_blocks()
         if request.status != RequestStatus.RUNNING:
             missing += self.kv_cache_manager.watermark_blocks
-        if self._relieve(missing):
+        if missing > 0 and self._relieve(missing):
             return self._allocate(request, *args, **kwargs)
         if request.status == RequestStatus.RUNNING and not self._warned:
             self._warned = True
