@@ -25,6 +25,7 @@ class Trace:
         known: tokens it had: its prompt, and after a restart what it had generated.
         evicted: logical blocks evicted after each step.
         held: blocks held after each step.
+        groups: KV group -> blocks evicted from it after each step, and blocks held in it; the above are of the first.
         restarts: times it started over.
     """
 
@@ -34,6 +35,7 @@ class Trace:
     restarts: int = 0
     evicted: list[list[int]] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
+    groups: list["Trace"] = field(default_factory=list)
 
 
 class Engine:
@@ -69,7 +71,12 @@ class Engine:
 
     @property
     def manager(self):
-        return self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        return self.managers[0]
+
+    @property
+    def managers(self):
+        """Of each KV group."""
+        return self.scheduler.kv_cache_manager.coordinator.single_type_managers
 
     @property
     def worker(self):
@@ -77,8 +84,8 @@ class Engine:
 
     @property
     def runtime(self):
-        """The worker's side of the plugin."""
-        return self.worker.kv_evict
+        """The worker's side of the plugin, in the first KV group."""
+        return self.worker.kv_evict.groups[0]
 
     @property
     def free_blocks(self):
@@ -91,11 +98,12 @@ class Engine:
 
     def held_by(self, req_id):
         """Physical blocks of a request, by its id inside the engine."""
-        return [block.block_id for block in self.manager.req_to_blocks.get(req_id, []) if not block.is_null]
+        tables = [manager.req_to_blocks.get(req_id, []) for manager in self.managers]
+        return [block.block_id for table in tables for block in table if not block.is_null]
 
     def held_blocks(self):
         """Physical blocks that any request holds."""
-        return set().union(*(self.held_by(req_id) for req_id in list(self.manager.req_to_blocks)))
+        return set().union(*(self.held_by(req_id) for manager in self.managers for req_id in list(manager.req_to_blocks)))
 
     def metrics(self):
         """Values of the plugin's metrics by (name without prefix, policy), and of vLLM's counters by name."""
@@ -117,12 +125,13 @@ class Engine:
         assert not self.held_blocks()
         assert self.free_blocks == self.all_blocks
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
-        assert not self.scheduler.residents
-        assert not self.manager.take_over_trigger()
-        assert not self.runtime._with_holes
-        if self.runtime.sums is not None:
-            assert not self.runtime.sums._slots
-            assert sorted(self.runtime.sums._free) == list(range(len(self.runtime.sums._sums)))
+        assert not any(getattr(manager, "residents", None) for manager in self.managers)
+        assert not any(manager.take_over_trigger() for manager in self.managers)
+        for group in self.worker.kv_evict.groups:
+            assert not group.with_holes
+            if group.sums is not None:
+                assert not group.sums._slots
+                assert sorted(group.sums._free) == list(range(len(group.sums._sums)))
 
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -187,12 +196,14 @@ class Engine:
 
         def recorded_update(scheduler_output, model_runner_output):
             result = update(scheduler_output, model_runner_output)
-            holes = self.scheduler._plan.holes if hasattr(self.scheduler, "_plan") else {}
+            plans = self.scheduler._plan.groups if hasattr(self.scheduler, "_plan") else [None]
             for req_id in scheduler_output.num_scheduled_tokens:
                 trace = traces[_external(req_id)]
-                trace.evicted.append(sorted(holes.get(req_id, [])))
-                blocks = self.manager.req_to_blocks.get(req_id, [])
-                trace.held.append(sum(not block.is_null for block in blocks))
+                trace.groups = trace.groups or [trace, *(Trace() for _ in plans[1:])]
+                for group, plan, manager in zip(trace.groups, plans, self.managers):
+                    group.evicted.append(sorted(plan.holes.get(req_id, []) if plan else []))
+                    blocks = manager.req_to_blocks.get(req_id, [])
+                    group.held.append(sum(not block.is_null for block in blocks))
             return result
 
         self.scheduler.schedule, self.scheduler.update_from_output = recorded_schedule, recorded_update

@@ -57,7 +57,7 @@ class Recorder:
             for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens):
                 if req_id in cached.resumed_req_ids:
                     self.records[req_id] = Record(computed)
-            for req_id, holes in plan.holes.items():
+            for req_id, holes in plan.groups[0].holes.items():
                 if req_id in self.records:
                     self.records[req_id].pending += holes
             for req_id, tokens in output.num_scheduled_tokens.items():
@@ -66,7 +66,7 @@ class Recorder:
                 record.told.append(record.pending)
                 record.pending = []
             handed_out = {b for r in scheduler.requests for b in server.held_by(r)} - set().union(*before.values())
-            assert len(self.decisions_waiting) == len(plan.holes), "holes were left for a later step"
+            assert len(self.decisions_waiting) == len(plan.groups[0].holes), "holes were left for a later step"
             self.reused += len(handed_out & untold)
             self.decisions_waiting = set()
             return output

@@ -47,7 +47,7 @@ def watch_views(server):
             ]
             if result[1] is not None:  # the stock kernel need not read rows that the plugin decodes
                 copies[1]["seq_lens"] = result[1].seq_lens.clone()
-            seen.append((*copies, list(server.runtime.req_ids)))
+            seen.append((*copies, list(server.runtime.batch.req_ids)))
         return result
 
     server.runtime.view = watched

@@ -345,7 +345,7 @@ def test_packs_as_vllm_does(layout, dtype):
     assert torch.equal(unpack_values(value_cache.contiguous(), layout), values)
     assert torch.equal(pack_values(values, layout), value_cache)
     layer = SimpleNamespace(isa=layout, kv_cache=cache)
-    for got, want in zip(CPUPasses.read(layer, torch.tensor([2, 0])), (keys, values)):
+    for got, want in zip(CPUPasses.read(layer, layer.kv_cache, torch.tensor([2, 0])), (keys, values)):
         assert torch.equal(got, want[[2, 0]])
 
 

@@ -10,10 +10,10 @@ from reference import papers
 from vllm_evict.attention.cpu import CPUPasses
 from vllm_evict.attention.mass import pack_keys, pack_values, unpack_values
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.plan import PLAN, EvictionPlan, Scoring
+from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
 from vllm_evict.core.residency import Residency
 from vllm_evict.policies import POLICIES, Blocks
-from vllm_evict.worker.runtime import EvictionRuntime
+from vllm_evict.worker.runtime import EvictionRuntime, GroupRuntime
 
 SIZE, HEADS, KV_HEADS, DIM, LAYERS, TOKENS = 16, 6, 2, 32, 2, 194
 #: A decision after the third chunk (10 blocks, 8 allowed), the next at position 192, when a ninth is begun again.
@@ -45,16 +45,17 @@ class Served:
         # Physical blocks in random order; block 0 is the null block.
         self.table = 1 + torch.randperm(self.blocks, generator=gen).int()
         self.config = config
-        self.runtime = EvictionRuntime(
+        self.group = GroupRuntime(
             config, SIZE, max_requests=2, max_model_len=TOKENS, kv_heads=KV_HEADS, layers=LAYERS, read=self.read
         )
+        self.runtime = EvictionRuntime([self.group])
         self.resident = Residency(config, config.limits(SIZE, TOKENS), SIZE)
         self.computed, self.holes, self.new_holes = 0, set(), []
         self.seen = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
         self.caches = [torch.zeros(self.blocks + 1, KV_HEADS, SIZE, 2 * DIM) for _ in range(LAYERS)]
 
     def read(self, physical, values):
-        return (CPUPasses.read(SimpleNamespace(isa="vec", kv_cache=cache), physical, values) for cache in self.caches)
+        return (CPUPasses.read(SimpleNamespace(isa="vec"), cache, physical, values) for cache in self.caches)
 
     def write(self):
         """What is computed, into the caches."""
@@ -75,7 +76,7 @@ class Served:
         there = torch.tensor([t // SIZE not in self.holes for t in tokens.tolist()])
         self.seen[first : self.computed, : self.computed] = there & (tokens <= tokens[first:, None])
         self.write()
-        plan = EvictionPlan(holes={"r": self.new_holes} if self.new_holes else {})
+        plan = GroupPlan(holes={"r": self.new_holes} if self.new_holes else {})
         due = self.resident.over_trigger(-(-self.computed // SIZE))
         if due:
             plan.report["r"] = self.config.policy.measures
@@ -86,9 +87,9 @@ class Served:
         output = SimpleNamespace(
             finished_req_ids=set(), preempted_req_ids=None, scheduled_cached_reqs=none, scheduled_new_reqs=[]
         )
-        setattr(output, PLAN, plan)
+        setattr(output, PLAN, EvictionPlan([plan]))
         self.runtime.begin(output)
-        self.runtime.req_ids = ["other", "r"]
+        self.runtime.batch.req_ids = ["other", "r"]
         table = torch.zeros(2, self.blocks + 1, dtype=torch.int32)
         table[0, 0] = 1
         table[1, : self.blocks] = self.table * torch.tensor([b not in self.holes for b in range(self.blocks)])
@@ -97,14 +98,14 @@ class Served:
             seq_lens=torch.tensor([3, self.computed], dtype=torch.int32),
             query_start_loc=torch.tensor([0, 2, 2 + count], dtype=torch.int32),
         )
-        metadata, work = self.runtime.view(metadata)
+        metadata, work = self.group.view(metadata)
         metadata.block_table, metadata.num_actual_tokens = metadata.block_table_tensor, 2 + count
         for (q, _, _), cache in zip(self.layers, self.caches):
             query = torch.cat((torch.zeros(2, HEADS, DIM), q[first : self.computed]))
             if work is not None:
                 layer = SimpleNamespace(isa="vec", impl=SimpleNamespace(scale=DIM**-0.5))
                 work.do(CPUPasses, layer, query, cache, metadata, torch.empty_like(query))
-        reports = self.runtime.end(local)
+        (reports,) = self.runtime.end(local)
         if not due:
             return None
         judged = []

@@ -234,9 +234,9 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
     def weigh(weights, out):
         out[1, :, :2] += 2.0
 
-    def weigh_each(queries, out):  # shares of 4/9, 4/9 and 1/9, then of 4/10, 4/10 and 2/10
-        out[0] = torch.tensor([0.45, 0.44, 0.11])
-        out[1] = torch.tensor([[0.41, 0.41, 0.18], [0.41, 0.39, 0.2], [0.39, 0.39, 0.22]])
+    def weigh_each(queries, width):  # shares of 4/9, 4/9 and 1/9, then of 4/10, 4/10 and 2/10
+        first = torch.tensor([0.45, 0.44, 0.11]).expand(3, width)
+        return torch.stack([first, torch.tensor([[0.41, 0.41, 0.18], [0.41, 0.39, 0.2], [0.39, 0.39, 0.22]])])
 
     step.add(weigh, weigh_each)
     sums.fold(step)

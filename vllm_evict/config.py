@@ -6,14 +6,20 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from .heads.pattern import HeadPattern, HeadsError
 from .policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES, Policy
 
 Reduction = Literal["sum", "mean", "max"]
+REDUCTION_NAMES = get_args(Reduction)
+
+#: Names of head classes, in the order of their KV groups.
+RETRIEVAL, STREAMING = "retrieval", "streaming"
 
 
 class KVPolicyError(ValueError):
@@ -96,8 +102,8 @@ class KVPolicyConfig(BaseModel):
     window: int = Field(32, ge=1)
     #: Score every n-th query position only.
     every: int = Field(1, ge=1)
-    #: How KV heads and layers of a group are reduced to one score a block.
-    heads: Reduction = "sum"
+    #: How KV heads and layers of a group are reduced to one score a block. duo: the file of its gates.
+    heads: str = "sum"
     layers: Reduction = "sum"
     #: snapkv: blocks in the pooling kernel, odd.
     kernel: int = Field(3, ge=1)
@@ -109,6 +115,13 @@ class KVPolicyConfig(BaseModel):
     instruction: tuple[Annotated[int, Field(ge=0)], ...] = ()
     #: random: of its hash.
     seed: int = Field(0, ge=0, lt=1 << 63)
+    #: duo: gates of at least `threshold` are retrieval heads, or the share `sparsity` with the smallest gates streams.
+    threshold: float | None = Field(None, ge=0, le=1)
+    sparsity: float | None = Field(None, ge=0, le=1)
+    #: duo: the policy of retrieval heads; None: they keep everything.
+    retrieval: "KVPolicyConfig | None" = None
+    #: duo: a row a layer, of 1 for each retrieval and 0 for each streaming head; taken from `heads` if not given.
+    pattern: tuple[Annotated[str, Field(pattern="^[01]+$")], ...] = ()
     #: Policies that requests may pick; None: all that evict; `full` as well if this is `full`, or under pressure.
     #: Those that reconstruct prompts have to be named.
     allow: tuple[str, ...] | None = None
@@ -125,6 +138,8 @@ class KVPolicyConfig(BaseModel):
         for field in values:
             if field not in allowed:
                 raise ValueError(f"policy {policy.name!r} has no field {field!r}; it has: {nearest(field, allowed)}")
+        if policy.splits_heads:
+            return _with_pattern(values)
         defaults = dict(policy.defaults)
         if policy.window_is_the_budget and "budget" in values:
             defaults["recent"] = 0
@@ -153,6 +168,8 @@ class KVPolicyConfig(BaseModel):
         "mix",
         "chunk",
         "seed",
+        "threshold",
+        "sparsity",
         mode="before",
     )
     @classmethod
@@ -161,6 +178,33 @@ class KVPolicyConfig(BaseModel):
         if isinstance(value, (bool, str)):
             raise ValueError(f"must be a number, not {value!r}")
         return value
+
+    @field_validator("heads")
+    @classmethod
+    def _reduction_or_file(cls, heads: str, info: ValidationInfo) -> str:
+        if heads not in REDUCTION_NAMES and not POLICIES[info.data["name"]].splits_heads:
+            raise ValueError(f"must be 'sum', 'mean' or 'max', not {heads!r}")
+        return heads
+
+    @field_validator("retrieval", mode="before")
+    @classmethod
+    def _policy_by_name(cls, retrieval: Any) -> Any:
+        return {"name": retrieval} if isinstance(retrieval, str) else retrieval
+
+    @field_validator("retrieval")
+    @classmethod
+    def _can_serve_a_class(cls, retrieval: "KVPolicyConfig | None") -> "KVPolicyConfig | None":
+        if retrieval is None:
+            return None
+        if retrieval.policy.splits_heads or retrieval.policy.reconstructs:
+            names = (name for name, policy in POLICIES.items() if not policy.splits_heads and not policy.reconstructs)
+            raise ValueError(f"retrieval heads can't run {retrieval.name!r}, they can run: {', '.join(sorted(names))}")
+        if retrieval.allow is not None:
+            raise ValueError("allow belongs beside retrieval, not into it")
+        if "max" in (retrieval.heads, retrieval.layers):
+            # Layers have different numbers of retrieval heads: they can't be compared head by head.
+            raise ValueError("heads and layers are reduced by sum or mean where heads are split, not by max")
+        return retrieval
 
     @field_validator("protect", mode="before")
     @classmethod
@@ -182,6 +226,15 @@ class KVPolicyConfig(BaseModel):
         for name in allow or ():
             policy_named(name)
         return allow
+
+    @model_validator(mode="after")
+    def _groups_are_made_at_start(self) -> "KVPolicyConfig":
+        for name in self.allow or ():
+            if POLICIES[name].splits_heads and name != self.name:
+                raise ValueError(f"allow: {name!r} splits heads from the start on: make it the server's policy")
+            if self.policy.splits_heads and name not in (self.name, "full"):
+                raise ValueError(f"allow: requests of a {self.name!r} server may pick 'full' beside it, not {name!r}")
+        return self
 
     @model_validator(mode="after")
     def _has_the_trigger(self) -> "KVPolicyConfig":
@@ -228,7 +281,10 @@ class KVPolicyConfig(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that this policy has, as `parse` takes them and JSON carries them."""
-        return self.model_dump(mode="json", include=self.policy.options | {"name", "allow"})
+        fields = self.model_dump(mode="json", include=(self.policy.options | {"name", "allow"}) - {"retrieval"})
+        if self.retrieval is not None:
+            fields["retrieval"] = self.retrieval.to_dict()
+        return fields
 
     @property
     def policy(self) -> Policy:
@@ -239,13 +295,46 @@ class KVPolicyConfig(BaseModel):
         """Names of the policies that requests may pick."""
         if self.allow is not None:
             return frozenset(self.allow) | {self.name}
+        if self.policy.splits_heads:
+            return frozenset({self.name})
         # A second pass over its prompt, and holding all of it, is not for a request to decide.
-        names = frozenset(name for name in POLICIES if not POLICIES[name].reconstructs) | {self.name}
+        names = {name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits_heads}
+        names = frozenset(names) | {self.name}
         if self.name == "full":
             return names
         if self.when == "pressure":  # a request that keeps everything is no harm while there is room
             return frozenset(name for name in names if "pressure" in POLICIES[name].triggers)
         return names - {"full"}
+
+    @property
+    def classes(self) -> dict[str, "KVPolicyConfig"]:
+        """Head class -> what its heads run under. One class of all heads, called "", unless heads are split.
+
+        The classes of `duo` that have no heads are left out.
+        """
+        if not self.policy.splits_heads:
+            return {"": self}
+        may_keep_all = ("full",) if "full" in self.allowed else ()
+        rows = "".join(self.pattern)
+        classes = {}
+        if "1" in rows:
+            retrieval = self.retrieval or KVPolicyConfig(name="full")
+            classes[RETRIEVAL] = retrieval.model_copy(update={"allow": may_keep_all})
+        if "0" in rows:
+            classes[STREAMING] = KVPolicyConfig(
+                name="sink-window", sink=self.sink, recent=self.recent, allow=may_keep_all
+            )
+        return classes
+
+    def of_class(self, head_class: str) -> "KVPolicyConfig":
+        """What heads of a class run under; the same for all where this config does not split them."""
+        return self.classes.get(head_class, self)
+
+    @property
+    def head_pattern(self) -> HeadPattern:
+        """duo: its retrieval heads."""
+        retrieval = np.array([[digit == "1" for digit in row] for row in self.pattern])
+        return HeadPattern(retrieval, self.sink, self.recent)
 
     @property
     def reconstructs(self) -> bool:
@@ -255,7 +344,8 @@ class KVPolicyConfig(BaseModel):
     @property
     def statistics(self) -> frozenset[str]:
         """All that workers must be able to measure: what any request may need."""
-        return frozenset().union(*(POLICIES[name].measures for name in self.allowed))
+        named = [POLICIES[name].measures for name in self.allowed]
+        return frozenset().union(*named, *(part.statistics for part in self.classes.values() if part is not self))
 
     def minimum(self, block_size: int) -> int:
         """The smallest budget that leaves something to choose, in blocks."""
@@ -264,6 +354,20 @@ class KVPolicyConfig(BaseModel):
     def _sinks_and_recent(self, block_size: int) -> int:
         # A window that does not end on a block's edge reaches into one block more.
         return math.ceil(self.sink / block_size) + math.ceil(self.recent / block_size)
+
+    def check(self, block_size: int, layers: int, kv_heads: int, max_model_len: int) -> None:
+        """Make sure that this config means something for a model and its blocks.
+
+        Raises:
+            KVPolicyError: a budget leaves nothing to choose, or heads are split for a model of another shape.
+        """
+        if self.pattern and self.head_pattern.retrieval.shape != (layers, kv_heads):
+            shape = self.head_pattern.retrieval.shape
+            raise KVPolicyError(
+                f"{self.heads} has {shape[0]} layers x {shape[1]} KV heads, the model has {layers} x {kv_heads}"
+            )
+        for part in self.classes.values():
+            part.limits(block_size, max_model_len)
 
     def limits(self, block_size: int, prompt_len: int) -> Limits | None:
         """Blocks that a request with this prompt may keep; None if all of them.
@@ -326,6 +430,11 @@ class KVPolicyConfig(BaseModel):
             if "kv_budget" in extra_args:
                 raise KVPolicyError("kv_policy 'full' keeps everything: it takes no kv_budget")
             return KVPolicyConfig(name="full")
+        if self.policy.splits_heads:
+            if self.retrieval is None or self.retrieval.name == "full":
+                raise KVPolicyError(f"kv_policy {name!r} takes no kv_budget here: its retrieval heads keep everything")
+            budget = {"kv_budget": extra_args["kv_budget"]}
+            return self.model_copy(update={"retrieval": self.retrieval.for_request(budget, prompt_len, block_size)})
         granted = self.limits(block_size, prompt_len)
         options = self.to_dict() if name == self.name else self._handed_to(POLICIES[name], block_size, prompt_len)
         if "kv_budget" in extra_args:
@@ -365,6 +474,25 @@ class KVPolicyConfig(BaseModel):
 
 #: What a request may set, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
 REQUEST_FIELDS = ("kv_policy", "kv_budget")
+
+
+def _with_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
+    """duo's fields, with what its file of gates says in place of those that are not given."""
+    values = dict(values)
+    if "pattern" in values:
+        return values
+    heads = values.get("heads")
+    if not isinstance(heads, (str, Path)) or not str(heads):
+        raise ValueError(
+            f"policy {values['name']!r} needs heads: the path of a file of gates, as `vllm-evict heads train` writes it, "
+            f"not {heads!r}"
+        )
+    try:
+        read = HeadPattern.read(heads, values.get("threshold"), values.get("sparsity"))
+    except HeadsError as error:
+        raise ValueError(str(error)) from None
+    pattern = tuple("".join("1" if head else "0" for head in layer) for layer in read.retrieval)
+    return {"sink": read.sink, "recent": read.recent, **values, "heads": str(heads), "pattern": pattern}
 
 
 def _read(text: str) -> tuple[Any, str]:

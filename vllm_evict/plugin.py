@@ -46,8 +46,9 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
 
     versions.check(vllm_version)
     refusals.check_config(vllm_config, config)
-    # Refuses budgets that leave nothing to choose with these blocks.
-    config.limits(vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len)
+    model = vllm_config.model_config
+    layers, kv_heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
+    config.check(vllm_config.cache_config.block_size, layers, kv_heads, model.max_model_len)
     asynchronous = vllm_config.scheduler_config.async_scheduling
     vllm_config.scheduler_config.scheduler_cls = (
         f"vllm_evict.core.scheduler.{'AsyncEvictionScheduler' if asynchronous else 'EvictionScheduler'}"

@@ -1,5 +1,6 @@
 """What one request's cache came to, for users of `LLM` and of the engine."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ USAGE_KEY = "vllm_evict"
 class KVUsage:
     """KV cache use of one finished request; `RequestOutput.kv_usage`.
 
+    Where heads are split in KV groups, blocks are those of all groups, and tokens the mean over heads.
+
     Attributes:
         policy: name of the policy it ran under.
-        budget_tokens: tokens it was brought back to; None if it kept everything.
+        budget_tokens: tokens it was brought back to; None if it, or any of its heads, kept everything.
         peak_resident_blocks: most blocks held at once, the step in flight included.
         peak_resident_tokens: the same in tokens (whole blocks).
         evicted_blocks: blocks it lost, over all its restarts.
@@ -31,15 +34,19 @@ class KVUsage:
     evicted_tokens: int
 
     @classmethod
-    def of(cls, resident: "Residency") -> "KVUsage":
-        block_size = resident.block_size
+    def of(cls, groups: Sequence["Residency"]) -> "KVUsage":
+        """Of a request, by its residency in each KV group."""
+        # KV groups are equally wide, each with its share of the heads.
+        tokens = lambda blocks: blocks * groups[0].block_size // len(groups)  # noqa: E731
+        peak, evicted = sum(group.peak_blocks for group in groups), sum(group.evicted_blocks for group in groups)
+        bounded = all(group.limits for group in groups)
         return cls(
-            policy=resident.config.name,
-            budget_tokens=resident.limits.budget * block_size if resident.limits else None,
-            peak_resident_blocks=resident.peak_blocks,
-            peak_resident_tokens=resident.peak_blocks * block_size,
-            evicted_blocks=resident.evicted_blocks,
-            evicted_tokens=resident.evicted_blocks * block_size,
+            policy=groups[0].policy,
+            budget_tokens=tokens(sum(group.limits.budget for group in groups)) if bounded else None,
+            peak_resident_blocks=peak,
+            peak_resident_tokens=tokens(peak),
+            evicted_blocks=evicted,
+            evicted_tokens=tokens(evicted),
         )
 
     def as_dict(self) -> dict[str, Any]:

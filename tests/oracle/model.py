@@ -51,13 +51,15 @@ class DenseLlama:
         """Compute the next Q tokens of a sequence; append their K/V to `cache`.
 
         ids: Q token ids. cache: from `new_cache`, updated in place.
-        mask: bool [Q, N], true where the query may attend to the token.
+        mask: bool [Q, N], true where the query may attend to the token; or
+            [L, H, Q, N], where heads see different tokens.
         Returns logits [Q, vocab] and attention probabilities [L, H, Q, N]
         (None unless `want_probs`).
         """
         ids = torch.as_tensor(ids, dtype=torch.long)
         past, q_len = cache[0][0].shape[0], len(ids)
-        assert mask.dtype == torch.bool and mask.shape == (q_len, past + q_len)
+        assert mask.dtype == torch.bool and mask.shape[-2:] == (q_len, past + q_len)
+        mask = mask.expand(self.layers, self.heads, -1, -1)
         cos, sin = self._rope(torch.arange(past, past + q_len))
         x = self.w["model.embed_tokens.weight"][ids]  # [Q, hidden]
         probs = []
@@ -73,7 +75,7 @@ class DenseLlama:
             group = self.heads // self.kv_heads  # query head h reads KV head h // group
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             scores = torch.einsum("qhd,nhd->hqn", q, k) / self.head_dim**0.5
-            p = scores.masked_fill(~mask, float("-inf")).softmax(-1)  # [H, Q, N]
+            p = scores.masked_fill(~mask[i], float("-inf")).softmax(-1)  # [H, Q, N]
             attended = torch.einsum("hqn,nhd->qhd", p, v).flatten(1)
             x = x + self._linear(attended, pre + "self_attn.o_proj")
             h = self._norm(x, pre + "post_attention_layernorm")

@@ -4,12 +4,13 @@ Nothing here knows which backend it is: the view is made of block tables and len
 special to one lies in its `Passes`.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
 from ..core.spec import EvictableSpec
-from ..worker.runtime import EvictionRuntime
+from ..worker.runtime import GroupRuntime
 from .queries import Queries
 
 #: Attribute of a backend's metadata that holds the step's `OwnWork`.
@@ -21,7 +22,7 @@ class Passes(Protocol):
 
     def mass(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, weights: Any, out: Any) -> None: ...
 
-    def mass_of(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, queries: Queries, out: Any) -> None: ...
+    def mass_of(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, queries: Queries, width: int) -> Any: ...
 
     def decode(
         self,
@@ -36,14 +37,23 @@ class Passes(Protocol):
         out: Any,
     ) -> None: ...
 
-    def read(self, layer: Any, blocks: Any, values: bool) -> tuple[Any, Any]: ...
+    def read(self, layer: Any, kv_cache: Any, blocks: Any, values: bool) -> tuple[Any, Any]: ...
 
 
-def resident_backend(backend: type, runtime: EvictionRuntime) -> type:
-    """A subclass of an `AttentionBackend` whose metadata builder looks through `runtime`'s view."""
+def resident_backend(backend: type, runtime: GroupRuntime, head_class: str = "", kv_heads: int | None = None) -> type:
+    """A subclass of an `AttentionBackend` whose metadata builder looks through `runtime`'s view.
+
+    Args:
+        backend: the stock backend.
+        runtime: of the KV group.
+        head_class: of all heads of its layers (see `KVPolicyConfig.classes`).
+        kv_heads: of a layer on this rank, where heads are split: the group's pages have slots for those of many layers.
+    """
 
     class ResidentBuilder(backend.get_builder_cls()):
         def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
+            if kv_heads is not None:
+                kv_cache_spec = replace(kv_cache_spec, num_kv_heads=kv_heads)
             super().__init__(kv_cache_spec, *args, **kwargs)
             if kv_cache_spec.block_size != runtime.block_size:
                 raise ValueError(
@@ -67,7 +77,7 @@ def resident_backend(backend: type, runtime: EvictionRuntime) -> type:
         def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
             spec = super().customize_spec(spec)
             if type(spec) is FullAttentionSpec:
-                spec = replace_as(spec, EvictableSpec, backend=backend.get_name())
+                spec = replace_as(spec, EvictableSpec, backend=backend.get_name(), head_class=head_class)
             return spec
 
     # vLLM groups layers by their backend's name.

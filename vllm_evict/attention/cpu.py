@@ -58,10 +58,11 @@ class CPUPasses:
         kv_cache: torch.Tensor,
         metadata: Any,
         queries: Queries,
-        out: torch.Tensor,
-    ) -> None:
-        """Mass of n queries one by one, the mean over a KV head's query heads. `out`: float32 [n, Hkv, W], zeros."""
+        width: int,
+    ) -> torch.Tensor:
+        """Mass of n queries one by one, the mean over a KV head's query heads. float32 [n, Hkv, width]"""
         keys, _ = _halves(kv_cache)
+        out = torch.zeros(len(queries.tokens), keys.shape[1], width)
         block_mass(
             query[queries.tokens],
             keys,
@@ -72,7 +73,7 @@ class CPUPasses:
             out,
             layout=KEY_LAYOUTS[layer.isa],
         )
-        out *= keys.shape[1] / query.shape[1]
+        return out.mul_(keys.shape[1] / query.shape[1])
 
     @staticmethod
     def decode(
@@ -105,10 +106,12 @@ class CPUPasses:
         )
 
     @staticmethod
-    def read(layer: Any, blocks: torch.Tensor, values: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def read(
+        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of the keys, and values if wanted, of physical `blocks` (int64 [n]), [n, Hkv, block_size, D] each."""
         layout = KEY_LAYOUTS[layer.isa]
-        packed_keys, packed_values = _halves(layer.kv_cache)
+        packed_keys, packed_values = _halves(kv_cache)
         keys = unpack_keys(packed_keys[blocks], layout)
         return keys, unpack_values(packed_values[blocks], layout) if values else None
 

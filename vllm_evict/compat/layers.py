@@ -4,6 +4,8 @@ vLLM asks each layer for its backend when it makes KV cache specs and metadata b
 Replacing it there touches one engine's layers and no registry, and works the same for every backend.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -11,15 +13,45 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from vllm.v1.kv_cache_interface import replace_as
+
 from ..attention.backend import resident_backend, working_impl
 from ..attention.cpu import KEY_LAYOUTS, CPUPasses
-from ..config import KVPolicyConfig, KVPolicyError
-from ..worker.runtime import EvictionRuntime
+from ..attention.split import part_of, split_impl
+from ..config import RETRIEVAL, STREAMING, KVPolicyConfig, KVPolicyError
+from ..core.spec import EvictableSpec
+from ..heads.arrange import Arrangement, arrange
+from ..worker.cached import ReadBlocks
+from ..worker.runtime import EvictionRuntime, GroupRuntime
 from . import refusals
 
 
+#: Attribute of a layer whose heads are split that holds its `Part`s.
+PARTS = "kv_evict_parts"
+
+
+class HeadSlots(AttentionLayerBase):
+    """Stands for the pages of a KV group that hold heads of many layers: vLLM gives one cache to one layer name."""
+
+    def __init__(self, spec: EvictableSpec, backend: type, num_heads: int) -> None:
+        self.spec, self.backend, self.num_heads = spec, backend, num_heads
+
+    def get_attn_backend(self) -> type:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> EvictableSpec:
+        return self.spec
+
+
+def arrangement(vllm_config: VllmConfig, config: KVPolicyConfig) -> Arrangement | None:
+    """Where the policy wants KV heads to lie; None if all are of one class."""
+    if len(config.classes) < 2:
+        return None
+    return arrange(config.head_pattern.retrieval, vllm_config.parallel_config.tensor_parallel_size)
+
+
 def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
-    """Put all attention layers of the model behind one runtime.
+    """Put all attention layers of the model behind one runtime, with a group for each KV group.
 
     Raises:
         KVPolicyError: a layer cannot be served (see `refusals`).
@@ -30,28 +62,96 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
         refusals.check_layer(name, layer, config)
     # The block size is final here; it may not have been when the configuration was checked.
-    config.limits(vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len)
+    kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+    config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, vllm_config.model_config.max_model_len)
+    arranged = arrangement(vllm_config, config)
+    if arranged is None:
+        return EvictionRuntime([_whole(vllm_config, config, list(layers.values()))])
+    refusals.check_alike(layers)
+    return EvictionRuntime(_split(vllm_config, config, layers, arranged))
+
+
+def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention]) -> GroupRuntime:
+    """All heads of all layers in one KV group."""
+    ((head_class, part),) = config.classes.items()
+    kv_heads = layers[0].num_kv_heads
+    read = lambda blocks, values: (CPUPasses.read(layer, layer.kv_cache, blocks, values) for layer in layers)  # noqa: E731
+    group = _group(vllm_config, part, kv_heads, len(layers), read)
+    backends = {layer.attn_backend: None for layer in layers}
+    backends = {backend: resident_backend(backend, group, head_class) for backend in backends}
+    impls = {impl: working_impl(impl, CPUPasses) for impl in {type(layer.impl) for layer in layers}}
+    for layer in layers:
+        layer.attn_backend = backends[layer.attn_backend]
+        layer.impl.__class__ = impls[type(layer.impl)]
+    return group
+
+
+def _split(
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], arranged: Arrangement
+) -> list[GroupRuntime]:
+    """Heads of each class in KV groups of their own; heads were reordered when the model was loaded."""
     first = next(iter(layers.values()))
-    runtime = EvictionRuntime(
+    backend, places = first.attn_backend, arranged.places[get_tp_group().rank_in_group]
+    groups, names = [], {}
+    for which, head_class in enumerate((RETRIEVAL, STREAMING)):
+        for part in range(arranged.groups[which]):
+            names[which, part] = name = f"kv_evict.{head_class}.{part}"
+            group = _group(vllm_config, config.of_class(head_class), arranged.width, 1, partial(_read_parts, layers, name))
+            resident = resident_backend(backend, group, head_class, first.num_kv_heads)
+            spec = _spec(vllm_config, config, first, arranged.width, head_class, part)
+            slots = HeadSlots(spec, resident, first.num_heads)
+            vllm_config.compilation_config.static_forward_context[name] = slots
+            groups.append(group)
+    working = working_impl(type(first.impl), CPUPasses)
+    for layer, classes in zip(layers.values(), places):
+        parts, head = [], 0
+        for which, place in enumerate(classes):
+            if place.heads:
+                parts.append(part_of(layer, names[which, place.group], head, place.heads, place.first))
+                parts[-1].impl.__class__ = working
+                head += place.heads
+        setattr(layer, PARTS, parts)
+        layer.impl.__class__ = split_impl(type(layer.impl), parts)
+        # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
+        layer.kv_sharing_target_layer_name = parts[0].pages
+        layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
+    return groups
+
+
+def _group(
+    vllm_config: VllmConfig, config: KVPolicyConfig, kv_heads: int, layers: int, read: ReadBlocks
+) -> GroupRuntime:
+    return GroupRuntime(
         config,
         block_size=vllm_config.cache_config.block_size,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_model_len=vllm_config.model_config.max_model_len,
-        kv_heads=first.num_kv_heads,
-        layers=len(layers),
-        read=lambda blocks, values: (CPUPasses.read(layer, blocks, values) for layer in layers.values()),
+        kv_heads=kv_heads,
+        layers=layers,
+        read=read,
     )
-    backends: dict[type, type] = {}
-    impls: dict[type, type] = {}
+
+
+def _spec(
+    vllm_config: VllmConfig, config: KVPolicyConfig, layer: Attention, width: int, head_class: str, part: int
+) -> EvictableSpec:
+    """Pages with `width` head slots like those of one layer."""
+    own = {"head_class": head_class}
+    if head_class == STREAMING:
+        limits = config.of_class(head_class).limits(vllm_config.cache_config.block_size, 1)
+        own |= {"sink": limits.sink, "window": limits.budget - limits.sink}
+    else:
+        # vLLM makes groups of as many layers as the rarest spec has. Streaming groups have to hit together.
+        own["part"] = part
+    spec = layer.get_kv_cache_spec(vllm_config)
+    return replace_as(spec, EvictableSpec, num_kv_heads=width, backend=layer.attn_backend.get_name(), **own)
+
+
+def _read_parts(layers: dict[str, Attention], pages: str, blocks: Any, values: bool) -> Iterator[tuple[Any, Any]]:
     for layer in layers.values():
-        backend, impl = layer.attn_backend, type(layer.impl)
-        if backend not in backends:
-            backends[backend] = resident_backend(backend, runtime)
-        layer.attn_backend = backends[backend]
-        if impl not in impls:
-            impls[impl] = working_impl(impl, CPUPasses)
-        layer.impl.__class__ = impls[impl]
-    return runtime
+        for part in getattr(layer, PARTS):
+            if part.pages == pages:
+                yield CPUPasses.read(layer, part.kv_cache, blocks, values)
 
 
 def settle(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> None:
@@ -67,7 +167,11 @@ def settle(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRun
                 f"{name} packs its keys for {layer.isa!r}, which the score pass can't read (it reads "
                 f"{', '.join(KEY_LAYOUTS)}): use sink-window with \"allow\": []"
             )
-    runtime.decodes = all(CPUPasses.can_decode(layer) for layer in layers.values())
+        for part in getattr(layer, PARTS, ()):
+            pages = vllm_config.compilation_config.static_forward_context[part.pages]
+            part.kv_cache = pages.kv_cache[:, part.slots]
+    for group in runtime.groups:
+        group.decodes = all(CPUPasses.can_decode(layer) for layer in layers.values())
 
 
 def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:

@@ -101,3 +101,16 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
             raise KVPolicyError(
                 f'{name} has {what}, which the score pass does not know: use sink-window with "allow": []'
             )
+
+
+def check_alike(layers: dict[str, Any]) -> None:
+    """Refuse models whose layers' heads don't fit into pages of one shape, where heads are split.
+
+    Raises:
+        KVPolicyError: naming two layers.
+    """
+    of_layer = {name: (x.num_heads, x.num_kv_heads, x.head_size, x.head_size_v, x.kv_cache_dtype, x.attn_backend) for name, x in layers.items()}
+    first = next(iter(layers))
+    for name, shape in of_layer.items():
+        if shape != of_layer[first]:
+            raise KVPolicyError(f"{name} differs from {first} in heads, head size or backend: their heads can't be split")

@@ -20,18 +20,18 @@ def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
     @wraps(update)
     def _update_states(scheduler_output: Any) -> Any:
         corrections = update(scheduler_output)
-        table = runner.input_batch.block_table[0].block_table.np
-        for req_id, holes in runtime.holes.items():
-            request = runner.requests.get(req_id)
-            if request is None:
-                continue
-            # Rows of the batch are rebuilt from here when a request comes back after a pause.
-            for block in holes:
-                request.block_ids[0][block] = 0
-            row = runner.input_batch.req_id_to_index.get(req_id)
-            if row is not None:
-                table[row, holes] = 0
-        runtime.req_ids = runner.input_batch.req_ids
+        for index, group in enumerate(runtime.groups):
+            for req_id, holes in group.holes.items():
+                request = runner.requests.get(req_id)
+                if request is None:
+                    continue
+                # Rows of the batch are rebuilt from here when a request comes back after a pause.
+                for block in holes:
+                    request.block_ids[index][block] = 0
+                row = runner.input_batch.req_id_to_index.get(req_id)
+                if row is not None:
+                    runner.input_batch.block_table[index].block_table.np[row, holes] = 0
+        runtime.batch.req_ids = runner.input_batch.req_ids
         return corrections
 
     runner._update_states = _update_states
@@ -43,16 +43,16 @@ def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     @wraps(update)
     def update_requests(scheduler_output: Any) -> None:
         update(scheduler_output)
-        table = runner.block_tables.block_tables[0]
-        for req_id, holes in runtime.holes.items():
-            row = runner.req_states.req_id_to_index.get(req_id)
-            if row is not None:
-                for start, length in _runs(holes):
-                    table.stage_write(row, start, [0] * length)
+        for table, group in zip(runner.block_tables.block_tables, runtime.groups):
+            for req_id, holes in group.holes.items():
+                row = runner.req_states.req_id_to_index.get(req_id)
+                if row is not None:
+                    for start, length in _runs(holes):
+                        table.stage_write(row, start, [0] * length)
 
     @wraps(prepare)
     def prepare_attn(input_batch: Any) -> Any:
-        runtime.req_ids = input_batch.req_ids
+        runtime.batch.req_ids = input_batch.req_ids
         return prepare(input_batch)
 
     runner.update_requests, runner.prepare_attn = update_requests, prepare_attn
@@ -71,5 +71,6 @@ def _runs(indices: list[int]) -> list[tuple[int, int]]:
 
 def fill_blocks(runner: Any, blocks: list[int], value: float) -> None:
     """Overwrite whole blocks in all layers (tests: poison what is freed, clean what is handed out again)."""
-    for cache in runner.kv_caches:
+    # Layers whose heads are split share one tensor.
+    for cache in {cache.data_ptr(): cache for cache in runner.kv_caches}.values():
         cache[blocks] = value

@@ -1,12 +1,14 @@
 """Blocks of one KV group: a policy's bound on allocation, a pure prefix cache, and the way back to the pool."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
@@ -22,6 +24,7 @@ class EvictableManager(FullAttentionManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        #: All requests of the scheduler, in this group.
         self.residents: dict[str, Residency] = {}
         self.max_in_flight_tokens = 0
         #: Policy -> blocks that its requests hold.
@@ -33,11 +36,57 @@ class EvictableManager(FullAttentionManager):
         #: Test mode: freed blocks are poisoned, so what is allocated has to be cleaned. None when off.
         self.allocated: list[int] | None = None
 
-    def bind(self, residents: dict[str, Residency], max_in_flight_tokens: int, poison: bool) -> None:
-        """Share the scheduler's view of requests (by reference)."""
-        self.residents = residents
+    def bind(self, max_in_flight_tokens: int, poison: bool) -> None:
+        """What the scheduler knows and vLLM does not pass on."""
         self.max_in_flight_tokens = max_in_flight_tokens
         self.allocated = [] if poison else None
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks that a request may hold on top while steps are in flight: one more may be begun by a chunk."""
+        return math.ceil(self.max_in_flight_tokens / self.block_size) + 1
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        if kv_cache_spec.window is None:
+            return super().find_longest_cache_hit(
+                block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
+            )
+        cached = [
+            block_pool.get_cached_block(block_hash, kv_cache_group_ids)
+            for block_hash in itertools.islice(block_hashes, max_length // kv_cache_spec.block_size)
+        ]
+        count, needed = longest_hit([bool(blocks) for blocks in cached], kv_cache_spec.sink, kv_cache_spec.window)
+        null = block_pool.null_block
+        hits = tuple(
+            [blocks[group] if need else null for blocks, need in zip(cached, needed)]
+            for group in range(len(kv_cache_group_ids))
+        )
+        return hits, count * kv_cache_spec.block_size
+
+    def without_middle(self, hit: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """A cached prefix with holes where streaming heads can do without."""
+        sink, window = self.kv_cache_spec.sink, self.kv_cache_spec.window
+        if window is None or len(hit) <= sink + window:
+            return list(hit)
+        return [*hit[:sink], *[self._null_block] * (len(hit) - sink - window), *hit[-window:]]
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
+    ) -> None:
+        super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
+        there = np.flatnonzero([not block.is_null for block in new_computed_blocks])
+        if len(there) < len(new_computed_blocks):
+            self.residents[request_id].adopt(there, len(new_computed_blocks))
 
     def get_num_blocks_to_allocate(
         self,
@@ -52,8 +101,7 @@ class EvictableManager(FullAttentionManager):
         # Before its scores are there a request is not evicted from.
         if resident and resident.limits and not resident.config.policy.reconstructs:
             # A longer prompt is evicted chunk by chunk, so it never holds more than this at once.
-            in_flight = math.ceil(self.max_in_flight_tokens / self.block_size) + 1
-            num_tokens = min(num_tokens, (resident.limits.bound + in_flight) * self.block_size)
+            num_tokens = min(num_tokens, (resident.limits.bound + self.in_flight) * self.block_size)
         self.wanted = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, *args, apply_admission_cap=apply_admission_cap, **kwargs
         )
@@ -89,12 +137,6 @@ class EvictableManager(FullAttentionManager):
         """Tokens of a request whose blocks can be hit by others, those that the step being planned will compute too."""
         return self.num_cached_block.get(request_id, 0) * self.block_size
 
-    def longest_hit(self) -> int:
-        """Tokens of a cached prefix that leave room for a first chunk in an otherwise empty pool."""
-        # One block is vLLM's null block, one more may be begun by the chunk.
-        chunk = math.ceil(self.max_in_flight_tokens / self.block_size) + 1
-        return max(self.block_pool.num_gpu_blocks - 1 - chunk, 0) * self.block_size
-
     def take_over_trigger(self) -> set[str]:
         """Drain the requests that may be over their trigger once their step is done."""
         taken, self._over_trigger = self._over_trigger, set()
@@ -124,6 +166,28 @@ class EvictableManager(FullAttentionManager):
         return evicted
 
     def _count(self, resident: Residency, held: int) -> None:
-        self.held[resident.config.name] += held - resident.held_blocks
+        self.held[resident.policy] += held - resident.held_blocks
         resident.held_blocks = held
         resident.peak_blocks = max(resident.peak_blocks, held)
+
+
+def longest_hit(there: Sequence[bool], sink: int, window: int) -> tuple[int, np.ndarray]:
+    """The longest prefix whose first `sink` and last `window` blocks are cached.
+
+    A request that takes it starts with holes in between, as one that has computed it and was evicted from. If nothing
+    is missing there are no holes: what is computed next sees all of it, and can be published.
+
+    Args:
+        there: [n], whether each block is cached.
+
+    Returns:
+        Its blocks, and which of them are taken: bool [count].
+    """
+    absent = np.concatenate(([0], np.cumsum(~np.array(there, bool))))
+    for count in range(len(there), 0, -1):
+        last = max(count - window, min(sink, count))
+        if absent[min(sink, count)] == 0 and absent[count] == absent[last]:
+            needed = np.full(count, absent[count] == 0)
+            needed[:sink] = needed[last:] = True
+            return count, needed
+    return 0, np.empty(0, bool)

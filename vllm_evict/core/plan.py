@@ -10,7 +10,7 @@ from ..policies import RUNNING
 
 #: Name of the attribute that carries an `EvictionPlan` on a `SchedulerOutput`.
 PLAN = "kv_evict_plan"
-#: Name of the attribute that carries `Reports` on a `ModelRunnerOutput`.
+#: Name of the attribute that carries `Reports` of each KV group on a `ModelRunnerOutput`.
 REPORTS = "kv_evict_reports"
 
 
@@ -44,8 +44,8 @@ class Scoring:
 
 
 @dataclass(slots=True)
-class EvictionPlan:
-    """Rides on the step's `SchedulerOutput`; workers obey it before they run the step.
+class GroupPlan:
+    """What workers have to do in one KV group, and what the scheduler waits for.
 
     Attributes:
         holes: request -> logical blocks evicted since the last plan.
@@ -53,8 +53,6 @@ class EvictionPlan:
         report: request -> statistics that the scheduler needs with this step's output.
         due: request -> its incarnation, those that may be over their trigger after this step.
         asked: request -> its incarnation, those whose scores are wanted for when the pool runs out.
-        poison: freed physical blocks to fill with NaN (tests only).
-        clean: reallocated physical blocks to fill with zeros (tests only).
     """
 
     holes: dict[str, list[int]] = field(default_factory=dict)
@@ -62,8 +60,25 @@ class EvictionPlan:
     report: dict[str, frozenset[str]] = field(default_factory=dict)
     due: dict[str, int] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class EvictionPlan:
+    """Rides on the step's `SchedulerOutput`; workers obey it before they run the step.
+
+    Attributes:
+        groups: a plan for each KV group.
+        poison: freed physical blocks to fill with NaN (tests only).
+        clean: reallocated physical blocks to fill with zeros (tests only).
+    """
+
+    groups: list[GroupPlan]
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, groups: int) -> "EvictionPlan":
+        return cls([GroupPlan() for _ in range(groups)])
 
 
 class Report(NamedTuple):

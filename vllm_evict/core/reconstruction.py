@@ -139,11 +139,11 @@ class Reconstructions:
 
     Args:
         scheduler: an `EvictionMixin`.
-        evict: (request, its residency, scores): what happens to a request that gets its scores.
+        manager: of its only KV group.
     """
 
-    def __init__(self, scheduler: Any, evict: Any) -> None:
-        self._scheduler, self._evict = scheduler, evict
+    def __init__(self, scheduler: Any, manager: Any) -> None:
+        self._scheduler, self._manager = scheduler, manager
         self.scores = Scores(scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
         self._jobs: dict[str, Job] = {}
         self._shadow: Shadow | None = None
@@ -168,7 +168,7 @@ class Reconstructions:
         if resident.report is None:
             self._look_up(request, resident)
         if resident.report is not None:
-            self._evict(request, resident, resident.report)
+            self._scheduler._evict(request, self._manager, resident.report)
         elif request.request_id not in self._jobs:
             self._jobs[request.request_id] = Job(
                 request, resident, resident.incarnation, since=self._scheduler.current_step
@@ -221,7 +221,7 @@ class Reconstructions:
         for req_id, job in list(self._jobs.items()):
             if job.resident.report is not None:
                 del self._jobs[req_id]
-                self._evict(job.request, job.resident, job.resident.report)
+                self._scheduler._evict(job.request, self._manager, job.resident.report)
 
     def _add_up(self, job: Job, report: Report | None) -> None:
         """A shadow is done."""
@@ -304,7 +304,7 @@ class Reconstructions:
         # Prompts that are not token ids alone can't be repeated; those of sessions change.
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
             return []
-        if request.resumable or request.num_prompt_tokens < self._scheduler.kv_manager.block_size:
+        if request.resumable or request.num_prompt_tokens < self._manager.block_size:
             return []
         return parts(request.num_prompt_tokens, config.chunk, len(config.instruction), self._scheduler.max_model_len)
 
@@ -317,7 +317,7 @@ class Reconstructions:
     def _could_fit(self, request: Request, needed: int) -> bool:
         """Whether there is room for a shadow once the request is alone."""
         scheduler = self._scheduler
-        held = scheduler.residents[request.request_id].held_blocks
+        held = self._manager.residents[request.request_id].held_blocks
         pool = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
         return scheduler.max_num_running_reqs > 1 and held + needed < pool
 
@@ -341,12 +341,13 @@ class Reconstructions:
             priority=sys.maxsize,
             block_hasher=original._block_hasher,
         )
-        resident = Residency(job.resident.config, None, job.resident.block_size, measured=True)
+        config = job.resident.config
+        resident = Residency(config, None, job.resident.block_size, config.name, measured=True)
         # Only what is the prompt's own is published: what follows would be of use to nobody.
         resident.pure_tokens = job.blocks * resident.block_size
         self._hidden.add(shadow.request_id)
         self._shadow = Shadow(shadow, job, Scoring("sum", 0.0, 1, 1, NEVER, start=start), needed)
-        scheduler.residents[shadow.request_id] = resident
+        self._manager.residents[shadow.request_id] = resident
         scheduler.add_request(shadow)
         scheduler.waiting.remove_request(shadow)
         scheduler.waiting.prepend_request(shadow)

@@ -13,12 +13,22 @@ NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
+class Purity:
+    """What the KV groups of one request have in common: one eviction reduces what all later tokens are made from."""
+
+    #: Tokens computed while nothing was missing; None while nothing is.
+    tokens: int | None = None
+
+
+@dataclass(slots=True)
 class Residency:
     """One request's blocks under its policy. Indices are logical, so positions never move."""
 
     config: KVPolicyConfig
     limits: Limits | None
     block_size: int
+    #: Name of the request's policy: where heads are split, not that of this group's class.
+    policy: str = ""
     #: Whether workers measure it. Requests that cannot outgrow their budget are left alone.
     measured: bool = False
     #: See `policies.Blocks.key`.
@@ -32,8 +42,8 @@ class Residency:
     #: Resident logical blocks below `known`, ascending.
     resident: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     known: int = 0
-    #: Tokens computed while nothing was missing; None while nothing is.
-    pure_tokens: int | None = None
+    #: Shared by the request's KV groups.
+    purity: Purity = field(default_factory=Purity)
     #: Blocks held now and at most, the step in flight included.
     held_blocks: int = 0
     peak_blocks: int = 0
@@ -49,6 +59,15 @@ class Residency:
         return self.limits is not None and self.limits.trigger == NEVER
 
     @property
+    def pure_tokens(self) -> int | None:
+        """Tokens computed while nothing was missing, in any KV group; None while nothing is."""
+        return self.purity.tokens
+
+    @pure_tokens.setter
+    def pure_tokens(self, tokens: int | None) -> None:
+        self.purity.tokens = tokens
+
+    @property
     def holes(self) -> int:
         return self.known - len(self.resident)
 
@@ -58,6 +77,16 @@ class Residency:
         self.started = False
         self.resident, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, 0, None, 0
         self.report, self.asked_at = None, 0
+
+    def adopt(self, there: np.ndarray, blocks: int) -> None:
+        """Start with a cached prefix of which only some blocks were taken.
+
+        Args:
+            there: int64 [k], those that were, ascending.
+            blocks: of the prefix.
+        """
+        self.resident, self.known = there, blocks
+        self.pure_tokens = blocks * self.block_size
 
     def held(self, blocks: int) -> int:
         """Resident blocks of a table of `blocks` entries."""

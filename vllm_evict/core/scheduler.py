@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ..compat.environment import poison_mode
-from ..config import KVPolicyError
+from ..config import KVPolicyConfig, KVPolicyError
 from ..metrics import STATS_KEY, Tally
 from ..usage import USAGE_KEY, KVUsage
 from .manager import EvictableManager
-from .plan import PLAN, REPORTS, EvictionPlan, Scoring
+from .plan import PLAN, REPORTS, EvictionPlan, GroupPlan, Report, Reports, Scoring
 from .reconstruction import Reconstructions
-from .residency import NO_BLOCKS, Residency
+from .residency import NO_BLOCKS, Purity, Residency
 from .spec import EvictableSpec, policy_config
 
 logger = init_logger("vllm.evict")
@@ -42,71 +43,91 @@ class EvictionMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kv_policy = policy_config(self.vllm_config)
-        self.residents: dict[str, Residency] = {}
         self.tally = Tally()
-        self.kv_manager = self._only_manager()
+        self.kv_managers = self._managers()
         self._poison = poison_mode()
-        self.kv_manager.bind(self.residents, self.vllm_config.max_in_flight_tokens, self._poison)
-        self._plan = EvictionPlan()
-        if self.kv_policy.when == "pressure":
+        for manager in self.kv_managers:
+            manager.bind(self.vllm_config.max_in_flight_tokens, self._poison)
+        self._plan = EvictionPlan.empty(len(self.kv_managers))
+        self._under_pressure = any(part.when == "pressure" for part in self.kv_policy.classes.values())
+        if self._under_pressure:
             self._allocate = self.kv_cache_manager.allocate_slots
             self.kv_cache_manager.allocate_slots = self._allocate_under_pressure
+            self._relief = max(part.buffer for part in self.kv_policy.classes.values() if part.when == "pressure")
             self._warned = False
         #: None where nobody's prompt is ever reconstructed.
-        self.reconstructions = Reconstructions(self, self._evict) if self.kv_policy.reconstructs else None
+        self.reconstructions = Reconstructions(self, self.kv_managers[0]) if self.kv_policy.reconstructs else None
         #: Requests with stop strings: the front end ends them on any of their outputs.
         self._stoppable: set[str] = set()
         logger.info(self._start_up_line())
 
-    def _only_manager(self) -> EvictableManager:
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        if len(managers) != 1 or not isinstance(managers[0], EvictableManager):
+    def _managers(self) -> list[EvictableManager]:
+        """One for each KV group, in order; more than one only where heads are split."""
+        managers = list(self.kv_cache_manager.coordinator.single_type_managers)
+        evictable = all(isinstance(manager, EvictableManager) for manager in managers)
+        if not evictable or (len(managers) > 1 and not managers[0].kv_cache_spec.head_class):
             raise KVPolicyError(
                 f"KV policy {self.kv_policy.name!r} can't be used with layers whose caches differ in shape "
                 f"({len(managers)} KV groups: {', '.join(type(m).__name__ for m in managers)}): leave --kv-policy out"
             )
-        return managers[0]
+        return managers
+
+    @property
+    def residents(self) -> dict[str, Residency]:
+        """All requests, in the first KV group."""
+        return self.kv_managers[0].residents
 
     def _start_up_line(self) -> str:
-        group = self.kv_cache_config.kv_cache_groups[0]
-        spec: EvictableSpec = group.kv_cache_spec
-        options = {field: getattr(self.kv_policy, field) for field in sorted(self.kv_policy.policy.options)}
-        bound = self.kv_policy.bound(spec.block_size, self.max_model_len)
+        groups = self.kv_cache_config.kv_cache_groups
+        spec: EvictableSpec = groups[0].kv_cache_spec
+        bounds = [
+            self.kv_policy.of_class(group.kv_cache_spec.head_class).bound(spec.block_size, self.max_model_len)
+            for group in groups
+        ]
+        bound = None if None in bounds else sum(bounds)
+        if len(groups) == 1:
+            what = f"1 KV group of {len(groups[0].layer_names)} layers"
+        else:
+            counts = Counter(group.kv_cache_spec.head_class for group in groups)
+            what = f"{len(groups)} KV groups of {spec.num_kv_heads} heads ({_listed(counts)})"
         return (
-            f"KV policy {self.kv_policy.name}"
-            + "".join(f" {field}={value}" for field, value in options.items() if value is not None)
+            f"KV policy {_described(self.kv_policy)}"
             + f"; requests may use {', '.join(sorted(self.kv_policy.allowed))}"
             + (f" and hold {bound} blocks of {spec.block_size} tokens" if bound else " and hold all their blocks")
-            + (" when the pool runs out" if bound and self.kv_policy.when == "pressure" else "")
+            + (" when the pool runs out" if bound and self._under_pressure else "")
             + f"; model runner V{2 if self.use_v2_model_runner else 1}"
             + f"{', async scheduling' if self.scheduler_config.async_scheduling else ''}"
-            + f"; attention backend {spec.backend}; 1 KV group of {len(group.layer_names)} layers"
+            + f"; attention backend {spec.backend}; {what}"
         )
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.residents:
-            self.residents[request.request_id] = self._residency(request)
+            self._admit(request)
             if request.sampling_params and request.sampling_params.stop:
                 self._stoppable.add(request.request_id)
         super().add_request(request)
 
-    def _residency(self, request: Request) -> Residency:
+    def _admit(self, request: Request) -> None:
+        """Give a request a residency in each KV group."""
         params = request.sampling_params
-        block_size = self.kv_manager.block_size
+        block_size = self.kv_managers[0].block_size
         try:
             config = self.kv_policy.for_request(params and params.extra_args, request.num_prompt_tokens, block_size)
         except KVPolicyError as error:
             # The front end has refused what it could; a request that got past it must not take the engine down.
             logger.warning("request %s runs under the server's KV policy: %s", request.request_id, error)
             config = self.kv_policy
-        limits = config.limits(block_size, request.num_prompt_tokens)
-        key = _key(request.prompt_token_ids) if config.policy.by_prompt else 0
-        resident = Residency(config, limits, block_size, key=key)
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.bound)
-        # What a reconstruction measures, its shadow does.
-        resident.measured = bool(config.policy.measures and may_outgrow and not config.policy.reconstructs)
-        return resident
+        purity = Purity()
+        for manager in self.kv_managers:
+            part = config.of_class(manager.kv_cache_spec.head_class)
+            limits = part.limits(block_size, request.num_prompt_tokens)
+            key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
+            resident = Residency(part, limits, block_size, config.name, key=key, purity=purity)
+            may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.bound)
+            # What a reconstruction measures, its shadow does.
+            resident.measured = bool(part.policy.measures and may_outgrow and not part.policy.reconstructs)
+            manager.residents[request.request_id] = resident
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> tuple[Any, int, int, bool]:
         """The request's hit, as far as the pool can hold it beside the first chunk.
@@ -115,19 +136,33 @@ class EvictionMixin:
         cache may be longer, and a request that waits for more blocks than there are would wait for ever.
         """
         blocks, tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
-        most, resident = self.kv_manager.longest_hit(), self.residents[request.request_id]
+        most, resident = self._longest_hit(), self.residents[request.request_id]
         shadow = self.reconstructions is not None and self.reconstructions.is_shadow(request.request_id)
         if shadow:
             most = resident.pure_tokens  # what it repeats has to be computed
-        if (resident.limits or shadow) and tokens > most:
-            blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
+        if tokens > most:
+            if len(self.kv_managers) == 1 and (resident.limits or shadow):
+                blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
+            elif len(self.kv_managers) > 1:
+                found = blocks.blocks
+                if resident.limits:  # what streaming heads need of a shorter prefix are other blocks
+                    find = self.kv_cache_manager.coordinator.find_longest_cache_hit
+                    found, tokens, _ = find(request.block_hashes, most)
+                found = tuple(manager.without_middle(part) for manager, part in zip(self.kv_managers, found))
+                blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
         return blocks, tokens, boundary, diverged
+
+    def _longest_hit(self) -> int:
+        """Tokens of a cached prefix that leave room for a first chunk in an otherwise empty pool."""
+        # One block is vLLM's null block.
+        room = self.kv_cache_manager.block_pool.num_gpu_blocks - 1 - sum(m.in_flight for m in self.kv_managers)
+        return max(room // len(self.kv_managers), 0) * self.kv_managers[0].block_size
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self.reconstructions is not None:
             self.reconstructions.before_schedule()
         output = super().schedule(*args, **kwargs)
-        plan, self._plan = self._plan, EvictionPlan()
+        plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))
         starts = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         if cached.resumed_req_ids:
@@ -136,8 +171,23 @@ class EvictionMixin:
                 for req_id, computed in zip(cached.req_ids, cached.num_computed_tokens)
                 if req_id in cached.resumed_req_ids
             ]
+        for manager, group in zip(self.kv_managers, plan.groups):
+            self._plan_group(manager, group, starts, output)
+        if self.reconstructions is not None and (shadow := self.reconstructions.reported(output)):
+            plan.groups[0].report[shadow] = self.residents[shadow].config.policy.measures
+        if self._poison:
+            for manager in self.kv_managers:
+                plan.clean += manager.allocated
+                manager.allocated = []
+        setattr(output, PLAN, plan)
+        return output
+
+    def _plan_group(
+        self, manager: EvictableManager, plan: GroupPlan, starts: list[tuple[str, int]], output: SchedulerOutput
+    ) -> None:
+        """Tell workers what to measure and to report in one KV group; note who has to be decided on."""
         for req_id, computed_tokens in starts:
-            resident = self.residents[req_id]
+            resident = manager.residents[req_id]
             if resident.started:
                 continue  # the next turn of a streaming session
             resident.started, resident.first_query = True, computed_tokens
@@ -145,36 +195,41 @@ class EvictionMixin:
                 plan.track[req_id] = self.reconstructions.scoring
             elif resident.measured and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
                 plan.track[req_id] = scoring
-        for req_id in self.kv_manager.take_over_trigger():
+        for req_id in manager.take_over_trigger():
             if req_id in output.num_scheduled_tokens:
-                resident = self.residents[req_id]
+                resident = manager.residents[req_id]
                 plan.due[req_id] = resident.incarnation
                 if resident.measured:
                     plan.report[req_id] = resident.config.policy.measures
-        if self.reconstructions is not None and (shadow := self.reconstructions.reported(output)):
-            plan.report[shadow] = self.residents[shadow].config.policy.measures
-        if self.kv_policy.when == "pressure" and self._short_of_blocks():
-            self._ask_for_scores(plan, output)
-        if self._poison:
-            plan.clean, self.kv_manager.allocated = self.kv_manager.allocated, []
-        setattr(output, PLAN, plan)
-        return output
+        if self._under_pressure and self._short_of_blocks():
+            self._ask_for_scores(manager, plan, output)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan()
-        reports = getattr(model_runner_output, REPORTS, {})
+        plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
+        reports: list[Reports] = getattr(model_runner_output, REPORTS, None) or [{}] * len(self.kv_managers)
+        for manager, group, reported in zip(self.kv_managers, plan.groups, reports):
+            self._decide(manager, group, reported)
+        if self.reconstructions is not None:
+            self.reconstructions.take(reports[0])
+            self.reconstructions.hide(outputs)
+        if self._stoppable:
+            self._send_usage(outputs)
+        return outputs
+
+    def _decide(self, manager: EvictableManager, plan: GroupPlan, reports: Reports) -> None:
+        """Evict in one KV group what a finished step calls for."""
         for req_id, incarnation in plan.asked.items():
-            resident = self.residents.get(req_id)
+            resident = manager.residents.get(req_id)
             if resident is not None and resident.incarnation == incarnation and req_id in reports:
                 resident.report = reports[req_id]
         for req_id, incarnation in plan.due.items():
             request = self.requests.get(req_id)
             if request is None or request.status != RequestStatus.RUNNING:
                 continue
-            resident = self.residents[req_id]
+            resident = manager.residents[req_id]
             if resident.incarnation != incarnation:
                 continue  # preempted since; it starts anew, with nothing missing
             if resident.measured and req_id not in reports:
@@ -183,31 +238,28 @@ class EvictionMixin:
             if resident.config.policy.reconstructs:
                 self.reconstructions.want(request, resident)
             else:
-                self._evict(request, resident, reports.get(req_id))
-        if self.reconstructions is not None:
-            self.reconstructions.take(reports)
-            self.reconstructions.hide(outputs)
-        if self._stoppable:
-            self._send_usage(outputs)
-        return outputs
+                self._evict(request, manager, reports.get(req_id))
 
     def _send_usage(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Put usage so far on outputs that a stop string may make the last."""
         for client in outputs.values():
             for output in client.outputs:
                 if output.request_id in self._stoppable and output.finish_reason is None:
-                    usage = KVUsage.of(self.residents[output.request_id])
+                    usage = self._usage(output.request_id)
                     output.kv_transfer_params = {USAGE_KEY: usage.as_dict()}
+
+    def _usage(self, req_id: str) -> KVUsage:
+        return KVUsage.of([manager.residents[req_id] for manager in self.kv_managers])
 
     def _short_of_blocks(self) -> bool:
         """Whether the pool may run out before long: time to have scores at hand."""
         pool = self.kv_cache_manager.block_pool
         return bool(self.waiting) or pool.get_num_free_blocks() < max(pool.num_gpu_blocks // 4, 2 * len(self.running))
 
-    def _ask_for_scores(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
+    def _ask_for_scores(self, manager: EvictableManager, plan: GroupPlan, output: SchedulerOutput) -> None:
         """Have requests report that may be evicted from: at once if they never did, then every few steps."""
         for req_id in output.num_scheduled_tokens:
-            resident = self.residents[req_id]
+            resident = manager.residents[req_id]
             if not resident.measured or not resident.under_pressure:
                 continue
             if resident.report is None or self.current_step - resident.asked_at >= SCORES_STAY_FRESH:
@@ -220,7 +272,7 @@ class EvictionMixin:
         blocks = self._allocate(request, *args, **kwargs)
         if blocks is not None:
             return blocks
-        missing = self.kv_manager.wanted + kwargs.get("reserved_blocks", 0)
+        missing = sum(manager.wanted for manager in self.kv_managers) + kwargs.get("reserved_blocks", 0)
         missing -= self.kv_cache_manager.block_pool.get_num_free_blocks()
         if request.status != RequestStatus.RUNNING:
             missing += self.kv_cache_manager.watermark_blocks
@@ -237,66 +289,72 @@ class EvictionMixin:
 
     def _relieve(self, missing: int) -> bool:
         """Free `missing` blocks and the buffer, the least important of all requests first; nothing if it can't."""
-        offers = [(request, *self._offer(request)) for request in self.running]
-        offers = [offer for offer in offers if len(offer[1])]
-        if sum(len(blocks) for _, blocks, _ in offers) < missing:
+        offers = [
+            (manager, request, *self._offer(manager, request)) for request in self.running for manager in self.kv_managers
+        ]
+        offers = [offer for offer in offers if len(offer[2])]
+        if sum(len(blocks) for *_, blocks, _ in offers) < missing:
             return False
-        owner = np.repeat(np.arange(len(offers)), [len(blocks) for _, blocks, _ in offers])
-        block = np.concatenate([blocks for _, blocks, _ in offers])
+        owner = np.repeat(np.arange(len(offers)), [len(blocks) for *_, blocks, _ in offers])
+        block = np.concatenate([blocks for *_, blocks, _ in offers])
         order = np.argsort(np.concatenate([cost for *_, cost in offers]), kind="stable")
         victims: list[list[int]] = [[] for _ in offers]
-        wanted = missing + math.ceil(self.kv_policy.buffer / self.kv_manager.block_size)
+        wanted = missing + math.ceil(self._relief / self.kv_managers[0].block_size)
         freed = 0
         for at in order.tolist():
-            request = offers[owner[at]][0]
+            manager, request, *_ = offers[owner[at]]
             # A shared block stays in use by others: its loss would gain nothing.
-            if self.kv_manager.req_to_blocks[request.request_id][block[at]].ref_cnt == 1:
+            if manager.req_to_blocks[request.request_id][block[at]].ref_cnt == 1:
                 victims[owner[at]].append(int(block[at]))
                 freed += 1
                 if freed == wanted:
                     break
         if freed < missing:
             return False
-        for (request, *_), chosen in zip(offers, victims):
+        for (manager, request, *_), chosen in zip(offers, victims):
             if chosen:
-                self._make_holes(request, self.residents[request.request_id], np.sort(np.array(chosen, np.int64)))
+                self._make_holes(request, manager, np.sort(np.array(chosen, np.int64)))
         return True
 
-    def _offer(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
+    def _offer(self, manager: EvictableManager, request: Request) -> tuple[np.ndarray, np.ndarray]:
         """Blocks that a running request can spare in this step, and their costs (see `Residency.offer`)."""
-        resident = self.residents[request.request_id]
+        resident = manager.residents[request.request_id]
         # Blocks of the step being planned may be published already: they must not see a reduced context.
-        published = self.kv_manager.published_tokens(request.request_id)
+        published = max(each.published_tokens(request.request_id) for each in self.kv_managers)
         if not resident.started or not resident.under_pressure or published > request.num_computed_tokens:
             return NO_BLOCKS, NO_BLOCKS
         return resident.offer(request.num_computed_tokens - request.num_in_flight_tokens)
 
-    def _evict(self, request: Request, resident: Residency, report: Any) -> None:
+    def _evict(self, request: Request, manager: EvictableManager, report: Report | None) -> None:
+        resident = manager.residents[request.request_id]
         victims = resident.choose(request.num_computed_tokens - request.num_in_flight_tokens, report)
         if len(victims):
-            self._make_holes(request, resident, victims)
+            self._make_holes(request, manager, victims)
 
-    def _make_holes(self, request: Request, resident: Residency, victims: np.ndarray) -> None:
-        first = not resident.evicted_blocks
-        blocks = self.kv_manager.evict(request.request_id, victims)
+    def _make_holes(self, request: Request, manager: EvictableManager, victims: np.ndarray) -> None:
+        resident = manager.residents[request.request_id]
+        first = not any(each.residents[request.request_id].evicted_blocks for each in self.kv_managers)
+        blocks = manager.evict(request.request_id, victims)
         resident.evict(victims, request.num_computed_tokens)
-        self._plan.holes.setdefault(request.request_id, []).extend(victims.tolist())
+        self._plan.groups[manager.kv_cache_group_id].holes.setdefault(request.request_id, []).extend(victims.tolist())
         freed = [block for block in blocks if block.ref_cnt == 0]
         if self._poison:
             # A published block may still be hit: its content has to stay what its hash says.
             self._plan.poison.extend(block.block_id for block in freed if block.block_hash is None)
-        self.tally.count(resident.config.name, len(blocks), len(freed), first)
+        self.tally.count(resident.policy, len(blocks), len(freed), first)
 
     def _free_request_blocks(self, request: Request) -> None:
         # Its table is gone, and with it the holes that workers were to hear of.
-        self._plan.holes.pop(request.request_id, None)
+        for group in self._plan.groups:
+            group.holes.pop(request.request_id, None)
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         self._stoppable.discard(request.request_id)
-        resident = self.residents.pop(request.request_id)
-        usage = KVUsage.of(resident)
+        usage = self._usage(request.request_id)
+        for manager in self.kv_managers:
+            del manager.residents[request.request_id]
         return {**(kv_params or {}), USAGE_KEY: usage.as_dict()}, ec_params
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
@@ -314,7 +372,9 @@ class EvictionMixin:
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            held = {policy: self.kv_manager.held[policy] for policy in self.kv_policy.allowed}
+            held = {
+                policy: sum(manager.held[policy] for manager in self.kv_managers) for policy in self.kv_policy.allowed
+            }
             # The only free-form field of the stats; without KV connectors (refused at start) nothing else uses it.
             stats.kv_connector_stats = {STATS_KEY: self.tally.take(held)}
         return stats
@@ -323,6 +383,17 @@ class EvictionMixin:
 def _key(prompt: list[int] | None) -> int:
     """See `policies.Blocks.key`: CRC-32 of the prompt's token ids as int64, as request ids differ from run to run."""
     return zlib.crc32(np.asarray(prompt or [], np.int64).tobytes())
+
+
+def _described(config: KVPolicyConfig) -> str:
+    """Its name and options, for the start-up line."""
+    options = {field: getattr(config, field) for field in sorted(config.policy.options - {"pattern", "retrieval"})}
+    text = config.name + "".join(f" {field}={value}" for field, value in options.items() if value is not None)
+    return text if config.retrieval is None else f"{text} retrieval=({_described(config.retrieval)})"
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 class EvictionScheduler(EvictionMixin, Scheduler):

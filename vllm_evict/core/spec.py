@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..config import KVPolicyConfig
@@ -17,14 +17,23 @@ class EvictableSpec(FullAttentionSpec):
 
     Attributes:
         backend: name of the attention backend that reads the blocks (for the start-up line).
+        head_class: whose heads these are, where heads are split (see `KVPolicyConfig.classes`).
+        part: number of the group among those of its class that may not share a block table.
+        sink, window: leading and trailing blocks of a cached prefix that are of use without the rest; None: it takes
+            all of them.
     """
 
     backend: str = ""
+    head_class: str = ""
+    part: int = 0
+    sink: int | None = None
+    window: int | None = None
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Most bytes that one request may hold, in flight included: vLLM plans its pool and concurrency with it."""
         full = super().max_memory_usage_bytes(vllm_config)
-        bound = policy_config(vllm_config).bound(self.block_size, vllm_config.model_config.max_model_len)
+        config = policy_config(vllm_config).of_class(self.head_class)
+        bound = config.bound(self.block_size, vllm_config.model_config.max_model_len)
         if bound is None:
             return full
         # Eviction follows the step, so whole chunks are held on top while steps are in flight.
@@ -34,7 +43,22 @@ class EvictableSpec(FullAttentionSpec):
     @classmethod
     def merge(cls, specs: list["EvictableSpec"]) -> "EvictableSpec":
         # FullAttentionSpec.merge rebuilds the spec from its own fields; ours would silently become defaults.
-        return replace(super().merge(specs), backend=specs[0].backend)
+        own = {name: getattr(specs[0], name) for name in OWN_FIELDS}
+        # vLLM asks whether layers share a block table by merging them.
+        assert all(spec.is_alike(specs[0]) for spec in specs), "head classes have block tables of their own"
+        return replace(super().merge(specs), **own)
+
+    def is_alike(self, other: KVCacheSpec) -> bool:
+        """Whether two specs differ in nothing that is the plugin's."""
+        return all(getattr(self, name) == getattr(other, name, None) for name in OWN_FIELDS)
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        alike = all(self.is_alike(spec) for spec in kv_cache_specs.values())
+        return alike and super().is_uniform_with_collection(kv_cache_specs)
+
+
+#: Fields that `EvictableSpec` adds.
+OWN_FIELDS = ("backend", "head_class", "part", "sink", "window")
 
 
 def policy_config(vllm_config: VllmConfig) -> KVPolicyConfig:

@@ -4,6 +4,7 @@ To add one, write its file and name its class here; the test matrix and the docu
 """
 
 from .base import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, REDUCTIONS, RUNNING, Blocks, Policy
+from .duo import Duo
 from .full import Full
 from .h2o import H2O
 from .keydiff import KeyDiff
@@ -21,7 +22,8 @@ from .tova import TOVA
 POLICIES: dict[str, Policy] = {
     policy.name: policy()
     for policy in (
-        Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Random
+        Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Random,
+        Duo,
     )
 }  # fmt: skip
 

@@ -61,6 +61,8 @@ class Policy(ABC):
     #: Whether its statistics are those of a reconstruction of the prompt (see `core.reconstruction`). Until they are
     #: there a request keeps everything.
     reconstructs: ClassVar[bool] = False
+    #: Whether KV heads are split in classes with policies and KV groups of their own.
+    splits_heads: ClassVar[bool] = False
     #: Whether it looks at `Blocks.key`.
     by_prompt: ClassVar[bool] = False
     #: Fields of `KVPolicyConfig` that mean something to it.

@@ -79,6 +79,8 @@ class CachedStatistics:
         for keys, values in self._read(row.physical, bool(names & OF_VALUES)):
             for name, score in key_scores(keys, values, row.length, names).items():
                 score = -score.double() if name in LESS_IS_MORE else score.double()
+                if not (self._maximise_heads or self._maximise_layers):
+                    score = score.sum(0, keepdim=True)  # layers may differ in heads
                 if name not in total:
                     total[name] = score
                 elif self._maximise_layers:

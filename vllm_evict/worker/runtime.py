@@ -8,7 +8,7 @@ import torch
 
 from ..attention.view import resident_view
 from ..config import KVPolicyConfig
-from ..core.plan import PLAN, EvictionPlan, Reports
+from ..core.plan import PLAN, EvictionPlan, GroupPlan, Reports
 from ..policies import CACHED, RUNNING
 from .cached import CachedStatistics, ReadBlocks, Row
 from .sums import RunningSums
@@ -16,17 +16,65 @@ from .work import OwnWork
 
 
 class EvictionRuntime:
-    """State of one worker and KV group, between the scheduler's plans and the attention backend.
+    """State of one worker, between the scheduler's plans and the attention backend.
 
-    A step goes: `begin` (obey the plan), the runner puts `holes` into its block tables and names the batch's rows in
-    `req_ids`, the metadata builder asks for the `view`, each layer does its own work, `end` sums up and reports.
+    A step goes: `begin` (obey the plan), the runner puts `holes` of each group into its block tables and names the
+    batch's rows, the metadata builders ask for their group's `view`, each layer does its own work, `end` sums up and
+    reports.
 
     Args:
-        config: the server's policy.
+        groups: of vLLM's KV groups, in order.
+    """
+
+    def __init__(self, groups: list["GroupRuntime"]) -> None:
+        self.groups = groups
+        self.plan: EvictionPlan | None = None
+        self.batch = Batch()
+        for group in groups:
+            group.batch = self.batch
+
+    def begin(self, scheduler_output: Any) -> None:
+        """Obey a plan: forget requests that ended or start over, note holes, start to measure."""
+        self.plan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.groups))
+        for index, (group, plan) in enumerate(zip(self.groups, self.plan.groups)):
+            group.begin(scheduler_output, plan, index)
+        self.batch.with_holes = set().union(*(group.with_holes for group in self.groups))
+
+    def end(self, all_reduce: Any) -> list[Reports]:
+        """Sum up the step and report what the plan asks for, group by group."""
+        self.plan = None
+        return [group.end(all_reduce) for group in self.groups]
+
+
+class Batch:
+    """What the KV groups of a worker have in common."""
+
+    def __init__(self) -> None:
+        #: The step's requests, in row order.
+        self.req_ids: list[str] = []
+        #: Requests that lack a block in any group.
+        self.with_holes: set[str] = set()
+        self._rows: tuple[list[str], set[str], np.ndarray] = ([], set(), np.empty(0, bool))
+
+    def have_holes(self) -> np.ndarray:
+        """Which rows of the batch are `with_holes`; made anew only when either changes. bool [R]"""
+        req_ids, with_holes, rows = self._rows
+        if self.req_ids != req_ids or self.with_holes != with_holes:
+            rows = np.fromiter((req_id in self.with_holes for req_id in self.req_ids), bool, len(self.req_ids))
+            self._rows = (list(self.req_ids), set(self.with_holes), rows)
+        return rows
+
+
+class GroupRuntime:
+    """One KV group of a worker: its holes, its view, and what is measured in it.
+
+    Args:
+        config: the policy of its heads.
         block_size: tokens.
         max_requests: most requests at once.
         max_model_len: tokens.
-        kv_heads, layers: of this rank and KV group.
+        kv_heads, layers: of this rank and KV group. Where heads are split layers may differ in heads; then this is one
+            layer of all the group's heads.
         read: its KV cache; called after steps.
     """
 
@@ -42,8 +90,8 @@ class EvictionRuntime:
     ) -> None:
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size) + 1
-        self.req_ids: list[str] = []
-        self.plan: EvictionPlan | None = None
+        self.batch = Batch()
+        self.plan: GroupPlan | None = None
         self.sums: RunningSums | None = None
         if config.statistics & RUNNING:
             self.sums = RunningSums(
@@ -52,30 +100,31 @@ class EvictionRuntime:
         self.cached = CachedStatistics(read, kv_heads, layers, config.heads, config.layers)
         #: Whether the layers' kernels can decode requests with holes themselves (see `OwnWork`).
         self.decodes = False
-        self._with_holes: set[str] = set()
-        self._batch: tuple[list[str], np.ndarray] = ([], np.empty(0, bool))
+        self.with_holes: set[str] = set()
         self._identity = torch.arange(max_blocks, dtype=torch.int32)
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._viewed: tuple[Any, OwnWork | None] | None = None
         self._rows: dict[str, Row] = {}
 
-    def begin(self, scheduler_output: Any) -> None:
-        """Obey a plan: forget requests that ended or start over, note holes, start to measure."""
-        self.plan = plan = getattr(scheduler_output, PLAN, None) or EvictionPlan()
+    def begin(self, scheduler_output: Any, plan: GroupPlan, index: int) -> None:
+        """See `EvictionRuntime.begin`; `index` is that of the group."""
+        self.plan = plan
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        self._with_holes -= gone | scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        for new in scheduler_output.scheduled_new_reqs:
-            # The next turn of a streaming session comes as a new request, with the holes it has.
-            (self._with_holes.add if 0 in new.block_ids[0] else self._with_holes.discard)(new.req_id)
+        cached = scheduler_output.scheduled_cached_reqs
+        self.with_holes -= gone | cached.resumed_req_ids
+        started = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
+        if cached.resumed_req_ids:
+            started += [each for each in zip(cached.req_ids, cached.new_block_ids) if each[0] in cached.resumed_req_ids]
+        for req_id, block_ids in started:
+            # The next turn of a streaming session comes as a new request, with the holes it has; a cached prefix may
+            # have some too.
+            (self.with_holes.add if 0 in block_ids[index] else self.with_holes.discard)(req_id)
+        self.with_holes.update(plan.holes)
         if self.sums is not None:
             for req_id in gone:
                 self.sums.stop(req_id)
             for req_id, scoring in plan.track.items():
                 self.sums.start(req_id, scoring)
-        self._with_holes.update(plan.holes)
-        if plan.holes or gone or scheduler_output.scheduled_new_reqs:
-            self._batch = ([], self._batch[1])
-        if self.sums is not None:
             for req_id, holes in plan.holes.items():
                 self.sums.count_holes(req_id, len(holes))
 
@@ -104,14 +153,16 @@ class EvictionRuntime:
 
     def _view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         measuring = self.sums is not None and len(self.sums) > 0
-        if not (self._with_holes or measuring or self.plan.report):
+        decodes = self.decodes and bool(self.batch.with_holes)
+        if not (self.with_holes or measuring or self.plan.report or decodes):
             return metadata, None
-        rows = len(self.req_ids)
+        req_ids = self.batch.req_ids
+        rows = len(req_ids)
         starts = metadata.query_start_loc[: rows + 1].numpy()
         seq_lens = metadata.seq_lens[:rows]
         width = max(-(-int(seq_lens.max()) // self.block_size), 1)
         lens, own = seq_lens, np.empty(0, np.int64)
-        if self._with_holes:
+        if self.with_holes:
             table, lens, logical = (buffer[:rows] for buffer in self._view_buffers(metadata.block_table_tensor))
             resident_view(metadata.block_table_tensor[:rows], seq_lens, self.block_size, table, lens, logical)
             longest = int(lens.max())
@@ -121,28 +172,23 @@ class EvictionRuntime:
             metadata.block_table_tensor, metadata.seq_lens = table, lens
             metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = lens, longest
             metadata._num_computed_tokens_cache = None
-            if self.decodes:
-                own = np.flatnonzero(self._have_holes() & (np.diff(starts) == 1))
         else:
             table = metadata.block_table_tensor
             logical = self._identity[:width].expand(rows, width)
+        if decodes:
+            # Who lacks a block in any group is decoded by one kernel in all of them.
+            own = np.flatnonzero(self.batch.have_holes() & (np.diff(starts) == 1))
         self._resident(table, logical, lens)
         step = None
         if measuring:
-            step = self.sums.step(self.req_ids, starts, seq_lens.numpy(), logical)
+            step = self.sums.step(req_ids, starts, seq_lens.numpy(), logical)
         if step is None and not len(own):
             return metadata, None
         work = OwnWork(step, own, starts, lens)
         if len(own):
+            metadata = metadata if self.with_holes else copy(metadata)
             metadata.seq_lens = metadata.seq_lens_cpu_upper_bound = work.stock_lens
         return metadata, work
-
-    def _have_holes(self) -> np.ndarray:
-        """Which rows of the batch have holes; made anew only when the batch or its holes change. bool [R]"""
-        if self.req_ids != self._batch[0]:
-            holes = np.fromiter((req_id in self._with_holes for req_id in self.req_ids), bool, len(self.req_ids))
-            self._batch = (list(self.req_ids), holes)
-        return self._batch[1]
 
     def end(self, all_reduce: Any) -> Reports:
         """Sum up the step and report what the plan asks for."""
@@ -173,7 +219,7 @@ class EvictionRuntime:
     def _resident(self, table: torch.Tensor, logical: torch.Tensor, lens: torch.Tensor) -> None:
         """Note the resident blocks of requests that have to report."""
         for req_id in self.plan.report:
-            row = self.req_ids.index(req_id)
+            row = self.batch.req_ids.index(req_id)
             length = int(lens[row])
             blocks = -(-length // self.block_size)
             index = logical[row, :blocks].numpy().astype(np.int64)

@@ -10,8 +10,8 @@ from ..core.plan import Report, Reports, Scoring
 
 #: Attends for one layer, and adds the mass of its queries: (weights [T] or None, out [R, H, W] or None) -> None.
 Weigh = Callable[[torch.Tensor | None, torch.Tensor | None], None]
-#: One layer's mass of n queries one by one, as means over a KV head's query heads: (queries, out [n, Hkv, W]) -> None.
-WeighEach = Callable[[Queries, torch.Tensor], None]
+#: One layer's mass of n queries one by one, as means over a KV head's query heads: (queries, W) -> float32 [n, Hkv, W].
+WeighEach = Callable[[Queries, int], torch.Tensor]
 
 
 class MassStep:
@@ -37,10 +37,10 @@ class MassStep:
         heads: int,
         maximise: bool,
         queries: Queries | None = None,
-        shape: tuple[int, int] = (0, 0),
+        block_size: int = 0,
     ) -> None:
         self.rows, self.slots, self.weights, self.counted, self.logical = rows, slots, weights, counted, logical
-        self.queries, self._shape = queries, shape
+        self.queries, self._block_size = queries, block_size
         #: Whether any row takes mass.
         self._weighs = queries is None or bool(weights.any())
         self.mass = torch.zeros(logical.shape[0], heads, logical.shape[1])
@@ -57,11 +57,9 @@ class MassStep:
 
     def _pivots(self, weigh_each: WeighEach) -> torch.Tensor:
         """Which blocks draw more than 1/t for each of their tokens from a query that sees t. float32 [n, H, W]."""
-        kv_heads, block_size = self._shape
         lens, width = self.queries.lens[:, None], self.mass.shape[2]
-        mass = torch.zeros(len(lens), kv_heads, width)
-        weigh_each(self.queries, mass)
-        tokens = (lens - torch.arange(width) * block_size).clamp(0, block_size)
+        mass = weigh_each(self.queries, width)
+        tokens = (lens - torch.arange(width) * self._block_size).clamp(0, self._block_size)
         pivots = (mass * lens[:, None] > tokens[:, None]).float()
         return pivots.sum(1, keepdim=True) if self.mass.shape[1] == 1 else pivots
 
@@ -90,7 +88,7 @@ class RunningSums:
         reduce_heads: str,
         reduce_layers: str,
     ) -> None:
-        self.block_size, self.kv_heads = block_size, kv_heads
+        self.block_size = block_size
         self.maximise_heads, self.maximise_layers = reduce_heads == "max", reduce_layers == "max"
         # Plain sums over heads need no rows of their own: the kernel adds them up. A maximum does, over layers too.
         self.heads = kv_heads if self.maximise_heads or self.maximise_layers else 1
@@ -176,9 +174,8 @@ class RunningSums:
             queries = self._queries(weights, rows, slots, lens, query_start_loc, seq_lens)
         weights = None if weights is None else torch.from_numpy(weights)
         return MassStep(
-            rows, slots, weights, counted, logical, self.heads, self.maximise_layers,
-            queries, (self.kv_heads, self.block_size),
-        )  # fmt: skip
+            rows, slots, weights, counted, logical, self.heads, self.maximise_layers, queries, self.block_size
+        )
 
     def fold(self, step: MassStep) -> None:
         """Add a step's mass to the running sums."""

@@ -1,11 +1,13 @@
 """vLLM's workers with eviction."""
 
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from ..compat import layers, runners
+from ..compat.reorder import reordering
 from ..core.plan import REPORTS, Reports
 from ..core.spec import policy_config
 from .runtime import EvictionRuntime
@@ -15,7 +17,12 @@ class EvictionWorkerMixin:
     """Obeys the plan on each `SchedulerOutput`, and sends reports back on the step's `ModelRunnerOutput`."""
 
     kv_evict: EvictionRuntime | None = None
-    _reports: Reports = {}
+    _reports: list[Reports] = []
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        arranged = layers.arrangement(self.vllm_config, policy_config(self.vllm_config))
+        with reordering(self.vllm_config, arranged.order) if arranged else nullcontext():
+            super().load_model(*args, **kwargs)
 
     def get_kv_cache_spec(self) -> Any:
         # The first call after the model is loaded and the block size is settled; specs are what it changes.
@@ -42,11 +49,11 @@ class EvictionWorkerMixin:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
-        reports, self._reports = self._reports, {}
-        return with_reports(output, reports) if reports else output
+        reports, self._reports = self._reports, []
+        return with_reports(output, reports) if any(reports) else output
 
 
-def with_reports(output: Any, reports: Reports) -> Any:
+def with_reports(output: Any, reports: list[Reports]) -> Any:
     """The output with the reports on it, now or when it is awaited."""
     if isinstance(output, AsyncModelRunnerOutput):
         return _Reporting(output, reports)
@@ -58,7 +65,7 @@ def with_reports(output: Any, reports: Reports) -> Any:
 
 
 class _Reporting(AsyncModelRunnerOutput):
-    def __init__(self, output: AsyncModelRunnerOutput, reports: Reports) -> None:
+    def __init__(self, output: AsyncModelRunnerOutput, reports: list[Reports]) -> None:
         self._output, self._reports = output, reports
 
     def get_output(self) -> ModelRunnerOutput:

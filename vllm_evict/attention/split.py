@@ -1,0 +1,71 @@
+"""Attention of layers whose KV heads are split in classes: one call a class, each with its KV group's block table."""
+
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+
+
+@dataclass(slots=True)
+class Part:
+    """The heads of one class in one layer. A layer's heads are in the order of its parts (see `heads.arrange`).
+
+    Attributes:
+        pages: layer name of the KV group's pages.
+        heads, query_heads: which of the layer's KV heads, and of its query heads.
+        slots: which head slots of the group's pages.
+        impl: the layer's attention, for so many heads.
+        kv_cache: [num_blocks, heads, ...], those slots of the pages; None until they are allocated.
+    """
+
+    pages: str
+    heads: slice
+    query_heads: slice
+    slots: slice
+    impl: Any
+    kv_cache: Any = None
+
+
+def part_of(layer: Any, pages: str, first: int, heads: int, slot: int) -> Part:
+    """KV heads `first` to `first + heads` of a layer, in head slots from `slot` on."""
+    impl, group = copy(layer.impl), layer.num_heads // layer.num_kv_heads
+    impl.num_kv_heads, impl.num_heads = heads, heads * group
+    query_heads = slice(first * group, (first + heads) * group)
+    return Part(pages, slice(first, first + heads), query_heads, slice(slot, slot + heads), impl)
+
+
+def split_impl(impl: type, parts: list[Part]) -> type:
+    """A subclass of an `AttentionImpl` for one layer that leaves its work to those of its parts."""
+
+    class SplitImpl(impl):
+        def forward(
+            self,
+            layer: Any,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            kv_cache: torch.Tensor,
+            attn_metadata: Any,
+            output: torch.Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            if attn_metadata is None:  # a dummy run
+                return output
+            of_group = get_forward_context().attn_metadata
+            for part in parts:
+                metadata = of_group[part.pages]
+                # vLLM takes the layer for one that reads another layer's cache, so it has not written these.
+                part.impl.do_kv_cache_update(
+                    layer, key[:, part.heads], value[:, part.heads], part.kv_cache, metadata.slot_mapping
+                )
+                queries = query[:, part.query_heads]
+                # Kernels write outputs without gaps.
+                attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
+                part.impl.forward(layer, queries, None, None, part.kv_cache, metadata, attended)
+                output[:, part.query_heads] = attended
+            return output
+
+    return SplitImpl
