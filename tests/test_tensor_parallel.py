@@ -16,6 +16,8 @@ POLICIES = {
     "h2o-max": {**BASE, "heads": "max", "layers": "max"},
     # Scores of each rank's own heads, of keys and of queries.
     "keydiff-max": {**BASE, "name": "keydiff", "heads": "max", "allow": ["sink-window"]},
+    # Heads are dealt out anew: each rank has the retrieval head of one layer and the streaming head of the other.
+    "duo": {"name": "duo", "pattern": ["01", "01"], "sink": 32, "recent": 64, "retrieval": BASE},
     "rkv": {**BASE, "name": "rkv", "allow": ["sink-window"]},
 }
 

@@ -484,8 +484,8 @@ def _with_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
     heads = values.get("heads")
     if not isinstance(heads, (str, Path)) or not str(heads):
         raise ValueError(
-            f"policy {values['name']!r} needs heads: the path of a file of gates, as `vllm-evict heads train` writes it, "
-            f"not {heads!r}"
+            f"policy {values['name']!r} needs heads: the path of a file of gates, as `vllm-evict heads train` writes "
+            f"it, not {heads!r}"
         )
     try:
         read = HeadPattern.read(heads, values.get("threshold"), values.get("sparsity"))

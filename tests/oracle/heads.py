@@ -31,11 +31,12 @@ class GroupRequest(Request):
         return dict(zip(self.held(), total.tolist(), strict=True))
 
 
-def replay_heads(model, token_ids, steps, groups, prefix=0, prefix_holes=None):
+def replay_heads(model, token_ids, steps, groups, prefix=0, prefix_holes=None, told=None):
     """Serve `token_ids` in the given steps; returns a `Replay` for each group, all with the same logits.
 
     groups: (Config, heads bool [L, G]) of each; together they have every head once.
     prefix: leading tokens out of a prefix cache; prefix_holes: of each group, the blocks of it that were not taken.
+    told: of each group and step, blocks that are missing from then on. Then nothing is decided here.
     """
     requests = [GroupRequest(model, config, heads) for config, heads in groups]
     assert (sum(request.heads.int() for request in requests) == 1).all()
@@ -46,9 +47,10 @@ def replay_heads(model, token_ids, steps, groups, prefix=0, prefix_holes=None):
         request.cache, request.n, request.start = cache, prefix, prefix
         request.evicted = set(prefix_holes[group]) if prefix_holes else set()
     done = prefix
-    for count in steps:
-        for request in requests:
+    for step, count in enumerate(steps):
+        for group, request in enumerate(requests):
             request.n = done + count
+            request.evicted |= set(told[group][step]) if told else set()
         mask = torch.zeros(model.layers, model.heads, count, done + count, dtype=torch.bool)
         for request in requests:
             mask[request.of_query_heads()] = request.mask(done)
@@ -57,7 +59,8 @@ def replay_heads(model, token_ids, steps, groups, prefix=0, prefix_holes=None):
         for request in requests:
             if request.config.wants_probs:
                 request.accumulate(probs * request.of_query_heads()[:, :, None, None], done)
-            request.decide()
+            if told is None:
+                request.decide()
             request.replay.held.append(request.held())
         done += count
     for request in requests:

@@ -12,7 +12,6 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
 from vllm.v1.kv_cache_interface import replace_as
 
 from ..attention.backend import resident_backend, working_impl
@@ -24,7 +23,6 @@ from ..heads.arrange import Arrangement, arrange
 from ..worker.cached import ReadBlocks
 from ..worker.runtime import EvictionRuntime, GroupRuntime
 from . import refusals
-
 
 #: Attribute of a layer whose heads are split that holds its `Part`s.
 PARTS = "kv_evict_parts"
@@ -96,7 +94,8 @@ def _split(
     for which, head_class in enumerate((RETRIEVAL, STREAMING)):
         for part in range(arranged.groups[which]):
             names[which, part] = name = f"kv_evict.{head_class}.{part}"
-            group = _group(vllm_config, config.of_class(head_class), arranged.width, 1, partial(_read_parts, layers, name))
+            read = partial(_read_parts, layers, name)
+            group = _group(vllm_config, config.of_class(head_class), arranged.width, 1, read)
             resident = resident_backend(backend, group, head_class, first.num_kv_heads)
             spec = _spec(vllm_config, config, first, arranged.width, head_class, part)
             slots = HeadSlots(spec, resident, first.num_heads)

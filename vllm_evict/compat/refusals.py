@@ -109,8 +109,9 @@ def check_alike(layers: dict[str, Any]) -> None:
     Raises:
         KVPolicyError: naming two layers.
     """
-    of_layer = {name: (x.num_heads, x.num_kv_heads, x.head_size, x.head_size_v, x.kv_cache_dtype, x.attn_backend) for name, x in layers.items()}
     first = next(iter(layers))
-    for name, shape in of_layer.items():
-        if shape != of_layer[first]:
-            raise KVPolicyError(f"{name} differs from {first} in heads, head size or backend: their heads can't be split")
+    alike = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_cache_dtype", "attn_backend")
+    for name, layer in layers.items():
+        for attribute in alike:
+            if getattr(layer, attribute) != getattr(layers[first], attribute):
+                raise KVPolicyError(f"heads can't be split: {name} and {first} differ in {attribute}")

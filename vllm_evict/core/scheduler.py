@@ -290,7 +290,9 @@ class EvictionMixin:
     def _relieve(self, missing: int) -> bool:
         """Free `missing` blocks and the buffer, the least important of all requests first; nothing if it can't."""
         offers = [
-            (manager, request, *self._offer(manager, request)) for request in self.running for manager in self.kv_managers
+            (manager, request, *self._offer(manager, request))
+            for request in self.running
+            for manager in self.kv_managers
         ]
         offers = [offer for offer in offers if len(offer[2])]
         if sum(len(blocks) for *_, blocks, _ in offers) < missing:
