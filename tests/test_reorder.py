@@ -8,6 +8,10 @@ import torch
 import transformers
 from engine import Engine, logprobs_of, random_prompt
 from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -19,6 +23,7 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
     RowvLLMParameter,
 )
+from vllm.utils.network_utils import get_open_port
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict import KVPolicyError
@@ -90,7 +95,7 @@ def load(monkeypatch):
 
         def look(model, *args):
             # vLLM's CPU kernels take the weights away and keep them packed.
-            loaded.update({name: weight.clone() for name, weight in model.named_parameters() if "self_attn" in name})
+            loaded.update({name: weight.detach().clone() for name, weight in model.named_parameters() if "self_attn" in name})
             process(model, *args)
 
         with monkeypatch.context() as patch:
@@ -107,6 +112,7 @@ def load(monkeypatch):
     yield make
     for engine in engines:
         engine.close()
+    cleanup_dist_env_and_memory()  # of those that were refused
 
 
 def in_order(weight, order, dim, heads, size):
@@ -236,27 +242,10 @@ def test_an_error_of_the_loader_is_not_hidden():
         raise RuntimeError("disk")
 
 
-@pytest.fixture(scope="module")
-def parts_of_a_model():
-    """Attention modules without an engine: a context in which vLLM's layers can be made."""
-    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
-    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
-    from vllm.utils.network_utils import get_open_port
-
-    config = VllmConfig(compilation_config=CompilationConfig())
-    with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
-        initialize_model_parallel(1, 1)
-        yield config
-    cleanup_dist_env_and_memory()
-
-
 class Model(nn.Module):
     """One attention layer, `block.self_attn.attn`."""
 
     def __init__(self):
-        from vllm.model_executor.layers.attention import Attention
-
         super().__init__()
         self.block = nn.Module()
         self.block.self_attn = part = nn.Module()
@@ -266,18 +255,21 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def model(parts_of_a_model, monkeypatch):
-    """A `Model`, and `wrap(model)`, as `reordering` does."""
-    from vllm.config import get_current_vllm_config
+def model(tiny):
+    """A `Model`, and `model.wrap()` as `reordering` does it. No engine: one process that is a group by itself."""
+    config = EngineArgs(str(tiny), dtype="float32").create_engine_config()
+    try:
+        with set_current_vllm_config(config):
+            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+            initialize_model_parallel(1, 1)
+            made = Model()
+            made.wrap = lambda: reorder._wrap(made, config, ORDER[:1])
+            yield made
+    finally:
+        cleanup_dist_env_and_memory()
 
-    config = get_current_vllm_config()
-    monkeypatch.setattr(config.compilation_config, "static_forward_context", {})
-    made = Model()
-    made.wrap = lambda: reorder._wrap(made, config, ORDER[:1])
-    return made
 
-
-class SlopedNorm(nn.Module):
+class ANorm(nn.Module):
     """A norm with a weight for each element of a head, and a cache."""
 
     def __init__(self, *shape):
@@ -305,8 +297,8 @@ CHANGES = {
     ),
     "a buffer": (lambda part: part.register_buffer("slopes", torch.ones(HEADS)), r"slopes of shape \[8\]"),
     "a gate": (replaced("g_proj", lambda: nn.Linear(64, HEADS)), r"block\.self_attn\.g_proj\.weight of shape \[8, 64\]"),
-    "a norm of all heads": (replaced("q_norm", lambda: SlopedNorm(HEADS * SIZE)), r"q_norm\.weight of shape \[256\]"),
-    "a norm of each head": (replaced("q_norm", lambda: SlopedNorm(HEADS, SIZE)), r"q_norm\.weight of shape \[8, 32\]"),
+    "a norm of all heads": (replaced("q_norm", lambda: ANorm(HEADS * SIZE)), r"q_norm\.weight of shape \[256\]"),
+    "a norm of each head": (replaced("q_norm", lambda: ANorm(HEADS, SIZE)), r"q_norm\.weight of shape \[8, 32\]"),
     "two output projections": (
         replaced("down_proj", lambda: RowParallelLinear(256, 64, bias=False)),
         r"block\.self_attn has 2 RowParallelLinear layers, not one",
@@ -338,7 +330,7 @@ def test_what_depends_on_the_order_of_heads_is_refused(model, change):
 
 def test_what_is_the_same_for_each_head_is_not_in_the_way(model):
     part = model.block.self_attn
-    part.q_norm, part.k_norm = SlopedNorm(SIZE), SlopedNorm(SIZE)
+    part.q_norm, part.k_norm = ANorm(SIZE), ANorm(SIZE)
     part.scale = nn.Parameter(torch.ones(1))
     awaited = model.wrap()
     name = "block.self_attn.qkv_proj.weight"
