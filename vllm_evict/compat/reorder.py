@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import vllm.model_executor.model_loader.base_loader as base_loader
 from torch import nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.model_loader import base_loader
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
@@ -208,7 +208,7 @@ def _wrap_linear(
         if dim == "input_dim" and name.endswith("g_idx"):
             raise _refusal(full, "it is quantized in groups of inputs in an order of their own (GPTQ's g_idx)")
         if isinstance(parameter, BlockQuantScaleParameter):
-            block = (linear.weight_block_size or (0, 0))[dim == "input_dim"]
+            block = (getattr(linear, "weight_block_size", None) or (0, 0))[dim == "input_dim"]
             for part in parts.values():
                 if not block or part.size % block:
                     raise _refusal(full, f"it has a scale for {block} rows or columns, a head has {part.size}")

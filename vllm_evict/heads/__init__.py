@@ -3,10 +3,10 @@
     pattern    files of gates, thresholds, and what either class holds      dense     a transformers model by head class
     passkeys   synthetic documents with answers far from their facts        profile   attention mass on the facts
     train      gates by distillation                                        show      heat maps and memory
-    cli        `vllm-evict heads`
+    arrange    ranks, KV groups and head slots                              cli       `vllm-evict heads`
 
 Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads", ICLR 2025,
-arXiv:2410.10819. Only `pattern` is imported here; it needs numpy alone.
+arXiv:2410.10819. Only `pattern` is imported here; it and `arrange` need numpy alone.
 """
 
 from .pattern import HeadGates, HeadPattern, HeadsError
