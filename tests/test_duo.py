@@ -240,7 +240,8 @@ def hashes_of(server, prompt):
 
 @pytest.mark.parametrize("retrieval", [None, H2O], ids=["full", "h2o"])
 def test_preempted_requests_start_over(duo, dense, retrieval):
-    server = duo(PATTERN, retrieval=retrieval, blocks=34, max_num_batched_tokens=128, max_model_len=512)
+    blocks = 21 if V2 else 34
+    server = duo(PATTERN, retrieval=retrieval, blocks=blocks, max_num_batched_tokens=128, max_model_len=256 if V2 else 512)
     requests = [(random_prompt(100 + 10 * i, i), {"max_tokens": 60 if V2 else 150, "logprobs": 0}) for i in range(4)]
     outputs, traces = server.traced(requests)
     assert sum(trace.restarts for trace in traces) > 0
