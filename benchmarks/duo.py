@@ -1,0 +1,222 @@
+"""What retrieval and streaming heads save on the engine: blocks that requests hold, and time of a decode step.
+
+    python benchmarks/duo.py                 decode latency at growing context, stock vLLM and duo in turn
+    python benchmarks/duo.py --memory        blocks held, on models of the published patterns' shapes
+
+Latency: one request decodes at each context; prompts extend one another, so that the prefix cache has most of them. Each
+case is a process of its own, they run in turn, and a ratio compares two runs of the same round. "stock" runs with
+VLLM_PLUGINS empty. The models have random weights: MHA with a quarter of the KV heads as retrieval heads, GQA with half.
+
+Memory: layers, query and KV heads, and the pattern are those of the model that it was published for; the width is tiny.
+Blocks are counted in the scheduler while the last token is computed, and compared with what the pattern predicts.
+
+Writes a Markdown table and a JSON with hardware, versions, command and all raw figures to --out.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from models import Shape, make_model
+from pressure import child_main, conditions, greedy, in_child, make_llm, progress, random_prompts, scheduler_of, write
+
+SINK, RECENT = 128, 256
+#: Name -> shape, one layer's pattern, ratio to stock that is wanted at the longest context.
+LATENCY = {
+    "MHA, 25 % retrieval": (Shape(layers=2, heads=32, kv_heads=32, max_len=1 << 16), "1" * 8 + "0" * 24, 2.18),
+    "GQA, 50 % retrieval": (Shape(layers=2, heads=32, kv_heads=8, max_len=1 << 16), "1010" * 2, 1.5),
+}
+#: Name -> shape with the layers and heads of the model, its published pattern, share of heads that stream.
+_TINY = {"hidden": 64, "head_dim": 32, "intermediate": 64, "max_len": 1 << 16}
+MEMORY = {
+    "Llama-2-7B (MHA)": (Shape(layers=32, heads=32, kv_heads=32, **_TINY), "Llama-2-7B-32K-Instruct", 0.75),
+    "Llama-3-8B (GQA)": (Shape(layers=32, heads=32, kv_heads=8, **_TINY), "Llama-3-8B-Instruct-Gradient-1048k", 0.5),
+}
+PATTERNS = Path(__file__).parents[1] / "configs" / "heads"
+
+
+def latency_child(spec: dict) -> dict:
+    """Seconds of each decode step at each context."""
+    contexts, steps, block_size = spec["contexts"], spec["options"]["steps"], spec["options"]["block_size"]
+    longest = max(contexts) + steps + 8
+    tokens = 2 * longest + 4096
+    llm = make_llm(
+        spec["model"],
+        spec["policy"],
+        max_model_len=longest,
+        block_size=block_size,
+        kv_cache_memory_bytes=tokens * Shape(**spec["shape"]).kv_bytes_per_token(),
+        max_num_seqs=2,
+        max_num_batched_tokens=2048,
+    )
+    (prompt,) = random_prompts(1, max(contexts), spec["shape"]["vocab"])
+    timings = {}
+    for context in contexts:
+        engine = llm.llm_engine
+        engine.add_request(f"at-{context}", {"prompt_token_ids": prompt[:context]}, greedy(steps + 4))
+        scheduler = scheduler_of(llm)
+        while not scheduler.running or scheduler.running[0].num_output_tokens < 3:
+            engine.step()
+        timings[context] = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            engine.step()
+            timings[context].append(time.perf_counter() - start)
+        while engine.has_unfinished_requests():
+            engine.step()
+    return timings
+
+
+def latency(options: argparse.Namespace) -> dict:
+    """Decode steps of every model, case and round."""
+    runs: dict[str, list[dict]] = {name: [] for name in LATENCY}
+    with progress() as bar:
+        task = bar.add_task("", total=2 * len(LATENCY) * options.rounds)
+        for name, (shape, row, _) in LATENCY.items():
+            with tempfile.TemporaryDirectory() as model:
+                make_model(model, shape)
+                duo = {"name": "duo", "pattern": [row] * shape.layers, "sink": SINK, "recent": RECENT}
+                for number in range(options.rounds):
+                    pair = {}
+                    for case, policy in (("stock", None), ("duo", duo)) if number % 2 == 0 else (("duo", duo), ("stock", None)):
+                        bar.update(task, description=f"{name}: {case}")
+                        spec = {"model": model, "policy": policy, "shape": asdict(shape), "options": vars(options)}
+                        spec["contexts"] = options.contexts
+                        plugins = {"VLLM_PLUGINS": ""} if policy is None else {}
+                        pair[case] = in_child("latency", spec, plugins)
+                        bar.advance(task)
+                    runs[name].append(pair)
+    return {"runs": runs}
+
+
+def latency_table(report: dict) -> str:
+    contexts = report["options"]["contexts"]
+    lines = ["| model | " + " | ".join(f"{context:,}" for context in contexts) + " | wanted |"]
+    lines.append("|---|" + "---:|" * (len(contexts) + 1))
+    for name, (*_, wanted) in LATENCY.items():
+        cells = []
+        for context in map(str, contexts):
+            pairs = report["runs"][name]
+            ms = {
+                case: [1e3 * statistics.median(pair[case][context]) for pair in pairs] for case in ("stock", "duo")
+            }
+            ratios = [stock / duo for stock, duo in zip(ms["stock"], ms["duo"])]
+            stock, duo = (statistics.median(ms[case]) for case in ("stock", "duo"))
+            cells.append(f"{statistics.median(ratios):.2f}x ({stock:.1f} / {duo:.1f} ms)")
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {wanted}x |")
+    return "\n".join(lines)
+
+
+def memory_child(spec: dict) -> dict:
+    """Blocks held by group at each context, and what a block takes."""
+    shape, block_size = Shape(**spec["shape"]), spec["options"]["block_size"]
+    longest = max(spec["contexts"]) + 8
+    llm = make_llm(
+        spec["model"],
+        spec["policy"],
+        dtype="bfloat16",
+        max_model_len=longest,
+        block_size=block_size,
+        # In 16 bits. Room for what retrieval heads hold, or for everything.
+        kv_cache_memory_bytes=(longest + 8192) * shape.kv_bytes_per_token(2),
+        max_num_seqs=2,
+        max_num_batched_tokens=2048,
+    )
+    scheduler = scheduler_of(llm)
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    held = {}
+    for context in spec["contexts"]:
+        (prompt,) = random_prompts(1, context - 2, shape.vocab)
+        llm.llm_engine.add_request(f"of-{context}", {"prompt_token_ids": prompt}, greedy(3))
+        while llm.llm_engine.has_unfinished_requests():
+            for request in scheduler.running:
+                if request.num_computed_tokens >= context - 1:
+                    tables = [manager.req_to_blocks[request.request_id] for manager in managers]
+                    held[context] = [sum(not block.is_null for block in table) for table in tables]
+            llm.llm_engine.step()
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+    pages = [s.page_size_bytes * len(g.layer_names) for s, g in zip(specs, scheduler.kv_cache_config.kv_cache_groups)]
+    return {"held": held, "pages": pages, "classes": [getattr(s, "head_class", "") for s in specs]}
+
+
+def memory(options: argparse.Namespace) -> dict:
+    """Blocks of every shape under duo; of stock vLLM at the shortest context."""
+    from vllm_evict.heads import HeadPattern
+
+    runs: dict[str, dict[str, Any]] = {}
+    with progress() as bar:
+        task = bar.add_task("", total=2 * len(MEMORY))
+        for name, (shape, published, sparsity) in MEMORY.items():
+            pattern = HeadPattern.read(PATTERNS / published, sparsity=sparsity)
+            duo = {"name": "duo", "heads": str(PATTERNS / published), "sparsity": sparsity}
+            runs[name] = {"predicted": {n: pattern.blocks(n, options.block_size) for n in options.contexts}}
+            with tempfile.TemporaryDirectory() as model:
+                make_model(model, shape)
+                for case, policy in (("stock", None), ("duo", duo)):
+                    bar.update(task, description=f"{name}: {case}")
+                    spec = {"model": model, "policy": policy, "shape": asdict(shape), "options": vars(options)}
+                    # Stock holds a block for every so many tokens; once is enough to see it.
+                    spec["contexts"] = options.contexts if policy else [min(options.contexts)]
+                    plugins = {"VLLM_PLUGINS": ""} if policy is None else {}
+                    runs[name][case] = in_child("memory", spec, plugins)
+                    bar.advance(task)
+    return {"runs": runs}
+
+
+def memory_table(report: dict) -> str:
+    options = report["options"]
+    lines = [
+        "| model | tokens | retrieval heads: blocks held (predicted) | streaming heads | KV cache | stock | saves |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, run in report["runs"].items():
+        for context in options["contexts"]:
+            held, predicted = run["duo"]["held"][str(context)], run["predicted"][context]
+            by_class = {
+                head_class: ", ".join(str(n) for n, c in zip(held, run["duo"]["classes"]) if c == head_class)
+                for head_class in ("retrieval", "streaming")
+            }
+            (page,) = set(run["duo"]["pages"])
+            own = sum(held) * page
+            stock = -(-context // options["block_size"]) * run["stock"]["pages"][0]
+            lines.append(
+                f"| {name} | {context:,} | {by_class['retrieval']} ({predicted[0]}) | {by_class['streaming']} "
+                f"({predicted[1]}) | {own / 2**20:,.1f} MiB | {stock / 2**20:,.1f} MiB | {stock / own:.2f}x |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", action="store_true", help="count blocks instead")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--contexts", type=int, nargs="+", help="tokens")
+    parser.add_argument("--steps", type=int, default=24, help="decode steps timed at each context")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads of the engine")
+    parser.add_argument("--out", type=Path, default=Path("out/duo"))
+    options = parser.parse_args()
+    options.contexts = options.contexts or ([4096, 32768] if options.memory else [2048, 4096, 8192, 16384, 32768])
+    options.out = str(options.out)
+    report = (memory if options.memory else latency)(options)
+    report |= {"conditions": conditions(), "options": vars(options)}
+    if options.memory:
+        title = "KV blocks of one request under duo, on the published patterns' shapes, in 16 bits with 32 channels a head"
+        write(Path(options.out), "duo-memory", title, memory_table(report), report)
+    else:
+        title = "A decode step at growing context, stock vLLM over duo (medians), 2-layer Llamas in float32"
+        write(Path(options.out), "duo", title, latency_table(report), report)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child_main({"latency": latency_child, "memory": memory_child}, *sys.argv[2:])
+    else:
+        main()
