@@ -3,9 +3,9 @@
     python benchmarks/duo.py                 decode latency at growing context, stock vLLM and duo in turn
     python benchmarks/duo.py --memory        blocks held, on models of the published patterns' shapes
 
-Latency: one request decodes at each context; prompts extend one another, so that the prefix cache has most of them. Each
-case is a process of its own, they run in turn, and a ratio compares two runs of the same round. "stock" runs with
-VLLM_PLUGINS empty. The models have random weights: MHA with a quarter of the KV heads as retrieval heads, GQA with half.
+Latency: one request decodes at each context; prompts extend one another, so the prefix cache has most of them. Each case
+is a process of its own, they run in turn, and a ratio compares two runs of the same round. "stock" runs with VLLM_PLUGINS
+empty. The models have random weights: MHA with a quarter of the KV heads as retrieval heads, GQA with half.
 
 Memory: layers, query and KV heads, and the pattern are those of the model that it was published for; the width is tiny.
 Blocks are counted in the scheduler while the last token is computed, and compared with what the pattern predicts.
@@ -83,8 +83,8 @@ def latency(options: argparse.Namespace) -> dict:
                 make_model(model, shape)
                 duo = {"name": "duo", "pattern": [row] * shape.layers, "sink": SINK, "recent": RECENT}
                 for number in range(options.rounds):
-                    pair = {}
-                    for case, policy in (("stock", None), ("duo", duo)) if number % 2 == 0 else (("duo", duo), ("stock", None)):
+                    pair, order = {}, [("stock", None), ("duo", duo)]
+                    for case, policy in order if number % 2 == 0 else reversed(order):
                         bar.update(task, description=f"{name}: {case}")
                         spec = {"model": model, "policy": policy, "shape": asdict(shape), "options": vars(options)}
                         spec["contexts"] = options.contexts
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens")
     parser.add_argument("--steps", type=int, default=24, help="decode steps timed at each context")
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads of the engine")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads")
     parser.add_argument("--out", type=Path, default=Path("out/duo"))
     options = parser.parse_args()
     options.contexts = options.contexts or ([4096, 32768] if options.memory else [2048, 4096, 8192, 16384, 32768])
@@ -208,7 +208,7 @@ def main() -> None:
     report = (memory if options.memory else latency)(options)
     report |= {"conditions": conditions(), "options": vars(options)}
     if options.memory:
-        title = "KV blocks of one request under duo, on the published patterns' shapes, in 16 bits with 32 channels a head"
+        title = "KV blocks of one request under duo: published patterns and their shapes, 32 channels a head, 16 bits"
         write(Path(options.out), "duo-memory", title, memory_table(report), report)
     else:
         title = "A decode step at growing context, stock vLLM over duo (medians), 2-layer Llamas in float32"

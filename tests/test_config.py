@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 H2O = {"name": "h2o", "budget": 1024, "sink": 32, "recent": 256, "buffer": 64}
 parse = KVPolicyConfig.parse
 #: Policies of all heads alike.
-WHOLE = sorted(name for name, policy in POLICIES.items() if not policy.splits_heads)
+WHOLE = sorted(name for name, policy in POLICIES.items() if not policy.splits)
 
 
 def refusal(value):

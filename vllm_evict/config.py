@@ -18,6 +18,8 @@ from .policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES, Policy
 Reduction = Literal["sum", "mean", "max"]
 REDUCTION_NAMES = get_args(Reduction)
 
+#: KV groups of policies that have bands, if nobody says how many.
+DEFAULT_BANDS = 4
 #: Names of head classes, in the order of their KV groups.
 RETRIEVAL, STREAMING = "retrieval", "streaming"
 
@@ -122,6 +124,15 @@ class KVPolicyConfig(BaseModel):
     retrieval: "KVPolicyConfig | None" = None
     #: duo: a row a layer, of 1 for each retrieval and 0 for each streaming head; taken from `heads` if not given.
     pattern: tuple[Annotated[str, Field(pattern="^[01]+$")], ...] = ()
+    #: pyramidkv: KV groups that layers are cut into; adakv: that each layer's heads are dealt to. None: 4, or as many as
+    #: there are.
+    bands: int | None = Field(None, ge=1)
+    #: pyramidkv: the last layer's budget is 1 / beta of the mean.
+    beta: float = Field(20.0, ge=1)
+    #: adakv: share of an even split that each KV group keeps.
+    floor: float = Field(0.2, ge=0, le=1)
+    #: Of one band: its budget over the mean. Set by `classes`.
+    share: float | None = None
     #: Policies that requests may pick; None: all that evict; `full` as well if this is `full`, or under pressure.
     #: Those that reconstruct prompts have to be named.
     allow: tuple[str, ...] | None = None
@@ -138,7 +149,7 @@ class KVPolicyConfig(BaseModel):
         for field in values:
             if field not in allowed:
                 raise ValueError(f"policy {policy.name!r} has no field {field!r}; it has: {nearest(field, allowed)}")
-        if policy.splits_heads:
+        if policy.splits == "classes":
             return _with_pattern(values)
         defaults = dict(policy.defaults)
         if policy.window_is_the_budget and "budget" in values:
@@ -170,6 +181,9 @@ class KVPolicyConfig(BaseModel):
         "seed",
         "threshold",
         "sparsity",
+        "bands",
+        "beta",
+        "floor",
         mode="before",
     )
     @classmethod
@@ -182,7 +196,7 @@ class KVPolicyConfig(BaseModel):
     @field_validator("heads")
     @classmethod
     def _reduction_or_file(cls, heads: str, info: ValidationInfo) -> str:
-        if heads not in REDUCTION_NAMES and not POLICIES[info.data["name"]].splits_heads:
+        if heads not in REDUCTION_NAMES and not POLICIES[info.data["name"]].splits == "classes":
             raise ValueError(f"must be 'sum', 'mean' or 'max', not {heads!r}")
         return heads
 
@@ -196,8 +210,8 @@ class KVPolicyConfig(BaseModel):
     def _can_serve_a_class(cls, retrieval: "KVPolicyConfig | None") -> "KVPolicyConfig | None":
         if retrieval is None:
             return None
-        if retrieval.policy.splits_heads or retrieval.policy.reconstructs:
-            names = (name for name, policy in POLICIES.items() if not policy.splits_heads and not policy.reconstructs)
+        if retrieval.policy.splits or retrieval.policy.reconstructs:
+            names = (name for name, policy in POLICIES.items() if not policy.splits and not policy.reconstructs)
             raise ValueError(f"retrieval heads can't run {retrieval.name!r}, they can run: {', '.join(sorted(names))}")
         if retrieval.allow is not None:
             raise ValueError("allow belongs beside retrieval, not into it")
@@ -230,9 +244,9 @@ class KVPolicyConfig(BaseModel):
     @model_validator(mode="after")
     def _groups_are_made_at_start(self) -> "KVPolicyConfig":
         for name in self.allow or ():
-            if POLICIES[name].splits_heads and name != self.name:
-                raise ValueError(f"allow: {name!r} splits heads from the start on: make it the server's policy")
-            if self.policy.splits_heads and name not in (self.name, "full"):
+            if POLICIES[name].splits and name != self.name:
+                raise ValueError(f"allow: {name!r} needs KV groups from the start on: make it the server's policy")
+            if self.policy.splits and name not in (self.name, "full"):
                 raise ValueError(f"allow: requests of a {self.name!r} server may pick 'full' beside it, not {name!r}")
         return self
 
@@ -295,10 +309,10 @@ class KVPolicyConfig(BaseModel):
         """Names of the policies that requests may pick."""
         if self.allow is not None:
             return frozenset(self.allow) | {self.name}
-        if self.policy.splits_heads:
+        if self.policy.splits:
             return frozenset({self.name})
         # A second pass over its prompt, and holding all of it, is not for a request to decide.
-        names = {name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits_heads}
+        names = {name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits}
         names = frozenset(names) | {self.name}
         if self.name == "full":
             return names
@@ -312,9 +326,14 @@ class KVPolicyConfig(BaseModel):
 
         The classes of `duo` that have no heads are left out.
         """
-        if not self.policy.splits_heads:
+        if self.share is not None or not self.policy.splits:
             return {"": self}
         may_keep_all = ("full",) if "full" in self.allowed else ()
+        if self.policy.splits != "classes":
+            return {
+                f"band-{band}": self.model_copy(update={"share": share, "allow": may_keep_all})
+                for band, share in enumerate(self._shares())
+            }
         rows = "".join(self.pattern)
         classes = {}
         if "1" in rows:
@@ -325,6 +344,32 @@ class KVPolicyConfig(BaseModel):
                 name="sink-window", sink=self.sink, recent=self.recent, allow=may_keep_all
             )
         return classes
+
+    def _shares(self) -> list[float]:
+        """Of each band, its budget over the mean one, both beside sinks and recent window."""
+        bands = self.bands or DEFAULT_BANDS
+        if self.policy.splits == "heads":
+            return [1.0] * bands
+        # Linear from 2 - 1 / beta at the first layer to 1 / beta at the last: at a band's middle, its mean.
+        fall = 2 - 2 / self.beta
+        return [1 + fall * (0.5 - (band + 0.5) / bands) for band in range(bands)]
+
+    def for_model(self, layers: int, kv_heads: int, ranks: int) -> "KVPolicyConfig":
+        """This config with what it leaves to the model filled in.
+
+        Raises:
+            KVPolicyError: as `check`; more bands than there is to band.
+        """
+        if self.policy.splits in ("", "classes"):
+            return self
+        what = f"{layers} layers"
+        most = layers
+        if self.policy.splits == "heads":
+            most = max(kv_heads // ranks, 1)
+            what = f"{most} KV heads on each rank"
+        if (self.bands or 0) > most:
+            raise KVPolicyError(f"bands: {self.name!r} can't make {self.bands} of {what}, at most {most}")
+        return self.model_copy(update={"bands": self.bands or min(DEFAULT_BANDS, most)})
 
     def of_class(self, head_class: str) -> "KVPolicyConfig":
         """What heads of a class run under; the same for all where this config does not split them."""
@@ -395,6 +440,9 @@ class KVPolicyConfig(BaseModel):
                     f"{self.recent} + one block need at least {minimum * block_size}"
                 )
         tokens = self.budget if isinstance(self.budget, int) else budget * block_size
+        if self.share not in (None, 1):
+            budget = max(minimum, minimum - 1 + round(self.share * (budget - minimum + 1)))
+            tokens = budget * block_size
         trigger = NEVER if self.when == "pressure" else math.ceil((tokens + self.buffer) / block_size)
         sink, recent = (math.ceil(self.sink / block_size), self.recent) if self.protect else (0, 0)
         return Limits(budget, trigger, sink, recent)
@@ -430,7 +478,7 @@ class KVPolicyConfig(BaseModel):
             if "kv_budget" in extra_args:
                 raise KVPolicyError("kv_policy 'full' keeps everything: it takes no kv_budget")
             return KVPolicyConfig(name="full")
-        if self.policy.splits_heads:
+        if self.policy.splits == "classes":
             if self.retrieval is None or self.retrieval.name == "full":
                 raise KVPolicyError(f"kv_policy {name!r} takes no kv_budget here: its retrieval heads keep everything")
             budget = {"kv_budget": extra_args["kv_budget"]}

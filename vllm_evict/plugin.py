@@ -48,7 +48,9 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     refusals.check_config(vllm_config, config)
     model = vllm_config.model_config
     layers, kv_heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
+    config = config.for_model(layers, kv_heads, vllm_config.parallel_config.tensor_parallel_size)
     config.check(vllm_config.cache_config.block_size, layers, kv_heads, model.max_model_len)
+    vllm_config.additional_config["kv_policy"] = config.to_dict()
     asynchronous = vllm_config.scheduler_config.async_scheduling
     vllm_config.scheduler_config.scheduler_cls = (
         f"vllm_evict.core.scheduler.{'AsyncEvictionScheduler' if asynchronous else 'EvictionScheduler'}"

@@ -17,9 +17,10 @@ from vllm.v1.kv_cache_interface import replace_as
 from ..attention.backend import resident_backend, working_impl
 from ..attention.cpu import KEY_LAYOUTS, CPUPasses
 from ..attention.split import part_of, split_impl
-from ..config import RETRIEVAL, STREAMING, KVPolicyConfig, KVPolicyError
+from ..config import STREAMING, KVPolicyConfig, KVPolicyError
 from ..core.spec import EvictableSpec
-from ..heads.arrange import Arrangement, arrange
+from ..heads.arrange import arrange
+from ..heads.layout import Layout
 from ..worker.cached import ReadBlocks
 from ..worker.runtime import EvictionRuntime, GroupRuntime
 from . import refusals
@@ -41,11 +42,18 @@ class HeadSlots(AttentionLayerBase):
         return self.spec
 
 
-def arrangement(vllm_config: VllmConfig, config: KVPolicyConfig) -> Arrangement | None:
-    """Where the policy wants KV heads to lie; None if all are of one class."""
-    if len(config.classes) < 2:
+def layout(vllm_config: VllmConfig, config: KVPolicyConfig) -> Layout | None:
+    """Where the policy wants KV heads to lie; None if all are in one KV group."""
+    names = tuple(config.classes)
+    if len(names) < 2:
         return None
-    return arrange(config.head_pattern.retrieval, vllm_config.parallel_config.tensor_parallel_size)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if config.policy.splits == "classes":
+        return Layout.of_classes(arrange(config.head_pattern.retrieval, ranks), names)
+    model = vllm_config.model_config
+    kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
+    make = Layout.of_layers if config.policy.splits == "bands" else Layout.of_heads
+    return make(names, model.get_total_num_hidden_layers(), kv_heads, ranks)
 
 
 def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
@@ -62,11 +70,11 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
     # The block size is final here; it may not have been when the configuration was checked.
     kv_heads = vllm_config.model_config.get_total_num_kv_heads()
     config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, vllm_config.model_config.max_model_len)
-    arranged = arrangement(vllm_config, config)
-    if arranged is None:
+    placed = layout(vllm_config, config)
+    if placed is None:
         return EvictionRuntime([_whole(vllm_config, config, list(layers.values()))])
     refusals.check_alike(layers)
-    return EvictionRuntime(_split(vllm_config, config, layers, arranged))
+    return EvictionRuntime(_split(vllm_config, config, layers, placed))
 
 
 def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention]) -> GroupRuntime:
@@ -85,30 +93,28 @@ def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attenti
 
 
 def _split(
-    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], arranged: Arrangement
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout
 ) -> list[GroupRuntime]:
-    """Heads of each class in KV groups of their own; heads were reordered when the model was loaded."""
-    first = next(iter(layers.values()))
-    backend, places = first.attn_backend, arranged.places[get_tp_group().rank_in_group]
-    groups, names = [], {}
-    for which, head_class in enumerate((RETRIEVAL, STREAMING)):
-        for part in range(arranged.groups[which]):
-            names[which, part] = name = f"kv_evict.{head_class}.{part}"
-            read = partial(_read_parts, layers, name)
-            group = _group(vllm_config, config.of_class(head_class), arranged.width, 1, read)
-            resident = resident_backend(backend, group, head_class, first.num_kv_heads)
-            spec = _spec(vllm_config, config, first, arranged.width, head_class, part)
-            slots = HeadSlots(spec, resident, first.num_heads)
-            vllm_config.compilation_config.static_forward_context[name] = slots
-            groups.append(group)
+    """Heads in several KV groups; if they have to be in another order, they were given it when the model was loaded."""
+    first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
+    groups, pages = [], []
+    for index, head_class in enumerate(placed.groups):
+        name = f"kv_evict.{head_class}.{index}"
+        read = partial(_read_parts, layers, name)
+        group = _group(vllm_config, config.of_class(head_class), placed.width, 1, read)
+        resident = resident_backend(backend, group, head_class, first.num_kv_heads)
+        spec = _spec(vllm_config, config, first, placed.width, head_class, index)
+        slots = HeadSlots(spec, resident, first.num_heads)
+        vllm_config.compilation_config.static_forward_context[name] = slots
+        groups.append(group)
+        pages.append(name)
     working = working_impl(type(first.impl), CPUPasses)
-    for layer, classes in zip(layers.values(), places):
+    for layer, places in zip(layers.values(), placed.places[get_tp_group().rank_in_group]):
         parts, head = [], 0
-        for which, place in enumerate(classes):
-            if place.heads:
-                parts.append(part_of(layer, names[which, place.group], head, place.heads, place.first))
-                parts[-1].impl.__class__ = working
-                head += place.heads
+        for place in places:
+            parts.append(part_of(layer, pages[place.group], head, place.heads, place.first))
+            parts[-1].impl.__class__ = working
+            head += place.heads
         setattr(layer, PARTS, parts)
         layer.impl.__class__ = split_impl(type(layer.impl), parts)
         # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.

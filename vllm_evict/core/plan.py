@@ -49,6 +49,7 @@ class GroupPlan:
 
     Attributes:
         holes: request -> logical blocks evicted since the last plan.
+        missing: request -> blocks that count as missing where the next decision is foreseen, if not those of `holes`.
         track: requests that start (again) in this step and are to be measured from now on.
         report: request -> statistics that the scheduler needs with this step's output.
         due: request -> its incarnation, those that may be over their trigger after this step.
@@ -56,6 +57,7 @@ class GroupPlan:
     """
 
     holes: dict[str, list[int]] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
     track: dict[str, Scoring] = field(default_factory=dict)
     report: dict[str, frozenset[str]] = field(default_factory=dict)
     due: dict[str, int] = field(default_factory=dict)

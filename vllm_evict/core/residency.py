@@ -1,6 +1,7 @@
 """Which blocks of one request stay: its limits, its holes, and the choice of what goes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -153,6 +154,13 @@ class Residency:
         statistics = {} if report is None else self._statistics(candidates, report, computed_tokens)
         return self.config.policy.importance(Blocks(candidates, self.config, statistics, self.known, self.key))
 
+    def rank(self, computed_tokens: int, report: Report | None) -> tuple[np.ndarray, np.ndarray]:
+        """All that may go, the least important first -> int64 [n], logical blocks; [n], their importance."""
+        candidates, _ = self._candidates(computed_tokens)
+        importance = self._importance(candidates, report, computed_tokens)
+        order = np.argsort(importance, kind="stable")
+        return candidates[order], importance[order]
+
     def evict(self, victims: np.ndarray, computed_tokens: int) -> None:
         """Take `victims` out of the resident blocks.
 
@@ -189,3 +197,39 @@ class Residency:
         first_seen = np.maximum(tokens, self.first_query)
         counted_before = lambda position: -(-position // every)  # noqa: E731  (multiples of `every` below it)
         return np.maximum((counted_before(computed_tokens) - counted_before(first_seen)).mean(axis=1), 1.0)
+
+
+def over_shared_trigger(groups: Sequence[Residency]) -> bool:
+    """Whether KV groups that share a budget hold more than all their triggers together."""
+    limits = groups[0].limits
+    return limits is not None and sum(group.held_blocks for group in groups) > len(groups) * limits.trigger
+
+
+def choose_jointly(
+    groups: Sequence[Residency], computed_tokens: int, reports: Sequence[Report | None]
+) -> list[np.ndarray]:
+    """Blocks to evict now where KV groups share a budget: the least important of all of them.
+
+    No group goes below the share `floor` of its own budget. Groups are equally wide, so their scores compare.
+
+    Args:
+        groups: of one request.
+        computed_tokens, reports: as for `Residency.choose`, a report for each group.
+
+    Returns:
+        For each group int64 [k], logical blocks, ascending.
+    """
+    limits, floor = groups[0].limits, groups[0].config.floor
+    ranked = [group.rank(computed_tokens, report) for group, report in zip(groups, reports)]
+    held = [len(group.resident) for group in groups]
+    spare = sum(held) - len(groups) * limits.budget
+    if spare + len(groups) * limits.budget <= len(groups) * limits.trigger:
+        return [NO_BLOCKS] * len(groups)
+    least = max(math.ceil(floor * limits.budget), 1)
+    ranked = [(blocks[: max(count - least, 0)], importance) for (blocks, importance), count in zip(ranked, held)]
+    owner = np.repeat(np.arange(len(groups)), [len(blocks) for blocks, _ in ranked])
+    importance = np.concatenate([importance[: len(blocks)] for blocks, importance in ranked])
+    chosen = np.argsort(importance, kind="stable")[:spare]
+    # Of each group the first ones of its own ranking are the ones chosen.
+    counts = np.bincount(owner[chosen], minlength=len(groups))
+    return [np.sort(blocks[:count]) for (blocks, _), count in zip(ranked, counts)]

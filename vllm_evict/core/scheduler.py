@@ -22,7 +22,7 @@ from ..usage import USAGE_KEY, KVUsage
 from .manager import EvictableManager
 from .plan import PLAN, REPORTS, EvictionPlan, GroupPlan, Report, Reports, Scoring
 from .reconstruction import Reconstructions
-from .residency import NO_BLOCKS, Purity, Residency
+from .residency import NO_BLOCKS, Purity, Residency, choose_jointly, over_shared_trigger
 from .spec import EvictableSpec, policy_config
 
 logger = init_logger("vllm.evict")
@@ -173,6 +173,8 @@ class EvictionMixin:
             ]
         for manager, group in zip(self.kv_managers, plan.groups):
             self._plan_group(manager, group, starts, output)
+        if self.kv_policy.policy.pools:
+            self._plan_jointly(plan, output)
         if self.reconstructions is not None and (shadow := self.reconstructions.reported(output)):
             plan.groups[0].report[shadow] = self.residents[shadow].config.policy.measures
         if self._poison:
@@ -204,14 +206,30 @@ class EvictionMixin:
         if self._under_pressure and self._short_of_blocks():
             self._ask_for_scores(manager, plan, output)
 
+    def _plan_jointly(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
+        """One KV group that grew makes all of a request's groups due, if they hold too much together."""
+        for req_id in set().union(*(group.due for group in plan.groups)):
+            residents = self._residents_of(req_id)
+            over = over_shared_trigger(residents)
+            for group, resident in zip(plan.groups, residents):
+                if over:
+                    group.due[req_id] = resident.incarnation
+                    group.report[req_id] = resident.config.policy.measures
+                elif resident.limits is not None:
+                    group.due.pop(req_id, None)
+                    group.report.pop(req_id, None)
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
         reports: list[Reports] = getattr(model_runner_output, REPORTS, None) or [{}] * len(self.kv_managers)
-        for manager, group, reported in zip(self.kv_managers, plan.groups, reports):
-            self._decide(manager, group, reported)
+        if self.kv_policy.policy.pools:
+            self._decide_jointly(plan, reports)
+        else:
+            for manager, group, reported in zip(self.kv_managers, plan.groups, reports):
+                self._decide(manager, group, reported)
         if self.reconstructions is not None:
             self.reconstructions.take(reports[0])
             self.reconstructions.hide(outputs)
@@ -240,6 +258,30 @@ class EvictionMixin:
             else:
                 self._evict(request, manager, reports.get(req_id))
 
+    def _decide_jointly(self, plan: EvictionPlan, reports: list[Reports]) -> None:
+        """Evict what a finished step calls for where KV groups share a budget."""
+        for req_id, incarnation in plan.groups[0].due.items():
+            request = self.requests.get(req_id)
+            if request is None or request.status != RequestStatus.RUNNING:
+                continue
+            residents = self._residents_of(req_id)
+            if residents[0].incarnation != incarnation or residents[0].limits is None:
+                continue
+            if not all(req_id in group for group in reports):
+                logger.error("no scores came back for request %s: its KV blocks stay this time", req_id)
+                continue
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            chosen = choose_jointly(residents, computed, [group[req_id] for group in reports])
+            for manager, victims in zip(self.kv_managers, chosen):
+                if len(victims):
+                    self._make_holes(request, manager, victims)
+            missing = sum(map(len, chosen)) and sum(resident.holes for resident in residents) // len(residents)
+            for group in self._plan.groups if missing else ():
+                group.missing[req_id] = missing
+
+    def _residents_of(self, req_id: str) -> list[Residency]:
+        return [manager.residents[req_id] for manager in self.kv_managers]
+
     def _send_usage(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Put usage so far on outputs that a stop string may make the last."""
         for client in outputs.values():
@@ -249,7 +291,7 @@ class EvictionMixin:
                     output.kv_transfer_params = {USAGE_KEY: usage.as_dict()}
 
     def _usage(self, req_id: str) -> KVUsage:
-        return KVUsage.of([manager.residents[req_id] for manager in self.kv_managers])
+        return KVUsage.of(self._residents_of(req_id))
 
     def _short_of_blocks(self) -> bool:
         """Whether the pool may run out before long: time to have scores at hand."""
@@ -349,6 +391,7 @@ class EvictionMixin:
         # Its table is gone, and with it the holes that workers were to hear of.
         for group in self._plan.groups:
             group.holes.pop(request.request_id, None)
+            group.missing.pop(request.request_id, None)
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:

@@ -3,6 +3,7 @@
 To add one, write its file and name its class here; the test matrix and the documentation table pick it up.
 """
 
+from .adakv import AdaKV
 from .base import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, REDUCTIONS, RUNNING, Blocks, Policy
 from .duo import Duo
 from .full import Full
@@ -11,6 +12,7 @@ from .keydiff import KeyDiff
 from .knorm import KNorm
 from .kvzip import KVzip
 from .pagedeviction import PagedEviction
+from .pyramidkv import PyramidKV
 from .random import Random
 from .rkv import RKV
 from .scissorhands import Scissorhands
@@ -23,7 +25,7 @@ POLICIES: dict[str, Policy] = {
     policy.name: policy()
     for policy in (
         Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Random,
-        Duo,
+        Duo, PyramidKV, AdaKV,
     )
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ class Duo(Policy):
 
     name = "duo"
     paper = "Xiao et al., DuoAttention: Efficient Long-Context LLM Inference ..., ICLR 2025, arXiv:2410.10819"
-    splits_heads = True
+    splits = "classes"
     options = frozenset({"heads", "threshold", "sparsity", "sink", "recent", "retrieval", "pattern"})
     defaults = {}
     triggers = ("budget",)

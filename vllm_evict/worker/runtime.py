@@ -126,7 +126,10 @@ class GroupRuntime:
             for req_id, scoring in plan.track.items():
                 self.sums.start(req_id, scoring)
             for req_id, holes in plan.holes.items():
-                self.sums.count_holes(req_id, len(holes))
+                if req_id not in plan.missing:
+                    self.sums.count_holes(req_id, len(holes))
+            for req_id, missing in plan.missing.items():
+                self.sums.set_holes(req_id, missing)
 
     @property
     def holes(self) -> dict[str, list[int]]:

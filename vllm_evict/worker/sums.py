@@ -141,6 +141,11 @@ class RunningSums:
         if (slot := self._slots.get(req_id)) is not None:
             self._holes[slot] += holes
 
+    def set_holes(self, req_id: str, holes: int) -> None:
+        """Where KV groups share a budget, the next decision follows from the mean of their holes."""
+        if (slot := self._slots.get(req_id)) is not None:
+            self._holes[slot] = holes
+
     def step(
         self, req_ids: list[str], query_start_loc: np.ndarray, seq_lens: np.ndarray, logical: torch.Tensor
     ) -> MassStep | None:

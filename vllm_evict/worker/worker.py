@@ -20,8 +20,9 @@ class EvictionWorkerMixin:
     _reports: list[Reports] = []
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        arranged = layers.arrangement(self.vllm_config, policy_config(self.vllm_config))
-        with reordering(self.vllm_config, arranged.order) if arranged else nullcontext():
+        placed = layers.layout(self.vllm_config, policy_config(self.vllm_config))
+        reordered = placed is not None and placed.order is not None
+        with reordering(self.vllm_config, placed.order) if reordered else nullcontext():
             super().load_model(*args, **kwargs)
 
     def get_kv_cache_spec(self) -> Any:

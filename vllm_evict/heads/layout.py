@@ -1,0 +1,78 @@
+"""Which KV heads of which layers lie in which KV group, and where in its pages. Needs numpy alone."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .arrange import Arrangement
+
+
+class Place(NamedTuple):
+    """Some KV heads of one layer on one rank; which ones follows from the order of a layer's places.
+
+    Attributes:
+        group: index of the KV group.
+        first: head slot of the first head in the group's pages.
+        heads: how many.
+    """
+
+    group: int
+    first: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Pages of all KV groups have `width` head slots, so that one pool serves all of them.
+
+    Attributes:
+        groups: name of each KV group's class (see `KVPolicyConfig.classes`).
+        width: head slots of a page, on any rank.
+        places: places[rank][layer], in the order of the layer's heads.
+        order: int64 [layers, kv_heads], new place -> KV head of the model; None if heads stay in their order.
+    """
+
+    groups: tuple[str, ...]
+    width: int
+    places: tuple[tuple[tuple[Place, ...], ...], ...]
+    order: np.ndarray | None = None
+
+    @classmethod
+    def of_classes(cls, arranged: Arrangement, names: tuple[str, str]) -> "Layout":
+        """Retrieval and streaming heads, each class in one or more groups."""
+        groups = tuple(name for name, count in zip(names, arranged.groups) for _ in range(count))
+        first_group = (0, arranged.groups[0])
+        places = tuple(
+            tuple(
+                tuple(
+                    Place(first_group[which] + place.group, place.first, place.heads)
+                    for which, place in enumerate(layer)
+                    if place.heads
+                )
+                for layer in rank
+            )
+            for rank in arranged.places
+        )
+        return cls(groups, arranged.width, places, arranged.order)
+
+    @classmethod
+    def of_layers(cls, names: tuple[str, ...], layers: int, kv_heads: int, ranks: int) -> "Layout":
+        """Bands of successive layers, as equal as they can be; `kv_heads` of one rank."""
+        ends = [layers * (band + 1) // len(names) for band in range(len(names))]
+        rank, first = [], 0
+        for band, end in enumerate(ends):
+            rank += [(Place(band, (layer - first) * kv_heads, kv_heads),) for layer in range(first, end)]
+            first = end
+        width = max(np.diff([0, *ends])) * kv_heads
+        return cls(names, int(width), (tuple(rank),) * ranks)
+
+    @classmethod
+    def of_heads(cls, names: tuple[str, ...], layers: int, kv_heads: int, ranks: int) -> "Layout":
+        """Each layer's heads dealt to all groups, as evenly as they can be; `kv_heads` of one rank."""
+        ends = [kv_heads * (band + 1) // len(names) for band in range(len(names))]
+        counts = np.diff([0, *ends]).tolist()
+        rank = tuple(
+            tuple(Place(band, layer * heads, heads) for band, heads in enumerate(counts)) for layer in range(layers)
+        )
+        return cls(names, layers * max(counts), (rank,) * ranks)

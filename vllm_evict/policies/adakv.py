@@ -1,0 +1,15 @@
+"""Ada-KV: SnapKV with a budget that heads share: what one head does not need goes to another."""
+
+from .snapkv import SnapKV
+
+
+class AdaKV(SnapKV):
+    """Each layer's heads are dealt to `bands` KV groups. A decision ranks the blocks of all groups together; no group goes
+    below the share `floor` of an even split (the paper's safeguard).
+    """
+
+    name = "adakv"
+    paper = "Feng et al., Ada-KV: Optimizing KV Cache Eviction by ..., 2024, arXiv:2407.11550"
+    splits = "heads"
+    pools = True
+    options = SnapKV.options | {"bands", "floor"}
