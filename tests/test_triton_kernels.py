@@ -15,8 +15,9 @@ triton = pytest.importorskip("triton")
 
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
-from vllm_evict.attention.decode import decode_mass_reference  # noqa: E402
+from vllm_evict.attention.decode import decode_classes_reference, decode_mass_reference  # noqa: E402
 from vllm_evict.attention.mass import block_mass_reference, pack_keys  # noqa: E402
+from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes  # noqa: E402
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode  # noqa: E402
 from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse, mass_from_lse_reference  # noqa: E402
 from vllm_evict.triton_kernels.resident_view import resident_view, resident_view_reference  # noqa: E402
@@ -308,6 +309,107 @@ def test_tiles_are_whole_granules_of_whole_blocks(block_size, dim):
         assert tile.granules * tile.tokens * tile.dim * dtype.itemsize <= 16 * 1024
 
 
+# ---- decode_classes
+
+
+class Classes:
+    """Two classes of heads: the first long, the second of few tokens, in a cache of another layout."""
+
+    def __init__(self, kv_heads=(1, 2), group=2, dim=64, block_size=16, dtype=F32, layout=HEAD_MAJOR):
+        query_lens, long = DECODE
+        short = [max(min(length, 37), 1) for length in long]
+        self.classes = [
+            Batch(query_lens, lens, (group * heads, heads), dim, block_size, dtype, layout)
+            for lens, heads, layout in zip((long, short), kv_heads, (layout, TOKEN_MAJOR))
+        ]
+        first = self.classes[0]
+        self.group, self.kv_heads, self.heads = group, kv_heads, [group * heads for heads in kv_heads]
+        random = torch.Generator().manual_seed(1)
+        query = torch.randn(len(first.query), sum(self.heads) + 1, dim, generator=random)
+        self.query = query.to(DEVICE, dtype)[:, :-1]
+        for each, its in zip(self.classes, self.query.split(self.heads, 1)):
+            each.query, each.weights = its, first.weights
+
+    def of(self, name):
+        return [getattr(each, name) for each in self.classes]
+
+    def plans(self, **options):
+        shape = len(self.classes[0].rows), self.group, self.kv_heads, self.query.shape[2], self.classes[0].block_size
+        widths = [each.table.shape[1] for each in self.classes]
+        return plan_classes(*shape, widths, self.query.dtype, DEVICE, **options)
+
+    def arguments(self):
+        first = self.classes[0]
+        tables = self.of("table"), first.starts, self.of("seq_lens"), first.rows
+        return self.query, self.of("keys"), self.of("values"), *tables, first.scale
+
+    def decode(self, **options):
+        output = torch.full_like(self.query, 7.0)
+        lse = torch.full(self.query.shape[:2], 7.0, device=DEVICE)
+        options = {"lse": lse, "weights": self.classes[0].weights} | options
+        decode_classes(*self.arguments(), output, **options)
+        return output, options["lse"]
+
+
+CLASSES = [  # KV heads, group, dim, block size, dtype, layout
+    ((1, 2), 2, 64, 16, F32, HEAD_MAJOR),
+    ((2, 1), 4, 128, 64, BF16, TOKEN_MAJOR),
+    ((1, 1), 1, 80, 48, F16, HEAD_MAJOR),
+    ((1, 2), 7, 256, 128, BF16, HEAD_MAJOR),
+]
+
+
+@pytest.mark.parametrize("shape", CLASSES, ids=[f"{k}x{g}-{d}-bs{b}-{str(t)[6:]}" for k, g, d, b, t, _ in CLASSES])
+def test_classes_match_the_reference_and_each_alone(shape):
+    layer = Classes(*shape)
+    plans = layer.plans(splits=(3, 1))
+    out = [each.new_out(heads) for each, heads in zip(layer.classes, (1, layer.kv_heads[1]))]
+    output, lse = layer.decode(out=out, plans=plans)
+    parts = output.split(layer.heads, 1), lse.split(layer.heads, 1), out
+    for each, part, its_lse, mass, plan in zip(layer.classes, *parts, plans):
+        alone = each.decode(mass.shape[1], plan=plan)
+        assert torch.equal(part, alone[0]) and torch.equal(mass, alone[1]) and torch.equal(its_lse, alone[2])
+    expected = torch.full_like(layer.query, 7.0).cpu()
+    expected_out = [each.new_out(mass.shape[1], torch.float64).cpu() for each, mass in zip(layer.classes, out)]
+    query, keys, values, tables, starts, lens, rows, scale = layer.arguments()
+    decode_classes_reference(
+        *(query.cpu(), [pack_keys(each.cpu()) for each in keys], [each.cpu() for each in values]),
+        *([table.cpu() for table in tables], starts.cpu(), [each.cpu() for each in lens], rows.cpu(), scale, expected),
+        out=expected_out,
+        weights=layer.classes[0].weights.cpu(),
+    )
+    assert_close(output, expected, TOLERANCE[shape[4]])
+    for mass, wanted in zip(out, expected_out):
+        assert_close(mass, wanted)
+
+
+def test_one_class_may_do_without_mass():
+    layer = Classes(dtype=BF16)
+    out = [each.new_out(each.kv_heads) for each in layer.classes]
+    output, lse = layer.decode(out=out)
+    for wanted in ([out[0], None], [None, out[1]], None):
+        again = [
+            each.new_out(each.kv_heads) if mass is not None else None
+            for each, mass in zip(layer.classes, wanted or [None] * 2)
+        ]
+        output_, lse_ = layer.decode(out=again if wanted else None)
+        assert torch.equal(output_, output) and torch.equal(lse_, lse)
+        assert all(mass is None or torch.equal(mass, full) for mass, full in zip(again, out))
+    with pytest.raises(ValueError, match="of two classes"):
+        layer.decode(out=[None])
+
+
+def test_splits_of_classes_are_of_one_length():
+    def splits(rows, kv_heads, tokens):
+        blocks = [count // 16 for count in tokens]
+        return [plan.splits for plan in plan_classes(rows, 4, kv_heads, 128, 16, blocks, BF16, "cpu")]
+
+    assert splits(1, (4, 4), (131_072, 384)) == [128, 1]  # 1,000 tokens each
+    assert splits(1, (4, 4), (131_072, 131_072)) == [66, 66]  # those of 8 heads of one class
+    assert splits(64, (4, 4), (131_072, 384)) == [3, 1]
+    assert splits(512, (4, 4), (131_072, 384)) == [1, 1]
+
+
 # ---- mass_from_lse
 
 
@@ -485,11 +587,11 @@ def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert {kernel["kernel"] for kernel in found} == {
-        "_attend", "_combine", "_mass_from_lse", "_resident_view", "_select"
+        "_attend", "_attend_classes", "_combine", "_combine_classes", "_mass_from_lse", "_resident_view", "_select"
     }  # fmt: skip
     for kernel in found:
         assert not kernel["spilled"] and not kernel["atom."], kernel
-        if kernel["kernel"] == "_attend":
+        if kernel["kernel"].startswith("_attend"):
             # Three programs on an SM: 65,536 registers, 227 KiB of shared memory, of which each takes 1 more. Two for
             # head size 256.
             programs = min(65536 // (kernel["registers"] * kernel["threads"]), 227 * 1024 // (kernel["shared"] + 1024))

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_evict.triton_kernels import decode_mass, mass_from_lse, resident_view, select
+from vllm_evict.triton_kernels import decode_classes, decode_mass, mass_from_lse, resident_view, select
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -74,9 +74,14 @@ def ints(*shape) -> torch.Tensor:
 
 def compile_all() -> None:
     driver.set_active(Hopper())
-    for module in (decode_mass, mass_from_lse, resident_view, select):
-        name = "_" + module.__name__.rpartition(".")[2]
-        for kernel in ("_attend", "_combine") if module is decode_mass else (name,):
+    for module, kernels in (
+        (decode_classes, ("_attend_classes", "_combine_classes")),
+        (decode_mass, ("_attend", "_combine")),
+        (mass_from_lse, ("_mass_from_lse",)),
+        (resident_view, ("_resident_view",)),
+        (select, ("_select",)),
+    ):
+        for kernel in kernels:
             setattr(module, kernel, Compiled(getattr(module, kernel)))
     table, lens = ints(ROWS, 8192), ints(ROWS)
     resident_view.resident_view(table, lens, 16, table, lens, table)
@@ -94,6 +99,12 @@ def compile_all() -> None:
             out=out if has_mass else None,
             weights=weights,
             lse=lse,
+        )
+        both = torch.empty(tokens, 2 * heads, dim, dtype=dtype)
+        decode_classes.decode_classes(
+            *(both, [keys] * 2, [values] * 2, [table] * 2, starts, [lens] * 2, lens, 0.1, torch.empty_like(both)),
+            out=[out, None] if has_mass else None,
+            weights=weights,
         )
         mass_from_lse.mass_from_lse(query, keys, lse, table, starts, lens, 0.1, out, weights=weights)
 
