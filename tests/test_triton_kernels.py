@@ -15,8 +15,11 @@ triton = pytest.importorskip("triton")
 
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
+from vllm_evict.attention.compact import compact_reference as packed_compact_reference  # noqa: E402
+from vllm_evict.attention.compact import is_ordered  # noqa: E402
 from vllm_evict.attention.decode import decode_classes_reference, decode_mass_reference  # noqa: E402
 from vllm_evict.attention.mass import block_mass_reference, pack_keys  # noqa: E402
+from vllm_evict.triton_kernels.compact import compact, compact_reference, plan_compact  # noqa: E402
 from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes  # noqa: E402
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode  # noqa: E402
 from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse, mass_from_lse_reference  # noqa: E402
@@ -70,10 +73,17 @@ def ints(values) -> torch.Tensor:
 
 def cache_in(layout: KVCacheLayout, dtype, blocks, kv_heads, block_size, content, layers=2) -> torch.Tensor:
     """One layer's [B, H, N, C] of a cache that lies as vLLM's `layout` says, all NaN."""
+    return caches_in(layout, dtype, blocks, kv_heads, block_size, content, layers)[layers - 1].fill_(torch.nan)
+
+
+def caches_in(layout: KVCacheLayout, dtype, blocks, kv_heads, block_size, content, layers) -> torch.Tensor:
+    """[L, B, H, N, C] of random bytes."""
     logical = (layers, blocks, kv_heads, block_size, content)
-    physical = torch.full([logical[axis] for axis in layout.stride_order], torch.nan, dtype=dtype, device=DEVICE)
-    order = [layout.stride_order.index(axis) for axis in range(5)]
-    return physical.permute(order)[layers - 1]
+    physical = [logical[axis] for axis in layout.stride_order]
+    random = torch.Generator().manual_seed(0)
+    size = (*physical[:-1], physical[-1] * dtype.itemsize)
+    memory = torch.randint(0, 256, size, dtype=torch.uint8, generator=random).to(DEVICE).view(dtype)
+    return memory.permute([layout.stride_order.index(axis) for axis in range(5)])
 
 
 class Batch:
@@ -482,6 +492,128 @@ def test_slots_beyond_2_to_the_31(axis):
     assert torch.equal(*outs)
 
 
+# ---- compact
+
+
+class Compaction:
+    """Requests of some tokens, of which each layer and head keeps others, in caches of random bytes."""
+
+    def __init__(self, tokens, kept, layout=HEAD_MAJOR, dtype=F32, heads=2, dim=32, block_size=16, shared=False):
+        self.layers, self.block_size = 3, block_size
+        self.blocks, self.targets = ([-(-count // block_size) for count in counts] for counts in (tokens, kept))
+        used = sum(self.blocks) + sum(self.targets)
+        self.cache = caches_in(layout, dtype, used + 2, heads, block_size, 2 * dim, self.layers)
+        random = torch.Generator().manual_seed(1)
+        ids = torch.randperm(used + 2, generator=random).int().to(DEVICE)
+        self.source, self.target = ids[: sum(self.blocks)], ids[sum(self.blocks) : used]
+        layers = 1 if shared else self.layers
+        keep = [
+            torch.stack([torch.randperm(length, generator=random)[:count].sort().values for _ in range(layers * heads)])
+            for length, count in zip(tokens, kept)
+        ]
+        self.keep = torch.cat(keep, 1).int().unflatten(0, (layers, heads)).to(DEVICE)
+        self.starts = ints([[0, *itertools.accumulate(counts)] for counts in (self.blocks, kept, self.targets)])
+
+    def run(self, function=compact, **options):
+        """The caches' bytes afterwards."""
+        cache = torch.empty_strided(self.cache.shape, self.cache.stride(), dtype=self.cache.dtype, device=DEVICE)
+        cache.view(torch.uint8).copy_(self.cache.view(torch.uint8))
+        function(list(cache), self.source, self.keep, self.target, self.starts, **options)
+        return cache.view(torch.uint8)
+
+
+COMPACT = [150, 1, 64, 96], [70, 1, 0, 96]
+COMPACT_SHAPES = [  # layout, dtype, heads, dim, block size, whether all layers keep the same
+    (KVCacheLayout.LBHNC, F32, 2, 32, 16, False),
+    (KVCacheLayout.LBNHC, BF16, 3, 64, 16, True),
+    (KVCacheLayout.LHBNC, F16, 1, 80, 48, False),
+    (KVCacheLayout.BLHNC, torch.float8_e4m3fn, 2, 128, 32, False),
+    (KVCacheLayout.BLNHC, torch.uint8, 2, 34, 16, False),  # rows that are no multiples of 16 bytes
+    (KVCacheLayout.BHLNC, BF16, 1, 256, 64, True),
+]
+
+
+@pytest.mark.parametrize("shape", COMPACT_SHAPES, ids=[f"{s[0].name}-{s[1]}-{s[3]}-bs{s[4]}" for s in COMPACT_SHAPES])
+def test_compact_matches_the_reference(shape):
+    batch = Compaction(*COMPACT, *shape)
+    expected = batch.run(compact_reference)
+    assert not torch.equal(expected, batch.cache.view(torch.uint8))
+    assert torch.equal(batch.run(), expected)
+    assert torch.equal(batch.run(ordered=True), expected)  # new blocks
+    row = shape[2] * batch.keep.shape[2] * batch.cache[0, 0, 0, 0].view(torch.int32).numel()
+    for layers in (1, 2):
+        assert torch.equal(batch.run(scratch=torch.empty(layers * row + 3, dtype=torch.int32, device=DEVICE)), expected)
+
+
+def test_compact_moves_what_the_packed_kernel_moves():
+    batch = Compaction([100], [40], dtype=BF16)
+    half = batch.cache.shape[-1] // 2
+    packed = [torch.cat((pack_keys(layer[..., :half]), layer[..., half:]), 2) for layer in batch.cache.cpu()]
+    batch.starts = None
+    expected = batch.run().cpu().view(BF16)
+    arguments = (tensor.cpu() for tensor in (batch.source, batch.keep, batch.target))
+    packed_compact_reference(packed, *arguments)
+    for layer, page in zip(expected, packed):
+        assert torch.equal(pack_keys(layer[..., :half]).view(torch.int16), page[:, :, :16].view(torch.int16))
+        assert torch.equal(layer[..., half:].view(torch.int16), page[:, :, 16:].view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("places", "ordered"),
+    [
+        (lambda m: range(m), True),
+        (lambda m: [*range(1, m), 0], False),
+        (lambda m: range(12 - m, 12), False),
+        (lambda m: [-1, *range(m - 1)], True),  # -1: a new block
+        (lambda m: [0, -1, *range(2, m)], True),
+    ],
+)
+def test_a_target_may_be_a_source(places, ordered):
+    """In any order through scratch, and directly where the order allows."""
+    for kept in (33, 64, 95):
+        batch = Compaction([192], [kept], heads=1, dim=256, dtype=F32)  # 16 tokens a chunk
+        new = batch.target[0]
+        batch.target = torch.stack([new if place < 0 else batch.source[place] for place in places(-(-kept // 16))])
+        assert is_ordered(batch.source.cpu(), batch.target.cpu()) == ordered
+        expected = batch.run(compact_reference)
+        assert torch.equal(batch.run(), expected)
+        assert torch.equal(batch.run(ordered=True), expected) or not ordered
+
+
+def test_a_plan_of_compact_is_for_its_caches():
+    batch = Compaction(*COMPACT)
+    plan = plan_compact(list(batch.cache))
+    for wrong in (plan._replace(pages=plan.pages[:1]), plan_compact(list(batch.cache[:, 1:]))):
+        with pytest.raises(ValueError, match="plan must be for"):
+            batch.run(plan=wrong)
+    cache = list(batch.cache.clone())
+    compact(cache, batch.source, batch.keep, batch.target, batch.starts, plan=plan_compact(cache))
+    assert torch.equal(torch.stack(cache).view(torch.uint8), batch.run())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"keep": lambda b: b.keep.long()}, TypeError, "keep must be int32"),
+        ({"keep": lambda b: b.keep[:2]}, ValueError, r"keep must be \[L or 1"),
+        ({"starts": lambda b: b.starts[:2]}, ValueError, r"starts must be \[3"),
+        ({"source": lambda b: b.source.repeat(2)[::2]}, ValueError, "must be dense"),
+        ({"cache": lambda b: b.cache.mT}, ValueError, "C contiguous"),
+        ({"cache": lambda b: [*b.cache[:2], b.cache[2].mT.contiguous().mT]}, ValueError, "same strides"),
+        ({"cache": lambda b: [*b.cache[:2], b.cache[2].half()]}, ValueError, "C contiguous"),
+        ({"cache": lambda b: b.cache.to(torch.uint8)[..., :6]}, ValueError, "whole words"),
+    ],
+)
+def test_compact_refuses(change, error, message):
+    batch = Compaction(*COMPACT)
+    for name, value in change.items():
+        setattr(batch, name, value(batch))
+    with pytest.raises(error, match=message):
+        compact(list(batch.cache), batch.source, batch.keep, batch.target, batch.starts)
+    with pytest.raises(ValueError, match="one layer's tokens"):
+        Compaction(*COMPACT).run(scratch=ints([0] * 9))
+
+
 # ---- resident_view
 
 
@@ -587,8 +719,13 @@ def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert {kernel["kernel"] for kernel in found} == {
-        "_attend", "_attend_classes", "_combine", "_combine_classes", "_mass_from_lse", "_resident_view", "_select"
+        "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_mass_from_lse", "_resident_view",
+        "_select",
     }  # fmt: skip
+    direct, out, back = [kernel for kernel in found if kernel["kernel"] == "_compact"][:3]
+    # Within the caches a barrier lies between reads and writes, which the interpreter does not need.
+    assert direct["bar.sync"] == 1 and not out["bar.sync"] and not back["bar.sync"]
+    assert direct["ld.global.v4"] and out["ld.global.v4"] and back["ld.global.v4"]
     for kernel in found:
         assert not kernel["spilled"] and not kernel["atom."], kernel
         if kernel["kernel"].startswith("_attend"):

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_evict.triton_kernels import decode_classes, decode_mass, mass_from_lse, resident_view, select
+from vllm_evict.triton_kernels import compact, decode_classes, decode_mass, mass_from_lse, resident_view, select
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -58,7 +58,7 @@ class Compiled:
             (line,) = (line for line in usage.splitlines() if "REG:" in line)
             taken = dict(item.split(":") for item in line.split() if item.startswith(("REG", "STACK")))
             ptx = binary.asm["ptx"]
-            words = "cp.async", "mma.sync", "wgmma.mma_async", "atom."
+            words = "cp.async", "mma.sync", "wgmma.mma_async", "atom.", "ld.global.v4", "bar.sync"
             self.found.append(
                 {"kernel": self.kernel.__name__, "threads": 32 * binary.metadata.num_warps}
                 | {"shared": binary.metadata.shared, "registers": int(taken["REG"]), "spilled": int(taken["STACK"])}
@@ -75,6 +75,7 @@ def ints(*shape) -> torch.Tensor:
 def compile_all() -> None:
     driver.set_active(Hopper())
     for module, kernels in (
+        (compact, ("_compact",)),
         (decode_classes, ("_attend_classes", "_combine_classes")),
         (decode_mass, ("_attend", "_combine")),
         (mass_from_lse, ("_mass_from_lse",)),
@@ -86,6 +87,10 @@ def compile_all() -> None:
     table, lens = ints(ROWS, 8192), ints(ROWS)
     resident_view.resident_view(table, lens, 16, table, lens, table)
     select.select(torch.empty(ROWS, 8192), lens, lens, lens, table, lens)
+    for dtype, dim in ((BF16, 128), (torch.float8_e4m3fn, 80)):
+        caches, blocks = [torch.empty(8, 8, 16, 2 * dim, dtype=dtype) for _ in range(2)], ints(WIDTH)
+        for ordered in (True, False):
+            compact.compact(caches, blocks, ints(2, 8, 1024), blocks, ints(3, ROWS), ordered=ordered)
     for heads, kv_heads, dim, block_size, dtype, tokens, has_mass in SHAPES:
         keys, values = torch.empty(8, kv_heads, block_size, 2 * dim, dtype=dtype).split(dim, -1)
         table, starts, out = ints(ROWS, WIDTH), ints(ROWS + 1), torch.empty(ROWS, kv_heads, WIDTH)

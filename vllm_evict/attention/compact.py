@@ -68,7 +68,7 @@ def compact_reference(
     _, kv_heads, rows, dim = caches[0].shape
     block_size = rows // 2
     places = _places(block_size, dim, layout)
-    for blocks, tokens, targets in _requests(source, keep, target, starts):
+    for blocks, tokens, targets in requests_of(source, keep, target, starts):
         slots = torch.arange(tokens.shape[2])
         for layer, cache in enumerate(caches):
             cache = cache.view(WORDS[cache.element_size()])
@@ -102,7 +102,7 @@ def _places(block_size: int, dim: int, layout: str) -> torch.Tensor:
     return torch.cat((keys, block_size * dim + values), 1)
 
 
-def _requests(source, keep, target, starts):
+def requests_of(source, keep, target, starts):
     """Each request's share of the three."""
     if starts is None:
         return [(source, keep, target)]
@@ -132,7 +132,7 @@ def _check(caches, source, keep, target, starts, layout):
     _check_requests(num_blocks, kv_heads, len(caches), source, keep, target, starts)
     taken = target.tolist()
     valid = len(set(taken)) == len(taken)
-    for blocks, tokens, targets in _requests(source, keep, target, starts):
+    for blocks, tokens, targets in requests_of(source, keep, target, starts):
         _require(tokens.shape[2] <= len(targets) * block_size, "target must hold all kept tokens")
         within = (tokens >= 0) & (tokens < len(blocks) * block_size)
         _require(bool(within.all()) and bool((tokens.diff() > 0).all()), "keep must ascend within the tokens of source")
