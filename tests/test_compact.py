@@ -1,5 +1,6 @@
 """`compact`: the kernel against the reference, the reference against packed tokens, and what overlap does."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -11,6 +12,15 @@ from vllm_evict.attention.compact import compact, compact_reference, is_ordered
 from vllm_evict.attention.mass import pack_keys, pack_values, unpack_keys, unpack_values
 
 F8, U8 = torch.float8_e4m3fn, torch.uint8
+
+
+def kernels() -> list[str]:
+    found = []
+    for isa in ("avx512", "portable") if module._C_cpu is not None else ():
+        with contextlib.suppress(ValueError):
+            compact([torch.zeros(1, 1, 2, 1)], ints([0]), ints([[[0]]]), ints([0]), isa=isa)
+            found.append(isa)
+    return found
 
 
 def ints(values) -> torch.Tensor:
@@ -49,11 +59,11 @@ class Batch:
         lengths = self.blocks, kept, self.targets
         self.starts = ints([[0, *itertools.accumulate(counts)] for counts in lengths])
 
-    def run(self, function=compact) -> list[torch.Tensor]:
+    def run(self, function=compact, **options) -> list[torch.Tensor]:
         """All bytes afterwards, those around the heads included."""
         whole = [page.clone() for page in self.bytes]
         caches = [base.view(cache.dtype)[:, 1:] for base, cache in zip(whole, self.caches)]
-        function(caches, self.source, self.keep, self.target, self.starts, layout=self.layout)
+        function(caches, self.source, self.keep, self.target, self.starts, layout=self.layout, **options)
         return whole
 
     def parts(self):
@@ -71,6 +81,9 @@ class Batch:
         return torch.stack(found)
 
 
+each_isa = pytest.mark.parametrize("isa", kernels())
+
+
 def same(ours, theirs) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -86,6 +99,7 @@ SHAPES = [  # heads, dim, block size, dtype, layout, whether all layers keep the
     (1, 96, 48, BF16, "amx", True),
     (2, 32, 32, F8, "amx", False),
     (1, 16, 512, F32, "vec", False),  # blocks longer than what is moved at once
+    (2, 32, 128, U8, "vec", False),  # rows of two vectors
 ]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
@@ -95,11 +109,11 @@ def batch_of(shape, **options) -> Batch:
     return Batch(TOKENS, KEPT, heads, dim, block_size, dtype, layout, shared=shared, **options)
 
 
-@needs_extension
+@each_isa
 @each_shape
-def test_matches_the_reference(shape):
+def test_matches_the_reference(isa, shape):
     batch = batch_of(shape)
-    assert same(batch.run(), batch.run(compact_reference))
+    assert same(batch.run(isa=isa), batch.run(compact_reference))
 
 
 @each_shape
@@ -131,10 +145,10 @@ def overlaps():
     yield "one of its own", lambda source, m: torch.cat((source[:1], ints([0] * (m > 1)), source[1 : m - 1])), True
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_extension), False])
+@pytest.mark.parametrize("isa", [*kernels(), None])
 @pytest.mark.parametrize(("choose", "ordered"), [case[1:] for case in overlaps()], ids=[case[0] for case in overlaps()])
 @pytest.mark.parametrize("layout", ["vec", "amx"])
-def test_a_target_may_be_a_source(compiled, choose, ordered, layout):
+def test_a_target_may_be_a_source(isa, choose, ordered, layout):
     """In whatever order: what arrives is what a request with new blocks gets."""
     for seed, kept in enumerate((33, 64, 79, 95)):
         apart = Batch([192], [kept], dtype=BF16, layout=layout, block_size=16, seed=seed)
@@ -143,22 +157,23 @@ def test_a_target_may_be_a_source(compiled, choose, ordered, layout):
         expected = apart.tokens(apart.run(compact_reference), apart.target)[:, :, :kept]
         apart.target = choose(apart.source, len(apart.target)).contiguous()
         assert is_ordered(apart.source, apart.target) == ordered
-        whole = apart.run(compact if compiled else compact_reference)
+        whole = apart.run(compact, isa=isa) if isa else apart.run(compact_reference)
         assert torch.equal(apart.tokens(whole, apart.target)[:, :, :kept], expected)
 
 
-@needs_extension
-def test_random_overlaps():
+@each_isa
+def test_random_overlaps(isa):
     """Two requests whose targets are some of their sources and some new blocks, in any order."""
     random = torch.Generator().manual_seed(3)
-    for seed in range(30):
-        kept = torch.randint(1, 90, (2,), generator=random).tolist()
-        batch = Batch([200, 90], kept, seed=seed, spare=20)
+    sizes = (16, F32), (48, F32), (80, BF16), (128, U8)  # rows of up to three vectors
+    for seed, (block_size, dtype) in enumerate(10 * sizes):
+        kept = [block_size * int(n) // 16 for n in torch.randint(1, 90, (2,), generator=random)]
+        batch = Batch([13 * block_size, 6 * block_size], kept, 1, 3, block_size, dtype, seed=seed, spare=20)
         batch.source = torch.arange(19, dtype=torch.int32)
         own = [ints([*range(13), 20, 21, 22]), ints([*range(13, 19), 23, 24])]
         own = [blocks[torch.randperm(len(blocks), generator=random)] for blocks in own]
         batch.target = torch.cat([blocks[:count] for blocks, count in zip(own, batch.targets)])
-        assert same(batch.run(), batch.run(compact_reference))
+        assert same(batch.run(isa=isa), batch.run(compact_reference))
 
 
 @needs_extension
@@ -261,6 +276,12 @@ def test_invalid_arguments_change_nothing(monkeypatch, built, change, error, mes
     with pytest.raises(error, match=message):
         compact(batch.caches, batch.source, batch.keep, batch.target, batch.starts, layout=batch.layout)
     assert same(batch.bytes, before)
+
+
+@needs_extension
+def test_unknown_isa():
+    with pytest.raises(ValueError, match="isa must be"):
+        Batch([20], [10]).run(isa="avx2")
 
 
 def test_packings_of_the_reference_are_those_of_the_score_pass():

@@ -235,8 +235,21 @@ void decode_classes(const Tensor& query, const std::vector<Tensor>& key_caches,
   vllm_evict::decode_mass(classes, kernel, at::get_num_threads());
 }
 
+const MoveRows* choose_moves(const optional<string>& isa) {
+  bool squeezes = avx512_moves != nullptr;
+#if defined(__x86_64__)
+  squeezes = squeezes && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+             __builtin_cpu_supports("avx512vbmi2");
+#endif
+  require(!isa || *isa == "portable" || (*isa == "avx512" && squeezes),
+          "isa must be avx512 or portable, and one that this CPU runs");
+  return squeezes && isa != "portable" ? avx512_moves : portable_moves;
+}
+
 void compact(const std::vector<Tensor>& caches, const Tensor& source, const Tensor& keep,
-             const Tensor& target, const optional<Tensor>& starts, const string& layout) {
+             const Tensor& target, const optional<Tensor>& starts, const string& layout,
+             const optional<string>& isa) {
   require(!caches.empty(), "caches must hold at least one layer");
   const Tensor& one = caches.front();
   CompactArgs a{};
@@ -293,8 +306,9 @@ void compact(const std::vector<Tensor>& caches, const Tensor& source, const Tens
   a.source_starts = first;
   a.keep_starts = first + stride;
   a.target_starts = first + 2 * stride;
+  const MoveRows* moves = choose_moves(isa);
   py::gil_scoped_release release;
-  vllm_evict::compact(a, at::get_num_threads());
+  vllm_evict::compact(a, moves, at::get_num_threads());
 }
 
 void resident_view(const Tensor& block_table, const Tensor& seq_lens, int64_t block_size,

@@ -49,24 +49,38 @@ struct Move {
   int64_t token(int64_t slot) const { return keep ? keep[slot] : slot; }
 };
 
-// Keys: words of a token lie `columns` tokens apart, within a group of as many tokens.
 template <class Word>
-void move_keys(const Move& m, int64_t columns, int64_t rows) {
+void move_rows(const KeyRun& run) {
+  const Word* from = reinterpret_cast<const Word*>(run.from);
+  Word* to = reinterpret_cast<Word*>(run.to);
+  for (int64_t row = 0; row < run.rows; ++row, from += run.columns, to += run.columns) {
+    // Hardware prefetchers cannot follow the block table.
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + run.next, 0, 2);
+    for (int64_t i = 0; i < run.count; ++i) to[i] = from[run.column[i]];
+  }
+}
+
+constexpr MoveRows kPortableMoves[] = {move_rows<uint8_t>, move_rows<uint16_t>,
+                                       move_rows<uint32_t>};
+
+// Keys: words of a token lie `columns` tokens apart, within a group of as many tokens.
+void move_keys(const Move& m, MoveRows move, int64_t columns, int64_t rows, int64_t word_bytes) {
+  const auto group_of = [&](const Place& place, int64_t token) {
+    const int64_t first = token / columns * columns;
+    return place.block(first / m.block_size) + first % m.block_size * rows * word_bytes;
+  };
   int32_t column[kMaxRun];
   for (int64_t slot = 0; slot < m.kept;) {
     const int64_t first = m.token(slot) / columns * columns;
     const int64_t end = std::min({m.kept, slot / columns * columns + columns, slot + kMaxRun});
-    int64_t run = 0;
-    for (; slot + run < end && m.token(slot + run) < first + columns; ++run)
-      column[run] = static_cast<int32_t>(m.token(slot + run) - first);
-    const Word* from = reinterpret_cast<const Word*>(m.from.block(first / m.block_size)) +
-                       first % m.block_size * rows;
-    const int64_t group = slot / columns * columns;
-    Word* to = reinterpret_cast<Word*>(m.to.block(group / m.block_size)) +
-               group % m.block_size * rows + (slot - group);
-    for (int64_t row = 0; row < rows; ++row, from += columns, to += columns)
-      for (int64_t i = 0; i < run; ++i) to[i] = from[column[i]];
-    slot += run;
+    int64_t count = 0;
+    for (; slot + count < end && m.token(slot + count) < first + columns; ++count)
+      column[count] = static_cast<int32_t>(m.token(slot + count) - first);
+    const char* from = group_of(m.from, first);
+    const int64_t after = slot + count < m.kept ? m.token(slot + count) : first;
+    move({from, group_of(m.to, slot) + slot % columns * word_bytes, column, count, columns, rows,
+          group_of(m.from, after) - from});
+    slot += count;
   }
 }
 
@@ -103,18 +117,15 @@ void move_value_pairs(const Move& m, int64_t offset) {
   }
 }
 
-void move(const Move& m, int64_t item_bytes, bool amx) {
+void move(const Move& m, const MoveRows* moves, int64_t item_bytes, bool amx) {
   const int64_t values = m.block_size * m.dim * item_bytes;
-  if (amx && item_bytes == 2) {
-    move_keys<uint32_t>(m, kAmxTokens, m.dim / 2);
-    move_value_pairs<uint16_t>(m, values);
-  } else if (amx) {
-    move_keys<uint16_t>(m, kAmxTokens, m.dim / 2);
-    move_value_pairs<uint8_t>(m, values);
+  const int64_t word_bytes = amx ? 2 * item_bytes : item_bytes;  // amx: pairs of dims
+  const MoveRows rows = moves[word_bytes / 2];
+  if (amx) {
+    move_keys(m, rows, kAmxTokens, m.dim / 2, word_bytes);
+    (item_bytes == 2 ? move_value_pairs<uint16_t> : move_value_pairs<uint8_t>)(m, values);
   } else {
-    (item_bytes == 4   ? move_keys<uint32_t>
-     : item_bytes == 2 ? move_keys<uint16_t>
-                       : move_keys<uint8_t>)(m, m.block_size, m.dim);
+    move_keys(m, rows, m.block_size, m.dim, word_bytes);
     move_values(m, values, m.dim * item_bytes);
   }
 }
@@ -176,7 +187,9 @@ std::vector<Request> check(const CompactArgs& a) {
 
 }  // namespace
 
-void compact(const CompactArgs& a, int threads) {
+const MoveRows* const portable_moves = kPortableMoves;
+
+void compact(const CompactArgs& a, const MoveRows* moves, int threads) {
   const std::vector<Request> requests = check(a);
   const int64_t page = 2 * a.block_size * a.dim * a.item_bytes;  // of a block and head
   int64_t scratch_bytes = 0;
@@ -198,10 +211,10 @@ void compact(const CompactArgs& a, int threads) {
         a.keep + layer * a.keep_layer_stride + head * a.keep_head_stride + request.first;
     const Move tokens = {from, request.ordered ? to : aside, keep,
                          request.kept, a.block_size, a.dim};
-    move(tokens, a.item_bytes, a.amx);
+    move(tokens, moves, a.item_bytes, a.amx);
     if (request.ordered) continue;
     const Move back = {aside, to, nullptr, request.kept, a.block_size, a.dim};
-    move(back, a.item_bytes, a.amx);
+    move(back, moves, a.item_bytes, a.amx);
   }
 }
 

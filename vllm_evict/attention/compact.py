@@ -17,6 +17,7 @@ def compact(
     starts: torch.Tensor | None = None,
     *,
     layout: str = "vec",
+    isa: str | None = None,
 ) -> None:
     """Write the kept tokens of each layer and KV head, keys and values, to the first slots of other blocks.
 
@@ -40,9 +41,10 @@ def compact(
         starts: int32 [3, R + 1], offsets of R requests in `source`, in the last dimension of `keep`, and in `target`;
             None for one request.
         layout: "vec", "vec16" or "amx" (bfloat16 or 1 byte), as for `block_mass`.
+        isa: "avx512" (which needs VBMI2) or "portable" to force how keys are moved; None takes the best here.
 
     Raises:
-        ValueError: a shape, stride, offset, block id, token or layout is wrong. Nothing has been written then.
+        ValueError: a shape, stride, offset, block id, token, layout or `isa` is wrong. Nothing has been written then.
         TypeError: a dtype is unsupported.
 
     Bytes moved: 2 * L * Hkv * kept * 2 * D * itemsize, read and written; keys in lines of a block, so that those of a
@@ -51,7 +53,7 @@ def compact(
     if _C_cpu is None:
         compact_reference(caches, source, keep, target, starts, layout=layout)
     else:
-        _C_cpu.compact(list(caches), source, keep, target, starts, layout)
+        _C_cpu.compact(list(caches), source, keep, target, starts, layout, isa)
 
 
 def compact_reference(
