@@ -85,7 +85,7 @@ def compact(
         keep: int32 [L or 1, Hkv, kept], ascending places of tokens in their request's source; 1: the same in all
             layers. Last dimension contiguous.
         target: int32 [m], physical blocks, m * bs >= kept for each request. Each once, and none that is a source of
-            another request.
+            another request, in this call or not: who else reads such a block finds the moved tokens.
         starts: int32 [3, R + 1], offsets of R requests in `source`, in the last dimension of `keep`, and in `target`;
             rows dense. None for one request.
         ordered: whether every request's blocks are as above.
