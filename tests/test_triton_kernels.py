@@ -15,8 +15,12 @@ triton = pytest.importorskip("triton")
 
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
-from vllm_evict.attention.decode import decode_mass_reference  # noqa: E402
+from vllm_evict.attention.compact import compact_reference as packed_compact_reference  # noqa: E402
+from vllm_evict.attention.compact import is_ordered  # noqa: E402
+from vllm_evict.attention.decode import decode_classes_reference, decode_mass_reference  # noqa: E402
 from vllm_evict.attention.mass import block_mass_reference, pack_keys  # noqa: E402
+from vllm_evict.triton_kernels.compact import compact, compact_reference, plan_compact  # noqa: E402
+from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes  # noqa: E402
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode  # noqa: E402
 from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse, mass_from_lse_reference  # noqa: E402
 from vllm_evict.triton_kernels.resident_view import resident_view, resident_view_reference  # noqa: E402
@@ -69,10 +73,17 @@ def ints(values) -> torch.Tensor:
 
 def cache_in(layout: KVCacheLayout, dtype, blocks, kv_heads, block_size, content, layers=2) -> torch.Tensor:
     """One layer's [B, H, N, C] of a cache that lies as vLLM's `layout` says, all NaN."""
+    return caches_in(layout, dtype, blocks, kv_heads, block_size, content, layers)[layers - 1].fill_(torch.nan)
+
+
+def caches_in(layout: KVCacheLayout, dtype, blocks, kv_heads, block_size, content, layers) -> torch.Tensor:
+    """[L, B, H, N, C] of random bytes."""
     logical = (layers, blocks, kv_heads, block_size, content)
-    physical = torch.full([logical[axis] for axis in layout.stride_order], torch.nan, dtype=dtype, device=DEVICE)
-    order = [layout.stride_order.index(axis) for axis in range(5)]
-    return physical.permute(order)[layers - 1]
+    physical = [logical[axis] for axis in layout.stride_order]
+    random = torch.Generator().manual_seed(0)
+    size = (*physical[:-1], physical[-1] * dtype.itemsize)
+    memory = torch.randint(0, 256, size, dtype=torch.uint8, generator=random).to(DEVICE).view(dtype)
+    return memory.permute([layout.stride_order.index(axis) for axis in range(5)])
 
 
 class Batch:
@@ -308,6 +319,107 @@ def test_tiles_are_whole_granules_of_whole_blocks(block_size, dim):
         assert tile.granules * tile.tokens * tile.dim * dtype.itemsize <= 16 * 1024
 
 
+# ---- decode_classes
+
+
+class Classes:
+    """Two classes of heads: the first long, the second of few tokens, in a cache of another layout."""
+
+    def __init__(self, kv_heads=(1, 2), group=2, dim=64, block_size=16, dtype=F32, layout=HEAD_MAJOR):
+        query_lens, long = DECODE
+        short = [max(min(length, 37), 1) for length in long]
+        self.classes = [
+            Batch(query_lens, lens, (group * heads, heads), dim, block_size, dtype, layout)
+            for lens, heads, layout in zip((long, short), kv_heads, (layout, TOKEN_MAJOR))
+        ]
+        first = self.classes[0]
+        self.group, self.kv_heads, self.heads = group, kv_heads, [group * heads for heads in kv_heads]
+        random = torch.Generator().manual_seed(1)
+        query = torch.randn(len(first.query), sum(self.heads) + 1, dim, generator=random)
+        self.query = query.to(DEVICE, dtype)[:, :-1]
+        for each, its in zip(self.classes, self.query.split(self.heads, 1)):
+            each.query, each.weights = its, first.weights
+
+    def of(self, name):
+        return [getattr(each, name) for each in self.classes]
+
+    def plans(self, **options):
+        shape = len(self.classes[0].rows), self.group, self.kv_heads, self.query.shape[2], self.classes[0].block_size
+        widths = [each.table.shape[1] for each in self.classes]
+        return plan_classes(*shape, widths, self.query.dtype, DEVICE, **options)
+
+    def arguments(self):
+        first = self.classes[0]
+        tables = self.of("table"), first.starts, self.of("seq_lens"), first.rows
+        return self.query, self.of("keys"), self.of("values"), *tables, first.scale
+
+    def decode(self, **options):
+        output = torch.full_like(self.query, 7.0)
+        lse = torch.full(self.query.shape[:2], 7.0, device=DEVICE)
+        options = {"lse": lse, "weights": self.classes[0].weights} | options
+        decode_classes(*self.arguments(), output, **options)
+        return output, options["lse"]
+
+
+CLASSES = [  # KV heads, group, dim, block size, dtype, layout
+    ((1, 2), 2, 64, 16, F32, HEAD_MAJOR),
+    ((2, 1), 4, 128, 64, BF16, TOKEN_MAJOR),
+    ((1, 1), 1, 80, 48, F16, HEAD_MAJOR),
+    ((1, 2), 7, 256, 128, BF16, HEAD_MAJOR),
+]
+
+
+@pytest.mark.parametrize("shape", CLASSES, ids=[f"{k}x{g}-{d}-bs{b}-{str(t)[6:]}" for k, g, d, b, t, _ in CLASSES])
+def test_classes_match_the_reference_and_each_alone(shape):
+    layer = Classes(*shape)
+    plans = layer.plans(splits=(3, 1))
+    out = [each.new_out(heads) for each, heads in zip(layer.classes, (1, layer.kv_heads[1]))]
+    output, lse = layer.decode(out=out, plans=plans)
+    parts = output.split(layer.heads, 1), lse.split(layer.heads, 1), out
+    for each, part, its_lse, mass, plan in zip(layer.classes, *parts, plans):
+        alone = each.decode(mass.shape[1], plan=plan)
+        assert torch.equal(part, alone[0]) and torch.equal(mass, alone[1]) and torch.equal(its_lse, alone[2])
+    expected = torch.full_like(layer.query, 7.0).cpu()
+    expected_out = [each.new_out(mass.shape[1], torch.float64).cpu() for each, mass in zip(layer.classes, out)]
+    query, keys, values, tables, starts, lens, rows, scale = layer.arguments()
+    decode_classes_reference(
+        *(query.cpu(), [pack_keys(each.cpu()) for each in keys], [each.cpu() for each in values]),
+        *([table.cpu() for table in tables], starts.cpu(), [each.cpu() for each in lens], rows.cpu(), scale, expected),
+        out=expected_out,
+        weights=layer.classes[0].weights.cpu(),
+    )
+    assert_close(output, expected, TOLERANCE[shape[4]])
+    for mass, wanted in zip(out, expected_out):
+        assert_close(mass, wanted)
+
+
+def test_one_class_may_do_without_mass():
+    layer = Classes(dtype=BF16)
+    out = [each.new_out(each.kv_heads) for each in layer.classes]
+    output, lse = layer.decode(out=out)
+    for wanted in ([out[0], None], [None, out[1]], None):
+        again = [
+            each.new_out(each.kv_heads) if mass is not None else None
+            for each, mass in zip(layer.classes, wanted or [None] * 2)
+        ]
+        output_, lse_ = layer.decode(out=again if wanted else None)
+        assert torch.equal(output_, output) and torch.equal(lse_, lse)
+        assert all(mass is None or torch.equal(mass, full) for mass, full in zip(again, out))
+    with pytest.raises(ValueError, match="of two classes"):
+        layer.decode(out=[None])
+
+
+def test_splits_of_classes_are_of_one_length():
+    def splits(rows, kv_heads, tokens):
+        blocks = [count // 16 for count in tokens]
+        return [plan.splits for plan in plan_classes(rows, 4, kv_heads, 128, 16, blocks, BF16, "cpu")]
+
+    assert splits(1, (4, 4), (131_072, 384)) == [128, 1]  # 1,000 tokens each
+    assert splits(1, (4, 4), (131_072, 131_072)) == [66, 66]  # those of 8 heads of one class
+    assert splits(64, (4, 4), (131_072, 384)) == [3, 1]
+    assert splits(512, (4, 4), (131_072, 384)) == [1, 1]
+
+
 # ---- mass_from_lse
 
 
@@ -378,6 +490,128 @@ def test_slots_beyond_2_to_the_31(axis):
         tensors = each.query, each.keys, near.lse(), each.table, each.starts, each.seq_lens
         mass_from_lse(*tensors, each.scale, outs[-1])
     assert torch.equal(*outs)
+
+
+# ---- compact
+
+
+class Compaction:
+    """Requests of some tokens, of which each layer and head keeps others, in caches of random bytes."""
+
+    def __init__(self, tokens, kept, layout=HEAD_MAJOR, dtype=F32, heads=2, dim=32, block_size=16, shared=False):
+        self.layers, self.block_size = 3, block_size
+        self.blocks, self.targets = ([-(-count // block_size) for count in counts] for counts in (tokens, kept))
+        used = sum(self.blocks) + sum(self.targets)
+        self.cache = caches_in(layout, dtype, used + 2, heads, block_size, 2 * dim, self.layers)
+        random = torch.Generator().manual_seed(1)
+        ids = torch.randperm(used + 2, generator=random).int().to(DEVICE)
+        self.source, self.target = ids[: sum(self.blocks)], ids[sum(self.blocks) : used]
+        layers = 1 if shared else self.layers
+        keep = [
+            torch.stack([torch.randperm(length, generator=random)[:count].sort().values for _ in range(layers * heads)])
+            for length, count in zip(tokens, kept)
+        ]
+        self.keep = torch.cat(keep, 1).int().unflatten(0, (layers, heads)).to(DEVICE)
+        self.starts = ints([[0, *itertools.accumulate(counts)] for counts in (self.blocks, kept, self.targets)])
+
+    def run(self, function=compact, **options):
+        """The caches' bytes afterwards."""
+        cache = torch.empty_strided(self.cache.shape, self.cache.stride(), dtype=self.cache.dtype, device=DEVICE)
+        cache.view(torch.uint8).copy_(self.cache.view(torch.uint8))
+        function(list(cache), self.source, self.keep, self.target, self.starts, **options)
+        return cache.view(torch.uint8)
+
+
+COMPACT = [150, 1, 64, 96], [70, 1, 0, 96]
+COMPACT_SHAPES = [  # layout, dtype, heads, dim, block size, whether all layers keep the same
+    (KVCacheLayout.LBHNC, F32, 2, 32, 16, False),
+    (KVCacheLayout.LBNHC, BF16, 3, 64, 16, True),
+    (KVCacheLayout.LHBNC, F16, 1, 80, 48, False),
+    (KVCacheLayout.BLHNC, torch.float8_e4m3fn, 2, 128, 32, False),
+    (KVCacheLayout.BLNHC, torch.uint8, 2, 34, 16, False),  # rows that are no multiples of 16 bytes
+    (KVCacheLayout.BHLNC, BF16, 1, 256, 64, True),
+]
+
+
+@pytest.mark.parametrize("shape", COMPACT_SHAPES, ids=[f"{s[0].name}-{s[1]}-{s[3]}-bs{s[4]}" for s in COMPACT_SHAPES])
+def test_compact_matches_the_reference(shape):
+    batch = Compaction(*COMPACT, *shape)
+    expected = batch.run(compact_reference)
+    assert not torch.equal(expected, batch.cache.view(torch.uint8))
+    assert torch.equal(batch.run(), expected)
+    assert torch.equal(batch.run(ordered=True), expected)  # new blocks
+    row = shape[2] * batch.keep.shape[2] * batch.cache[0, 0, 0, 0].view(torch.int32).numel()
+    for layers in (1, 2):
+        assert torch.equal(batch.run(scratch=torch.empty(layers * row + 3, dtype=torch.int32, device=DEVICE)), expected)
+
+
+def test_compact_moves_what_the_packed_kernel_moves():
+    batch = Compaction([100], [40], dtype=BF16)
+    half = batch.cache.shape[-1] // 2
+    packed = [torch.cat((pack_keys(layer[..., :half]), layer[..., half:]), 2) for layer in batch.cache.cpu()]
+    batch.starts = None
+    expected = batch.run().cpu().view(BF16)
+    arguments = (tensor.cpu() for tensor in (batch.source, batch.keep, batch.target))
+    packed_compact_reference(packed, *arguments)
+    for layer, page in zip(expected, packed):
+        assert torch.equal(pack_keys(layer[..., :half]).view(torch.int16), page[:, :, :16].view(torch.int16))
+        assert torch.equal(layer[..., half:].view(torch.int16), page[:, :, 16:].view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("places", "ordered"),
+    [
+        (lambda m: range(m), True),
+        (lambda m: [*range(1, m), 0], False),
+        (lambda m: range(12 - m, 12), False),
+        (lambda m: [-1, *range(m - 1)], True),  # -1: a new block
+        (lambda m: [0, -1, *range(2, m)], True),
+    ],
+)
+def test_a_target_may_be_a_source(places, ordered):
+    """In any order through scratch, and directly where the order allows."""
+    for kept in (33, 64, 95):
+        batch = Compaction([192], [kept], heads=1, dim=256, dtype=F32)  # 16 tokens a chunk
+        new = batch.target[0]
+        batch.target = torch.stack([new if place < 0 else batch.source[place] for place in places(-(-kept // 16))])
+        assert is_ordered(batch.source.cpu(), batch.target.cpu()) == ordered
+        expected = batch.run(compact_reference)
+        assert torch.equal(batch.run(), expected)
+        assert torch.equal(batch.run(ordered=True), expected) or not ordered
+
+
+def test_a_plan_of_compact_is_for_its_caches():
+    batch = Compaction(*COMPACT)
+    plan = plan_compact(list(batch.cache))
+    for wrong in (plan._replace(pages=plan.pages[:1]), plan_compact(list(batch.cache[:, 1:]))):
+        with pytest.raises(ValueError, match="plan must be for"):
+            batch.run(plan=wrong)
+    cache = list(batch.cache.clone())
+    compact(cache, batch.source, batch.keep, batch.target, batch.starts, plan=plan_compact(cache))
+    assert torch.equal(torch.stack(cache).view(torch.uint8), batch.run())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"keep": lambda b: b.keep.long()}, TypeError, "keep must be int32"),
+        ({"keep": lambda b: b.keep[:2]}, ValueError, r"keep must be \[L or 1"),
+        ({"starts": lambda b: b.starts[:2]}, ValueError, r"starts must be \[3"),
+        ({"source": lambda b: b.source.repeat(2)[::2]}, ValueError, "must be dense"),
+        ({"cache": lambda b: b.cache.mT}, ValueError, "C contiguous"),
+        ({"cache": lambda b: [*b.cache[:2], b.cache[2].mT.contiguous().mT]}, ValueError, "same strides"),
+        ({"cache": lambda b: [*b.cache[:2], b.cache[2].half()]}, ValueError, "C contiguous"),
+        ({"cache": lambda b: b.cache.to(torch.uint8)[..., :6]}, ValueError, "whole words"),
+    ],
+)
+def test_compact_refuses(change, error, message):
+    batch = Compaction(*COMPACT)
+    for name, value in change.items():
+        setattr(batch, name, value(batch))
+    with pytest.raises(error, match=message):
+        compact(list(batch.cache), batch.source, batch.keep, batch.target, batch.starts)
+    with pytest.raises(ValueError, match="one layer's tokens"):
+        Compaction(*COMPACT).run(scratch=ints([0] * 9))
 
 
 # ---- resident_view
@@ -485,11 +719,16 @@ def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert {kernel["kernel"] for kernel in found} == {
-        "_attend", "_combine", "_mass_from_lse", "_resident_view", "_select"
+        "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_mass_from_lse", "_resident_view",
+        "_select",
     }  # fmt: skip
+    direct, out, back = [kernel for kernel in found if kernel["kernel"] == "_compact"][:3]
+    # Within the caches a barrier lies between reads and writes, which the interpreter does not need.
+    assert direct["bar.sync"] == 1 and not out["bar.sync"] and not back["bar.sync"]
+    assert direct["ld.global.v4"] and out["ld.global.v4"] and back["ld.global.v4"]
     for kernel in found:
         assert not kernel["spilled"] and not kernel["atom."], kernel
-        if kernel["kernel"] == "_attend":
+        if kernel["kernel"].startswith("_attend"):
             # Three programs on an SM: 65,536 registers, 227 KiB of shared memory, of which each takes 1 more. Two for
             # head size 256.
             programs = min(65536 // (kernel["registers"] * kernel["threads"]), 227 * 1024 // (kernel["shared"] + 1024))

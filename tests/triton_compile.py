@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_evict.triton_kernels import decode_mass, mass_from_lse, resident_view, select
+from vllm_evict.triton_kernels import compact, decode_classes, decode_mass, mass_from_lse, resident_view, select
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -58,7 +58,7 @@ class Compiled:
             (line,) = (line for line in usage.splitlines() if "REG:" in line)
             taken = dict(item.split(":") for item in line.split() if item.startswith(("REG", "STACK")))
             ptx = binary.asm["ptx"]
-            words = "cp.async", "mma.sync", "wgmma.mma_async", "atom."
+            words = "cp.async", "mma.sync", "wgmma.mma_async", "atom.", "ld.global.v4", "bar.sync"
             self.found.append(
                 {"kernel": self.kernel.__name__, "threads": 32 * binary.metadata.num_warps}
                 | {"shared": binary.metadata.shared, "registers": int(taken["REG"]), "spilled": int(taken["STACK"])}
@@ -74,13 +74,23 @@ def ints(*shape) -> torch.Tensor:
 
 def compile_all() -> None:
     driver.set_active(Hopper())
-    for module in (decode_mass, mass_from_lse, resident_view, select):
-        name = "_" + module.__name__.rpartition(".")[2]
-        for kernel in ("_attend", "_combine") if module is decode_mass else (name,):
+    for module, kernels in (
+        (compact, ("_compact",)),
+        (decode_classes, ("_attend_classes", "_combine_classes")),
+        (decode_mass, ("_attend", "_combine")),
+        (mass_from_lse, ("_mass_from_lse",)),
+        (resident_view, ("_resident_view",)),
+        (select, ("_select",)),
+    ):
+        for kernel in kernels:
             setattr(module, kernel, Compiled(getattr(module, kernel)))
     table, lens = ints(ROWS, 8192), ints(ROWS)
     resident_view.resident_view(table, lens, 16, table, lens, table)
     select.select(torch.empty(ROWS, 8192), lens, lens, lens, table, lens)
+    for dtype, dim in ((BF16, 128), (torch.float8_e4m3fn, 80)):
+        caches, blocks = [torch.empty(8, 8, 16, 2 * dim, dtype=dtype) for _ in range(2)], ints(WIDTH)
+        for ordered in (True, False):
+            compact.compact(caches, blocks, ints(2, 8, 1024), blocks, ints(3, ROWS), ordered=ordered)
     for heads, kv_heads, dim, block_size, dtype, tokens, has_mass in SHAPES:
         keys, values = torch.empty(8, kv_heads, block_size, 2 * dim, dtype=dtype).split(dim, -1)
         table, starts, out = ints(ROWS, WIDTH), ints(ROWS + 1), torch.empty(ROWS, kv_heads, WIDTH)
@@ -94,6 +104,12 @@ def compile_all() -> None:
             out=out if has_mass else None,
             weights=weights,
             lse=lse,
+        )
+        both = torch.empty(tokens, 2 * heads, dim, dtype=dtype)
+        decode_classes.decode_classes(
+            *(both, [keys] * 2, [values] * 2, [table] * 2, starts, [lens] * 2, lens, 0.1, torch.empty_like(both)),
+            out=[out, None] if has_mass else None,
+            weights=weights,
         )
         mass_from_lse.mass_from_lse(query, keys, lse, table, starts, lens, 0.1, out, weights=weights)
 

@@ -70,11 +70,8 @@ def plan_decode(
     SM, and no more than leave `MIN_SPLIT_TOKENS` to a split of the longest request. The number of splits decides how
     a request's sums are grouped: who wants outputs that do not depend on the batch, to the bit, passes one for all.
     """
-    sms = HOPPER_SMS
-    if torch.device(device).type == "cuda":
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
     if splits is None:
-        wanted = triton.cdiv(PROGRAMS_PER_SM * sms, max(rows * kv_heads, 1))
+        wanted = triton.cdiv(programs_on(device), max(rows * kv_heads, 1))
         splits = max(min(wanted, triton.cdiv(max_blocks * block_size, MIN_SPLIT_TOKENS), MAX_SPLITS), 1)
     tile = tile_of(head_dim, block_size, dtype)
 
@@ -85,6 +82,14 @@ def plan_decode(
     return DecodePlan(
         splits, tile, max_blocks, scratch(splits, head_dim), scratch(splits, 2), granules, warps, stages
     )  # fmt: skip
+
+
+def programs_on(device: torch.device | str) -> int:
+    """As many as fill the device."""
+    sms = HOPPER_SMS
+    if torch.device(device).type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return PROGRAMS_PER_SM * sms
 
 
 def decode_mass(
@@ -131,62 +136,88 @@ def decode_mass(
     read, 4 * H * (D + 2) a split and 4 * H a block: for G query heads a KV head and 2-byte caches the mass adds
     2 * G / (bs * D) of the bytes, 0.8 % for G = 8, bs = 16, D = 128.
     """
+    check_arguments(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, output, weights, lse)
+    n, heads, kv_heads = len(rows), query.shape[1], key_cache.shape[1]
+    if not n:
+        return
+    if plan is None:
+        shape = n, heads, kv_heads, query.shape[2], key_cache.shape[2], block_table.shape[1]
+        plan = plan_decode(*shape, query.dtype, query.device, mass=out is not None)
+    launch = launch_of(query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse, plan, n)
+    shared = query_start_loc, rows, weights
+    _attend[(n, kv_heads, plan.splits)](
+        *shared, scale * LOG2_E, *launch.attend, *launch.attend_shape, num_warps=plan.warps, num_stages=plan.stages
+    )
+    _combine[(n, launch.roles)](*shared, *launch.combine, *launch.combine_shape, num_warps=4)
+
+
+class Launch(NamedTuple):
+    """What two launches take of some heads, in the order of `attend_split` and `combine_splits`."""
+
+    attend: tuple  # tensors, sizes and strides
+    attend_shape: tuple  # constexprs
+    combine: tuple
+    combine_shape: tuple
+    roles: int  # of the second launch, for each request
+
+
+def check_arguments(
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, output, weights, lse
+) -> None:
     check_cache(query, key_cache, value_cache)
     check_int32(block_table=block_table, query_start_loc=query_start_loc, seq_lens=seq_lens, rows=rows)
-    _, heads, head_dim = query.shape
-    _, kv_heads, block_size, _ = key_cache.shape
-    requests, width = block_table.shape
     require(block_table.stride(1) == 1, "block_table must have dense rows")
-    require(len(seq_lens) == requests == len(query_start_loc) - 1, "R must agree")
+    require(len(seq_lens) == len(block_table) == len(query_start_loc) - 1, "R must agree")
     require(
         output.shape == query.shape and output.dtype == query.dtype and output.stride(2) == 1,
         "output must be like query",
     )
+    for name, tensor in (("weights", weights), ("lse", lse)):
+        require(tensor is None or tensor.dtype == torch.float32, f"{name} must be float32")
+
+
+def launch_of(
+    query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse, plan: DecodePlan, n: int
+) -> Launch:
+    """The launches for the heads of `query`, [T, H, D], over n requests."""
+    _, heads, head_dim = query.shape
+    _, kv_heads, block_size, _ = key_cache.shape
+    requests, width = block_table.shape
     if out is not None:
         require(out.dtype == torch.float32 and out.dim() == 3 and out.stride(2) == 1, "out must be float32 [R, H, W]")
         require(len(out) == requests and out.shape[1] in (1, kv_heads), "out must be [R, Hkv or 1, Wout]")
-    for name, tensor in (("weights", weights), ("lse", lse)):
-        require(tensor is None or tensor.dtype == torch.float32, f"{name} must be float32")
-    n = len(rows)
-    if not n:
-        return
-    if plan is None:
-        plan = plan_decode(
-            n, heads, kv_heads, head_dim, block_size, width, query.dtype, query.device, mass=out is not None
-        )  # fmt: skip
-    tile, group = plan.tile, heads // kv_heads
+    tile, group, has_mass = plan.tile, heads // kv_heads, out is not None
     require(
         len(plan.partial) >= n
         and plan.partial.shape[1:] == (heads, plan.splits, head_dim)
         and tile == tile_of(head_dim, block_size, query.dtype)
-        and (out is None or plan.granules is not None),
+        and (not has_mass or plan.granules is not None),
         "plan must be for this shape, dtype, block size and at least n rows",
     )
-    measured = min(plan.max_blocks, width, out.shape[2]) if out is not None else 0
-    # Where there is no mass, pointers that are not followed.
-    granules, mass = (plan.partial, plan.partial) if out is None else (plan.granules, out)
-    capacity = plan.max_blocks * tile.parts
-    shape = dict(
-        HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
-        SPLITS=plan.splits, HAS_WEIGHTS=weights is not None,
-    )  # fmt: skip
-    _attend[(n, kv_heads, plan.splits)](
-        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, weights,
-        plan.partial, plan.stats, granules, scale * LOG2_E, capacity,
-        query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
-        **shape, GROUP=group, ROWS=max(triton.next_power_of_2(group), MIN_ROWS) if group > 1 else 1,
-        GRANULES=tile.granules, HAS_MASS=out is not None, num_warps=plan.warps, num_stages=plan.stages,
-    )  # fmt: skip
-    out_heads = out.shape[1] if out is not None else 0
-    heads_out = heads // out_heads if out_heads else 1
+    measured = min(plan.max_blocks, width, out.shape[2]) if has_mass else 0
     chunks = triton.cdiv(measured, MASS_TILE)
-    _combine[(n, heads + out_heads * chunks)](
-        plan.partial, plan.stats, granules, query_start_loc, seq_lens, rows, weights, output, lse, mass, capacity,
-        measured, chunks, output.stride(0), output.stride(1), *((0, 0) if lse is None else lse.stride()),
-        *((0, 0) if out is None else out.stride()[:2]),
-        **shape, HEADS=heads, HEADS_OUT=heads_out, PADDED_SPLITS=triton.next_power_of_2(plan.splits),
-        SPLIT_TILE=SPLIT_TILE, MASS_TILE=MASS_TILE,
-        MEMBERS=min(triton.next_power_of_2(heads_out), MAX_MEMBERS), HAS_LSE=lse is not None, num_warps=4,
+    out_heads = out.shape[1] if has_mass else 0
+    heads_out = heads // out_heads if out_heads else 1
+    # Where there is no mass or LSE, pointers that are not followed.
+    granules, mass = (plan.granules, out) if has_mass else (plan.partial, plan.partial)
+    logs = plan.stats if lse is None else lse
+    scratch = seq_lens, plan.partial, plan.stats, granules, plan.max_blocks * tile.parts if has_mass else 0
+    shape = head_dim, tile.dim, block_size, tile.tokens, tile.parts, weights is not None
+    return Launch(
+        (
+            *scratch, query, key_cache, value_cache, block_table, query.stride(0), query.stride(1),
+            *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), kv_heads, plan.splits,
+        ),
+        (*shape, group, max(triton.next_power_of_2(group), MIN_ROWS) if group > 1 else 1, tile.granules, has_mass),
+        (
+            *scratch, output, logs, mass, measured, chunks, output.stride(0), output.stride(1), *logs.stride()[:2],
+            *mass.stride()[:2],
+        ),
+        (
+            *shape, plan.splits, triton.next_power_of_2(plan.splits), heads, heads_out, SPLIT_TILE, MASS_TILE,
+            min(triton.next_power_of_2(heads_out), MAX_MEMBERS), lse is not None,
+        ),
+        heads + out_heads * chunks,
     )  # fmt: skip
 
 
@@ -199,17 +230,34 @@ def _granules_of(seq_len, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS:
 
 @triton.jit
 def _attend(
-    query, keys, values, table, starts, lens, rows, weights, partial, stats, granule_logs, scale, capacity,
+    starts, rows, weights, scale,
+    lens, partial, stats, granule_logs, capacity, query, keys, values, table,
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_table,
+    kv_heads, splits,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    GRANULES: tl.constexpr, HAS_MASS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr, HAS_MASS: tl.constexpr,
+):  # fmt: skip
+    attend_split(
+        tl.program_id(1), tl.program_id(2),
+        starts, rows, weights, scale, lens, partial, stats, granule_logs, capacity, query, keys, values, table,
+        stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_table,
+        kv_heads, splits, HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, HAS_MASS,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_split(
+    kv_head, split, starts, rows, weights, scale,
+    lens, partial, stats, granule_logs, capacity, query, keys, values, table,
+    stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_table,
+    kv_heads, splits,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     """One split of one request and KV head. Exponents are of base 2: `scale` holds log2(e)."""
     n = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    heads = tl.num_programs(1) * GROUP
+    kv_head = kv_head.to(tl.int64)
+    heads = kv_heads * GROUP
     row = tl.load(rows + n).to(tl.int64)
     if row >= 0:
         seq_len = tl.load(lens + row)
@@ -228,7 +276,7 @@ def _attend(
         granule = tl.arange(0, GRANULES)
         count = _granules_of(seq_len, BLOCK_SIZE, TOKENS, PARTS)
         tiles = tl.cdiv(count, GRANULES)
-        share = tl.cdiv(tiles, SPLITS)
+        share = tl.cdiv(tiles, splits)
         first = split * share
         end = tl.minimum(first + share, tiles)
         kept_granules = tl.where(weight != 0.0, tl.minimum(count, capacity), 0)
@@ -272,7 +320,7 @@ def _attend(
                 where = (n * heads + head)[:, None] * capacity + index[None, :]
                 tl.store(granule_logs + where, higher[:, None] + tl.log2(sums), mask=mine)
 
-        where = (n * heads + head) * SPLITS + split
+        where = (n * heads + head) * splits + split
         tl.store(stats + where * 2, top, mask=member < GROUP)
         tl.store(stats + where * 2 + 1, total, mask=member < GROUP)
         if first < end:
@@ -295,16 +343,34 @@ def _lse_of(stats, at, valid, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr)
 
 @triton.jit
 def _combine(
-    partial, stats, granule_logs, starts, lens, rows, weights, output, lse, out, capacity, measured, chunks,
+    starts, rows, weights,
+    lens, partial, stats, granule_logs, capacity, output, lse, out, measured, chunks,
     stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HEADS: tl.constexpr, HEADS_OUT: tl.constexpr,
-    PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr, MEMBERS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, HEADS: tl.constexpr,
+    HEADS_OUT: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr, MEMBERS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One request: programs below HEADS write output and LSE of a head, the others the mass of some blocks."""
+    combine_splits(
+        tl.program_id(1),
+        starts, rows, weights, lens, partial, stats, granule_logs, capacity, output, lse, out, measured, chunks,
+        stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh, HEAD_DIM, DIM, BLOCK_SIZE, TOKENS,
+        PARTS, HAS_WEIGHTS, SPLITS, PADDED_SPLITS, HEADS, HEADS_OUT, SPLIT_TILE, MASS_TILE, MEMBERS, HAS_LSE,
+    )  # fmt: skip
+
+
+@triton.jit
+def combine_splits(
+    role, starts, rows, weights,
+    lens, partial, stats, granule_logs, capacity, output, lse, out, measured, chunks,
+    stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, HEADS: tl.constexpr,
+    HEADS_OUT: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr, MEMBERS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """One request: roles below HEADS write output and LSE of a head, the others the mass of some blocks."""
     n = tl.program_id(0).to(tl.int64)
-    role = tl.program_id(1)
     row = tl.load(rows + n).to(tl.int64)
     if row >= 0:
         token = tl.load(starts + row).to(tl.int64)

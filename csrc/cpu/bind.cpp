@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "compact.h"
 #include "mass.h"
 #include "view.h"
 
@@ -157,11 +158,11 @@ void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& bloc
   vllm_evict::block_mass(a, kernel, at::get_num_threads());
 }
 
-void decode_mass(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                 const Tensor& block_table, const Tensor& query_start_loc, const Tensor& seq_lens,
-                 const Tensor& rows, double scale, const Tensor& output,
-                 const optional<Tensor>& out, const optional<Tensor>& weights,
-                 const string& layout, const optional<string>& isa) {
+DecodeArgs check_decode(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                        const Tensor& block_table, const Tensor& query_start_loc,
+                        const Tensor& seq_lens, const Tensor& rows, double scale,
+                        const Tensor& output, const optional<Tensor>& out,
+                        const optional<Tensor>& weights, const string& layout) {
   DecodeArgs d{};
   d.mass = check_batch(query, key_cache, block_table, query_start_loc, seq_lens, scale, out, weights,
                        layout);
@@ -182,10 +183,132 @@ void decode_mass(const Tensor& query, const Tensor& key_cache, const Tensor& val
   d.output = output.mutable_data_ptr();
   d.output_token_stride = output.stride(0);
   d.output_head_stride = output.stride(1);
+  return d;
+}
 
+void decode_mass(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                 const Tensor& block_table, const Tensor& query_start_loc, const Tensor& seq_lens,
+                 const Tensor& rows, double scale, const Tensor& output,
+                 const optional<Tensor>& out, const optional<Tensor>& weights,
+                 const string& layout, const optional<string>& isa) {
+  const DecodeArgs d = check_decode(query, key_cache, value_cache, block_table, query_start_loc,
+                                    seq_lens, rows, scale, output, out, weights, layout);
   const Kernel& kernel = choose_kernel(isa);
   py::gil_scoped_release release;
-  vllm_evict::decode_mass(d, kernel, at::get_num_threads());
+  vllm_evict::decode_mass({d}, kernel, at::get_num_threads());
+}
+
+void decode_classes(const Tensor& query, const std::vector<Tensor>& key_caches,
+                    const std::vector<Tensor>& value_caches,
+                    const std::vector<Tensor>& block_tables, const Tensor& query_start_loc,
+                    const std::vector<Tensor>& seq_lens, const Tensor& rows, double scale,
+                    const Tensor& output, const optional<std::vector<optional<Tensor>>>& out,
+                    const optional<Tensor>& weights, const string& layout,
+                    const optional<string>& isa) {
+  const size_t count = key_caches.size();
+  require(value_caches.size() == count && block_tables.size() == count &&
+              seq_lens.size() == count && (!out || out->size() == count),
+          "caches, block_tables, seq_lens and out must have one entry for each class");
+  int64_t kv_heads = 0;
+  for (const Tensor& keys : key_caches) {
+    require(
+        keys.dim() == 4,
+        "key_cache must be [num_blocks, Hkv, bs, D], contiguous within a block and head");
+    kv_heads += keys.size(1);
+  }
+  require(query.dim() == 3 && output.dim() == 3 && output.sizes() == query.sizes(),
+          "output must have query's shape and a contiguous last dimension");
+  require(kv_heads > 0 && query.size(1) % kv_heads == 0,
+          "query must have a multiple of all classes' KV heads");
+  std::vector<DecodeArgs> classes;
+  int64_t first = 0;
+  for (size_t c = 0; c < count; ++c) {
+    const int64_t heads = query.size(1) / kv_heads * key_caches[c].size(1);
+    classes.push_back(check_decode(query.narrow(1, first, heads), key_caches[c], value_caches[c],
+                                   block_tables[c], query_start_loc, seq_lens[c], rows, scale,
+                                   output.narrow(1, first, heads),
+                                   out ? (*out)[c] : optional<Tensor>(), weights, layout));
+    first += heads;
+  }
+  const Kernel& kernel = choose_kernel(isa);
+  py::gil_scoped_release release;
+  vllm_evict::decode_mass(classes, kernel, at::get_num_threads());
+}
+
+const MoveRows* choose_moves(const optional<string>& isa) {
+  bool squeezes = avx512_moves != nullptr;
+#if defined(__x86_64__)
+  squeezes = squeezes && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+             __builtin_cpu_supports("avx512vbmi2");
+#endif
+  require(!isa || *isa == "portable" || (*isa == "avx512" && squeezes),
+          "isa must be avx512 or portable, and one that this CPU runs");
+  return squeezes && isa != "portable" ? avx512_moves : portable_moves;
+}
+
+void compact(const std::vector<Tensor>& caches, const Tensor& source, const Tensor& keep,
+             const Tensor& target, const optional<Tensor>& starts, const string& layout,
+             const optional<string>& isa) {
+  require(!caches.empty(), "caches must hold at least one layer");
+  const Tensor& one = caches.front();
+  CompactArgs a{};
+  a.item_bytes = one.element_size();
+  for (const Tensor& cache : caches) {
+    if (cache.scalar_type() != one.scalar_type() ||
+        (a.item_bytes != 1 && a.item_bytes != 2 && a.item_bytes != 4))
+      throw py::type_error("caches must have one dtype, of 1, 2 or 4 bytes");
+    require(cache.is_cpu() && cache.dim() == 4 && cache.sizes() == one.sizes() &&
+                cache.size(2) % 2 == 0 && cache.stride(3) == 1 && cache.stride(2) == cache.size(3),
+            "caches must be [num_blocks, Hkv, 2 * bs, D] of one shape, contiguous within a block "
+            "and head");
+    a.layers.push_back({static_cast<char*>(cache.mutable_data_ptr()),
+                        cache.stride(0) * a.item_bytes, cache.stride(1) * a.item_bytes});
+  }
+  a.num_blocks = one.size(0);
+  a.kv_heads = one.size(1);
+  a.block_size = one.size(2) / 2;
+  a.dim = one.size(3);
+  require(a.block_size > 0 && a.dim > 0 && a.kv_heads > 0, "caches must not be empty");
+  require(layout == "vec" || layout == "vec16" || layout == "amx",
+          "layout must be one of vec, vec16, amx");
+  a.amx = layout == "amx";
+  if (a.amx && a.item_bytes != 1 && one.scalar_type() != at::kBFloat16)
+    throw py::type_error("layout 'amx' packs caches of bfloat16 or of 1 byte only");
+  require(!a.amx || (a.block_size % 16 == 0 && a.dim % 16 == 0),
+          "layout 'amx' needs bs and D that are multiples of 16");
+  check_tensor(source, "source", at::kInt, 1);
+  check_tensor(target, "target", at::kInt, 1);
+  check_tensor(keep, "keep", at::kInt, 3);
+  const int64_t layers = caches.size();
+  require((keep.size(0) == 1 || keep.size(0) == layers) && keep.size(1) == a.kv_heads,
+          "keep must be [L or 1, Hkv, kept]");
+  a.sources = source.size(0);
+  a.kept = keep.size(2);
+  a.targets = target.size(0);
+  a.source = source.const_data_ptr<int32_t>();
+  a.target = target.const_data_ptr<int32_t>();
+  a.keep = keep.const_data_ptr<int32_t>();
+  a.keep_layer_stride = keep.size(0) == 1 ? 0 : keep.stride(0);
+  a.keep_head_stride = keep.stride(1);
+  const int32_t whole[] = {0, static_cast<int32_t>(a.sources), 0, static_cast<int32_t>(a.kept),
+                           0, static_cast<int32_t>(a.targets)};
+  a.requests = 1;
+  const int32_t* first = whole;
+  int64_t stride = 2;
+  if (starts) {
+    check_tensor(*starts, "starts", at::kInt, 2);
+    require(starts->size(0) == 3 && starts->size(1) > 0, "starts must be [3, R + 1]");
+    first = starts->const_data_ptr<int32_t>();
+    stride = starts->stride(0);
+    a.requests = starts->size(1) - 1;
+  }
+  a.source_starts = first;
+  a.keep_starts = first + stride;
+  a.target_starts = first + 2 * stride;
+  const MoveRows* moves = choose_moves(isa);
+  py::gil_scoped_release release;
+  vllm_evict::compact(a, moves, at::get_num_threads());
 }
 
 void resident_view(const Tensor& block_table, const Tensor& seq_lens, int64_t block_size,
@@ -227,6 +350,8 @@ void resident_view(const Tensor& block_table, const Tensor& seq_lens, int64_t bl
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace vllm_evict::python;
   module.def("block_mass", block_mass);
+  module.def("compact", compact);
+  module.def("decode_classes", decode_classes);
   module.def("decode_mass", decode_mass);
   module.def("kernel_path", kernel_path);
   module.def("resident_view", resident_view);

@@ -1,6 +1,7 @@
 // Decode attention that also gives each block's mass: output and statistics in
 // one read of keys and values. A request's keys are cut into pieces of a fixed
 // size, whatever the batch and the number of threads, so neither changes a bit.
+// Classes of heads, each with caches and block tables of its own, share the threads.
 
 #include <omp.h>
 
@@ -41,21 +42,25 @@ class Decode {
         tiles_per_block_(a_.block_size / kernel.tile_tokens(a_.block_size)),
         piece_blocks_(ceil_div(kPieceTokens, a_.block_size)) {}
 
-  void run(int threads);
+  // Checks, and finds what is to be done: attend() to each piece, then finish() each item.
+  void plan();
+  void attend(int64_t piece, void* memory);
+  void finish(int64_t item, void* memory);
+  void add_mass();
+
+  int64_t pieces() const { return work_.item_of.size(); }
+  int64_t items() const { return work_.items.size(); }
+  double multiply_adds() const { return work_.multiply_adds; }
+  // Bytes that a thread needs to pack a row.
+  int64_t row_bytes() const { return columns_ * (a_.dim + 2) * sizeof(float); }
 
  private:
-  void plan();
-  void attend(int64_t piece, void* q);
-  void finish(const Item& item, void* seen_and_weights);
   template <class T>
   void write(const Item& item, const float* sums, const float* factor);
-  void add_mass();
 
   // A piece's part of the output: sums, peaks and masses.
   int64_t part_floats() const { return columns_ * a_.dim + 4 * columns_; }
   float* part(int64_t piece) { return parts_.get() + piece * part_floats(); }
-  // Bytes that a thread needs to pack a row.
-  int64_t row_bytes() const { return columns_ * (a_.dim + 2) * sizeof(float); }
   Tiles tiles(const Item& item) {
     if (item.tile < 0) return {nullptr, nullptr, columns_};
     return {peaks_.get() + item.tile * columns_, masses_.get() + item.tile * columns_, columns_};
@@ -93,6 +98,10 @@ void Decode::plan() {
     }
     work_.multiply_adds += 2. * blocks * a_.block_size * a_.heads * a_.dim;
   }
+  parts_.reset(new float[pieces * part_floats()]);
+  peaks_.reset(new float[work_.tiles * columns_]);
+  masses_.reset(new float[work_.tiles * columns_]);
+  block_mass_.reset(new float[work_.blocks]);
 }
 
 // In `memory`: packed queries, then what each row sees, then weights.
@@ -149,7 +158,8 @@ void Decode::write(const Item& item, const float* sums, const float* factor) {
 }
 
 // Combines an item's pieces, in their order, and turns its tiles into mass.
-void Decode::finish(const Item& item, void* memory) {
+void Decode::finish(int64_t index, void* memory) {
+  const Item& item = work_.items[index];
   float* sums = part(item.piece);
   float* peak = sums + columns_ * a_.dim;
   float* mass = peak + 2 * columns_;
@@ -190,31 +200,40 @@ void Decode::add_mass() {
   }
 }
 
-void Decode::run(int threads) {
-  plan();
-  if (work_.items.empty()) return;
-  if (work_.multiply_adds < kSerialWork) threads = 1;
-  const int64_t pieces = work_.item_of.size(), items = work_.items.size();
-  parts_.reset(new float[pieces * part_floats()]);
-  peaks_.reset(new float[work_.tiles * columns_]);
-  masses_.reset(new float[work_.tiles * columns_]);
-  block_mass_.reset(new float[work_.blocks]);
-  std::unique_ptr<char[]> memory(new char[threads * row_bytes()]);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    void* mine = memory.get() + omp_get_thread_num() * row_bytes();
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t piece = 0; piece < pieces; ++piece) attend(piece, mine);
-#pragma omp for
-    for (int64_t item = 0; item < items; ++item) finish(work_.items[item], mine);
-  }
-  add_mass();
-}
+// A piece or an item of one of the classes.
+struct Unit {
+  Decode* decode;
+  int64_t index;
+};
 
 }  // namespace
 
-void decode_mass(const DecodeArgs& args, const Kernel& kernel, int threads) {
-  Decode(args, kernel).run(threads);
+void decode_mass(const std::vector<DecodeArgs>& classes, const Kernel& kernel, int threads) {
+  std::vector<std::unique_ptr<Decode>> decodes;
+  std::vector<Unit> pieces, items;
+  double multiply_adds = 0;
+  int64_t row_bytes = 0;
+  for (const DecodeArgs& args : classes) {
+    Decode* decode = decodes.emplace_back(new Decode(args, kernel)).get();
+    decode->plan();
+    for (int64_t piece = 0; piece < decode->pieces(); ++piece) pieces.push_back({decode, piece});
+    for (int64_t item = 0; item < decode->items(); ++item) items.push_back({decode, item});
+    multiply_adds += decode->multiply_adds();
+    row_bytes = std::max(row_bytes, decode->row_bytes());
+  }
+  if (items.empty()) return;
+  if (multiply_adds < kSerialWork) threads = 1;
+  const int64_t num_pieces = pieces.size(), num_items = items.size();
+  std::unique_ptr<char[]> memory(new char[threads * row_bytes]);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    void* mine = memory.get() + omp_get_thread_num() * row_bytes;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num_pieces; ++i) pieces[i].decode->attend(pieces[i].index, mine);
+#pragma omp for
+    for (int64_t i = 0; i < num_items; ++i) items[i].decode->finish(items[i].index, mine);
+  }
+  for (const auto& decode : decodes) decode->add_mass();
 }
 
 }  // namespace vllm_evict

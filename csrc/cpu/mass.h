@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace vllm_evict {
 
@@ -93,7 +94,8 @@ extern const Kernel* const avx512_kernel;
 extern const Kernel* const avx2_kernel;
 extern const Kernel* const portable_kernel;
 
-// One call of decode_mass: what is written beside the mass. `keys` and `values` share their strides.
+// One class of heads of decode_mass, or all: what is written beside the mass. `keys` and `values`
+// share their strides.
 struct DecodeArgs {
   MassArgs mass;        // out: null where no mass is wanted
   const void* values;   // [blocks, kv_heads, block_size, dim]
@@ -104,8 +106,8 @@ struct DecodeArgs {
 };
 
 // The same bits for any number of threads. Both throw std::invalid_argument where
-// a start, length or block id is out of range.
+// a start, length or block id is out of range, before anything is written.
 void block_mass(const MassArgs&, const Kernel&, int threads);
-void decode_mass(const DecodeArgs&, const Kernel&, int threads);
+void decode_mass(const std::vector<DecodeArgs>& classes, const Kernel&, int threads);
 
 }  // namespace vllm_evict

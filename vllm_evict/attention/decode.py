@@ -4,6 +4,8 @@ Output and mass come from one read of keys and values, as FlashDecoding's split 
 with maximum m_b and sum l_b = sum(exp(s - m_b)) has the mass l_b * exp(m_b - m) / l, with m and l the row's own.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from .mass import _C_cpu, _check, _require, unpack_keys
@@ -57,6 +59,47 @@ def decode_mass(
         _C_cpu.decode_mass(*tensors, scale, output, out, weights, layout, isa)
 
 
+def decode_classes(
+    query: torch.Tensor,
+    key_caches: Sequence[torch.Tensor],
+    value_caches: Sequence[torch.Tensor],
+    block_tables: Sequence[torch.Tensor],
+    query_start_loc: torch.Tensor,
+    seq_lens: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    *,
+    out: Sequence[torch.Tensor | None] | None = None,
+    weights: torch.Tensor | None = None,
+    layout: str = "vec",
+    isa: str | None = None,
+) -> None:
+    """`decode_mass` of a layer whose KV heads fall into classes with resident tokens of their own, in one call.
+
+    DuoAttention's retrieval and streaming heads, for instance. Work of all classes is shared out to the threads
+    together, so that short classes do not leave them idle. Output and mass are those of `decode_mass` on each class
+    alone, to the bit.
+
+    Args:
+        query: [T, H, D] as for `decode_mass`: H = G * the sum of all classes' KV heads, those of the first class first.
+        key_caches, value_caches: for each class [num_blocks, Hkv of the class, bs, D] as for `decode_mass`; sizes may
+            differ but for D.
+        block_tables, seq_lens: for each class, as for `decode_mass`.
+        query_start_loc, rows, scale, weights, layout, isa: as for `decode_mass`, of all classes.
+        output: [T, H, D], of the query's dtype, heads as in `query`.
+        out: for each class float32 [R, Hkv of the class or 1, Wout] or None; None if no mass is wanted.
+
+    Raises: as `decode_mass`. Bytes moved: those of `decode_mass` on each class.
+    """
+    tensors = query, list(key_caches), list(value_caches), list(block_tables), query_start_loc, list(seq_lens), rows
+    out = None if out is None else list(out)
+    if _C_cpu is None:
+        decode_classes_reference(*tensors, scale, output, out=out, weights=weights, layout=layout)
+    else:
+        _C_cpu.decode_classes(*tensors, scale, output, out, weights, layout, isa)
+
+
 def decode_mass_reference(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -97,3 +140,38 @@ def decode_mass_reference(
             padded = torch.nn.functional.pad(probs.sum(1) * weight, (0, num_blocks * block_size - seq_len))
             per_block = padded.view(num_kv_heads, num_blocks, block_size).sum(2)
             out[row, :, :num_blocks] += per_block if out.shape[1] > 1 else per_block.sum(0)
+
+
+def decode_classes_reference(
+    query: torch.Tensor,
+    key_caches: Sequence[torch.Tensor],
+    value_caches: Sequence[torch.Tensor],
+    block_tables: Sequence[torch.Tensor],
+    query_start_loc: torch.Tensor,
+    seq_lens: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    *,
+    out: Sequence[torch.Tensor | None] | None = None,
+    weights: torch.Tensor | None = None,
+    layout: str = "vec",
+) -> None:
+    """`decode_classes` in plain torch: `decode_mass_reference` of each class's heads."""
+    out = [None] * len(key_caches) if out is None else out
+    _require(
+        len({len(parts) for parts in (key_caches, value_caches, block_tables, seq_lens, out)}) == 1,
+        "caches, block_tables, seq_lens and out must have one entry for each class",
+    )
+    kv_heads = [keys.shape[1] for keys in key_caches]
+    heads = query.shape[1]
+    _require(sum(kv_heads) > 0 and heads % sum(kv_heads) == 0, "query must have a multiple of all classes' KV heads")
+    split = [count * heads // sum(kv_heads) for count in kv_heads]
+    per_class = query.split(split, 1), key_caches, value_caches, block_tables, seq_lens, output.split(split, 1), out
+    for queries, keys, values, table, lens, outputs, mass in zip(*per_class):
+        decode_mass_reference(
+            *(queries, keys, values, table, query_start_loc, lens, rows, scale, outputs),
+            out=mass,
+            weights=weights,
+            layout=layout,
+        )

@@ -1,0 +1,162 @@
+"""Decode attention, with mass, of a layer whose heads fall into two classes with block tables of their own."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ..attention.decode import decode_classes_reference  # noqa: F401  (the reference)
+from .decode_mass import (
+    LOG2_E,
+    MAX_SPLITS,
+    MIN_SPLIT_TOKENS,
+    STAGES,
+    DecodePlan,
+    attend_split,
+    check_arguments,
+    combine_splits,
+    launch_of,
+    plan_decode,
+    programs_on,
+)
+from .tiles import require
+
+
+def plan_classes(
+    rows: int,
+    group: int,
+    kv_heads: Sequence[int],
+    head_dim: int,
+    block_size: int,
+    max_blocks: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    mass: bool = True,
+    splits: Sequence[int] | None = None,
+    warps: int = 4,
+    stages: int = STAGES,
+) -> list[DecodePlan]:
+    """A `plan_decode` for each class; `group` query heads share a KV head.
+
+    Splits are of about the same length in all classes, and together as many programs as `plan_decode` wants of one.
+    """
+    tokens = [blocks * block_size for blocks in max_blocks]
+    if splits is None:
+        work = max(rows * sum(heads * longest for heads, longest in zip(kv_heads, tokens)), 1)
+        share = max(triton.cdiv(work, programs_on(device)), MIN_SPLIT_TOKENS)
+        splits = [max(min(triton.cdiv(longest, share), MAX_SPLITS), 1) for longest in tokens]
+    return [
+        plan_decode(
+            *(rows, group * heads, heads, head_dim, block_size, blocks, dtype, device),
+            mass=mass,
+            splits=pieces,
+            warps=warps,
+            stages=stages,
+        )
+        for heads, blocks, pieces in zip(kv_heads, max_blocks, splits)
+    ]
+
+
+def decode_classes(
+    query: torch.Tensor,
+    key_caches: Sequence[torch.Tensor],
+    value_caches: Sequence[torch.Tensor],
+    block_tables: Sequence[torch.Tensor],
+    query_start_loc: torch.Tensor,
+    seq_lens: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    *,
+    out: Sequence[torch.Tensor | None] | None = None,
+    weights: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    plans: Sequence[DecodePlan] | None = None,
+) -> None:
+    """`decode_mass` of two classes of heads, DuoAttention's retrieval and streaming heads, in its two launches.
+
+    The contract of `attention.decode.decode_classes` for two classes, on caches with strides in place of packings. A
+    program works on a request, a KV head and a split of one class, as in `decode_mass`; long and short classes fill
+    the device together. With plans it gives the bits of `decode_mass` on each class alone with its plan, allocates
+    nothing and reads nothing on the host: a CUDA graph can capture it.
+
+    Args:
+        query: [T, H, D] as for `decode_mass`: H = G * both classes' KV heads, those of the first class first.
+        key_caches, value_caches: for each class [num_blocks, Hkv of the class, bs, D] as for `decode_mass`; bs and D
+            of all are the same.
+        block_tables, seq_lens: for each class, as for `decode_mass`.
+        query_start_loc, rows, scale, weights: as for `decode_mass`, of both classes.
+        output: [T, H, D] of the query's dtype, last dimension contiguous, heads as in `query`.
+        out: for each class float32 [R, Hkv of the class or 1, Wout] or None; None if no mass is wanted.
+        lse: float32 [T, H] or None.
+        plans: from `plan_classes`; None makes them.
+
+    Bytes moved: those of `decode_mass` on each class.
+    """
+    out = [None, None] if out is None else out
+    per_class = key_caches, value_caches, block_tables, seq_lens, out
+    require(all(len(each) == 2 for each in per_class), "caches, block_tables, seq_lens and out must be of two classes")
+    kv_heads = [keys.shape[1] for keys in key_caches]
+    heads = query.shape[1]
+    require(heads % sum(kv_heads) == 0, "query must have a multiple of all classes' KV heads")
+    split = [count * heads // sum(kv_heads) for count in kv_heads]
+    logs = [None, None] if lse is None else lse.split(split, 1)
+    queries, outputs = query.split(split, 1), output.split(split, 1)
+    for q, keys, values, table, lens, o, log in zip(queries, *per_class[:4], outputs, logs):
+        check_arguments(q, keys, values, table, query_start_loc, lens, rows, o, weights, log)
+    n = len(rows)
+    if not n:
+        return
+    if plans is None:
+        shape = n, heads // sum(kv_heads), kv_heads, query.shape[2], key_caches[0].shape[2]
+        widths = [table.shape[1] for table in block_tables]
+        plans = plan_classes(*shape, widths, query.dtype, query.device, mass=any(mass is not None for mass in out))
+    first, second = (
+        launch_of(q, keys, values, table, lens, o, mass, weights, log, plan, n)
+        for q, keys, values, table, lens, mass, o, log, plan in zip(queries, *per_class, outputs, logs, plans)
+    )
+    require(first.attend_shape[:-1] == second.attend_shape[:-1], "caches must have one block size")
+    has_mass = first.attend_shape[-1] or second.attend_shape[-1]
+    shared = query_start_loc, rows, weights
+    _attend_classes[(n, sum(count * plan.splits for count, plan in zip(kv_heads, plans)))](
+        *shared, scale * LOG2_E, first.attend, second.attend, kv_heads[0] * plans[0].splits,
+        *first.attend_shape[:-1], has_mass, num_warps=plans[0].warps, num_stages=plans[0].stages,
+    )  # fmt: skip
+    _combine_classes[(n, first.roles + second.roles)](
+        *shared, first.combine, second.combine, first.roles,
+        FIRST=first.combine_shape, SECOND=second.combine_shape, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_classes(
+    starts, rows, weights, scale, first, second, first_programs,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr, HAS_MASS: tl.constexpr,
+):  # fmt: skip
+    """Programs of the first class, then those of the second: of a KV head, split by split."""
+    program = tl.program_id(1)
+    is_first = program < first_programs
+    # Selected here: a body for each class would take its own shared memory.
+    mine = ()
+    for i in tl.static_range(len(first)):
+        mine += (tl.where(is_first, first[i], second[i]),)
+    program -= tl.where(is_first, 0, first_programs)
+    splits = mine[len(first) - 1]
+    attend_split(
+        program // splits, program % splits, starts, rows, weights, scale, *mine,
+        HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, HAS_MASS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _combine_classes(
+    starts, rows, weights, first, second, first_roles, FIRST: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    role = tl.program_id(1)
+    if role < first_roles:
+        combine_splits(role, starts, rows, weights, *first, *FIRST)
+    else:
+        combine_splits(role - first_roles, starts, rows, weights, *second, *SECOND)

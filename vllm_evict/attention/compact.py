@@ -1,0 +1,162 @@
+"""Token eviction inside blocks: each KV head's kept tokens move together, and the blocks left over can go back."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .mass import AMX_DIMS, AMX_TOKENS, LAYOUTS, _C_cpu, _require
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # what an element of so many bytes is moved as
+
+
+def compact(
+    caches: Sequence[torch.Tensor],
+    source: torch.Tensor,
+    keep: torch.Tensor,
+    target: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    *,
+    layout: str = "vec",
+    isa: str | None = None,
+) -> None:
+    """Write the kept tokens of each layer and KV head, keys and values, to the first slots of other blocks.
+
+    Slot j of a request, its j-th place in the blocks of `target`, gets what token ``keep[layer, head, j]`` of `source`
+    held. Bytes are moved as they are. Slots behind the last kept token keep what they hold; so do blocks that are in
+    `source` alone.
+
+    A block may be in `source` and `target` of one request. Kept tokens ascend, so token ``keep[j] >= j`` is read before
+    slot j is written; if every such block's place in `source` is at or before its place in `target` (`is_ordered`),
+    nothing is overwritten that is still to be read, and tokens move directly. Else each head's tokens are gathered in
+    scratch memory first: twice the bytes.
+
+    Args:
+        caches: L tensors [num_blocks, Hkv, 2 * bs, D] on the CPU, one for each layer, keys before values, packed as
+            `layout` says. One shape, one dtype of 1, 2 or 4 bytes; blocks and heads may lie anywhere (strides 0 and 1).
+        source: int32 [n], physical blocks of each request in logical order. Requests may share them.
+        keep: int32 [L or 1, Hkv, kept], ascending places of tokens among the n * bs of their request's source; 1: the
+            same in all layers. Last dimension contiguous.
+        target: int32 [m], physical blocks, m * bs >= kept for each request. Each once, and none that is a source of
+            another request, in this call or not: who else reads such a block finds the moved tokens.
+        starts: int32 [3, R + 1], offsets of R requests in `source`, in the last dimension of `keep`, and in `target`;
+            None for one request.
+        layout: "vec", "vec16" or "amx" (bfloat16 or 1 byte), as for `block_mass`.
+        isa: "avx512" (which needs VBMI2) or "portable" to force how keys are moved; None takes the best here.
+
+    Raises:
+        ValueError: a shape, stride, offset, block id, token, layout or `isa` is wrong. Nothing has been written then.
+        TypeError: a dtype is unsupported.
+
+    Bytes moved: 2 * L * Hkv * kept * 2 * D * itemsize, read and written; keys in lines of a block, so that those of a
+    block of which few tokens stay are read whole. Scratch: 2 * m * bs * D * itemsize a thread.
+    """
+    if _C_cpu is None:
+        compact_reference(caches, source, keep, target, starts, layout=layout)
+    else:
+        _C_cpu.compact(list(caches), source, keep, target, starts, layout, isa)
+
+
+def compact_reference(
+    caches: Sequence[torch.Tensor],
+    source: torch.Tensor,
+    keep: torch.Tensor,
+    target: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    *,
+    layout: str = "vec",
+) -> None:
+    """`compact` in plain torch."""
+    _check(caches, source, keep, target, starts, layout)
+    _, kv_heads, rows, dim = caches[0].shape
+    block_size = rows // 2
+    places = _places(block_size, dim, layout)
+    for blocks, tokens, targets in requests_of(source, keep, target, starts):
+        slots = torch.arange(tokens.shape[2])
+        for layer, cache in enumerate(caches):
+            cache = cache.view(WORDS[cache.element_size()])
+            for head in range(kv_heads):
+                kept = tokens[layer if len(tokens) > 1 else 0, head].long()
+                held = cache[blocks.long(), head].flatten(1)  # copies: the two may overlap
+                page = cache[targets.long(), head].flatten(1)
+                moved = held[kept[:, None] // block_size, places[kept % block_size]]
+                page[slots[:, None] // block_size, places[slots % block_size]] = moved
+                cache[targets.long(), head] = page.view(len(targets), rows, dim)
+
+
+def is_ordered(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether each block of one request's `target` that is in `source` too has its place there, or a later one.
+
+    Tokens that move in ascending order then overwrite none that is still to be read. source, target: ints [n], [m].
+    """
+    places = {block: place for place, block in enumerate(source.tolist())}
+    return all(places.get(block, 0) <= place for place, block in enumerate(target.tolist()))
+
+
+def _places(block_size: int, dim: int, layout: str) -> torch.Tensor:
+    """Where a block and head holds each token's keys, then values: int64 [bs, 2 * D]."""
+    token, element = torch.arange(block_size)[:, None], torch.arange(dim)[None, :]
+    keys, values = element * block_size + token, token * dim + element
+    if layout == "amx":
+        keys = token // AMX_TOKENS * AMX_TOKENS * dim + element // 2 * 2 * AMX_TOKENS + token % AMX_TOKENS * 2
+        keys = keys + element % 2
+        values = element // AMX_DIMS * AMX_DIMS * block_size + token // 2 * 2 * AMX_DIMS + element % AMX_DIMS * 2
+        values = values + token % 2
+    return torch.cat((keys, block_size * dim + values), 1)
+
+
+def requests_of(source, keep, target, starts):
+    """Each request's share of the three."""
+    if starts is None:
+        return [(source, keep, target)]
+    parts = (tensor.split(row.diff().tolist(), -1) for tensor, row in zip((source, keep, target), starts))
+    return list(zip(*parts))
+
+
+def _check(caches, source, keep, target, starts, layout):
+    """Raise ValueError or TypeError on what the C++ kernel refuses too, in the same words."""
+    _require(len(caches) > 0, "caches must hold at least one layer")
+    shape, dtype = caches[0].shape, caches[0].dtype
+    for cache in caches:
+        if cache.dtype != dtype or dtype.itemsize not in WORDS:
+            raise TypeError("caches must have one dtype, of 1, 2 or 4 bytes")
+        _require(
+            cache.dim() == 4 and cache.shape == shape and shape[2] % 2 == 0 and cache.stride()[2:] == (shape[3], 1),
+            "caches must be [num_blocks, Hkv, 2 * bs, D] of one shape, contiguous within a block and head",
+        )
+    num_blocks, kv_heads, rows, dim = shape
+    block_size = rows // 2
+    _require(block_size > 0 and dim > 0 and kv_heads > 0, "caches must not be empty")
+    _require(layout in LAYOUTS, f"layout must be one of {', '.join(LAYOUTS)}")
+    if layout == "amx":
+        if dtype.itemsize != 1 and dtype != torch.bfloat16:
+            raise TypeError("layout 'amx' packs caches of bfloat16 or of 1 byte only")
+        _require(block_size % 16 == 0 and dim % 16 == 0, "layout 'amx' needs bs and D that are multiples of 16")
+    _check_requests(num_blocks, kv_heads, len(caches), source, keep, target, starts)
+    taken = target.tolist()
+    valid = len(set(taken)) == len(taken)
+    for blocks, tokens, targets in requests_of(source, keep, target, starts):
+        _require(tokens.shape[2] <= len(targets) * block_size, "target must hold all kept tokens")
+        within = (tokens >= 0) & (tokens < len(blocks) * block_size)
+        _require(bool(within.all()) and bool((tokens.diff() > 0).all()), "keep must ascend within the tokens of source")
+        valid &= not set(blocks.tolist()) & (set(taken) - set(targets.tolist()))
+    _require(valid, "target must hold each block once, and none of another request's source")
+
+
+def _check_requests(num_blocks, kv_heads, layers, source, keep, target, starts):
+    """What `_check` has to say about offsets and block ids."""
+    tensors = [("source", source, 1), ("target", target, 1), ("keep", keep, 3)]
+    if starts is not None:
+        tensors.append(("starts", starts, 2))
+    for name, tensor, dims in tensors:
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32")
+        _require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
+    _require(keep.shape[0] in (1, layers) and keep.shape[1] == kv_heads, "keep must be [L or 1, Hkv, kept]")
+    if starts is not None:
+        _require(len(starts) == 3 and starts.shape[1] > 0, "starts must be [3, R + 1]")
+        for row, end in zip(starts.tolist(), (len(source), keep.shape[2], len(target))):
+            valid = row == sorted(row) and row[0] == 0 and row[-1] == end
+            _require(valid, "starts must ascend from 0 to the lengths of source, keep and target")
+    blocks = torch.cat((source, target))
+    valid = bool(((blocks >= 0) & (blocks < num_blocks)).all())
+    _require(valid, "source and target must hold block ids of caches")
