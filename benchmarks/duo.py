@@ -3,9 +3,10 @@
     python benchmarks/duo.py                 decode latency at growing context, stock vLLM and duo in turn
     python benchmarks/duo.py --memory        blocks held, on models of the published patterns' shapes
 
-Latency: one request decodes at each context; prompts extend one another, so the prefix cache has most of them. Each case
-is a process of its own, they run in turn, and a ratio compares two runs of the same round. "stock" runs with VLLM_PLUGINS
-empty. The models have random weights: MHA with a quarter of the KV heads as retrieval heads, GQA with half.
+Latency: one request decodes at each context; prompts extend one another, so the prefix cache has most of them. Each
+case is a process of its own, they run in turn, and a ratio compares two runs of the same round. "stock" runs with
+VLLM_PLUGINS empty. The models have random weights: MHA with a quarter of the KV heads as retrieval heads, GQA with
+half.
 
 Memory: layers, query and KV heads, and the pattern are those of the model that it was published for; the width is tiny.
 Blocks are counted in the scheduler while the last token is computed, and compared with what the pattern predicts.

@@ -124,8 +124,8 @@ class KVPolicyConfig(BaseModel):
     retrieval: "KVPolicyConfig | None" = None
     #: duo: a row a layer, of 1 for each retrieval and 0 for each streaming head; taken from `heads` if not given.
     pattern: tuple[Annotated[str, Field(pattern="^[01]+$")], ...] = ()
-    #: pyramidkv: KV groups that layers are cut into; adakv: that each layer's heads are dealt to. None: 4, or as many as
-    #: there are.
+    #: pyramidkv: KV groups that layers are cut into; adakv: that each layer's heads are dealt to. None: 4, if there are
+    #: as many.
     bands: int | None = Field(None, ge=1)
     #: pyramidkv: the last layer's budget is 1 / beta of the mean.
     beta: float = Field(20.0, ge=1)

@@ -4,8 +4,8 @@ from .snapkv import SnapKV
 
 
 class AdaKV(SnapKV):
-    """Each layer's heads are dealt to `bands` KV groups. A decision ranks the blocks of all groups together; no group goes
-    below the share `floor` of an even split (the paper's safeguard).
+    """Each layer's heads are dealt to `bands` KV groups. A decision ranks the blocks of all groups together, and leaves
+    every group the share `floor` of an even split (the paper's safeguard).
     """
 
     name = "adakv"

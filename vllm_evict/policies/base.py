@@ -61,8 +61,8 @@ class Policy(ABC):
     #: Whether its statistics are those of a reconstruction of the prompt (see `core.reconstruction`). Until they are
     #: there a request keeps everything.
     reconstructs: ClassVar[bool] = False
-    #: What gets KV groups, and so block tables, of its own: "classes" of heads, "bands" of layers, "heads" (those of each
-    #: layer are dealt to so many groups), or nothing.
+    #: What gets KV groups, and so block tables, of its own: "classes" of heads, "bands" of layers, "heads" (each
+    #: layer's are dealt to several groups), or nothing.
     splits: ClassVar[str] = ""
     #: Whether one budget is shared by all KV groups of a request.
     pools: ClassVar[bool] = False

@@ -4,8 +4,8 @@ from .snapkv import SnapKV
 
 
 class PyramidKV(SnapKV):
-    """Layers are cut into `bands`, each a KV group. What the budget leaves beside sinks and recent window falls linearly
-    with depth, from 2 - 1/beta of its mean in the first layer to 1/beta in the last; a band has the mean of its layers.
+    """Layers are cut into `bands`, each a KV group. What the budget leaves beside sinks and recent window falls with
+    depth, linearly from 2 - 1/beta of its mean in the first layer to 1/beta in the last; a band has its layers' mean.
     """
 
     name = "pyramidkv"

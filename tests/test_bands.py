@@ -1,0 +1,200 @@
+"""Bands of layers and of heads: KV groups whose budgets differ, or are shared."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from engine import V2, logprobs_of, random_prompt
+from oracle.heads import replay_heads
+from oracle.model import DenseLlama
+from oracle.replay import Config
+from oracle.tiny import make_tiny_llama
+
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+
+BLOCK = 32
+BASE = {"budget": 320, "buffer": 64, "sink": 32, "recent": 64, "window": 24, "kernel": 3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("bands") / "model", layers=4, heads=8, kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def dense(model):
+    return DenseLlama(model)
+
+
+def test_budgets_fall_with_depth_around_their_mean():
+    """3 blocks of sinks and recent tokens and one to choose are the least; the rest is dealt out as 1.7125, 1.2375, 0.7625,
+    0.2875 (layers from 1.95 to 0.05)."""
+    config = KVPolicyConfig.parse({"name": "pyramidkv", **BASE, "budget": 64 * BLOCK, "buffer": 0})
+    budgets = [part.limits(BLOCK, 5000).budget for part in config.for_model(32, 8, 1).classes.values()]
+    assert budgets == [3 + round(61 * share) for share in (1.7125, 1.2375, 0.7625, 0.2875)]
+    assert sum(budgets) == pytest.approx(4 * 64, abs=2)
+    flat = config.model_copy(update={"beta": 1.0})
+    assert {part.limits(BLOCK, 5000).budget for part in flat.for_model(32, 8, 1).classes.values()} == {64}
+    # A ratio is of the request's prompt.
+    config = KVPolicyConfig.parse({"name": "pyramidkv", **BASE, "budget": 0.5, "bands": 2})
+    assert [p.limits(BLOCK, 4096).budget for p in config.classes.values()] == [3 + round(61 * s) for s in (1.475, 0.525)]
+    assert all(part.limits(BLOCK, 10).budget >= 4 for part in config.classes.values())
+
+
+def test_bands_that_a_model_does_not_have_are_refused():
+    config = KVPolicyConfig.parse({"name": "pyramidkv", "bands": 5})
+    with pytest.raises(KVPolicyError, match="bands: 'pyramidkv' can't make 5 of 4 layers, at most 4"):
+        config.for_model(4, 4, 1)
+    config = KVPolicyConfig.parse({"name": "adakv", "bands": 4})
+    with pytest.raises(KVPolicyError, match="bands: 'adakv' can't make 4 of 2 KV heads on each rank, at most 2"):
+        config.for_model(4, 4, 2)
+    assert KVPolicyConfig.parse("adakv").for_model(4, 2, 1).bands == 2
+    with pytest.raises(KVPolicyError, match="policy 'h2o' has no field 'bands'"):
+        KVPolicyConfig.parse({"name": "h2o", "bands": 2})
+
+
+def bands_of_layers(policy):
+    config = KVPolicyConfig.parse(policy).for_model(4, 4, 1)
+    groups = []
+    for band, part in enumerate(config.classes.values()):
+        limits = part.limits(BLOCK, 1)
+        heads = np.zeros((4, 4), bool)
+        heads[4 * band // config.bands : 4 * (band + 1) // config.bands] = True
+        options = {**BASE, "budget": limits.budget * BLOCK, "buffer": (limits.trigger - limits.budget) * BLOCK}
+        groups.append((Config("snapkv", BLOCK, **options), heads))
+    return groups
+
+
+def assert_logprobs(output, prompt, start, logits):
+    logprobs = torch.log_softmax(logits.double(), -1)[len(prompt) - 1 - start :]
+    want = [logprobs[i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
+    np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
+
+
+@pytest.mark.parametrize("bands", [2] if V2 else [2, 3, 4])
+def test_pyramidkv_matches_the_oracle(engine, model, dense, bands):
+    policy = {"name": "pyramidkv", **BASE, "bands": bands}
+    server = engine(policy, model=model, max_num_batched_tokens=192)
+    requests = [
+        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
+        for seed, (length, tokens) in enumerate([(600, 120), (90, 60)])
+    ]
+    outputs, traces = server.traced(requests)
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        replays = replay_heads(dense, tokens, trace.steps, bands_of_layers(policy), trace.start)
+        assert len(trace.groups) == bands
+        for got, want in zip(trace.groups, replays, strict=True):
+            assert got.evicted[:-1] == want.evicted[: len(trace.steps) - 1]
+        assert_logprobs(output, prompt, trace.start, replays[0].logits)
+    held = [group.held[-2] for group in traces[0].groups]
+    assert held == sorted(held, reverse=True) and held[0] > held[-1]
+    server.assert_nothing_left()
+
+
+def replay_adakv(dense, tokens, steps, groups, floor):
+    """As `replay_heads`, with one budget for all groups."""
+    from oracle.heads import GroupRequest
+
+    requests = [GroupRequest(dense, config, heads) for config, heads in groups]
+    config, count = groups[0][0], len(groups)
+    cache, logits, evicted, done = dense.new_cache(), [], [], 0
+    for request in requests:
+        request.cache = cache
+    foreseen = 0
+    for chunk in steps:
+        for request in requests:
+            request.n = done + chunk
+        mask = torch.zeros(dense.layers, dense.heads, chunk, done + chunk, dtype=torch.bool)
+        for request in requests:
+            mask[request.of_query_heads()] = request.mask(done)
+        out, probs = dense.forward(tokens[done : done + chunk], cache, mask, want_probs=True)
+        logits.append(out)
+        blocks, over = requests[0].blocks(), False
+        over = count * blocks - sum(len(r.evicted) for r in requests) > count * config.trigger_blocks
+        position = torch.arange(done, done + chunk)
+        decision = done + chunk - 1 if over else (config.trigger_blocks + foreseen) * BLOCK
+        for request in requests:
+            request.counted = lambda first: (position > decision - config.window) & (position <= decision)
+            request.accumulate(probs * request.of_query_heads()[:, :, None, None], done)
+        done += chunk
+        chosen = [[] for _ in requests]
+        if over:
+            spare = sum(len(r.held()) for r in requests) - count * config.budget_blocks
+            every = [
+                (importance, g, b)
+                for g, r in enumerate(requests)
+                for b, importance in r.importance().items()
+                if config.sink_blocks <= b < (done - config.recent) // BLOCK
+            ]
+            least = math.ceil(floor * config.budget_blocks)
+            for _, g, b in sorted(every):
+                if spare and len(requests[g].held()) - len(chosen[g]) > least:
+                    chosen[g].append(b)
+                    spare -= 1
+            for request, gone in zip(requests, chosen):
+                request.evicted |= set(gone)
+                request.sums.zero_()
+            foreseen = sum(len(r.evicted) for r in requests) // count
+        evicted.append([sorted(gone) for gone in chosen])
+    return evicted, torch.cat(logits)
+
+
+@pytest.mark.parametrize("bands, floor", [(2, 0.2)] if V2 else [(2, 0.2), (4, 0.2), (4, 0.9)])
+def test_adakv_matches_the_oracle(engine, model, dense, bands, floor):
+    policy = {"name": "adakv", **BASE, "bands": bands, "floor": floor, "heads": "sum"}
+    server = engine(policy, model=model, max_num_batched_tokens=192)
+    requests = [
+        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
+        for seed, (length, tokens) in enumerate([(600, 130), (90, 60)])
+    ]
+    outputs, traces = server.traced(requests)
+    heads = [np.zeros((4, 4), bool) for _ in range(bands)]
+    for band in range(bands):
+        heads[band][:, 4 * band // bands : 4 * (band + 1) // bands] = True
+    groups = [(Config("snapkv", BLOCK, **BASE), mine) for mine in heads]
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        evicted, logits = replay_adakv(dense, tokens, trace.steps, groups, floor)
+        got = [[group.evicted[step] for group in trace.groups] for step in range(len(trace.steps))]
+        assert got[:-1] == evicted[: len(got) - 1]
+        assert_logprobs(output, prompt, trace.start, logits)
+    held = np.array([group.held for group in traces[0].groups])
+    assert (held[:, -2] != held[0, -2]).any() or floor > 0.5, "no group gave anything to another"
+    assert held[:, -2].sum() <= bands * (320 + 64) // BLOCK + bands
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_one_band_is_snapkv(engine, model):
+    prompts = [random_prompt(500, 1)]
+    answers = []
+    for policy in ({"name": "snapkv"}, {"name": "pyramidkv", "bands": 1}, {"name": "adakv", "bands": 1}):
+        outputs = engine({**policy, **BASE}, model=model).generate(prompts, max_tokens=80, logprobs=0)
+        answers.append((outputs[0].outputs[0].token_ids, logprobs_of(outputs[0]).tolist()))
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("name", ["pyramidkv", "adakv"])
+def test_preempted_aborted_and_asked_for_less(engine, model, name):
+    policy = {"name": name, **BASE, "allow": ["full"]}
+    server = engine(policy, model=model, blocks=140, max_num_batched_tokens=128, max_model_len=1024)
+    ids = [
+        server.add(random_prompt(300 + 20 * i, i), max_tokens=150, extra_args=extra, logprobs=0)
+        for i, extra in enumerate([None, {"kv_budget": 192}, {"kv_policy": "full"}, {"kv_budget": 0.3}, None])
+    ]
+    steps = []
+
+    def on_step(server):
+        steps.append(len(server.scheduler.running))
+        if len(steps) == 30:
+            server.llm.llm_engine.abort_request([ids[4]])
+
+    outputs = server.run(on_step)
+    assert all(np.isfinite(logprobs_of(output)).all() for output in outputs.values())
+    usage = [outputs[i].kv_usage for i in ids[:4]]
+    assert usage[2].evicted_blocks == 0 and all(usage[i].evicted_blocks > 0 for i in (0, 1, 3))
+    assert usage[1].budget_tokens < usage[0].budget_tokens == 320
+    server.assert_nothing_left()
