@@ -4,6 +4,7 @@ Nothing here knows which backend it is: the view is made of block tables and len
 special to one lies in its `Passes`.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace
 
 from ..core.spec import EvictableSpec
 from ..worker.runtime import GroupRuntime
+from ..worker.work import Share
 from .queries import Queries
 
 #: Attribute of a backend's metadata that holds the step's `OwnWork`.
@@ -35,6 +37,10 @@ class Passes(Protocol):
         seq_lens: Any,
         weights: Any,
         out: Any,
+    ) -> None: ...
+
+    def decode_together(
+        self, layer: Any, query: Any, shares: Sequence[Share], output: Any, weights: Any, outs: Any
     ) -> None: ...
 
     def read(self, layer: Any, kv_cache: Any, blocks: Any, values: bool) -> tuple[Any, Any]: ...

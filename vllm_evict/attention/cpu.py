@@ -1,10 +1,12 @@
 """vLLM's CPU attention backend: where its keys and values lie, for what runs beside its kernel or in its place."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .decode import decode_mass
+from ..worker.work import Share
+from .decode import decode_classes, decode_mass
 from .mass import block_mass, kernel_path, unpack_keys, unpack_values
 from .queries import Queries
 
@@ -101,6 +103,34 @@ class CPUPasses:
             layer.impl.scale,
             output[:tokens].view(query[:tokens].shape),
             out=out,
+            weights=weights,
+            layout=KEY_LAYOUTS[layer.isa],
+        )
+
+    @staticmethod
+    def decode_together(
+        layer: Any,
+        query: torch.Tensor,
+        shares: Sequence[Share],
+        output: torch.Tensor,
+        weights: torch.Tensor | None,
+        outs: Sequence[torch.Tensor | None],
+    ) -> None:
+        """`decode` for heads in several KV groups, in one call; an entry of `outs` for each (see `decode_classes`)."""
+        keys, values = zip(*(_halves(share.kv_cache) for share in shares))
+        metadata = shares[0].metadata
+        tokens = metadata.num_actual_tokens
+        decode_classes(
+            query[:tokens],
+            keys,
+            values,
+            [share.metadata.block_table for share in shares],
+            metadata.query_start_loc,
+            [share.work.seq_lens for share in shares],
+            shares[0].work.rows,
+            layer.impl.scale,
+            output[:tokens],
+            out=outs,
             weights=weights,
             layout=KEY_LAYOUTS[layer.isa],
         )

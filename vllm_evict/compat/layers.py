@@ -116,7 +116,7 @@ def _split(
             parts[-1].impl.__class__ = working
             head += place.heads
         setattr(layer, PARTS, parts)
-        layer.impl.__class__ = split_impl(type(layer.impl), parts)
+        layer.impl.__class__ = split_impl(type(layer.impl), parts, CPUPasses)
         # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend

@@ -1,5 +1,7 @@
 """What the plugin's kernels do in one step, beside the stock attention kernel or in its place."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -7,6 +9,23 @@ import numpy as np
 import torch
 
 from .sums import MassStep
+
+
+@dataclass(slots=True)
+class Share:
+    """What falls to the heads of one layer that are in one KV group.
+
+    Attributes:
+        work: of their KV group.
+        query: [T, H, D], of these heads.
+        kv_cache: theirs.
+        metadata: the backend's, of their KV group.
+    """
+
+    work: "OwnWork"
+    query: torch.Tensor
+    kv_cache: Any
+    metadata: Any
 
 
 class OwnWork:
@@ -32,13 +51,13 @@ class OwnWork:
     ) -> None:
         self.mass = mass
         self.is_all = len(rows) == query_start_loc[-1]
-        self._rows = torch.from_numpy(rows.astype(np.int32))
+        self.rows = torch.from_numpy(rows.astype(np.int32))
         self.seq_lens = self.stock_lens = seq_lens
         self._stock_weights = None if mass is None else mass.weights
         if not len(rows):
             return
         self.stock_lens = seq_lens.clone()
-        self.stock_lens[self._rows] = 1
+        self.stock_lens[self.rows] = 1
         if mass is not None and not self.is_all:
             ones = np.ones(query_start_loc[-1], np.float32)
             weights = ones if mass.weights is None else mass.weights.numpy().copy()
@@ -49,8 +68,8 @@ class OwnWork:
         """One layer's share, after the stock kernel's (see `attention.backend.Passes`)."""
 
         def weigh(weights: torch.Tensor | None, out: torch.Tensor | None) -> None:
-            if len(self._rows):
-                passes.decode(layer, query, kv_cache, metadata, output, self._rows, self.seq_lens, weights, out)
+            if len(self.rows):
+                passes.decode(layer, query, kv_cache, metadata, output, self.rows, self.seq_lens, weights, out)
             if out is not None and not self.is_all:
                 passes.mass(layer, query, kv_cache, metadata, self._stock_weights, out)
 
@@ -58,3 +77,26 @@ class OwnWork:
             weigh(None, None)
         else:
             self.mass.add(weigh, partial(passes.mass_of, layer, query, kv_cache, metadata))
+
+
+def do_together(passes: Any, layer: Any, query: torch.Tensor, shares: Sequence[Share], output: torch.Tensor) -> bool:
+    """One layer's decodes in all its KV groups by one call, if nothing else is to do. Returns whether it was done.
+
+    Args:
+        query, output: [T, H, D], heads in the order of `shares`.
+    """
+    measuring = [share for share in shares if share.work is not None and share.work.mass is not None]
+    if len(measuring) > 1 or not all(share.work is not None and share.work.is_all for share in shares):
+        return False
+
+    def attend(weights: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        outs = [out if share in measuring else None for share in shares]
+        passes.decode_together(layer, query, shares, output, weights, outs)
+
+    if measuring:
+        (share,) = measuring
+        each = partial(passes.mass_of, layer, share.query, share.kv_cache, share.metadata)
+        share.work.mass.add(attend, each)
+    else:
+        attend(None, None)
+    return True
