@@ -966,6 +966,13 @@ BLOCKS = [
         does=("return None",),
     ),
     Touch(
+        "vllm.v1.core.kv_cache_utils:resolve_block_hashes",
+        ("core.manager",),
+        "hashes of whole blocks, where prefixes are hashed finer",
+        calls=("resolve_block_hashes(..., ..., ...)",),
+        does=("block_size == hash_block_size", "return block_hashes"),
+    ),
+    Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.allocate_new_blocks",
         ("core.manager",),
         "a table grows here and nowhere else; its length counts holes, so it stays what positions say",
@@ -1054,13 +1061,13 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheConfig",
-        ("core.scheduler",),
+        ("core.scheduler", "compat.layers"),
         "the KV groups, in order",
         has=("kv_cache_groups: list[KVCacheGroupSpec]",),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
-        ("core.scheduler",),
+        ("core.scheduler", "compat.layers"),
         "its layers and spec",
         has=("layer_names: list[str]", "kv_cache_spec: KVCacheSpec"),
     ),

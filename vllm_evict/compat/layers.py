@@ -12,7 +12,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_cache_interface import replace_as
+from vllm.v1.kv_cache_interface import KVCacheConfig, replace_as
 
 from ..attention.backend import resident_backend, working_impl
 from ..attention.cpu import KEY_LAYOUTS, CPUPasses
@@ -74,7 +74,7 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
     if placed is None:
         return EvictionRuntime([_whole(vllm_config, config, list(layers.values()))])
     refusals.check_alike(layers)
-    return EvictionRuntime(_split(vllm_config, config, layers, placed))
+    return _split(vllm_config, config, layers, placed)
 
 
 def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention]) -> GroupRuntime:
@@ -94,14 +94,18 @@ def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attenti
 
 def _split(
     vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout
-) -> list[GroupRuntime]:
+) -> EvictionRuntime:
     """Heads in several KV groups; if they have to be in another order, they were given it when the model was loaded."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
+    rank = placed.places[get_tp_group().rank_in_group]
     groups, pages = [], []
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
         read = partial(_read_parts, layers, name)
-        group = _group(vllm_config, config.of_class(head_class), placed.width, 1, read)
+        heads = [place.heads for layer in rank for place in layer if place.group == index]
+        same = len(set(heads)) == 1
+        kv_heads, count = (heads[0], len(heads)) if same else (placed.width, 1)
+        group = _group(vllm_config, config.of_class(head_class), kv_heads, count, read)
         resident = resident_backend(backend, group, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
         slots = HeadSlots(spec, resident, first.num_heads)
@@ -109,7 +113,7 @@ def _split(
         groups.append(group)
         pages.append(name)
     working = working_impl(type(first.impl), CPUPasses)
-    for layer, places in zip(layers.values(), placed.places[get_tp_group().rank_in_group]):
+    for layer, places in zip(layers.values(), rank):
         parts, head = [], 0
         for place in places:
             parts.append(part_of(layer, pages[place.group], head, place.heads, place.first))
@@ -120,7 +124,7 @@ def _split(
         # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
-    return groups
+    return EvictionRuntime(groups, pages)
 
 
 def _group(
@@ -159,12 +163,16 @@ def _read_parts(layers: dict[str, Attention], pages: str, blocks: Any, values: b
                 yield CPUPasses.read(layer, part.kv_cache, blocks, values)
 
 
-def settle(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> None:
+def settle(
+    vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime, kv_cache_config: KVCacheConfig
+) -> None:
     """Choose what attends to requests with holes; how keys are packed is known once metadata builders exist.
 
     Raises:
         KVPolicyError: the score pass cannot read a layer's keys; names the layout.
     """
+    given = [group.layer_names[0] for group in kv_cache_config.kv_cache_groups]
+    assert len(given) == len(runtime.groups) and runtime.pages in ([], given), f"vLLM's KV groups are others: {given}"
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     for name, layer in layers.items():
         if config.statistics and layer.isa not in KEY_LAYOUTS:

@@ -109,6 +109,13 @@ def check_alike(layers: dict[str, Any]) -> None:
     Raises:
         KVPolicyError: naming two layers.
     """
+    for name, layer in layers.items():
+        for attribute, what in (("alibi_slopes", "ALiBi slopes"), ("sinks", "learned attention sinks")):
+            if getattr(layer.impl, attribute, None) is not None:
+                raise KVPolicyError(f"heads can't be split: {name} has {what} for each head; leave --kv-policy out")
+        for child, weight in layer.state_dict().items():
+            if weight.numel() > 1:
+                raise KVPolicyError(f"heads can't be split: {name} has {weight.numel()} values in its {child}")
     first = next(iter(layers))
     alike = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_cache_dtype", "attn_backend")
     for name, layer in layers.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
@@ -61,9 +61,10 @@ class EvictableManager(FullAttentionManager):
             return super().find_longest_cache_hit(
                 block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
             )
+        hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size)
         cached = [
             block_pool.get_cached_block(block_hash, kv_cache_group_ids)
-            for block_hash in itertools.islice(block_hashes, max_length // kv_cache_spec.block_size)
+            for block_hash in itertools.islice(hashes, max_length // kv_cache_spec.block_size)
         ]
         count, needed = longest_hit([bool(blocks) for blocks in cached], kv_cache_spec.sink, kv_cache_spec.window)
         null = block_pool.null_block

@@ -70,6 +70,8 @@ class EvictionMixin:
                 f"KV policy {self.kv_policy.name!r} can't be used with layers whose caches differ in shape "
                 f"({len(managers)} KV groups: {', '.join(type(m).__name__ for m in managers)}): leave --kv-policy out"
             )
+        order = [manager.kv_cache_spec.head_class for manager in managers]
+        assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
         return managers
 
     @property
@@ -140,17 +142,34 @@ class EvictionMixin:
         shadow = self.reconstructions is not None and self.reconstructions.is_shadow(request.request_id)
         if shadow:
             most = resident.pure_tokens  # what it repeats has to be computed
-        if tokens > most:
-            if len(self.kv_managers) == 1 and (resident.limits or shadow):
-                blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
-            elif len(self.kv_managers) > 1:
-                found = blocks.blocks
-                if resident.limits:  # what streaming heads need of a shorter prefix are other blocks
-                    find = self.kv_cache_manager.coordinator.find_longest_cache_hit
-                    found, tokens, _ = find(request.block_hashes, most)
-                found = tuple(manager.without_middle(part) for manager, part in zip(self.kv_managers, found))
-                blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
+        if len(self.kv_managers) == 1 and tokens > most and (resident.limits or shadow):
+            blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
+        if len(self.kv_managers) > 1 and tokens:
+            blocks, tokens = self._split_hit(request, blocks, tokens, most)
         return blocks, tokens, boundary, diverged
+
+    def _split_hit(self, request: Request, blocks: Any, tokens: int, most: int) -> tuple[Any, int]:
+        """A hit where heads are split: as long as the pool can hold it, and with holes only where they are allowed."""
+        residents = self._residents_of(request.request_id)
+        find = self.kv_cache_manager.coordinator.find_longest_cache_hit
+        found, room = blocks.blocks, tokens
+        if residents[0].limits and tokens > most:
+            room = most  # what streaming heads need of a shorter prefix are other blocks
+        while True:
+            # Heads that keep everything need everything.
+            ends = [next((i for i, block in enumerate(part) if block.is_null), None) for part in found]
+            ends = [end for end, resident in zip(ends, residents) if end is not None and resident.limits is None]
+            room = min([room, *(end * self.kv_managers[0].block_size for end in ends)])
+            if room == tokens:
+                break
+            found, tokens, _ = find(request.block_hashes, room)
+            room = tokens
+        if tokens > most:
+            found = tuple(
+                manager.without_middle(part) if resident.limits else part
+                for manager, part, resident in zip(self.kv_managers, found, residents)
+            )
+        return self.kv_cache_manager.create_kv_cache_blocks(found), tokens
 
     def _longest_hit(self) -> int:
         """Tokens of a cached prefix that leave room for a first chunk in an otherwise empty pool."""

@@ -1,5 +1,6 @@
 """What one worker knows of evictions: which rows have holes, what to measure, what to report."""
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -24,10 +25,11 @@ class EvictionRuntime:
 
     Args:
         groups: of vLLM's KV groups, in order.
+        pages: where heads are split, layer names of the groups' pages.
     """
 
-    def __init__(self, groups: list["GroupRuntime"]) -> None:
-        self.groups = groups
+    def __init__(self, groups: list["GroupRuntime"], pages: Sequence[str] = ()) -> None:
+        self.groups, self.pages = groups, list(pages)
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
         for group in groups:
