@@ -96,6 +96,11 @@ class KVPolicyConfig(BaseModel):
     protect: bool = True
     #: Requests with a shorter prompt are never evicted from.
     min_prompt: int = Field(0, ge=0)
+    #: block: whole blocks stay or go, the same for all heads. token: each KV head keeps its own tokens, as many as all the
+    #: others, gathered into as few blocks as they need.
+    granularity: Literal["block", "token"] = "block"
+    #: token: "head", a set of kept tokens for each KV head of each layer; "all", one for all of them.
+    sets: Literal["head", "all"] = "head"
     #: How mass adds up over queries: all of it, per query seen, exponentially forgotten, or the last queries only.
     accumulate: Literal["sum", "mean", "ema", "last"] = "sum"
     #: ema: share of the old average that stays, per query.
@@ -146,6 +151,11 @@ class KVPolicyConfig(BaseModel):
             raise ValueError(f"a KV policy needs a name: one of {', '.join(sorted(POLICIES))}")
         policy = policy_named(values["name"])
         allowed = policy.options | {"name", "allow"}
+        if "granularity" in values and "granularity" not in allowed:
+            tokens = sorted(name for name in POLICIES if "granularity" in POLICIES[name].options)
+            raise ValueError(
+                f"granularity: policy {policy.name!r} has: block; those that have token: {', '.join(tokens)}"
+            )
         for field in values:
             if field not in allowed:
                 raise ValueError(f"policy {policy.name!r} has no field {field!r}; it has: {nearest(field, allowed)}")
@@ -226,6 +236,12 @@ class KVPolicyConfig(BaseModel):
         if not isinstance(value, bool):
             raise ValueError(f"must be true or false, not {value!r}")
         return value
+
+    @model_validator(mode="after")
+    def _sees_tokens(self) -> "KVPolicyConfig":
+        if self.granularity == "token" and self.when == "pressure":
+            raise ValueError("granularity: under pressure whole blocks of all requests are compared: it has: block")
+        return self
 
     @field_validator("kernel")
     @classmethod

@@ -4,7 +4,7 @@ To add one, write its file and name its class here; the test matrix and the docu
 """
 
 from .adakv import AdaKV
-from .base import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, REDUCTIONS, RUNNING, Blocks, Policy
+from .base import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, REDUCTIONS, RUNNING, TOKEN_OPTIONS, Blocks, Policy
 from .duo import Duo
 from .full import Full
 from .h2o import H2O
@@ -30,5 +30,6 @@ POLICIES: dict[str, Policy] = {
 }  # fmt: skip
 
 __all__ = [
-    "BUDGET_OPTIONS", "CACHED", "MASS_OPTIONS", "POLICIES", "REDUCTIONS", "RUNNING", "Blocks", "Policy"
+    "BUDGET_OPTIONS", "CACHED", "MASS_OPTIONS", "POLICIES", "REDUCTIONS", "RUNNING", "TOKEN_OPTIONS", "Blocks",
+    "Policy",
 ]  # fmt: skip
