@@ -304,11 +304,9 @@ def batches(cells: list[Cell], size: int) -> Iterator[list[Cell]]:
 def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> Row:
     """The whole row: all that is needed to repeat it, what came out, what it cost."""
     share = None
-    if "url" not in about["engine"]:
-        engine = about["engine"]
-        share = cell.contender.share(
-            answer.prompt_tokens, engine["block_size"], engine.get("tensor_parallel_size") or 1
-        )
+    if cell.row["backend"] == "offline":
+        size, ranks = (about["engine"].get(name, 1) for name in ("block_size", "tensor_parallel_size"))
+        share = cell.contender.share(answer.prompt_tokens, size, ranks)
     return cell.row | {
         "prompt_sha256": sample.sha256,
         "metric": sample.metric,
