@@ -320,7 +320,7 @@ def test_policies_that_split_heads_have_an_engine_each_and_a_share_for_a_budget(
     assert wanted[3].share(2048, 32, ranks=4) == shares[3] and wanted[3].share(100, 32) == 1
     assert wanted[3].options["pattern"] == "0.0.3.3"
     # Over HTTP a name is enough.
-    full, served = contenders("full,duo", [128], **SIZES, pattern=("1",))
+    (served,) = contenders("duo", [128], **SIZES, pattern=("1",))
     assert (served.label, served.xargs) == ("duo", {"kv_policy": "duo"})
 
 

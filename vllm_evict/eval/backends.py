@@ -45,7 +45,7 @@ class Answer:
         nll: nats per token over the second half of the prompt, for the metric of that name.
         prompt_tokens, output_tokens: of this request.
         budget_tokens: what the policy brought it back to; None if it kept all, or where nobody says (over HTTP).
-        peak_blocks: most KV blocks held at once, where heads are split the mean over heads; None over HTTP.
+        peak_blocks: most KV blocks held at once, where heads are split the mean over KV groups; None over HTTP.
         evicted_tokens: tokens whose blocks were evicted; None over HTTP.
         ttft_s: seconds from its arrival to its first token, waiting included.
         tokens_per_s: tokens that were processed, prompts and answers, per second of the batch that it ran in.
