@@ -58,7 +58,7 @@ quality: $(READY)  ## what every policy loses on the embedded model (results in 
 		--budgets 0.25 --tasks niah
 	@$(EVAL) --out out/quality/protect --settings agnostic --lengths 2048 --budgets 0.25 --tasks niah,multikey,ppl \
 		--policies '$(call BARE,h2o)$(comma)$(call BARE,snapkv)$(comma)$(call BARE,tova)$(comma)$(call BARE,keydiff)$(comma)$(call BARE,random)'
-	@$(EVAL) --out out/quality/duo --settings agnostic --policies 'full,$(DUO),h2o,$(LAST),tova,snapkv,sink-window' \
+	@$(EVAL) --out out/quality/duo --settings agnostic --policies 'full,$(DUO),h2o,$(LAST),tova,snapkv,rkv,sink-window' \
 		--lengths 2048,4096 --budgets 0.29,0.53 --tasks niah,multikey,twostage,vt,ppl
 	@$(EVAL) --out out/quality/within --settings agnostic --policies full,configs/duo-needle.yaml \
 		--lengths 1024,2048,4096 --tasks niah --samples 28 --seed 1
