@@ -87,7 +87,8 @@ def terminal_table(setting: str, lines: Sequence[Line], width: int) -> Table:
     shown = [{k: v for k, v in words(line).items() if k not in hidden} for line in lines]
     for name in shown[0]:
         side = "left" if name in ("task", "policy", "") else "right"
-        table.add_column(name, justify=side, no_wrap=name != "policy")  # what heads and their policy are called is long
+        # Policies with options have long names.
+        table.add_column(name, justify=side, no_wrap=name != "policy", overflow="fold")
     marks = {"worse": "red", "better": "green", "within noise": "dim"}
     last = None
     for line, row in zip(lines, shown, strict=True):
