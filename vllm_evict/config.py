@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from .heads.pattern import HeadPattern, HeadsError
-from .policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES, Policy
+from .policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES, TOKEN_OPTIONS, Policy
 
 Reduction = Literal["sum", "mean", "max"]
 REDUCTION_NAMES = get_args(Reduction)
@@ -96,7 +96,7 @@ class KVPolicyConfig(BaseModel):
     protect: bool = True
     #: Requests with a shorter prompt are never evicted from.
     min_prompt: int = Field(0, ge=0)
-    #: block: whole blocks stay or go, the same for all heads. token: each KV head keeps its own tokens, as many as all the
+    #: block: whole blocks stay or go, the same for all heads. token: each KV head keeps its own tokens, as many as all
     #: others, gathered into as few blocks as they need.
     granularity: Literal["block", "token"] = "block"
     #: token: "head", a set of kept tokens for each KV head of each layer; "all", one for all of them.
@@ -530,6 +530,7 @@ class KVPolicyConfig(BaseModel):
             "budget": limits.budget * block_size,
             "buffer": self.buffer if self.when == "pressure" else (limits.trigger - limits.budget) * block_size,
             **{field: getattr(self, field) for field in ("when", "sink", "recent", "protect", "min_prompt")},
+            **{field: getattr(self, field) for field in TOKEN_OPTIONS},
         }
         if policy.window_is_the_budget:
             del options["recent"]

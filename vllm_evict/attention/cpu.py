@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..worker.work import Share
+from .compact import compact
 from .decode import decode_classes, decode_mass
 from .mass import block_mass, kernel_path, unpack_keys, unpack_values
 from .queries import Queries
@@ -29,6 +30,17 @@ class CPUPasses:
         # AMX packs values too, and its tiles make up for a second read of the keys.
         readable = KEY_LAYOUTS.get(layer.isa) == "vec" and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
         return plain and readable and kernel_path() not in ("torch reference", "portable")
+
+    @staticmethod
+    def kv_heads(kv_cache: torch.Tensor) -> int:
+        return kv_cache.shape[1]
+
+    @staticmethod
+    def compact(
+        layer: Any, kv_caches: Sequence[torch.Tensor], source: torch.Tensor, keep: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """Gather kept tokens of layers with equally many heads, keep int32 [L, Hkv, kept] (see `attention.compact`)."""
+        compact([_pages(kv_cache) for kv_cache in kv_caches], source, keep, target, layout=KEY_LAYOUTS[layer.isa])
 
     @staticmethod
     def mass(
@@ -148,6 +160,12 @@ class CPUPasses:
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [num_blocks, Hkv, block_size, D] of a cache."""
-    num_blocks, kv_heads, block_size, _ = kv_cache.shape
-    pages = kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1)
+    block_size = kv_cache.shape[2]
+    pages = _pages(kv_cache)
     return pages[:, :, :block_size], pages[:, :, block_size:]
+
+
+def _pages(kv_cache: torch.Tensor) -> torch.Tensor:
+    """A cache as [num_blocks, Hkv, 2 * block_size, D]: keys, then values."""
+    num_blocks, kv_heads, block_size, _ = kv_cache.shape
+    return kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1)

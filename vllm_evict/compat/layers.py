@@ -17,11 +17,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, replace_as
 from ..attention.backend import resident_backend, working_impl
 from ..attention.cpu import KEY_LAYOUTS, CPUPasses
 from ..attention.split import part_of, split_impl
+from ..attention.store import LayerStore
 from ..config import STREAMING, KVPolicyConfig, KVPolicyError
 from ..core.spec import EvictableSpec
 from ..heads.arrange import arrange
 from ..heads.layout import Layout
-from ..worker.cached import ReadBlocks
 from ..worker.runtime import EvictionRuntime, GroupRuntime
 from . import refusals
 
@@ -81,8 +81,8 @@ def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attenti
     """All heads of all layers in one KV group."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
-    read = lambda blocks, values: (CPUPasses.read(layer, layer.kv_cache, blocks, values) for layer in layers)  # noqa: E731
-    group = _group(vllm_config, part, kv_heads, len(layers), read)
+    store = LayerStore(CPUPasses, lambda: ((layer, layer.kv_cache) for layer in layers))
+    group = _group(vllm_config, part, store, [kv_heads] * len(layers))
     backends = {layer.attn_backend: None for layer in layers}
     backends = {backend: resident_backend(backend, group, head_class) for backend in backends}
     impls = {impl: working_impl(impl, CPUPasses) for impl in {type(layer.impl) for layer in layers}}
@@ -101,11 +101,9 @@ def _split(
     groups, pages = [], []
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
-        read = partial(_read_parts, layers, name)
+        store = LayerStore(CPUPasses, partial(_caches_of, layers, name))
         heads = [place.heads for layer in rank for place in layer if place.group == index]
-        same = len(set(heads)) == 1
-        kv_heads, count = (heads[0], len(heads)) if same else (placed.width, 1)
-        group = _group(vllm_config, config.of_class(head_class), kv_heads, count, read)
+        group = _group(vllm_config, config.of_class(head_class), store, heads)
         resident = resident_backend(backend, group, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
         slots = HeadSlots(spec, resident, first.num_heads)
@@ -127,17 +125,18 @@ def _split(
     return EvictionRuntime(groups, pages)
 
 
-def _group(
-    vllm_config: VllmConfig, config: KVPolicyConfig, kv_heads: int, layers: int, read: ReadBlocks
-) -> GroupRuntime:
+def _group(vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int]) -> GroupRuntime:
+    """`heads`: KV heads of each of its layers on this rank."""
+    same = len(set(heads)) == 1
     return GroupRuntime(
         config,
         block_size=vllm_config.cache_config.block_size,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_model_len=vllm_config.model_config.max_model_len,
-        kv_heads=kv_heads,
-        layers=layers,
-        read=read,
+        kv_heads=heads[0] if same else sum(heads),
+        layers=len(heads) if same else 1,
+        store=store,
+        shape=(max(heads, default=0), len(heads)),
     )
 
 
@@ -156,11 +155,12 @@ def _spec(
     return replace_as(spec, EvictableSpec, num_kv_heads=width, backend=layer.attn_backend.get_name(), **own)
 
 
-def _read_parts(layers: dict[str, Attention], pages: str, blocks: Any, values: bool) -> Iterator[tuple[Any, Any]]:
+def _caches_of(layers: dict[str, Attention], pages: str) -> Iterator[tuple[Attention, Any]]:
+    """Each layer that has heads in a KV group, and these heads' cache."""
     for layer in layers.values():
         for part in getattr(layer, PARTS):
             if part.pages == pages:
-                yield CPUPasses.read(layer, part.kv_cache, blocks, values)
+                yield layer, part.kv_cache
 
 
 def settle(

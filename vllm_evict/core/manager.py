@@ -166,6 +166,44 @@ class EvictableManager(FullAttentionManager):
         self._count(resident, resident.held_blocks - len(evicted))
         return evicted
 
+    def compact(self, request_id: str, candidates: np.ndarray, keep: int) -> tuple[dict[int, int], list[KVCacheBlock]]:
+        """Make room for what is kept of some blocks in the first `keep` of them; the others become holes.
+
+        Tokens are gathered into blocks that nobody else reads or will: blocks of the request that are not shared and not
+        published, or new ones.
+
+        Args:
+            request_id: a running request.
+            candidates: int64 [n], ascending logical blocks, none of them a hole.
+            keep: how many blocks stay.
+
+        Returns:
+            {logical block: physical block} of those that stay and got another one, and blocks given back; nothing where
+            the pool has too few new ones.
+        """
+        table = self.req_to_blocks[request_id]
+        before = [table[index] for index in candidates.tolist()]
+        own = [block for block in before if block.ref_cnt == 1 and block.block_hash is None]
+        if keep - len(own) > self.block_pool.get_num_free_blocks():
+            return {}, []
+        targets = own[:keep] + self.block_pool.get_new_blocks(max(keep - len(own), 0))
+        # A block that may stay where it is does.
+        staying = {block.block_id: at for at, block in enumerate(before[:keep]) if block in targets}
+        rest = [block for block in targets if block.block_id not in staying]
+        after = [block if block.block_id in staying else rest.pop(0) for block in before[:keep]]
+        moved = {}
+        for index, old, new in zip(candidates.tolist(), before, after):
+            if new is not old:
+                table[index], moved[index] = new, new.block_id
+        for index in candidates[keep:].tolist():
+            table[index] = self._null_block
+        kept = {block.block_id for block in after}
+        given_back = [block for block in before if block.block_id not in kept]
+        self.block_pool.free_blocks(reversed(given_back))
+        resident = self.residents[request_id]
+        self._count(resident, resident.held_blocks - (len(candidates) - keep))
+        return moved, given_back
+
     def _count(self, resident: Residency, held: int) -> None:
         self.held[resident.policy] += held - resident.held_blocks
         resident.held_blocks = held

@@ -109,11 +109,18 @@ class Residency:
         Returns:
             int64 [k], logical blocks, ascending.
         """
-        candidates, spare = self._candidates(computed_tokens)
-        if self.limits is None or self.limits.budget + spare <= self.limits.trigger:
+        candidates, spare = self.spare(computed_tokens)
+        if not spare:
             return NO_BLOCKS
         order = np.argsort(self._importance(candidates, report, computed_tokens), kind="stable")
         return np.sort(candidates[order[:spare]])
+
+    def spare(self, computed_tokens: int) -> tuple[np.ndarray, int]:
+        """What a decision is about now: blocks that may go, and how many of them have to; 0 below the trigger."""
+        candidates, spare = self._candidates(computed_tokens)
+        if self.limits is None or self.limits.budget + spare <= self.limits.trigger:
+            return NO_BLOCKS, 0
+        return candidates, min(spare, len(candidates))
 
     def offer(self, computed_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """What may go when the pool runs out: all above the budget, by the scores last reported.

@@ -20,7 +20,7 @@ from ..config import KVPolicyConfig, KVPolicyError
 from ..metrics import STATS_KEY, Tally
 from ..usage import USAGE_KEY, KVUsage
 from .manager import EvictableManager
-from .plan import PLAN, REPORTS, EvictionPlan, GroupPlan, Report, Reports, Scoring
+from .plan import PLAN, REPORTS, Compaction, EvictionPlan, GroupPlan, Report, Reports, Scoring
 from .reconstruction import Reconstructions
 from .residency import NO_BLOCKS, Purity, Residency, choose_jointly, over_shared_trigger
 from .spec import EvictableSpec, policy_config
@@ -220,7 +220,9 @@ class EvictionMixin:
             if req_id in output.num_scheduled_tokens:
                 resident = manager.residents[req_id]
                 plan.due[req_id] = resident.incarnation
-                if resident.measured:
+                if resident.config.granularity == "token":
+                    plan.judged.add(req_id)
+                elif resident.measured:
                     plan.report[req_id] = resident.config.policy.measures
         if self._under_pressure and self._short_of_blocks():
             self._ask_for_scores(manager, plan, output)
@@ -269,6 +271,9 @@ class EvictionMixin:
             resident = manager.residents[req_id]
             if resident.incarnation != incarnation:
                 continue  # preempted since; it starts anew, with nothing missing
+            if resident.config.granularity == "token":
+                self._compact(request, manager)
+                continue
             if resident.measured and req_id not in reports:
                 logger.error("no scores came back for request %s: its KV blocks stay this time", req_id)
                 continue
@@ -394,6 +399,40 @@ class EvictionMixin:
         if len(victims):
             self._make_holes(request, manager, victims)
 
+    def _compact(self, request: Request, manager: EvictableManager) -> None:
+        """Bring a request whose heads keep tokens of their own back to its budget. Workers choose the tokens."""
+        resident, table = manager.residents[request.request_id], manager.req_to_blocks[request.request_id]
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        candidates, spare = resident.spare(computed)
+        if not spare:
+            return
+        first = not any(each.evicted_blocks for each in self._residents_of(request.request_id))
+        before = [table[index].block_id for index in resident.resident.tolist()]
+        keep, start = len(candidates) - spare, int(np.searchsorted(resident.resident, candidates[0]))
+        length = computed - resident.holes * manager.block_size
+        moved, given_back = manager.compact(request.request_id, candidates, keep)
+        if not given_back:
+            return  # there is no room for private copies of shared blocks: the next block that fills asks again
+        target = [table[index].block_id for index in candidates[:keep].tolist()]
+        group = manager.kv_cache_group_id
+        self._plan.compactions.append(
+            Compaction(
+                request.request_id, group, resident.config, before, length, start, len(candidates), target, computed - 1
+            )
+        )
+        resident.evict(candidates[keep:], request.num_computed_tokens)
+        # Blocks that were published may still be, those that come next may not.
+        resident.pure_tokens = min(resident.pure_tokens, manager.published_tokens(request.request_id))
+        plan = self._plan.groups[group]
+        plan.holes.setdefault(request.request_id, []).extend(candidates[keep:].tolist())
+        plan.moved.setdefault(request.request_id, {}).update(moved)
+        freed = [block for block in given_back if block.ref_cnt == 0]
+        if self._poison:
+            poison = [block.block_id for block in freed if block.block_hash is None]
+            self._plan.poison = [block for block in self._plan.poison if block not in target] + poison
+        copies = len(given_back) - spare
+        self.tally.count(resident.policy, spare, max(len(freed) - copies, 0), first, copies)
+
     def _make_holes(self, request: Request, manager: EvictableManager, victims: np.ndarray) -> None:
         resident = manager.residents[request.request_id]
         first = not any(each.residents[request.request_id].evicted_blocks for each in self.kv_managers)
@@ -411,6 +450,8 @@ class EvictionMixin:
         for group in self._plan.groups:
             group.holes.pop(request.request_id, None)
             group.missing.pop(request.request_id, None)
+            group.moved.pop(request.request_id, None)
+        self._plan.compactions = [c for c in self._plan.compactions if c.req_id != request.request_id]
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:

@@ -1,6 +1,6 @@
 """What one worker knows of evictions: which rows have holes, what to measure, what to report."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -11,8 +11,9 @@ from ..attention.view import resident_view
 from ..config import KVPolicyConfig
 from ..core.plan import PLAN, EvictionPlan, GroupPlan, Reports
 from ..policies import CACHED, RUNNING
-from .cached import CachedStatistics, ReadBlocks, Row
+from .cached import CachedStatistics, Row
 from .sums import RunningSums
+from .tokens import Store, TokenSums, compact
 from .work import OwnWork
 
 
@@ -41,6 +42,12 @@ class EvictionRuntime:
         for index, (group, plan) in enumerate(zip(self.groups, self.plan.groups)):
             group.begin(scheduler_output, plan, index)
         self.batch.with_holes = set().union(*(group.with_holes for group in self.groups))
+
+    def compact(self, all_reduce: Any) -> None:
+        """Gather the tokens that heads keep, before any block of this step is written."""
+        for each in self.plan.compactions:
+            group = self.groups[each.group]
+            compact(each, group.store, group.tokens, group.block_size, all_reduce)
 
     def end(self, all_reduce: Any) -> list[Reports]:
         """Sum up the step and report what the plan asks for, group by group."""
@@ -76,8 +83,8 @@ class GroupRuntime:
         max_requests: most requests at once.
         max_model_len: tokens.
         kv_heads, layers: of this rank and KV group. Where heads are split layers may differ in heads; then this is one
-            layer of all the group's heads.
-        read: its KV cache; called after steps.
+            layer of all the group's heads, and `shape` has the most heads of a layer, and the layers.
+        store: its KV cache; read after steps and before them.
     """
 
     def __init__(
@@ -88,7 +95,8 @@ class GroupRuntime:
         max_model_len: int,
         kv_heads: int,
         layers: int,
-        read: ReadBlocks,
+        store: Store,
+        shape: tuple[int, int] | None = None,
     ) -> None:
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size) + 1
@@ -99,7 +107,11 @@ class GroupRuntime:
             self.sums = RunningSums(
                 max_requests, kv_heads, layers, max_blocks, block_size, config.heads, config.layers
             )
-        self.cached = CachedStatistics(read, kv_heads, layers, config.heads, config.layers)
+        self.tokens: TokenSums | None = None
+        if config.granularity == "token" and config.statistics & RUNNING:
+            self.tokens = TokenSums(max_requests, *(shape or (kv_heads, layers)), block_size)
+        self.store = store
+        self.cached = CachedStatistics(store.read, kv_heads, layers, config.heads, config.layers)
         #: Whether the layers' kernels can decode requests with holes themselves (see `OwnWork`).
         self.decodes = False
         self.with_holes: set[str] = set()
@@ -122,21 +134,27 @@ class GroupRuntime:
             # have some too.
             (self.with_holes.add if 0 in block_ids[index] else self.with_holes.discard)(req_id)
         self.with_holes.update(plan.holes)
-        if self.sums is not None:
+        for sums in (self.sums, self.tokens):
+            if sums is None:
+                continue
             for req_id in gone:
-                self.sums.stop(req_id)
+                sums.stop(req_id)
             for req_id, scoring in plan.track.items():
-                self.sums.start(req_id, scoring)
+                if scoring.per_token == (sums is self.tokens):
+                    sums.start(req_id, scoring)
             for req_id, holes in plan.holes.items():
                 if req_id not in plan.missing:
-                    self.sums.count_holes(req_id, len(holes))
+                    sums.count_holes(req_id, len(holes))
             for req_id, missing in plan.missing.items():
-                self.sums.set_holes(req_id, missing)
+                sums.set_holes(req_id, missing)
 
-    @property
-    def holes(self) -> dict[str, list[int]]:
-        """Request -> logical blocks that become holes with this step."""
-        return self.plan.holes if self.plan else {}
+    def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
+        """Requests whose tables change with this step: {logical block: physical block, 0 for a hole}."""
+        if self.plan is None:
+            return
+        for req_id in self.plan.holes.keys() | self.plan.moved.keys():
+            holes = dict.fromkeys(self.plan.holes.get(req_id, ()), 0)
+            yield req_id, self.plan.moved.get(req_id, {}) | holes
 
     def view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         """Batch metadata as attention should see it: block tables without their holes, resident lengths.
@@ -159,7 +177,8 @@ class GroupRuntime:
     def _view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         measuring = self.sums is not None and len(self.sums) > 0
         decodes = self.decodes and bool(self.batch.with_holes)
-        if not (self.with_holes or measuring or self.plan.report or decodes):
+        by_token = self.tokens is not None and len(self.tokens) > 0
+        if not (self.with_holes or measuring or by_token or self.plan.report or decodes):
             return metadata, None
         req_ids = self.batch.req_ids
         rows = len(req_ids)
@@ -187,9 +206,12 @@ class GroupRuntime:
         step = None
         if measuring:
             step = self.sums.step(req_ids, starts, seq_lens.numpy(), logical)
-        if step is None and not len(own):
+        tokens = None
+        if by_token:
+            tokens = self.tokens.token_step(req_ids, starts, seq_lens.numpy(), lens.numpy())
+        if step is None and tokens is None and not len(own):
             return metadata, None
-        work = OwnWork(step, own, starts, lens)
+        work = OwnWork(step, own, starts, lens, tokens)
         if len(own):
             metadata = metadata if self.with_holes else copy(metadata)
             metadata.seq_lens = metadata.seq_lens_cpu_upper_bound = work.stock_lens
@@ -201,6 +223,9 @@ class GroupRuntime:
         self.plan, self._viewed = None, None
         if viewed is not None and viewed[1] is not None and viewed[1].mass is not None:
             self.sums.fold(viewed[1].mass)
+        for req_id in plan.judged:
+            if self.tokens is not None and req_id in self.tokens:
+                self.tokens.judge(req_id)
         asked = {req_id: names for req_id, names in plan.report.items() if req_id in self._rows}
         running = [req_id for req_id, names in asked.items() if names & RUNNING and req_id in (self.sums or ())]
         reports = {}

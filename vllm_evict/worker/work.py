@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .sums import MassStep
+from .tokens import TokenStep
 
 
 @dataclass(slots=True)
@@ -35,7 +36,8 @@ class OwnWork:
     holes is decoded by a kernel that yields output and mass in one read; queries of its prefill are measured beside.
 
     Args:
-        mass: what is measured; None if nothing.
+        mass: what is measured by block; None if nothing.
+        tokens: what is measured by token; None if nothing.
         rows: int64 [n], batch rows of one query each that the plugin attends to.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens.
@@ -47,36 +49,47 @@ class OwnWork:
     """
 
     def __init__(
-        self, mass: MassStep | None, rows: np.ndarray, query_start_loc: np.ndarray, seq_lens: torch.Tensor
+        self,
+        mass: MassStep | None,
+        rows: np.ndarray,
+        query_start_loc: np.ndarray,
+        seq_lens: torch.Tensor,
+        tokens: TokenStep | None = None,
     ) -> None:
-        self.mass = mass
+        self.mass, self.tokens = mass, tokens
         self.is_all = len(rows) == query_start_loc[-1]
         self.rows = torch.from_numpy(rows.astype(np.int32))
         self.seq_lens = self.stock_lens = seq_lens
-        self._stock_weights = None if mass is None else mass.weights
-        if not len(rows):
-            return
-        self.stock_lens = seq_lens.clone()
-        self.stock_lens[self.rows] = 1
-        if mass is not None and not self.is_all:
-            ones = np.ones(query_start_loc[-1], np.float32)
-            weights = ones if mass.weights is None else mass.weights.numpy().copy()
-            weights[query_start_loc[rows]] = 0
-            self._stock_weights = torch.from_numpy(weights)
+        if len(rows):
+            self.stock_lens = seq_lens.clone()
+            self.stock_lens[self.rows] = 1
+        self._own_queries = torch.from_numpy(query_start_loc[rows].astype(np.int64))
+        self._queries = int(query_start_loc[-1])
 
     def do(self, passes: Any, layer: Any, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
         """One layer's share, after the stock kernel's (see `attention.backend.Passes`)."""
 
-        def weigh(weights: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        def weigh(weights: torch.Tensor | None, out: torch.Tensor | None, per_token: bool = False) -> None:
+            how = {"per_token": True} if per_token else {}
             if len(self.rows):
-                passes.decode(layer, query, kv_cache, metadata, output, self.rows, self.seq_lens, weights, out)
+                passes.decode(layer, query, kv_cache, metadata, output, self.rows, self.seq_lens, weights, out, **how)
             if out is not None and not self.is_all:
-                passes.mass(layer, query, kv_cache, metadata, self._stock_weights, out)
+                passes.mass(layer, query, kv_cache, metadata, self._stock_weights(weights), out, **how)
 
-        if self.mass is None:
-            weigh(None, None)
-        else:
+        if self.mass is not None:
             self.mass.add(weigh, partial(passes.mass_of, layer, query, kv_cache, metadata))
+        if self.tokens is not None:
+            self.tokens.add(partial(weigh, per_token=True), passes.kv_heads(kv_cache))
+        if self.mass is None and self.tokens is None:
+            weigh(None, None)
+
+    def _stock_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
+        """Weights without the queries that the plugin attends to. float32 [T]"""
+        if not len(self.rows):
+            return weights
+        weights = torch.ones(self._queries) if weights is None else weights.clone()
+        weights[self._own_queries] = 0
+        return weights
 
 
 def do_together(passes: Any, layer: Any, query: torch.Tensor, shares: Sequence[Share], output: torch.Tensor) -> bool:
@@ -86,7 +99,8 @@ def do_together(passes: Any, layer: Any, query: torch.Tensor, shares: Sequence[S
         query, output: [T, H, D], heads in the order of `shares`.
     """
     measuring = [share for share in shares if share.work is not None and share.work.mass is not None]
-    if len(measuring) > 1 or not all(share.work is not None and share.work.is_all for share in shares):
+    together = all(share.work is not None and share.work.is_all and share.work.tokens is None for share in shares)
+    if len(measuring) > 1 or not together:
         return False
 
     def attend(weights: torch.Tensor | None, out: torch.Tensor | None) -> None:

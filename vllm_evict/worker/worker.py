@@ -38,6 +38,7 @@ class EvictionWorkerMixin:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)
+        self.kv_evict.compact(layers.tensor_parallel_all_reduce)
         plan = self.kv_evict.plan
         if plan.poison:
             runners.fill_blocks(self.model_runner, plan.poison, float("nan"))

@@ -1,0 +1,254 @@
+"""Token granularity: what every token of every KV head drew, which tokens each head keeps, and where they go."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..attention.keys import token_scores
+from ..core.plan import Compaction, Scoring
+from ..policies import CACHED, RUNNING, Blocks
+from .cached import OF_VALUES
+from .sums import RunningSums, Weigh
+
+
+class Store(Protocol):
+    """The KV cache of one KV group on this rank, layer by layer."""
+
+    def read(self, blocks: torch.Tensor, values: bool) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
+        """See `cached.ReadBlocks`."""
+        ...
+
+    def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
+        """Gather kept tokens of each layer, int32 [Hkv, kept] each (see `attention.compact`)."""
+        ...
+
+
+@dataclass(slots=True)
+class TokenState:
+    """One request's measured tokens, in the order in which each head holds them.
+
+    Attributes:
+        scores: float32 [L, Hkv, capacity], what adds up.
+        positions: int32 [L, Hkv, capacity], where each token stands in the request.
+        length: tokens that are known.
+    """
+
+    scores: torch.Tensor
+    positions: torch.Tensor
+    length: int = 0
+
+    def grow(self, length: int, position: int) -> None:
+        """Know `length` resident tokens, of which the newest is at `position`."""
+        new = length - self.length
+        if new <= 0:
+            return
+        capacity = self.scores.shape[2]
+        if length > capacity:
+            more = (0, max(length, 2 * capacity) - capacity)
+            self.scores = torch.nn.functional.pad(self.scores, more)
+            self.positions = torch.nn.functional.pad(self.positions, more)
+        self.scores[:, :, self.length : length] = 0
+        self.positions[:, :, self.length : length] = torch.arange(position - new + 1, position + 1, dtype=torch.int32)
+        self.length = length
+
+    def gather(self, first: int, count: int, keep: torch.Tensor) -> None:
+        """Take `keep` (int64 [L, Hkv, kept]) of the `count` tokens from `first` on; later ones move up."""
+        kept = keep.shape[2]
+        for values in (self.scores, self.positions):
+            values[:, :, first : first + kept] = values[:, :, first : first + count].gather(2, keep)
+            values[:, :, first + kept : self.length - count + kept] = values[
+                :, :, first + count : self.length
+            ].clone()
+        self.length -= count - kept
+
+
+class TokenStep:
+    """Mass of one step's queries on every resident token; layers are taken in, in order.
+
+    Attributes:
+        rows: int64 [K], batch rows that are measured.
+        states: of these requests.
+        weights: float32 [T], how much each query counts; None if all count as one.
+        lens: int32 [K], resident tokens.
+    """
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        states: list[TokenState],
+        weights: torch.Tensor | None,
+        lens: np.ndarray,
+        shape: tuple[int, int],
+    ) -> None:
+        """`shape`: rows of the batch, and most KV heads of a layer."""
+        self.rows, self.states, self.weights, self.lens = rows, states, weights, lens
+        self._buffer = torch.zeros(*shape, int(lens.max()))
+        self._layer = 0
+
+    def add(self, weigh: Weigh, kv_heads: int) -> None:
+        """Take in one layer; `weigh` gets float32 [R, kv_heads, W] to add the mass of each token to."""
+        out = self._buffer[:, :kv_heads].zero_()
+        weigh(self.weights, out)
+        for row, state, length in zip(self.rows.tolist(), self.states, self.lens.tolist()):
+            state.scores[self._layer, :kv_heads, :length] += out[row, :, :length]
+        self._layer += 1
+
+
+class TokenSums(RunningSums):
+    """Sums of attention mass by token, layer and KV head, for requests of token granularity.
+
+    Args:
+        requests: most requests at once.
+        kv_heads: most of any layer on this rank.
+        layers: of the KV group.
+        block_size: tokens.
+    """
+
+    def __init__(self, requests: int, kv_heads: int, layers: int, block_size: int) -> None:
+        super().__init__(requests, kv_heads, layers, 0, block_size, "sum", "sum")
+        self.shape = (layers, kv_heads)
+        self._states: dict[int, TokenState] = {}
+        self._judged: dict[str, torch.Tensor] = {}
+
+    def start(self, req_id: str, scoring: Scoring) -> None:
+        super().start(req_id, scoring)
+        empty = (*self.shape, 0)
+        self._states[self._slots[req_id]] = TokenState(torch.zeros(empty), torch.zeros(empty, dtype=torch.int32))
+        self._judged.pop(req_id, None)
+
+    def stop(self, req_id: str) -> None:
+        self._states.pop(self._slots.get(req_id), None)
+        self._judged.pop(req_id, None)
+        super().stop(req_id)
+
+    def token_step(
+        self, req_ids: list[str], query_start_loc: np.ndarray, seq_lens: np.ndarray, lens: np.ndarray
+    ) -> TokenStep | None:
+        """What to measure in this step; None if nothing.
+
+        Args:
+            req_ids, query_start_loc, seq_lens: as for `RunningSums.step`.
+            lens: int32 [R], resident tokens.
+        """
+        rows, slots = self._rows(req_ids)
+        if not len(rows):
+            return None
+        weights, counted = self._weights(rows, slots, np.diff(query_start_loc), seq_lens)
+        states = [self._states[slot] for slot in slots.tolist()]
+        for state, row, slot, count in zip(states, rows.tolist(), slots.tolist(), counted.tolist()):
+            state.grow(int(lens[row]), int(seq_lens[row]) - 1)
+            if self._decay[slot]:
+                state.scores *= float(self._decay[slot] ** count)
+        if not counted.any():
+            return None
+        return TokenStep(rows, states, torch.from_numpy(weights), lens[rows], (len(req_ids), self.shape[1]))
+
+    def judge(self, req_id: str) -> None:
+        """Keep what has added up until now for the decision that this step calls for."""
+        slot = self._slots[req_id]
+        state = self._states[slot]
+        self._judged[req_id] = state.scores[:, :, : state.length].clone()
+        if self._window[slot]:
+            state.scores.zero_()  # the next window starts empty
+
+    def of(self, req_id: str) -> tuple[torch.Tensor, TokenState] | None:
+        """Scores as they were judged by (float32 [L, Hkv, n]), and the request's state; None if it is not measured."""
+        if req_id not in self._judged:
+            return None
+        return self._judged.pop(req_id), self._states[self._slots[req_id]]
+
+
+def compact(
+    plan: Compaction,
+    store: Store,
+    sums: TokenSums | None,
+    block_size: int,
+    all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+) -> None:
+    """Choose what each KV head keeps of a request's tokens, and gather it.
+
+    Args:
+        plan: whose, and which blocks.
+        store: the KV cache.
+        sums: what was measured; None if nothing is.
+        block_size: tokens.
+        all_reduce: (float64 tensor, whether to take the maximum) -> the same over tensor-parallel ranks.
+    """
+    resident = torch.tensor(plan.resident)
+    first, count = plan.first * block_size, plan.count * block_size
+    kept = len(plan.target) * block_size
+    judged = sums.of(plan.req_id) if sums is not None and plan.config.policy.measures & RUNNING else None
+    scores = _importance(plan, store, judged, resident, first, count, block_size)
+    if plan.config.sets == "all":
+        one = _reduced(scores, plan.config, all_reduce)
+        scores = [one.expand(len(layer), -1) for layer in scores]
+    keep = [_kept(layer, kept) for layer in scores]
+    source = resident[plan.first : plan.first + plan.count].int()
+    store.compact(source, [layer.int() for layer in keep], torch.tensor(plan.target, dtype=torch.int32))
+    if judged is not None:
+        heads = judged[1].scores.shape[1]
+        # Rows of heads that a layer does not have are never read.
+        full = [torch.cat([layer, layer[:1].expand(heads - len(layer), -1)]) for layer in keep]
+        judged[1].gather(first, count, torch.stack(full).long())
+
+
+def _importance(
+    plan: Compaction,
+    store: Store,
+    judged: tuple[torch.Tensor, TokenState] | None,
+    resident: torch.Tensor,
+    first: int,
+    count: int,
+    block_size: int,
+) -> list[torch.Tensor]:
+    """What the policy thinks of each candidate -> for each layer float64 [Hkv, count]."""
+    policy, config = plan.config.policy, plan.config
+    layers = []
+    for layer, (keys, values) in enumerate(store.read(resident, bool(policy.measures & OF_VALUES))):
+        heads = keys.shape[1]
+        statistics = {
+            name: of_tokens[:, first : first + count].double()
+            for name, of_tokens in token_scores(keys, values, plan.length, policy.measures & CACHED).items()
+        }
+        positions = torch.arange(first, first + count).expand(heads, count)
+        if judged is not None:
+            mass, state = judged
+            positions = state.positions[layer, :heads, first : first + count].long()
+            (name,) = policy.measures & RUNNING
+            statistics[name] = mass[layer, :heads, first : first + count].double()
+            if config.accumulate == "mean":
+                statistics[name] = statistics[name] / _age(positions, plan.position, config.every)
+        importance = []
+        for head in range(heads):
+            of_head = {name: values[head].numpy() for name, values in statistics.items()}
+            tokens = Blocks(positions[head].numpy(), config, of_head, plan.position + 1, 0)
+            importance.append(torch.from_numpy(np.ascontiguousarray(policy.importance(tokens), np.float64)))
+        layers.append(torch.stack(importance))
+    return layers
+
+
+def _age(positions: torch.Tensor, newest: int, every: int) -> torch.Tensor:
+    """Counted queries that saw each token, at least 1. float64, as `positions`."""
+    counted_before = lambda position: -(-position // every)  # noqa: E731  (multiples of `every` below it)
+    return (counted_before(newest + 1) - counted_before(positions)).double().clamp(min=1)
+
+
+def _kept(importance: torch.Tensor, kept: int) -> torch.Tensor:
+    """Places of the `kept` most important tokens, ascending; of equal ones the newest stay. int64 [Hkv, kept]"""
+    order = importance.argsort(dim=1, stable=True)
+    return order[:, importance.shape[1] - kept :].sort(dim=1).values
+
+
+def _reduced(
+    layers: list[torch.Tensor], config: Any, all_reduce: Callable[[torch.Tensor, bool], torch.Tensor]
+) -> torch.Tensor:
+    """One importance for all heads and layers. float64 [Hkv, count]"""
+    of_layers = []
+    for layer in layers:
+        of_layers.append(layer.amax(0) if config.heads == "max" else layer.sum(0))
+    stacked = torch.stack(of_layers)
+    one = stacked.amax(0) if config.layers == "max" else stacked.sum(0)
+    return all_reduce(one, config.heads == "max")
