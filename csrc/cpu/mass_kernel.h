@@ -309,6 +309,12 @@ inline Vec peaks(const Vec (&score)[M][N]) {
   return across<Max, M>(top);
 }
 
+// Where a tile's powers go, from a row on; null if nobody wants them.
+template <int N>
+inline float* powers_of(const Tiles& tiles, int64_t tile, int64_t first) {
+  return tiles.powers ? tiles.powers + (tile * tiles.power_rows + first) * N * LANES : nullptr;
+}
+
 // Scores of a tile and their statistics, without leaving the registers.
 template <class Keys, class Operand, int N, int M>
 void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
@@ -316,12 +322,17 @@ void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
   Vec score[M][N];
   score_rows<Keys, Operand, N, M>(rows, first, blocks, tile, score);
   const Vec peak = peaks<N, M>(score);
+  float* powers = powers_of<N>(tiles, tile.index, first);
   Vec sum[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-    sum[m] = exp2(score[m][0] - peak[m]);
+    sum[m] = Vec{};
 #pragma GCC unroll 2
-    for (int n = 1; n < N; ++n) sum[m] += exp2(score[m][n] - peak[m]);
+    for (int n = 0; n < N; ++n) {
+      const Vec part = exp2(score[m][n] - peak[m]);
+      if (powers) store(powers + (m * N + n) * LANES, part);
+      sum[m] += part;
+    }
   }
   const Vec mass = across<Sum, M>(sum);
   const int64_t place = tile.index * tiles.stride + first;
@@ -383,7 +394,9 @@ void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
   const Vec before = load<Vec>(output.peak + first);
   const Vec peak = max(peaks<N, M>(score), before);
   const Vec factor = exp2(before - peak);
-  float p[M][kTokens];
+  float here[M * kTokens];
+  float* const powers = powers_of<N>(tiles, tile.index, first);
+  float* const p = powers ? powers : here;
   Vec sum[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
@@ -391,7 +404,7 @@ void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
       const Vec part = exp2(score[m][n] - peak[m]);
-      store(p[m] + n * LANES, part);
+      store(p + m * kTokens + n * LANES, part);
       sum[m] += part;
     }
   }
@@ -408,7 +421,7 @@ void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
   const int64_t left = rows.seen[0] - tile.position;
   add_all_values<typename Keys::Element, M, kDims>(
       values + tile.token * blocks.dim, 0, blocks.dim, left < kTokens ? left : kTokens,
-      tile.next_block, p[0], kTokens, factor, output.sums + first * blocks.dim);
+      tile.next_block, p, kTokens, factor, output.sums + first * blocks.dim);
 }
 
 // Scores the tiles of blocks [begin, end), or attends to them where there is an `output`.
@@ -543,6 +556,49 @@ void fold(const Rows& rows, int64_t block_size, int64_t num_blocks, const Tiles&
   }
 }
 
+// LANES rows, one per lane: turns `mass` into what a tile's powers are to be multiplied by, to be
+// probabilities times the row's weight. Both are [num_tiles, stride].
+void find_factors(const float* peak, float* mass, int64_t stride, int64_t num_tiles, Vec weight) {
+  const int64_t end = num_tiles * stride;
+  Vec top = splat(kUnseen);
+  for (int64_t t = 0; t < end; t += stride) top = max(top, load<Vec>(peak + t));
+  Vec sum = {};
+  for (int64_t t = 0; t < end; t += stride) {
+    const Vec scale = exp2(load<Vec>(peak + t) - top);
+    sum += load<Vec>(mass + t) * scale;
+    store(mass + t, scale);
+  }
+  const Vec factor = weight / max(sum, splat(1.f));
+  for (int64_t t = 0; t < end; t += stride) store(mass + t, load<Vec>(mass + t) * factor);
+}
+
+template <int N>
+void add_powers(const Rows& rows, int64_t num_tiles, const Tiles& tiles, float* out) {
+  int64_t first = 0;  // row that sees the tile; later ones do too
+  for (int64_t tile = 0; tile < num_tiles; ++tile, out += N * LANES) {
+    while (first < rows.count && rows.seen[first] <= tile * N * LANES) ++first;
+    const float* factor = tiles.mass + tile * tiles.stride;
+    const float* powers = powers_of<N>(tiles, tile, first);
+    Vec sum[N];
+    for (int n = 0; n < N; ++n) sum[n] = load<Vec>(out + n * LANES);
+    for (int64_t row = first; row < rows.count; ++row, powers += N * LANES)
+      for (int n = 0; n < N; ++n) sum[n] += factor[row] * load<Vec>(powers + n * LANES);
+    for (int n = 0; n < N; ++n) store(out + n * LANES, sum[n]);
+  }
+}
+
+void fold_tokens(const Rows& rows, int64_t block_size, int64_t num_blocks, const Tiles& tiles,
+                 float* out) {
+  const int64_t num_tiles = num_blocks * (block_size / tile_tokens(block_size));
+  for (int64_t row = 0; row < tiles.stride; row += LANES)
+    find_factors(tiles.peak + row, tiles.mass + row, tiles.stride, num_tiles,
+                 load<Vec>(rows.weights + row));
+  if (tile_tokens(block_size) == LANES)
+    add_powers<1>(rows, num_tiles, tiles, out);
+  else
+    add_powers<2>(rows, num_tiles, tiles, out);
+}
+
 #ifdef DOT_BF16
 constexpr bool kDotsPairs = true;
 #else
@@ -550,7 +606,7 @@ constexpr bool kDotsPairs = false;
 #endif
 
 const Kernel kernel = {VLLM_EVICT_NAME(ISA), ROWS, kDotsPairs, tile_tokens,
-                       padded, score, attend, fold};
+                       padded, score, attend, fold, fold_tokens};
 
 }  // namespace
 }  // namespace vllm_evict::ISA

@@ -50,6 +50,7 @@ class CPUPasses:
         metadata: Any,
         weights: torch.Tensor | None,
         out: torch.Tensor,
+        per_token: bool = False,
     ) -> None:
         """Add the mass of queries that the stock kernel has attended to (see `block_mass`)."""
         keys, _ = _halves(kv_cache)
@@ -61,6 +62,7 @@ class CPUPasses:
             metadata.seq_lens,
             layer.impl.scale,
             out,
+            per_token=per_token,
             weights=weights,
             layout=KEY_LAYOUTS[layer.isa],
         )
@@ -100,6 +102,7 @@ class CPUPasses:
         seq_lens: torch.Tensor,
         weights: torch.Tensor | None,
         out: torch.Tensor | None,
+        per_token: bool = False,
     ) -> None:
         """Attend for requests `rows` of one token each, and add their mass (see `decode_mass`)."""
         keys, values = _halves(kv_cache)
@@ -115,6 +118,7 @@ class CPUPasses:
             layer.impl.scale,
             output[:tokens].view(query[:tokens].shape),
             out=out,
+            per_token=per_token,
             weights=weights,
             layout=KEY_LAYOUTS[layer.isa],
         )
