@@ -41,8 +41,8 @@ def token_scores(
     - value_key_ratio: ||V|| / ||K|| (PagedEviction).
     - key_diff: -cos(K, A); A is the mean of all resident keys, each normalised (KeyDiff).
     - redundancy: softmax_j(mean_i S_ij), over all resident tokens. S_ij is the cosine similarity of keys i and j, 0 for
-      i = j and for the last j that is alike to i (`ALIKE`): of keys that are alike, the most recent one is not redundant
-      (R-KV).
+      i = j and for the last j that is alike to i (`ALIKE`): of keys that are alike, the most recent one is not
+      redundant (R-KV).
 
     Args:
         keys, values: [n, Hkv, block_size, D], in logical order; any float dtype, computed in float32. Values are for

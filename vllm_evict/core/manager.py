@@ -169,7 +169,7 @@ class EvictableManager(FullAttentionManager):
     def compact(self, request_id: str, candidates: np.ndarray, keep: int) -> tuple[dict[int, int], list[KVCacheBlock]]:
         """Make room for what is kept of some blocks in the first `keep` of them; the others become holes.
 
-        Tokens are gathered into blocks that nobody else reads or will: blocks of the request that are not shared and not
+        Tokens are gathered into blocks that nobody else reads or will: those of the request that are neither shared nor
         published, or new ones.
 
         Args:

@@ -43,12 +43,14 @@ class EvictionRuntime:
             group.begin(scheduler_output, plan, index)
         self.batch.with_holes = set().union(*(group.with_holes for group in self.groups))
 
+    @torch.inference_mode()  # caches and sums are made in it
     def compact(self, all_reduce: Any) -> None:
         """Gather the tokens that heads keep, before any block of this step is written."""
         for each in self.plan.compactions:
             group = self.groups[each.group]
             compact(each, group.store, group.tokens, group.block_size, all_reduce)
 
+    @torch.inference_mode()
     def end(self, all_reduce: Any) -> list[Reports]:
         """Sum up the step and report what the plan asks for, group by group."""
         self.plan = None

@@ -14,6 +14,10 @@ from .cached import OF_VALUES
 from .sums import RunningSums, Weigh
 
 
+#: Steps in flight at most, and with them decisions that are due and not yet carried out.
+IN_FLIGHT = 3
+
+
 class Store(Protocol):
     """The KV cache of one KV group on this rank, layer by layer."""
 
@@ -56,13 +60,19 @@ class TokenState:
 
     def gather(self, first: int, count: int, keep: torch.Tensor) -> None:
         """Take `keep` (int64 [L, Hkv, kept]) of the `count` tokens from `first` on; later ones move up."""
-        kept = keep.shape[2]
-        for values in (self.scores, self.positions):
-            values[:, :, first : first + kept] = values[:, :, first : first + count].gather(2, keep)
-            values[:, :, first + kept : self.length - count + kept] = values[
-                :, :, first + count : self.length
-            ].clone()
-        self.length -= count - kept
+        self.scores, self.positions = (gathered(x, first, count, keep) for x in (self.scores, self.positions))
+        self.length -= count - keep.shape[2]
+
+    @property
+    def newest(self) -> int:
+        """Position of the newest token that is known."""
+        return int(self.positions[0, 0, self.length - 1])
+
+
+def gathered(values: torch.Tensor, first: int, count: int, keep: torch.Tensor) -> torch.Tensor:
+    """`keep` (int64 [L, Hkv, kept]) of the `count` entries from `first` on, and all others. [L, Hkv, n] -> less."""
+    chosen = values[:, :, first : first + count].gather(2, keep)
+    return torch.cat((values[:, :, :first], chosen, values[:, :, first + count :]), 2)
 
 
 class TokenStep:
@@ -81,11 +91,11 @@ class TokenStep:
         states: list[TokenState],
         weights: torch.Tensor | None,
         lens: np.ndarray,
-        shape: tuple[int, int],
+        shape: tuple[int, int, int],
     ) -> None:
-        """`shape`: rows of the batch, and most KV heads of a layer."""
+        """`shape`: rows of the batch, most KV heads of a layer, most resident tokens of a row."""
         self.rows, self.states, self.weights, self.lens = rows, states, weights, lens
-        self._buffer = torch.zeros(*shape, int(lens.max()))
+        self._buffer = torch.zeros(shape)
         self._layer = 0
 
     def add(self, weigh: Weigh, kv_heads: int) -> None:
@@ -111,7 +121,8 @@ class TokenSums(RunningSums):
         super().__init__(requests, kv_heads, layers, 0, block_size, "sum", "sum")
         self.shape = (layers, kv_heads)
         self._states: dict[int, TokenState] = {}
-        self._judged: dict[str, torch.Tensor] = {}
+        #: Request -> {position of its newest token: scores}, of steps that called for a decision.
+        self._judged: dict[str, dict[int, torch.Tensor]] = {}
 
     def start(self, req_id: str, scoring: Scoring) -> None:
         super().start(req_id, scoring)
@@ -144,21 +155,29 @@ class TokenSums(RunningSums):
                 state.scores *= float(self._decay[slot] ** count)
         if not counted.any():
             return None
-        return TokenStep(rows, states, torch.from_numpy(weights), lens[rows], (len(req_ids), self.shape[1]))
+        shape = (len(req_ids), self.shape[1], int(lens.max()))
+        return TokenStep(rows, states, torch.from_numpy(weights), lens[rows], shape)
 
     def judge(self, req_id: str) -> None:
         """Keep what has added up until now for the decision that this step calls for."""
         slot = self._slots[req_id]
-        state = self._states[slot]
-        self._judged[req_id] = state.scores[:, :, : state.length].clone()
+        state, judged = self._states[slot], self._judged.setdefault(req_id, {})
+        judged[state.newest] = state.scores[:, :, : state.length].clone()
+        if len(judged) > IN_FLIGHT:
+            del judged[min(judged)]  # it led to nothing
         if self._window[slot]:
             state.scores.zero_()  # the next window starts empty
 
-    def of(self, req_id: str) -> tuple[torch.Tensor, TokenState] | None:
-        """Scores as they were judged by (float32 [L, Hkv, n]), and the request's state; None if it is not measured."""
-        if req_id not in self._judged:
-            return None
-        return self._judged.pop(req_id), self._states[self._slots[req_id]]
+    def judged(self, req_id: str, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a decision goes by: scores, float32, and positions, int32 [L, Hkv, n], when `position` was the newest."""
+        return self._judged[req_id][position], self._states[self._slots[req_id]].positions
+
+    def gather(self, req_id: str, position: int, first: int, count: int, keep: torch.Tensor) -> None:
+        """Tokens went: what is known of the others moves up with them (see `TokenState.gather`)."""
+        self._states[self._slots[req_id]].gather(first, count, keep)
+        # Decisions that are due already go by what was known before, of the tokens that are left.
+        later = {newest: scores for newest, scores in self._judged[req_id].items() if newest > position}
+        self._judged[req_id] = {newest: gathered(scores, first, count, keep) for newest, scores in later.items()}
 
 
 def compact(
@@ -180,7 +199,7 @@ def compact(
     resident = torch.tensor(plan.resident)
     first, count = plan.first * block_size, plan.count * block_size
     kept = len(plan.target) * block_size
-    judged = sums.of(plan.req_id) if sums is not None and plan.config.policy.measures & RUNNING else None
+    judged = sums.judged(plan.req_id, plan.position) if plan.config.policy.measures & RUNNING else None
     scores = _importance(plan, store, judged, resident, first, count, block_size)
     if plan.config.sets == "all":
         one = _reduced(scores, plan.config, all_reduce)
@@ -189,16 +208,16 @@ def compact(
     source = resident[plan.first : plan.first + plan.count].int()
     store.compact(source, [layer.int() for layer in keep], torch.tensor(plan.target, dtype=torch.int32))
     if judged is not None:
-        heads = judged[1].scores.shape[1]
+        heads = judged[0].shape[1]
         # Rows of heads that a layer does not have are never read.
         full = [torch.cat([layer, layer[:1].expand(heads - len(layer), -1)]) for layer in keep]
-        judged[1].gather(first, count, torch.stack(full).long())
+        sums.gather(plan.req_id, plan.position, first, count, torch.stack(full).long())
 
 
 def _importance(
     plan: Compaction,
     store: Store,
-    judged: tuple[torch.Tensor, TokenState] | None,
+    judged: tuple[torch.Tensor, torch.Tensor] | None,
     resident: torch.Tensor,
     first: int,
     count: int,
@@ -215,8 +234,8 @@ def _importance(
         }
         positions = torch.arange(first, first + count).expand(heads, count)
         if judged is not None:
-            mass, state = judged
-            positions = state.positions[layer, :heads, first : first + count].long()
+            mass, of_tokens = judged
+            positions = of_tokens[layer, :heads, first : first + count].long()
             (name,) = policy.measures & RUNNING
             statistics[name] = mass[layer, :heads, first : first + count].double()
             if config.accumulate == "mean":
