@@ -324,6 +324,39 @@ def test_policies_that_split_heads_have_an_engine_each_and_a_share_for_a_budget(
     assert (served.label, served.xargs) == ("duo", {"kv_policy": "duo"})
 
 
+def own(name, **options):
+    """A policy at the sizes that policies given by name have here, as an entry of --policies."""
+    return json.dumps({"name": name, "sink": 32, "recent": 32, "buffer": 0, **options})
+
+
+def test_policies_of_one_granularity_share_an_engine_and_each_number_of_bands_has_its_own():
+    by_token = [own(name, granularity="token") for name in ("tova", "knorm", "keydiff", "rkv")]
+    by_token.append(own("snapkv", granularity="token", kernel=7))
+    shared = own("tova", granularity="token", sets="all")
+    bands = [own("pyramidkv", bands=2), own("pyramidkv", bands=4, beta=4.0), own("adakv", bands=2)]
+    wanted = contenders(",".join(["full", "snapkv", "tova", *by_token, shared, *bands]), [0.25, 256], **SIZES)
+    plan = servers(wanted, 4096, 32)
+    assert [sorted({c.label for c in served}) for _, served in plan] == [
+        ["full", *sorted({c.label for c in wanted if c.label.endswith(("=token", "kernel=7"))})],
+        ["snapkv", "tova"],
+        ["tova granularity=token sets=all"],
+        ["pyramidkv bands=2"],
+        ["pyramidkv bands=4 beta=4.0"],
+        ["adakv bands=2"],
+    ]
+    assert sum(len(served) for _, served in plan) == len(wanted) == 1 + 2 * 11
+    for server, served in plan:
+        for contender in served:
+            granted = server.for_request(contender.xargs, 2048, 32)
+            assert granted.to_dict() | {"allow": None} == contender.config.to_dict() | {"allow": None}
+            assert contender.share(2048, 32) is None
+    # Groups are made when a server starts: other policies are not for its requests, all of its budgets are.
+    assert {name: server.allowed for name, server in ((s.name, s) for s, _ in plan) if server.policy.splits} == {
+        name: {name, "full"} for name in ("pyramidkv", "adakv")
+    }
+    assert contenders("pyramidkv", [128], **SIZES)[0].xargs == {"kv_policy": "pyramidkv", "kv_budget": 128}
+
+
 def test_lists():
     assert split_list('a, {"x": [1, {"y": 2}], "z": 3},b,') == ["a", '{"x": [1, {"y": 2}], "z": 3}', "b"]
     assert parse_budgets("128,0.25") == [128, 0.25]
@@ -727,6 +760,30 @@ def test_streaming_heads_lose_no_needle_that_retrieval_heads_keep(tmp_path):
     # Retrieval heads hold all 33 blocks at their peak, streaming heads 4 and a chunk of 8.
     assert full["peak_blocks"] == 33 and split["peak_blocks"] == (33 + 4 + 8) / 2
     assert split["evicted_tokens"] == (33 - 4) * 32 / 2
+
+
+@needle_model
+def test_heads_keep_needles_by_their_own_keys_at_the_same_memory(tmp_path):
+    """Tokens of each head by its own keys find what whole blocks by the keys of all heads lose; bands run beside them."""
+    plan = offline_plan(
+        NEEDLE,
+        tmp_path,
+        tasks=("niah",),
+        policies=f"full,keydiff,{own('keydiff', granularity='token')},{own('adakv')}",
+        lengths=(1024,),
+        depths=(0.3, 0.5, 0.7),
+        budgets=(0.25,),
+        samples=4,
+        engine_args=ENGINE | {"max_model_len": 1152},
+    )
+    found = run(plan, print)
+    score = {line.policy: line.score for line in summary.summarise(found)}
+    assert score["full"] == 1.0 and score["keydiff granularity=token"] >= score["keydiff"] + 0.3
+    of = {policy: [row for row in found if row["policy"] == policy] for policy in score}
+    for row in of["keydiff"] + of["keydiff granularity=token"]:
+        assert (row["budget_tokens"], row["peak_blocks"]) == (288, 9 + 8)
+    for row in of["adakv"]:
+        assert (row["budget_tokens"], row["server_policy"]["name"]) == (288, "adakv") and row["evicted_tokens"] > 0
 
 
 @pytest.fixture(scope="module", autouse=True)
