@@ -49,6 +49,14 @@ BOTH    = {"name": "duo", "heads": "configs/heads/needle", "sparsity": 0.5, "ret
 	"accumulate": "last", "window": 16, "sink": 32, "recent": 32, "buffer": 0}}
 SWAPPED = {"name": "duo", "pattern": ["11", "11", "00", "00"], "sink": 32, "recent": 64}
 comma := ,
+# Tokens, a set for each head and one for all heads; bands of layers, and of heads. All that docs/quality.md has of them
+# takes half as long again as the rest: TOKEN_BUDGETS=0.1,0.25,0.5.
+TOKEN_BUDGETS ?= 0.25
+SCORES = "h2o","accumulate":"last","window":16 "tova" "snapkv","kernel":7 "knorm" "keydiff" "rkv"
+TOKENS = $(foreach sets,head all,$(foreach score,$(SCORES),\
+	{"name":$(score),"granularity":"token","sets":"$(sets)","sink":32,"recent":32,"buffer":0}$(comma)))
+SPLITS = "pyramidkv","bands":2 "pyramidkv","bands":4 "adakv","bands":2
+BANDS  = $(foreach split,$(SPLITS),{"name":$(split),"sink":32,"recent":32,"buffer":0}$(comma))
 quality: $(READY)  ## what every policy loses on the embedded model (results in out/quality)
 	@$(EVAL) --out out/quality/agnostic --settings agnostic --policies '$(POLICIES)' --lengths 2048 \
 		--budgets 0.1,0.25,0.5 --tasks niah,multikey,twostage,vt,ppl
@@ -62,6 +70,8 @@ quality: $(READY)  ## what every policy loses on the embedded model (results in 
 		--lengths 2048,4096 --budgets 0.29,0.53 --tasks niah,multikey,twostage,vt,ppl
 	@$(EVAL) --out out/quality/within --settings agnostic --policies full,configs/duo-needle.yaml \
 		--lengths 1024,2048,4096 --tasks niah --samples 28 --seed 1
+	@$(EVAL) --out out/quality/tokens --settings agnostic --policies 'full,$(TOKENS)$(BANDS)' --lengths 2048 \
+		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt,ppl
 
 clean:  ## remove the environment, builds and results
 	rm -rf $(VENV) build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info
