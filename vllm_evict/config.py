@@ -101,6 +101,12 @@ class KVPolicyConfig(BaseModel):
     granularity: Literal["block", "token"] = "block"
     #: token: "head", a set of kept tokens for each KV head of each layer; "all", one for all of them.
     sets: Literal["head", "all"] = "head"
+    #: token: what goes is merged into what stays, by the rules and thresholds of "d2o" or "ems" (see `worker.merge`).
+    merge: Literal["d2o", "ems"] | None = None
+    #: d2o: weight of a decision's similarities in the threshold.
+    merge_decay: float = Field(0.7, ge=0, le=1)
+    #: ems: least similarity of keys.
+    merge_threshold: float = Field(0.6, ge=-1, le=1)
     #: How mass adds up over queries: all of it, per query seen, exponentially forgotten, or the last queries only.
     accumulate: Literal["sum", "mean", "ema", "last"] = "sum"
     #: ema: share of the old average that stays, per query.
@@ -194,6 +200,8 @@ class KVPolicyConfig(BaseModel):
         "bands",
         "beta",
         "floor",
+        "merge_decay",
+        "merge_threshold",
         mode="before",
     )
     @classmethod
@@ -241,6 +249,8 @@ class KVPolicyConfig(BaseModel):
     def _sees_tokens(self) -> "KVPolicyConfig":
         if self.granularity == "token" and self.when == "pressure":
             raise ValueError("granularity: under pressure whole blocks of all requests are compared: it has: block")
+        if self.merge and self.granularity != "token":
+            raise ValueError(f"merge: {self.merge!r} merges tokens: it needs granularity: token")
         return self
 
     @field_validator("kernel")
