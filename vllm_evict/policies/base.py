@@ -68,6 +68,8 @@ class Policy(ABC):
     splits: ClassVar[str] = ""
     #: Whether one budget is shared by all KV groups of a request.
     pools: ClassVar[bool] = False
+    #: Whether it chooses another policy for each KV group when the prompt is computed (`policies.fastgen`).
+    profiles: ClassVar[bool] = False
     #: Whether it looks at `Blocks.key`.
     by_prompt: ClassVar[bool] = False
     #: Fields of `KVPolicyConfig` that mean something to it.

@@ -173,7 +173,7 @@ class TokenSums(RunningSums):
             state.scores.zero_()  # the next window starts empty
 
     def judged(self, req_id: str, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a decision goes by: scores (float32) and positions (int32), [L, Hkv, n], when `position` was the newest."""
+        """What a decision goes by, when `position` was the newest: scores (float32), positions (int32), [L, Hkv, n]."""
         return self._judged[req_id][position], self._states[self._slots[req_id]].positions
 
     def gather(self, req_id: str, position: int, first: int, count: int, keep: torch.Tensor) -> None:
