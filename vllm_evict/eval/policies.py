@@ -54,7 +54,7 @@ class Contender:
             block_size: tokens of a KV block.
             ranks: tensor-parallel size.
         """
-        if not self.config.policy.splits_heads:
+        if not self.config.policy.splits:
             return None
         every = math.ceil(tokens / block_size)
         arranged = _arranged(self.config.pattern, ranks)
@@ -167,7 +167,7 @@ def _label(config: KVPolicyConfig) -> str:
     """A JSON object's name, and how it scores, protects and splits heads if that is not the policy's default."""
     unsaid = {"name", "budget", "buffer", "sink", "recent", "allow"}
     fields, defaults = brief(config), {"threshold": None, "sparsity": None}
-    if config.policy.splits_heads:
+    if config.policy.splits:
         # Without a file of gates there is nothing but the pattern that says which heads.
         unsaid |= {"heads"} | ({"pattern"} if config.heads not in REDUCTION_NAMES else set())
     else:
@@ -198,11 +198,11 @@ def servers(wanted: Sequence[Contender], max_len: int, block_size: int) -> list[
 
 def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
     config = contender.config
-    if config.name == "full" or config.policy.splits_heads:
+    if config.name == "full" or config.policy.splits:
         return config
     budget = None if config.budget is None else max_len
     # Without a prefix cache, which measuring leaves off, nothing can be reconstructed; and KV groups are made at start.
-    allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits_heads)
+    allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits)
     return KVPolicyConfig.parse(config.to_dict() | {"budget": budget, "allow": allow})
 
 
