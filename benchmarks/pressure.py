@@ -156,18 +156,21 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         "sink-window": window,
         "h2o": {**h2o, "budget": window["sink"] + window["recent"] + options.block_size},
         "h2o, never evicting": {**h2o, "budget": options.prompt + options.output},
+        # Half of the heads keep everything, the others what sink-window keeps.
+        "duo": {**window, "name": "duo", "pattern": ["10" * (options.kv_heads // 2)] * options.layers},
     }
 
 
 def pressure_child(spec: dict) -> dict:
     """One case of one round, in a process of its own."""
     options = argparse.Namespace(**spec["options"])
+    split = (spec["policy"] or {}).get("name") == "duo"  # blocks of half the heads: as many as fit
     llm = make_llm(
         spec["model"],
         spec["policy"],
         max_model_len=options.prompt + options.output,
         block_size=options.block_size,
-        num_gpu_blocks_override=options.pool // options.block_size,
+        num_gpu_blocks_override=None if split else options.pool // options.block_size,
         kv_cache_memory_bytes=options.pool * Shape(**spec["shape"]).kv_bytes_per_token(),
         max_num_seqs=options.requests,
         max_num_batched_tokens=CHUNK,

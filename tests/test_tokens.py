@@ -30,6 +30,10 @@ POLICIES = {
     "knorm": {"name": "knorm", **BASE},
     "keydiff": {"name": "keydiff", **BASE},
     "rkv": {"name": "rkv", **BASE, "window": 12, "mix": 0.5},
+    "h2o-d2o": {"name": "h2o", **BASE, "merge": "d2o"},
+    "knorm-d2o": {"name": "knorm", **BASE, "merge": "d2o", "merge_decay": 0.4},
+    "h2o-ems": {"name": "h2o", **BASE, "merge": "ems", "merge_threshold": 0.2},
+    "keydiff-ems-all": {"name": "h2o", **BASE, "merge": "ems", "merge_threshold": 0.3, "sets": "all"},
 }
 #: Of prompts without near ties.
 SEED = 40
@@ -53,7 +57,7 @@ def prompt_of(length, seed=0):
 
 
 def oracle_config(policy):
-    options = {k: v for k, v in policy.items() if k not in ("name", "granularity", "sets", "allow")}
+    options = {k: v for k, v in policy.items() if k in Config.__dataclass_fields__}
     return Config(policy=policy["name"], block_size=BLOCK, **options)
 
 
@@ -65,10 +69,11 @@ def assert_logprobs(output, prompt, trace, logits):
     np.testing.assert_allclose(logprobs_of(output)[before:], want, atol=2e-3)
 
 
-def assert_like_oracle(dense, prompt, output, trace, policy, groups=None, sets="head"):
+def assert_like_oracle(dense, prompt, output, trace, policy):
     tokens = [*prompt, *output.outputs[0].token_ids]
-    groups = groups or [(oracle_config(policy), None)]
-    requests = replay_tokens(dense, tokens, trace.steps, groups, trace.start, sets)
+    merge = policy if policy.get("merge") else None
+    groups = [(oracle_config(policy), None)]
+    requests = replay_tokens(dense, tokens, trace.steps, groups, trace.start, policy.get("sets", "head"), merge)
     for got, want in zip(trace.groups, requests, strict=True):
         assert got.evicted[:-1] == want.replay.evicted[: len(trace.steps) - 1]
     assert min(request.closest for request in requests) > TIE, "rounding could choose another token: take another prompt"
@@ -90,7 +95,7 @@ def test_each_head_keeps_what_the_formula_says(engine, model, dense, name):
     ]
     outputs, traces = server.traced(requests)
     for (prompt, _), output, trace in zip(requests, outputs, traces):
-        (request,) = assert_like_oracle(dense, prompt, output, trace, policy, sets=policy.get("sets", "head"))
+        (request,) = assert_like_oracle(dense, prompt, output, trace, policy)
         if len(request.kept) > 1:
             sets = {tuple(kept) for kept in request.kept[-1].values()}
             assert (len(sets) == 1) == (policy.get("sets") == "all"), "heads were to keep their own tokens"

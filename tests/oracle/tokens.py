@@ -12,13 +12,15 @@ from .replay import REDUCE, Replay, Request, candidates_of, cosine, redundancy, 
 
 
 class TokenRequest(Request):
-    """heads: bool [L, G], those of its KV group; sets: "head", or "all" for one set of tokens for all heads."""
+    """heads: bool [L, G], those of its KV group; sets: "head", or "all" for one set of tokens for all heads.
+    merge: the plugin's fields for merging, or None.
+    """
 
-    def __init__(self, model, config, heads=None, sets="head"):
+    def __init__(self, model, config, heads=None, sets="head", merge=None):
         super().__init__(model, config)
         shape = (model.layers, model.kv_heads)
         self.heads = torch.ones(shape, dtype=torch.bool) if heads is None else torch.as_tensor(heads)
-        self.sets = sets
+        self.sets, self.merge, self.thresholds = sets, merge, {}
         self.gone = torch.zeros(*shape, 0, dtype=torch.bool)  # [L, G, N]
         self.drawn = torch.zeros(*shape, 0, dtype=torch.float64)
         self.closest = math.inf  # relative gap between the last that went and the first that stayed, at its smallest
@@ -78,12 +80,47 @@ class TokenRequest(Request):
                 low, high = value[order[spare * size - 1 : spare * size + 1]].tolist()
                 if high > low:  # pooling makes neighbours equal: then the oldest go, here as there
                     self.closest = min(self.closest, (high - low) / max(abs(low), abs(high)))
+            if self.merge:
+                self.merge_tokens(layer, head, places[layer, head], value, going)
             self.gone[layer, head, places[layer, head][going]] = True
         if config.accumulate == "last":
             self.drawn.zero_()
         self.replay.evicted.append(blocks[len(blocks) - spare :])
         self.evicted |= set(self.replay.evicted[-1])
         self.kept.append({at: torch.nonzero(~self.gone[at])[:, 0].tolist() for at in values})
+
+    def merge_tokens(self, layer, head, places, importance, going):
+        """By the papers' formulas, one token after the other."""
+        keys, values = self.cache[layer]
+        staying = sorted(set(range(len(places))) - set(going.tolist()))
+        going = sorted(going.tolist())
+        if self.merge["merge"] == "ems":
+            going = sorted(sorted(going, key=lambda i: (importance[i].item(), i))[-len(staying) :])
+        best = {}
+        for i in going:
+            likeness = [cosine(keys[places[i], head][None], keys[places[j], head][None]).item() for j in staying]
+            best[i] = max(zip(likeness, staying), key=lambda pair: pair[0])
+        mean = sum(likeness for likeness, _ in best.values()) / len(best)
+        if self.merge["merge"] == "ems":
+            threshold = self.merge.get("merge_threshold", 0.6)
+        else:
+            before, decay = self.thresholds.get((layer, head)), self.merge.get("merge_decay", 0.7)
+            threshold = mean if before is None else decay * mean + (1 - decay) * before
+            self.thresholds[layer, head] = threshold
+        self.closest = min([self.closest, *(abs(likeness - threshold) for likeness, _ in best.values())])
+        positive = bool((importance > 0).all())
+        for j in staying:
+            merged = [(i, likeness) for i, (likeness, into) in best.items() if into == j and likeness >= threshold]
+            if self.merge["merge"] == "d2o":
+                weights = [math.e, *(math.exp(likeness) for _, likeness in merged)]
+            elif positive:
+                weights = [importance[j].item(), *(importance[i].item() for i, _ in merged)]
+            else:
+                weights = [1.0] * (1 + len(merged))
+            tokens = [places[j], *(places[i] for i, _ in merged)]
+            for x in (keys, values):
+                old = x[:, head].clone()
+                x[places[j], head] = sum(w * old[t] for w, t in zip(weights, tokens)) / sum(weights)
 
     def token_importance(self, layer, head, resident, candidates):
         """float64 [candidates]"""
@@ -108,12 +145,12 @@ class TokenRequest(Request):
         return mass
 
 
-def replay_tokens(model, token_ids, steps, groups, start=0, sets="head"):
+def replay_tokens(model, token_ids, steps, groups, start=0, sets="head", merge=None):
     """Serve `token_ids` in the given steps; returns the finished requests, one for each group.
 
     groups: (Config, heads bool [L, G] or None) of each. start: leading tokens out of a prefix cache.
     """
-    requests = [TokenRequest(model, config, heads, sets) for config, heads in groups]
+    requests = [TokenRequest(model, config, heads, sets, merge) for config, heads in groups]
     cache, done, logits = model.new_cache(), start, []
     if start:
         model.forward(token_ids[:start], cache, torch.ones(start, start, dtype=torch.bool).tril())

@@ -8,7 +8,7 @@ import torch
 from ..worker.work import Share
 from .compact import compact
 from .decode import decode_classes, decode_mass
-from .mass import block_mass, kernel_path, unpack_keys, unpack_values
+from .mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
 from .queries import Queries
 
 #: Backend ISAs whose packed keys `block_mass` reads -> its name of the layout.
@@ -150,6 +150,16 @@ class CPUPasses:
             weights=weights,
             layout=KEY_LAYOUTS[layer.isa],
         )
+
+    @staticmethod
+    def write(
+        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Overwrite physical `blocks` (int64 [n]) with keys and values [n, Hkv, block_size, D], of any float dtype."""
+        layout = KEY_LAYOUTS[layer.isa]
+        packed = (pack_keys(keys.to(kv_cache.dtype), layout), pack_values(values.to(kv_cache.dtype), layout))
+        for half, content in zip(_halves(kv_cache), packed):
+            half[blocks] = content
 
     @staticmethod
     def read(

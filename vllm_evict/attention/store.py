@@ -32,3 +32,7 @@ class LayerStore:
             return
         for (layer, cache), heads in zip(layers, keep):
             self._passes.compact(layer, [cache], source, heads[None], target)
+
+    def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite blocks of the layer with this number; keys and values [n, Hkv, block_size, D]."""
+        self._passes.write(*list(self._caches())[layer], blocks, keys, values)

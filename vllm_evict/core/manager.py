@@ -100,7 +100,8 @@ class EvictableManager(FullAttentionManager):
     ) -> int:
         resident = self.residents.get(request_id) if apply_admission_cap else None
         # Before its scores are there a request is not evicted from.
-        if resident and resident.limits and not resident.config.policy.reconstructs:
+        waits = resident and (resident.config.policy.reconstructs or resident.config.policy.profiles)
+        if resident and resident.limits and not waits:
             # A longer prompt is evicted chunk by chunk, so it never holds more than this at once.
             num_tokens = min(num_tokens, (resident.limits.bound + self.in_flight) * self.block_size)
         self.wanted = super().get_num_blocks_to_allocate(

@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -214,8 +215,16 @@ class EvictionMixin:
             resident.started, resident.first_query = True, computed_tokens
             if self.reconstructions is not None and self.reconstructions.is_shadow(req_id):
                 plan.track[req_id] = self.reconstructions.scoring
-            elif resident.measured and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
-                plan.track[req_id] = scoring
+            elif resident.measured:
+                scoring = Scoring.of(resident.config, resident.limits.trigger)
+                if resident.config.policy.profiles:  # its decision falls with the last tokens of the prompt
+                    prompt = self.requests[req_id].num_prompt_tokens
+                    trigger, start = math.ceil(prompt / manager.block_size) - 1, max(prompt - scoring.window, 0)
+                    scoring = replace(scoring, trigger=trigger, start=start)
+                if scoring is not None:
+                    plan.track[req_id] = scoring
+        if self.kv_policy.policy.profiles:
+            self._plan_profiles(manager, plan, output)
         for req_id in manager.take_over_trigger():
             if req_id in output.num_scheduled_tokens:
                 resident = manager.residents[req_id]
@@ -226,6 +235,15 @@ class EvictionMixin:
                     plan.report[req_id] = resident.config.policy.measures
         if self._under_pressure and self._short_of_blocks():
             self._ask_for_scores(manager, plan, output)
+
+    def _plan_profiles(self, manager: EvictableManager, plan: GroupPlan, output: SchedulerOutput) -> None:
+        """Requests whose prompt is computed with this step, and whose policy is chosen then."""
+        for req_id in output.num_scheduled_tokens:
+            resident, request = manager.residents[req_id], self.requests[req_id]
+            waits = resident.measured and resident.config.policy.profiles
+            if waits and request.num_computed_tokens >= request.num_prompt_tokens:
+                plan.due[req_id] = resident.incarnation
+                plan.report[req_id] = resident.config.policy.measures
 
     def _plan_jointly(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
         """One KV group that grew makes all of a request's groups due, if they hold too much together."""
@@ -277,6 +295,11 @@ class EvictionMixin:
             if resident.measured and req_id not in reports:
                 logger.error("no scores came back for request %s: its KV blocks stay this time", req_id)
                 continue
+            if resident.config.policy.profiles:
+                computed = request.num_computed_tokens - request.num_in_flight_tokens
+                resident.profile(reports[req_id], computed, request.num_prompt_tokens)
+                if resident.limits is not None and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
+                    self._plan.groups[manager.kv_cache_group_id].track[req_id] = scoring
             if resident.config.policy.reconstructs:
                 self.reconstructions.want(request, resident)
             else:

@@ -6,6 +6,7 @@ To add one, write its file and name its class here; the test matrix and the docu
 from .adakv import AdaKV
 from .base import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, REDUCTIONS, RUNNING, TOKEN_OPTIONS, Blocks, Policy
 from .duo import Duo
+from .fastgen import FastGen
 from .full import Full
 from .h2o import H2O
 from .keydiff import KeyDiff
@@ -25,7 +26,7 @@ POLICIES: dict[str, Policy] = {
     policy.name: policy()
     for policy in (
         Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Random,
-        Duo, PyramidKV, AdaKV,
+        Duo, PyramidKV, AdaKV, FastGen,
     )
 }  # fmt: skip
 

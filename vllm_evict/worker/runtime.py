@@ -12,6 +12,7 @@ from ..config import KVPolicyConfig
 from ..core.plan import PLAN, EvictionPlan, GroupPlan, Reports
 from ..policies import CACHED, RUNNING
 from .cached import CachedStatistics, Row
+from .merge import Merger
 from .sums import RunningSums
 from .tokens import Store, TokenSums, compact
 from .work import OwnWork
@@ -48,7 +49,8 @@ class EvictionRuntime:
         """Gather the tokens that heads keep, before any block of this step is written."""
         for each in self.plan.compactions:
             group = self.groups[each.group]
-            compact(each, group.store, group.tokens, group.block_size, all_reduce)
+            merger = group.mergers.setdefault(each.req_id, Merger())
+            compact(each, group.store, group.tokens, group.block_size, merger, all_reduce)
 
     @torch.inference_mode()
     def end(self, all_reduce: Any) -> list[Reports]:
@@ -113,6 +115,8 @@ class GroupRuntime:
         if config.granularity == "token" and config.statistics & RUNNING:
             self.tokens = TokenSums(max_requests, *(shape or (kv_heads, layers)), block_size)
         self.store = store
+        #: Of requests that merge.
+        self.mergers: dict[str, Merger] = {}
         self.cached = CachedStatistics(store.read, kv_heads, layers, config.heads, config.layers)
         #: Whether the layers' kernels can decode requests with holes themselves (see `OwnWork`).
         self.decodes = False
@@ -136,6 +140,8 @@ class GroupRuntime:
             # have some too.
             (self.with_holes.add if 0 in block_ids[index] else self.with_holes.discard)(req_id)
         self.with_holes.update(plan.holes)
+        for req_id in gone if self.mergers else ():
+            self.mergers.pop(req_id, None)
         for sums in (self.sums, self.tokens):
             if sums is None:
                 continue

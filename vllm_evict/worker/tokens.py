@@ -11,8 +11,8 @@ from ..attention.keys import token_scores
 from ..core.plan import Compaction, Scoring
 from ..policies import CACHED, RUNNING, Blocks
 from .cached import OF_VALUES
+from .merge import Merger
 from .sums import RunningSums, Weigh
-
 
 #: Steps in flight at most, and with them decisions that are due and not yet carried out.
 IN_FLIGHT = 3
@@ -27,6 +27,10 @@ class Store(Protocol):
 
     def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
         """Gather kept tokens of each layer, int32 [Hkv, kept] each (see `attention.compact`)."""
+        ...
+
+    def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite blocks of one layer; keys and values [n, Hkv, block_size, D]."""
         ...
 
 
@@ -169,7 +173,7 @@ class TokenSums(RunningSums):
             state.scores.zero_()  # the next window starts empty
 
     def judged(self, req_id: str, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a decision goes by: scores, float32, and positions, int32 [L, Hkv, n], when `position` was the newest."""
+        """What a decision goes by, when `position` was the newest: scores (float32), positions (int32), [L, Hkv, n]."""
         return self._judged[req_id][position], self._states[self._slots[req_id]].positions
 
     def gather(self, req_id: str, position: int, first: int, count: int, keep: torch.Tensor) -> None:
@@ -185,6 +189,7 @@ def compact(
     store: Store,
     sums: TokenSums | None,
     block_size: int,
+    merger: Merger,
     all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
 ) -> None:
     """Choose what each KV head keeps of a request's tokens, and gather it.
@@ -194,6 +199,7 @@ def compact(
         store: the KV cache.
         sums: what was measured; None if nothing is.
         block_size: tokens.
+        merger: of the request.
         all_reduce: (float64 tensor, whether to take the maximum) -> the same over tensor-parallel ranks.
     """
     resident = torch.tensor(plan.resident)
@@ -206,7 +212,10 @@ def compact(
         scores = [one.expand(len(layer), -1) for layer in scores]
     keep = [_kept(layer, kept) for layer in scores]
     source = resident[plan.first : plan.first + plan.count].int()
+    merged = _merged(plan, store, merger, source, scores, keep) if plan.config.merge else []
     store.compact(source, [layer.int() for layer in keep], torch.tensor(plan.target, dtype=torch.int32))
+    for layer, (keys, values) in enumerate(merged):
+        store.write(layer, torch.tensor(plan.target), *(_in_blocks(x, block_size) for x in (keys, values)))
     if judged is not None:
         heads = judged[0].shape[1]
         # Rows of heads that a layer does not have are never read.
@@ -247,6 +256,27 @@ def _importance(
             importance.append(torch.from_numpy(np.ascontiguousarray(policy.importance(tokens), np.float64)))
         layers.append(torch.stack(importance))
     return layers
+
+
+def _merged(
+    plan: Compaction,
+    store: Store,
+    merger: Merger,
+    source: torch.Tensor,
+    scores: list[torch.Tensor],
+    keep: list[torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Kept keys and values of each layer, with those that go merged into them. float32 [Hkv, kept, D] each"""
+    merged = []
+    for layer, (keys, values) in enumerate(store.read(source.long(), True)):
+        tokens = (x.transpose(0, 1).flatten(1, 2) for x in (keys, values))
+        merged.append(merger.merge(plan.config, layer, *tokens, scores[layer], keep[layer]))
+    return merged
+
+
+def _in_blocks(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[Hkv, n * block_size, D] -> [n, Hkv, block_size, D]"""
+    return tokens.unflatten(1, (-1, block_size)).transpose(0, 1)
 
 
 def _age(positions: torch.Tensor, newest: int, every: int) -> torch.Tensor:
