@@ -49,8 +49,8 @@ BOTH    = {"name": "duo", "heads": "configs/heads/needle", "sparsity": 0.5, "ret
 	"accumulate": "last", "window": 16, "sink": 32, "recent": 32, "buffer": 0}}
 SWAPPED = {"name": "duo", "pattern": ["11", "11", "00", "00"], "sink": 32, "recent": 64}
 comma := ,
-# Tokens, a set for each head and one for all heads; bands of layers, and of heads. All that docs/quality.md has of them
-# takes half as long again as the rest: TOKEN_BUDGETS=0.1,0.25,0.5.
+# Tokens, a set for each head and one for all heads; bands of layers, and of heads. docs/quality.md has them at three
+# budgets: TOKEN_BUDGETS=0.1,0.25,0.5.
 TOKEN_BUDGETS ?= 0.25
 SCORES = "h2o","accumulate":"last","window":16 "tova" "snapkv","kernel":7 "knorm" "keydiff" "rkv"
 TOKENS = $(foreach sets,head all,$(foreach score,$(SCORES),\
