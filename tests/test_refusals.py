@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 import vllm
 from oracle.tiny import make_tiny_llama
 from vllm.engine.arg_utils import EngineArgs
@@ -315,20 +316,45 @@ def test_layers_of_unknown_backends_or_with_windows_are_refused():
 
 def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "is_fp8_kv_cache": False, "head_size": 64}
-    found = {"layer.2": SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain))}
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    found = {"layer.2": SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain), attn_backend=backend)}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
-    runtime = SimpleNamespace(decodes=None)
+    group = SimpleNamespace(decodes=None)
+    runtime = SimpleNamespace(groups=[group])
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
         layers.settle(None, KVPolicyConfig.parse(H2O), runtime)
     layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime)
-    assert runtime.decodes is False
+    assert group.decodes is False
     found["layer.2"].isa = "vec"
     layers.settle(None, KVPolicyConfig.parse(H2O), runtime)
-    assert runtime.decodes is (kernel_path() not in ("torch reference", "portable"))
+    assert group.decodes is (kernel_path() not in ("torch reference", "portable"))
     for field, value in {"alibi_slopes": [1.0], "logits_soft_cap": 30.0, "is_fp8_kv_cache": True, "head_size": 72}.items():
         found["layer.2"].impl = SimpleNamespace(**{**plain, field: value})
         layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime)
-        assert runtime.decodes is False
+        assert group.decodes is False
+
+
+def test_caches_that_the_triton_passes_cannot_read_are_refused(monkeypatch):
+    plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "chunk_lookback": -1, "head_size": 64}
+    backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")
+    found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16)
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+    group = SimpleNamespace(decodes=None)
+    runtime = SimpleNamespace(groups=[group])
+
+    def settle(policy, dtype=torch.bfloat16, **changed):
+        found.impl, found.kv_cache_torch_dtype = SimpleNamespace(**{**plain, **changed}), dtype
+        layers.settle(None, KVPolicyConfig.parse(policy), runtime)
+        return group.decodes
+
+    assert settle(H2O)
+    with pytest.raises(KVPolicyError, match=r"layer.2 keeps its keys as float16.*sink-window"):
+        settle(H2O, torch.float16)
+    with pytest.raises(KVPolicyError, match=r"layer.2 has heads of size 512.*sink-window"):
+        settle(H2O, head_size=512)
+    assert not settle(UNMEASURED, torch.float8_e4m3fn)
+    for changed in ({"alibi_slopes": [1.0]}, {"logits_soft_cap": 30.0}, {"sinks": [1.0]}, {"chunk_lookback": 1}):
+        assert not settle(UNMEASURED, **changed)
 
 
 def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):

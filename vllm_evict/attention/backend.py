@@ -18,7 +18,17 @@ OWN_WORK = "kv_evict_own_work"
 
 
 class Passes(Protocol):
-    """What is done for one layer beside or instead of a backend's kernel. `attention.cpu.CPUPasses` has the shapes."""
+    """What is done for one layer beside or instead of a backend's kernel. `attention.cpu.CPUPasses` has the shapes.
+
+    Attributes:
+        heads_dim: dimension of a layer's cache that counts its KV heads.
+    """
+
+    heads_dim: int
+
+    def unreadable(self, layer: Any) -> str | None: ...
+
+    def can_decode(self, layer: Any) -> bool: ...
 
     def mass(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, weights: Any, out: Any) -> None: ...
 

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import replace_as
 
-from ..attention.backend import resident_backend, working_impl
-from ..attention.cpu import KEY_LAYOUTS, CPUPasses
+from ..attention.backend import Passes, resident_backend, working_impl
+from ..attention.passes import passes_for
 from ..attention.split import part_of, split_impl
 from ..config import STREAMING, KVPolicyConfig, KVPolicyError
 from ..core.spec import EvictableSpec
@@ -81,11 +81,12 @@ def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attenti
     """All heads of all layers in one KV group."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
-    read = lambda blocks, values: (CPUPasses.read(layer, layer.kv_cache, blocks, values) for layer in layers)  # noqa: E731
+    passes = passes_for(layers[0].attn_backend.get_name())
+    read = lambda blocks, values: (passes.read(layer, layer.kv_cache, blocks, values) for layer in layers)  # noqa: E731
     group = _group(vllm_config, part, kv_heads, len(layers), read)
     backends = {layer.attn_backend: None for layer in layers}
     backends = {backend: resident_backend(backend, group, head_class) for backend in backends}
-    impls = {impl: working_impl(impl, CPUPasses) for impl in {type(layer.impl) for layer in layers}}
+    impls = {impl: working_impl(impl, passes) for impl in {type(layer.impl) for layer in layers}}
     for layer in layers:
         layer.attn_backend = backends[layer.attn_backend]
         layer.impl.__class__ = impls[type(layer.impl)]
@@ -97,10 +98,11 @@ def _split(
 ) -> list[GroupRuntime]:
     """Heads in several KV groups; if they have to be in another order, they were given it when the model was loaded."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
+    passes = passes_for(backend.get_name())
     groups, pages = [], []
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
-        read = partial(_read_parts, layers, name)
+        read = partial(_read_parts, passes, layers, name)
         group = _group(vllm_config, config.of_class(head_class), placed.width, 1, read)
         resident = resident_backend(backend, group, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
@@ -108,7 +110,7 @@ def _split(
         vllm_config.compilation_config.static_forward_context[name] = slots
         groups.append(group)
         pages.append(name)
-    working = working_impl(type(first.impl), CPUPasses)
+    working = working_impl(type(first.impl), passes)
     for layer, places in zip(layers.values(), placed.places[get_tp_group().rank_in_group]):
         parts, head = [], 0
         for place in places:
@@ -152,31 +154,33 @@ def _spec(
     return replace_as(spec, EvictableSpec, num_kv_heads=width, backend=layer.attn_backend.get_name(), **own)
 
 
-def _read_parts(layers: dict[str, Attention], pages: str, blocks: Any, values: bool) -> Iterator[tuple[Any, Any]]:
+def _read_parts(
+    passes: Passes, layers: dict[str, Attention], pages: str, blocks: Any, values: bool
+) -> Iterator[tuple[Any, Any]]:
     for layer in layers.values():
         for part in getattr(layer, PARTS):
             if part.pages == pages:
-                yield CPUPasses.read(layer, part.kv_cache, blocks, values)
+                yield passes.read(layer, part.kv_cache, blocks, values)
 
 
 def settle(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> None:
     """Choose what attends to requests with holes; how keys are packed is known once metadata builders exist.
 
     Raises:
-        KVPolicyError: the score pass cannot read a layer's keys; names the layout.
+        KVPolicyError: the score pass cannot read a layer's keys; says why.
     """
     layers = get_layers_from_vllm_config(vllm_config, Attention)
+    decodes = True
     for name, layer in layers.items():
-        if config.statistics and layer.isa not in KEY_LAYOUTS:
-            raise KVPolicyError(
-                f"{name} packs its keys for {layer.isa!r}, which the score pass can't read (it reads "
-                f"{', '.join(KEY_LAYOUTS)}): use sink-window with \"allow\": []"
-            )
+        passes = passes_for(layer.attn_backend.get_name())
+        if config.statistics and (reason := passes.unreadable(layer)):
+            raise KVPolicyError(f"{name} {reason}: use sink-window with \"allow\": []")
         for part in getattr(layer, PARTS, ()):
             pages = vllm_config.compilation_config.static_forward_context[part.pages]
-            part.kv_cache = pages.kv_cache[:, part.slots]
+            part.kv_cache = pages.kv_cache.movedim(passes.heads_dim, 0)[part.slots].movedim(0, passes.heads_dim)
+        decodes &= passes.can_decode(layer)
     for group in runtime.groups:
-        group.decodes = all(CPUPasses.can_decode(layer) for layer in layers.values())
+        group.decodes = decodes
 
 
 def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:

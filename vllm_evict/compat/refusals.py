@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from ..attention.passes import PASSES
 from ..config import KVPolicyConfig, KVPolicyError
 from ..policies import RUNNING
 
 #: Attention backends that have been put behind a resident view.
-BACKENDS = ("CPU_ATTN",)
+BACKENDS = tuple(PASSES)
 
 
 def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
