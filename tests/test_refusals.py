@@ -8,6 +8,7 @@ import torch
 import vllm
 from oracle.tiny import make_tiny_llama
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.attention.mass import kernel_path
 from vllm_evict.compat import layers, refusals
@@ -189,6 +190,7 @@ def plain_config(**changes):
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, cache_dtype="auto"),
         scheduler_config=SimpleNamespace(scheduler_cls=None),
         device_config=SimpleNamespace(device_type="cpu"),
+        attention_config=SimpleNamespace(backend=None),
         speculative_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
@@ -201,7 +203,11 @@ def plain_config(**changes):
 
 #: What vLLM itself refuses on a CPU, or switches off there.
 NOT_ON_A_CPU = {
+    "vLLM's xpu engine": dict(device_config__device_type="xpu"),
     "vLLM's cuda engine": dict(device_config__device_type="cuda"),
+    "the attention backend FLASH_ATTN: set --attention-backend TRITON_ATTN": dict(
+        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.FLASH_ATTN
+    ),
     "context parallelism": dict(parallel_config__decode_context_parallel_size=2),
     "context parallelism: set --decode": dict(parallel_config__prefill_context_parallel_size=2),
     "dual-batch overlap": dict(parallel_config__enable_dbo=True),
@@ -218,6 +224,13 @@ def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
         refusals.check_config(plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
     message = str(refused.value)
     assert what in message and ("leave" in message or "set --" in message)
+
+
+def test_the_triton_backend_is_served_on_a_gpu():
+    served = plain_config(
+        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.TRITON_ATTN
+    )
+    refusals.check_config(served, KVPolicyConfig.parse(H2O))
 
 
 def test_every_entry_refuses_on_its_own(monkeypatch):

@@ -7,6 +7,7 @@ special to one lies in its `Passes`.
 from dataclasses import replace
 from typing import Any, Protocol
 
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
 from ..core.spec import EvictableSpec
@@ -61,6 +62,11 @@ def resident_backend(backend: type, runtime: GroupRuntime, head_class: str = "",
     """
 
     class ResidentBuilder(backend.get_builder_cls()):
+        @classmethod
+        def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
+            """No full graph: which kernels attend, over which table, differs from step to step. Piecewise ones do."""
+            return AttentionCGSupport.NEVER
+
         def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
             if kv_heads is not None:
                 kv_cache_spec = replace(kv_cache_spec, num_kv_heads=kv_heads)

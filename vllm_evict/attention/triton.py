@@ -28,7 +28,7 @@ class TritonPasses:
         """What keeps the score pass from reading a layer's keys, as the end of a sentence; None if nothing does."""
         if layer.kv_cache_torch_dtype != layer.dtype:
             kept = str(layer.kv_cache_torch_dtype).removeprefix("torch.")
-            return f"keeps its keys as {kept}, which the score pass can't read: use --kv-cache-dtype auto"
+            return f"keeps its keys as {kept}, not in the model's own dtype, which the score pass can't read"
         if not 16 <= layer.impl.head_size <= 256:
             return f"has heads of size {layer.impl.head_size}, which the score pass can't read (it reads 16 to 256)"
         return None
@@ -57,9 +57,7 @@ class TritonPasses:
         table, starts, lens = _rows(metadata, len(out))
         scale = layer.impl.scale
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        query_lse(
-            *(query, keys, table, starts, lens, scale, lse), longest=metadata.max_query_len, weights=weights
-        )
+        query_lse(query, keys, table, starts, lens, scale, lse, longest=metadata.max_query_len, weights=weights)
         mass_from_lse(query, keys, lse, table, starts, lens, scale, out, weights=weights)
 
     def mass_of(
@@ -118,9 +116,7 @@ class TritonPasses:
         from ..triton_kernels.decode_mass import decode_mass
 
         plan = self._plan(query, keys, len(rows), table.shape[1], out is not None)
-        decode_mass(
-            query, keys, values, table, starts, lens, rows, scale, output, out=out, weights=weights, plan=plan
-        )
+        decode_mass(query, keys, values, table, starts, lens, rows, scale, output, out=out, weights=weights, plan=plan)
 
     def _plan(self, query: torch.Tensor, keys: torch.Tensor, rows: int, width: int, mass: bool) -> Any:
         """Scratch for at least so many rows and blocks: the same memory from layer to layer and step to step.

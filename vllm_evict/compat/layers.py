@@ -136,6 +136,7 @@ def _group(
         kv_heads=kv_heads,
         layers=layers,
         read=read,
+        device=vllm_config.device_config.device_type,
     )
 
 
@@ -174,7 +175,7 @@ def settle(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRun
     for name, layer in layers.items():
         passes = passes_for(layer.attn_backend.get_name())
         if config.statistics and (reason := passes.unreadable(layer)):
-            raise KVPolicyError(f"{name} {reason}: use sink-window with \"allow\": []")
+            raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": []')
         for part in getattr(layer, PARTS, ()):
             pages = vllm_config.compilation_config.static_forward_context[part.pages]
             part.kv_cache = pages.kv_cache.movedim(passes.heads_dim, 0)[part.slots].movedim(0, passes.heads_dim)
@@ -189,5 +190,6 @@ def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:
     if group.world_size > 1:
         import torch.distributed as dist
 
-        dist.all_reduce(values, dist.ReduceOp.MAX if maximise else dist.ReduceOp.SUM, group=group.cpu_group)
+        ranks = group.cpu_group if values.device.type == "cpu" else group.device_group
+        dist.all_reduce(values, dist.ReduceOp.MAX if maximise else dist.ReduceOp.SUM, group=ranks)
     return values

@@ -8,6 +8,8 @@ from ..policies import RUNNING
 
 #: Attention backends that have been put behind a resident view.
 BACKENDS = tuple(PASSES)
+#: Those of them that run on a GPU.
+DEVICE_BACKENDS = ("TRITON_ATTN",)
 
 
 def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
@@ -25,13 +27,19 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     without = "leave --kv-policy out for this model"
     platform = vllm_config.device_config.device_type
+    backend = getattr(vllm_config.attention_config.backend, "name", "chosen by vLLM")
     text = model.hf_text_config
     windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
     return [
         (
-            platform != "cpu",
+            platform not in ("cpu", "cuda"),
             f"vLLM's {platform} engine in this release",
             "it serves on vLLM's CPU engine; leave --kv-policy out here",
+        ),
+        (
+            platform == "cuda" and backend not in DEVICE_BACKENDS,
+            f"vLLM's cuda engine and the attention backend {backend}",
+            f"set --attention-backend {DEVICE_BACKENDS[0]} (tested without a GPU only), or leave --kv-policy out",
         ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         (model.use_mla, "multi-head latent attention (MLA)", without),

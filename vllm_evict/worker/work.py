@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from .sums import MassStep
+from .transfer import to_device
 
 
 class OwnWork:
@@ -32,18 +33,17 @@ class OwnWork:
     ) -> None:
         self.mass = mass
         self.is_all = len(rows) == query_start_loc[-1]
-        self._rows = torch.from_numpy(rows.astype(np.int32))
+        self._rows = to_device(rows.astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
         self._stock_weights = None if mass is None else mass.weights
         if not len(rows):
             return
-        self.stock_lens = seq_lens.clone()
-        self.stock_lens[self._rows] = 1
+        self.stock_lens = seq_lens.clone().index_fill_(0, self._rows.long(), 1)
         if mass is not None and not self.is_all:
             ones = np.ones(query_start_loc[-1], np.float32)
-            weights = ones if mass.weights is None else mass.weights.numpy().copy()
+            weights = ones if mass.host_weights is None else mass.host_weights.copy()
             weights[query_start_loc[rows]] = 0
-            self._stock_weights = torch.from_numpy(weights)
+            self._stock_weights = to_device(weights, seq_lens.device)
 
     def do(self, passes: Any, layer: Any, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
         """One layer's share, after the stock kernel's (see `attention.backend.Passes`)."""
