@@ -382,3 +382,9 @@ def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):
 def test_blocks_that_the_backend_does_not_have_are_refused(engine):
     with pytest.raises(ValueError, match=r"(?i)block.size"):
         engine({**H2O, "budget": 160, "sink": 16}, block_size=16)
+
+
+@pytest.mark.parametrize("own", [{"alibi_slopes": [1.0]}, {"sinks": [0.5]}])
+def test_heads_with_something_of_their_own_are_not_split(own):
+    with pytest.raises(KVPolicyError, match=r"heads can't be split: those of layer.3"):
+        refusals.check_alike({"layer.3": SimpleNamespace(impl=SimpleNamespace(**own))})

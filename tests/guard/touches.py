@@ -1419,6 +1419,15 @@ ATTENTION = [
         replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.get_cudagraph_support",),
     ),
     Touch(
+        "vllm.v1.attention.backend:AttentionImpl.fused_output_quant_supported",
+        ("attention.backend", "attention.split"),
+        "overridden: our kernels write outputs of the query's dtype",
+        replaced_by=(
+            "vllm_evict.attention.backend:working_impl.WorkingImpl.fused_output_quant_supported",
+            "vllm_evict.attention.split:split_impl.SplitImpl.fused_output_quant_supported",
+        ),
+    ),
+    Touch(
         "vllm.config.compilation:CompilationConfig.resolve_cudagraph_mode_and_sizes",
         ("attention.backend",),
         "with a backend that never supports full graphs it falls back to piecewise ones",

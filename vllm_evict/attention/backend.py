@@ -105,6 +105,10 @@ def working_impl(impl: type, passes: Passes) -> type:
     """A subclass of an `AttentionImpl` that does the step's `OwnWork` and leaves the rest to the stock kernel."""
 
     class WorkingImpl(impl):
+        def fused_output_quant_supported(self, quant_key: Any) -> bool:
+            """Not by the kernel that decodes."""
+            return False
+
         def forward(
             self,
             layer: Any,

@@ -113,7 +113,7 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
 
 
 def check_alike(layers: dict[str, Any]) -> None:
-    """Refuse models whose layers' heads don't fit into pages of one shape, where heads are split.
+    """Refuse models whose layers' heads don't fit into pages of one shape, or differ, where heads are split.
 
     Raises:
         KVPolicyError: naming two layers.
@@ -121,6 +121,8 @@ def check_alike(layers: dict[str, Any]) -> None:
     first = next(iter(layers))
     alike = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_cache_dtype", "attn_backend")
     for name, layer in layers.items():
+        if getattr(layer.impl, "alibi_slopes", None) is not None or getattr(layer.impl, "sinks", None) is not None:
+            raise KVPolicyError(f"heads can't be split: those of {name} have ALiBi slopes or sinks of their own")
         for attribute in alike:
             if getattr(layer, attribute) != getattr(layers[first], attribute):
                 raise KVPolicyError(f"heads can't be split: {name} and {first} differ in {attribute}")
