@@ -43,6 +43,12 @@ LAST     = {"name": "h2o", "accumulate": "last", "window": 16, "sink": 32, "rece
 BARE     = {"name": "$(1)", "protect": false, "sink": 32, "recent": 32, "buffer": 0}
 EVAL     = $(BIN)/vllm-evict eval --model examples/needle/model --depths 0.17,0.33,0.47,0.61,0.79 --samples 4 \
 	--engine-args '{"enforce_eager": true, "max_model_len": 4352}'
+# duo with four and with five of eight retrieval heads, with h2o in the four, and with the wrong four.
+DUO     = configs/duo-needle.yaml,$(CAREFUL),$(BOTH),$(SWAPPED)
+CAREFUL = {"name": "duo", "heads": "configs/heads/needle", "threshold": 0.5}
+BOTH    = {"name": "duo", "heads": "configs/heads/needle", "sparsity": 0.5, "retrieval": {"name": "h2o", "budget": 0.5, \
+	"accumulate": "last", "window": 16, "sink": 32, "recent": 32, "buffer": 0}}
+SWAPPED = {"name": "duo", "pattern": ["11", "11", "00", "00"], "sink": 32, "recent": 64}
 comma := ,
 quality: $(READY)  ## what every policy loses on the embedded model (results in out/quality)
 	@$(EVAL) --out out/quality/agnostic --settings agnostic --policies '$(POLICIES)' --lengths 2048 \
@@ -53,6 +59,10 @@ quality: $(READY)  ## what every policy loses on the embedded model (results in 
 		--budgets 0.25 --tasks niah
 	@$(EVAL) --out out/quality/protect --settings agnostic --lengths 2048 --budgets 0.25 --tasks niah,multikey,ppl \
 		--policies '$(call BARE,h2o)$(comma)$(call BARE,snapkv)$(comma)$(call BARE,tova)$(comma)$(call BARE,keydiff)$(comma)$(call BARE,random)'
+	@$(EVAL) --out out/quality/duo --settings agnostic --policies 'full,$(DUO),h2o,$(LAST),tova,snapkv,rkv,sink-window' \
+		--lengths 2048,4096 --budgets 0.29,0.53 --tasks niah,multikey,twostage,vt,ppl
+	@$(EVAL) --out out/quality/within --settings agnostic --policies full,configs/duo-needle.yaml \
+		--lengths 1024,2048,4096 --tasks niah --samples 28 --seed 1
 
 clean:  ## remove the environment, builds and results
 	rm -rf $(VENV) build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info

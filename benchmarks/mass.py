@@ -1,6 +1,6 @@
 """Time of `block_mass` and `decode_mass` beside that of vLLM's own CPU attention on the same batch.
 
-    python benchmarks/mass.py [--isa avx2] [--block-size 32] [--only decode] [--threads 1]
+    python benchmarks/mass.py [--isa avx2] [--block-size 32] [--only decode] [--threads 1] [--per-token]
 
 "hot": attention and mass alternate, as in a model's layer, so that mass finds
 the keys in whatever cache attention left them in. "fused" gives output and mass
@@ -30,8 +30,9 @@ CHUNK = 2048
 class Batch:
     """Random tensors of one attention layer, and the two calls to time."""
 
-    def __init__(self, query_lens, seq_lens, heads, kv_heads, dim, block_size, dtype, isa):
+    def __init__(self, query_lens, seq_lens, heads, kv_heads, dim, block_size, dtype, isa, per_token):
         self.isa = isa
+        self.per_token = per_token
         self.scale = dim**-0.5
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
         self.starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32)
@@ -52,7 +53,7 @@ class Batch:
         )
         self.query = torch.randn(sum(query_lens), heads, dim).to(dtype)
         self.output = torch.empty_like(self.query)
-        self.mass = torch.zeros(len(seq_lens), kv_heads, width)
+        self.mass = torch.zeros(len(seq_lens), kv_heads, width * (block_size if per_token else 1))
         self.rows = torch.arange(len(seq_lens), dtype=torch.int32)
         self.decodes = max(query_lens) == 1 and self.layout != "amx"
         self.metadata = ops.cpu_attn_get_scheduler_metadata(
@@ -96,6 +97,7 @@ class Batch:
             self.seq_lens,
             self.scale,
             self.mass,
+            per_token=self.per_token,
             layout=self.layout,
             isa=self.isa,
         )
@@ -112,6 +114,7 @@ class Batch:
             self.scale,
             self.output,
             out=self.mass,
+            per_token=self.per_token,
             isa=self.isa,
         )
 
@@ -144,6 +147,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--only", choices=("decode", "prefill"))
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--per-token", action="store_true", help="mass of each token, not of each block")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -172,7 +176,8 @@ def main() -> None:
         for (heads, kv_heads), dim, dtype in itertools.product(
             ((8, 2), (32, 8)), (64, 128), (torch.float32, torch.bfloat16)
         ):
-            batch = Batch(query_lens, seq_lens, heads, kv_heads, dim, options.block_size, dtype, options.isa)
+            sizes = heads, kv_heads, dim, options.block_size
+            batch = Batch(query_lens, seq_lens, *sizes, dtype, options.isa, options.per_token)
             row = f"{name:<22}{f'{heads}/{kv_heads}':>7}{dim:>5}{str(dtype)[6:]:>10}"
             for buffer in (None, flush):
                 attention, mass, *fused = measure(batch, options.repeats, buffer)

@@ -128,7 +128,7 @@ class Engine:
         assert not any(getattr(manager, "residents", None) for manager in self.managers)
         assert not any(manager.take_over_trigger() for manager in self.managers)
         for group in self.worker.kv_evict.groups:
-            assert not group.with_holes
+            assert not group.with_holes and not group.mergers
             if group.sums is not None:
                 assert not group.sums._slots
                 assert sorted(group.sums._free) == list(range(len(group.sums._sums)))

@@ -1,4 +1,4 @@
-"""Bands of layers and of heads: KV groups whose budgets differ, or are shared."""
+"""Bands of layers and of heads: KV groups whose budgets differ, are shared, or whose policies do."""
 
 import math
 
@@ -197,4 +197,70 @@ def test_preempted_aborted_and_asked_for_less(engine, model, name):
     usage = [outputs[i].kv_usage for i in ids[:4]]
     assert usage[2].evicted_blocks == 0 and all(usage[i].evicted_blocks > 0 for i in (0, 1, 3))
     assert usage[1].budget_tokens < usage[0].budget_tokens == 320
+    server.assert_nothing_left()
+
+
+def choice(mass, config, limits, tokens):
+    """The paper's: the cheapest policy that keeps enough. mass: [blocks]"""
+    blocks = np.arange(len(mass))
+    protected = (blocks < limits.sink) | (blocks >= (tokens - config.recent) // BLOCK)
+    order = sorted(blocks[~protected], key=lambda b: -mass[b])[: limits.budget - protected.sum()]
+    if mass[protected].sum() >= config.recovery * mass.sum():
+        return "sink-window"
+    return "h2o" if mass[protected].sum() + mass[order].sum() >= config.recovery * mass.sum() else "full"
+
+
+@pytest.mark.parametrize("bands, recovery", [(2, 0.6)] if V2 else [(2, 0.6), (4, 0.35), (4, 0.65), (4, 0.97)])
+def test_fastgen_matches_the_oracle(engine, model, dense, bands, recovery):
+    policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": bands, "recovery": recovery}
+    server = engine(policy, model=model, max_num_batched_tokens=192)
+    config = KVPolicyConfig.parse(policy)
+    prompt, chosen = random_prompt(600, 5), []
+
+    def on_step(server):
+        for manager in server.managers:
+            for resident in manager.residents.values():
+                if resident.unprofiled and len(chosen) < bands:
+                    chosen.append(resident.config.name)
+
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 120, "logprobs": 1})], on_step)
+    cache, probs = dense.new_cache(), None
+    for start in range(0, 600, 192):
+        end = min(start + 192, 600)
+        mask = torch.ones(end, end, dtype=torch.bool).tril()[start:]
+        _, probs = dense.forward(prompt[start:end], cache, mask, want_probs=True)
+    mass = probs[:, :, -24:].double().sum(2).unflatten(1, (4, -1)).sum(2)  # [L, G, 600]
+    mass = torch.nn.functional.pad(mass, (0, 8)).unflatten(2, (-1, BLOCK)).sum(3).sum(0).numpy()
+    names = []
+    for band in range(bands):
+        of_band = mass[4 * band // bands : 4 * (band + 1) // bands].sum(0)
+        names.append(choice(of_band, config, config.limits(BLOCK, 600), 600))
+        gone = trace.groups[band].evicted[3]
+        assert not any(trace.groups[band].evicted[:3]), "nothing goes before the prompt is computed"
+        candidates = range(1, (600 - 64) // BLOCK)
+        if names[-1] == "h2o":
+            assert gone == sorted(sorted(candidates, key=lambda b: of_band[b])[: 19 - 10])
+        else:
+            assert gone == ([] if names[-1] == "full" else list(range(1, 19 - 4 + 1)))
+    assert chosen == names
+    told = [[[]] + [list(blocks) for blocks in group.evicted[:-1]] for group in trace.groups]
+    heads = [np.zeros((4, 4), bool) for _ in range(bands)]
+    for band in range(bands):
+        heads[band][:, 4 * band // bands : 4 * (band + 1) // bands] = True
+    groups = [(Config("snapkv", BLOCK, **BASE), mine) for mine in heads]
+    tokens = [*prompt, *output.outputs[0].token_ids]
+    replays = replay_heads(dense, tokens, trace.steps, groups, told=told)
+    assert_logprobs(output, prompt, 0, replays[0].logits)
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_fastgen_chooses_anew_after_a_restart(engine, model):
+    policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 2, "recovery": 0.6}
+    server = engine(policy, model=model, blocks=66, max_num_batched_tokens=128, max_model_len=1024)
+    requests = [(random_prompt(500 + 20 * i, i), {"max_tokens": 250, "logprobs": 0}) for i in range(5)]
+    outputs, traces = server.traced(requests)
+    assert sum(trace.restarts for trace in traces) > 0
+    assert all(np.isfinite(logprobs_of(output)).all() for output in outputs)
+    assert any(output.kv_usage.evicted_blocks for output in outputs)
     server.assert_nothing_left()

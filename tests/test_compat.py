@@ -102,8 +102,9 @@ def test_functions_of_the_installed_release_have_the_parameters_that_its_sources
         known = facts(touch, installed)
         if "parameters" not in known or touch.module in NEEDS_A_GPU:
             continue
-        function = importlib.import_module(touch.module)
-        for part in touch.name.split("."):
+        module, _, name = (known["at"] if touch.moved else touch.where).partition(":")
+        function = importlib.import_module(module)
+        for part in name.split("."):
             function = getattr(function, part)
         if isinstance(function, property):
             function = function.fget
@@ -194,6 +195,18 @@ EDITS = {
         'DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"',
         'DEFAULT_PLUGINS_GROUP = "vllm.plugins"',
         "vllm.plugins:DEFAULT_PLUGINS_GROUP",
+    ),
+    "layers that share a cache are told nothing of it": (
+        "vllm.v1.worker.utils",
+        "tgt_kv_cache_group.layer_names.append(layer_name)",
+        "shared_layers.append(layer_name)",
+        "vllm.v1.worker.utils:add_kv_sharing_layers_to_kv_cache_groups",
+    ),
+    "prefix hits are looked up in another order": (
+        "vllm.v1.core.kv_cache_coordinator",
+        "key=lambda g: not isinstance(g.spec, FullAttentionSpec)",
+        "key=lambda g: (not isinstance(g.spec, FullAttentionSpec), len(g.group_ids))",
+        "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",
     ),
     "a function moves away": (
         "vllm.v1.worker.gpu.attn_utils",

@@ -1,10 +1,13 @@
 """`decode_mass`: every kernel this CPU runs against the reference in float64, and who attends to what in an engine."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_mass import BF16, F16, F32, each_isa, needs_extension
 
 from vllm_evict.attention import cpu, decode
@@ -45,7 +48,8 @@ class Batch:
     def run(self, function=decode_mass, rows_of_mass=None, dtype=F32, output=None, **options):
         if output is None:
             output = torch.full(self.query.shape, 7.0, dtype=self.query.dtype)
-        shape = len(self.seq_lens), rows_of_mass or self.heads[1], self.table.shape[1]
+        width = int(self.seq_lens.max()) if options.get("per_token") else self.table.shape[1]
+        shape = len(self.seq_lens), rows_of_mass or self.heads[1], width
         out = torch.zeros(shape, dtype=dtype) if rows_of_mass != 0 else None
         function(
             *(self.query, self.keys, self.values, self.table, self.starts, self.seq_lens, self.rows),
@@ -145,6 +149,118 @@ def test_without_mass_the_output_is_the_same(isa):
     assert torch.equal(output, batch.run(isa=isa, rows_of_mass=0)[0]) and not mass.any()
 
 
+# ---- Each token's mass
+
+
+def per_block(mass, block_size):
+    padded = torch.nn.functional.pad(mass, (0, -mass.shape[2] % block_size))
+    return padded.view(*mass.shape[:2], -1, block_size).sum(3)
+
+
+@each_isa
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("sum_heads", [False, True])
+def test_each_tokens_mass_matches_the_reference(isa, shape, sum_heads):
+    heads, dim, block_size, dtype = shape
+    batch = Batch(LENGTHS, heads, dim, block_size, dtype)
+    batch.weights = torch.rand(len(batch.query)) * (torch.rand(len(batch.query)) < 0.7)
+    rows = 1 if sum_heads else None
+    output, mass = batch.run(isa=isa, rows_of_mass=rows, per_token=True)
+    _, expected = batch.run(decode_mass_reference, rows, torch.float64, per_token=True)
+    torch.testing.assert_close(mass.double(), expected, rtol=3e-6, atol=3e-8)
+    other_output, blocks = batch.run(isa=isa, rows_of_mass=rows)
+    assert torch.equal(output, other_output)
+    sums = per_block(mass, block_size)
+    torch.testing.assert_close(sums, blocks[..., : sums.shape[2]], rtol=3e-6, atol=3e-8)
+    weights = torch.zeros(len(LENGTHS))
+    weights[batch.rows] = batch.weights[batch.starts[batch.rows].long()]
+    torch.testing.assert_close(mass.sum((1, 2)), weights * heads[0], rtol=3e-6, atol=3e-8)
+
+
+@each_isa
+@settings(max_examples=30, deadline=None)
+@given(
+    lens=st.lists(st.integers(1, 1100), min_size=1, max_size=5),
+    group=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    dim=st.integers(1, 6),
+    groups_of_16=st.integers(1, 8),
+    dtype=st.sampled_from([F32, F16, BF16]),
+)
+def test_each_tokens_mass_of_random_batches(isa, lens, group, kv_heads, dim, groups_of_16, dtype):
+    batch = Batch(lens, (group * kv_heads, kv_heads), 16 * dim, 16 * groups_of_16, dtype)
+    mass = batch.run(isa=isa, per_token=True)[1]
+    expected = batch.run(decode_mass_reference, None, torch.float64, per_token=True)[1]
+    torch.testing.assert_close(mass.double(), expected, rtol=4e-6, atol=3e-8)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_extension), False])
+def test_out_of_each_token_may_be_slices(monkeypatch, compiled):
+    if not compiled:
+        monkeypatch.setattr(decode, "_C_cpu", None)
+    batch = Batch(LENGTHS)
+    expected = batch.run(per_token=True)[1]
+    large = torch.full((len(LENGTHS) + 2, 5, 1300), 7.0)
+    out = large[1:-1, 2:4, 50:1250]
+    output = torch.empty_like(batch.query)
+    tensors = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
+    decode_mass(*tensors, batch.scale, output, out=out, per_token=True)
+    torch.testing.assert_close(out - 7, expected, rtol=1e-4, atol=2e-6)
+    for row in batch.rows.tolist():
+        out[row, :, : LENGTHS[row]] = 7
+    assert (large == 7).all()
+    with pytest.raises(ValueError, match="out must be as wide as the longest request has tokens"):
+        decode_mass(*tensors, batch.scale, output, out=out[..., :1199], per_token=True)
+
+
+@needs_extension
+def test_each_tokens_mass_has_the_same_bits_for_any_number_of_threads():
+    batch, layer = Batch(LENGTHS), Classes()
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            out = layer.new_out(per_token=True)
+            results.append([*batch.run(per_token=True), layer.run(out=out, per_token=True), *out])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("function", [decode_classes, decode_classes_reference])
+def test_each_tokens_mass_of_classes_is_that_of_each_alone(function):
+    layer = Classes()
+    out = layer.new_out(per_token=True)
+    layer.run(function, out=out, per_token=True)
+    for each, mass in zip(layer.classes, out):
+        torch.testing.assert_close(mass, each.run(per_token=True)[1], rtol=3e-6, atol=3e-8)
+
+
+def test_the_backend_passes_it_on():
+    """`CPUPasses.mass` and `decode`: blocks by default, tokens on demand."""
+    batch = Batch(LENGTHS)
+    names = "block_table", "query_start_loc", "seq_lens"
+    metadata = SimpleNamespace(**dict(zip(names, (batch.table, batch.starts, batch.seq_lens))))
+    metadata.num_actual_tokens = len(batch.query)
+    layer = SimpleNamespace(isa="vec", impl=SimpleNamespace(scale=batch.scale))
+    pages = torch.cat((batch.keys, batch.values), 2).view(len(batch.keys), 2, 32, -1)
+    weights = torch.zeros(len(batch.query))
+    weights[batch.starts[batch.rows].long()] = 1
+    for options in ({}, {"per_token": True}):
+        expected = batch.run(**options)[1]
+        arguments = layer, batch.query.contiguous(), pages, metadata
+        mass, decoded = torch.zeros_like(expected), torch.zeros_like(expected)
+        cpu.CPUPasses.mass(*arguments, weights, mass, **options)
+        output = torch.empty_like(batch.query)
+        cpu.CPUPasses.decode(*arguments, output, batch.rows, batch.seq_lens, None, decoded, **options)
+        torch.testing.assert_close(mass, expected, rtol=3e-6, atol=3e-8)
+        torch.testing.assert_close(decoded, expected, rtol=3e-6, atol=3e-8)
+
+
+# ---- Refusals
+
+
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_extension), False])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
@@ -219,9 +335,11 @@ class Classes:
             each.query, each.weights = query, self.weights
             each.starts, each.rows = first.starts, first.rows
 
-    def new_out(self, dtype=F32, rows=None):
+    def new_out(self, dtype=F32, rows=None, per_token=False):
+        widths = [int(each.seq_lens.max()) if per_token else each.table.shape[1] for each in self.classes]
         return [
-            torch.zeros(len(LENGTHS), rows or each.heads[1], each.table.shape[1], dtype=dtype) for each in self.classes
+            torch.zeros(len(LENGTHS), rows or each.heads[1], width, dtype=dtype)
+            for each, width in zip(self.classes, widths)
         ]
 
     def run(self, function=decode_classes, out=None, **options):

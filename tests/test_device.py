@@ -76,7 +76,8 @@ def steps(policy, wrap):
         for cache in caches:
             yield wrap(cache[blocks][..., :DIM]), wrap(cache[blocks][..., DIM:]) if values else None
 
-    group = GroupRuntime(config, SIZE, max_requests=4, max_model_len=256, kv_heads=HEADS, layers=LAYERS, read=read)
+    store = SimpleNamespace(read=read)
+    group = GroupRuntime(config, SIZE, max_requests=4, max_model_len=256, kv_heads=HEADS, layers=LAYERS, store=store)
     group.decodes = True
     if group.sums is not None:
         group.sums._sums = wrap(group.sums._sums)

@@ -12,8 +12,10 @@ from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 
 from vllm_evict.config import KVPolicyError
+from vllm_evict.core.manager import longest_hit
 from vllm_evict.heads import HeadPattern
 from vllm_evict.heads.arrange import arrange
+from vllm_evict.worker.cached import CachedStatistics, Row
 
 BLOCK = 32
 SINK, RECENT = 32, 96
@@ -205,14 +207,7 @@ def test_sinks_and_window_of_a_prefix_are_enough(duo, dense):
     server = duo(MANY, max_num_batched_tokens=256, blocks=200)
     server.generate([prefix], max_tokens=1)
     pool = server.pool
-    lost = {
-        block.block_id
-        for manager in server.managers[1:]
-        for position, block_hash in enumerate(hashes_of(server, prefix))
-        if 1 <= position < 3 and (block := pool.get_cached_block(block_hash, [manager.kv_cache_group_id])[0])
-    }
-    assert len(lost) == 8
-    pool.evict_blocks(lost)
+    pool.evict_blocks(lost_by_streaming_heads(server, prefix))
     published = len(pool.cached_block_hash_to_block)
     prompt = prefix + random_prompt(300, 3)
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 40, "logprobs": 0})])
@@ -227,6 +222,18 @@ def test_sinks_and_window_of_a_prefix_are_enough(duo, dense):
     np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
     assert len(pool.cached_block_hash_to_block) == published
     server.assert_nothing_left()
+
+
+def lost_by_streaming_heads(server, prefix):
+    """Cached blocks 1 and 2 of each streaming group."""
+    lost = {
+        block.block_id
+        for manager in server.managers[1:]
+        for position, block_hash in enumerate(hashes_of(server, prefix))
+        if 1 <= position < 3 and (block := server.pool.get_cached_block(block_hash, [manager.kv_cache_group_id])[0])
+    }
+    assert len(lost) == 8
+    return lost
 
 
 def hashes_of(server, prompt):
@@ -341,3 +348,54 @@ def test_wrong_files_are_refused_with_both_shapes(engine, model, heads, tmp_path
         engine({"name": "duo", "heads": heads(PATTERN * 3)}, model=model)
     with pytest.raises(KVPolicyError, match="LoRA"):
         engine({"name": "duo", "heads": heads(PATTERN)}, model=model, enable_lora=True)
+
+
+@pytest.mark.v1_only
+def test_who_keeps_everything_takes_no_prefix_with_holes(engine, model, heads):
+    server = engine({"name": "duo", "heads": heads(MANY), "allow": ["full"]}, model=model, blocks=800)
+    prefix = random_prompt(250, 7)
+    server.generate([prefix], max_tokens=1)
+    server.pool.evict_blocks(lost_by_streaming_heads(server, prefix))
+    prompt = prefix + random_prompt(100, 3)
+    (output,) = server.generate([prompt], max_tokens=10, logprobs=0, extra_args={"kv_policy": "full"})
+    (want,) = engine(model=model).generate([prompt], max_tokens=10, logprobs=0)
+    np.testing.assert_allclose(logprobs_of(output), logprobs_of(want), atol=2e-3)
+    assert output.num_cached_tokens == 32
+
+
+@pytest.mark.v1_only
+def test_prefixes_may_be_hashed_finer_than_blocks(duo, dense):
+    prefix = random_prompt(250, 7)
+    server = duo(MANY, blocks=300, prefix_match_unit=16)
+    server.generate([prefix], max_tokens=1)
+    prompt = prefix + random_prompt(100, 3)
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 10, "logprobs": 0})])
+    assert trace.start == 224
+    assert_like_oracle(dense, prompt, output, trace, groups_of(MANY))
+
+
+def test_a_rank_may_have_no_heads_of_a_group():
+    """Its scores are none, and those of the others count."""
+    statistics = CachedStatistics(lambda blocks, values: iter(()), 2, 1, "sum", "sum")
+    rows = {"a": Row(np.arange(3), torch.arange(3), 96)}
+    reports = statistics.report({"a": frozenset({"key_diff"})}, rows, lambda values, maximise: values + 5)
+    assert reports["a"].statistics["key_diff"].tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    "there, sink, window, taken",
+    [
+        ("11111111", 1, 2, "11111111"),  # nothing is missing: no holes
+        ("11011111", 1, 2, "10000011"),
+        ("11011110", 1, 2, "1000011"),
+        ("10011010", 1, 2, "10011"),  # the longest whose last two are there
+        ("01111111", 1, 2, ""),
+        ("10111111", 2, 2, "1"),
+        ("11000000", 2, 2, "11"),
+        ("00001100", 0, 2, "000011"),
+        ("", 1, 2, ""),
+    ],
+)
+def test_longest_hit(there, sink, window, taken):
+    count, needed = longest_hit([digit == "1" for digit in there], sink, window)
+    assert count == len(taken) and "".join("01"[bool(x)] for x in needed) == taken

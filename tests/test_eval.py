@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from engine import V2
 
-from vllm_evict.eval import EvalError, backends, cli, external, rows, stats, summary, tasks, words
+from vllm_evict.eval import EvalError, backends, cli, external, report, rows, stats, summary, tasks, words
 from vllm_evict.eval.policies import contenders, parse_budgets, servers, split_list
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.run import Plan, run
@@ -284,6 +284,46 @@ def test_full_alone_is_stock():
     assert server.to_dict() == {"name": "full", "allow": None}
 
 
+def duo(**options):
+    """duo on the needle model's heads, as an entry of --policies."""
+    return json.dumps({"name": "duo", "heads": str(ROOT / "configs/heads/needle"), **options})
+
+
+HALF = {"name": "h2o", "budget": 0.5, "sink": 32, "recent": 32, "accumulate": "last"}
+SPLIT = [duo(sparsity=0.5), duo(threshold=0.5), duo(sparsity=0.5, retrieval=HALF), duo(sparsity=0.5, retrieval="knorm")]
+SWAPPED = '{"name": "duo", "pattern": ["11", "11", "00", "00"], "sink": 32, "recent": 64}'
+
+
+def test_policies_that_split_heads_have_an_engine_each_and_a_share_for_a_budget():
+    wanted = contenders(",".join(["full", "h2o", *SPLIT[:3], SWAPPED]), [0.25, 0.5], **SIZES)
+    assert [(c.label, c.budget) for c in wanted] == [
+        ("full", None),
+        ("h2o", 0.25),
+        ("h2o", 0.5),
+        ("duo sparsity=0.5", None),
+        ("duo threshold=0.5", None),
+        ("duo sparsity=0.5 retrieval=h2o accumulate=last", None),
+        ("duo pattern=3.3.0.0", None),
+    ]
+    plan = servers(wanted, 4096, 32)
+    assert [served for _, served in plan] == [wanted[:3], *([c] for c in wanted[3:])]
+    for server, served in plan:
+        for contender in served:
+            granted = server.for_request(contender.xargs, 2048, 32)
+            assert {name: part.limits(32, 2048) for name, part in granted.classes.items()} == {
+                name: part.limits(32, 2048) for name, part in contender.config.classes.items()
+            }
+    # 64 blocks; streaming heads keep one of sinks, two of the window and one that is begun. The threshold makes two
+    # groups of three retrieval heads out of five.
+    shares = [None] * 3 + [(64 + 4) / 128, 3 * (64 + 64 + 4) / (8 * 64), (32 + 4) / 128, (64 + 4) / 128]
+    assert [c.share(2048, 32) for c in wanted] == shares
+    assert wanted[3].share(2048, 32, ranks=4) == shares[3] and wanted[3].share(100, 32) == 1
+    assert wanted[3].options["pattern"] == "0.0.3.3"
+    # Over HTTP a name is enough.
+    (served,) = contenders("duo", [128], **SIZES, pattern=("1",))
+    assert (served.label, served.xargs) == ("duo", {"kv_policy": "duo"})
+
+
 def test_lists():
     assert split_list('a, {"x": [1, {"y": 2}], "z": 3},b,') == ["a", '{"x": [1, {"y": 2}], "z": 3}', "b"]
     assert parse_budgets("128,0.25") == [128, 0.25]
@@ -440,14 +480,47 @@ def test_settings_and_options_are_never_mixed():
     assert [line.is_full for line in lines] == [True, True, False] and lines[2].difference == -1.0
 
 
+def test_a_share_stands_where_a_budget_would():
+    def rows_of(entry, budgets=(), **fields):
+        (contender,) = contenders(entry, budgets, **SIZES)
+        config, share = contender.options, contender.share(1024, 32)
+        return [row_of(contender.label, contender.budget, policy_config=config, share=share, **fields)]
+
+    found = rows_of(SPLIT[0], evicted_tokens=448) + rows_of(SPLIT[2]) + rows_of("h2o", [0.25], score=0.0) + [row_of()]
+    lines = {line.policy: line for line in summary.summarise(found)}
+    assert {name: line.memory for name, line in lines.items()} == {
+        "full": "all",
+        "h2o": "25%",
+        "duo sparsity=0.5": "56%",
+        "duo sparsity=0.5 retrieval=h2o accumulate=last": "31%",
+    }
+    assert not lines["duo sparsity=0.5"].is_full and lines["duo sparsity=0.5"].verdict == "within noise"
+    assert summary.columns(lines["duo sparsity=0.5"])["budget"] == "56%"
+    said = report.headlines(list(lines.values()))
+    assert "duo sparsity=0.5 100% [21, 100] at a budget of 56%, which 1 prompts do not tell from full" in said[0]
+    # Over HTTP nobody says how much that is.
+    (line,) = summary.summarise([row_of("duo")])
+    assert line.memory == "" and not line.is_full
+    # What differs tells variants apart, and only what is needed of it.
+    same = [row_of("a", policy_config=contenders(entry, [], **SIZES)[0].options) for entry in SPLIT[:2]]
+    assert {line.policy for line in summary.summarise(same)} == {
+        "a sparsity=0.5 threshold=None",
+        "a sparsity=None threshold=0.5",
+    }
+    policies = [row_of("a", policy_config=contenders(entry, [], **SIZES)[0].options) for entry in SPLIT[2:]]
+    assert all("retrieval.name=" in line.policy for line in summary.summarise(policies))
+
+
 def results():
     """Rows of two settings with every kind of task."""
     found = []
     for setting, chunk in (("agnostic", 256), ("aware", None)):
-        for policy, budgets in (("full", [None]), ("h2o", [128, 0.25]), ("sink-window", [128, 0.25])):
+        policies = [("full", [None]), ("h2o", [128, 0.25]), ("sink-window", [128, 0.25]), ("duo", [None])]
+        for policy, budgets in policies:
             for budget in budgets:
                 for i in range(4):
                     fields = {"setting": setting, "chunk": chunk, "depth": i / 3}
+                    fields |= {"share": 0.5} if policy == "duo" else {}
                     found.append(row_of(policy, budget, index=i, score=float(policy == "full" or i == 0), **fields))
                     if chunk:
                         fields["depth"] = None
@@ -462,16 +535,15 @@ def test_reports_are_written_and_self_contained(tmp_path, capsys):
     assert "Quality, agnostic, chunks of 256" in said and "Quality, aware" in said and "sink-window" in said
     with (tmp_path / "summary.csv").open() as file:
         table = list(csv.DictReader(file))
-    assert len(table) == 15 and table[0]["policy"] == "full" and float(table[0]["score"]) == 1.0
+    assert len(table) == 18 and table[0]["policy"] == "full" and float(table[0]["score"]) == 1.0
     page = (tmp_path / "report.html").read_text()
     assert not re.search(r'(src|href)="(?!data:)', page) and "<script" not in page and "@import" not in page
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
     assert len(pictures) == 6  # quality and Pareto of each setting, niah's depths
     assert all(base64.b64decode(p).startswith(b"\x89PNG") for p in pictures)
-    assert (
-        "full attention 100% [51, 100]; h2o 25% [5, 70] at a budget of 25%, which 4 prompts do not tell from full"
-        in page
-    )
+    said = [f"{policy} 25% [5, 70] at a budget of {held}" for policy, held in (("duo", "50%"), ("h2o", "25%"))]
+    chance = ", which 4 prompts do not tell from full"
+    assert "; ".join(["full attention 100% [51, 100]", *(part + chance for part in said)]) in page
     text = (tmp_path / "summary.md").read_text()
     for name in re.findall(r"\]\(([^)]+\.png)\)", text):
         assert (tmp_path / name).exists()
@@ -633,6 +705,30 @@ def test_what_sees_the_needle_finds_it(tmp_path, setting, length, budget):
     assert full.score > heavy.score > window.score + 0.1
 
 
+@needle_model
+def test_streaming_heads_lose_no_needle_that_retrieval_heads_keep(tmp_path):
+    """Half of the cache, and as good as all of it; not so where the other half of the heads keeps everything."""
+    plan = offline_plan(
+        NEEDLE,
+        tmp_path,
+        tasks=("niah",),
+        policies=f"full,{SPLIT[0]},{SWAPPED}",
+        lengths=(1024,),
+        depths=(0.3, 0.5, 0.7),
+        samples=4,
+        engine_args=ENGINE | {"max_model_len": 1152},
+    )
+    found = run(plan, print)
+    score = {line.policy: line.score for line in summary.summarise(found)}
+    assert score == {"full": 1.0, "duo sparsity=0.5": 1.0, "duo pattern=3.3.0.0": 0.0}
+    full, split = (next(row for row in found if row["policy"] == policy) for policy in ("full", "duo sparsity=0.5"))
+    assert (full["share"], split["share"], split["budget"]) == (None, (33 + 4) / 66, None)
+    assert split["server_policy"]["pattern"] == split["policy_config"]["pattern"] == "0.0.3.3"
+    # Retrieval heads hold all 33 blocks at their peak, streaming heads 4 and a chunk of 8.
+    assert full["peak_blocks"] == 33 and split["peak_blocks"] == (33 + 4 + 8) / 2
+    assert split["evicted_tokens"] == (33 - 4) * 32 / 2
+
+
 @pytest.fixture(scope="module", autouse=True)
 def server(tmp_path_factory):
     """`vllm serve` of the needle model, started at once so that it comes up while other tests run: log and port."""
@@ -775,6 +871,8 @@ def test_lm_evaluation_harness(tmp_path, given, right):
         (["--tasks", "ruler=/no/file", "--settings", "served"], "/no/file: no such file"),
         (["--policies", "full,h20"], "unknown KV policy 'h20'; choose one of: h2o"),
         (["--policies", "h2o", "--budgets", "64"], "budget 64 leaves nothing to choose"),
+        (["--policies", "full,duo"], "--policies duo: policy 'duo' needs heads: the path of a file of gates"),
+        (["--policies", SPLIT[0], "--block-size", "16"], "configs/heads/needle has 4 layers x 2 KV heads, the model"),
         (["--budgets", "much"], "budget 'much' is no number"),
         (["--budgets", "1.5"], "budget: must be a whole number"),
         (["--lengths", "1000"], "length 1000 is no multiple of the prefill chunk of 256"),

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_evict.attention import mass
 from vllm_evict.attention.cpu import CPUPasses
@@ -82,19 +84,28 @@ class Batch:
     def arguments(self) -> list:
         return [self.query, self.key_cache, self.table, self.starts, self.seq_lens, self.scale]
 
-    def new_out(self, rows=None, dtype=F32) -> torch.Tensor:
-        shape = len(self.seq_lens), rows or self.num_kv_heads, max(self.blocks) + 1
-        return torch.zeros(shape, dtype=dtype)
+    def new_out(self, rows=None, dtype=F32, per_token=False) -> torch.Tensor:
+        width = int(self.seq_lens.max()) if per_token else max(self.blocks)
+        return torch.zeros(len(self.seq_lens), rows or self.num_kv_heads, width + 1, dtype=dtype)
 
-    def run(self, isa=None, rows=None) -> torch.Tensor:
-        out = self.new_out(rows)
-        block_mass(*self.arguments(), out, weights=self.weights, layout=self.layout, isa=isa)
+    def options(self, per_token) -> dict:
+        return {"weights": self.weights, "layout": self.layout, "per_token": per_token}
+
+    def run(self, isa=None, rows=None, per_token=False) -> torch.Tensor:
+        out = self.new_out(rows, per_token=per_token)
+        block_mass(*self.arguments(), out, isa=isa, **self.options(per_token))
         return out
 
-    def reference(self, rows=None) -> torch.Tensor:
-        out = self.new_out(rows, torch.float64)
-        block_mass_reference(*self.arguments(), out, weights=self.weights, layout=self.layout)
+    def reference(self, rows=None, per_token=False) -> torch.Tensor:
+        out = self.new_out(rows, torch.float64, per_token)
+        block_mass_reference(*self.arguments(), out, **self.options(per_token))
         return out
+
+    def per_block(self, mass) -> torch.Tensor:
+        """Sums over blocks of mass of each token, in the shape of `run`."""
+        width = (max(self.blocks) + 1) * self.block_size
+        padded = torch.nn.functional.pad(mass, (0, width - mass.shape[2]))
+        return padded.view(*mass.shape[:2], -1, self.block_size).sum(3)
 
 
 def assert_close(actual, expected, tolerance=3e-6):
@@ -313,6 +324,149 @@ def test_slots_past_32_bits(isa):
     cache[2] = batch.key_cache[batch.table[0, 0]]
     batch.key_cache, batch.table = cache, torch.tensor([[2]], dtype=torch.int32)
     assert torch.equal(batch.run(isa), expected)
+
+
+# ---- Each token's mass
+
+
+@each_isa
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("sum_heads", [False, True])
+def test_each_tokens_mass_matches_the_reference(isa, shape, sum_heads):
+    heads, dim, block_size, dtype, layout, (query_lens, seq_lens) = shape
+    batch = Batch(query_lens, seq_lens, heads, dim, block_size, dtype, layout)
+    batch.weights = torch.rand(sum(query_lens)) * (torch.rand(sum(query_lens)) < 0.7)
+    rows = 1 if sum_heads else None
+    mass = batch.run(isa, rows, per_token=True)
+    assert_close(mass, batch.reference(rows, per_token=True))
+    assert_close(batch.per_block(mass), batch.run(isa, rows))
+    assert_close(batch.per_block(batch.reference(rows, per_token=True)), batch.reference(rows))
+    per_request = torch.stack([part.sum() for part in batch.weights.split(query_lens)])
+    assert_close(mass.sum((1, 2)), per_request * heads[0])
+
+
+@st.composite
+def requests(draw):
+    """Queries and resident tokens of some requests, the first not without."""
+    lens = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 150)), min_size=1, max_size=5))
+    query_lens, earlier = zip(*lens, strict=True)
+    return [query_lens[0] + 1, *query_lens[1:]], [a + b + (i == 0) for i, (a, b) in enumerate(zip(query_lens, earlier))]
+
+
+@each_isa
+@settings(max_examples=40, deadline=None)
+@given(
+    lens=requests(),
+    group=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    dim=st.integers(1, 40),
+    groups_of_16=st.integers(1, 8),
+    kind=st.sampled_from([(F32, "vec"), (F16, "vec16"), (BF16, "vec"), (BF16, "amx")]),
+    seed=st.integers(0, 1000),
+)
+def test_each_tokens_mass_of_random_batches(isa, lens, group, kv_heads, dim, groups_of_16, kind, seed):
+    heads = group * kv_heads, kv_heads
+    batch = Batch(*lens, heads, 2 * dim, 16 * groups_of_16, *kind, seed=seed)
+    batch.weights = torch.rand(sum(lens[0]), generator=torch.Generator().manual_seed(seed))
+    mass = batch.run(isa, per_token=True)
+    assert_close(mass, batch.reference(per_token=True))
+    assert_close(batch.per_block(mass), batch.run(isa))
+
+
+@each_isa
+def test_tokens_are_in_the_order_of_the_block_table(isa):
+    # Of 40 tokens, each weighs e times as much as the one before.
+    keys = torch.zeros(4, 1, 16, 2)
+    table = torch.tensor([[3, 0, 2]], dtype=torch.int32)
+    for position in range(40):
+        keys[table[0, position // 16], 0, position % 16, 0] = position
+    query, out = torch.tensor([[[1.0, 0.0]]]), torch.zeros(1, 1, 42)
+    out[..., 40:] = 5
+    lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+    block_mass(query, pack_keys(keys), table, *lens, 1.0, out, per_token=True, isa=isa)
+    assert_close(out[0, 0, :40], torch.arange(40.0).softmax(0), 1e-5)
+    assert (out[0, 0, 40:] == 5).all()
+
+
+@pytest.mark.parametrize("built", [pytest.param(True, marks=needs_extension), False])
+def test_out_may_be_slices_of_a_larger_tensor(monkeypatch, built):
+    if not built:
+        monkeypatch.setattr(mass, "_C_cpu", None)
+    batch = Batch(*MIXED)
+    expected = batch.run(per_token=True)
+    longest = int(batch.seq_lens.max())
+    large = torch.full((2, 9, 3, longest + 20), 7.0)
+    out = large[1, 1:6, 1:, 9 : 9 + longest]  # as wide as the longest request, no wider
+    assert out.shape[:2] == expected.shape[:2]
+    block_mass(*batch.arguments(), out, per_token=True)
+    assert_close(out - 7, expected[..., :-1], 1e-4)
+    for row, seq_len in zip(out, batch.seq_lens.tolist(), strict=True):
+        row[:, :seq_len] = 7
+    assert (large == 7).all()
+
+
+@needs_extension
+@pytest.mark.parametrize("lens", [([430], [140_000]), ([70, 1], [40_000, 90_000])])
+def test_long_requests_take_fewer_rows_at_a_time(lens):
+    batch = Batch(*lens, heads=(2, 2), dim=2)
+    mass = batch.run(per_token=True)
+    assert_close(batch.per_block(mass), batch.run(), 2e-5)
+    assert_close(mass.sum(2), torch.tensor(lens[0])[:, None].expand(-1, 2), 1e-5)
+
+
+@each_isa
+@pytest.mark.parametrize("layout,dtype", [("vec", F32), ("amx", BF16)])
+def test_tokens_not_seen_get_no_mass(isa, layout, dtype):
+    batch = Batch([1, 37], [45, 70], block_size=64, dtype=dtype, layout=layout)
+    clean = batch.run(isa, per_token=True)
+    keys = unpack_keys(batch.key_cache, layout).clone()
+    keys[batch.table[0, 0], :, 45:] = torch.nan
+    keys[batch.table[1, 1], :, 70 - 64 :] = torch.nan
+    batch.key_cache.copy_(pack_keys(keys, layout))
+    assert torch.equal(batch.run(isa, per_token=True), clean)
+    batch.weights = torch.zeros(38)
+    batch.weights[1] = 1  # sees 34 tokens of 70
+    seen = batch.run(isa, per_token=True)[1]
+    assert (seen[:, :34] > 0).all() and not seen[:, 34:].any()
+
+
+@needs_extension
+def test_each_tokens_mass_has_the_same_bits_for_any_number_of_threads():
+    before = torch.get_num_threads()
+    try:
+        for query_lens, seq_lens in (DECODE, MIXED, ([1, 1], [5000, 300]), ([300], [2000])):
+            batch = Batch(query_lens, seq_lens)
+            results = []
+            for threads in (1, 2, 8):
+                torch.set_num_threads(threads)
+                results.append((batch.run(per_token=True), batch.run(rows=1, per_token=True)))
+            assert all(torch.equal(*pair) for result in results[1:] for pair in zip(result, results[0]))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("built", [pytest.param(True, marks=needs_extension), False])
+@pytest.mark.parametrize(
+    "change,match",
+    [
+        ("b.width = 39", "out must be as wide as the longest request has tokens"),
+        ("b.table = b.table[:, :1]", "as wide as the longest request has blocks"),
+    ],
+)
+def test_too_narrow_for_tokens(monkeypatch, built, change, match):
+    if not built:
+        monkeypatch.setattr(mass, "_C_cpu", None)
+    batch = Batch([3, 1], [40, 20])
+    batch.width = 40
+    block_mass(*batch.arguments(), torch.zeros(2, 2, 40), per_token=True)
+    exec(change, {}, {"b": batch})
+    out = torch.zeros(2, 2, batch.width)
+    with pytest.raises(ValueError, match=match):
+        block_mass(*batch.arguments(), out, per_token=True)
+    assert not out.any()
+
+
+# ---- Packing
 
 
 @pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec16", F16), ("amx", BF16)])

@@ -327,23 +327,27 @@ def test_layers_of_unknown_backends_or_with_windows_are_refused():
             refusals.check_layer("layer.7", changed, policy)
 
 
+def kv_cache_of_one_group():
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer.2"])])
+
+
 def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "is_fp8_kv_cache": False, "head_size": 64}
     backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
     found = {"layer.2": SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain), attn_backend=backend)}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
     group = SimpleNamespace(decodes=None)
-    runtime = SimpleNamespace(groups=[group])
+    runtime, given = SimpleNamespace(groups=[group], pages=[]), kv_cache_of_one_group()
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
-        layers.settle(None, KVPolicyConfig.parse(H2O), runtime)
-    layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime)
+        layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
+    layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
     assert group.decodes is False
     found["layer.2"].isa = "vec"
-    layers.settle(None, KVPolicyConfig.parse(H2O), runtime)
+    layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
     assert group.decodes is (kernel_path() not in ("torch reference", "portable"))
     for field, value in {"alibi_slopes": [1.0], "logits_soft_cap": 30.0, "is_fp8_kv_cache": True, "head_size": 72}.items():
         found["layer.2"].impl = SimpleNamespace(**{**plain, field: value})
-        layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime)
+        layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
         assert group.decodes is False
 
 
@@ -353,11 +357,11 @@ def test_caches_that_the_triton_passes_cannot_read_are_refused(monkeypatch):
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16)
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
     group = SimpleNamespace(decodes=None)
-    runtime = SimpleNamespace(groups=[group])
+    runtime, given = SimpleNamespace(groups=[group], pages=[]), kv_cache_of_one_group()
 
     def settle(policy, dtype=torch.bfloat16, **changed):
         found.impl, found.kv_cache_torch_dtype = SimpleNamespace(**{**plain, **changed}), dtype
-        layers.settle(None, KVPolicyConfig.parse(policy), runtime)
+        layers.settle(None, KVPolicyConfig.parse(policy), runtime, given)
         return group.decodes
 
     assert settle(H2O)
@@ -384,7 +388,9 @@ def test_blocks_that_the_backend_does_not_have_are_refused(engine):
         engine({**H2O, "budget": 160, "sink": 16}, block_size=16)
 
 
-@pytest.mark.parametrize("own", [{"alibi_slopes": [1.0]}, {"sinks": [0.5]}])
-def test_heads_with_something_of_their_own_are_not_split(own):
-    with pytest.raises(KVPolicyError, match=r"heads can't be split: those of layer.3"):
-        refusals.check_alike({"layer.3": SimpleNamespace(impl=SimpleNamespace(**own))})
+def test_single_tokens_go_on_the_cpu_backend_only():
+    policy = KVPolicyConfig.parse({**H2O, "granularity": "token"})
+    refusals.check_layer("layer.7", layer("CPU_ATTN"), policy)
+    refusals.check_layer("layer.7", layer("TRITON_ATTN"), KVPolicyConfig.parse(H2O))
+    with pytest.raises(KVPolicyError, match=r"layer.7 uses attention backend TRITON_ATTN.*leave granularity out"):
+        refusals.check_layer("layer.7", layer("TRITON_ATTN"), policy)

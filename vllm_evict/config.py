@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from .heads.pattern import HeadPattern, HeadsError
-from .policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES, Policy
+from .policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES, TOKEN_OPTIONS, Policy
 
 Reduction = Literal["sum", "mean", "max"]
 REDUCTION_NAMES = get_args(Reduction)
@@ -96,6 +96,17 @@ class KVPolicyConfig(BaseModel):
     protect: bool = True
     #: Requests with a shorter prompt are never evicted from.
     min_prompt: int = Field(0, ge=0)
+    #: block: whole blocks stay or go, the same for all heads. token: each KV head keeps its own tokens, as many as all
+    #: others, gathered into as few blocks as they need.
+    granularity: Literal["block", "token"] = "block"
+    #: token: "head", a set of kept tokens for each KV head of each layer; "all", one for all of them.
+    sets: Literal["head", "all"] = "head"
+    #: token: what goes is merged into what stays, by the rules and thresholds of "d2o" or "ems" (see `worker.merge`).
+    merge: Literal["d2o", "ems"] | None = None
+    #: d2o: weight of a decision's similarities in the threshold.
+    merge_decay: float = Field(0.7, ge=0, le=1)
+    #: ems: least similarity of keys.
+    merge_threshold: float = Field(0.6, ge=-1, le=1)
     #: How mass adds up over queries: all of it, per query seen, exponentially forgotten, or the last queries only.
     accumulate: Literal["sum", "mean", "ema", "last"] = "sum"
     #: ema: share of the old average that stays, per query.
@@ -131,6 +142,8 @@ class KVPolicyConfig(BaseModel):
     beta: float = Field(20.0, ge=1)
     #: adakv: share of an even split that each KV group keeps.
     floor: float = Field(0.2, ge=0, le=1)
+    #: fastgen: share of the attention mass that a KV group's policy has to keep.
+    recovery: float = Field(0.95, gt=0, le=1)
     #: Of one band: its budget over the mean. Set by `classes`.
     share: float | None = None
     #: Policies that requests may pick; None: all that evict; `full` as well if this is `full`, or under pressure.
@@ -146,6 +159,11 @@ class KVPolicyConfig(BaseModel):
             raise ValueError(f"a KV policy needs a name: one of {', '.join(sorted(POLICIES))}")
         policy = policy_named(values["name"])
         allowed = policy.options | {"name", "allow"}
+        if "granularity" in values and "granularity" not in allowed:
+            tokens = sorted(name for name in POLICIES if "granularity" in POLICIES[name].options)
+            raise ValueError(
+                f"granularity: policy {policy.name!r} has: block; those that have token: {', '.join(tokens)}"
+            )
         for field in values:
             if field not in allowed:
                 raise ValueError(f"policy {policy.name!r} has no field {field!r}; it has: {nearest(field, allowed)}")
@@ -184,6 +202,9 @@ class KVPolicyConfig(BaseModel):
         "bands",
         "beta",
         "floor",
+        "merge_decay",
+        "merge_threshold",
+        "recovery",
         mode="before",
     )
     @classmethod
@@ -226,6 +247,14 @@ class KVPolicyConfig(BaseModel):
         if not isinstance(value, bool):
             raise ValueError(f"must be true or false, not {value!r}")
         return value
+
+    @model_validator(mode="after")
+    def _sees_tokens(self) -> "KVPolicyConfig":
+        if self.granularity == "token" and self.when == "pressure":
+            raise ValueError("granularity: under pressure whole blocks of all requests are compared: it has: block")
+        if self.merge and self.granularity != "token":
+            raise ValueError(f"merge: {self.merge!r} merges tokens: it needs granularity: token")
+        return self
 
     @field_validator("kernel")
     @classmethod
@@ -371,6 +400,13 @@ class KVPolicyConfig(BaseModel):
             raise KVPolicyError(f"bands: {self.name!r} can't make {self.bands} of {what}, at most {most}")
         return self.model_copy(update={"bands": self.bands or min(DEFAULT_BANDS, most)})
 
+    def profiled(self, name: str) -> "KVPolicyConfig":
+        """What a KV group runs under once its policy is chosen: its own sizes, as far as that policy has them."""
+        fields = {field: getattr(self, field) for field in ("sink", "recent", "protect", "buffer")} | {"name": name}
+        if name == "h2o":
+            fields |= {"budget": self.budget, "accumulate": "last", "window": self.window, "heads": self.heads}
+        return KVPolicyConfig.parse({k: v for k, v in fields.items() if k == "name" or k in POLICIES[name].options})
+
     def of_class(self, head_class: str) -> "KVPolicyConfig":
         """What heads of a class run under; the same for all where this config does not split them."""
         return self.classes.get(head_class, self)
@@ -449,7 +485,8 @@ class KVPolicyConfig(BaseModel):
 
     def bound(self, block_size: int, max_model_len: int) -> int | None:
         """Most blocks that any request may hold between steps; None if requests may keep everything."""
-        if "full" in self.allowed or self.reconstructs or self.min_prompt > 1:
+        profiles = any(POLICIES[name].profiles for name in self.allowed | {self.name})
+        if "full" in self.allowed or self.reconstructs or profiles or self.min_prompt > 1:
             return None
         return self.limits(block_size, max_model_len).bound
 
@@ -514,6 +551,7 @@ class KVPolicyConfig(BaseModel):
             "budget": limits.budget * block_size,
             "buffer": self.buffer if self.when == "pressure" else (limits.trigger - limits.budget) * block_size,
             **{field: getattr(self, field) for field in ("when", "sink", "recent", "protect", "min_prompt")},
+            **{field: getattr(self, field) for field in TOKEN_OPTIONS},
         }
         if policy.window_is_the_budget:
             del options["recent"]

@@ -13,6 +13,7 @@ COUNTERS = {
     "evicted": ("vllm:kv_evict_blocks_evicted", "KV blocks taken from running requests by their policy."),
     "freed": ("vllm:kv_evict_blocks_freed", "Evicted KV blocks that went back to the pool."),
     "shared": ("vllm:kv_evict_blocks_shared", "Evicted KV blocks that other requests still hold."),
+    "copied": ("vllm:kv_evict_blocks_copied", "KV blocks taken for kept tokens in place of shared or published ones."),
     "requests": ("vllm:kv_evict_requests", "Requests that lost at least one KV block."),
 }
 RESIDENT = ("vllm:kv_evict_blocks_resident", "KV blocks held by running requests.")
@@ -24,12 +25,13 @@ class Tally:
     def __init__(self) -> None:
         self._counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COUNTERS, 0))
 
-    def count(self, policy: str, evicted: int, freed: int, first: bool) -> None:
+    def count(self, policy: str, evicted: int, freed: int, first: bool, copied: int = 0) -> None:
         counts = self._counts[policy]
         counts["evicted"] += evicted
         counts["freed"] += freed
         counts["shared"] += evicted - freed
         counts["requests"] += first
+        counts["copied"] += copied
 
     def take(self, resident: dict[str, int]) -> dict[str, dict[str, int]]:
         """The counts since last time, and the blocks that running requests hold now."""

@@ -31,14 +31,30 @@ inline void check_starts(const MassArgs& a) {
 
 inline void check_blocks(const MassArgs& a, int64_t r, int64_t blocks) {
   require(a.lens[r] >= a.starts[r + 1] - a.starts[r], "seq_lens must include the queries");
-  require(blocks <= a.table_width && (!a.out || blocks <= a.out_width),
+  require(blocks <= a.table_width && (!a.out || a.per_token || blocks <= a.out_width),
           "block_table and out must be as wide as the longest request has blocks");
+  require(!a.out || !a.per_token || a.lens[r] <= a.out_width,
+          "out must be as wide as the longest request has tokens");
   bool valid = true;
   for (int64_t j = 0; j < blocks; ++j) {
     const int32_t block = a.table[r * a.table_stride + j];
     valid &= block >= 0 && block < a.num_blocks;
   }
   require(valid, "block_table must hold block ids of key_cache");
+}
+
+// Entries that fold() or fold_tokens() writes for a request, and those of them that `out` has.
+inline int64_t folded(const MassArgs& a, int64_t blocks) {
+  return a.per_token ? blocks * a.block_size : blocks;
+}
+inline int64_t entries(const MassArgs& a, int64_t r, int64_t blocks) {
+  return a.per_token ? a.lens[r] : blocks;
+}
+
+// Rows as the kernel stores them in Tiles::powers.
+inline int64_t power_rows(const Kernel& kernel, int64_t rows) {
+  const int64_t last = rows % kernel.rows;
+  return rows - last + kernel.padded(last);
 }
 
 template <class T>

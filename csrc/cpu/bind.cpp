@@ -88,9 +88,10 @@ string kernel_path(const optional<string>& isa) { return choose_kernel(isa).name
 
 MassArgs check_batch(const Tensor& query, const Tensor& key_cache, const Tensor& block_table,
                      const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
-                     const optional<Tensor>& out, const optional<Tensor>& weights,
+                     const optional<Tensor>& out, bool per_token, const optional<Tensor>& weights,
                      const string& layout) {
   MassArgs a{};
+  a.per_token = per_token;
   a.query_type = check_floats(query, "query");
   a.packing = check_packing(layout, check_floats(key_cache, "key_cache"));
   check_tensor(block_table, "block_table", at::kInt, 2);
@@ -149,10 +150,10 @@ MassArgs check_batch(const Tensor& query, const Tensor& key_cache, const Tensor&
 
 void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& block_table,
                 const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
-                const Tensor& out, const optional<Tensor>& weights, const string& layout,
-                const optional<string>& isa) {
+                const Tensor& out, bool per_token, const optional<Tensor>& weights,
+                const string& layout, const optional<string>& isa) {
   const MassArgs a = check_batch(query, key_cache, block_table, query_start_loc, seq_lens, scale,
-                                 out, weights, layout);
+                                 out, per_token, weights, layout);
   const Kernel& kernel = choose_kernel(isa);
   py::gil_scoped_release release;
   vllm_evict::block_mass(a, kernel, at::get_num_threads());
@@ -161,11 +162,11 @@ void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& bloc
 DecodeArgs check_decode(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                         const Tensor& block_table, const Tensor& query_start_loc,
                         const Tensor& seq_lens, const Tensor& rows, double scale,
-                        const Tensor& output, const optional<Tensor>& out,
+                        const Tensor& output, const optional<Tensor>& out, bool per_token,
                         const optional<Tensor>& weights, const string& layout) {
   DecodeArgs d{};
-  d.mass = check_batch(query, key_cache, block_table, query_start_loc, seq_lens, scale, out, weights,
-                       layout);
+  d.mass = check_batch(query, key_cache, block_table, query_start_loc, seq_lens, scale, out,
+                       per_token, weights, layout);
   require(d.mass.packing != Packing::amx && d.mass.dim % 16 == 0,
           "decode_mass needs layout vec or vec16 and D a multiple of 16");
   if (value_cache.scalar_type() != key_cache.scalar_type() ||
@@ -189,10 +190,10 @@ DecodeArgs check_decode(const Tensor& query, const Tensor& key_cache, const Tens
 void decode_mass(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                  const Tensor& block_table, const Tensor& query_start_loc, const Tensor& seq_lens,
                  const Tensor& rows, double scale, const Tensor& output,
-                 const optional<Tensor>& out, const optional<Tensor>& weights,
+                 const optional<Tensor>& out, bool per_token, const optional<Tensor>& weights,
                  const string& layout, const optional<string>& isa) {
   const DecodeArgs d = check_decode(query, key_cache, value_cache, block_table, query_start_loc,
-                                    seq_lens, rows, scale, output, out, weights, layout);
+                                    seq_lens, rows, scale, output, out, per_token, weights, layout);
   const Kernel& kernel = choose_kernel(isa);
   py::gil_scoped_release release;
   vllm_evict::decode_mass({d}, kernel, at::get_num_threads());
@@ -203,7 +204,7 @@ void decode_classes(const Tensor& query, const std::vector<Tensor>& key_caches,
                     const std::vector<Tensor>& block_tables, const Tensor& query_start_loc,
                     const std::vector<Tensor>& seq_lens, const Tensor& rows, double scale,
                     const Tensor& output, const optional<std::vector<optional<Tensor>>>& out,
-                    const optional<Tensor>& weights, const string& layout,
+                    bool per_token, const optional<Tensor>& weights, const string& layout,
                     const optional<string>& isa) {
   const size_t count = key_caches.size();
   require(value_caches.size() == count && block_tables.size() == count &&
@@ -227,7 +228,8 @@ void decode_classes(const Tensor& query, const std::vector<Tensor>& key_caches,
     classes.push_back(check_decode(query.narrow(1, first, heads), key_caches[c], value_caches[c],
                                    block_tables[c], query_start_loc, seq_lens[c], rows, scale,
                                    output.narrow(1, first, heads),
-                                   out ? (*out)[c] : optional<Tensor>(), weights, layout));
+                                   out ? (*out)[c] : optional<Tensor>(), per_token, weights,
+                                   layout));
     first += heads;
   }
   const Kernel& kernel = choose_kernel(isa);

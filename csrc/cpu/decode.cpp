@@ -1,4 +1,4 @@
-// Decode attention that also gives each block's mass: output and statistics in
+// Decode attention that also gives each block's or token's mass: output and statistics in
 // one read of keys and values. A request's keys are cut into pieces of a fixed
 // size, whatever the batch and the number of threads, so neither changes a bit.
 // Classes of heads, each with caches and block tables of its own, share the threads.
@@ -21,13 +21,13 @@ struct Item {
   int64_t blocks, pieces;
   int64_t piece;  // its first one's place among all
   int64_t tile;   // likewise; -1 if no mass is wanted
-  int64_t mass;   // its blocks' place in Work::mass
+  int64_t mass;   // its blocks' or tokens' place among all
 };
 
 struct Work {
   std::vector<Item> items;
   std::vector<int32_t> item_of;  // piece -> item
-  int64_t tiles = 0, blocks = 0;
+  int64_t tiles = 0, masses = 0;
   double multiply_adds = 0;
 };
 
@@ -39,6 +39,7 @@ class Decode {
         kernel_(kernel),
         group_(a_.heads / a_.kv_heads),
         columns_(round_up(group_, kRowAlign)),
+        power_rows_(power_rows(kernel, group_)),
         tiles_per_block_(a_.block_size / kernel.tile_tokens(a_.block_size)),
         piece_blocks_(ceil_div(kPieceTokens, a_.block_size)) {}
 
@@ -62,17 +63,18 @@ class Decode {
   int64_t part_floats() const { return columns_ * a_.dim + 4 * columns_; }
   float* part(int64_t piece) { return parts_.get() + piece * part_floats(); }
   Tiles tiles(const Item& item) {
-    if (item.tile < 0) return {nullptr, nullptr, columns_};
-    return {peaks_.get() + item.tile * columns_, masses_.get() + item.tile * columns_, columns_};
+    if (item.tile < 0) return {nullptr, nullptr, columns_, nullptr, power_rows_};
+    return {peaks_.get() + item.tile * columns_, masses_.get() + item.tile * columns_, columns_,
+            a_.per_token ? powers_.get() + item.mass * power_rows_ : nullptr, power_rows_};
   }
   Rows rows(const Item& item, void* memory, bool with_queries);
 
   const DecodeArgs& d_;
   const MassArgs& a_;
   const Kernel& kernel_;
-  const int64_t group_, columns_, tiles_per_block_, piece_blocks_;
+  const int64_t group_, columns_, power_rows_, tiles_per_block_, piece_blocks_;
   Work work_;
-  std::unique_ptr<float[]> parts_, peaks_, masses_, block_mass_;
+  std::unique_ptr<float[]> parts_, peaks_, masses_, powers_, folded_;
 };
 
 void Decode::plan() {
@@ -90,18 +92,19 @@ void Decode::plan() {
       const int64_t count = ceil_div(blocks, piece_blocks_);
       work_.item_of.insert(work_.item_of.end(), count, work_.items.size());
       work_.items.push_back(
-          {r, head, token, blocks, count, pieces, measured ? work_.tiles : -1, work_.blocks});
+          {r, head, token, blocks, count, pieces, measured ? work_.tiles : -1, work_.masses});
       pieces += count;
       if (!measured) continue;
       work_.tiles += blocks * tiles_per_block_;
-      work_.blocks += blocks;
+      work_.masses += folded(a_, blocks);
     }
     work_.multiply_adds += 2. * blocks * a_.block_size * a_.heads * a_.dim;
   }
   parts_.reset(new float[pieces * part_floats()]);
   peaks_.reset(new float[work_.tiles * columns_]);
   masses_.reset(new float[work_.tiles * columns_]);
-  block_mass_.reset(new float[work_.blocks]);
+  if (a_.per_token) powers_.reset(new float[work_.masses * power_rows_]);
+  folded_.reset(new float[work_.masses]);
 }
 
 // In `memory`: packed queries, then what each row sees, then weights.
@@ -185,9 +188,10 @@ void Decode::finish(int64_t index, void* memory) {
   else
     write<float>(item, sums, mass);
   if (item.tile < 0) return;
-  float* to = block_mass_.get() + item.mass;
-  std::fill_n(to, item.blocks, 0.f);
-  kernel_.fold(rows(item, memory, false), a_.block_size, item.blocks, tiles(item), to);
+  float* to = folded_.get() + item.mass;
+  std::fill_n(to, folded(a_, item.blocks), 0.f);
+  const auto fold = a_.per_token ? kernel_.fold_tokens : kernel_.fold;
+  fold(rows(item, memory, false), a_.block_size, item.blocks, tiles(item), to);
 }
 
 void Decode::add_mass() {
@@ -195,8 +199,9 @@ void Decode::add_mass() {
     if (item.tile < 0) continue;
     float* out = a_.out + item.request * a_.out_request_stride;
     if (!a_.sum_heads) out += item.kv_head * a_.out_head_stride;
-    const float* from = block_mass_.get() + item.mass;
-    for (int64_t block = 0; block < item.blocks; ++block) out[block] += from[block];
+    const float* from = folded_.get() + item.mass;
+    const int64_t count = entries(a_, item.request, item.blocks);
+    for (int64_t j = 0; j < count; ++j) out[j] += from[j];
   }
 }
 

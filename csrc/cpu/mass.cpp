@@ -16,12 +16,16 @@ namespace {
 constexpr int64_t kRowsPerPass = 64;          // query rows that share one pass over the keys
 constexpr int64_t kMaxUnits = 64;             // units per request and KV head
 constexpr int64_t kMaxSplitBytes = 32 << 20;  // scratch memory of all units at once
+// With mass of each token, for a request: of a pass's powers, and of its units' results.
+constexpr int64_t kMaxPowersBytes = 8 << 20;
+constexpr int64_t kMaxPartialBytes = 32 << 20;
 
 // One request's share of the batch.
 struct Request {
   int64_t index;
   int64_t first_token, num_tokens;  // its tokens of non-zero weight, in Plan::tokens
   int64_t blocks;
+  int64_t pass_tokens;  // that share a pass
 };
 
 // Consecutive passes over one request's keys under one KV head, by one thread.
@@ -39,11 +43,21 @@ struct Plan {
   int64_t partials = 0;
   // The most of any request: passes of a unit, tokens of a pass, blocks.
   int64_t unit_passes = 0, pass_tokens = 0, max_blocks = 0;
+  int64_t powers = 0;  // floats of a pass's powers, likewise
   double work = 0;  // multiply-adds
 };
 
-int64_t tokens_per_pass(const MassArgs& a) {
-  return std::max<int64_t>(1, kRowsPerPass / (a.heads / a.kv_heads));
+int64_t tokens_per_pass(const MassArgs& a, int64_t blocks) {
+  int64_t rows = kRowsPerPass;
+  if (a.per_token)
+    rows = std::min<int64_t>(rows, kMaxPowersBytes / (sizeof(float) * folded(a, blocks)));
+  return std::max<int64_t>(1, rows / (a.heads / a.kv_heads));
+}
+
+int64_t max_units(const MassArgs& a, int64_t blocks) {
+  if (!a.per_token) return kMaxUnits;
+  const int64_t bytes = sizeof(float) * folded(a, blocks) * a.kv_heads;
+  return std::clamp<int64_t>(kMaxPartialBytes / bytes, 1, kMaxUnits);
 }
 
 void add_requests(const MassArgs& a, Plan& plan) {
@@ -54,33 +68,38 @@ void add_requests(const MassArgs& a, Plan& plan) {
       if (!a.weights || a.weights[t] != 0) plan.tokens.push_back(t);
     const int64_t count = plan.tokens.size() - first;
     if (!count) continue;
-    plan.requests.push_back({r, first, count, ceil_div(a.lens[r], a.block_size)});
-    check_blocks(a, r, plan.requests.back().blocks);
+    const int64_t blocks = ceil_div(a.lens[r], a.block_size);
+    check_blocks(a, r, blocks);
+    plan.requests.push_back({r, first, count, blocks, tokens_per_pass(a, blocks)});
   }
 }
 
-void add_units(const MassArgs& a, const Request& request, Plan& plan) {
-  const int64_t per_pass = tokens_per_pass(a);
+void add_units(const MassArgs& a, const Kernel& kernel, const Request& request, Plan& plan) {
+  const int64_t per_pass = request.pass_tokens;
   const int64_t passes = ceil_div(request.num_tokens, per_pass);
-  const int64_t unit_passes = ceil_div(passes, kMaxUnits);
+  const int64_t unit_passes = ceil_div(passes, max_units(a, request.blocks));
   for (int64_t head = 0; head < a.kv_heads; ++head) {
     for (int64_t t = 0; t < request.num_tokens; t += unit_passes * per_pass) {
       const int64_t count = std::min(unit_passes * per_pass, request.num_tokens - t);
       plan.units.push_back({&request, head, request.first_token + t, count, plan.partials});
-      plan.partials += request.blocks;
+      plan.partials += folded(a, request.blocks);
     }
   }
   plan.unit_passes = std::max(plan.unit_passes, unit_passes);
-  plan.pass_tokens = std::max(plan.pass_tokens, std::min(per_pass, request.num_tokens));
+  const int64_t pass_tokens = std::min(per_pass, request.num_tokens);
+  plan.pass_tokens = std::max(plan.pass_tokens, pass_tokens);
+  if (a.per_token)
+    plan.powers = std::max(plan.powers, folded(a, request.blocks) *
+                                            power_rows(kernel, pass_tokens * (a.heads / a.kv_heads)));
   plan.max_blocks = std::max(plan.max_blocks, request.blocks);
   plan.work += double(request.num_tokens) * request.blocks * a.block_size * a.heads * a.dim;
 }
 
-Plan make_plan(const MassArgs& a) {
+Plan make_plan(const MassArgs& a, const Kernel& kernel) {
   check_starts(a);
   Plan plan;
   add_requests(a, plan);
-  for (const Request& request : plan.requests) add_units(a, request, plan);
+  for (const Request& request : plan.requests) add_units(a, kernel, request, plan);
   return plan;
 }
 
@@ -100,6 +119,7 @@ class Scratch {
     rows_ = round_up(plan.pass_tokens * (a.heads / a.kv_heads), kRowAlign);
     q_ = rows_ * a.dim;
     tiles_ = rows_ * plan.max_blocks * (a.block_size / kernel.tile_tokens(a.block_size));
+    powers_ = plan.powers;
   }
   int64_t bytes() const { return sizeof(float) * floats(); }
   void allocate(int64_t passes) { memory_.reset(new float[passes * floats()]); }
@@ -109,10 +129,11 @@ class Scratch {
   float* weights(int64_t i) const { return q(i) + q_ + rows_; }
   float* peak(int64_t i) const { return weights(i) + rows_; }
   float* mass(int64_t i) const { return peak(i) + tiles_; }
+  float* powers(int64_t i) const { return powers_ ? mass(i) + tiles_ : nullptr; }
 
  private:
-  int64_t floats() const { return q_ + 2 * rows_ + 2 * tiles_; }
-  int64_t rows_, q_, tiles_;
+  int64_t floats() const { return q_ + 2 * rows_ + 2 * tiles_ + powers_; }
+  int64_t rows_, q_, tiles_, powers_;
   std::unique_ptr<float[]> memory_;
 };
 
@@ -145,26 +166,32 @@ Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const Un
   return {{scratch.q(i), pairs, a.scale * kLog2e, scratch.seen(i), scratch.weights(i), rows},
           {keys, a.packing, a.key_block_stride, a.block_size, a.dim,
            a.table + request * a.table_stride},
-          {scratch.peak(i), scratch.mass(i), columns},
+          {scratch.peak(i), scratch.mass(i), columns, scratch.powers(i), power_rows(kernel, rows)},
           num_blocks};
+}
+
+// Adds a pass's mass to a unit's result.
+void fold(const MassArgs& a, const Kernel& kernel, const Pass& pass, float* partial) {
+  const auto fold = a.per_token ? kernel.fold_tokens : kernel.fold;
+  fold(pass.rows, a.block_size, pass.num_blocks, pass.tiles, partial);
 }
 
 // A unit per thread at a time: the way of large batches.
 void run_units(const MassArgs& a, const Kernel& kernel, const Plan& plan, int threads,
                Scratch& scratch, float* partials) {
   scratch.allocate(threads);
-  const int64_t per_pass = tokens_per_pass(a);
   // Later units of a prefill see more keys, so they start first.
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (int64_t i = plan.units.size() - 1; i >= 0; --i) {
     const Unit& unit = plan.units[i];
     float* partial = partials + unit.partial;
-    std::fill_n(partial, unit.request->blocks, 0.f);
+    std::fill_n(partial, folded(a, unit.request->blocks), 0.f);
+    const int64_t per_pass = unit.request->pass_tokens;
     for (int64_t t = 0; t < unit.num_tokens; t += per_pass) {
       const int64_t count = std::min(per_pass, unit.num_tokens - t);
       const Pass pass = prepare(a, kernel, plan, unit, t, count, scratch, omp_get_thread_num());
       kernel.score(pass.rows, pass.blocks, 0, pass.num_blocks, pass.tiles);
-      kernel.fold(pass.rows, a.block_size, pass.num_blocks, pass.tiles, partial);
+      fold(a, kernel, pass, partial);
     }
   }
 }
@@ -195,9 +222,8 @@ void run_pieces(const MassArgs& a, const Kernel& kernel, const Plan& plan, int t
 #pragma omp for
     for (int64_t i = 0; i < units; ++i) {
       float* partial = partials + plan.units[i].partial;
-      std::fill_n(partial, plan.units[i].request->blocks, 0.f);
-      const Pass& pass = passes[i];
-      kernel.fold(pass.rows, a.block_size, pass.num_blocks, pass.tiles, partial);
+      std::fill_n(partial, folded(a, plan.units[i].request->blocks), 0.f);
+      fold(a, kernel, passes[i], partial);
     }
   }
 }
@@ -207,14 +233,15 @@ void add_partials(const MassArgs& a, const Plan& plan, const float* partials) {
     float* out = a.out + unit.request->index * a.out_request_stride;
     if (!a.sum_heads) out += unit.kv_head * a.out_head_stride;
     const float* partial = partials + unit.partial;
-    for (int64_t j = 0; j < unit.request->blocks; ++j) out[j] += partial[j];
+    const int64_t count = entries(a, unit.request->index, unit.request->blocks);
+    for (int64_t j = 0; j < count; ++j) out[j] += partial[j];
   }
 }
 
 }  // namespace
 
 void block_mass(const MassArgs& a, const Kernel& kernel, int threads) {
-  const Plan plan = make_plan(a);
+  const Plan plan = make_plan(a, kernel);
   if (plan.units.empty()) return;
   if (plan.work < kSerialWork) threads = 1;
   Scratch scratch(a, kernel, plan);

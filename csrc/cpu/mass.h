@@ -1,4 +1,4 @@
-// Attention mass per KV block: what the scheduler (mass.cpp) and the kernels
+// Attention mass per KV block or token: what the scheduler (mass.cpp) and the kernels
 // (mass_kernel.h, compiled once per instruction set) tell each other.
 #pragma once
 
@@ -25,9 +25,10 @@ struct MassArgs {
   const int32_t* starts;  // [requests + 1]
   const int32_t* lens;    // [requests]
   const float* weights;   // [tokens] or null
-  float* out;             // [requests, kv_heads or 1, >= blocks of the request]
+  float* out;             // [requests, kv_heads or 1, >= entries of the request]
   int64_t out_request_stride, out_head_stride, out_width;
   bool sum_heads;  // out has one row for all KV heads
+  bool per_token;  // out's entries are tokens; blocks otherwise
   float scale;
   int64_t requests, tokens, heads, kv_heads, dim, block_size, num_blocks;
 };
@@ -53,11 +54,14 @@ struct Blocks {
 };
 
 // Split softmax statistics of each row over each tile of tokens:
-// mass = sum(exp2(score - peak)), both [tile, stride] with a column per row.
+// mass = sum(exp2(score - peak)), both [tile, stride] with a column per row. Where mass is wanted
+// of each token, `powers` keeps the terms: [tile, power_rows, tokens of a tile].
 struct Tiles {
   float* peak;
   float* mass;
-  int64_t stride;  // multiple of kRowAlign
+  int64_t stride;      // multiple of kRowAlign
+  float* powers;       // or null; where a row does not see the tile, anything
+  int64_t power_rows;  // at least the rows, the last group padded
 };
 
 // Attention of rows that see the same tokens, so far: output = sums / mass.
@@ -86,6 +90,9 @@ struct Kernel {
                  const Output&);
   // out[block] += sum over rows of weight * softmax mass; consumes the tiles.
   void (*fold)(const Rows&, int64_t block_size, int64_t num_blocks, const Tiles&, float* out);
+  // The same for each token of the blocks, from the tiles' powers.
+  void (*fold_tokens)(const Rows&, int64_t block_size, int64_t num_blocks, const Tiles&,
+                      float* out);
 };
 
 // Null where the compiler or the architecture lacks the instruction set.

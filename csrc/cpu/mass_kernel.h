@@ -298,7 +298,7 @@ inline __attribute__((always_inline)) void score_rows(const Rows& rows, int64_t 
 
 // Lane m: the greatest score of row m, kUnseen if it sees none.
 template <int N, int M>
-inline Vec peaks(const Vec (&score)[M][N]) {
+inline __attribute__((always_inline)) Vec peaks(const Vec (&score)[M][N]) {
   Vec top[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
@@ -309,19 +309,29 @@ inline Vec peaks(const Vec (&score)[M][N]) {
   return across<Max, M>(top);
 }
 
-// Scores of a tile and their statistics, without leaving the registers.
-template <class Keys, class Operand, int N, int M>
+// Where a tile's powers go, from a row on; null if nobody wants them.
+template <int N>
+inline float* powers_of(const Tiles& tiles, int64_t tile, int64_t first) {
+  return tiles.powers ? tiles.powers + (tile * tiles.power_rows + first) * N * LANES : nullptr;
+}
+
+// Scores of a tile and their statistics, without leaving the registers but for the powers.
+template <class Keys, class Operand, int N, int M, bool kPowers>
 void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
                 const Tile<typename Keys::Element>& tile, const Tiles& tiles) {
   Vec score[M][N];
   score_rows<Keys, Operand, N, M>(rows, first, blocks, tile, score);
   const Vec peak = peaks<N, M>(score);
+  [[maybe_unused]] float* powers = powers_of<N>(tiles, tile.index, first);
   Vec sum[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-    sum[m] = exp2(score[m][0] - peak[m]);
 #pragma GCC unroll 2
-    for (int n = 1; n < N; ++n) sum[m] += exp2(score[m][n] - peak[m]);
+    for (int n = 0; n < N; ++n) {
+      const Vec part = exp2(score[m][n] - peak[m]);
+      if constexpr (kPowers) store(powers + (m * N + n) * LANES, part);
+      sum[m] = n ? sum[m] + part : part;
+    }
   }
   const Vec mass = across<Sum, M>(sum);
   const int64_t place = tile.index * tiles.stride + first;
@@ -383,7 +393,9 @@ void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
   const Vec before = load<Vec>(output.peak + first);
   const Vec peak = max(peaks<N, M>(score), before);
   const Vec factor = exp2(before - peak);
-  float p[M][kTokens];
+  float here[M * kTokens];
+  float* const powers = powers_of<N>(tiles, tile.index, first);
+  float* const p = powers ? powers : here;
   Vec sum[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
@@ -391,7 +403,7 @@ void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
       const Vec part = exp2(score[m][n] - peak[m]);
-      store(p[m] + n * LANES, part);
+      store(p + m * kTokens + n * LANES, part);
       sum[m] += part;
     }
   }
@@ -408,11 +420,13 @@ void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
   const int64_t left = rows.seen[0] - tile.position;
   add_all_values<typename Keys::Element, M, kDims>(
       values + tile.token * blocks.dim, 0, blocks.dim, left < kTokens ? left : kTokens,
-      tile.next_block, p[0], kTokens, factor, output.sums + first * blocks.dim);
+      tile.next_block, p, kTokens, factor, output.sums + first * blocks.dim);
 }
 
-// Scores the tiles of blocks [begin, end), or attends to them where there is an `output`.
-template <class Keys, class Operand, int N, bool kAttend>
+enum Task { kScore, kScoreTokens, kAttend };
+
+// Scores the tiles of blocks [begin, end), keeping their powers or not, or attends to them.
+template <class Keys, class Operand, int N, Task kTask>
 void walk_blocks(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
                  const Tiles& tiles, const Output* output) {
   typedef typename Keys::Element Element;
@@ -432,12 +446,13 @@ void walk_blocks(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t 
         switch (padded_rows(count)) {
 #define VLLM_EVICT_CASE(M)                                                                    \
   case M:                                                                                     \
-    if constexpr (kAttend)                                                                    \
+    if constexpr (kTask == kAttend)                                                           \
       attend_tile<Keys, Operand, N, M>(rows, first, blocks, tile,                             \
                                        (const Element*)output->values + id * blocks.stride, \
                                        tiles, *output);                                       \
     else                                                                                      \
-      score_tile<Keys, Operand, N, M>(rows, first, blocks, tile, tiles);                      \
+      score_tile<Keys, Operand, N, M, kTask == kScoreTokens>(rows, first, blocks, tile,       \
+                                                             tiles);                          \
     break;
           VLLM_EVICT_CASE(1)
           VLLM_EVICT_CASE(2)
@@ -459,48 +474,54 @@ int64_t padded(int64_t count) { return padded_rows((int)count); }
 // Two vectors where the block size, a multiple of 16, allows.
 int64_t tile_tokens(int64_t block_size) { return block_size % (2 * LANES) ? LANES : 2 * LANES; }
 
-template <class Keys, class Operand, bool kAttend>
+template <class Keys, class Operand, Task kTask>
 void walk(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles,
           const Output* output) {
 #if LANES == 16
   if (tile_tokens(blocks.size) == LANES)
-    return walk_blocks<Keys, Operand, 1, kAttend>(rows, blocks, begin, end, tiles, output);
+    return walk_blocks<Keys, Operand, 1, kTask>(rows, blocks, begin, end, tiles, output);
 #endif
-  walk_blocks<Keys, Operand, 2, kAttend>(rows, blocks, begin, end, tiles, output);
+  walk_blocks<Keys, Operand, 2, kTask>(rows, blocks, begin, end, tiles, output);
 }
 
-void score(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles) {
+template <Task kTask>
+void score_as(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
+              const Tiles& tiles) {
 #ifdef DOT_BF16
   if (rows.pairs)
     return blocks.packing == Packing::amx
-               ? walk<PairRows, Pairs, false>(rows, blocks, begin, end, tiles, nullptr)
-               : walk<DimRows<Bf16>, Pairs, false>(rows, blocks, begin, end, tiles, nullptr);
+               ? walk<PairRows, Pairs, kTask>(rows, blocks, begin, end, tiles, nullptr)
+               : walk<DimRows<Bf16>, Pairs, kTask>(rows, blocks, begin, end, tiles, nullptr);
 #endif
   switch (blocks.packing) {
     case Packing::f32:
-      return walk<DimRows<float>, Dims, false>(rows, blocks, begin, end, tiles, nullptr);
+      return walk<DimRows<float>, Dims, kTask>(rows, blocks, begin, end, tiles, nullptr);
     case Packing::bf16:
-      return walk<DimRows<Bf16>, Dims, false>(rows, blocks, begin, end, tiles, nullptr);
+      return walk<DimRows<Bf16>, Dims, kTask>(rows, blocks, begin, end, tiles, nullptr);
     case Packing::f16:
-      return walk<DimRows<F16>, Dims, false>(rows, blocks, begin, end, tiles, nullptr);
+      return walk<DimRows<F16>, Dims, kTask>(rows, blocks, begin, end, tiles, nullptr);
     case Packing::amx:
-      return walk<PairRows, Dims, false>(rows, blocks, begin, end, tiles, nullptr);
+      return walk<PairRows, Dims, kTask>(rows, blocks, begin, end, tiles, nullptr);
   }
+}
+
+void score(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles) {
+  (tiles.powers ? score_as<kScoreTokens> : score_as<kScore>)(rows, blocks, begin, end, tiles);
 }
 
 void attend(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles,
             const Output& output) {
 #ifdef DOT_BF16
   if (rows.pairs)
-    return walk<DimRows<Bf16>, Pairs, true>(rows, blocks, begin, end, tiles, &output);
+    return walk<DimRows<Bf16>, Pairs, kAttend>(rows, blocks, begin, end, tiles, &output);
 #endif
   switch (blocks.packing) {
     case Packing::f32:
-      return walk<DimRows<float>, Dims, true>(rows, blocks, begin, end, tiles, &output);
+      return walk<DimRows<float>, Dims, kAttend>(rows, blocks, begin, end, tiles, &output);
     case Packing::bf16:
-      return walk<DimRows<Bf16>, Dims, true>(rows, blocks, begin, end, tiles, &output);
+      return walk<DimRows<Bf16>, Dims, kAttend>(rows, blocks, begin, end, tiles, &output);
     case Packing::f16:
-      return walk<DimRows<F16>, Dims, true>(rows, blocks, begin, end, tiles, &output);
+      return walk<DimRows<F16>, Dims, kAttend>(rows, blocks, begin, end, tiles, &output);
     case Packing::amx:
       return;  // refused before: values are packed in pairs of tokens
   }
@@ -543,6 +564,49 @@ void fold(const Rows& rows, int64_t block_size, int64_t num_blocks, const Tiles&
   }
 }
 
+// LANES rows, one per lane: turns `mass` into what a tile's powers are to be multiplied by, to be
+// probabilities times the row's weight. Both are [num_tiles, stride].
+void find_factors(const float* peak, float* mass, int64_t stride, int64_t num_tiles, Vec weight) {
+  const int64_t end = num_tiles * stride;
+  Vec top = splat(kUnseen);
+  for (int64_t t = 0; t < end; t += stride) top = max(top, load<Vec>(peak + t));
+  Vec sum = {};
+  for (int64_t t = 0; t < end; t += stride) {
+    const Vec scale = exp2(load<Vec>(peak + t) - top);
+    sum += load<Vec>(mass + t) * scale;
+    store(mass + t, scale);
+  }
+  const Vec factor = weight / max(sum, splat(1.f));
+  for (int64_t t = 0; t < end; t += stride) store(mass + t, load<Vec>(mass + t) * factor);
+}
+
+template <int N>
+void add_powers(const Rows& rows, int64_t num_tiles, const Tiles& tiles, float* out) {
+  int64_t first = 0;  // row that sees the tile; later ones do too
+  for (int64_t tile = 0; tile < num_tiles; ++tile, out += N * LANES) {
+    while (first < rows.count && rows.seen[first] <= tile * N * LANES) ++first;
+    const float* factor = tiles.mass + tile * tiles.stride;
+    const float* powers = powers_of<N>(tiles, tile, first);
+    Vec sum[N];
+    for (int n = 0; n < N; ++n) sum[n] = load<Vec>(out + n * LANES);
+    for (int64_t row = first; row < rows.count; ++row, powers += N * LANES)
+      for (int n = 0; n < N; ++n) sum[n] += factor[row] * load<Vec>(powers + n * LANES);
+    for (int n = 0; n < N; ++n) store(out + n * LANES, sum[n]);
+  }
+}
+
+void fold_tokens(const Rows& rows, int64_t block_size, int64_t num_blocks, const Tiles& tiles,
+                 float* out) {
+  const int64_t num_tiles = num_blocks * (block_size / tile_tokens(block_size));
+  for (int64_t row = 0; row < tiles.stride; row += LANES)
+    find_factors(tiles.peak + row, tiles.mass + row, tiles.stride, num_tiles,
+                 load<Vec>(rows.weights + row));
+  if (tile_tokens(block_size) == LANES)
+    add_powers<1>(rows, num_tiles, tiles, out);
+  else
+    add_powers<2>(rows, num_tiles, tiles, out);
+}
+
 #ifdef DOT_BF16
 constexpr bool kDotsPairs = true;
 #else
@@ -550,7 +614,7 @@ constexpr bool kDotsPairs = false;
 #endif
 
 const Kernel kernel = {VLLM_EVICT_NAME(ISA), ROWS, kDotsPairs, tile_tokens,
-                       padded, score, attend, fold};
+                       padded, score, attend, fold, fold_tokens};
 
 }  // namespace
 }  // namespace vllm_evict::ISA

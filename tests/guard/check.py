@@ -21,7 +21,8 @@ def facts(touch: Touch, sources: Sources) -> Facts | None:
     """What a release has where `touch` looks; None if there is nothing."""
     if not touch.name:
         return {} if sources.tree(touch.module) else None
-    found = sources.find(touch.module, touch.name)
+    places = [place.split(":") for place in (touch.where, touch.moved) if place]
+    found = next(filter(None, (sources.find(module, name) for module, name in places)), None)
     if found is None:
         return None
     result: Facts = {"at": f"{found.module}:{found.name}"}

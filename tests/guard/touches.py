@@ -14,6 +14,7 @@ class Touch:
 
     Attributes:
         where: "module:name"; "module:" for the module itself.
+        moved: the same, in releases that have it elsewhere.
         by: modules of vllm_evict that rely on it, without the package's name.
         why: what for.
         bases: classes that it inherits from, directly or not.
@@ -41,6 +42,7 @@ class Touch:
     replaced_by: tuple[str, ...] = ()
     does: tuple[str, ...] = ()
     value: str | None = None
+    moved: str = ""
 
     @property
     def module(self) -> str:
@@ -180,10 +182,23 @@ CONFIGURATION = [
             "speculative_config",
             "kv_transfer_config",
             "ec_transfer_config",
+            "compilation_config: CompilationConfig",
             "additional_config: dict | SupportsHash",
             "max_in_flight_tokens",
             "use_v2_model_runner",
         ),
+    ),
+    Touch(
+        "vllm.config.compilation:CompilationConfig",
+        ("compat.layers",),
+        "all layers by name, in the order in which they were put in; ours stand among them",
+        has=("static_forward_context: dict[str, Any]",),
+    ),
+    Touch(
+        "vllm.config.vllm:VllmConfig.compute_hash",
+        ("compat.layers",),
+        "compiled graphs are kept by it: those of layers whose heads are split don't write the cache",
+        does=("json.dumps(additional_config, ...)", "vllm_factors.append(additional_config_hash)"),
     ),
     Touch(
         "vllm.config.vllm:VllmConfig.max_in_flight_tokens",
@@ -212,10 +227,11 @@ CONFIGURATION = [
     ),
     Touch(
         "vllm.config.parallel:ParallelConfig",
-        ("plugin", "compat.refusals"),
-        "the worker's class is named here; what is refused",
+        ("plugin", "compat.layers", "compat.refusals"),
+        "the worker's class is named here; what is refused; among how many ranks heads are spread",
         has=(
             "worker_cls: str",
+            "tensor_parallel_size",
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
             "pipeline_parallel_size",
@@ -246,6 +262,7 @@ CONFIGURATION = [
             "is_mm_prefix_lm",
             "is_diffusion",
             "get_sliding_window()",
+            "get_total_num_kv_heads()",
         ),
     ),
     Touch(
@@ -280,9 +297,13 @@ CONFIGURATION = [
     Touch(
         "vllm.config:get_layers_from_vllm_config",
         ("compat.layers", "compat.reorder"),
-        "the attention layers of the loaded model, by name",
+        "the attention layers of the loaded model, by name, in their order: KV groups come in that of our pages",
         calls=("get_layers_from_vllm_config(..., ...)",),
-        does=("vllm_config.compilation_config.static_forward_context",),
+        does=(
+            "forward_context = vllm_config.compilation_config.static_forward_context",
+            "layer_names = forward_context.keys()",
+            "return {layer_name: layer for layer_name in layer_names if ...}",
+        ),
     ),
     Touch(
         "vllm.logger:init_logger",
@@ -531,7 +552,39 @@ SCHEDULER = [
         "a hit is as long as the pool can hold it; its tokens come second",
         first=("request",),
         replaced_by=("vllm_evict.core.scheduler:EvictionMixin._get_local_prefix_cache_hit",),
-        does=("return blocks, num_local, shared_prefix_boundary, False",),
+        does=(
+            "self.kv_cache_manager.get_computed_blocks(request, ...)",
+            "return blocks, num_local, shared_prefix_boundary, False",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        ("core.scheduler",),
+        "looks for a hit that leaves a token to compute; ours looks for a shorter one in the same way",
+        does=(
+            "request.num_tokens - 1",
+            "self.coordinator.find_longest_cache_hit(request.block_hashes, max_cache_hit_length)",
+            "self.create_kv_cache_blocks(computed_blocks)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks",
+        ("core.scheduler",),
+        "a hit of which streaming heads take less",
+        calls=("create_kv_cache_blocks(...)",),
+        does=("KVCacheBlocks(blocks)",),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_manager:KVCacheBlocks",
+        ("core.scheduler",),
+        "the blocks of each KV group",
+        has=("blocks: tuple[Sequence[KVCacheBlock], ...]",),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids",
+        ("worker.runtime",),
+        "what workers are told of a table: holes are in it, with their id",
+        does=("tuple(([blk.block_id for blk in group] for group in groups))",),
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks",
@@ -655,7 +708,12 @@ SCHEDULER = [
         "vllm.v1.core.sched.output:CachedRequestData",
         ("core.scheduler", "worker.runtime"),
         "requests that go on; those that were preempted come with a whole new table",
-        has=("req_ids: list[str]", "resumed_req_ids: set[str]", "num_computed_tokens: list[int]"),
+        has=(
+            "req_ids: list[str]",
+            "resumed_req_ids: set[str]",
+            "new_block_ids: list[tuple[list[int], ...] | None]",
+            "num_computed_tokens: list[int]",
+        ),
     ),
     Touch(
         "vllm.v1.engine:EngineCoreOutputs",
@@ -734,8 +792,108 @@ BLOCKS = [
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
         ("core.scheduler",),
-        "holds our manager",
+        "holds our managers, one a KV group",
         has=("single_type_managers = tuple(...)",),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.__init__",
+        ("core.scheduler",),
+        "all managers take their blocks from one pool, in the order of the KV groups",
+        does=(
+            "self.block_pool = BlockPool(..., num_gpu_blocks=kv_cache_config.num_blocks)",
+            "get_manager_for_kv_cache_spec(..., block_pool=self.block_pool, kv_cache_group_id=i)",
+            "enumerate(self.kv_cache_config.kv_cache_groups)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_coordinator:get_kv_cache_coordinator",
+        ("core.manager", "core.scheduler"),
+        "KV groups hit together, none without prefix caching",
+        does=(
+            "return KVCacheCoordinatorNoPrefixCache(...)",
+            "len(kv_cache_config.kv_cache_groups) == 1",
+            "return UnitaryKVCacheCoordinator(...)",
+            "return HybridKVCacheCoordinator(...)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinatorNoPrefixCache.find_longest_cache_hit",
+        ("core.scheduler",),
+        "takes any number of KV groups",
+        does=("return blocks, 0, 0",),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",
+        ("core.manager", "compat.layers"),
+        "groups of one spec are looked up together, so streaming groups share one. All of ours are full attention, whose "
+        "order stays: streaming groups come last",
+        does=(
+            "enumerate(self.kv_cache_config.kv_cache_groups)",
+            "group.spec == spec and ...",
+            "group.group_ids.append(i)",
+            "self.attention_groups.append(SpecGroup(spec, [i], manager_cls, use_eagle))",
+            "self.attention_groups.sort(key=lambda g: not isinstance(g.spec, FullAttentionSpec))",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit",
+        ("core.manager", "core.scheduler"),
+        "each spec shortens the hit of those before it, and is looked up once. What is cut off at the end must not be "
+        "what streaming heads need: theirs is the last to be found, so nothing is cut off",
+        first=("block_hashes", "max_cache_hit_length"),
+        calls=("find(..., ...)",),
+        does=(
+            "curr_hit_length = hit_length",
+            "isinstance(spec, FullAttentionSpec) and cached_blocks is not None",
+            "curr_hit_length = min(curr_hit_length, hit_length_by_group[first_group_id])",
+            "_max_length = curr_hit_length",
+            "manager_cls.find_longest_cache_hit(block_hashes=block_hashes, max_length=_max_length, "
+            "kv_cache_group_ids=group_ids, block_pool=..., kv_cache_spec=spec, drop_eagle_block=drop_eagle_block, "
+            "alignment_tokens=..., dcp_world_size=..., pcp_world_size=...)",
+            "curr_hit_length = _new_hit_length",
+            "curr_hit_length >= hit_length",
+            "del blks[num_blocks:]",
+            "return cache_hit_blocks, hit_length, num_uncached_common_prefix_tokens",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks",
+        ("core.manager",),
+        "each group takes its hit before new blocks are handed out",
+        does=(
+            "manager.add_local_computed_blocks(request_id, new_computed_blocks[i], num_local_computed_tokens, "
+            "num_external_computed_tokens)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_blocks",
+        ("core.manager",),
+        "the tables of all groups grow together",
+        does=("manager.allocate_new_blocks(request_id, ..., num_tokens_main_model)", "self.single_type_managers"),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
+        ("core.manager",),
+        "all groups publish the same tokens",
+        does=("enumerate(self.single_type_managers)", "manager.cache_blocks(request, ...)"),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.free",
+        ("core.manager",),
+        "a request starts over in all groups at once",
+        does=("self.single_type_managers", "manager.free(request_id)"),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:BlockHashList",
+        ("core.manager",),
+        "a prefix, one hash a block",
+        value="list[BlockHash] | BlockHashListWithBlockSize",
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes",
+        ("core.manager",),
+        "one hash a block, where all groups have blocks of one size and prefix_match_unit says nothing else",
+        does=("requested if requested is not None else math.gcd(*hashing_sizes)",),
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate",
@@ -758,6 +916,8 @@ BLOCKS = [
             "req_to_blocks: defaultdict[str, list[KVCacheBlock]]",
             "num_cached_block: dict[str, int]",
             "_null_block = block_pool.null_block",
+            "kv_cache_spec = kv_cache_spec",
+            "kv_cache_group_id = kv_cache_group_id",
         ),
     ),
     Touch(
@@ -773,6 +933,67 @@ BLOCKS = [
         first=("request_id", "num_tokens", "new_computed_blocks"),
         replaced_by=("vllm_evict.core.manager:EvictableManager.get_num_blocks_to_allocate",),
         does=("num_required_blocks = cdiv(num_tokens, self.block_size)",),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.get_num_blocks_to_allocate",
+        ("core.manager",),
+        "a table's length counts holes, those of a hit too; what the hit takes out of the pool does not",
+        does=(
+            "num_req_blocks = len(self.req_to_blocks.get(request_id, ()))",
+            "len(new_computed_blocks) + num_req_blocks",
+            "self._get_num_evictable_blocks(...)",
+            "return num_new_blocks + num_evictable_blocks",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager._get_num_evictable_blocks",
+        ("core.manager",),
+        "passes over holes",
+        does=("blk.ref_cnt == 0 and not blk.is_null",),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.find_longest_cache_hit",
+        ("core.manager",),
+        "streaming heads need sinks and the window of a prefix; retrieval heads all of it, without a gap",
+        kind="classmethod",
+        first=("block_hashes", "max_length", "kv_cache_group_ids", "block_pool", "kv_cache_spec"),
+        replaced_by=("vllm_evict.core.manager:EvictableManager.find_longest_cache_hit",),
+        does=(
+            "block_pool.get_cached_block(block_hash, kv_cache_group_ids)",
+            "computed.append(cached)",
+            "break",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.add_local_computed_blocks",
+        ("core.manager",),
+        "a request starts with a hit, holes included; what was hit is not published again",
+        first=("request_id", "new_computed_blocks"),
+        replaced_by=("vllm_evict.core.manager:EvictableManager.add_local_computed_blocks",),
+        does=(
+            "self.block_pool.touch(new_computed_blocks)",
+            "req_blocks.extend(new_computed_blocks)",
+            "self.num_cached_block[request_id] = len(req_blocks)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.get_num_skipped_tokens",
+        ("core.manager",),
+        "the head of a hit stays",
+        does=("return 0",),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.reachable_block_mask",
+        ("core.manager",),
+        "all blocks are published, whatever prefix other groups have hit",
+        does=("return None",),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:resolve_block_hashes",
+        ("core.manager",),
+        "hashes of whole blocks, where prefixes are hashed finer",
+        calls=("resolve_block_hashes(..., ..., ...)",),
+        does=("block_size == hash_block_size", "return block_hashes"),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.allocate_new_blocks",
@@ -823,6 +1044,26 @@ BLOCKS = [
         ),
     ),
     Touch(
+        "vllm.v1.core.block_pool:BlockPool",
+        ("core.manager", "core.scheduler"),
+        "the pool of all KV groups",
+        has=("null_block", "num_gpu_blocks = num_gpu_blocks"),
+    ),
+    Touch(
+        "vllm.v1.core.block_pool:BlockPool.get_cached_block",
+        ("core.manager",),
+        "a block of each group, or None if one lacks it",
+        first=("block_hash", "kv_cache_group_ids"),
+        calls=("get_cached_block(..., ...)",),
+        does=("group_id", "return None", "return cached_blocks"),
+    ),
+    Touch(
+        "vllm.v1.core.block_pool:BlockPool.touch",
+        ("core.manager",),
+        "passes over the holes of a hit: the null block is in no queue",
+        does=("block.is_null", "self.free_block_queue.remove(block)", "block.ref_cnt += 1"),
+    ),
+    Touch(
         "vllm.v1.core.block_pool:BlockPool.free_blocks",
         ("core.manager",),
         "takes evicted blocks back; passes over the holes of a request that ends",
@@ -843,22 +1084,28 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheConfig",
-        ("core.scheduler",),
-        "the one KV group",
+        ("core.scheduler", "compat.layers"),
+        "the KV groups, in order",
         has=("kv_cache_groups: list[KVCacheGroupSpec]",),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
-        ("core.scheduler",),
+        ("core.scheduler", "compat.layers"),
         "its layers and spec",
         has=("layer_names: list[str]", "kv_cache_spec: KVCacheSpec"),
+    ),
+    Touch(
+        "vllm.v1.kv_cache_interface:KVCacheSpec",
+        ("core.spec",),
+        "the specs that ours may meet",
+        has=("block_size: int", "page_size_bytes", "is_uniform_with_collection()"),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:AttentionSpec",
         ("attention.backend",),
         "what a backend customizes and builds for",
         bases=("KVCacheSpec",),
-        has=("block_size: int", "page_size_bytes"),
+        has=("block_size: int", "num_kv_heads: int", "page_size_bytes"),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
@@ -884,8 +1131,110 @@ BLOCKS = [
         does=("merged_spec = cls(..., block_size=specs[0].block_size)", "return merged_spec"),
     ),
     Touch(
+        "vllm.v1.kv_cache_interface:FullAttentionSpec.is_uniform_with_collection",
+        ("core.spec",),
+        "whether layers with pages of different sizes share a block table: not those of different head classes",
+        first=("kv_cache_specs",),
+        replaced_by=("vllm_evict.core.spec:EvictableSpec.is_uniform_with_collection",),
+    ),
+    Touch(
+        "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs.is_uniform_type",
+        ("core.spec",),
+        "asks our spec",
+        does=("return first_spec.is_uniform_with_collection(kv_cache_specs)",),
+    ),
+    Touch(
+        "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs.from_specs",
+        ("core.spec",),
+        "None where it says no",
+        does=("cls.is_uniform_type(kv_cache_specs)", "return None"),
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:get_kv_cache_groups",
+        ("core.spec", "compat.layers"),
+        "the order of questions: one spec, one type of specs, pages of several sizes, specs that can be merged",
+        does=(
+            "is_kv_cache_spec_uniform(kv_cache_spec)",
+            "return _get_kv_cache_groups_uniform_spec(kv_cache_spec)",
+            "UniformTypeKVCacheSpecs.from_specs(kv_cache_spec)",
+            "_get_packed_kv_cache_groups(vllm_config, filtered_spec)",
+            "filtered_spec = unify_kv_cache_spec_page_size(filtered_spec)",
+            "groups = _get_kv_cache_groups_uniform_page_size(filtered_spec)",
+            "return groups",
+        ),
+        moved="vllm.v1.core.kv_cache_planning:get_kv_cache_groups",
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:is_kv_cache_spec_uniform",
+        ("core.spec",),
+        "asks by merging; an AssertionError is a no",
+        does=("kv_cache_spec_values[0].merge(kv_cache_spec_values)", "return False"),
+        moved="vllm.v1.core.kv_cache_planning:is_kv_cache_spec_uniform",
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:_get_packed_kv_cache_groups",
+        ("core.spec",),
+        "leaves pages of one size alone",
+        does=("len(page_sizes) <= 1", "return None"),
+        moved="vllm.v1.core.kv_cache_planning:_get_packed_kv_cache_groups",
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:unify_kv_cache_spec_page_size",
+        ("core.spec",),
+        "so does this: blocks keep their size",
+        does=("len(page_sizes) <= 1", "return kv_cache_spec"),
+        moved="vllm.v1.core.kv_cache_planning:unify_kv_cache_spec_page_size",
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:_get_kv_cache_groups_uniform_page_size",
+        ("core.spec", "compat.layers"),
+        "groups of as many layers as the rarest spec has: one, as each retrieval group has a spec of its own. They come in "
+        "the order of the layers, which is that of the worker's groups; streaming groups, which share a spec, come last",
+        does=(
+            "kv_cache_spec.items()",
+            "same_type_layers[layer_spec].append(layer_name)",
+            "same_type_layers.items()",
+            "type(specs[0]).merge([*specs, layer_spec])",
+            "continue",
+            "layer_buckets.append(list(layer_names))",
+            "min_num_layers = min([len(layers) for layers in layer_buckets])",
+            "group_size = min_num_layers",
+            "max_num_layers < min_num_layers * 1.5",
+            "num_groups = cdiv(len(layers), group_size)",
+            "grouped_layers.append(layers[i::num_groups])",
+            "return create_kv_cache_group_specs(kv_cache_spec, grouped_layers)",
+        ),
+        moved="vllm.v1.core.kv_cache_planning:_get_kv_cache_groups_uniform_page_size",
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:create_kv_cache_group_specs",
+        ("core.spec",),
+        "a group's spec is its layers', merged",
+        does=("layer_specs[0].merge(layer_specs)", "KVCacheGroupSpec(layer_names_one_group, merged_layer_spec)"),
+        moved="vllm.v1.core.kv_cache_planning:create_kv_cache_group_specs",
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:_max_memory_usage_bytes_from_groups",
+        ("core.spec",),
+        "a request holds what it holds in each group",
+        does=("total_blocks += cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes)",),
+        moved="vllm.v1.core.kv_cache_planning:_max_memory_usage_bytes_from_groups",
+    ),
+    Touch(
+        "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups",
+        ("compat.layers", "compat.runners"),
+        "the pages of all groups lie over each other: a block id is one group's at a time",
+        does=(
+            "kv_cache_groups",
+            "byte_offset = 0",
+            "KVCacheTensor(size=size, layers=layer_names, layer_stride=layer_stride, block_stride=block_stride, "
+            "offset=byte_offset)",
+        ),
+        moved="vllm.v1.core.kv_cache_planning:get_kv_cache_config_from_groups",
+    ),
+    Touch(
         "vllm.v1.kv_cache_interface:replace_as",
-        ("attention.backend",),
+        ("attention.backend", "compat.layers"),
         "makes our spec of vLLM's",
         calls=("replace_as(..., ..., backend=...)",),
     ),
@@ -920,6 +1269,13 @@ WORKERS = [
         "subclassed",
         bases=("Worker", "WorkerBase"),
         has=("vllm_config", "model_runner", "use_v2_model_runner"),
+    ),
+    Touch(
+        "vllm.v1.worker.cpu_worker:CPUWorker.load_model",
+        ("worker.worker",),
+        "the model is built and loaded in it: heads get their order",
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.load_model",),
+        does=("self.model_runner.load_model(...)",),
     ),
     Touch(
         "vllm.v1.worker.cpu_worker:CPUWorker.get_kv_cache_spec",
@@ -1003,6 +1359,12 @@ WORKERS = [
         does=("_warmup_kernels(model_runner, worker_execute_model, worker_sample_tokens)",),
     ),
     Touch(
+        "vllm.v1.worker.gpu.warmup:_warmup_kernels",
+        ("worker.runtime",),
+        "V2: made-up tables have no hole",
+        does=("next_block_id = 1", "range(next_block_id, ...)"),
+    ),
+    Touch(
         "vllm.v1.executor.uniproc_executor:UniProcExecutor._init_executor",
         ("compat.layers", "worker.worker"),
         "the model is loaded first; the block size may change after that, as backends prefer",
@@ -1063,7 +1425,7 @@ WORKERS = [
         "vllm.distributed.parallel_state:GroupCoordinator",
         ("compat.layers",),
         "the ranks of a group, and the way between them",
-        has=("world_size: int", "cpu_group: ProcessGroup", "device_group: ProcessGroup"),
+        has=("world_size: int", "rank_in_group: int", "cpu_group: ProcessGroup", "device_group: ProcessGroup"),
     ),
 ]
 
@@ -1081,11 +1443,12 @@ RUNNERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
-        ("compat.runners",),
+        ("compat.runners", "worker.runtime"),
         "V1: rows of the batch are brought up to date; holes are put in after it",
         first=("scheduler_output",),
         replaced_by=("vllm_evict.compat.runners:_install_v1._update_states",),
         does=(
+            "zip(req_state.block_ids, new_block_ids)",
             "req_state.block_ids = new_block_ids",
             "self.input_batch.block_table.append_row(new_block_ids, req_index)",
         ),
@@ -1148,7 +1511,11 @@ RUNNERS = [
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
         ("compat.runners",),
         "V2: requests, their tables, and the caches of all layers",
-        has=("req_states = RequestState(...)", "block_tables = BlockTables(...)", "kv_caches"),
+        has=(
+            "req_states = RequestState(...)",
+            "block_tables = BlockTables(...)",
+            "kv_caches = [cache for cache in kv_caches_dict.values() if ...]",
+        ),
         takes_attributes=True,
     ),
     Touch(
@@ -1212,15 +1579,253 @@ RUNNERS = [
     ),
 ]
 
+SPLIT_LAYERS = [
+    Touch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache",
+        ("compat.layers",),
+        "V1: layers join the KV group of the pages that they name before builders and caches are made",
+        does=(
+            "self.maybe_add_kv_sharing_layers_to_kv_cache_groups(kv_cache_config)",
+            "self.initialize_attn_backend(kv_cache_config, ...)",
+            "self.initialize_metadata_builders(kv_cache_config, kernel_block_sizes)",
+            "self.initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes, ...)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.maybe_add_kv_sharing_layers_to_kv_cache_groups",
+        ("compat.layers",),
+        "V1: see add_kv_sharing_layers_to_kv_cache_groups",
+        does=(
+            "add_kv_sharing_layers_to_kv_cache_groups(self.shared_kv_cache_layers, kv_cache_config.kv_cache_groups, ...)",
+            "self.cache_config.kv_sharing_fast_prefill",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.utils:add_kv_sharing_layers_to_kv_cache_groups",
+        ("compat.layers",),
+        "a layer gets metadata of the KV group of the pages that it names, after them; it needs pages of that name",
+        does=(
+            "tgt_kv_cache_group = layer_to_kv_cache_group[target_layer_name]",
+            "tgt_kv_cache_group.layer_names.append(layer_name)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_attn_backend",
+        ("compat.layers", "attention.backend"),
+        "V1: layers and pages with one backend name and number of query heads share a metadata builder",
+        does=(
+            "get_layers_from_vllm_config(self.vllm_config, layer_type, kv_cache_group_spec.layer_names)",
+            "attn_backend = layers[layer_name].get_attn_backend()",
+            "num_heads_q = getattr(layers[layer_name], 'num_heads', 0)",
+            "key = (full_cls_name, layer_kv_cache_spec, num_heads_q)",
+            "kv_cache_config.kv_cache_groups",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache_tensors",
+        ("compat.layers",),
+        "V1: layers are bound to the pages that they name",
+        does=(
+            "kv_caches = allocate_kv_cache(kv_cache_config, ...)",
+            "kv_caches[layer_name] = kv_caches[target_layer_name]",
+            "bind_kv_cache(kv_caches, self.compilation_config.static_forward_context, self.kv_caches, ...)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.utils:bind_kv_cache",
+        ("compat.layers", "compat.runners"),
+        "V1: layers and pages may have one index; the runner's list has all of them",
+        does=(
+            "extract_layer_index(layer_name, num_attn_module)",
+            "current_platform.check_runner_kv_caches_multi_layer()",
+            "runner_kv_caches.append(kv_caches[layer_name])",
+            "bind_kv_cache_to_layers(...)",
+        ),
+    ),
+    Touch(
+        "vllm.platforms.cpu:CpuPlatform.check_runner_kv_caches_multi_layer",
+        ("compat.layers",),
+        "V1: this platform does not mind",
+        does=("pass",),
+    ),
+    Touch(
+        "vllm.model_executor.models.utils:extract_layer_index",
+        ("compat.layers",),
+        "names of pages have one number in them",
+        does=("subnames = layer_name.split('.')", "assert len(int_vals) == 1, ..."),
+    ),
+    Touch(
+        "vllm.v1.worker.utils:bind_kv_cache_to_layers",
+        ("compat.layers",),
+        "pages get their cache as layers do",
+        does=("forward_context[layer_name].bind_kv_cache(kv_cache)",),
+    ),
+    Touch(
+        "vllm.v1.worker.utils:allocate_kv_cache",
+        ("compat.layers", "compat.runners"),
+        "one allocation for all KV groups: poison for a block is poison for it in all of them",
+        does=(
+            "assert len(sizes) == 1, ...",
+            "buf = torch.zeros(buf_size, ...)",
+            "create_kv_cache_views(buf, spec, num_blocks, layout, tensor, ...)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+        ("attention.split", "worker.runtime"),
+        "V1: each KV group has its table and its slots, each layer name its group's metadata; lengths on the host are "
+        "exact but for speculative decoding",
+        does=(
+            "self.input_batch.block_table[kv_cache_gid]",
+            "seq_lens_cpu_upper_bound = self.optimistic_seq_lens_cpu[:num_reqs_padded]",
+            "attn_metadata_dict[layer_name] = attn_metadata_i",
+            "cm = copy(cm_base)",
+            "cm.block_table_tensor = _get_block_table(kv_cache_gid)",
+            "cm.slot_mapping = slot_mappings[kv_cache_gid]",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu.attn_utils:get_shared_kv_cache_layers",
+        ("compat.layers",),
+        "V2: layers, and the pages that they name",
+        does=(
+            "get_layers_from_vllm_config(vllm_config, Attention)",
+            "attn_module.kv_sharing_target_layer_name",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu.attn_utils:init_attn_backend",
+        ("compat.layers", "attention.backend"),
+        "V2: layers join the KV group of their pages first; those with one backend name and number of query heads share a "
+        "builder",
+        does=(
+            "add_kv_sharing_layers_to_kv_cache_groups(get_shared_kv_cache_layers(vllm_config), "
+            "kv_cache_config.kv_cache_groups)",
+            "attn_backend = attn_layers[layer_name].get_attn_backend()",
+            "num_heads_q = getattr(attn_layers[layer_name], 'num_heads', 0)",
+            "key = (attn_backend.full_cls_name(), layer_kv_cache_spec, num_heads_q)",
+            "group.create_metadata_builders(...)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu.attn_utils:init_kv_cache",
+        ("compat.layers",),
+        "V2: layers are bound to the pages that they name",
+        does=(
+            "kv_caches = allocate_kv_cache(kv_cache_config, ...)",
+            "kv_caches[layer_name] = kv_caches[target]",
+            "bind_kv_cache_to_layers(bindable_caches, forward_context, ...)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu.attn_utils:build_attn_metadata",
+        ("attention.split", "worker.runtime"),
+        "V2: each KV group has its table and its slots, each layer name its group's metadata",
+        does=(
+            "block_table = block_tables[i]",
+            "slot_mapping = slot_mappings[i]",
+            "CommonAttentionMetadata(..., block_table_tensor=block_table, slot_mapping=slot_mapping)",
+            "attn_metadata[layer_name] = metadata",
+        ),
+    ),
+    Touch(
+        "vllm.v1.attention.backend:AttentionBackend.full_cls_name",
+        ("attention.backend", "compat.layers"),
+        "our backends differ in it from vLLM's, not from each other: one a KV group",
+        kind="classmethod",
+        does=("return (cls.__module__, cls.__qualname__)",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.utils:get_num_attention_heads_from_layers",
+        ("compat.layers",),
+        "the builder of a group plans for the query heads of its layers; our pages say the same number",
+        does=("getattr(layer, 'impl', layer)", "assert len(heads) == 1, ..."),
+    ),
+    Touch(
+        "vllm.forward_context:get_forward_context",
+        ("attention.split",),
+        "metadata of other KV groups than a layer's own",
+        calls=("get_forward_context()",),
+        does=("return _forward_context",),
+    ),
+    Touch(
+        "vllm.forward_context:ForwardContext",
+        ("attention.split",),
+        "metadata by layer name; a list of them only with dual-batch overlap, which is refused",
+        has=("attn_metadata: dict[str, AttentionMetadata] | list[dict[str, AttentionMetadata]]",),
+    ),
+    Touch(
+        "vllm.model_executor.layers.attention.attention:get_attention_context",
+        ("attention.split",),
+        "a layer's own metadata is looked up by its name; None where nothing is set, in a dummy run",
+        does=(
+            "attn_metadata_raw = forward_context.attn_metadata",
+            "attn_metadata = attn_metadata_raw[layer_name]",
+            "attn_metadata = attn_metadata_raw",
+            "attn_layer = forward_context.no_compile_layers[layer_name]",
+            "kv_cache = attn_layer.kv_cache",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.attention:Attention.forward",
+        ("attention.split", "compat.layers"),
+        "does not write the cache of layers that name other pages, but hands their keys and values on; asked at each call, "
+        "or when the model is compiled, which is later than ours",
+        does=(
+            "query = query.view(-1, self.num_heads, self.head_size)",
+            "output = output.view(-1, self.num_heads, self.head_size_v)",
+            "key = key.view(-1, self.num_kv_heads, self.head_size)",
+            "not self.attn_backend.forward_includes_kv_cache_update and self.kv_sharing_target_layer_name is None and "
+            "key is not None and value is not None",
+            "unified_attention_with_output(query, key, value, output, ...)",
+            "not self.attn_backend.forward_includes_kv_cache_update and self.kv_sharing_target_layer_name is None and "
+            "key is not None and value is not None",
+            "torch.ops.vllm.unified_attention_with_output(query, key, value, output, ...)",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
+        ("compat.layers",),
+        "pages are like those of a layer, for other heads",
+        calls=("get_kv_cache_spec(...)",),
+        does=("FullAttentionSpec(..., block_size=block_size, num_kv_heads=self.num_kv_heads)",),
+    ),
+]
+
 ATTENTION = [
     Touch(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         ("compat.layers", "compat.reorder"),
-        "all layers with a KV cache; those that are no plain Attention are refused",
+        "all layers with a KV cache; those that are no plain Attention are refused. Pages of split heads are such layers",
+        has=("bind_kv_cache()",),
+        takes_attributes=True,
+        implemented_by="vllm_evict.compat.layers:HeadSlots",
+    ),
+    Touch(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.bind_kv_cache",
+        ("compat.layers",),
+        "pages have their cache as an attribute",
+        does=("self.kv_cache = kv_cache",),
+    ),
+    Touch(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_attn_backend",
+        ("compat.layers",),
+        "implemented",
+        replaced_by=("vllm_evict.compat.layers:HeadSlots.get_attn_backend",),
+    ),
+    Touch(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_kv_cache_spec",
+        ("compat.layers",),
+        "implemented",
+        first=("vllm_config",),
+        replaced_by=("vllm_evict.compat.layers:HeadSlots.get_kv_cache_spec",),
     ),
     Touch(
         "vllm.model_executor.layers.attention:Attention",
-        ("compat.layers", "compat.refusals", "compat.reorder", "attention.cpu", "attention.triton"),
+        (
+            *("compat.layers", "compat.refusals", "compat.reorder"),
+            *("attention.cpu", "attention.split", "attention.triton"),
+        ),
         "the layers that are put behind the view",
         bases=("AttentionLayerBase",),
         has=(
@@ -1229,6 +1834,9 @@ ATTENTION = [
             "has_sink",
             "num_heads",
             "num_kv_heads",
+            "head_size",
+            "head_size_v",
+            "kv_cache_dtype",
             "sliding_window",
             "kv_sharing_target_layer_name",
             "kv_cache = torch.tensor(...)",
@@ -1245,21 +1853,37 @@ ATTENTION = [
     ),
     Touch(
         "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
-        ("attention.backend",),
+        ("attention.backend", "attention.split"),
         "calls the layer's implementation, metadata in sixth place",
-        does=("self.impl.forward(self, query, key, value, kv_cache, attn_metadata, ..., output=output)",),
+        does=(
+            "attn_metadata, self, kv_cache, _ = get_attention_context(layer_name)",
+            "self.impl.forward(self, query, key, value, kv_cache, attn_metadata, ..., output=output)",
+        ),
     ),
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec",
         ("compat.layers", "attention.backend"),
-        "V1: our backend makes the layer's spec ours",
-        does=("customize_attention_spec(attn_module.get_attn_backend(), spec)",),
+        "V1: our backend makes the layer's spec ours; a layer that names other pages has none, and pages are no Attention",
+        does=(
+            "attn_layers.items()",
+            "isinstance(attn_module, Attention) and (kv_tgt_layer := attn_module.kv_sharing_target_layer_name)",
+            "self.shared_kv_cache_layers[layer_name] = kv_tgt_layer",
+            "continue",
+            "attn_module.get_kv_cache_spec(self.vllm_config)",
+            "customize_attention_spec(attn_module.get_attn_backend(), spec)",
+        ),
     ),
     Touch(
         "vllm.v1.worker.gpu.attn_utils:get_kv_cache_spec",
         ("compat.layers", "attention.backend"),
-        "V2: our backend makes the layer's spec ours",
-        does=("customize_attention_spec(attn_module.get_attn_backend(), spec)",),
+        "V2: our backend makes the layer's spec ours; a layer that names other pages has none, and pages name none",
+        does=(
+            "attn_layers.items()",
+            "getattr(attn_module, 'kv_sharing_target_layer_name', None)",
+            "continue",
+            "attn_module.get_kv_cache_spec(vllm_config)",
+            "customize_attention_spec(attn_module.get_attn_backend(), spec)",
+        ),
     ),
     Touch(
         "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
@@ -1316,9 +1940,10 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
-        ("compat.refusals", "attention.backend"),
-        "the backend that is served",
+        ("compat.refusals", "attention.backend", "attention.split"),
+        "the backend that is served; keys and values are written before `forward`, and apart from it",
         bases=("AttentionBackend",),
+        has=("forward_includes_kv_cache_update = False",),
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_name",
@@ -1330,9 +1955,9 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata",
-        ("attention.backend", "attention.cpu"),
-        "what the kernel and our mass pass read",
-        has=("num_actual_tokens: int", "query_start_loc", "seq_lens", "block_table"),
+        ("attention.backend", "attention.cpu", "attention.split"),
+        "what the kernel and our mass pass read, and where split heads write",
+        has=("num_actual_tokens: int", "query_start_loc", "seq_lens", "block_table", "slot_mapping: torch.Tensor"),
         takes_attributes=True,
     ),
     Touch(
@@ -1345,10 +1970,20 @@ ATTENTION = [
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.__init__",
         ("attention.backend", "attention.cpu"),
-        "tells the layers how their keys are packed",
+        "tells the layers how their keys are packed; heads are those of a layer, though pages hold those of many",
         first=("kv_cache_spec",),
         replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.__init__",),
-        does=("self._set_isa_to_layers(layer_names)",),
+        does=(
+            "self.num_kv_heads = kv_cache_spec.num_kv_heads",
+            "self.num_heads = get_num_attention_heads_from_layers(vllm_config, layer_names) or ...",
+            "self._set_isa_to_layers(layer_names)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._group_sliding_window",
+        ("compat.layers",),
+        "no window for a group of pages that no layer names",
+        does=("len(windows) != 1", "return -1"),
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
@@ -1368,23 +2003,42 @@ ATTENTION = [
             "query_start_loc = common_attn_metadata.query_start_loc",
             "seq_lens = common_attn_metadata.seq_lens",
             "block_table_tensor = common_attn_metadata.block_table_tensor",
-            "CPUAttentionMetadata(..., seq_lens=seq_lens, block_table=block_table_tensor)",
+            "slot_mapping = common_attn_metadata.slot_mapping",
+            "ops.cpu_attn_get_scheduler_metadata(..., num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)",
+            "CPUAttentionMetadata(..., seq_lens=seq_lens, block_table=block_table_tensor, slot_mapping=slot_mapping)",
         ),
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
-        ("compat.refusals", "attention.backend"),
-        "subclassed; what it has that our passes do not know is refused, or left to its own kernel",
-        has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "is_fp8_kv_cache", "head_size"),
+        ("compat.refusals", "attention.backend", "attention.split"),
+        "subclassed, and copied for some of its heads; what it has that our passes do not know is refused, or left to its "
+        "own kernel",
+        has=(
+            "scale",
+            "alibi_slopes",
+            "logits_soft_cap",
+            "sinks",
+            "is_fp8_kv_cache",
+            "head_size",
+            "num_heads",
+            "num_kv_heads",
+        ),
         takes_attributes=True,
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
-        ("attention.backend", "attention.cpu"),
-        "queries are [tokens, heads, size]; the cache holds first K, then V, in each block and head",
+        ("attention.backend", "attention.cpu", "attention.split"),
+        "queries are [tokens, heads, size]; the cache holds first K, then V, in each block and head; heads are those of "
+        "its tensors, and keys and values of a decoder are read from the cache alone",
         first=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-        replaced_by=("vllm_evict.attention.backend:working_impl.WorkingImpl.forward",),
+        calls=("forward(..., ..., None, None, ..., ..., ...)",),
+        replaced_by=(
+            "vllm_evict.attention.backend:working_impl.WorkingImpl.forward",
+            "vllm_evict.attention.split:split_impl.SplitImpl.forward",
+        ),
         does=(
+            "attn_metadata is None",
+            "return output",
             "num_actual_tokens = attn_metadata.num_actual_tokens",
             "num_blocks, num_kv_heads, block_size, _ = kv_cache.size()",
             "kv_cache = kv_cache.view((num_blocks, num_kv_heads, block_size * 2, -1))",
@@ -1395,8 +2049,11 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
-        ("attention.backend", "attention.cpu"),
-        "writes this step's keys and values before `forward`, which may therefore be left out",
+        ("attention.backend", "attention.cpu", "attention.split"),
+        "writes this step's keys and values before `forward`, which may therefore be left out; heads are those of its "
+        "tensors",
+        calls=("do_kv_cache_update(..., ..., ..., ..., ...)",),
+        first=("layer", "key", "value", "kv_cache", "slot_mapping"),
         does=("ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, layer.isa, ...)",),
     ),
     Touch(
@@ -1432,16 +2089,6 @@ ATTENTION = [
         ("attention.backend",),
         "with a backend that never supports full graphs it falls back to piecewise ones",
         does=("min_cg_support == AttentionCGSupport.NEVER", "cudagraph_mode = CUDAGraphMode.PIECEWISE"),
-    ),
-    Touch(
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
-        ("worker.runtime",),
-        "V1: lengths on the host are exact but for speculative decoding",
-        does=(
-            "seq_lens_cpu_upper_bound = self.optimistic_seq_lens_cpu[:num_reqs_padded]",
-            "CommonAttentionMetadata(..., query_start_loc_cpu=self.query_start_loc.cpu[...], "
-            "seq_lens_cpu_upper_bound=seq_lens_cpu_upper_bound)",
-        ),
     ),
     Touch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs",
@@ -1729,6 +2376,7 @@ TOUCHES = [
     *BLOCKS,
     *WORKERS,
     *RUNNERS,
+    *SPLIT_LAYERS,
     *ATTENTION,
     *TRITON,
     *LOADING,

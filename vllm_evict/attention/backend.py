@@ -4,6 +4,7 @@ Nothing here knows which backend it is: the view is made of block tables and len
 special to one lies in its `Passes`.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace
 
 from ..core.spec import EvictableSpec
 from ..worker.runtime import GroupRuntime
+from ..worker.work import Share
 from .queries import Queries
 
 #: Attribute of a backend's metadata that holds the step's `OwnWork`.
@@ -31,6 +33,10 @@ class Passes(Protocol):
 
     def can_decode(self, layer: Any) -> bool: ...
 
+    def kv_heads(self, kv_cache: Any) -> int: ...
+
+    def compact(self, layer: Any, kv_caches: Sequence[Any], source: Any, keep: Any, target: Any) -> None: ...
+
     def mass(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, weights: Any, out: Any) -> None: ...
 
     def mass_of(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, queries: Queries, width: int) -> Any: ...
@@ -47,6 +53,12 @@ class Passes(Protocol):
         weights: Any,
         out: Any,
     ) -> None: ...
+
+    def decode_together(
+        self, layer: Any, query: Any, shares: Sequence[Share], output: Any, weights: Any, outs: Any
+    ) -> None: ...
+
+    def write(self, layer: Any, kv_cache: Any, blocks: Any, keys: Any, values: Any) -> None: ...
 
     def read(self, layer: Any, kv_cache: Any, blocks: Any, values: bool) -> tuple[Any, Any]: ...
 

@@ -1,11 +1,14 @@
 """vLLM's CPU attention backend: where its keys and values lie, for what runs beside its kernel or in its place."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .decode import decode_mass
-from .mass import block_mass, kernel_path, unpack_keys, unpack_values
+from ..worker.work import Share
+from .compact import compact
+from .decode import decode_classes, decode_mass
+from .mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
 from .queries import Queries
 
 #: Backend ISAs whose packed keys `block_mass` reads -> its name of the layout.
@@ -38,6 +41,17 @@ class CPUPasses:
         return plain and readable and kernel_path() not in ("torch reference", "portable")
 
     @staticmethod
+    def kv_heads(kv_cache: torch.Tensor) -> int:
+        return kv_cache.shape[1]
+
+    @staticmethod
+    def compact(
+        layer: Any, kv_caches: Sequence[torch.Tensor], source: torch.Tensor, keep: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """Gather kept tokens of layers with equally many heads, keep int32 [L, Hkv, kept] (see `attention.compact`)."""
+        compact([_pages(kv_cache) for kv_cache in kv_caches], source, keep, target, layout=KEY_LAYOUTS[layer.isa])
+
+    @staticmethod
     def mass(
         layer: Any,
         query: torch.Tensor,
@@ -45,6 +59,7 @@ class CPUPasses:
         metadata: Any,
         weights: torch.Tensor | None,
         out: torch.Tensor,
+        per_token: bool = False,
     ) -> None:
         """Add the mass of queries that the stock kernel has attended to (see `block_mass`)."""
         keys, _ = _halves(kv_cache)
@@ -56,6 +71,7 @@ class CPUPasses:
             metadata.seq_lens,
             layer.impl.scale,
             out,
+            per_token=per_token,
             weights=weights,
             layout=KEY_LAYOUTS[layer.isa],
         )
@@ -95,6 +111,7 @@ class CPUPasses:
         seq_lens: torch.Tensor,
         weights: torch.Tensor | None,
         out: torch.Tensor | None,
+        per_token: bool = False,
     ) -> None:
         """Attend for requests `rows` of one token each, and add their mass (see `decode_mass`)."""
         keys, values = _halves(kv_cache)
@@ -110,9 +127,48 @@ class CPUPasses:
             layer.impl.scale,
             output[:tokens].view(query[:tokens].shape),
             out=out,
+            per_token=per_token,
             weights=weights,
             layout=KEY_LAYOUTS[layer.isa],
         )
+
+    @staticmethod
+    def decode_together(
+        layer: Any,
+        query: torch.Tensor,
+        shares: Sequence[Share],
+        output: torch.Tensor,
+        weights: torch.Tensor | None,
+        outs: Sequence[torch.Tensor | None],
+    ) -> None:
+        """`decode` for heads in several KV groups, in one call; an entry of `outs` for each (see `decode_classes`)."""
+        keys, values = zip(*(_halves(share.kv_cache) for share in shares))
+        metadata = shares[0].metadata
+        tokens = metadata.num_actual_tokens
+        decode_classes(
+            query[:tokens],
+            keys,
+            values,
+            [share.metadata.block_table for share in shares],
+            metadata.query_start_loc,
+            [share.work.seq_lens for share in shares],
+            shares[0].work.rows,
+            layer.impl.scale,
+            output[:tokens],
+            out=outs,
+            weights=weights,
+            layout=KEY_LAYOUTS[layer.isa],
+        )
+
+    @staticmethod
+    def write(
+        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Overwrite physical `blocks` (int64 [n]) with keys and values [n, Hkv, block_size, D], of any float dtype."""
+        layout = KEY_LAYOUTS[layer.isa]
+        packed = (pack_keys(keys.to(kv_cache.dtype), layout), pack_values(values.to(kv_cache.dtype), layout))
+        for half, content in zip(_halves(kv_cache), packed):
+            half[blocks] = content
 
     @staticmethod
     def read(
@@ -127,6 +183,12 @@ class CPUPasses:
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [num_blocks, Hkv, block_size, D] of a cache."""
-    num_blocks, kv_heads, block_size, _ = kv_cache.shape
-    pages = kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1)
+    block_size = kv_cache.shape[2]
+    pages = _pages(kv_cache)
     return pages[:, :, :block_size], pages[:, :, block_size:]
+
+
+def _pages(kv_cache: torch.Tensor) -> torch.Tensor:
+    """A cache as [num_blocks, Hkv, 2 * block_size, D]: keys, then values."""
+    num_blocks, kv_heads, block_size, _ = kv_cache.shape
+    return kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1)

@@ -1,4 +1,4 @@
-"""Decode attention on the CPU that gives each block's attention mass as well.
+"""Decode attention on the CPU that gives each block's, or each token's, attention mass as well.
 
 Output and mass come from one read of keys and values, as FlashDecoding's split softmax makes possible: a tile of keys
 with maximum m_b and sum l_b = sum(exp(s - m_b)) has the mass l_b * exp(m_b - m) / l, with m and l the row's own.
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .mass import _C_cpu, _check, _require, unpack_keys
+from .mass import _C_cpu, _check, _per_block, _require, unpack_keys
 
 
 def decode_mass(
@@ -23,6 +23,7 @@ def decode_mass(
     output: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
+    per_token: bool = False,
     weights: torch.Tensor | None = None,
     layout: str = "vec",
     isa: str | None = None,
@@ -41,6 +42,7 @@ def decode_mass(
         scale: factor on the scores before the softmax.
         output: [T, H, D], of the query's dtype. Rows of other requests are left alone.
         out: float32 [R, Hkv or 1, Wout], added to as `block_mass` does; None if no mass is wanted.
+        per_token: whether entries of `out` are tokens instead of blocks, as for `block_mass`.
         weights: float32 [T], or None for ones. A token of weight 0 gets its output and adds no mass.
         layout: "vec" or "vec16".
         isa: as for `block_mass`.
@@ -50,13 +52,13 @@ def decode_mass(
         TypeError: a dtype is unsupported.
 
     Bytes moved: each resident key and value of a row once, 2 * seq_len * Hkv * D * itemsize; statistics take
-    8 bytes a query head and tile of 8 to 32 tokens.
+    8 bytes a query head and tile of 8 to 32 tokens, if `per_token` 4 bytes a query head and token more.
     """
     tensors = query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows
     if _C_cpu is None:
-        decode_mass_reference(*tensors, scale, output, out=out, weights=weights, layout=layout)
+        decode_mass_reference(*tensors, scale, output, out=out, per_token=per_token, weights=weights, layout=layout)
     else:
-        _C_cpu.decode_mass(*tensors, scale, output, out, weights, layout, isa)
+        _C_cpu.decode_mass(*tensors, scale, output, out, per_token, weights, layout, isa)
 
 
 def decode_classes(
@@ -71,6 +73,7 @@ def decode_classes(
     output: torch.Tensor,
     *,
     out: Sequence[torch.Tensor | None] | None = None,
+    per_token: bool = False,
     weights: torch.Tensor | None = None,
     layout: str = "vec",
     isa: str | None = None,
@@ -86,7 +89,7 @@ def decode_classes(
         key_caches, value_caches: for each class [num_blocks, Hkv of the class, bs, D] as for `decode_mass`; sizes may
             differ but for D.
         block_tables, seq_lens: for each class, as for `decode_mass`.
-        query_start_loc, rows, scale, weights, layout, isa: as for `decode_mass`, of all classes.
+        query_start_loc, rows, scale, per_token, weights, layout, isa: as for `decode_mass`, of all classes.
         output: [T, H, D], of the query's dtype, heads as in `query`.
         out: for each class float32 [R, Hkv of the class or 1, Wout] or None; None if no mass is wanted.
 
@@ -95,9 +98,9 @@ def decode_classes(
     tensors = query, list(key_caches), list(value_caches), list(block_tables), query_start_loc, list(seq_lens), rows
     out = None if out is None else list(out)
     if _C_cpu is None:
-        decode_classes_reference(*tensors, scale, output, out=out, weights=weights, layout=layout)
+        decode_classes_reference(*tensors, scale, output, out=out, per_token=per_token, weights=weights, layout=layout)
     else:
-        _C_cpu.decode_classes(*tensors, scale, output, out, weights, layout, isa)
+        _C_cpu.decode_classes(*tensors, scale, output, out, per_token, weights, layout, isa)
 
 
 def decode_mass_reference(
@@ -112,13 +115,15 @@ def decode_mass_reference(
     output: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
+    per_token: bool = False,
     weights: torch.Tensor | None = None,
     layout: str = "vec",
 ) -> None:
     """`decode_mass` in plain torch, computed in float32 (float64 if `out` is)."""
     num_requests, num_kv_heads, block_size = len(seq_lens), key_cache.shape[1], key_cache.shape[2]
-    mass = torch.zeros(num_requests, 1, block_table.shape[1]) if out is None else out
-    _check(query, key_cache, block_table, query_start_loc, seq_lens, mass, weights, layout)
+    width = block_table.shape[1] * (block_size if per_token else 1)
+    mass = torch.zeros(num_requests, 1, width) if out is None else out
+    _check(query, key_cache, block_table, query_start_loc, seq_lens, mass, per_token, weights, layout)
     readable = layout != "amx" and query.shape[2] % 16 == 0
     _require(readable, "decode_mass needs layout vec or vec16 and D a multiple of 16")
     if value_cache.dtype != key_cache.dtype or output.dtype != query.dtype:
@@ -137,9 +142,9 @@ def decode_mass_reference(
         output[token] = (probs @ values).flatten(0, 1).to(output.dtype)
         weight = 1.0 if weights is None else float(weights[token])
         if out is not None and weight:
-            padded = torch.nn.functional.pad(probs.sum(1) * weight, (0, num_blocks * block_size - seq_len))
-            per_block = padded.view(num_kv_heads, num_blocks, block_size).sum(2)
-            out[row, :, :num_blocks] += per_block if out.shape[1] > 1 else per_block.sum(0)
+            more = probs.sum(1) * weight
+            more = more if per_token else _per_block(more, block_size)
+            out[row, :, : more.shape[1]] += more if out.shape[1] > 1 else more.sum(0)
 
 
 def decode_classes_reference(
@@ -154,6 +159,7 @@ def decode_classes_reference(
     output: torch.Tensor,
     *,
     out: Sequence[torch.Tensor | None] | None = None,
+    per_token: bool = False,
     weights: torch.Tensor | None = None,
     layout: str = "vec",
 ) -> None:
@@ -172,6 +178,7 @@ def decode_classes_reference(
         decode_mass_reference(
             *(queries, keys, values, table, query_start_loc, lens, rows, scale, outputs),
             out=mass,
+            per_token=per_token,
             weights=weights,
             layout=layout,
         )

@@ -13,14 +13,36 @@ ROWS = 512
 def key_scores(
     keys: torch.Tensor, values: torch.Tensor | None, length: int, statistics: frozenset[str]
 ) -> dict[str, torch.Tensor]:
-    """Statistics of one request's resident blocks in one layer, per KV head.
+    """Statistics of one request's resident blocks in one layer, per KV head: means over a block's tokens of
+    `token_scores`, for redundancy sums.
 
-    - key_norm: mean over a block's tokens of ||K|| (Devoto et al., 2024).
-    - value_key_ratio: mean over its tokens of ||V|| / ||K|| (PagedEviction).
-    - key_diff: mean over its tokens of -cos(K, A); A is the mean of all resident keys, each normalised (KeyDiff).
-    - redundancy: sum over its tokens of softmax_j(mean_i S_ij), over all resident tokens. S_ij is the cosine similarity
-      of keys i and j, 0 for i = j and for the last j that is alike to i (`ALIKE`): of keys that are alike, the most
-      recent one is not redundant (R-KV).
+    Args:
+        keys, values, length, statistics: as for `token_scores`.
+
+    Returns:
+        name -> float32 [Hkv, n].
+    """
+    blocks, heads, block_size, _ = keys.shape
+    full = blocks * block_size
+    counts = (length - torch.arange(blocks, device=keys.device) * block_size).clamp(max=block_size)
+    scores = {}
+    for name, of_tokens in token_scores(keys, values, length, statistics).items():
+        sums = torch.nn.functional.pad(of_tokens, (0, full - length)).view(heads, blocks, block_size).sum(-1)
+        scores[name] = sums if name == "redundancy" else sums / counts
+    return scores
+
+
+def token_scores(
+    keys: torch.Tensor, values: torch.Tensor | None, length: int, statistics: frozenset[str]
+) -> dict[str, torch.Tensor]:
+    """Statistics of one request's resident tokens in one layer, per KV head.
+
+    - key_norm: ||K|| (Devoto et al., 2024).
+    - value_key_ratio: ||V|| / ||K|| (PagedEviction).
+    - key_diff: -cos(K, A); A is the mean of all resident keys, each normalised (KeyDiff).
+    - redundancy: softmax_j(mean_i S_ij), over all resident tokens. S_ij is the cosine similarity of keys i and j, 0 for
+      i = j and for the last j that is alike to i (`ALIKE`): of keys that are alike, the most recent one is not
+      redundant (R-KV).
 
     Args:
         keys, values: [n, Hkv, block_size, D], in logical order; any float dtype, computed in float32. Values are for
@@ -29,30 +51,24 @@ def key_scores(
         statistics: some of `policies.CACHED`.
 
     Returns:
-        name -> float32 [Hkv, n].
+        name -> float32 [Hkv, length].
     """
-    blocks, heads, block_size, dim = keys.shape
+    heads, dim = keys.shape[1], keys.shape[3]
     keys = keys.transpose(0, 1).reshape(heads, -1, dim)[:, :length].float()
     norms = keys.norm(dim=-1)
     units = keys / norms.clamp(min=1e-12)[..., None]
-    full = blocks * block_size
-    counts = (length - torch.arange(blocks, device=keys.device) * block_size).clamp(max=block_size)
-
-    def block_sums(scores: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(scores, (0, full - length)).view(heads, blocks, block_size).sum(-1)
-
     scores = {}
     for name in statistics & CACHED:
         if name == "key_norm":
-            scores[name] = block_sums(norms) / counts
+            scores[name] = norms
         elif name == "value_key_ratio":
             lengths = values.transpose(0, 1).reshape(heads, -1, dim)[:, :length].float().norm(dim=-1)
-            scores[name] = block_sums(lengths / norms.clamp(min=1e-12)) / counts
+            scores[name] = lengths / norms.clamp(min=1e-12)
         elif name == "key_diff":
             anchor = torch.nn.functional.normalize(units.mean(1), dim=-1)
-            scores[name] = -block_sums((units @ anchor[..., None])[..., 0]) / counts
+            scores[name] = -(units @ anchor[..., None])[..., 0]
         else:
-            scores[name] = block_sums(torch.stack([_redundancy(head) for head in units]))
+            scores[name] = torch.stack([_redundancy(head) for head in units])
     return scores
 
 

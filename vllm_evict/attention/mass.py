@@ -1,4 +1,4 @@
-"""Attention mass per KV block, computed beside vLLM's fused CPU attention.
+"""Attention mass per KV block or per token, computed beside vLLM's fused CPU attention.
 
 A fused attention kernel never shows its probabilities. Block scores built on
 accumulated attention, as in H2O (Zhang et al., NeurIPS 2023,
@@ -40,18 +40,21 @@ def block_mass(
     scale: float,
     out: torch.Tensor,
     *,
+    per_token: bool = False,
     weights: torch.Tensor | None = None,
     layout: str = "vec",
     isa: str | None = None,
 ) -> None:
-    """Add to `out` the softmax mass that each query row puts on each KV block.
+    """Add to `out` the softmax mass that each query row puts on each KV block, or on each token.
 
     Query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i; query
     head h reads KV head h // (H // Hkv). For H = Hkv * G heads,
     ``out[r, k, j] += sum(weights[i] * p[i, h, t])`` over the request's queries
     i, the G heads h of KV head k and the tokens t of its j-th block. With
     ``Hout == 1`` the KV heads are summed as well. Over a row of `out` the
-    increments sum to G (or H) times the sum of the request's weights.
+    increments sum to G (or H) times the sum of the request's weights. If
+    `per_token`, ``out[r, k, t]`` gets the mass of the t-th resident token alone,
+    in the order of the request's block table.
 
     The sums are taken in float32 in a fixed order: the same input gives the
     same bits for any number of threads. `torch.get_num_threads()` threads run.
@@ -70,7 +73,10 @@ def block_mass(
         seq_lens: int32 [R], resident tokens, this step's queries included.
         scale: factor on the scores before the softmax.
         out: float32 [R, Hkv or 1, Wout], last dimension contiguous, Wout at
-            least the number of blocks of the longest request.
+            least the number of blocks of the longest request, or of its tokens
+            if `per_token`. The other strides are arbitrary; entries past a
+            request's own are left alone.
+        per_token: whether entries of `out` are tokens instead of blocks.
         weights: float32 [T], or None for ones. Rows of weight 0 cost nothing.
         layout: how vLLM's CPU kernels pack a block's keys. "vec" and "vec16":
             element (t, d) at d * bs + t. "amx" (bfloat16): at
@@ -86,14 +92,15 @@ def block_mass(
     Bytes moved: a row is a query of one head, and each 64 rows of a request that
     share a KV head (all of them in decode, up to G = 64) read its resident keys
     once: seq_len * D * itemsize. Results in between take 8 bytes a row and tile
-    of 8 to 32 tokens, in cache.
+    of 8 to 32 tokens, in cache; if `per_token` 4 bytes a row and token more,
+    written and read once, of fewer rows at a time where they would pass 8 MiB.
     """
     tensors = query, key_cache, block_table, query_start_loc, seq_lens
     if _C_cpu is None:
         _warn_once()
-        block_mass_reference(*tensors, scale, out, weights=weights, layout=layout)
+        block_mass_reference(*tensors, scale, out, per_token=per_token, weights=weights, layout=layout)
     else:
-        _C_cpu.block_mass(*tensors, scale, out, weights, layout, isa)
+        _C_cpu.block_mass(*tensors, scale, out, per_token, weights, layout, isa)
 
 
 def kernel_path(isa: str | None = None) -> str:
@@ -114,11 +121,12 @@ def block_mass_reference(
     scale: float,
     out: torch.Tensor,
     *,
+    per_token: bool = False,
     weights: torch.Tensor | None = None,
     layout: str = "vec",
 ) -> None:
     """`block_mass` in plain torch. A float64 `out` makes it compute in float64."""
-    _check(query, key_cache, block_table, query_start_loc, seq_lens, out, weights, layout)
+    _check(query, key_cache, block_table, query_start_loc, seq_lens, out, per_token, weights, layout)
     num_heads = query.shape[1]
     num_kv_heads, block_size = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -141,10 +149,14 @@ def block_mass_reference(
             mass = scores.masked_fill(hidden, -torch.inf).softmax(-1).sum(0)
             if weights is not None:
                 mass = mass * weights[rows, None]
-            mass = mass.sum(0)
-            mass = torch.nn.functional.pad(mass, (0, num_blocks * block_size - seq_len))
-            row = out[r, k if out.shape[1] > 1 else 0, :num_blocks]
-            row += mass.view(num_blocks, block_size).sum(1)
+            mass = mass.sum(0) if per_token else _per_block(mass.sum(0), block_size)
+            out[r, k if out.shape[1] > 1 else 0, : len(mass)] += mass
+
+
+def _per_block(mass: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Sums [..., blocks] of mass [..., tokens]."""
+    padded = torch.nn.functional.pad(mass, (0, -mass.shape[-1] % block_size))
+    return padded.unflatten(-1, (-1, block_size)).sum(-1)
 
 
 def unpack_keys(key_cache: torch.Tensor, layout: str = "vec") -> torch.Tensor:
@@ -208,7 +220,7 @@ def _warn_once() -> None:
         logger.warning("no vllm_evict._C_cpu (%s): attention mass runs in plain torch, many times slower", _missing)
 
 
-def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, weights, layout):
+def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, per_token, weights, layout):
     """Raise ValueError or TypeError on what the C++ kernel refuses too, in the same words."""
     for name, tensor in (("query", query), ("key_cache", key_cache)):
         if tensor.dtype not in KEY_DTYPES:
@@ -251,8 +263,12 @@ def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, weight
     for row, seq_len in zip(block_table[queries > 0], seq_lens[queries > 0].tolist(), strict=True):
         used = row[: -(-seq_len // block_size)]
         _require(
-            len(used) * block_size >= seq_len <= out.shape[2] * block_size,
+            len(used) * block_size >= seq_len and (per_token or seq_len <= out.shape[2] * block_size),
             "block_table and out must be as wide as the longest request has blocks",
+        )
+        _require(
+            not per_token or seq_len <= out.shape[2],
+            "out must be as wide as the longest request has tokens",
         )
         _require(
             bool(((used >= 0) & (used < num_blocks)).all()),

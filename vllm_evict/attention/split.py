@@ -1,4 +1,4 @@
-"""Attention of layers whose KV heads are split in classes: one call a class, each with its KV group's block table."""
+"""Attention of layers whose KV heads lie in several KV groups: one call for decodes, one a group for all else."""
 
 from copy import copy
 from dataclasses import dataclass
@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
+
+from ..worker.work import Share, do_together
+from .backend import OWN_WORK, Passes
 
 
 @dataclass(slots=True)
@@ -36,7 +39,7 @@ def part_of(layer: Any, pages: str, first: int, heads: int, slot: int) -> Part:
     return Part(pages, slice(first, first + heads), query_heads, slice(slot, slot + heads), impl)
 
 
-def split_impl(impl: type, parts: list[Part]) -> type:
+def split_impl(impl: type, parts: list[Part], passes: Passes) -> type:
     """A subclass of an `AttentionImpl` for one layer that leaves its work to those of its parts."""
 
     class SplitImpl(impl):
@@ -57,17 +60,21 @@ def split_impl(impl: type, parts: list[Part]) -> type:
         ) -> torch.Tensor:
             if attn_metadata is None:  # a dummy run
                 return output
-            of_group = get_forward_context().attn_metadata
+            of_group, shares = get_forward_context().attn_metadata, []
             for part in parts:
                 metadata = of_group[part.pages]
                 # vLLM takes the layer for one that reads another layer's cache, so it has not written these.
                 part.impl.do_kv_cache_update(
                     layer, key[:, part.heads], value[:, part.heads], part.kv_cache, metadata.slot_mapping
                 )
-                queries = query[:, part.query_heads]
+                work = getattr(metadata, OWN_WORK, None)
+                shares.append(Share(work, query[:, part.query_heads], part.kv_cache, metadata))
+            if do_together(passes, layer, query, shares, output):
+                return output
+            for part, share in zip(parts, shares):
                 # Kernels write outputs without gaps.
-                attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
-                part.impl.forward(layer, queries, None, None, part.kv_cache, metadata, attended)
+                attended = torch.empty_like(share.query, memory_format=torch.contiguous_format)
+                part.impl.forward(layer, share.query, None, None, part.kv_cache, share.metadata, attended)
                 output[:, part.query_heads] = attended
             return output
 

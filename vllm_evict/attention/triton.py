@@ -1,9 +1,11 @@
 """vLLM's Triton attention backend: where its keys and values lie, for what runs beside its kernel or in its place."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..worker.work import Share
 from .queries import Queries
 
 
@@ -12,7 +14,8 @@ class TritonPasses:
 
     Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D], a token's K
     before its V, in any of vLLM's layouts; metadata is vLLM's `TritonAttentionMetadata`, made through the resident
-    view. Rows that vLLM pads a batch with are left out. Nothing is read on the host.
+    view. Rows that vLLM pads a batch with are left out. Nothing is read on the host. Single tokens are neither measured
+    nor moved (`refusals.BY_TOKEN`).
 
     The stock kernel does not return its LSE, so the mass beside it takes a pass of its own for it.
     """
@@ -38,6 +41,10 @@ class TritonPasses:
         impl = layer.impl
         plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
         return plain and impl.chunk_lookback == -1 and self.unreadable(layer) is None
+
+    @staticmethod
+    def kv_heads(kv_cache: torch.Tensor) -> int:
+        return kv_cache.shape[1]
 
     def mass(
         self,
@@ -103,6 +110,25 @@ class TritonPasses:
             *(query, keys, values, table, starts, seq_lens, rows, layer.impl.scale),
             *(output[:tokens].view(query.shape), out, weights),
         )
+
+    def decode_together(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        shares: Sequence[Share],
+        output: torch.Tensor,
+        weights: torch.Tensor | None,
+        outs: Sequence[torch.Tensor | None],
+    ) -> None:
+        """`decode` for heads in several KV groups, one after the other, into their slices of `output` [T, H, D]."""
+        first = 0
+        for share, out in zip(shares, outs):
+            attended = output[:, first : first + share.query.shape[1]]
+            first += share.query.shape[1]
+            work = share.work
+            self.decode(
+                *(layer, share.query, share.kv_cache, share.metadata, attended, work.rows, work.seq_lens, weights, out)
+            )
 
     @staticmethod
     def read(

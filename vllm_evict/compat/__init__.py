@@ -6,6 +6,7 @@
 | `frontend` | `AsyncLLM`, `InputProcessor`, `RequestState`, loggers | 400s, usage, /metrics | vLLM has hooks for them |
 | `runners` | model runners V1 and V2 | holes into block tables, batch order | SchedulerOutput tells of them |
 | `layers` | `Attention` layers after load | their backend behind a view | backends can be wrapped by configuration |
+| `layers` | layers by name, KV sharing | pages for heads of many layers, in own KV groups | KV groups can hold heads |
 | `reorder` | weight loaders of attention projections | heads of a class side by side | heads can have own tables |
 | `refusals` | `VllmConfig` | what can't be served right is refused by name | each entry until it is served |
 | `versions` | version numbers | only tested releases are touched | |

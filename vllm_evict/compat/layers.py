@@ -12,16 +12,16 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_cache_interface import replace_as
+from vllm.v1.kv_cache_interface import KVCacheConfig, replace_as
 
-from ..attention.backend import Passes, resident_backend, working_impl
+from ..attention.backend import resident_backend, working_impl
 from ..attention.passes import passes_for
 from ..attention.split import part_of, split_impl
+from ..attention.store import LayerStore
 from ..config import STREAMING, KVPolicyConfig, KVPolicyError
 from ..core.spec import EvictableSpec
 from ..heads.arrange import arrange
 from ..heads.layout import Layout
-from ..worker.cached import ReadBlocks
 from ..worker.runtime import EvictionRuntime, GroupRuntime
 from . import refusals
 
@@ -74,7 +74,7 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
     if placed is None:
         return EvictionRuntime([_whole(vllm_config, config, list(layers.values()))])
     refusals.check_alike(layers)
-    return EvictionRuntime(_split(vllm_config, config, layers, placed))
+    return _split(vllm_config, config, layers, placed)
 
 
 def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention]) -> GroupRuntime:
@@ -82,8 +82,8 @@ def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attenti
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
     passes = passes_for(layers[0].attn_backend.get_name())
-    read = lambda blocks, values: (passes.read(layer, layer.kv_cache, blocks, values) for layer in layers)  # noqa: E731
-    group = _group(vllm_config, part, kv_heads, len(layers), read)
+    store = LayerStore(passes, lambda: ((layer, layer.kv_cache) for layer in layers))
+    group = _group(vllm_config, part, store, [kv_heads] * len(layers))
     backends = {layer.attn_backend: None for layer in layers}
     backends = {backend: resident_backend(backend, group, head_class) for backend in backends}
     impls = {impl: working_impl(impl, passes) for impl in {type(layer.impl) for layer in layers}}
@@ -95,15 +95,17 @@ def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attenti
 
 def _split(
     vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout
-) -> list[GroupRuntime]:
+) -> EvictionRuntime:
     """Heads in several KV groups; if they have to be in another order, they were given it when the model was loaded."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
     passes = passes_for(backend.get_name())
+    rank = placed.places[get_tp_group().rank_in_group]
     groups, pages = [], []
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
-        read = partial(_read_parts, passes, layers, name)
-        group = _group(vllm_config, config.of_class(head_class), placed.width, 1, read)
+        store = LayerStore(passes, partial(_caches_of, layers, name))
+        heads = [place.heads for layer in rank for place in layer if place.group == index]
+        group = _group(vllm_config, config.of_class(head_class), store, heads)
         resident = resident_backend(backend, group, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
         slots = HeadSlots(spec, resident, first.num_heads)
@@ -111,31 +113,32 @@ def _split(
         groups.append(group)
         pages.append(name)
     working = working_impl(type(first.impl), passes)
-    for layer, places in zip(layers.values(), placed.places[get_tp_group().rank_in_group]):
+    for layer, places in zip(layers.values(), rank):
         parts, head = [], 0
         for place in places:
             parts.append(part_of(layer, pages[place.group], head, place.heads, place.first))
             parts[-1].impl.__class__ = working
             head += place.heads
         setattr(layer, PARTS, parts)
-        layer.impl.__class__ = split_impl(type(layer.impl), parts)
+        layer.impl.__class__ = split_impl(type(layer.impl), parts, passes)
         # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
-    return groups
+    return EvictionRuntime(groups, pages)
 
 
-def _group(
-    vllm_config: VllmConfig, config: KVPolicyConfig, kv_heads: int, layers: int, read: ReadBlocks
-) -> GroupRuntime:
+def _group(vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int]) -> GroupRuntime:
+    """`heads`: KV heads of each of its layers on this rank."""
+    same = len(set(heads)) == 1
     return GroupRuntime(
         config,
         block_size=vllm_config.cache_config.block_size,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_model_len=vllm_config.model_config.max_model_len,
-        kv_heads=kv_heads,
-        layers=layers,
-        read=read,
+        kv_heads=heads[0] if same else sum(heads),
+        layers=len(heads) if same else 1,
+        store=store,
+        shape=(max(heads, default=0), len(heads)),
         device=vllm_config.device_config.device_type,
     )
 
@@ -155,21 +158,24 @@ def _spec(
     return replace_as(spec, EvictableSpec, num_kv_heads=width, backend=layer.attn_backend.get_name(), **own)
 
 
-def _read_parts(
-    passes: Passes, layers: dict[str, Attention], pages: str, blocks: Any, values: bool
-) -> Iterator[tuple[Any, Any]]:
+def _caches_of(layers: dict[str, Attention], pages: str) -> Iterator[tuple[Attention, Any]]:
+    """Each layer that has heads in a KV group, and these heads' cache."""
     for layer in layers.values():
         for part in getattr(layer, PARTS):
             if part.pages == pages:
-                yield passes.read(layer, part.kv_cache, blocks, values)
+                yield layer, part.kv_cache
 
 
-def settle(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> None:
+def settle(
+    vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime, kv_cache_config: KVCacheConfig
+) -> None:
     """Choose what attends to requests with holes; how keys are packed is known once metadata builders exist.
 
     Raises:
         KVPolicyError: the score pass cannot read a layer's keys; says why.
     """
+    given = [group.layer_names[0] for group in kv_cache_config.kv_cache_groups]
+    assert len(given) == len(runtime.groups) and runtime.pages in ([], given), f"vLLM's KV groups are others: {given}"
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     decodes = True
     for name, layer in layers.items():

@@ -8,6 +8,8 @@ from ..policies import RUNNING
 
 #: Attention backends that have been put behind a resident view.
 BACKENDS = tuple(PASSES)
+#: Those of them that let single tokens go.
+BY_TOKEN = ("CPU_ATTN",)
 #: Those of them that run on a GPU.
 DEVICE_BACKENDS = ("TRITON_ATTN",)
 
@@ -96,6 +98,11 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
     backend = layer.attn_backend.get_name()
     if backend not in BACKENDS:
         raise KVPolicyError(f"{name} uses attention backend {backend}; KV policies run on: {', '.join(BACKENDS)}")
+    if backend not in BY_TOKEN and any(part.granularity == "token" for part in config.classes.values()):
+        raise KVPolicyError(
+            f"{name} uses attention backend {backend}, on which whole blocks go: leave granularity out, or set it to "
+            '"block"'
+        )
     if layer.sliding_window is not None or layer.kv_sharing_target_layer_name is not None:
         raise KVPolicyError(f"{name} has a sliding window or shares another layer's cache: leave --kv-policy out")
     if not config.statistics & RUNNING:
@@ -118,11 +125,16 @@ def check_alike(layers: dict[str, Any]) -> None:
     Raises:
         KVPolicyError: naming two layers.
     """
+    for name, layer in layers.items():
+        for attribute, what in (("alibi_slopes", "ALiBi slopes"), ("sinks", "learned attention sinks")):
+            if getattr(layer.impl, attribute, None) is not None:
+                raise KVPolicyError(f"heads can't be split: {name} has {what} for each head; leave --kv-policy out")
+        for child, weight in layer.state_dict().items():
+            if weight.numel() > 1:
+                raise KVPolicyError(f"heads can't be split: {name} has {weight.numel()} values in its {child}")
     first = next(iter(layers))
     alike = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_cache_dtype", "attn_backend")
     for name, layer in layers.items():
-        if getattr(layer.impl, "alibi_slopes", None) is not None or getattr(layer.impl, "sinks", None) is not None:
-            raise KVPolicyError(f"heads can't be split: those of {name} have ALiBi slopes or sinks of their own")
         for attribute in alike:
             if getattr(layer, attribute) != getattr(layers[first], attribute):
                 raise KVPolicyError(f"heads can't be split: {name} and {first} differ in {attribute}")

@@ -1,4 +1,4 @@
-"""Model runners V1 and V2: holes into their block tables, and the order of requests in a batch.
+"""Model runners V1 and V2: holes and moved blocks into their block tables, and the order of requests in a batch.
 
 Both runners rebuild their tables from the scheduler's new blocks only; neither is ever told that a block went away.
 """
@@ -21,16 +21,17 @@ def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
     def _update_states(scheduler_output: Any) -> Any:
         corrections = update(scheduler_output)
         for index, group in enumerate(runtime.groups):
-            for req_id, holes in group.holes.items():
+            for req_id, blocks in group.changes():
                 request = runner.requests.get(req_id)
                 if request is None:
                     continue
                 # Rows of the batch are rebuilt from here when a request comes back after a pause.
-                for block in holes:
-                    request.block_ids[index][block] = 0
+                for block, physical in blocks.items():
+                    request.block_ids[index][block] = physical
                 row = runner.input_batch.req_id_to_index.get(req_id)
                 if row is not None:
-                    runner.input_batch.block_table[index].block_table.np[row, holes] = 0
+                    table = runner.input_batch.block_table[index].block_table.np
+                    table[row, list(blocks)] = list(blocks.values())
         runtime.batch.req_ids = runner.input_batch.req_ids
         return corrections
 
@@ -44,11 +45,11 @@ def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     def update_requests(scheduler_output: Any) -> None:
         update(scheduler_output)
         for table, group in zip(runner.block_tables.block_tables, runtime.groups):
-            for req_id, holes in group.holes.items():
+            for req_id, blocks in group.changes():
                 row = runner.req_states.req_id_to_index.get(req_id)
                 if row is not None:
-                    for start, length in _runs(holes):
-                        table.stage_write(row, start, [0] * length)
+                    for start, length in _runs(sorted(blocks)):
+                        table.stage_write(row, start, [blocks[start + offset] for offset in range(length)])
 
     @wraps(prepare)
     def prepare_attn(input_batch: Any) -> Any:

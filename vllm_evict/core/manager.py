@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
@@ -61,9 +61,10 @@ class EvictableManager(FullAttentionManager):
             return super().find_longest_cache_hit(
                 block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
             )
+        hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size)
         cached = [
             block_pool.get_cached_block(block_hash, kv_cache_group_ids)
-            for block_hash in itertools.islice(block_hashes, max_length // kv_cache_spec.block_size)
+            for block_hash in itertools.islice(hashes, max_length // kv_cache_spec.block_size)
         ]
         count, needed = longest_hit([bool(blocks) for blocks in cached], kv_cache_spec.sink, kv_cache_spec.window)
         null = block_pool.null_block
@@ -99,7 +100,8 @@ class EvictableManager(FullAttentionManager):
     ) -> int:
         resident = self.residents.get(request_id) if apply_admission_cap else None
         # Before its scores are there a request is not evicted from.
-        if resident and resident.limits and not resident.config.policy.reconstructs:
+        waits = resident and (resident.config.policy.reconstructs or resident.config.policy.profiles)
+        if resident and resident.limits and not waits:
             # A longer prompt is evicted chunk by chunk, so it never holds more than this at once.
             num_tokens = min(num_tokens, (resident.limits.bound + self.in_flight) * self.block_size)
         self.wanted = super().get_num_blocks_to_allocate(
@@ -164,6 +166,44 @@ class EvictableManager(FullAttentionManager):
         resident = self.residents[request_id]
         self._count(resident, resident.held_blocks - len(evicted))
         return evicted
+
+    def compact(self, request_id: str, candidates: np.ndarray, keep: int) -> tuple[dict[int, int], list[KVCacheBlock]]:
+        """Make room for what is kept of some blocks in the first `keep` of them; the others become holes.
+
+        Tokens are gathered into blocks that nobody else reads or will: those of the request that are neither shared nor
+        published, or new ones.
+
+        Args:
+            request_id: a running request.
+            candidates: int64 [n], ascending logical blocks, none of them a hole.
+            keep: how many blocks stay.
+
+        Returns:
+            {logical block: physical block} of those that stay and got another one, and blocks given back; nothing where
+            the pool has too few new ones.
+        """
+        table = self.req_to_blocks[request_id]
+        before = [table[index] for index in candidates.tolist()]
+        own = [block for block in before if block.ref_cnt == 1 and block.block_hash is None]
+        if keep - len(own) > self.block_pool.get_num_free_blocks():
+            return {}, []
+        targets = own[:keep] + self.block_pool.get_new_blocks(max(keep - len(own), 0))
+        # A block that may stay where it is does.
+        staying = {block.block_id: at for at, block in enumerate(before[:keep]) if block in targets}
+        rest = [block for block in targets if block.block_id not in staying]
+        after = [block if block.block_id in staying else rest.pop(0) for block in before[:keep]]
+        moved = {}
+        for index, old, new in zip(candidates.tolist(), before, after):
+            if new is not old:
+                table[index], moved[index] = new, new.block_id
+        for index in candidates[keep:].tolist():
+            table[index] = self._null_block
+        kept = {block.block_id for block in after}
+        given_back = [block for block in before if block.block_id not in kept]
+        self.block_pool.free_blocks(reversed(given_back))
+        resident = self.residents[request_id]
+        self._count(resident, resident.held_blocks - (len(candidates) - keep))
+        return moved, given_back
 
     def _count(self, resident: Residency, held: int) -> None:
         self.held[resident.policy] += held - resident.held_blocks

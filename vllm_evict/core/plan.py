@@ -16,7 +16,7 @@ REPORTS = "kv_evict_reports"
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a worker measures one request's blocks: the part of its policy that workers need.
+    """How a worker measures one request's blocks, or its tokens: the part of its policy that workers need.
 
     `trigger` (blocks) lets a worker foresee the next decision, for scores of the last queries before it.
     """
@@ -30,6 +30,8 @@ class Scoring:
     statistic: str = "mass"
     #: Position of the first query that counts.
     start: int = 0
+    #: Every token of every head, instead of blocks.
+    per_token: bool = False
 
     @classmethod
     def of(cls, config: KVPolicyConfig, trigger: int) -> "Scoring | None":
@@ -39,8 +41,35 @@ class Scoring:
             # Nobody can foresee the decision, so there are no last queries before it: the same window, exponential.
             accumulate, decay = "ema", max(1 - 1 / config.window, 1e-6)
         for statistic in config.policy.measures & RUNNING:
-            return cls(accumulate, decay, config.window, config.every, trigger, statistic)
+            per_token = config.granularity == "token"
+            return cls(accumulate, decay, config.window, config.every, trigger, statistic, per_token=per_token)
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """Gather the tokens that each head of a KV group keeps, out of some blocks into fewer.
+
+    Attributes:
+        req_id: whose blocks.
+        group: KV group.
+        config: decides which tokens.
+        resident: physical blocks, all that it holds, in logical order.
+        length: tokens in them that are computed.
+        first, count: those of `resident` whose tokens are gathered.
+        target: physical blocks that they go to, all of which they fill.
+        position: of the newest token that is computed.
+    """
+
+    req_id: str
+    group: int
+    config: KVPolicyConfig
+    resident: list[int]
+    length: int
+    first: int
+    count: int
+    target: list[int]
+    position: int
 
 
 @dataclass(slots=True)
@@ -52,6 +81,8 @@ class GroupPlan:
         missing: request -> blocks that count as missing where the next decision is foreseen, if not those of `holes`.
         track: requests that start (again) in this step and are to be measured from now on.
         report: request -> statistics that the scheduler needs with this step's output.
+        judged: requests of which tokens may go after this step; what was measured until then decides.
+        moved: request -> {logical block: physical block}, those that got another one.
         due: request -> its incarnation, those that may be over their trigger after this step.
         asked: request -> its incarnation, those whose scores are wanted for when the pool runs out.
     """
@@ -60,6 +91,8 @@ class GroupPlan:
     missing: dict[str, int] = field(default_factory=dict)
     track: dict[str, Scoring] = field(default_factory=dict)
     report: dict[str, frozenset[str]] = field(default_factory=dict)
+    judged: set[str] = field(default_factory=set)
+    moved: dict[str, dict[int, int]] = field(default_factory=dict)
     due: dict[str, int] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
 
@@ -70,11 +103,13 @@ class EvictionPlan:
 
     Attributes:
         groups: a plan for each KV group.
+        compactions: in the order in which they were decided; one may write where one before has read.
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
     """
 
     groups: list[GroupPlan]
+    compactions: list[Compaction] = field(default_factory=list)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
 

@@ -49,6 +49,8 @@ class Residency:
     held_blocks: int = 0
     peak_blocks: int = 0
     evicted_blocks: int = 0
+    #: What it was granted, once its policy has chosen another one for it.
+    unprofiled: tuple[KVPolicyConfig, Limits] | None = None
     #: Under pressure: the last scores, and the scheduler's step that asked for them. Where the policy reconstructs: the
     #: prompt's scores.
     report: Report | None = None
@@ -78,6 +80,23 @@ class Residency:
         self.started = False
         self.resident, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, 0, None, 0
         self.report, self.asked_at = None, 0
+        if self.unprofiled is not None:
+            (self.config, self.limits), self.unprofiled = self.unprofiled, None
+
+    def profile(self, report: Report, computed_tokens: int, prompt_len: int) -> None:
+        """Choose the policy of this KV group, now that the prompt is computed (see `policies.fastgen`).
+
+        Args:
+            report: mass of all its blocks.
+            computed_tokens, prompt_len: tokens.
+        """
+        recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
+        protected = (report.index < self.limits.sink) | (report.index >= recent)
+        mass = report.statistics["mass"]
+        name = self.config.policy.choose(mass, protected, self.limits.budget, self.config.recovery)
+        self.unprofiled = (self.config, self.limits)
+        self.config = self.config.profiled(name)
+        self.limits = self.config.limits(self.block_size, prompt_len)
 
     def adopt(self, there: np.ndarray, blocks: int) -> None:
         """Start with a cached prefix of which only some blocks were taken.
@@ -94,7 +113,8 @@ class Residency:
         return blocks - self.holes
 
     def over_trigger(self, blocks: int) -> bool:
-        return self.limits is not None and self.held(blocks) > self.limits.trigger
+        waits = self.config.policy.profiles  # for the end of its prompt
+        return self.limits is not None and not waits and self.held(blocks) > self.limits.trigger
 
     def choose(self, computed_tokens: int, report: Report | None) -> np.ndarray:
         """Blocks to evict now that `computed_tokens` tokens are computed.
@@ -109,11 +129,18 @@ class Residency:
         Returns:
             int64 [k], logical blocks, ascending.
         """
-        candidates, spare = self._candidates(computed_tokens)
-        if self.limits is None or self.limits.budget + spare <= self.limits.trigger:
+        candidates, spare = self.spare(computed_tokens)
+        if not spare:
             return NO_BLOCKS
         order = np.argsort(self._importance(candidates, report, computed_tokens), kind="stable")
         return np.sort(candidates[order[:spare]])
+
+    def spare(self, computed_tokens: int) -> tuple[np.ndarray, int]:
+        """What a decision is about now: blocks that may go, and how many of them have to; 0 below the trigger."""
+        candidates, spare = self._candidates(computed_tokens)
+        if self.limits is None or self.limits.budget + spare <= self.limits.trigger:
+            return NO_BLOCKS, 0
+        return candidates, min(spare, len(candidates))
 
     def offer(self, computed_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """What may go when the pool runs out: all above the budget, by the scores last reported.

@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..config import KVPolicyConfig, KVPolicyError
 from ..metrics import STATS_KEY, Tally
 from ..usage import USAGE_KEY, KVUsage
 from .manager import EvictableManager
-from .plan import PLAN, REPORTS, EvictionPlan, GroupPlan, Report, Reports, Scoring
+from .plan import PLAN, REPORTS, Compaction, EvictionPlan, GroupPlan, Report, Reports, Scoring
 from .reconstruction import Reconstructions
 from .residency import NO_BLOCKS, Purity, Residency, choose_jointly, over_shared_trigger
 from .spec import EvictableSpec, policy_config
@@ -70,6 +71,8 @@ class EvictionMixin:
                 f"KV policy {self.kv_policy.name!r} can't be used with layers whose caches differ in shape "
                 f"({len(managers)} KV groups: {', '.join(type(m).__name__ for m in managers)}): leave --kv-policy out"
             )
+        order = [manager.kv_cache_spec.head_class for manager in managers]
+        assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
         return managers
 
     @property
@@ -140,17 +143,34 @@ class EvictionMixin:
         shadow = self.reconstructions is not None and self.reconstructions.is_shadow(request.request_id)
         if shadow:
             most = resident.pure_tokens  # what it repeats has to be computed
-        if tokens > most:
-            if len(self.kv_managers) == 1 and (resident.limits or shadow):
-                blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
-            elif len(self.kv_managers) > 1:
-                found = blocks.blocks
-                if resident.limits:  # what streaming heads need of a shorter prefix are other blocks
-                    find = self.kv_cache_manager.coordinator.find_longest_cache_hit
-                    found, tokens, _ = find(request.block_hashes, most)
-                found = tuple(manager.without_middle(part) for manager, part in zip(self.kv_managers, found))
-                blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
+        if len(self.kv_managers) == 1 and tokens > most and (resident.limits or shadow):
+            blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
+        if len(self.kv_managers) > 1 and tokens:
+            blocks, tokens = self._split_hit(request, blocks, tokens, most)
         return blocks, tokens, boundary, diverged
+
+    def _split_hit(self, request: Request, blocks: Any, tokens: int, most: int) -> tuple[Any, int]:
+        """A hit where heads are split: as long as the pool can hold it, and with holes only where they are allowed."""
+        residents = self._residents_of(request.request_id)
+        find = self.kv_cache_manager.coordinator.find_longest_cache_hit
+        found, room = blocks.blocks, tokens
+        if residents[0].limits and tokens > most:
+            room = most  # what streaming heads need of a shorter prefix are other blocks
+        while True:
+            # Heads that keep everything need everything.
+            ends = [next((i for i, block in enumerate(part) if block.is_null), None) for part in found]
+            ends = [end for end, resident in zip(ends, residents) if end is not None and resident.limits is None]
+            room = min([room, *(end * self.kv_managers[0].block_size for end in ends)])
+            if room == tokens:
+                break
+            found, tokens, _ = find(request.block_hashes, room)
+            room = tokens
+        if tokens > most:
+            found = tuple(
+                manager.without_middle(part) if resident.limits else part
+                for manager, part, resident in zip(self.kv_managers, found, residents)
+            )
+        return self.kv_cache_manager.create_kv_cache_blocks(found), tokens
 
     def _longest_hit(self) -> int:
         """Tokens of a cached prefix that leave room for a first chunk in an otherwise empty pool."""
@@ -195,16 +215,35 @@ class EvictionMixin:
             resident.started, resident.first_query = True, computed_tokens
             if self.reconstructions is not None and self.reconstructions.is_shadow(req_id):
                 plan.track[req_id] = self.reconstructions.scoring
-            elif resident.measured and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
-                plan.track[req_id] = scoring
+            elif resident.measured:
+                scoring = Scoring.of(resident.config, resident.limits.trigger)
+                if resident.config.policy.profiles:  # its decision falls with the last tokens of the prompt
+                    prompt = self.requests[req_id].num_prompt_tokens
+                    trigger, start = math.ceil(prompt / manager.block_size) - 1, max(prompt - scoring.window, 0)
+                    scoring = replace(scoring, trigger=trigger, start=start)
+                if scoring is not None:
+                    plan.track[req_id] = scoring
+        if self.kv_policy.policy.profiles:
+            self._plan_profiles(manager, plan, output)
         for req_id in manager.take_over_trigger():
             if req_id in output.num_scheduled_tokens:
                 resident = manager.residents[req_id]
                 plan.due[req_id] = resident.incarnation
-                if resident.measured:
+                if resident.config.granularity == "token":
+                    plan.judged.add(req_id)
+                elif resident.measured:
                     plan.report[req_id] = resident.config.policy.measures
         if self._under_pressure and self._short_of_blocks():
             self._ask_for_scores(manager, plan, output)
+
+    def _plan_profiles(self, manager: EvictableManager, plan: GroupPlan, output: SchedulerOutput) -> None:
+        """Requests whose prompt is computed with this step, and whose policy is chosen then."""
+        for req_id in output.num_scheduled_tokens:
+            resident, request = manager.residents[req_id], self.requests[req_id]
+            waits = resident.measured and resident.config.policy.profiles
+            if waits and request.num_computed_tokens >= request.num_prompt_tokens:
+                plan.due[req_id] = resident.incarnation
+                plan.report[req_id] = resident.config.policy.measures
 
     def _plan_jointly(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
         """One KV group that grew makes all of a request's groups due, if they hold too much together."""
@@ -250,9 +289,17 @@ class EvictionMixin:
             resident = manager.residents[req_id]
             if resident.incarnation != incarnation:
                 continue  # preempted since; it starts anew, with nothing missing
+            if resident.config.granularity == "token":
+                self._compact(request, manager)
+                continue
             if resident.measured and req_id not in reports:
                 logger.error("no scores came back for request %s: its KV blocks stay this time", req_id)
                 continue
+            if resident.config.policy.profiles:
+                computed = request.num_computed_tokens - request.num_in_flight_tokens
+                resident.profile(reports[req_id], computed, request.num_prompt_tokens)
+                if resident.limits is not None and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
+                    self._plan.groups[manager.kv_cache_group_id].track[req_id] = scoring
             if resident.config.policy.reconstructs:
                 self.reconstructions.want(request, resident)
             else:
@@ -375,6 +422,40 @@ class EvictionMixin:
         if len(victims):
             self._make_holes(request, manager, victims)
 
+    def _compact(self, request: Request, manager: EvictableManager) -> None:
+        """Bring a request whose heads keep tokens of their own back to its budget. Workers choose the tokens."""
+        resident, table = manager.residents[request.request_id], manager.req_to_blocks[request.request_id]
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        candidates, spare = resident.spare(computed)
+        if not spare:
+            return
+        first = not any(each.evicted_blocks for each in self._residents_of(request.request_id))
+        before = [table[index].block_id for index in resident.resident.tolist()]
+        keep, start = len(candidates) - spare, int(np.searchsorted(resident.resident, candidates[0]))
+        length = computed - resident.holes * manager.block_size
+        moved, given_back = manager.compact(request.request_id, candidates, keep)
+        if not given_back:
+            return  # there is no room for private copies of shared blocks: the next block that fills asks again
+        target = [table[index].block_id for index in candidates[:keep].tolist()]
+        group = manager.kv_cache_group_id
+        self._plan.compactions.append(
+            Compaction(
+                request.request_id, group, resident.config, before, length, start, len(candidates), target, computed - 1
+            )
+        )
+        resident.evict(candidates[keep:], request.num_computed_tokens)
+        # Blocks that were published may still be, those that come next may not.
+        resident.pure_tokens = min(resident.pure_tokens, manager.published_tokens(request.request_id))
+        plan = self._plan.groups[group]
+        plan.holes.setdefault(request.request_id, []).extend(candidates[keep:].tolist())
+        plan.moved.setdefault(request.request_id, {}).update(moved)
+        freed = [block for block in given_back if block.ref_cnt == 0]
+        if self._poison:
+            poison = [block.block_id for block in freed if block.block_hash is None]
+            self._plan.poison = [block for block in self._plan.poison if block not in target] + poison
+        copies = len(given_back) - spare
+        self.tally.count(resident.policy, spare, max(len(freed) - copies, 0), first, copies)
+
     def _make_holes(self, request: Request, manager: EvictableManager, victims: np.ndarray) -> None:
         resident = manager.residents[request.request_id]
         first = not any(each.residents[request.request_id].evicted_blocks for each in self.kv_managers)
@@ -392,6 +473,8 @@ class EvictionMixin:
         for group in self._plan.groups:
             group.holes.pop(request.request_id, None)
             group.missing.pop(request.request_id, None)
+            group.moved.pop(request.request_id, None)
+        self._plan.compactions = [c for c in self._plan.compactions if c.req_id != request.request_id]
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:

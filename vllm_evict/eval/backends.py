@@ -27,7 +27,7 @@ from typing import Any
 from .. import __version__
 from ..config import KVPolicyConfig
 from . import EvalError
-from .policies import Contender
+from .policies import Contender, brief
 from .prompts import Prompts
 from .tasks import NLL, Sample
 
@@ -45,7 +45,7 @@ class Answer:
         nll: nats per token over the second half of the prompt, for the metric of that name.
         prompt_tokens, output_tokens: of this request.
         budget_tokens: what the policy brought it back to; None if it kept all, or where nobody says (over HTTP).
-        peak_blocks: most KV blocks held at once; None over HTTP.
+        peak_blocks: most KV blocks held at once, where heads are split the mean over KV groups; None over HTTP.
         evicted_tokens: tokens whose blocks were evicted; None over HTTP.
         ttft_s: seconds from its arrival to its first token, waiting included.
         tokens_per_s: tokens that were processed, prompts and answers, per second of the batch that it ran in.
@@ -56,7 +56,7 @@ class Answer:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     budget_tokens: int | None = None
-    peak_blocks: int | None = None
+    peak_blocks: float | None = None
     evicted_tokens: int | None = None
     ttft_s: float | None = None
     tokens_per_s: float | None = None
@@ -109,7 +109,7 @@ class Offline:
         from vllm.platforms import current_platform
 
         self.prompts = prompts
-        options = {
+        options: dict[str, Any] = {
             "block_size": block_size,
             "max_num_seqs": batch,
             "enable_prefix_caching": False,
@@ -125,8 +125,9 @@ class Offline:
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise EvalError(f"vLLM does not start on {model}: {_one_line(error)}") from None
         config = self.llm.llm_engine.vllm_config
+        self.block_size = config.cache_config.block_size
         self.about = {
-            "server_policy": server.to_dict(),
+            "server_policy": brief(server),
             "engine": options
             | {"max_model_len": config.model_config.max_model_len, "dtype": str(config.model_config.dtype)},
             "versions": versions(),
@@ -169,8 +170,7 @@ class Offline:
             raise EvalError(f"{contender}: {_one_line(error)}") from None
         return timed([self._read(output) for output in outputs], time.perf_counter() - start)
 
-    @staticmethod
-    def _read(output: Any) -> Answer:
+    def _read(self, output: Any) -> Answer:
         usage, nll = output.kv_usage, None
         if output.prompt_logprobs:
             ids = output.prompt_token_ids
@@ -182,7 +182,7 @@ class Offline:
             prompt_tokens=len(output.prompt_token_ids),
             output_tokens=len(output.outputs[0].token_ids),
             budget_tokens=usage and usage.budget_tokens,
-            peak_blocks=usage and usage.peak_resident_blocks,
+            peak_blocks=usage and usage.peak_resident_tokens / self.block_size,
             evicted_tokens=usage and usage.evicted_tokens,
             ttft_s=output.metrics and output.metrics.first_token_latency,
         )

@@ -6,9 +6,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from .policies import budget_words
 from .rows import Row
-from .summary import Line, labelled, one_setting, summarise
+from .summary import Line, labelled, mean_share, memory_words, one_setting, summarise
 
 SHARES = "viridis"
 
@@ -116,7 +115,7 @@ def pareto(pyplot: Any, lines: Sequence[Line]) -> Any:
             look = {**style[line.policy], "ls": "none", "lw": 1, "ms": 10 if line.is_full else 5}
             at = line.tokens_per_s, line.score
             axis.errorbar(*at, _bars([line]), label=line.policy, **look)
-            axis.annotate(budget_words(line.budget), at, (5, 4), textcoords="offset points", fontsize=7)
+            axis.annotate(line.memory, at, (5, 4), textcoords="offset points", fontsize=7)
         front = frontier(here)
         axis.step([x.tokens_per_s for x in front], [x.score for x in front], where="pre", color="grey", lw=0.8, ls=":")
         axis.set_title(task, fontsize=9)
@@ -163,7 +162,8 @@ def heat_map(pyplot: Any, rows: Sequence[Row]) -> Any:
             continue
         grid = [[_share(here, depth, length) for length in lengths] for depth in depths]
         picture = axis.imshow(grid, vmin=0, vmax=1, cmap=SHARES, aspect="auto")
-        axis.set_title(policy if budget is None else f"{policy}, {budget_words(budget)}", fontsize=8)
+        held = memory_words(policy, budget, mean_share(here))
+        axis.set_title(policy if held in ("", "all") else f"{policy}, {held}", fontsize=8)
         axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7, rotation=30)
         axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=7)
     axes[0][0].set_ylabel("depth", fontsize=8)
@@ -179,6 +179,8 @@ def _share(rows: Sequence[Row], depth: float, length: int) -> float:
 
 def _tokens(line: Line) -> float | None:
     """A budget in tokens; a ratio is that of the length where nobody says what it came to."""
+    if line.share is not None:
+        return line.share * line.length if line.length else None
     if line.budget_tokens:
         return line.budget_tokens
     if isinstance(line.budget, float):

@@ -1,15 +1,20 @@
 """What is compared: policies with budgets, and the fewest engines that can serve them all."""
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import KVPolicyConfig, KVPolicyError
+from ..config import REDUCTION_NAMES, RETRIEVAL, STREAMING, KVPolicyConfig, KVPolicyError
+from ..heads.arrange import Arrangement, arrange
 from ..policies import POLICIES
 from . import EvalError
 
 Budget = int | float | None
+#: Characters of an option's value in a label.
+LONGEST = 40
 
 
 @dataclass(frozen=True)
@@ -26,21 +31,55 @@ class Contender:
 
     @property
     def budget(self) -> Budget:
-        """Tokens, a ratio of the prompt, or None for all of it."""
+        """Tokens, a ratio of the prompt, or None: all of it, or where heads are split what `share` says."""
         return None if self.config.name == "full" else self.config.budget
 
     @property
     def options(self) -> dict[str, Any]:
         """The policy without its budget and without what only servers need."""
-        return {k: v for k, v in self.config.to_dict().items() if k not in ("budget", "allow")}
+        return {k: v for k, v in brief(self.config).items() if k not in ("budget", "allow")}
 
     @property
     def xargs(self) -> dict[str, Any]:
         """What a request asks its server for."""
         return {"kv_policy": self.config.name} | ({} if self.budget is None else {"kv_budget": self.budget})
 
+    def share(self, tokens: int, block_size: int, ranks: int = 1) -> float | None:
+        """What a policy that splits heads keeps of a cache of so many tokens, after a decision; None for all others.
+
+        Empty head slots count: they are taken from the pool.
+
+        Args:
+            tokens: of the sequence.
+            block_size: tokens of a KV block.
+            ranks: tensor-parallel size.
+        """
+        if not self.config.policy.splits_heads:
+            return None
+        every = math.ceil(tokens / block_size)
+        arranged = _arranged(self.config.pattern, ranks)
+        held = 0
+        for head_class, groups in zip((RETRIEVAL, STREAMING), arranged.groups, strict=True):
+            limits = self.config.of_class(head_class).limits(block_size, tokens)
+            held += groups * (min(limits.budget, every) if limits else every)
+        layers, heads = arranged.order.shape
+        return arranged.width * held / (layers * max(heads // ranks, 1) * every)
+
     def __str__(self) -> str:
         return self.label if self.budget is None else f"{self.label} at {budget_words(self.budget)}"
+
+
+@functools.cache
+def _arranged(pattern: tuple[str, ...], ranks: int) -> Arrangement:
+    return arrange([[digit == "1" for digit in row] for row in pattern], ranks)
+
+
+def brief(config: KVPolicyConfig) -> dict[str, Any]:
+    """A config's fields for rows of results: a pattern of heads is one hexadecimal number a layer."""
+    fields = config.to_dict()
+    if config.pattern:
+        fields["pattern"] = ".".join(f"{int(row, 2):0{math.ceil(len(row) / 4)}x}" for row in config.pattern)
+    return fields
 
 
 def budget_words(budget: Budget) -> str:
@@ -75,21 +114,29 @@ def parse_budgets(text: str) -> list[int | float]:
 
 
 def contenders(
-    policies: str, budgets: Sequence[int | float], *, sink: int, recent: int, buffer: int, block_size: int
+    policies: str,
+    budgets: Sequence[int | float],
+    *,
+    sink: int,
+    recent: int,
+    buffer: int,
+    block_size: int,
+    pattern: tuple[str, ...] = (),
 ) -> list[Contender]:
-    """Every policy at every budget; `full` once.
+    """Every policy at every budget; `full`, and those that split heads, once.
 
     Args:
         policies: names, YAML or JSON files, or JSON objects, separated by commas.
         budgets: for each policy that evicts; empty: those that the policies bring themselves.
         sink, recent, buffer: options of policies given by name; files and objects say theirs themselves.
         block_size: tokens; a budget has to leave something to choose.
+        pattern: heads of policies given by name that split them; empty: those have to come with their own.
 
     Raises:
         EvalError: a policy or budget that cannot be.
     """
     found: list[Contender] = []
-    shared = {"sink": sink, "recent": recent, "buffer": buffer}
+    shared = {"sink": sink, "recent": recent, "buffer": buffer} | ({"pattern": pattern} if pattern else {})
     for entry in split_list(policies):
         try:
             if entry in POLICIES:
@@ -98,14 +145,15 @@ def contenders(
             else:
                 config = KVPolicyConfig.parse(entry)
                 fields = {k: v for k, v in config.to_dict().items() if k != "allow"}
-                label = Path(entry).stem if not entry.startswith("{") else _label(fields)
+                label = Path(entry).stem if not entry.startswith("{") else _label(config)
             policy = POLICIES[fields["name"]]
             for budget in budgets if budgets and "budget" in policy.options else [fields.get("budget")]:
                 at = fields if budget is None else fields | {"budget": budget}
                 if budget is not None and policy.window_is_the_budget:
                     at = {k: v for k, v in at.items() if k != "recent"}
                 contender = Contender(label, KVPolicyConfig.parse(at))
-                contender.config.limits(block_size, prompt_len=1)
+                for part in contender.config.classes.values():
+                    part.limits(block_size, prompt_len=1)
                 if contender not in found:
                     found.append(contender)
         except KVPolicyError as error:
@@ -115,12 +163,20 @@ def contenders(
     return found
 
 
-def _label(fields: dict[str, Any]) -> str:
-    """A JSON object's name, and how it scores and protects if that is not the policy's default."""
-    defaults = KVPolicyConfig(name=fields["name"]).to_dict()
-    sizes = {"name", "budget", "buffer", "sink", "recent"}
-    options = [f"{k}={v}" for k, v in fields.items() if k not in sizes and v != defaults[k]]
-    return " ".join([fields["name"], *options])
+def _label(config: KVPolicyConfig) -> str:
+    """A JSON object's name, and how it scores, protects and splits heads if that is not the policy's default."""
+    unsaid = {"name", "budget", "buffer", "sink", "recent", "allow"}
+    fields, defaults = brief(config), {"threshold": None, "sparsity": None}
+    if config.policy.splits_heads:
+        # Without a file of gates there is nothing but the pattern that says which heads.
+        unsaid |= {"heads"} | ({"pattern"} if config.heads not in REDUCTION_NAMES else set())
+    else:
+        defaults = KVPolicyConfig(name=config.name).to_dict()
+    options = {k: str(v) for k, v in fields.items() if k not in unsaid and v != defaults.get(k)}
+    if config.retrieval:
+        options["retrieval"] = _label(config.retrieval)
+    short = {k: v if len(v) <= LONGEST else v[:LONGEST] + "…" for k, v in options.items()}
+    return " ".join([config.name, *(f"{k}={v}" for k, v in short.items())])
 
 
 def servers(wanted: Sequence[Contender], max_len: int, block_size: int) -> list[tuple[KVPolicyConfig, list[Contender]]]:
@@ -142,11 +198,11 @@ def servers(wanted: Sequence[Contender], max_len: int, block_size: int) -> list[
 
 def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
     config = contender.config
-    if config.name == "full":
+    if config.name == "full" or config.policy.splits_heads:
         return config
     budget = None if config.budget is None else max_len
-    # Without a prefix cache, which measuring leaves off, nothing can be reconstructed.
-    allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs)
+    # Without a prefix cache, which measuring leaves off, nothing can be reconstructed; and KV groups are made at start.
+    allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits_heads)
     return KVPolicyConfig.parse(config.to_dict() | {"budget": budget, "allow": allow})
 
 

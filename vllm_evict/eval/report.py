@@ -12,7 +12,6 @@ from rich.table import Table
 
 from . import EvalError
 from .pictures import draw_all
-from .policies import budget_words
 from .rows import FILE, Row, read
 from .summary import Line, columns, conditions, setting_of, settings_of, summarise, words
 
@@ -87,7 +86,9 @@ def terminal_table(setting: str, lines: Sequence[Line], width: int) -> Table:
     hidden = WIDE if width < 130 else ()
     shown = [{k: v for k, v in words(line).items() if k not in hidden} for line in lines]
     for name in shown[0]:
-        table.add_column(name, justify="left" if name in ("task", "policy", "") else "right", no_wrap=True)
+        side = "left" if name in ("task", "policy", "") else "right"
+        # Policies with options have long names.
+        table.add_column(name, justify=side, no_wrap=name != "policy", overflow="fold")
     marks = {"worse": "red", "better": "green", "within noise": "dim"}
     last = None
     for line, row in zip(lines, shown, strict=True):
@@ -111,7 +112,7 @@ def headlines(lines: Sequence[Line]) -> list[str]:
         parts = [f"full attention {full.quality}" if full else "full did not run, so nothing can be compared"]
         for policy in dict.fromkeys(x.policy for x in here if not x.is_full):
             own = sorted((x for x in here if x.policy == policy), key=lambda x: x.budget_tokens or x.budget or 0)
-            parts.append(f"{policy} {own[0].quality} at a budget of {budget_words(own[0].budget)}")
+            parts.append(f"{policy} {own[0].quality} at a budget of {own[0].memory}")
             if full:
                 equal = next((x for i, x in enumerate(own) if all(y.verdict != "worse" for y in own[i:])), None)
                 if equal is None:
@@ -119,7 +120,7 @@ def headlines(lines: Sequence[Line]) -> list[str]:
                 elif equal is own[0]:
                     parts[-1] += f", which {equal.n} prompts do not tell from full"
                 else:
-                    parts[-1] += f"; at {budget_words(equal.budget)} {equal.quality}, "
+                    parts[-1] += f"; at {equal.memory} {equal.quality}, "
                     parts[-1] += f"which {equal.n} prompts do not tell from full"
         said.append(f"{task}{f' at {longest:,} tokens' if longest else ''}: " + "; ".join(parts) + ".")
     return said

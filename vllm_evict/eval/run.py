@@ -95,9 +95,9 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
     check(plan, settings)
     if plan.url:
         _only_names(plan.policies)
-    # Over HTTP all options but name and budget are the server's, and so is its block size.
+    # Over HTTP all options but name and budget are the server's, and so are its block size and its classes of heads.
     options = (
-        dict(sink=0, recent=0, buffer=0, block_size=1)
+        dict(sink=0, recent=0, buffer=0, block_size=1, pattern=("1",))
         if plan.url
         else dict(sink=plan.sink, recent=plan.recent, buffer=plan.buffer, block_size=plan.block_size)
     )
@@ -303,6 +303,10 @@ def batches(cells: list[Cell], size: int) -> Iterator[list[Cell]]:
 
 def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> Row:
     """The whole row: all that is needed to repeat it, what came out, what it cost."""
+    share = None
+    if cell.row["backend"] == "offline":
+        size, ranks = (about["engine"].get(name, 1) for name in ("block_size", "tensor_parallel_size"))
+        share = cell.contender.share(answer.prompt_tokens, size, ranks)
     return cell.row | {
         "prompt_sha256": sample.sha256,
         "metric": sample.metric,
@@ -313,6 +317,7 @@ def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> R
         "prompt_tokens": answer.prompt_tokens,
         "output_tokens": answer.output_tokens,
         "budget_tokens": answer.budget_tokens,
+        "share": share,
         "peak_blocks": answer.peak_blocks,
         "evicted_tokens": answer.evicted_tokens,
         "ttft_s": answer.ttft_s,

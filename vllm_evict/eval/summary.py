@@ -22,6 +22,7 @@ class Line:
         score, low, high: mean and 95 % interval: a share of 1, or a perplexity.
         difference: score less that of `full` on the very same prompts; None for `full`, or where it did not run.
         p: that the difference is noise, paired by prompt.
+        share: mean share of its cache that a policy keeps which splits heads; None for all others.
         budget_tokens, peak_blocks, evicted_tokens, ttft_s, tokens_per_s: means; None where nobody says.
     """
 
@@ -37,6 +38,7 @@ class Line:
     high: float
     difference: float | None = None
     p: float | None = None
+    share: float | None = None
     budget_tokens: float | None = None
     peak_blocks: float | None = None
     evicted_tokens: float | None = None
@@ -46,6 +48,11 @@ class Line:
     @property
     def is_full(self) -> bool:
         return self.budget is None and self.policy.split()[0] == "full"
+
+    @property
+    def memory(self) -> str:
+        """What it keeps, for people: its budget, or where heads are split its share of the cache."""
+        return memory_words(self.policy, self.budget, self.share)
 
     @property
     def verdict(self) -> str:
@@ -74,6 +81,18 @@ class Line:
         if self.difference is None:
             return ""
         return f"{self.difference:+.2f}" if self.perplexity else f"{100 * self.difference:+.0f}"
+
+
+def memory_words(policy: str, budget: Budget, share: float | None) -> str:
+    """A budget for tables, or the share that stands in its place; nothing where neither is known."""
+    if share is not None:
+        return budget_words(share)
+    return "" if budget is None and policy.split()[0] != "full" else budget_words(budget)
+
+
+def mean_share(rows: Iterable[Row]) -> float | None:
+    """Of rows of one policy; see `Line.share`."""
+    return _mean([row["share"] for row in rows if row.get("share") is not None])
 
 
 def setting_of(row: Row) -> str:
@@ -110,13 +129,18 @@ def labelled(rows: Sequence[Row]) -> list[Row]:
             return row["policy"]
         own = _options(row)
         differing = sorted({k for c in configs for k in c | own if any(c.get(k) != o.get(k) for o in configs)})
+        # What a pattern of heads comes from says it in fewer words.
+        differing = [k for k in differing if k != "pattern"] or differing
         return " ".join([row["policy"], *(f"{k}={own[k]}" for k in differing if k in own)])
 
     return [row | {"policy": label(row)} for row in rows]
 
 
 def _options(row: Row) -> dict[str, Any]:
-    return (row.get("policy_config") or {}) | (row.get("engine_args") or {})
+    options = dict(row.get("policy_config") or {})
+    of_retrieval = options.pop("retrieval", None) or {}
+    options |= {f"retrieval.{name}": value for name, value in of_retrieval.items()}
+    return options | (row.get("engine_args") or {})
 
 
 def summarise(rows: Sequence[Row], by_length: bool = True) -> list[Line]:
@@ -167,6 +191,7 @@ def _line(key: tuple, rows: list[Row], full: dict[tuple, float]) -> Line:
         score=scale(_mean(scores)),
         low=low,
         high=high if len(rows) > 1 or not perplexity else math.inf,
+        share=mean_share(rows),
         **{
             name: _mean([row[name] for row in rows if row.get(name) is not None])
             for name in ("budget_tokens", "peak_blocks", "evicted_tokens", "ttft_s", "tokens_per_s")
@@ -190,7 +215,7 @@ def columns(line: Line) -> dict[str, Any]:
         "setting": line.setting,
         "task": line.task,
         "policy": line.policy,
-        "budget": budget_words(line.budget),
+        "budget": line.memory,
         "length": line.length,
         "n": line.n,
         "metric": "perplexity" if line.perplexity else "score",
@@ -218,7 +243,7 @@ def words(line: Line) -> dict[str, str]:
         "task": line.task,
         "length": number(line.length, ","),
         "policy": line.policy,
-        "budget": budget_words(line.budget),
+        "budget": line.memory,
         "n": str(line.n),
         "quality [95 %]": line.quality,
         "vs full": line.delta,

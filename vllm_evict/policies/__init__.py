@@ -4,8 +4,9 @@ To add one, write its file and name its class here; the test matrix and the docu
 """
 
 from .adakv import AdaKV
-from .base import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, REDUCTIONS, RUNNING, Blocks, Policy
+from .base import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, REDUCTIONS, RUNNING, TOKEN_OPTIONS, Blocks, Policy
 from .duo import Duo
+from .fastgen import FastGen
 from .full import Full
 from .h2o import H2O
 from .keydiff import KeyDiff
@@ -25,10 +26,11 @@ POLICIES: dict[str, Policy] = {
     policy.name: policy()
     for policy in (
         Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Random,
-        Duo, PyramidKV, AdaKV,
+        Duo, PyramidKV, AdaKV, FastGen,
     )
 }  # fmt: skip
 
 __all__ = [
-    "BUDGET_OPTIONS", "CACHED", "MASS_OPTIONS", "POLICIES", "REDUCTIONS", "RUNNING", "Blocks", "Policy"
+    "BUDGET_OPTIONS", "CACHED", "MASS_OPTIONS", "POLICIES", "REDUCTIONS", "RUNNING", "TOKEN_OPTIONS", "Blocks",
+    "Policy",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Ada-KV: SnapKV with a budget that heads share: what one head does not need goes to another."""
 
+from .base import TOKEN_OPTIONS
 from .snapkv import SnapKV
 
 
@@ -12,4 +13,4 @@ class AdaKV(SnapKV):
     paper = "Feng et al., Ada-KV: Optimizing KV Cache Eviction by ..., 2024, arXiv:2407.11550"
     splits = "heads"
     pools = True
-    options = SnapKV.options | {"bands", "floor"}
+    options = SnapKV.options - TOKEN_OPTIONS | {"bands", "floor"}

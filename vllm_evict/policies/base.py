@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 #: Options of every policy that evicts.
 BUDGET_OPTIONS = frozenset({"when", "budget", "buffer", "sink", "recent", "protect", "min_prompt"})
+#: Options of policies whose scores tell tokens apart, so that each KV head can keep its own (`granularity: token`).
+TOKEN_OPTIONS = frozenset({"granularity", "sets", "merge", "merge_decay", "merge_threshold"})
 #: Options of every policy that measures: how heads and layers become one score.
 REDUCTIONS = frozenset({"heads", "layers"})
 #: Options of policies that let attention mass add up as they are told.
@@ -66,6 +68,8 @@ class Policy(ABC):
     splits: ClassVar[str] = ""
     #: Whether one budget is shared by all KV groups of a request.
     pools: ClassVar[bool] = False
+    #: Whether it chooses another policy for each KV group when the prompt is computed (`policies.fastgen`).
+    profiles: ClassVar[bool] = False
     #: Whether it looks at `Blocks.key`.
     by_prompt: ClassVar[bool] = False
     #: Fields of `KVPolicyConfig` that mean something to it.

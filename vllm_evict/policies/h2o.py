@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, MASS_OPTIONS, Blocks, Policy
+from .base import BUDGET_OPTIONS, MASS_OPTIONS, TOKEN_OPTIONS, Blocks, Policy
 
 
 class H2O(Policy):
@@ -10,7 +10,7 @@ class H2O(Policy):
     paper = "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference, NeurIPS 2023, arXiv:2306.14048"
     measures = frozenset({"mass"})
     weighs = True
-    options = BUDGET_OPTIONS | MASS_OPTIONS
+    options = BUDGET_OPTIONS | TOKEN_OPTIONS | MASS_OPTIONS
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["mass"]

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, Blocks, Policy
+from .base import BUDGET_OPTIONS, REDUCTIONS, TOKEN_OPTIONS, Blocks, Policy
 
 
 class KeyDiff(Policy):
     name = "keydiff"
     paper = "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction ..., 2025, arXiv:2504.15364"
     measures = frozenset({"key_diff"})
-    options = BUDGET_OPTIONS | REDUCTIONS
+    options = BUDGET_OPTIONS | TOKEN_OPTIONS | REDUCTIONS
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["key_diff"]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, Blocks, Policy
+from .base import BUDGET_OPTIONS, REDUCTIONS, TOKEN_OPTIONS, Blocks, Policy
 
 
 class RKV(Policy):
@@ -11,7 +11,7 @@ class RKV(Policy):
     name = "rkv"
     paper = "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, 2025, arXiv:2505.24133"
     measures = frozenset({"mass", "redundancy"})
-    options = BUDGET_OPTIONS | REDUCTIONS | {"window", "mix"}
+    options = BUDGET_OPTIONS | TOKEN_OPTIONS | REDUCTIONS | {"window", "mix"}
     defaults = {**Policy.defaults, "accumulate": "last", "window": 8, "mix": 0.1}
 
     def importance(self, blocks: Blocks) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, Blocks, Policy
+from .base import BUDGET_OPTIONS, REDUCTIONS, TOKEN_OPTIONS, Blocks, Policy
 
 
 class SnapKV(Policy):
@@ -15,7 +15,7 @@ class SnapKV(Policy):
     paper = "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, NeurIPS 2024, arXiv:2404.14469"
     measures = frozenset({"mass"})
     weighs = True
-    options = BUDGET_OPTIONS | REDUCTIONS | {"window", "kernel"}
+    options = BUDGET_OPTIONS | TOKEN_OPTIONS | REDUCTIONS | {"window", "kernel"}
     defaults = {**Policy.defaults, "accumulate": "last", "window": 32, "kernel": 3}
 
     def importance(self, blocks: Blocks) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, Blocks, Policy
+from .base import BUDGET_OPTIONS, REDUCTIONS, TOKEN_OPTIONS, Blocks, Policy
 
 
 class TOVA(Policy):
@@ -10,7 +10,7 @@ class TOVA(Policy):
     paper = "Oren et al., Transformers are Multi-State RNNs, EMNLP 2024, arXiv:2401.06104"
     measures = frozenset({"mass"})
     weighs = True
-    options = BUDGET_OPTIONS | REDUCTIONS
+    options = BUDGET_OPTIONS | TOKEN_OPTIONS | REDUCTIONS
     defaults = {**Policy.defaults, "accumulate": "last", "window": 1}
 
     def importance(self, blocks: Blocks) -> np.ndarray:

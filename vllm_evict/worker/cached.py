@@ -79,7 +79,9 @@ class CachedStatistics:
 
     def _scores(self, row: Row, names: frozenset[str]) -> dict[str, torch.Tensor]:
         """This rank's scores, the more the better. name -> float64 [n]."""
+        # A rank may have no heads of a KV group.
         total: dict[str, torch.Tensor] = {}
+        none = torch.zeros(1, len(row.logical), dtype=torch.float64, device=row.physical.device)
         for keys, values in self._read(row.physical, bool(names & OF_VALUES)):
             for name, score in key_scores(keys, values, row.length, names).items():
                 score = -score.double() if name in LESS_IS_MORE else score.double()
@@ -91,4 +93,5 @@ class CachedStatistics:
                     torch.maximum(total[name], score, out=total[name])
                 else:
                     total[name] += score
-        return {name: score.amax(0) if self._maximise_heads else score.sum(0) for name, score in total.items()}
+        scores = {name: total.get(name, none) for name in names}
+        return {name: score.amax(0) if self._maximise_heads else score.sum(0) for name, score in scores.items()}

@@ -1,5 +1,6 @@
 """What one worker knows of evictions: which rows have holes, what to measure, what to report."""
 
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -10,8 +11,10 @@ from ..attention.view import resident_view
 from ..config import KVPolicyConfig
 from ..core.plan import PLAN, EvictionPlan, GroupPlan, Reports
 from ..policies import CACHED, RUNNING
-from .cached import CachedStatistics, ReadBlocks, Row
+from .cached import CachedStatistics, Row
+from .merge import Merger
 from .sums import RunningSums
+from .tokens import Store, TokenSums, compact
 from .transfer import copied
 from .work import OwnWork
 
@@ -28,13 +31,14 @@ class EvictionRuntime:
 
     Args:
         groups: of vLLM's KV groups, in order.
+        pages: where heads are split, layer names of the groups' pages.
 
     Attributes:
         copied: event after which the last reports hold what they say (see `transfer`); None: at once.
     """
 
-    def __init__(self, groups: list["GroupRuntime"]) -> None:
-        self.groups = groups
+    def __init__(self, groups: list["GroupRuntime"], pages: Sequence[str] = ()) -> None:
+        self.groups, self.pages = groups, list(pages)
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
         self.copied: Any = None
@@ -48,6 +52,15 @@ class EvictionRuntime:
             group.begin(scheduler_output, plan, index)
         self.batch.with_holes = set().union(*(group.with_holes for group in self.groups))
 
+    @torch.inference_mode()  # caches and sums are made in it
+    def compact(self, all_reduce: Any) -> None:
+        """Gather the tokens that heads keep, before any block of this step is written."""
+        for each in self.plan.compactions:
+            group = self.groups[each.group]
+            merger = group.mergers.setdefault(each.req_id, Merger())
+            compact(each, group.store, group.tokens, group.block_size, merger, all_reduce)
+
+    @torch.inference_mode()
     def end(self, all_reduce: Any) -> list[Reports]:
         """Sum up the step and report what the plan asks for, group by group."""
         self.plan = None
@@ -84,8 +97,8 @@ class GroupRuntime:
         max_requests: most requests at once.
         max_model_len: tokens.
         kv_heads, layers: of this rank and KV group. Where heads are split layers may differ in heads; then this is one
-            layer of all the group's heads.
-        read: its KV cache; called after steps.
+            layer of all the group's heads, and `shape` has the most heads of a layer, and the layers.
+        store: its KV cache; read after steps and before them.
         device: where block tables and the KV cache are.
     """
 
@@ -97,7 +110,8 @@ class GroupRuntime:
         max_model_len: int,
         kv_heads: int,
         layers: int,
-        read: ReadBlocks,
+        store: Store,
+        shape: tuple[int, int] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.block_size = block_size
@@ -110,7 +124,13 @@ class GroupRuntime:
             self.sums = RunningSums(
                 max_requests, kv_heads, layers, max_blocks, block_size, config.heads, config.layers, self.device
             )
-        self.cached = CachedStatistics(read, kv_heads, layers, config.heads, config.layers)
+        self.tokens: TokenSums | None = None
+        if config.granularity == "token" and config.statistics & RUNNING:
+            self.tokens = TokenSums(max_requests, *(shape or (kv_heads, layers)), block_size)
+        self.store = store
+        #: Of requests that merge.
+        self.mergers: dict[str, Merger] = {}
+        self.cached = CachedStatistics(store.read, kv_heads, layers, config.heads, config.layers)
         #: Whether the layers' kernels can decode requests with holes themselves (see `OwnWork`).
         self.decodes = False
         #: Request -> the logical blocks it lacks.
@@ -142,21 +162,29 @@ class GroupRuntime:
             self.with_holes.setdefault(req_id, []).extend(holes)
         if gone or started or plan.holes:
             self._lacks = None
-        if self.sums is not None:
+        for req_id in gone if self.mergers else ():
+            self.mergers.pop(req_id, None)
+        for sums in (self.sums, self.tokens):
+            if sums is None:
+                continue
             for req_id in gone:
-                self.sums.stop(req_id)
+                sums.stop(req_id)
             for req_id, scoring in plan.track.items():
-                self.sums.start(req_id, scoring)
+                if scoring.per_token == (sums is self.tokens):
+                    sums.start(req_id, scoring)
             for req_id, holes in plan.holes.items():
                 if req_id not in plan.missing:
-                    self.sums.count_holes(req_id, len(holes))
+                    sums.count_holes(req_id, len(holes))
             for req_id, missing in plan.missing.items():
-                self.sums.set_holes(req_id, missing)
+                sums.set_holes(req_id, missing)
 
-    @property
-    def holes(self) -> dict[str, list[int]]:
-        """Request -> logical blocks that become holes with this step."""
-        return self.plan.holes if self.plan else {}
+    def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
+        """Requests whose tables change with this step: {logical block: physical block, 0 for a hole}."""
+        if self.plan is None:
+            return
+        for req_id in self.plan.holes.keys() | self.plan.moved.keys():
+            holes = dict.fromkeys(self.plan.holes.get(req_id, ()), 0)
+            yield req_id, self.plan.moved.get(req_id, {}) | holes
 
     def view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         """Batch metadata as attention should see it: block tables without their holes, resident lengths.
@@ -179,7 +207,8 @@ class GroupRuntime:
     def _view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         measuring = self.sums is not None and len(self.sums) > 0
         decodes = self.decodes and bool(self.batch.with_holes)
-        if not (self.with_holes or measuring or self.plan.report or decodes):
+        by_token = self.tokens is not None and len(self.tokens) > 0
+        if not (self.with_holes or measuring or by_token or self.plan.report or decodes):
             return metadata, None
         req_ids = self.batch.req_ids
         rows = len(req_ids)
@@ -209,9 +238,12 @@ class GroupRuntime:
         step = None
         if measuring:
             step = self.sums.step(req_ids, starts, seq_lens, logical)
-        if step is None and not len(own):
+        tokens = None
+        if by_token:
+            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held)
+        if step is None and tokens is None and not len(own):
             return metadata, None
-        work = OwnWork(step, own, starts, lens)
+        work = OwnWork(step, own, starts, lens, tokens)
         if len(own):
             metadata = metadata if self.with_holes else copy(metadata)
             stock = held.copy()
@@ -225,6 +257,9 @@ class GroupRuntime:
         self.plan, self._viewed = None, None
         if viewed is not None and viewed[1] is not None and viewed[1].mass is not None:
             self.sums.fold(viewed[1].mass)
+        for req_id in plan.judged:
+            if self.tokens is not None and req_id in self.tokens:
+                self.tokens.judge(req_id)
         asked = {req_id: names for req_id, names in plan.report.items() if req_id in self._rows}
         running = [req_id for req_id, names in asked.items() if names & RUNNING and req_id in (self.sums or ())]
         reports = {}

@@ -22,7 +22,6 @@ class MassStep:
         rows: int64 [K], batch rows that are measured.
         slots: int64 [K], their rows in the running sums.
         weights: float32 [T], how much each query counts; None if all count as one.
-        host_weights: the same on the host.
         counted: int64 [K], queries that count.
         logical: int32 [R, W], logical index of each resident block, -1 past the end.
         mass: float32 [R, H, W], summed up (or maximised) over layers; counts of pivotal queries in rows of `queries`.
@@ -41,7 +40,7 @@ class MassStep:
         queries: Queries | None = None,
         block_size: int = 0,
     ) -> None:
-        self.rows, self.slots, self.host_weights, self.counted, self.logical = rows, slots, weights, counted, logical
+        self.rows, self.slots, self.counted, self.logical = rows, slots, counted, logical
         self.weights = None if weights is None else to_device(weights, logical.device)
         self.queries, self._block_size = queries, block_size
         #: Whether any row takes mass.

@@ -1,5 +1,7 @@
 """What the plugin's kernels do in one step, beside the stock attention kernel or in its place."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -7,7 +9,25 @@ import numpy as np
 import torch
 
 from .sums import MassStep
+from .tokens import TokenStep
 from .transfer import to_device
+
+
+@dataclass(slots=True)
+class Share:
+    """What falls to the heads of one layer that are in one KV group.
+
+    Attributes:
+        work: of their KV group.
+        query: [T, H, D], of these heads.
+        kv_cache: theirs.
+        metadata: the backend's, of their KV group.
+    """
+
+    work: "OwnWork"
+    query: torch.Tensor
+    kv_cache: Any
+    metadata: Any
 
 
 class OwnWork:
@@ -17,7 +37,8 @@ class OwnWork:
     holes is decoded by a kernel that yields output and mass in one read; queries of its prefill are measured beside.
 
     Args:
-        mass: what is measured; None if nothing.
+        mass: what is measured by block; None if nothing.
+        tokens: what is measured by token; None if nothing.
         rows: int64 [n], batch rows of one query each that the plugin attends to.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens.
@@ -29,32 +50,66 @@ class OwnWork:
     """
 
     def __init__(
-        self, mass: MassStep | None, rows: np.ndarray, query_start_loc: np.ndarray, seq_lens: torch.Tensor
+        self,
+        mass: MassStep | None,
+        rows: np.ndarray,
+        query_start_loc: np.ndarray,
+        seq_lens: torch.Tensor,
+        tokens: TokenStep | None = None,
     ) -> None:
-        self.mass = mass
+        self.mass, self.tokens = mass, tokens
         self.is_all = len(rows) == query_start_loc[-1]
-        self._rows = to_device(rows.astype(np.int32), seq_lens.device)
+        self.rows = to_device(rows.astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
-        self._stock_weights = None if mass is None else mass.weights
-        if not len(rows):
-            return
-        self.stock_lens = seq_lens.clone().index_fill_(0, self._rows.long(), 1)
-        if mass is not None and not self.is_all:
-            ones = np.ones(query_start_loc[-1], np.float32)
-            weights = ones if mass.host_weights is None else mass.host_weights.copy()
-            weights[query_start_loc[rows]] = 0
-            self._stock_weights = to_device(weights, seq_lens.device)
+        if len(rows):
+            self.stock_lens = seq_lens.clone().index_fill_(0, self.rows.long(), 1)
+        self._own_queries = to_device(query_start_loc[rows].astype(np.int64), seq_lens.device)
+        self._queries = int(query_start_loc[-1])
 
     def do(self, passes: Any, layer: Any, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
         """One layer's share, after the stock kernel's (see `attention.backend.Passes`)."""
 
-        def weigh(weights: torch.Tensor | None, out: torch.Tensor | None) -> None:
-            if len(self._rows):
-                passes.decode(layer, query, kv_cache, metadata, output, self._rows, self.seq_lens, weights, out)
+        def weigh(weights: torch.Tensor | None, out: torch.Tensor | None, per_token: bool = False) -> None:
+            how = {"per_token": True} if per_token else {}
+            if len(self.rows):
+                passes.decode(layer, query, kv_cache, metadata, output, self.rows, self.seq_lens, weights, out, **how)
             if out is not None and not self.is_all:
-                passes.mass(layer, query, kv_cache, metadata, self._stock_weights, out)
+                passes.mass(layer, query, kv_cache, metadata, self._stock_weights(weights), out, **how)
 
-        if self.mass is None:
-            weigh(None, None)
-        else:
+        if self.mass is not None:
             self.mass.add(weigh, partial(passes.mass_of, layer, query, kv_cache, metadata))
+        if self.tokens is not None:
+            self.tokens.add(partial(weigh, per_token=True), passes.kv_heads(kv_cache))
+        if self.mass is None and self.tokens is None:
+            weigh(None, None)
+
+    def _stock_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
+        """Weights without the queries that the plugin attends to. float32 [T]"""
+        if not len(self.rows):
+            return weights
+        ones = torch.ones(self._queries, device=self.seq_lens.device) if weights is None else weights.clone()
+        return ones.index_fill_(0, self._own_queries, 0.0)
+
+
+def do_together(passes: Any, layer: Any, query: torch.Tensor, shares: Sequence[Share], output: torch.Tensor) -> bool:
+    """One layer's decodes in all its KV groups by one call, if nothing else is to do. Returns whether it was done.
+
+    Args:
+        query, output: [T, H, D], heads in the order of `shares`.
+    """
+    measuring = [share for share in shares if share.work is not None and share.work.mass is not None]
+    together = all(share.work is not None and share.work.is_all and share.work.tokens is None for share in shares)
+    if len(measuring) > 1 or not together:
+        return False
+
+    def attend(weights: torch.Tensor | None, out: torch.Tensor | None) -> None:
+        outs = [out if share in measuring else None for share in shares]
+        passes.decode_together(layer, query, shares, output, weights, outs)
+
+    if measuring:
+        (share,) = measuring
+        each = partial(passes.mass_of, layer, share.query, share.kv_cache, share.metadata)
+        share.work.mass.add(attend, each)
+    else:
+        attend(None, None)
+    return True

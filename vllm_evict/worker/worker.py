@@ -33,12 +33,13 @@ class EvictionWorkerMixin:
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
         return super().get_kv_cache_spec()
 
-    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_from_config(*args, **kwargs)
-        layers.settle(self.vllm_config, policy_config(self.vllm_config), self.kv_evict)
+    def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_from_config(kv_cache_config, *args, **kwargs)
+        layers.settle(self.vllm_config, policy_config(self.vllm_config), self.kv_evict, kv_cache_config)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)
+        self.kv_evict.compact(layers.tensor_parallel_all_reduce)
         plan = self.kv_evict.plan
         if plan.poison:
             runners.fill_blocks(self.model_runner, plan.poison, float("nan"))

@@ -1,0 +1,270 @@
+"""Token granularity: each KV head keeps its own tokens, gathered into private blocks; against per-head masks."""
+
+import numpy as np
+import pytest
+import torch
+from engine import PLAN, logprobs_of
+from oracle.model import DenseLlama
+from oracle.replay import Config
+from oracle.tiny import make_tiny_llama
+from oracle.tokens import replay_tokens
+
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.heads.arrange import arrange
+
+BLOCK, VOCAB = 32, 4096
+#: Relative gap in importance below which rounding may tell tokens apart either way.
+TIE = 2e-6
+BASE = {"budget": 224, "buffer": 64, "sink": 32, "recent": 64, "granularity": "token"}
+POLICIES = {
+    "h2o": {"name": "h2o", **BASE},
+    "h2o-mean": {"name": "h2o", **BASE, "accumulate": "mean"},
+    "h2o-ema": {"name": "h2o", **BASE, "accumulate": "ema", "decay": 0.95},
+    "h2o-last": {"name": "h2o", **BASE, "accumulate": "last", "window": 24},
+    "h2o-every": {"name": "h2o", **BASE, "every": 4},
+    "h2o-all": {"name": "h2o", **BASE, "sets": "all"},
+    "h2o-all-max": {"name": "h2o", **BASE, "sets": "all", "heads": "max", "layers": "max"},
+    "h2o-odd": {"name": "h2o", **BASE, "budget": 200, "buffer": 0, "sink": 20, "recent": 50},
+    "tova": {"name": "tova", **BASE},
+    "snapkv": {"name": "snapkv", **BASE, "window": 24, "kernel": 7},
+    "knorm": {"name": "knorm", **BASE},
+    "keydiff": {"name": "keydiff", **BASE},
+    "rkv": {"name": "rkv", **BASE, "window": 12, "mix": 0.5},
+    "h2o-d2o": {"name": "h2o", **BASE, "merge": "d2o"},
+    "knorm-d2o": {"name": "knorm", **BASE, "merge": "d2o", "merge_decay": 0.4},
+    "h2o-ems": {"name": "h2o", **BASE, "merge": "ems", "merge_threshold": 0.2},
+    "keydiff-ems-all": {"name": "h2o", **BASE, "merge": "ems", "merge_threshold": 0.3, "sets": "all"},
+}
+#: Of prompts without near ties.
+SEED = 40
+BOTH_RUNNERS = {"h2o", "knorm"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokens") / "model"
+    return make_tiny_llama(folder, layers=3, heads=8, kv_heads=4, vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def dense(model):
+    return DenseLlama(model)
+
+
+def prompt_of(length, seed=0):
+    """No token twice: in the first layer equal tokens have keys of equal norms, and chance would tell them apart."""
+    return np.random.default_rng(seed).permutation(VOCAB)[:length].tolist()
+
+
+def oracle_config(policy):
+    options = {k: v for k, v in policy.items() if k in Config.__dataclass_fields__}
+    return Config(policy=policy["name"], block_size=BLOCK, **options)
+
+
+def assert_logprobs(output, prompt, trace, logits):
+    logprobs = torch.log_softmax(logits.double(), -1)
+    before = trace.known - len(prompt)  # generated before a restart
+    tokens = list(enumerate(output.outputs[0].token_ids))[before:]
+    want = [logprobs[len(prompt) - 1 - trace.start + i, token].item() for i, token in tokens]
+    np.testing.assert_allclose(logprobs_of(output)[before:], want, atol=2e-3)
+
+
+def assert_like_oracle(dense, prompt, output, trace, policy):
+    tokens = [*prompt, *output.outputs[0].token_ids]
+    merge = policy if policy.get("merge") else None
+    groups = [(oracle_config(policy), None)]
+    requests = replay_tokens(dense, tokens, trace.steps, groups, trace.start, policy.get("sets", "head"), merge)
+    for got, want in zip(trace.groups, requests, strict=True):
+        assert got.evicted[:-1] == want.replay.evicted[: len(trace.steps) - 1]
+    assert min(request.closest for request in requests) > TIE, "rounding could choose another token: take another prompt"
+    assert_logprobs(output, prompt, trace, requests[0].replay.logits)
+    return requests
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BOTH_RUNNERS else pytest.mark.v1_only) for name in POLICIES]
+)
+def test_each_head_keeps_what_the_formula_says(engine, model, dense, name):
+    """Prompts longer and shorter than a chunk in one batch, decoded past several decisions; tokens that went at one
+    decision are no candidates at the next."""
+    policy = POLICIES[name]
+    server = engine(policy, model=model, max_num_batched_tokens=192)
+    requests = [
+        (prompt_of(length, SEED + seed), {"max_tokens": tokens, "logprobs": 1})
+        for seed, (length, tokens) in enumerate([(500, 100), (90, 260), (20, 30)])
+    ]
+    outputs, traces = server.traced(requests)
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        (request,) = assert_like_oracle(dense, prompt, output, trace, policy)
+        if len(request.kept) > 1:
+            sets = {tuple(kept) for kept in request.kept[-1].values()}
+            assert (len(sets) == 1) == (policy.get("sets") == "all"), "heads were to keep their own tokens"
+            assert len({len(kept) for kept in sets}) == 1
+    assert sum(bool(evicted) for evicted in traces[0].evicted) > 2
+    server.assert_nothing_left()
+
+
+def test_retrieval_heads_may_keep_tokens_of_their_own(engine, model, dense):
+    """Layers with different numbers of retrieval heads; streaming heads keep blocks."""
+    pattern = ["0110", "1111", "0001"]
+    retrieval = POLICIES["h2o"]
+    server = engine(
+        {"name": "duo", "pattern": pattern, "sink": 32, "recent": 96, "retrieval": retrieval},
+        model=model,
+        max_num_batched_tokens=192,
+    )
+    requests = [(prompt_of(n, SEED + n), {"max_tokens": 90, "logprobs": 1}) for n in (400, 100)]
+    outputs, traces = server.traced(requests)
+    heads = np.array([[digit == "1" for digit in row] for row in pattern])
+    places = arrange(heads).places[0]
+    window = Config("sink-window", BLOCK, budget=32 + 96 + BLOCK, sink=32, recent=96)
+    groups = []
+    for which, (config, mine) in enumerate(((oracle_config(retrieval), heads), (window, ~heads))):
+        for part in range(arrange(heads).groups[which]):
+            groups.append((config, mine & np.array([layer[which].group == part for layer in places])[:, None]))
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        replays = replay_tokens(dense, tokens, trace.steps, groups, trace.start)
+        for got, want in zip(trace.groups, replays, strict=True):
+            assert got.evicted[:-1] == want.replay.evicted[: len(trace.steps) - 1]
+        assert_logprobs(output, prompt, trace, replays[0].replay.logits)
+    server.assert_nothing_left()
+
+
+def test_shared_blocks_are_copied_never_written(engine, model, dense):
+    """Two requests share a prefix, one of them keeps tokens of its own: the other one's answers are the same to the bit,
+    what was published still is what its hash says, and the private copies come back."""
+    policy = {**POLICIES["h2o"], "allow": ["full"]}
+    prefix = prompt_of(320, 7)
+    prompts = [prefix + prompt_of(100, seed) for seed in (8, 9)]
+
+    def run(server, which):
+        server.generate([prefix], max_tokens=1, extra_args={"kv_policy": "full"})
+        ids = [
+            server.add(prompts[i], max_tokens=80, logprobs=0, extra_args={"kv_policy": ("h2o", "full")[i]})
+            for i in which
+        ]
+        outputs = server.run()
+        again = server.generate([prompts[1]], max_tokens=20, logprobs=0, extra_args={"kv_policy": "full"})
+        return [outputs[i] for i in ids], again[0]
+
+    shared = engine(policy, model=model, max_num_batched_tokens=1024, blocks=120)
+    before = shared.metrics()
+    (compacted, beside), after = run(shared, (0, 1))
+    moved = shared.metrics()
+    copied = moved["blocks_copied", "h2o"] - before.get(("blocks_copied", "h2o"), 0)
+    assert copied > 0 and compacted.kv_usage.evicted_blocks > 4
+    shared.assert_nothing_left()
+    alone = engine(policy, model=model, max_num_batched_tokens=1024, blocks=120)
+    (want,), want_after = run(alone, (1,))
+    for got, expected in ((beside, want), (after, want_after)):
+        assert got.num_cached_tokens == expected.num_cached_tokens >= 320
+        assert got.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert logprobs_of(got).tolist() == logprobs_of(expected).tolist()
+
+
+@pytest.mark.v1_only
+def test_without_room_for_copies_nothing_is_done_until_there_is(engine, model):
+    """All that a request could give up is published, and the pool has not a single block left: it keeps what it has."""
+    server = engine(POLICIES["knorm"], model=model, blocks=16, max_num_batched_tokens=512, max_model_len=480)
+    manager = server.manager
+    tried, compact = [], manager.compact
+
+    def watched(*args):
+        free = server.free_blocks
+        moved, given_back = compact(*args)
+        tried.append((free, len(given_back)))
+        return moved, given_back
+
+    manager.compact = watched
+    (output,) = server.generate([prompt_of(440)], max_tokens=39, logprobs=0)
+    assert any(given == 0 for _, given in tried) and np.isfinite(logprobs_of(output)).all()
+    assert all((given > 0) == (free >= 2) for free, given in tried)
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "rkv"])
+def test_preempted_requests_start_over(engine, model, dense, name):
+    server = engine(POLICIES[name], model=model, blocks=26, max_num_batched_tokens=128, max_model_len=512)
+    requests = [(prompt_of(100 + 10 * i, SEED + i), {"max_tokens": 240, "logprobs": 0}) for i in range(4)]
+    outputs, traces = server.traced(requests)
+    assert sum(trace.restarts for trace in traces) > 0
+    assert sum(len(evicted) for trace in traces for evicted in trace.evicted) > 4
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        assert_like_oracle(dense, prompt, output, trace, POLICIES[name])
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+def test_no_poison(engine, async_engine, model, monkeypatch, asynchronous, caching):
+    """Requests that come and go while freed blocks are full of NaN, with copies and without, steps in flight or none."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    make = async_engine if asynchronous else engine
+    server = make(
+        {**POLICIES["h2o"], "allow": ["knorm", "sink-window", "full", "tova"]},
+        model=model,
+        blocks=48,
+        max_num_batched_tokens=128,
+        enable_prefix_caching=caching,
+        max_model_len=1024,
+    )
+    rng, prefix, ids = np.random.default_rng(0), prompt_of(300, 5), []
+    names = ["h2o", "knorm", "sink-window", "full", "tova"]
+    waiting = list(range(24))
+
+    def arrive(server):
+        while waiting and len(server.scheduler.waiting) < 3:
+            i = waiting.pop()
+            prompt = prefix[: int(rng.choice([0, 70, 300]))] + prompt_of(int(rng.integers(5, 250)), i)
+            name = names[i % 5] if len(prompt) < 300 or i % 5 != 3 else "h2o"
+            tokens = int(rng.integers(5, 150))
+            ids.append(server.add(prompt, max_tokens=tokens, logprobs=0, extra_args={"kv_policy": name}))
+        if ids and rng.random() < 0.02:
+            server.llm.llm_engine.abort_request([ids[rng.integers(len(ids))]])
+
+    arrive(server)
+    outputs = server.run(arrive)
+    assert len(outputs) > 15
+    for output in outputs.values():
+        assert np.isfinite(logprobs_of(output)).all()
+    assert sum(output.kv_usage.evicted_blocks for output in outputs.values() if output.kv_usage) > 30
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_late_decisions_see_what_was_measured_by_then(async_engine, model, dense):
+    """With a step in flight tokens go one step later; which ones is settled by what the decision's own step saw."""
+    server = async_engine(POLICIES["h2o-last"], model=model, max_num_batched_tokens=192, enable_prefix_caching=False)
+    compactions, schedule = [], server.scheduler.schedule
+
+    def recorded(*args):
+        output = schedule(*args)
+        compactions.extend(getattr(output, PLAN).compactions)
+        return output
+
+    server.scheduler.schedule = recorded
+    prompt = prompt_of(500, SEED)
+    server.add(prompt, "late", max_tokens=100, logprobs=0)
+    (output,) = server.run().values()
+    assert len(compactions) > 2 and np.isfinite(logprobs_of(output)).all()
+    for one, other in zip(compactions, compactions[1:]):
+        assert one.position < other.position and other.count >= len(other.target)
+    server.assert_nothing_left()
+
+
+def test_what_cannot_be_had_is_refused():
+    parse = KVPolicyConfig.parse
+    with pytest.raises(KVPolicyError, match="granularity: policy 'strided' has: block; those that have token: h2o, "):
+        parse({"name": "strided", "granularity": "token"})
+    with pytest.raises(KVPolicyError, match="granularity: policy 'adakv' has: block"):
+        parse({"name": "adakv", "granularity": "token"})
+    with pytest.raises(KVPolicyError, match="granularity: under pressure"):
+        parse({"name": "h2o", "granularity": "token", "when": "pressure"})
+    with pytest.raises(KVPolicyError, match="granularity: input should be 'block' or 'token', not 'word'"):
+        parse({"name": "h2o", "granularity": "word"})
+    config = parse(POLICIES["h2o"])
+    assert config.for_request({"kv_policy": "knorm"}, 1000, 32).granularity == "token"
+    assert config.for_request({"kv_policy": "sink-window"}, 1000, 32).granularity == "block"

@@ -1,0 +1,94 @@
+"""Merging instead of dropping: a token that goes leaves its key and value to the token most like it that stays."""
+
+import math
+
+import torch
+
+from ..config import KVPolicyConfig
+
+
+class Merger:
+    """Merges one request's evicted tokens into kept ones, head by head.
+
+    - `d2o`: an evicted token is merged if the cosine similarity of its key to the kept key most like it reaches a
+      threshold: at the first decision the mean of all these similarities, then their exponential mean (`merge_decay`).
+      Weights are exp(similarity), e for the kept token itself. Wan et al., D2O, 2024, arXiv:2406.13035, section 3.3; a
+      decision here takes many tokens where the paper's takes one, so its similarities count by their mean.
+    - `ems`: of the evicted tokens the most important, as many as stay, are merged if that similarity reaches
+      `merge_threshold`; all others are dropped. Weights are importance, or equal where a policy's importance is no
+      weight. After the evict-then-merge of Li et al., EMS, 2024, arXiv:2412.08521; its global-local score is not here,
+      the policy's own is used.
+
+    Only tokens that were candidates are merged into: sinks and recent tokens may lie in blocks that others read.
+    """
+
+    def __init__(self) -> None:
+        #: (layer, head) -> threshold of d2o.
+        self._thresholds: dict[tuple[int, int], float] = {}
+
+    def merge(
+        self,
+        config: KVPolicyConfig,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        importance: torch.Tensor,
+        keep: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kept keys and values of one layer with what was merged into them.
+
+        Args:
+            config: of the request.
+            layer: its number, by which thresholds are remembered.
+            keys, values: [Hkv, count, D], of all candidates; computed in float32.
+            importance: float64 [Hkv, count].
+            keep: int64 [Hkv, kept], ascending.
+
+        Returns:
+            float32 [Hkv, kept, D] each.
+        """
+        merged = [
+            self._head(config, (layer, head), keys[head].float(), values[head].float(), importance[head], keep[head])
+            for head in range(len(keys))
+        ]
+        return torch.stack([key for key, _ in merged]), torch.stack([value for _, value in merged])
+
+    def _head(
+        self,
+        config: KVPolicyConfig,
+        at: tuple[int, int],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        importance: torch.Tensor,
+        keep: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gone = torch.ones(len(keys), dtype=torch.bool)
+        gone[keep] = False
+        going = gone.nonzero()[:, 0]
+        if not len(going) or not len(keep):
+            return keys[keep], values[keep]
+        if config.merge == "ems":
+            order = importance[going].argsort(stable=True)
+            going = going[order[-len(keep) :].sort().values]
+        units = torch.nn.functional.normalize(keys, dim=-1)
+        likeness, into = (units[going] @ units[keep].T).max(1)
+        merges = likeness >= self._threshold(config, at, likeness)
+        going, into, likeness = going[merges], into[merges], likeness[merges]
+        if config.merge == "d2o":
+            own, weights = torch.full((len(keep),), math.e), likeness.exp()
+        elif bool((importance > 0).all()):
+            own, weights = importance[keep].float(), importance[going].float()
+        else:
+            own, weights = torch.ones(len(keep)), torch.ones(len(going))
+        total = own.index_add(0, into, weights)[:, None]
+        return tuple(
+            (x[keep] * own[:, None]).index_add_(0, into, x[going] * weights[:, None]) / total for x in (keys, values)
+        )
+
+    def _threshold(self, config: KVPolicyConfig, at: tuple[int, int], likeness: torch.Tensor) -> float:
+        if config.merge == "ems":
+            return config.merge_threshold
+        mean, before = float(likeness.mean()), self._thresholds.get(at)
+        new = mean if before is None else config.merge_decay * mean + (1 - config.merge_decay) * before
+        self._thresholds[at] = new
+        return new
