@@ -1,6 +1,7 @@
 """Fixtures: tiny models, and vLLM engines in this very process, so that tests see scheduler, manager and worker.
 
-VLLM_EVICT_TEST_RUNNER=v2 runs everything on Model Runner V2 (Triton's interpreter) instead of V1.
+VLLM_EVICT_TEST_RUNNER=v2 runs everything on Model Runner V2 (Triton's interpreter) instead of V1. With v1-triton it is V1,
+with vLLM's Triton kernels under the interpreter (test_triton_backend.py).
 """
 
 import os
@@ -25,6 +26,8 @@ if not torch.cuda.is_available():
 RUNNER = os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1")
 if RUNNER == "v2":
     interpreter.use_model_runner_v2()
+elif RUNNER == "v1-triton":
+    interpreter.use_vllm_kernels()
 
 import pytest  # noqa: E402
 from engine import Engine  # noqa: E402

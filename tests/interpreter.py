@@ -12,8 +12,13 @@ def use_interpreter() -> None:
 
 
 def use_model_runner_v2() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    use_vllm_kernels()
+
+
+def use_vllm_kernels() -> None:
+    """vLLM's Triton kernels too."""
+    os.environ["TRITON_INTERPRET"] = "1"
     from triton.backends import backends
     from triton.backends.compiler import BaseBackend
     from triton.backends.driver import DriverBase

@@ -7,13 +7,12 @@ from oracle.replay import Config, replay
 
 from vllm_evict.policies import TOKEN_OPTIONS
 
-#: Options that say nothing of which blocks go.
-UNSAID = {"name", "when", "allow", "min_prompt"} | TOKEN_OPTIONS
-
 
 def oracle_config(policy, prompt, block_size=32):
     """The oracle's words for a plugin policy."""
-    options = {key: value for key, value in policy.items() if key not in UNSAID}
+    not_its = {"name", "when", "allow", "min_prompt"} | TOKEN_OPTIONS
+    assert policy.get("granularity", "block") == "block"
+    options = {key: value for key, value in policy.items() if key not in not_its}
     return Config(policy=policy["name"], block_size=block_size, prompt=tuple(prompt), **options)
 
 

@@ -415,11 +415,15 @@ def test_a_baseline_crippled_to_look_good(monkeypatch):
     monkeypatch.setattr(pressure, "in_child", in_child)
     options.rounds = 1
     pressure.pressure(options, Path("model"), pressure.Shape())
-    assert len(started) == 5
+    assert len(started) == 6
     for child, environment in started:
         assert environment == ({"VLLM_PLUGINS": ""} if child["policy"] is None else {})
         name = str(child["policy"])
         pressure.pressure_child(child)
     stock = calls.pop("None")
     assert stock[1] != stock[2] and len(stock[2][0]) == 16 and len(stock[2][0][0]) == 2000 and stock[2][1] == 500
+    # Blocks of half the heads take half the bytes: as many as fit into the same.
+    (duo,) = (calls.pop(case) for case in list(calls) if "duo" in case)
+    assert duo[0].pop("num_gpu_blocks_override") is None
+    assert duo == [{k: v for k, v in stock[0].items() if k != "num_gpu_blocks_override"}, *stock[1:]]
     assert len(calls) == 4 and all(case == stock for case in calls.values())

@@ -13,7 +13,9 @@ from vllm_evict.worker.cached import CachedStatistics
 
 SERVER = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 #: What any request may pick.
-EVICTING = [name for name, policy in POLICIES.items() if name not in ("full", "kvzip") and not policy.splits]
+EVICTING = [
+    name for name, policy in POLICIES.items() if name not in ("full", "kvzip") and not policy.splits
+]
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 import vllm
 from oracle.tiny import make_tiny_llama
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.attention.mass import kernel_path
 from vllm_evict.compat import layers, refusals
@@ -188,6 +190,7 @@ def plain_config(**changes):
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, cache_dtype="auto"),
         scheduler_config=SimpleNamespace(scheduler_cls=None),
         device_config=SimpleNamespace(device_type="cpu"),
+        attention_config=SimpleNamespace(backend=None),
         speculative_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
@@ -200,7 +203,11 @@ def plain_config(**changes):
 
 #: What vLLM itself refuses on a CPU, or switches off there.
 NOT_ON_A_CPU = {
+    "vLLM's xpu engine": dict(device_config__device_type="xpu"),
     "vLLM's cuda engine": dict(device_config__device_type="cuda"),
+    "the attention backend FLASH_ATTN: set --attention-backend TRITON_ATTN": dict(
+        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.FLASH_ATTN
+    ),
     "context parallelism": dict(parallel_config__decode_context_parallel_size=2),
     "context parallelism: set --decode": dict(parallel_config__prefill_context_parallel_size=2),
     "dual-batch overlap": dict(parallel_config__enable_dbo=True),
@@ -217,6 +224,13 @@ def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
         refusals.check_config(plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
     message = str(refused.value)
     assert what in message and ("leave" in message or "set --" in message)
+
+
+def test_the_triton_backend_is_served_on_a_gpu():
+    served = plain_config(
+        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.TRITON_ATTN
+    )
+    refusals.check_config(served, KVPolicyConfig.parse(H2O))
 
 
 def test_every_entry_refuses_on_its_own(monkeypatch):
@@ -313,22 +327,51 @@ def test_layers_of_unknown_backends_or_with_windows_are_refused():
             refusals.check_layer("layer.7", changed, policy)
 
 
+def kv_cache_of_one_group():
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer.2"])])
+
+
 def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "is_fp8_kv_cache": False, "head_size": 64}
-    found = {"layer.2": SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain))}
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    found = {"layer.2": SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain), attn_backend=backend)}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
-    runtime = SimpleNamespace(decodes=None)
+    group = SimpleNamespace(decodes=None)
+    runtime, given = SimpleNamespace(groups=[group], pages=[]), kv_cache_of_one_group()
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
-        layers.settle(None, KVPolicyConfig.parse(H2O), runtime)
-    layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime)
-    assert runtime.decodes is False
+        layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
+    layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
+    assert group.decodes is False
     found["layer.2"].isa = "vec"
-    layers.settle(None, KVPolicyConfig.parse(H2O), runtime)
-    assert runtime.decodes is (kernel_path() not in ("torch reference", "portable"))
+    layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
+    assert group.decodes is (kernel_path() not in ("torch reference", "portable"))
     for field, value in {"alibi_slopes": [1.0], "logits_soft_cap": 30.0, "is_fp8_kv_cache": True, "head_size": 72}.items():
         found["layer.2"].impl = SimpleNamespace(**{**plain, field: value})
-        layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime)
-        assert runtime.decodes is False
+        layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
+        assert group.decodes is False
+
+
+def test_caches_that_the_triton_passes_cannot_read_are_refused(monkeypatch):
+    plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "chunk_lookback": -1, "head_size": 64}
+    backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")
+    found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16)
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+    group = SimpleNamespace(decodes=None)
+    runtime, given = SimpleNamespace(groups=[group], pages=[]), kv_cache_of_one_group()
+
+    def settle(policy, dtype=torch.bfloat16, **changed):
+        found.impl, found.kv_cache_torch_dtype = SimpleNamespace(**{**plain, **changed}), dtype
+        layers.settle(None, KVPolicyConfig.parse(policy), runtime, given)
+        return group.decodes
+
+    assert settle(H2O)
+    with pytest.raises(KVPolicyError, match=r"layer.2 keeps its keys as float16.*sink-window"):
+        settle(H2O, torch.float16)
+    with pytest.raises(KVPolicyError, match=r"layer.2 has heads of size 512.*sink-window"):
+        settle(H2O, head_size=512)
+    assert not settle(UNMEASURED, torch.float8_e4m3fn)
+    for changed in ({"alibi_slopes": [1.0]}, {"logits_soft_cap": 30.0}, {"sinks": [1.0]}, {"chunk_lookback": 1}):
+        assert not settle(UNMEASURED, **changed)
 
 
 def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):
@@ -343,3 +386,11 @@ def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):
 def test_blocks_that_the_backend_does_not_have_are_refused(engine):
     with pytest.raises(ValueError, match=r"(?i)block.size"):
         engine({**H2O, "budget": 160, "sink": 16}, block_size=16)
+
+
+def test_single_tokens_go_on_the_cpu_backend_only():
+    policy = KVPolicyConfig.parse({**H2O, "granularity": "token"})
+    refusals.check_layer("layer.7", layer("CPU_ATTN"), policy)
+    refusals.check_layer("layer.7", layer("TRITON_ATTN"), KVPolicyConfig.parse(H2O))
+    with pytest.raises(KVPolicyError, match=r"layer.7 uses attention backend TRITON_ATTN.*leave granularity out"):
+        refusals.check_layer("layer.7", layer("TRITON_ATTN"), policy)

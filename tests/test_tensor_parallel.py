@@ -18,6 +18,10 @@ POLICIES = {
     "keydiff-max": {**BASE, "name": "keydiff", "heads": "max", "allow": ["sink-window"]},
     # Heads are dealt out anew: each rank has the retrieval head of one layer and the streaming head of the other.
     "duo": {"name": "duo", "pattern": ["01", "01"], "sink": 32, "recent": 64, "retrieval": BASE},
+    # Each rank chooses for its own heads; one set for all is agreed on.
+    "tokens": {**BASE, "granularity": "token"},
+    "tokens-all": {**BASE, "granularity": "token", "sets": "all"},
+    "pyramidkv": {**BASE, "name": "pyramidkv", "bands": 2},
     "rkv": {**BASE, "name": "rkv", "allow": ["sink-window"]},
 }
 

@@ -23,6 +23,7 @@ from vllm_evict.triton_kernels.compact import compact, compact_reference, plan_c
 from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes  # noqa: E402
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode  # noqa: E402
 from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse, mass_from_lse_reference  # noqa: E402
+from vllm_evict.triton_kernels.query_lse import query_lse, query_lse_reference  # noqa: E402
 from vllm_evict.triton_kernels.resident_view import resident_view, resident_view_reference  # noqa: E402
 from vllm_evict.triton_kernels.select import select, select_reference  # noqa: E402
 from vllm_evict.triton_kernels.tiles import tile_of  # noqa: E402
@@ -36,7 +37,7 @@ pytestmark = [
     # numpy's, where padding gives log2(0) and -inf - -inf, which kernels mask.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 HEAD_MAJOR, TOKEN_MAJOR = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 #: Of an output, by its own rounding and that of the probabilities before they meet the values.
 TOLERANCE = {F32: 3e-6, F16: 2e-3, BF16: 1.6e-2}
@@ -463,6 +464,30 @@ def test_decode_gives_the_lse_that_mass_from_lse_takes():
     assert_close(out, mass, 1e-5)
 
 
+# ---- query_lse
+
+
+@each_shape
+def test_query_lse_matches_the_reference(shape):
+    batch = Batch(*PREFILL, *shape)
+    arguments = batch.query, batch.keys, batch.table, batch.starts, batch.seq_lens, batch.scale
+    for options in ({}, {"weights": batch.weights}):
+        lse, expected = (torch.full(batch.query.shape[:2], 7.0, dtype=dtype, device=DEVICE) for dtype in (F32, F64))
+        query_lse(*arguments, lse, longest=40, **options)
+        query_lse_reference(*arguments, expected, **options)
+        assert_close(lse, expected, 1e-5)
+        if not options:
+            assert_close(lse, batch.lse(), 1e-5)
+
+
+def test_query_lse_of_long_chunks_and_strided_rows():
+    """Several programs a request; `longest` may be left out, and only costs programs that do nothing."""
+    batch = Batch([150, 2, 0, 70], [170, 300, 5, 70])
+    lse = torch.full((batch.heads, len(batch.query)), 7.0, device=DEVICE).T
+    query_lse(batch.query, batch.keys, batch.table, batch.starts, batch.seq_lens, batch.scale, lse)
+    assert_close(lse, batch.lse(), 1e-5)
+
+
 # ---- 64 bits
 
 
@@ -719,8 +744,8 @@ def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert {kernel["kernel"] for kernel in found} == {
-        "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_mass_from_lse", "_resident_view",
-        "_select",
+        "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_mass_from_lse", "_query_lse",
+        "_resident_view", "_select",
     }  # fmt: skip
     direct, out, back = [kernel for kernel in found if kernel["kernel"] == "_compact"][:3]
     # Within the caches a barrier lies between reads and writes, which the interpreter does not need.

@@ -13,7 +13,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_evict.triton_kernels import compact, decode_classes, decode_mass, mass_from_lse, resident_view, select
+from vllm_evict.triton_kernels import (
+    compact,
+    decode_classes,
+    decode_mass,
+    mass_from_lse,
+    query_lse,
+    resident_view,
+    select,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -79,6 +87,7 @@ def compile_all() -> None:
         (decode_classes, ("_attend_classes", "_combine_classes")),
         (decode_mass, ("_attend", "_combine")),
         (mass_from_lse, ("_mass_from_lse",)),
+        (query_lse, ("_query_lse",)),
         (resident_view, ("_resident_view",)),
         (select, ("_select",)),
     ):
@@ -112,6 +121,7 @@ def compile_all() -> None:
             weights=weights,
         )
         mass_from_lse.mass_from_lse(query, keys, lse, table, starts, lens, 0.1, out, weights=weights)
+        query_lse.query_lse(query, keys, table, starts, lens, 0.1, lse, weights=weights)
 
 
 if __name__ == "__main__":

@@ -62,4 +62,7 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
 
 
 #: vLLM's workers -> ours.
-WORKERS = {"vllm.v1.worker.cpu_worker.CPUWorker": "vllm_evict.worker.cpu.CPUEvictionWorker"}
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_evict.worker.cpu.CPUEvictionWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_evict.worker.gpu.GPUEvictionWorker",
+}

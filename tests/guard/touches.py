@@ -178,6 +178,7 @@ CONFIGURATION = [
             "parallel_config: ParallelConfig",
             "scheduler_config: SchedulerConfig",
             "device_config: DeviceConfig",
+            "attention_config: AttentionConfig",
             "speculative_config",
             "kv_transfer_config",
             "ec_transfer_config",
@@ -264,7 +265,29 @@ CONFIGURATION = [
             "get_total_num_kv_heads()",
         ),
     ),
-    Touch("vllm.config.device:DeviceConfig", ("compat.refusals",), "which platform", has=("device_type",)),
+    Touch(
+        "vllm.config.device:DeviceConfig",
+        ("compat.layers", "compat.refusals"),
+        "which platform, and where tensors are",
+        has=("device_type",),
+    ),
+    Touch(
+        "vllm.config.attention:AttentionConfig",
+        ("compat.refusals",),
+        "on a GPU the backend has to be named",
+        has=("backend: AttentionBackendEnum | None",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.TRITON_ATTN",
+        ("compat.refusals",),
+        "the backend's name in a configuration",
+    ),
+    Touch(
+        "vllm.platforms.cuda:CudaPlatformBase.check_and_update_config",
+        ("plugin",),
+        "names the worker that ours takes the place of",
+        does=("parallel_config.worker_cls = 'vllm.v1.worker.gpu_worker.Worker'",),
+    ),
     Touch(
         "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
         ("plugin",),
@@ -1285,6 +1308,50 @@ WORKERS = [
         does=("return self.model_runner.sample_tokens(grammar_output)",),
     ),
     Touch(
+        "vllm.v1.worker.gpu_worker:Worker",
+        ("plugin", "worker.gpu"),
+        "subclassed",
+        bases=("WorkerBase",),
+        has=("vllm_config", "model_runner", "use_v2_model_runner"),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_worker:Worker.load_model",
+        ("worker.worker",),
+        "heads are put into another order where the policy wants it",
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.load_model",),
+        does=("self.model_runner.load_model(...)",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
+        ("worker.worker",),
+        "as the CPU's",
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.get_kv_cache_spec",),
+        does=("return self.model_runner.get_kv_cache_spec()",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
+        ("worker.worker",),
+        "as the CPU's",
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.initialize_from_config",),
+        does=("self.model_runner.initialize_kv_cache(kv_cache_config, ...)",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_worker:Worker.execute_model",
+        ("worker.worker",),
+        "as the CPU's",
+        first=("scheduler_output",),
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.execute_model",),
+        does=("self.model_runner.execute_model(scheduler_output, ...)",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_worker:Worker.sample_tokens",
+        ("worker.worker",),
+        "as the CPU's",
+        first=("grammar_output",),
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.sample_tokens",),
+        does=("return self.model_runner.sample_tokens(grammar_output)",),
+    ),
+    Touch(
         "vllm.v1.worker.gpu.warmup:warmup_kernels",
         ("worker.runtime",),
         "V2: runs made-up steps through the worker before the first real one; they carry no plan",
@@ -1358,7 +1425,7 @@ WORKERS = [
         "vllm.distributed.parallel_state:GroupCoordinator",
         ("compat.layers",),
         "the ranks of a group, and the way between them",
-        has=("world_size: int", "rank_in_group: int", "cpu_group: ProcessGroup"),
+        has=("world_size: int", "rank_in_group: int", "cpu_group: ProcessGroup", "device_group: ProcessGroup"),
     ),
 ]
 
@@ -1606,9 +1673,11 @@ SPLIT_LAYERS = [
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
         ("attention.split", "worker.runtime"),
-        "V1: each KV group has its table and its slots, each layer name its group's metadata",
+        "V1: each KV group has its table and its slots, each layer name its group's metadata; lengths on the host are "
+        "exact but for speculative decoding",
         does=(
             "self.input_batch.block_table[kv_cache_gid]",
+            "seq_lens_cpu_upper_bound = self.optimistic_seq_lens_cpu[:num_reqs_padded]",
             "attn_metadata_dict[layer_name] = attn_metadata_i",
             "cm = copy(cm_base)",
             "cm.block_table_tensor = _get_block_table(kv_cache_gid)",
@@ -1753,7 +1822,10 @@ ATTENTION = [
     ),
     Touch(
         "vllm.model_executor.layers.attention:Attention",
-        ("compat.layers", "compat.refusals", "compat.reorder", "attention.cpu", "attention.split"),
+        (
+            *("compat.layers", "compat.refusals", "compat.reorder"),
+            *("attention.cpu", "attention.split", "attention.triton"),
+        ),
         "the layers that are put behind the view",
         bases=("AttentionLayerBase",),
         has=(
@@ -1768,6 +1840,8 @@ ATTENTION = [
             "sliding_window",
             "kv_sharing_target_layer_name",
             "kv_cache = torch.tensor(...)",
+            "dtype",
+            "kv_cache_torch_dtype = kv_cache_dtype_str_to_dtype(...)",
         ),
         takes_attributes=True,
     ),
@@ -1856,6 +1930,7 @@ ATTENTION = [
         has=(
             "seq_lens: torch.Tensor",
             "query_start_loc: torch.Tensor",
+            "query_start_loc_cpu: torch.Tensor",
             "block_table_tensor: torch.Tensor",
             "max_seq_len: int",
             "seq_lens_cpu_upper_bound: torch.Tensor | None",
@@ -1986,6 +2061,134 @@ ATTENTION = [
         ("attention.cpu",),
         "names of the packings that the mass pass reads",
         does=("return 'vec16'", "return 'amx'", "return 'vec'"),
+    ),
+    Touch(
+        "vllm.v1.attention.backend:AttentionCGSupport",
+        ("attention.backend",),
+        "no full CUDA graphs",
+        has=("NEVER = 0",),
+    ),
+    Touch(
+        "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
+        ("attention.backend",),
+        "overridden; vLLM then captures what lies between attention layers, or refuses",
+        kind="classmethod",
+        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.get_cudagraph_support",),
+    ),
+    Touch(
+        "vllm.v1.attention.backend:AttentionImpl.fused_output_quant_supported",
+        ("attention.backend", "attention.split"),
+        "overridden: our kernels write outputs of the query's dtype",
+        replaced_by=(
+            "vllm_evict.attention.backend:working_impl.WorkingImpl.fused_output_quant_supported",
+            "vllm_evict.attention.split:split_impl.SplitImpl.fused_output_quant_supported",
+        ),
+    ),
+    Touch(
+        "vllm.config.compilation:CompilationConfig.resolve_cudagraph_mode_and_sizes",
+        ("attention.backend",),
+        "with a backend that never supports full graphs it falls back to piecewise ones",
+        does=("min_cg_support == AttentionCGSupport.NEVER", "cudagraph_mode = CUDAGraphMode.PIECEWISE"),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs",
+        ("worker.runtime",),
+        "V2: lengths on the host are exact but for speculative decoding",
+        does=(
+            "num_computed_tokens_np = self.req_states.num_computed_tokens_np[idx_mapping_np]",
+            "np.add(num_computed_tokens_np, num_scheduled_tokens_upper_bound, ...)",
+        ),
+    ),
+]
+
+TRITON = [
+    Touch(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionBackend",
+        ("compat.refusals", "attention.backend"),
+        "a backend that is served",
+        bases=("AttentionBackend",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionBackend.get_name",
+        ("compat.refusals", "attention.passes"),
+        "the name by which backends are refused and shown",
+        kind="staticmethod",
+        calls=("get_name()",),
+        does=("return 'TRITON_ATTN'",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata",
+        ("attention.backend", "attention.triton"),
+        "what the kernel and our passes read",
+        has=(
+            "num_actual_tokens: int",
+            "max_query_len: int",
+            "max_seq_len: int",
+            "query_start_loc",
+            "seq_lens",
+            "block_table",
+        ),
+        takes_attributes=True,
+    ),
+    Touch(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder",
+        ("attention.backend",),
+        "subclassed",
+        bases=("AttentionMetadataBuilder",),
+        has=("supports_update_block_table = False",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder.__init__",
+        ("attention.backend",),
+        "scratch for the model's heads, which is enough for those of a class",
+        first=("kv_cache_spec",),
+        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.__init__",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder.build",
+        ("attention.backend", "worker.runtime"),
+        "takes tables and lengths from the common metadata and nowhere else",
+        first=("common_prefix_len", "common_attn_metadata", "fast_build"),
+        calls=("build(..., ..., ...)",),
+        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.build",),
+        does=(
+            "max_query_len = common_attn_metadata.max_query_len",
+            "max_seq_len = common_attn_metadata.max_seq_len",
+            "query_start_loc = common_attn_metadata.query_start_loc",
+            "seq_lens = common_attn_metadata.seq_lens",
+            "block_table_tensor = common_attn_metadata.block_table_tensor",
+            "TritonAttentionMetadata(..., seq_lens=seq_lens, block_table=block_table_tensor)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
+        ("compat.refusals", "attention.backend", "attention.triton"),
+        "subclassed; what it has that our passes do not know is refused, or left to its own kernel",
+        has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "head_size", "chunk_lookback"),
+        takes_attributes=True,
+    ),
+    Touch(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward",
+        ("attention.backend", "attention.triton"),
+        "queries are [tokens, heads, size]; each token and head of the cache holds K, then V, in any layout",
+        first=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        replaced_by=("vllm_evict.attention.backend:working_impl.WorkingImpl.forward",),
+        does=(
+            "num_actual_tokens = attn_metadata.num_actual_tokens",
+            "kv_cache = kv_cache.transpose(1, 2)",
+            "key_cache, value_cache = kv_cache.split(hs, dim=-1)",
+            "unified_attention(..., q=query[:num_actual_tokens], k=key_cache, v=value_cache, "
+            "out=output[:num_actual_tokens], softmax_scale=self.scale, block_table=block_table)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.do_kv_cache_update",
+        ("attention.backend", "attention.split", "attention.triton"),
+        "writes this step's keys and values before `forward`, into pages with any strides",
+        does=(
+            "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)",
+            "triton_reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, ...)",
+        ),
     ),
 ]
 
@@ -2175,5 +2378,6 @@ TOUCHES = [
     *RUNNERS,
     *SPLIT_LAYERS,
     *ATTENTION,
+    *TRITON,
     *LOADING,
 ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
 from ..core.spec import EvictableSpec
@@ -20,7 +21,17 @@ OWN_WORK = "kv_evict_own_work"
 
 
 class Passes(Protocol):
-    """What is done for one layer beside or instead of a backend's kernel. `attention.cpu.CPUPasses` has the shapes."""
+    """What is done for one layer beside or instead of a backend's kernel. `attention.cpu.CPUPasses` has the shapes.
+
+    Attributes:
+        heads_dim: dimension of a layer's cache that counts its KV heads.
+    """
+
+    heads_dim: int
+
+    def unreadable(self, layer: Any) -> str | None: ...
+
+    def can_decode(self, layer: Any) -> bool: ...
 
     def kv_heads(self, kv_cache: Any) -> int: ...
 
@@ -63,6 +74,11 @@ def resident_backend(backend: type, runtime: GroupRuntime, head_class: str = "",
     """
 
     class ResidentBuilder(backend.get_builder_cls()):
+        @classmethod
+        def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
+            """No full graph: which kernels attend, over which table, differs from step to step. Piecewise ones do."""
+            return AttentionCGSupport.NEVER
+
         def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
             if kv_heads is not None:
                 kv_cache_spec = replace(kv_cache_spec, num_kv_heads=kv_heads)
@@ -101,6 +117,10 @@ def working_impl(impl: type, passes: Passes) -> type:
     """A subclass of an `AttentionImpl` that does the step's `OwnWork` and leaves the rest to the stock kernel."""
 
     class WorkingImpl(impl):
+        def fused_output_quant_supported(self, quant_key: Any) -> bool:
+            """Not by the kernel that decodes."""
+            return False
+
         def forward(
             self,
             layer: Any,

@@ -22,6 +22,15 @@ class CPUPasses:
     and head first K, then V; metadata is vLLM's `CPUAttentionMetadata`, made through the resident view.
     """
 
+    heads_dim = 1
+
+    @staticmethod
+    def unreadable(layer: Any) -> str | None:
+        """What keeps the score pass from reading a layer's keys, as the end of a sentence; None if nothing does."""
+        if layer.isa in KEY_LAYOUTS:
+            return None
+        return f"packs its keys for {layer.isa!r}, which the score pass can't read (it reads {', '.join(KEY_LAYOUTS)})"
+
     @staticmethod
     def can_decode(layer: Any) -> bool:
         """Whether `decode` computes what the layer's own kernel does, at least as fast."""

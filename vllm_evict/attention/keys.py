@@ -24,7 +24,7 @@ def key_scores(
     """
     blocks, heads, block_size, _ = keys.shape
     full = blocks * block_size
-    counts = (length - torch.arange(blocks) * block_size).clamp(max=block_size)
+    counts = (length - torch.arange(blocks, device=keys.device) * block_size).clamp(max=block_size)
     scores = {}
     for name, of_tokens in token_scores(keys, values, length, statistics).items():
         sums = torch.nn.functional.pad(of_tokens, (0, full - length)).view(heads, blocks, block_size).sum(-1)
@@ -74,14 +74,14 @@ def token_scores(
 
 def _redundancy(units: torch.Tensor) -> torch.Tensor:
     """float32 [T] for normalised keys [T, D]; T^2 products."""
-    tokens = torch.arange(len(units))
-    places = torch.arange(1.0, len(units) + 1)
-    total = torch.zeros(len(units))
-    for rows in tokens.split(ROWS):
-        similar = units[rows] @ units.T
-        similar[torch.arange(len(rows)), rows] = 0
+    places = torch.arange(1.0, len(units) + 1, device=units.device)
+    total = torch.zeros(len(units), device=units.device)
+    for first in range(0, len(units), ROWS):
+        similar = units[first : first + ROWS] @ units.T
+        similar.diagonal(first).zero_()
+        # The place of the last key that is alike; the row's own, which is 0 already, if there is none.
+        own = torch.arange(first, first + len(similar), device=units.device)
         last = (similar > ALIKE).mul(places).amax(1).long() - 1
-        alike = last >= 0
-        similar[torch.arange(len(rows))[alike], last[alike]] = 0
+        similar.scatter_(1, torch.where(last >= 0, last, own)[:, None], 0.0)
         total += similar.sum(0)
     return (total / len(units)).softmax(0)

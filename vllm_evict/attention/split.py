@@ -43,6 +43,9 @@ def split_impl(impl: type, parts: list[Part], passes: Passes) -> type:
     """A subclass of an `AttentionImpl` for one layer that leaves its work to those of its parts."""
 
     class SplitImpl(impl):
+        def fused_output_quant_supported(self, quant_key: Any) -> bool:
+            return False
+
         def forward(
             self,
             layer: Any,

@@ -19,7 +19,7 @@ def resident_view(
     """Squeeze the holes out of each row of `block_table`, keeping the order.
 
     Args:
-        block_table: int32 [R, W] on the CPU, row stride arbitrary. The first
+        block_table: int32 [R, W], row stride arbitrary. The first
             ceil(seq_lens[r] / block_size) entries of row r are physical blocks,
             0 (vLLM's null block) where one was evicted. The last of them is
             never a hole. What follows is ignored.
@@ -35,7 +35,12 @@ def resident_view(
         TypeError: a dtype is not int32.
 
     The outputs must not overlap the inputs. Bytes moved: 4 * R * (W + Wout).
+    On a device it is one launch, which checks no contents.
     """
+    if block_table.device.type != "cpu":
+        from ..triton_kernels.resident_view import resident_view as on_device
+
+        return on_device(block_table, seq_lens, block_size, out_table, out_lens, out_logical)
     if _C_cpu is None:
         return resident_view_reference(block_table, seq_lens, block_size, out_table, out_lens, out_logical)
     _C_cpu.resident_view(block_table, seq_lens, block_size, out_table, out_lens, out_logical)

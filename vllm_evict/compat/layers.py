@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, replace_as
 
 from ..attention.backend import resident_backend, working_impl
-from ..attention.cpu import KEY_LAYOUTS, CPUPasses
+from ..attention.passes import passes_for
 from ..attention.split import part_of, split_impl
 from ..attention.store import LayerStore
 from ..config import STREAMING, KVPolicyConfig, KVPolicyError
@@ -81,11 +81,12 @@ def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attenti
     """All heads of all layers in one KV group."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
-    store = LayerStore(CPUPasses, lambda: ((layer, layer.kv_cache) for layer in layers))
+    passes = passes_for(layers[0].attn_backend.get_name())
+    store = LayerStore(passes, lambda: ((layer, layer.kv_cache) for layer in layers))
     group = _group(vllm_config, part, store, [kv_heads] * len(layers))
     backends = {layer.attn_backend: None for layer in layers}
     backends = {backend: resident_backend(backend, group, head_class) for backend in backends}
-    impls = {impl: working_impl(impl, CPUPasses) for impl in {type(layer.impl) for layer in layers}}
+    impls = {impl: working_impl(impl, passes) for impl in {type(layer.impl) for layer in layers}}
     for layer in layers:
         layer.attn_backend = backends[layer.attn_backend]
         layer.impl.__class__ = impls[type(layer.impl)]
@@ -97,11 +98,12 @@ def _split(
 ) -> EvictionRuntime:
     """Heads in several KV groups; if they have to be in another order, they were given it when the model was loaded."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
+    passes = passes_for(backend.get_name())
     rank = placed.places[get_tp_group().rank_in_group]
     groups, pages = [], []
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
-        store = LayerStore(CPUPasses, partial(_caches_of, layers, name))
+        store = LayerStore(passes, partial(_caches_of, layers, name))
         heads = [place.heads for layer in rank for place in layer if place.group == index]
         group = _group(vllm_config, config.of_class(head_class), store, heads)
         resident = resident_backend(backend, group, head_class, first.num_kv_heads)
@@ -110,7 +112,7 @@ def _split(
         vllm_config.compilation_config.static_forward_context[name] = slots
         groups.append(group)
         pages.append(name)
-    working = working_impl(type(first.impl), CPUPasses)
+    working = working_impl(type(first.impl), passes)
     for layer, places in zip(layers.values(), rank):
         parts, head = [], 0
         for place in places:
@@ -118,7 +120,7 @@ def _split(
             parts[-1].impl.__class__ = working
             head += place.heads
         setattr(layer, PARTS, parts)
-        layer.impl.__class__ = split_impl(type(layer.impl), parts, CPUPasses)
+        layer.impl.__class__ = split_impl(type(layer.impl), parts, passes)
         # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
@@ -137,6 +139,7 @@ def _group(vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, h
         layers=len(heads) if same else 1,
         store=store,
         shape=(max(heads, default=0), len(heads)),
+        device=vllm_config.device_config.device_type,
     )
 
 
@@ -169,22 +172,22 @@ def settle(
     """Choose what attends to requests with holes; how keys are packed is known once metadata builders exist.
 
     Raises:
-        KVPolicyError: the score pass cannot read a layer's keys; names the layout.
+        KVPolicyError: the score pass cannot read a layer's keys; says why.
     """
     given = [group.layer_names[0] for group in kv_cache_config.kv_cache_groups]
     assert len(given) == len(runtime.groups) and runtime.pages in ([], given), f"vLLM's KV groups are others: {given}"
     layers = get_layers_from_vllm_config(vllm_config, Attention)
+    decodes = True
     for name, layer in layers.items():
-        if config.statistics and layer.isa not in KEY_LAYOUTS:
-            raise KVPolicyError(
-                f"{name} packs its keys for {layer.isa!r}, which the score pass can't read (it reads "
-                f"{', '.join(KEY_LAYOUTS)}): use sink-window with \"allow\": []"
-            )
+        passes = passes_for(layer.attn_backend.get_name())
+        if config.statistics and (reason := passes.unreadable(layer)):
+            raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": []')
         for part in getattr(layer, PARTS, ()):
             pages = vllm_config.compilation_config.static_forward_context[part.pages]
-            part.kv_cache = pages.kv_cache[:, part.slots]
+            part.kv_cache = pages.kv_cache.movedim(passes.heads_dim, 0)[part.slots].movedim(0, passes.heads_dim)
+        decodes &= passes.can_decode(layer)
     for group in runtime.groups:
-        group.decodes = all(CPUPasses.can_decode(layer) for layer in layers.values())
+        group.decodes = decodes
 
 
 def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:
@@ -193,5 +196,6 @@ def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:
     if group.world_size > 1:
         import torch.distributed as dist
 
-        dist.all_reduce(values, dist.ReduceOp.MAX if maximise else dist.ReduceOp.SUM, group=group.cpu_group)
+        ranks = group.cpu_group if values.device.type == "cpu" else group.device_group
+        dist.all_reduce(values, dist.ReduceOp.MAX if maximise else dist.ReduceOp.SUM, group=ranks)
     return values

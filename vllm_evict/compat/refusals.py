@@ -2,11 +2,16 @@
 
 from typing import Any
 
+from ..attention.passes import PASSES
 from ..config import KVPolicyConfig, KVPolicyError
 from ..policies import RUNNING
 
 #: Attention backends that have been put behind a resident view.
-BACKENDS = ("CPU_ATTN",)
+BACKENDS = tuple(PASSES)
+#: Those of them that let single tokens go.
+BY_TOKEN = ("CPU_ATTN",)
+#: Those of them that run on a GPU.
+DEVICE_BACKENDS = ("TRITON_ATTN",)
 
 
 def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
@@ -24,13 +29,19 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     without = "leave --kv-policy out for this model"
     platform = vllm_config.device_config.device_type
+    backend = getattr(vllm_config.attention_config.backend, "name", "chosen by vLLM")
     text = model.hf_text_config
     windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
     return [
         (
-            platform != "cpu",
+            platform not in ("cpu", "cuda"),
             f"vLLM's {platform} engine in this release",
             "it serves on vLLM's CPU engine; leave --kv-policy out here",
+        ),
+        (
+            platform == "cuda" and backend not in DEVICE_BACKENDS,
+            f"vLLM's cuda engine and the attention backend {backend}",
+            f"set --attention-backend {DEVICE_BACKENDS[0]} (tested without a GPU only), or leave --kv-policy out",
         ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         (model.use_mla, "multi-head latent attention (MLA)", without),
@@ -87,6 +98,11 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
     backend = layer.attn_backend.get_name()
     if backend not in BACKENDS:
         raise KVPolicyError(f"{name} uses attention backend {backend}; KV policies run on: {', '.join(BACKENDS)}")
+    if backend not in BY_TOKEN and any(part.granularity == "token" for part in config.classes.values()):
+        raise KVPolicyError(
+            f"{name} uses attention backend {backend}, on which whole blocks go: leave granularity out, or set it to "
+            '"block"'
+        )
     if layer.sliding_window is not None or layer.kv_sharing_target_layer_name is not None:
         raise KVPolicyError(f"{name} has a sliding window or shares another layer's cache: leave --kv-policy out")
     if not config.statistics & RUNNING:
@@ -104,7 +120,7 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
 
 
 def check_alike(layers: dict[str, Any]) -> None:
-    """Refuse models whose layers' heads don't fit into pages of one shape, where heads are split.
+    """Refuse models whose layers' heads don't fit into pages of one shape, or differ, where heads are split.
 
     Raises:
         KVPolicyError: naming two layers.

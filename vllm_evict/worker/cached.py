@@ -9,6 +9,7 @@ import torch
 from ..attention.keys import key_scores
 from ..core.plan import Report, Reports
 from ..policies import CACHED
+from .transfer import to_device, to_host
 
 #: (physical blocks (int64 [n]), whether values are wanted) -> keys, and values or None, of each layer,
 #: [n, Hkv, block_size, D] each.
@@ -66,18 +67,21 @@ class CachedStatistics:
             return {}
         scores = {req_id: self._scores(rows[req_id], asked[req_id] & CACHED) for req_id, _ in wanted}
         flat = torch.cat([scores[req_id][name] for req_id, name in wanted])
-        flat = all_reduce(flat, self._maximise_heads).numpy() * self._scale
-        ends = np.cumsum([len(rows[req_id].logical) for req_id, _ in wanted])
+        lengths = [len(rows[req_id].logical) for req_id, _ in wanted]
+        factors = [-self._scale if name in LESS_IS_MORE else self._scale for _, name in wanted]
+        flat = all_reduce(flat, self._maximise_heads)
+        flat = to_host(flat * to_device(np.repeat(factors, lengths), flat.device))
+        ends = np.cumsum(lengths)
         reports = {req_id: Report(rows[req_id].logical, {}) for req_id, _ in wanted}
         for (req_id, name), values in zip(wanted, np.split(flat, ends[:-1])):
-            reports[req_id].statistics[name] = -values if name in LESS_IS_MORE else values
+            reports[req_id].statistics[name] = values
         return reports
 
     def _scores(self, row: Row, names: frozenset[str]) -> dict[str, torch.Tensor]:
         """This rank's scores, the more the better. name -> float64 [n]."""
         # A rank may have no heads of a KV group.
         total: dict[str, torch.Tensor] = {}
-        none = torch.zeros(1, len(row.logical), dtype=torch.float64)
+        none = torch.zeros(1, len(row.logical), dtype=torch.float64, device=row.physical.device)
         for keys, values in self._read(row.physical, bool(names & OF_VALUES)):
             for name, score in key_scores(keys, values, row.length, names).items():
                 score = -score.double() if name in LESS_IS_MORE else score.double()

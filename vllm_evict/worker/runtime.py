@@ -15,6 +15,7 @@ from .cached import CachedStatistics, Row
 from .merge import Merger
 from .sums import RunningSums
 from .tokens import Store, TokenSums, compact
+from .transfer import copied
 from .work import OwnWork
 
 
@@ -25,15 +26,22 @@ class EvictionRuntime:
     batch's rows, the metadata builders ask for their group's `view`, each layer does its own work, `end` sums up and
     reports.
 
+    Nothing here waits for a device: what the host has to know (offsets of queries, lengths, who lacks which blocks) it
+    knows from vLLM's own host copies and from the plans.
+
     Args:
         groups: of vLLM's KV groups, in order.
         pages: where heads are split, layer names of the groups' pages.
+
+    Attributes:
+        copied: event after which the last reports hold what they say (see `transfer`); None: at once.
     """
 
     def __init__(self, groups: list["GroupRuntime"], pages: Sequence[str] = ()) -> None:
         self.groups, self.pages = groups, list(pages)
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
+        self.copied: Any = None
         for group in groups:
             group.batch = self.batch
 
@@ -56,7 +64,9 @@ class EvictionRuntime:
     def end(self, all_reduce: Any) -> list[Reports]:
         """Sum up the step and report what the plan asks for, group by group."""
         self.plan = None
-        return [group.end(all_reduce) for group in self.groups]
+        reports = [group.end(all_reduce) for group in self.groups]
+        self.copied = copied(self.groups[0].device) if any(reports) else None
+        return reports
 
 
 class Batch:
@@ -89,6 +99,7 @@ class GroupRuntime:
         kv_heads, layers: of this rank and KV group. Where heads are split layers may differ in heads; then this is one
             layer of all the group's heads, and `shape` has the most heads of a layer, and the layers.
         store: its KV cache; read after steps and before them.
+        device: where block tables and the KV cache are.
     """
 
     def __init__(
@@ -101,15 +112,17 @@ class GroupRuntime:
         layers: int,
         store: Store,
         shape: tuple[int, int] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.block_size = block_size
+        self.device = torch.device(device)
         max_blocks = -(-max_model_len // block_size) + 1
         self.batch = Batch()
         self.plan: GroupPlan | None = None
         self.sums: RunningSums | None = None
         if config.statistics & RUNNING:
             self.sums = RunningSums(
-                max_requests, kv_heads, layers, max_blocks, block_size, config.heads, config.layers
+                max_requests, kv_heads, layers, max_blocks, block_size, config.heads, config.layers, self.device
             )
         self.tokens: TokenSums | None = None
         if config.granularity == "token" and config.statistics & RUNNING:
@@ -120,8 +133,11 @@ class GroupRuntime:
         self.cached = CachedStatistics(store.read, kv_heads, layers, config.heads, config.layers)
         #: Whether the layers' kernels can decode requests with holes themselves (see `OwnWork`).
         self.decodes = False
-        self.with_holes: set[str] = set()
-        self._identity = torch.arange(max_blocks, dtype=torch.int32)
+        #: Request -> the logical blocks it lacks.
+        self.with_holes: dict[str, list[int]] = {}
+        self._lacks: tuple[list[str], np.ndarray] | None = None
+        self._identity = torch.arange(max_blocks, dtype=torch.int32, device=self.device)
+        self._max_requests = max_requests
         self._buffers: tuple[torch.Tensor, ...] = ()
         self._viewed: tuple[Any, OwnWork | None] | None = None
         self._rows: dict[str, Row] = {}
@@ -131,15 +147,21 @@ class GroupRuntime:
         self.plan = plan
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         cached = scheduler_output.scheduled_cached_reqs
-        self.with_holes -= gone | cached.resumed_req_ids
+        for req_id in gone | cached.resumed_req_ids:
+            self.with_holes.pop(req_id, None)
         started = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
         if cached.resumed_req_ids:
             started += [each for each in zip(cached.req_ids, cached.new_block_ids) if each[0] in cached.resumed_req_ids]
         for req_id, block_ids in started:
             # The next turn of a streaming session comes as a new request, with the holes it has; a cached prefix may
             # have some too.
-            (self.with_holes.add if 0 in block_ids[index] else self.with_holes.discard)(req_id)
-        self.with_holes.update(plan.holes)
+            self.with_holes.pop(req_id, None)
+            if 0 in block_ids[index]:
+                self.with_holes[req_id] = np.flatnonzero(np.equal(block_ids[index], 0)).tolist()
+        for req_id, holes in plan.holes.items():
+            self.with_holes.setdefault(req_id, []).extend(holes)
+        if gone or started or plan.holes:
+            self._lacks = None
         for req_id in gone if self.mergers else ():
             self.mergers.pop(req_id, None)
         for sums in (self.sums, self.tokens):
@@ -190,19 +212,21 @@ class GroupRuntime:
             return metadata, None
         req_ids = self.batch.req_ids
         rows = len(req_ids)
-        starts = metadata.query_start_loc[: rows + 1].numpy()
-        seq_lens = metadata.seq_lens[:rows]
-        width = max(-(-int(seq_lens.max()) // self.block_size), 1)
-        lens, own = seq_lens, np.empty(0, np.int64)
+        starts = metadata.query_start_loc_cpu[: rows + 1].numpy()
+        # A bound only under speculative decoding, which is refused.
+        seq_lens = held = metadata.seq_lens_cpu_upper_bound[:rows].numpy()
         if self.with_holes:
-            table, lens, logical = (buffer[:rows] for buffer in self._view_buffers(metadata.block_table_tensor))
-            resident_view(metadata.block_table_tensor[:rows], seq_lens, self.block_size, table, lens, logical)
-            longest = int(lens.max())
-            width = max(-(-longest // self.block_size), 1)
-            logical = logical[:, :width]
+            held = seq_lens - self._lacking(req_ids)
+        longest = int(held.max())
+        width = max(-(-longest // self.block_size), 1)
+        lens, own = metadata.seq_lens[:rows], np.empty(0, np.int64)
+        if self.with_holes:
+            table, resident, logical = (buffer[:rows] for buffer in self._view_buffers(metadata.block_table_tensor))
+            resident_view(metadata.block_table_tensor[:rows], lens, self.block_size, table, resident, logical)
+            lens, logical = resident, logical[:, :width]
             metadata = copy(metadata)
             metadata.block_table_tensor, metadata.seq_lens = table, lens
-            metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = lens, longest
+            metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = torch.from_numpy(held), longest
             metadata._num_computed_tokens_cache = None
         else:
             table = metadata.block_table_tensor
@@ -210,19 +234,21 @@ class GroupRuntime:
         if decodes:
             # Who lacks a block in any group is decoded by one kernel in all of them.
             own = np.flatnonzero(self.batch.have_holes() & (np.diff(starts) == 1))
-        self._resident(table, logical, lens)
+        self._resident(table, held)
         step = None
         if measuring:
-            step = self.sums.step(req_ids, starts, seq_lens.numpy(), logical)
+            step = self.sums.step(req_ids, starts, seq_lens, logical)
         tokens = None
         if by_token:
-            tokens = self.tokens.token_step(req_ids, starts, seq_lens.numpy(), lens.numpy())
+            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held)
         if step is None and tokens is None and not len(own):
             return metadata, None
         work = OwnWork(step, own, starts, lens, tokens)
         if len(own):
             metadata = metadata if self.with_holes else copy(metadata)
-            metadata.seq_lens = metadata.seq_lens_cpu_upper_bound = work.stock_lens
+            stock = held.copy()
+            stock[own] = 1
+            metadata.seq_lens, metadata.seq_lens_cpu_upper_bound = work.stock_lens, torch.from_numpy(stock)
         return metadata, work
 
     def end(self, all_reduce: Any) -> Reports:
@@ -246,19 +272,26 @@ class GroupRuntime:
         # All that was asked for, or nothing: the scheduler keeps blocks that it cannot judge.
         return {req_id: report for req_id, report in reports.items() if asked[req_id] <= report.statistics.keys()}
 
+    def _lacking(self, req_ids: list[str]) -> np.ndarray:
+        """Tokens in each row's holes; made anew only when the batch or the holes change. int32 [R]"""
+        if self._lacks is None or self._lacks[0] != req_ids:
+            tokens = (len(self.with_holes.get(req_id, ())) * self.block_size for req_id in req_ids)
+            self._lacks = list(req_ids), np.fromiter(tokens, np.int32, len(req_ids))
+        return self._lacks[1]
+
     def _view_buffers(self, block_table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Persistent table, lengths and logical indices: addresses stay the same from step to step."""
-        rows, width = block_table.shape
+        rows, width = max(len(block_table), self._max_requests), block_table.shape[1]
         if not self._buffers or len(self._buffers[0]) < rows or self._buffers[0].shape[1] < width:
             shapes = ((rows, width), (rows,), (rows, width))
-            self._buffers = tuple(torch.zeros(shape, dtype=torch.int32) for shape in shapes)
+            self._buffers = tuple(torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in shapes)
         return self._buffers
 
-    def _resident(self, table: torch.Tensor, logical: torch.Tensor, lens: torch.Tensor) -> None:
-        """Note the resident blocks of requests that have to report."""
+    def _resident(self, table: torch.Tensor, held: np.ndarray) -> None:
+        """Note the resident blocks of requests that have to report; `held` are the tokens in them, int32 [R]."""
         for req_id in self.plan.report:
-            row = self.batch.req_ids.index(req_id)
-            length = int(lens[row])
+            row, holes = self.batch.req_ids.index(req_id), self.with_holes.get(req_id, [])
+            length = int(held[row])
             blocks = -(-length // self.block_size)
-            index = logical[row, :blocks].numpy().astype(np.int64)
+            index = np.delete(np.arange(blocks + len(holes)), holes)
             self._rows[req_id] = Row(index, table[row, :blocks].long(), length)

@@ -7,6 +7,7 @@ import torch
 
 from ..attention.queries import Queries
 from ..core.plan import Report, Reports, Scoring
+from .transfer import to_device, to_host
 
 #: Attends for one layer, and adds the mass of its queries: (weights [T] or None, out [R, H, W] or None) -> None.
 Weigh = Callable[[torch.Tensor | None, torch.Tensor | None], None]
@@ -31,7 +32,7 @@ class MassStep:
         self,
         rows: np.ndarray,
         slots: np.ndarray,
-        weights: torch.Tensor | None,
+        weights: np.ndarray | None,
         counted: np.ndarray,
         logical: torch.Tensor,
         heads: int,
@@ -39,11 +40,12 @@ class MassStep:
         queries: Queries | None = None,
         block_size: int = 0,
     ) -> None:
-        self.rows, self.slots, self.weights, self.counted, self.logical = rows, slots, weights, counted, logical
+        self.rows, self.slots, self.counted, self.logical = rows, slots, counted, logical
+        self.weights = None if weights is None else to_device(weights, logical.device)
         self.queries, self._block_size = queries, block_size
         #: Whether any row takes mass.
         self._weighs = queries is None or bool(weights.any())
-        self.mass = torch.zeros(logical.shape[0], heads, logical.shape[1])
+        self.mass = torch.zeros(logical.shape[0], heads, logical.shape[1], device=logical.device)
         self._layer = torch.zeros_like(self.mass) if maximise else None
 
     def add(self, weigh: Weigh, weigh_each: WeighEach | None = None) -> None:
@@ -59,7 +61,8 @@ class MassStep:
         """Which blocks draw more than 1/t for each of their tokens from a query that sees t. float32 [n, H, W]."""
         lens, width = self.queries.lens[:, None], self.mass.shape[2]
         mass = weigh_each(self.queries, width)
-        tokens = (lens - torch.arange(width) * self._block_size).clamp(0, self._block_size)
+        places = torch.arange(width, device=mass.device)
+        tokens = (lens - places * self._block_size).clamp(0, self._block_size)
         pivots = (mass * lens[:, None] > tokens[:, None]).float()
         return pivots.sum(1, keepdim=True) if self.mass.shape[1] == 1 else pivots
 
@@ -76,6 +79,7 @@ class RunningSums:
         blocks: most logical blocks of a request.
         block_size: tokens.
         reduce_heads, reduce_layers: "sum", "mean" or "max".
+        device: where the sums are.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class RunningSums:
         block_size: int,
         reduce_heads: str,
         reduce_layers: str,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.block_size = block_size
         self.maximise_heads, self.maximise_layers = reduce_heads == "max", reduce_layers == "max"
@@ -97,7 +102,7 @@ class RunningSums:
             self._scale /= kv_heads
         if reduce_layers == "mean":
             self._scale /= layers
-        self._sums = torch.zeros(requests, self.heads, blocks)
+        self._sums = torch.zeros(requests, self.heads, blocks, device=device)
         self._slots: dict[str, int] = {}
         self._free = list(range(requests))
         # How each slot counts, as arrays, so that no step loops over requests.
@@ -177,7 +182,6 @@ class RunningSums:
         queries = None
         if self._pivots[slots].any():
             queries = self._queries(weights, rows, slots, lens, query_start_loc, seq_lens)
-        weights = None if weights is None else torch.from_numpy(weights)
         return MassStep(
             rows, slots, weights, counted, logical, self.heads, self.maximise_layers, queries, self.block_size
         )
@@ -187,10 +191,10 @@ class RunningSums:
         decay = self._decay[step.slots]
         if decay.any():
             kept = np.where(decay > 0, decay**step.counted, 1.0).astype(np.float32)
-            self._sums[step.slots] *= torch.from_numpy(kept)[:, None, None]
-        rows = torch.from_numpy(step.rows)
-        slots = torch.from_numpy(step.slots)[:, None, None]
-        heads = torch.arange(self.heads)[None, :, None]
+            self._sums[self._to_device(step.slots)] *= self._to_device(kept)[:, None, None]
+        rows = self._to_device(step.rows)
+        slots = self._to_device(step.slots)[:, None, None]
+        heads = torch.arange(self.heads, device=rows.device)[None, :, None]
         # Entries past a row's end carry no mass; they may all land in block 0.
         blocks = step.logical[rows].clamp(min=0).long()[:, None, :]
         self._sums.index_put_((slots, heads, blocks), step.mass[rows], accumulate=True)
@@ -214,16 +218,19 @@ class RunningSums:
         names = ["pivots" if self._pivots[slot] else "mass" for slot in slots]
         parts = []
         for slot, index in zip(slots, resident):
-            mass = self._sums[slot, :, torch.from_numpy(index)].double()
+            mass = self._sums[slot, :, self._to_device(index)].double()
             parts.append(mass.amax(0) if self.maximise_heads else mass.sum(0))
             if self._window[slot]:
                 self._sums[slot] = 0  # the next window starts empty
-        mass = all_reduce(torch.cat(parts), self.maximise_heads).numpy() * self._scale
+        mass = to_host(all_reduce(torch.cat(parts), self.maximise_heads) * self._scale)
         ends = np.cumsum([len(index) for index in resident])
         return {
             req_id: Report(index, {name: values})
             for req_id, index, name, values in zip(req_ids, resident, names, np.split(mass, ends[:-1]))
         }
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self._sums.device)
 
     def _rows(self, req_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the batch that are measured, and their slots; made anew only when the batch changes."""
@@ -255,7 +262,7 @@ class RunningSums:
         row = row[tokens]
         later = query_start_loc[row + 1] - 1 - tokens
         seen = seq_lens[row] - holes[row] * self.block_size - later
-        return Queries(torch.from_numpy(tokens), torch.from_numpy(row), torch.from_numpy(seen.astype(np.int32)))
+        return Queries(self._to_device(tokens), self._to_device(row), self._to_device(seen.astype(np.int32)))
 
     def _weights(
         self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, seq_lens: np.ndarray

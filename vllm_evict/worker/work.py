@@ -10,6 +10,7 @@ import torch
 
 from .sums import MassStep
 from .tokens import TokenStep
+from .transfer import to_device
 
 
 @dataclass(slots=True)
@@ -58,12 +59,11 @@ class OwnWork:
     ) -> None:
         self.mass, self.tokens = mass, tokens
         self.is_all = len(rows) == query_start_loc[-1]
-        self.rows = torch.from_numpy(rows.astype(np.int32))
+        self.rows = to_device(rows.astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
         if len(rows):
-            self.stock_lens = seq_lens.clone()
-            self.stock_lens[self.rows] = 1
-        self._own_queries = torch.from_numpy(query_start_loc[rows].astype(np.int64))
+            self.stock_lens = seq_lens.clone().index_fill_(0, self.rows.long(), 1)
+        self._own_queries = to_device(query_start_loc[rows].astype(np.int64), seq_lens.device)
         self._queries = int(query_start_loc[-1])
 
     def do(self, passes: Any, layer: Any, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
@@ -87,9 +87,8 @@ class OwnWork:
         """Weights without the queries that the plugin attends to. float32 [T]"""
         if not len(self.rows):
             return weights
-        weights = torch.ones(self._queries) if weights is None else weights.clone()
-        weights[self._own_queries] = 0
-        return weights
+        ones = torch.ones(self._queries, device=self.seq_lens.device) if weights is None else weights.clone()
+        return ones.index_fill_(0, self._own_queries, 0.0)
 
 
 def do_together(passes: Any, layer: Any, query: torch.Tensor, shares: Sequence[Share], output: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ class EvictionWorkerMixin:
 
     kv_evict: EvictionRuntime | None = None
     _reports: list[Reports] = []
+    _copied: Any = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         placed = layers.layout(self.vllm_config, policy_config(self.vllm_config))
@@ -48,18 +49,21 @@ class EvictionWorkerMixin:
             return super().execute_model(scheduler_output)
         finally:
             self._reports = self.kv_evict.end(layers.tensor_parallel_all_reduce)
+            self._copied = self.kv_evict.copied
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         reports, self._reports = self._reports, []
-        return with_reports(output, reports) if any(reports) else output
+        return with_reports(output, reports, self._copied) if any(reports) else output
 
 
-def with_reports(output: Any, reports: list[Reports]) -> Any:
-    """The output with the reports on it, now or when it is awaited."""
+def with_reports(output: Any, reports: list[Reports], copied: Any = None) -> Any:
+    """The output with the reports on it, now or when it is awaited; `copied` says when they came from the device."""
     if isinstance(output, AsyncModelRunnerOutput):
-        return _Reporting(output, reports)
+        return _Reporting(output, reports, copied)
     if isinstance(output, ModelRunnerOutput):
+        if copied is not None:
+            copied.synchronize()
         if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all steps
             output = copy(output)
         setattr(output, REPORTS, reports)
@@ -67,11 +71,11 @@ def with_reports(output: Any, reports: list[Reports]) -> Any:
 
 
 class _Reporting(AsyncModelRunnerOutput):
-    def __init__(self, output: AsyncModelRunnerOutput, reports: list[Reports]) -> None:
-        self._output, self._reports = output, reports
+    def __init__(self, output: AsyncModelRunnerOutput, reports: list[Reports], copied: Any) -> None:
+        self._output, self._reports, self._copied = output, reports, copied
 
     def get_output(self) -> ModelRunnerOutput:
-        return with_reports(self._output.get_output(), self._reports)
+        return with_reports(self._output.get_output(), self._reports, self._copied)
 
     def get_kv_connector_output(self) -> Any:
         """Abstract since vLLM 0.33."""

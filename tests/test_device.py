@@ -1,0 +1,178 @@
+"""What a worker does with tensors of a device: it never waits for them. Without a GPU: tensors that can't be looked at."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_evict.attention.keys import key_scores
+from vllm_evict.config import KVPolicyConfig
+from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
+from vllm_evict.policies import CACHED
+from vllm_evict.worker import cached, sums, worker
+from vllm_evict.worker.runtime import EvictionRuntime, GroupRuntime
+
+pytestmark = pytest.mark.v1_only
+SIZE, HEADS, DIM, LAYERS, LENGTH = 16, 2, 8, 2, 16 * 9 + 5
+BASE = {"budget": 64, "sink": 16, "recent": 16, "buffer": 0}
+#: What needs a tensor's contents on the host.
+WAITS = {
+    getattr(torch.Tensor, name)
+    for name in (
+        *("item", "tolist", "numpy", "cpu", "nonzero", "is_nonzero", "masked_select"),
+        *("__array__", "__bool__", "__int__", "__float__", "__index__"),
+    )
+} | {torch.nonzero, torch.equal, torch.masked_select, torch.repeat_interleave}
+
+
+class OnDevice(torch.Tensor):
+    """Stands for a tensor on a device: all that comes of it is one too, and to look at one is an error."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in WAITS:
+            raise AssertionError(f"the host waits for the device: {func.__name__}")
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            for each in index:
+                masks = isinstance(each, torch.Tensor) and each.dtype == torch.bool
+                assert not masks, "the host waits for the device: a mask as an index"
+                assert not isinstance(each, (np.ndarray, list)), "the host waits for the device: an index on the host"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def on_device(tensor):
+    return tensor.as_subclass(OnDevice)
+
+
+def on_host(tensor):
+    """What `transfer.to_host` is allowed to do, once a step."""
+    return tensor.as_subclass(torch.Tensor).numpy()
+
+
+class Passes:
+    """Stand for a backend's: each query puts mass on every block."""
+
+    def mass(self, layer, query, kv_cache, metadata, weights, out):
+        total = 1.0 if weights is None else weights.sum()
+        out += total * torch.arange(1.0, out.shape[2] + 1)
+
+    def mass_of(self, layer, query, kv_cache, metadata, queries, width):
+        return on_device(torch.rand(len(queries.tokens), HEADS, width, generator=torch.Generator().manual_seed(0)))
+
+    def decode(self, layer, query, kv_cache, metadata, output, rows, seq_lens, weights, out):
+        if out is not None:
+            self.mass(layer, query, kv_cache, metadata, weights, out)
+
+
+def steps(policy, wrap):
+    """Three steps of a request that loses blocks before the second, with another beside it; its reports."""
+    config = KVPolicyConfig.parse({"name": policy, **BASE, **({"window": 8} if policy == "scissorhands" else {})})
+    generator = torch.Generator().manual_seed(1)
+    caches = [torch.randn(20, HEADS, SIZE, 2 * DIM, generator=generator) for _ in range(LAYERS)]
+
+    def read(blocks, values):
+        for cache in caches:
+            yield wrap(cache[blocks][..., :DIM]), wrap(cache[blocks][..., DIM:]) if values else None
+
+    store = SimpleNamespace(read=read)
+    group = GroupRuntime(config, SIZE, max_requests=4, max_model_len=256, kv_heads=HEADS, layers=LAYERS, store=store)
+    group.decodes = True
+    if group.sums is not None:
+        group.sums._sums = wrap(group.sums._sums)
+    group._identity = wrap(group._identity)
+    runtime = EvictionRuntime([group])
+    table = torch.zeros(2, 17, dtype=torch.int32)
+    table[0, :10], table[1, :2] = torch.arange(1, 11), torch.arange(11, 13)
+    found = []
+    for step, (length, count) in enumerate([(LENGTH - 2, LENGTH - 2), (LENGTH - 1, 1), (LENGTH, 1)]):
+        plan = GroupPlan()
+        if step == 0 and (scoring := Scoring.of(config, 4)):
+            plan.track["r"] = scoring
+        if step == 1:
+            plan.holes["r"] = [2, 5]
+            table[0, [2, 5]] = 0
+        if step in (0, 2):
+            plan.report["r"] = config.policy.measures
+        none = SimpleNamespace(resumed_req_ids=set())
+        output = SimpleNamespace(
+            finished_req_ids=set(), preempted_req_ids=None, scheduled_cached_reqs=none, scheduled_new_reqs=[]
+        )
+        setattr(output, PLAN, EvictionPlan([plan]))
+        runtime.begin(output)
+        runtime.batch.req_ids = ["r", "other"]
+        starts, lens = (torch.tensor(values, dtype=torch.int32) for values in ([0, count, count + 1], [length, 20]))
+        metadata = SimpleNamespace(
+            block_table_tensor=wrap(table.clone()),
+            seq_lens=wrap(lens.clone()),
+            query_start_loc=wrap(starts.clone()),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu_upper_bound=lens,
+        )
+        metadata, work = group.view(metadata)
+        assert metadata.seq_lens_cpu_upper_bound.tolist() == metadata.seq_lens.as_subclass(torch.Tensor).tolist()
+        if work is not None:
+            for _ in range(LAYERS):
+                work.do(Passes(), None, None, None, metadata, None)
+        found += runtime.end(lambda values, maximise: values)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "scissorhands", "tova", "rkv", "keydiff", "sink-window"])
+def test_no_step_waits_for_the_device(policy, monkeypatch):
+    """And what comes of it is what comes of tensors on the CPU."""
+    expected = steps(policy, lambda tensor: tensor)
+    for module in (sums, cached):
+        monkeypatch.setattr(module, "to_host", on_host)
+    got = steps(policy, on_device)
+    assert [sorted(reports) for reports in got] == [sorted(reports) for reports in expected]
+    assert policy == "sink-window" or [len(reports) for reports in got] == [1, 0, 1]
+    for one, other in zip(got, expected):
+        for req_id, report in one.items():
+            assert report.index.tolist() == other[req_id].index.tolist()
+            assert report.statistics.keys() == other[req_id].statistics.keys()
+            for name, values in report.statistics.items():
+                np.testing.assert_array_equal(values, other[req_id].statistics[name])
+
+
+def test_statistics_of_keys_do_not_wait():
+    keys, values = torch.randn(2, 4, HEADS, SIZE, DIM).unbind()
+    expected = key_scores(keys, values, 60, CACHED)
+    for name, score in key_scores(on_device(keys), on_device(values), 60, CACHED).items():
+        assert isinstance(score, OnDevice)
+        np.testing.assert_array_equal(on_host(score), expected[name].numpy())
+
+
+def test_a_look_is_noticed():
+    tensor = on_device(torch.ones(3))
+    for look in (
+        lambda: tensor.sum().item(),
+        lambda: bool(tensor.any()),
+        lambda: int(tensor.max()),
+        lambda: tensor[tensor > 0],
+        lambda: (tensor + 1).numpy(),
+    ):
+        with pytest.raises(AssertionError, match="waits for the device"):
+            look()
+
+
+def test_reports_are_handed_out_once_they_have_come():
+    """With async outputs when they are awaited, and not before; else at once."""
+    order = []
+    copied = SimpleNamespace(synchronize=lambda: order.append("copied"))
+
+    class Output(worker.AsyncModelRunnerOutput):
+        def get_output(self):
+            order.append("sampled")
+            return worker.ModelRunnerOutput(req_ids=[], req_id_to_index={})
+
+        def get_kv_connector_output(self):
+            return None
+
+    waiting = worker.with_reports(Output(), [{"r": None}], copied)
+    assert not order
+    assert waiting.get_output().kv_evict_reports == [{"r": None}]
+    assert order == ["sampled", "copied"]
+    worker.with_reports(worker.ModelRunnerOutput(req_ids=[], req_id_to_index={}), [{}], copied)
+    assert order == ["sampled", "copied", "copied"]

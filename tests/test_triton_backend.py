@@ -1,0 +1,118 @@
+"""Eviction behind vLLM's Triton attention backend, without a GPU: it takes the CPU backend's place, under the interpreter.
+
+On Model Runner V2 and, with VLLM_EVICT_TEST_RUNNER=v1-triton, on V1. The interpreter takes a third of a second for a
+step of a few requests, so sequences are short and blocks small.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from engine import V2, logprobs_of, random_prompt
+from oracle.heads import replay_heads
+from oracle.model import DenseLlama
+from oracle.replay import Config
+from parity import assert_like_oracle
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends import registry
+
+from vllm_evict.worker import runtime
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_TRITON, reason="vLLM's Triton kernels run with VLLM_EVICT_TEST_RUNNER=v2 or v1-triton"),
+    # numpy's, where a masked row divides 0 by 0.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+BLOCK = 16
+BASE = {"budget": 64, "buffer": 0, "sink": 16, "recent": 16}
+POLICIES = {
+    "sink-window": {"name": "sink-window", **BASE},
+    "h2o": {"name": "h2o", **BASE},
+    "scissorhands": {"name": "scissorhands", **BASE, "window": 6},
+    "keydiff": {"name": "keydiff", **BASE},
+}
+
+
+@pytest.fixture(autouse=True)
+def triton_backend(monkeypatch):
+    """vLLM's Triton backend where the CPU platform asks for its own, and the kernel that makes views on a device."""
+    from vllm.v1.attention.backends import triton_attn
+
+    from vllm_evict.triton_kernels.resident_view import resident_view
+
+    monkeypatch.setattr(runtime, "resident_view", resident_view)
+    name = f"{triton_attn.__name__}.TritonAttentionBackend"
+    monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    # Its kernel with split keys would launch sixteen programs in the place of one.
+    monkeypatch.setattr(triton_attn, "MIN_LAUNCH_GRID_SIZE_2D", 0)
+    selector._cached_get_attn_backend.cache_clear()
+    yield
+    selector._cached_get_attn_backend.cache_clear()
+
+
+@pytest.fixture
+def server(engine):
+    def make(policy=None, **kwargs):
+        options = dict(block_size=BLOCK, blocks=48, max_model_len=256, max_num_batched_tokens=64)
+        return engine(policy, **{**options, **kwargs})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def dense(tiny):
+    return DenseLlama(tiny)
+
+
+def test_full_is_stock(server):
+    """To the byte; so is a budget that covers the sequence, whose blocks are measured."""
+    prompts = [random_prompt(70), random_prompt(20, 1)]
+    stock, *others = (
+        server(policy).generate(prompts, max_tokens=6, logprobs=0)
+        for policy in (None, {"name": "full"}, {"name": "h2o", **BASE, "budget": 96})
+    )
+    for outputs in others:
+        for one, other in zip(outputs, stock, strict=True):
+            assert one.outputs[0].token_ids == other.outputs[0].token_ids
+            assert logprobs_of(one).tolist() == logprobs_of(other).tolist()
+
+
+@pytest.mark.parametrize("name", POLICIES if V2 else ["h2o"])
+def test_evictions_and_logprobs_match_the_dense_oracle(server, dense, name):
+    """One prompt longer than the budget and a chunk, one that outgrows its budget while it decodes."""
+    subject = server(POLICIES[name])
+    lengths = [(100, 17), (61, 14)]
+    requests = [(random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in lengths]
+    outputs, traces = subject.traced(requests)
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        evicted = assert_like_oracle(dense, prompt, output, trace, POLICIES[name], block_size=BLOCK)
+        assert evicted > 0, "the policy never acted"
+    assert subject.runtime.decodes
+    subject.assert_nothing_left()
+
+
+def test_split_heads_match_per_head_masks(server, dense, tmp_path):
+    """Retrieval heads under h2o, streaming heads with a window: each class has its own pages and block table."""
+    pattern = np.array([[1, 0], [0, 1]])
+    sink, recent = 16, 32
+    np.savetxt(tmp_path / "heads.tsv", pattern.astype(float), delimiter="\t")
+    (tmp_path / "config.json").write_text(json.dumps({"sink_size": sink, "recent_size": recent}))
+    h2o = {"name": "h2o", **BASE}
+    subject = server({"name": "duo", "heads": str(tmp_path / "heads.tsv"), "retrieval": h2o})
+    prompt = random_prompt(90)
+    (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 20, "logprobs": 0})])
+    retrieval = Config("h2o", BLOCK, **BASE)
+    streaming = Config("sink-window", BLOCK, budget=sink + recent + BLOCK, sink=sink, recent=recent)
+    groups = [(retrieval, pattern.astype(bool)), (streaming, ~pattern.astype(bool))]
+    tokens = [*prompt, *output.outputs[0].token_ids]
+    replays = replay_heads(dense, tokens, trace.steps, groups, trace.start)
+    for got, want in zip(trace.groups, replays, strict=True):
+        assert got.evicted[:-1] == want.evicted[: len(trace.steps) - 1]
+        assert sum(map(len, got.evicted)) > 0
+    logprobs = torch.log_softmax(replays[0].logits.double(), -1)
+    want = [logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
+    np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
+    subject.assert_nothing_left()

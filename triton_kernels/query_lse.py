@@ -1,0 +1,158 @@
+"""LSE of query rows over paged K, for stock kernels that do not return theirs: the first half of `mass_from_lse`."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .mass_from_lse import FLOAT32_TILE_BYTES, FLOAT32_WARPS, LOG2_E, MAX_ROWS
+from .tiles import MIN_ROWS, TILE_BYTES, check_cache, check_int32, require, tile_of
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+def query_lse(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor,
+    *,
+    longest: int | None = None,
+    weights: torch.Tensor | None = None,
+    warps: int | None = None,
+    stages: int = 3,
+) -> None:
+    """Write each query row's natural logarithm of sum(exp(scale * q . k_t)) over the resident keys that it sees.
+
+    Query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i. A program holds some query rows of one request
+    and KV head and goes over the keys. One launch; it reads nothing on the host and allocates nothing.
+
+    Args:
+        query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous.
+        key_cache: [num_blocks, Hkv, bs, D] of the query's dtype, any strides but a contiguous D.
+        block_table: int32 [R, W], row stride arbitrary, without holes.
+        query_start_loc: int32 [R + 1].
+        seq_lens: int32 [R], resident tokens, this step's queries included.
+        scale: factor on the scores before the softmax.
+        lse: float32 [T, H], any strides.
+        longest: queries of the longest request, or more; None takes T.
+        weights: float32 [T], or None for ones. Rows of queries of weight 0 are not written; where a program has no
+            others, it reads no keys.
+        warps, stages: of the launch; None chooses.
+
+    Raises:
+        ValueError: a shape or stride is wrong.
+        TypeError: a dtype is unsupported.
+
+    Bytes moved: seq_len * Hkv * D * itemsize of keys for each 64 rows (queries times heads of a group), from L2 after
+    the first; work is 2 * H * D for each query and key that it sees.
+    """
+    check_cache(query, key_cache)
+    check_int32(block_table=block_table, query_start_loc=query_start_loc, seq_lens=seq_lens)
+    tokens, heads, head_dim = query.shape
+    _, kv_heads, block_size, _ = key_cache.shape
+    requests = len(block_table)
+    require(block_table.stride(1) == 1, "block_table must have dense rows")
+    require(len(seq_lens) == requests == len(query_start_loc) - 1, "R must agree")
+    require(lse.dtype == torch.float32 and lse.shape == (tokens, heads), "lse must be float32 [T, H]")
+    require(weights is None or weights.dtype == torch.float32, "weights must be float32")
+    if not requests or not tokens:
+        return
+    group, exact = heads // kv_heads, query.dtype == torch.float32
+    longest = (tokens if longest is None else min(longest, tokens)) * group
+    rows = MIN_ROWS if exact else min(max(triton.next_power_of_2(longest), MIN_ROWS), MAX_ROWS)
+    tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
+    _query_lse[(triton.cdiv(longest, rows), kv_heads, requests)](
+        query, key_cache, block_table, query_start_loc, seq_lens, weights, lse, scale * LOG2_E,
+        query.stride(0), query.stride(1), *key_cache.stride()[:3], *lse.stride(), block_table.stride(0),
+        HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
+        GRANULES=tile.granules, GROUP=group, ROWS=rows, HAS_WEIGHTS=weights is not None,
+        num_warps=warps or (FLOAT32_WARPS if exact else 4), num_stages=stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def _query_lse(
+    query, keys, table, starts, lens, weights, lse, scale,
+    stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_lt, stride_lh, stride_table,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
+    GRANULES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """Some query rows of one request and KV head. Exponents are of base 2."""
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    kv_head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    start = tl.load(starts + row).to(tl.int64)
+    queries = tl.load(starts + row + 1) - start.to(tl.int32)
+    seq_len = tl.load(lens + row)
+    number = index // GROUP
+    counts = number < queries
+    token = start + number
+    if HAS_WEIGHTS:
+        counts = counts & (tl.load(weights + token, mask=counts, other=0.0) != 0.0)
+    if tl.max(counts.to(tl.int32), 0) > 0:
+        head = kv_head * GROUP + index % GROUP
+        dim = tl.arange(0, DIM)
+        q = tl.load(
+            query + token[:, None] * stride_qt + head[:, None] * stride_qh + dim[None, :],
+            mask=counts[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        position = seq_len - queries + number
+        # Keys that the last row of the program sees.
+        end = tl.minimum(tl.max(tl.where(counts, position, 0), 0) + 1, seq_len)
+        blocks = tl.cdiv(end, BLOCK_SIZE)
+        granules = (blocks - 1) * PARTS + tl.cdiv(end - (blocks - 1) * BLOCK_SIZE, TOKENS)
+        lane = tl.arange(0, GRANULES * TOKENS)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for tile in range(0, tl.cdiv(granules, GRANULES)):
+            at = tile * GRANULES + lane // TOKENS
+            block = at // PARTS
+            place = at % PARTS * TOKENS + lane % TOKENS
+            key_position = block * BLOCK_SIZE + place
+            held = (place < BLOCK_SIZE) & (key_position < end)
+            page = tl.load(table + row * stride_table + block, mask=held, other=0).to(tl.int64)
+            slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
+            # Masked loads: what lies beyond the last token may be NaN.
+            k = tl.load(keys + slot[:, None] + dim[None, :], mask=held[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            seen = held[None, :] & (key_position[None, :] <= position[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+            # Finite: all rows, padding too, see the first key, which is in the first tile.
+            higher = tl.maximum(top, tl.max(scores, 1))
+            total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
+            top = higher
+        tl.store(lse + token * stride_lt + head * stride_lh, (top + tl.log2(total)) * LN_2, mask=counts)
+
+
+def query_lse_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+) -> None:
+    """`query_lse` in plain torch, in the dtype of `lse`."""
+    _, kv_heads, block_size, _ = key_cache.shape
+    group = query.shape[1] // kv_heads
+    starts = query_start_loc.tolist()
+    for r, seq_len in enumerate(seq_lens.tolist()):
+        begin, end = starts[r], starts[r + 1]
+        if begin == end:
+            continue
+        blocks = -(-seq_len // block_size)
+        keys = key_cache[block_table[r, :blocks].long()].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(lse.dtype)
+        heads = query[begin:end].to(lse.dtype).unflatten(1, (kv_heads, group))
+        scores = torch.einsum("qkgd,ktd->qkgt", heads, keys) * scale
+        rows = torch.arange(begin, end, device=query.device)
+        hidden = torch.arange(seq_len, device=query.device) > (seq_len - end + rows)[:, None]
+        logs = scores.masked_fill(hidden[:, None, None], -torch.inf).logsumexp(-1).flatten(1)
+        written = rows if weights is None else rows[weights[begin:end] != 0]
+        lse[written] = logs[written - begin]
