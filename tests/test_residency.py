@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import Report
-from vllm_evict.core.residency import Residency
+from vllm_evict.core.residency import Residency, Whole
 
 BLOCK = 16
 
@@ -220,12 +220,12 @@ def test_pure_tokens_are_set_once():
 def test_a_restart_forgets_holes_but_not_the_count():
     subject = residency(budget=64)
     subject.first_query = 32
-    subject.peak_blocks = 9
+    subject.hold(9)
     subject.evict(subject.choose(112, report(range(7), range(7))), 112)
     assert subject.holes == 3 and subject.pure_tokens == 112
     subject.restart()
     assert (subject.holes, subject.known, subject.pure_tokens, subject.first_query) == (0, 0, None, 0)
-    assert (subject.incarnation, subject.evicted_blocks, subject.peak_blocks) == (1, 3, 9)
+    assert (subject.incarnation, subject.evicted_blocks, subject.whole.peak_blocks) == (1, 3, 9)
     assert subject.choose(112, report(range(7), [9.0, 0, 9, 9, 0, 0, 9])).tolist() == [1, 4, 5]
 
 
@@ -249,3 +249,14 @@ def test_mean_divides_by_age():
     mass = [40.0, 36.0, 30.0, 20.0, 10.0]
     assert residency(budget=64, accumulate="sum", recent=16).choose(80, report(range(5), mass)).tolist() == [3]
     assert residency(budget=64, accumulate="mean", recent=16).choose(80, report(range(5), mass)).tolist() == [0]
+
+
+def test_the_peak_is_what_all_groups_hold_at_once():
+    whole = Whole()
+    config = KVPolicyConfig.parse({"name": "h2o", "budget": 64, "sink": 0, "recent": 0, "buffer": 0})
+    one, other = (Residency(config, config.limits(16, 1), 16, whole=whole) for _ in range(2))
+    one.hold(5)
+    other.hold(2)
+    one.hold(1)
+    other.hold(5)
+    assert (whole.held_blocks, whole.peak_blocks) == (6, 7)

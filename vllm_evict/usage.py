@@ -15,7 +15,7 @@ USAGE_KEY = "vllm_evict"
 class KVUsage:
     """KV cache use of one finished request; `RequestOutput.kv_usage`.
 
-    Where heads are split in KV groups, blocks are those of all groups, and tokens the mean over heads.
+    Where heads are split in KV groups, blocks are those of all groups, and tokens the mean over groups.
 
     Attributes:
         policy: name of the policy it ran under.
@@ -38,7 +38,7 @@ class KVUsage:
         """Of a request, by its residency in each KV group."""
         # KV groups are equally wide, each with its share of the heads.
         tokens = lambda blocks: blocks * groups[0].block_size // len(groups)  # noqa: E731
-        peak, evicted = sum(group.peak_blocks for group in groups), sum(group.evicted_blocks for group in groups)
+        peak, evicted = groups[0].whole.peak_blocks, sum(group.evicted_blocks for group in groups)
         bounded = all(group.limits for group in groups)
         return cls(
             policy=groups[0].policy,

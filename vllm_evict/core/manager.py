@@ -207,8 +207,7 @@ class EvictableManager(FullAttentionManager):
 
     def _count(self, resident: Residency, held: int) -> None:
         self.held[resident.policy] += held - resident.held_blocks
-        resident.held_blocks = held
-        resident.peak_blocks = max(resident.peak_blocks, held)
+        resident.hold(held)
 
 
 def longest_hit(there: Sequence[bool], sink: int, window: int) -> tuple[int, np.ndarray]:

@@ -14,11 +14,15 @@ NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class Purity:
-    """What the KV groups of one request have in common: one eviction reduces what all later tokens are made from."""
+class Whole:
+    """What the KV groups of one request have in common."""
 
-    #: Tokens computed while nothing was missing; None while nothing is.
-    tokens: int | None = None
+    #: Tokens computed while nothing was missing in any group: one eviction reduces what all later tokens are made from.
+    #: None while nothing is.
+    pure_tokens: int | None = None
+    #: Blocks held now and at most, the step in flight included.
+    held_blocks: int = 0
+    peak_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -44,10 +48,9 @@ class Residency:
     resident: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     known: int = 0
     #: Shared by the request's KV groups.
-    purity: Purity = field(default_factory=Purity)
-    #: Blocks held now and at most, the step in flight included.
+    whole: Whole = field(default_factory=Whole)
+    #: Blocks held now, the step in flight included.
     held_blocks: int = 0
-    peak_blocks: int = 0
     evicted_blocks: int = 0
     #: What it was granted, once its policy has chosen another one for it.
     unprofiled: tuple[KVPolicyConfig, Limits] | None = None
@@ -64,15 +67,21 @@ class Residency:
     @property
     def pure_tokens(self) -> int | None:
         """Tokens computed while nothing was missing, in any KV group; None while nothing is."""
-        return self.purity.tokens
+        return self.whole.pure_tokens
 
     @pure_tokens.setter
     def pure_tokens(self, tokens: int | None) -> None:
-        self.purity.tokens = tokens
+        self.whole.pure_tokens = tokens
 
     @property
     def holes(self) -> int:
         return self.known - len(self.resident)
+
+    def hold(self, blocks: int) -> None:
+        """Note how many blocks are held now."""
+        self.whole.held_blocks += blocks - self.held_blocks
+        self.whole.peak_blocks = max(self.whole.peak_blocks, self.whole.held_blocks)
+        self.held_blocks = blocks
 
     def restart(self) -> None:
         """Forget all blocks: preempted, to be computed again from the first token."""

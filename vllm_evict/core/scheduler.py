@@ -23,7 +23,7 @@ from ..usage import USAGE_KEY, KVUsage
 from .manager import EvictableManager
 from .plan import PLAN, REPORTS, Compaction, EvictionPlan, GroupPlan, Report, Reports, Scoring
 from .reconstruction import Reconstructions
-from .residency import NO_BLOCKS, Purity, Residency, choose_jointly, over_shared_trigger
+from .residency import NO_BLOCKS, Residency, Whole, choose_jointly, over_shared_trigger
 from .spec import EvictableSpec, policy_config
 
 logger = init_logger("vllm.evict")
@@ -121,12 +121,12 @@ class EvictionMixin:
             logger.warning("request %s runs under the server's KV policy: %s", request.request_id, error)
             config = self.kv_policy
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        purity = Purity()
+        whole = Whole()
         for manager in self.kv_managers:
             part = config.of_class(manager.kv_cache_spec.head_class)
             limits = part.limits(block_size, request.num_prompt_tokens)
             key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
-            resident = Residency(part, limits, block_size, config.name, key=key, purity=purity)
+            resident = Residency(part, limits, block_size, config.name, key=key, whole=whole)
             may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.bound)
             # What a reconstruction measures, its shadow does.
             resident.measured = bool(part.policy.measures and may_outgrow and not part.policy.reconstructs)
