@@ -1,5 +1,7 @@
 """Token granularity: each KV head keeps its own tokens, gathered into private blocks; against per-head masks."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,9 @@ from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.plan import Compaction, Scoring
 from vllm_evict.heads.arrange import arrange
+from vllm_evict.worker.tokens import TokenSums, compact
 
 BLOCK, VOCAB = 32, 4096
 #: Relative gap in importance below which rounding may tell tokens apart either way.
@@ -268,3 +272,17 @@ def test_what_cannot_be_had_is_refused():
     config = parse(POLICIES["h2o"])
     assert config.for_request({"kv_policy": "knorm"}, 1000, 32).granularity == "token"
     assert config.for_request({"kv_policy": "sink-window"}, 1000, 32).granularity == "block"
+
+
+@pytest.mark.parametrize("sets", ["head", "all"])
+def test_a_rank_may_have_no_heads_of_a_group(sets):
+    """It chooses nothing, and takes part where one set for all is agreed on."""
+    config = KVPolicyConfig.parse({**POLICIES["h2o"], "sets": sets})
+    sums, calls = TokenSums(2, 1, 1, BLOCK), []
+    sums.start("a", Scoring.of(config, 9))
+    sums.token_step(["a"], np.array([0, 320], np.int32), np.array([320]), np.array([320]))
+    sums.judge("a")
+    store = SimpleNamespace(read=lambda *_: iter(()), compact=lambda source, keep, target: calls.append(keep))
+    plan = Compaction("a", 0, config, list(range(1, 11)), 320, 1, 7, [2, 3], 319)
+    compact(plan, store, sums, BLOCK, None, lambda values, maximise: calls.append(values.tolist()) or values)
+    assert calls == ([[]] if sets == "head" else [[0.0] * 7 * BLOCK, []])

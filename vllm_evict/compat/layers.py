@@ -128,7 +128,8 @@ def _split(
 
 
 def _group(vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int]) -> GroupRuntime:
-    """`heads`: KV heads of each of its layers on this rank."""
+    """`heads`: KV heads of each of its layers on this rank, which may have none."""
+    heads = heads or [1]
     same = len(set(heads)) == 1
     return GroupRuntime(
         config,
@@ -138,7 +139,7 @@ def _group(vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, h
         kv_heads=heads[0] if same else sum(heads),
         layers=len(heads) if same else 1,
         store=store,
-        shape=(max(heads, default=0), len(heads)),
+        shape=(max(heads), len(heads)),
         device=vllm_config.device_config.device_type,
     )
 

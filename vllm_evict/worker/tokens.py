@@ -208,7 +208,7 @@ def compact(
     judged = sums.judged(plan.req_id, plan.position) if plan.config.policy.measures & RUNNING else None
     scores = _importance(plan, store, judged, resident, first, count, block_size)
     if plan.config.sets == "all":
-        one = _reduced(scores, plan.config, all_reduce)
+        one = _reduced(scores, count, plan.config, all_reduce)
         scores = [one.expand(len(layer), -1) for layer in scores]
     keep = [_kept(layer, kept) for layer in scores]
     source = resident[plan.first : plan.first + plan.count].int()
@@ -216,7 +216,7 @@ def compact(
     store.compact(source, [layer.int() for layer in keep], torch.tensor(plan.target, dtype=torch.int32))
     for layer, (keys, values) in enumerate(merged):
         store.write(layer, torch.tensor(plan.target), *(_in_blocks(x, block_size) for x in (keys, values)))
-    if judged is not None:
+    if judged is not None and keep:
         heads = judged[0].shape[1]
         # Rows of heads that a layer does not have are never read.
         full = [torch.cat([layer, layer[:1].expand(heads - len(layer), -1)]) for layer in keep]
@@ -292,10 +292,11 @@ def _kept(importance: torch.Tensor, kept: int) -> torch.Tensor:
 
 
 def _reduced(
-    layers: list[torch.Tensor], config: Any, all_reduce: Callable[[torch.Tensor, bool], torch.Tensor]
+    layers: list[torch.Tensor], count: int, config: Any, all_reduce: Callable[[torch.Tensor, bool], torch.Tensor]
 ) -> torch.Tensor:
-    """One importance for all heads and layers. float64 [Hkv, count]"""
-    of_layers = []
+    """One importance for all heads and layers. float64 [count]"""
+    # A rank may have no heads of a KV group, and takes part all the same.
+    of_layers = [torch.zeros(count, dtype=torch.float64)] if not layers else []
     for layer in layers:
         of_layers.append(layer.amax(0) if config.heads == "max" else layer.sum(0))
     stacked = torch.stack(of_layers)
