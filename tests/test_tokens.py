@@ -286,3 +286,25 @@ def test_a_rank_may_have_no_heads_of_a_group(sets):
     plan = Compaction("a", 0, config, list(range(1, 11)), 320, 1, 7, [2, 3], 319)
     compact(plan, store, sums, BLOCK, None, lambda values, maximise: calls.append(values.tolist()) or values)
     assert calls == ([[]] if sets == "head" else [[0.0] * 7 * BLOCK, []])
+
+
+@pytest.mark.v1_only
+def test_bands_of_layers_may_keep_tokens(engine, model, dense):
+    """Budgets that fall with depth, in tokens."""
+    base = {**BASE, "budget": 320, "window": 24, "kernel": 7}
+    policy = {"name": "pyramidkv", **base, "bands": 3}
+    server = engine(policy, model=model, max_num_batched_tokens=192)
+    groups = []
+    for band, part in enumerate(KVPolicyConfig.parse(policy).classes.values()):
+        limits = part.limits(BLOCK, 1)
+        sizes = {"budget": limits.budget * BLOCK, "buffer": (limits.trigger - limits.budget) * BLOCK}
+        heads = np.zeros((3, 4), bool)
+        heads[band] = True
+        groups.append((oracle_config({**base, "name": "snapkv", **sizes}), heads))
+    prompt = prompt_of(500, SEED + 3)
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 100, "logprobs": 1})])
+    replays = replay_tokens(dense, [*prompt, *output.outputs[0].token_ids], trace.steps, groups, trace.start)
+    for got, want in zip(trace.groups, replays, strict=True):
+        assert got.evicted[:-1] == want.replay.evicted[: len(trace.steps) - 1] and want.kept
+    assert_logprobs(output, prompt, trace, replays[0].replay.logits)
+    server.assert_nothing_left()
