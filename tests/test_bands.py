@@ -264,3 +264,39 @@ def test_fastgen_chooses_anew_after_a_restart(engine, model):
     assert all(np.isfinite(logprobs_of(output)).all() for output in outputs)
     assert any(output.kv_usage.evicted_blocks for output in outputs)
     server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_a_request_that_ends_when_its_policy_is_chosen_is_forgotten(engine, model):
+    """What its new policy measures is told with the next step, which is one without it."""
+    policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 4, "recovery": 0.35}
+    server = engine(policy, model=model, max_num_batched_tokens=192)
+    request_id, chosen = server.add(random_prompt(600, 5), max_tokens=50), []
+
+    def on_step(server):
+        names = {resident.config.name for m in server.managers for resident in m.residents.values()}
+        if "h2o" in names:
+            chosen.append(names)
+            server.llm.llm_engine.abort_request([request_id])
+
+    server.run(on_step)
+    assert len(chosen) == 1
+    server.generate([random_prompt(40)], max_tokens=4)
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_adakv_under_pressure_goes_by_scores(engine, model):
+    policy = {"name": "adakv", **BASE, "budget": 128, "buffer": 0, "recent": 32, "bands": 2, "when": "pressure"}
+    server = engine(policy, model=model, blocks=60, max_num_batched_tokens=128, max_model_len=512)
+    reported = []
+
+    def on_step(server):
+        reported.extend(r.report is not None for m in server.managers for r in m.residents.values() if r.evicted_blocks)
+
+    for seed in range(4):
+        server.add(random_prompt(150 + 10 * seed, seed), max_tokens=200)
+    outputs = server.run(on_step)
+    assert sum(output.kv_usage.evicted_blocks for output in outputs.values()) > 8
+    assert reported and any(reported)
+    server.assert_nothing_left()

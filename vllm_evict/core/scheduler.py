@@ -121,9 +121,9 @@ class EvictionMixin:
             logger.warning("request %s runs under the server's KV policy: %s", request.request_id, error)
             config = self.kv_policy
         longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        whole = Whole()
+        whole, classes = Whole(), config.classes
         for manager in self.kv_managers:
-            part = config.of_class(manager.kv_cache_spec.head_class)
+            part = classes.get(manager.kv_cache_spec.head_class, config)
             limits = part.limits(block_size, request.num_prompt_tokens)
             key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
             resident = Residency(part, limits, block_size, config.name, key=key, whole=whole)
@@ -194,7 +194,7 @@ class EvictionMixin:
         for manager, group in zip(self.kv_managers, plan.groups):
             self._plan_group(manager, group, starts, output)
         if self.kv_policy.policy.pools:
-            self._plan_jointly(plan, output)
+            self._plan_jointly(plan)
         if self.reconstructions is not None and (shadow := self.reconstructions.reported(output)):
             plan.groups[0].report[shadow] = self.residents[shadow].config.policy.measures
         if self._poison:
@@ -245,7 +245,7 @@ class EvictionMixin:
                 plan.due[req_id] = resident.incarnation
                 plan.report[req_id] = resident.config.policy.measures
 
-    def _plan_jointly(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
+    def _plan_jointly(self, plan: EvictionPlan) -> None:
         """One KV group that grew makes all of a request's groups due, if they hold too much together."""
         for req_id in set().union(*(group.due for group in plan.groups)):
             residents = self._residents_of(req_id)
@@ -254,7 +254,7 @@ class EvictionMixin:
                 if over:
                     group.due[req_id] = resident.incarnation
                     group.report[req_id] = resident.config.policy.measures
-                elif resident.limits is not None:
+                else:
                     group.due.pop(req_id, None)
                     group.report.pop(req_id, None)
 
@@ -264,11 +264,12 @@ class EvictionMixin:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
         reports: list[Reports] = getattr(model_runner_output, REPORTS, None) or [{}] * len(self.kv_managers)
+        for manager, group, reported in zip(self.kv_managers, plan.groups, reports):
+            self._take_scores(manager, group, reported)
+            if not self.kv_policy.policy.pools:
+                self._decide(manager, group, reported)
         if self.kv_policy.policy.pools:
             self._decide_jointly(plan, reports)
-        else:
-            for manager, group, reported in zip(self.kv_managers, plan.groups, reports):
-                self._decide(manager, group, reported)
         if self.reconstructions is not None:
             self.reconstructions.take(reports[0])
             self.reconstructions.hide(outputs)
@@ -276,12 +277,15 @@ class EvictionMixin:
             self._send_usage(outputs)
         return outputs
 
-    def _decide(self, manager: EvictableManager, plan: GroupPlan, reports: Reports) -> None:
-        """Evict in one KV group what a finished step calls for."""
+    def _take_scores(self, manager: EvictableManager, plan: GroupPlan, reports: Reports) -> None:
+        """Keep what was asked for in case the pool runs out."""
         for req_id, incarnation in plan.asked.items():
             resident = manager.residents.get(req_id)
             if resident is not None and resident.incarnation == incarnation and req_id in reports:
                 resident.report = reports[req_id]
+
+    def _decide(self, manager: EvictableManager, plan: GroupPlan, reports: Reports) -> None:
+        """Evict in one KV group what a finished step calls for."""
         for req_id, incarnation in plan.due.items():
             request = self.requests.get(req_id)
             if request is None or request.status != RequestStatus.RUNNING:
@@ -469,11 +473,10 @@ class EvictionMixin:
         self.tally.count(resident.policy, len(blocks), len(freed), first)
 
     def _free_request_blocks(self, request: Request) -> None:
-        # Its table is gone, and with it the holes that workers were to hear of.
+        # Its table is gone, and with it all that workers were to hear of.
         for group in self._plan.groups:
-            group.holes.pop(request.request_id, None)
-            group.missing.pop(request.request_id, None)
-            group.moved.pop(request.request_id, None)
+            for told in (group.holes, group.missing, group.moved, group.track):
+                told.pop(request.request_id, None)
         self._plan.compactions = [c for c in self._plan.compactions if c.req_id != request.request_id]
         super()._free_request_blocks(request)
 

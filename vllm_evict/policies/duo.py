@@ -1,14 +1,12 @@
 """DuoAttention: retrieval heads keep what their own policy says, streaming heads keep sinks and a recent window."""
 
-import numpy as np
-
-from .base import Blocks, Policy
+from .full import Full
 
 
-class Duo(Policy):
+class Duo(Full):
     """Splits the KV heads of each layer in two classes, each under a policy of its own (`KVPolicyConfig.of_class`).
 
-    It scores nothing itself: streaming heads are under sink-window, retrieval heads under `full` or any policy given.
+    It decides nothing itself: streaming heads are under sink-window, retrieval heads under `full` or any policy given.
     """
 
     name = "duo"
@@ -17,6 +15,3 @@ class Duo(Policy):
     options = frozenset({"heads", "threshold", "sparsity", "sink", "recent", "retrieval", "pattern"})
     defaults = {}
     triggers = ("budget",)
-
-    def importance(self, blocks: Blocks) -> np.ndarray:
-        raise NotImplementedError("duo decides nothing itself; its head classes do")
