@@ -241,21 +241,30 @@ def test_no_poison(engine, async_engine, model, monkeypatch, asynchronous, cachi
 @pytest.mark.v1_only
 def test_late_decisions_see_what_was_measured_by_then(async_engine, model, dense):
     """With a step in flight tokens go one step later; which ones is settled by what the decision's own step saw."""
-    server = async_engine(POLICIES["h2o-last"], model=model, max_num_batched_tokens=192, enable_prefix_caching=False)
-    compactions, schedule = [], server.scheduler.schedule
+    server = async_engine(POLICIES["h2o"], model=model, max_num_batched_tokens=96, enable_prefix_caching=False)
+    steps, told, schedule = [], [], server.scheduler.schedule
 
     def recorded(*args):
         output = schedule(*args)
-        compactions.extend(getattr(output, PLAN).compactions)
+        if output.num_scheduled_tokens:
+            steps.extend(output.num_scheduled_tokens.values())
+            told.append([compaction.position for compaction in getattr(output, PLAN).compactions])
         return output
 
     server.scheduler.schedule = recorded
-    prompt = prompt_of(500, SEED)
+    prompt = prompt_of(600, SEED)
     server.add(prompt, "late", max_tokens=100, logprobs=0)
     (output,) = server.run().values()
-    assert len(compactions) > 2 and np.isfinite(logprobs_of(output)).all()
-    for one, other in zip(compactions, compactions[1:]):
-        assert one.position < other.position and other.count >= len(other.target)
+    tokens = [*prompt, *output.outputs[0].token_ids]
+    done = np.searchsorted(np.cumsum(steps), len(tokens) - 1) + 1
+    ends = np.cumsum(steps)
+    late = [ends[step] - position - 1 > steps[step] for step in range(done) for position in told[step]]
+    assert len(late) > 3 and all(late), "no step was in flight at any decision"
+    (request,) = replay_tokens(dense, tokens, steps[:done], [(oracle_config(POLICIES["h2o"]), None)], told=told[:done])
+    assert request.closest > TIE
+    logprobs = torch.log_softmax(request.replay.logits.double(), -1)[len(prompt) - 1 :]
+    want = [logprobs[i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
+    np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
     server.assert_nothing_left()
 
 

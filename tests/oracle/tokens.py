@@ -24,6 +24,8 @@ class TokenRequest(Request):
         self.gone = torch.zeros(*shape, 0, dtype=torch.bool)  # [L, G, N]
         self.drawn = torch.zeros(*shape, 0, dtype=torch.float64)
         self.closest = math.inf  # relative gap between the last that went and the first that stayed, at its smallest
+        self.seen = None  # what queries know to be gone, where that is not `gone`
+        self.decided = {}  # position of the newest token -> `gone` after the decision
         self.kept = []  # after each decision, {(layer, head): positions}
 
     def grow(self):
@@ -35,7 +37,10 @@ class TokenRequest(Request):
         """bool [L, G, Q, N]"""
         self.grow()
         tokens = torch.arange(self.n)
-        return (tokens <= tokens[first:, None]) & ~self.gone[:, :, None]
+        gone = self.gone
+        if self.seen is not None:  # decided, but not told yet
+            gone = torch.nn.functional.pad(self.seen, (0, self.n - self.seen.shape[2]))
+        return (tokens <= tokens[first:, None]) & ~gone[:, :, None]
 
     def accumulate(self, probs, first):
         config, counted = self.config, self.counted(first)
@@ -87,6 +92,7 @@ class TokenRequest(Request):
             self.drawn.zero_()
         self.replay.evicted.append(blocks[len(blocks) - spare :])
         self.evicted |= set(self.replay.evicted[-1])
+        self.decided[self.n - 1] = self.gone.clone()
         self.kept.append({at: torch.nonzero(~self.gone[at])[:, 0].tolist() for at in values})
 
     def merge_tokens(self, layer, head, places, importance, going):
@@ -145,10 +151,11 @@ class TokenRequest(Request):
         return mass
 
 
-def replay_tokens(model, token_ids, steps, groups, start=0, sets="head", merge=None):
+def replay_tokens(model, token_ids, steps, groups, start=0, sets="head", merge=None, told=None):
     """Serve `token_ids` in the given steps; returns the finished requests, one for each group.
 
     groups: (Config, heads bool [L, G] or None) of each. start: leading tokens out of a prefix cache.
+    told: for each step the decisions, by the position of their newest token, that take effect with it; None: at once.
     """
     requests = [TokenRequest(model, config, heads, sets, merge) for config, heads in groups]
     cache, done, logits = model.new_cache(), start, []
@@ -156,7 +163,12 @@ def replay_tokens(model, token_ids, steps, groups, start=0, sets="head", merge=N
         model.forward(token_ids[:start], cache, torch.ones(start, start, dtype=torch.bool).tril())
     for request in requests:
         request.cache, request.n, request.start, request.replay = cache, start, start, Replay()
-    for count in steps:
+    for step, count in enumerate(steps):
+        for request in requests if told is not None else ():
+            for position in told[step]:
+                request.seen = request.decided[position]
+            if request.seen is None:
+                request.seen = torch.zeros_like(request.gone)
         mask = torch.zeros(model.layers, model.heads, count, done + count, dtype=torch.bool)
         group = model.heads // model.kv_heads
         for request in requests:
