@@ -1824,7 +1824,7 @@ ATTENTION = [
         "vllm.model_executor.layers.attention:Attention",
         (
             *("compat.layers", "compat.refusals", "compat.reorder"),
-            *("attention.cpu", "attention.split", "attention.triton"),
+            *("attention.cpu", "attention.split", "attention.device"),
         ),
         "the layers that are put behind the view",
         bases=("AttentionLayerBase",),
@@ -2118,7 +2118,7 @@ TRITON = [
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata",
-        ("attention.backend", "attention.triton"),
+        ("attention.backend", "attention.device"),
         "what the kernel and our passes read",
         has=(
             "num_actual_tokens: int",
@@ -2162,14 +2162,14 @@ TRITON = [
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
-        ("compat.refusals", "attention.backend", "attention.triton"),
+        ("compat.refusals", "attention.backend", "attention.device"),
         "subclassed; what it has that our passes do not know is refused, or left to its own kernel",
         has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "head_size", "chunk_lookback"),
         takes_attributes=True,
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward",
-        ("attention.backend", "attention.triton"),
+        ("attention.backend", "attention.device"),
         "queries are [tokens, heads, size]; each token and head of the cache holds K, then V, in any layout",
         first=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
         replaced_by=("vllm_evict.attention.backend:working_impl.WorkingImpl.forward",),
@@ -2183,7 +2183,7 @@ TRITON = [
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.do_kv_cache_update",
-        ("attention.backend", "attention.split", "attention.triton"),
+        ("attention.backend", "attention.split", "attention.device"),
         "writes this step's keys and values before `forward`, into pages with any strides",
         does=(
             "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)",
