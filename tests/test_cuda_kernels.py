@@ -1,4 +1,7 @@
-"""The CUDA C++ kernels of csrc/cuda without a GPU: run on a CPU by tests/cuda/emulator.h, and compiled by nvcc."""
+"""The CUDA C++ kernels of csrc/cuda without a GPU: run on a CPU by tests/cuda/emulator.h, and compiled by nvcc.
+
+Where there is a GPU and nvcc they run on it.
+"""
 
 import ctypes
 import re
@@ -17,27 +20,48 @@ from vllm_evict.config import KVPolicyError
 
 pytest.importorskip("triton")
 
-from test_triton_kernels import BF16, F16, F32, HEAD_MAJOR, TOKEN_MAJOR, TOLERANCE, Batch, assert_close, ints
+from test_triton_kernels import (
+    BF16,
+    DEVICE,
+    F16,
+    F32,
+    HEAD_MAJOR,
+    ON_GPU,
+    TOKEN_MAJOR,
+    TOLERANCE,
+    Batch,
+    assert_close,
+    ints,
+)
 
 pytestmark = pytest.mark.v1_only
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "csrc/cuda/decode_mass.cu"
-NVCC = shutil.which("nvcc")
-both_copies = pytest.mark.parametrize("bulk", [True, False], ids=["bulk", "cp.async"])
+needs_emulator = pytest.mark.skipif(ON_GPU, reason="the kernels run on a GPU here")
+needs_bulk = pytest.mark.skipif(
+    ON_GPU and torch.cuda.get_device_capability() < (9, 0), reason="bulk copies need compute capability 9.0"
+)
+both_copies = pytest.mark.parametrize("bulk", [pytest.param(True, marks=needs_bulk), False], ids=["bulk", "cp.async"])
 
 
 def compile_emulated(source: Path, path: Path) -> Library:
     """A `decode_mass.cu` and its kernels, for this CPU."""
     compiler = shutil.which("g++") or pytest.skip("no g++")
-    options = "-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"
+    options = "-std=c++17", "-O1", "-march=native", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"
     include = "-I", str(ROOT / "tests/cuda")
     subprocess.run([compiler, *options, *include, "-x", "c++", str(source), "-o", str(path)], check=True)
     return Library(str(path))
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory):
-    return compile_emulated(SOURCE, tmp_path_factory.mktemp("cuda") / "emulated.so")
+def kernels(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cuda") / "kernels.so"
+    if not ON_GPU:
+        return compile_emulated(SOURCE, path)
+    nvcc = shutil.which("nvcc") or pytest.skip("no nvcc")
+    command = [nvcc, "-std=c++17", "-O3", "-arch=native", "-shared", "-Xcompiler", "-fPIC", "-o", path, SOURCE]
+    subprocess.run(command, check=True)
+    return Library(str(path))
 
 
 class CudaBatch(Batch):
@@ -49,7 +73,7 @@ class CudaBatch(Batch):
 
     def plan(self, **options):
         shape = len(self.rows), self.heads, self.kv_heads, self.query.shape[2], self.block_size, self.table.shape[1]
-        plan = plan_decode(*shape, self.query.dtype, "cpu", **options)
+        plan = plan_decode(*shape, self.query.dtype, DEVICE, **options)
         for scratch in (plan.partial, plan.stats, plan.granules):
             if scratch is not None:
                 scratch.fill_(torch.nan)
@@ -57,7 +81,7 @@ class CudaBatch(Batch):
 
     def decode(self, rows_of_mass=None, *, plan=None, **options):
         output = torch.full_like(self.query, 7.0)
-        lse = torch.full((len(output), self.heads + 1), 7.0)[:, 1:]
+        lse = torch.full((len(output), self.heads + 1), 7.0, device=DEVICE)[:, 1:]
         out = self.new_out(rows_of_mass or self.kv_heads) if rows_of_mass != 0 else None
         decode_cuda.decode_mass(
             *(self.query, self.keys, self.values, self.table, self.starts, self.seq_lens, self.rows),
@@ -87,23 +111,23 @@ SHAPES = [  # heads, dim, block size, dtype, layout, splits, rows of mass
 @pytest.mark.parametrize(
     "shape", SHAPES, ids=[f"{h}x{d}-bs{b}-{str(t)[6:]}-{o.name}-{n}" for h, d, b, t, o, n, _ in SHAPES]
 )
-def test_decode_matches_the_reference(emulated, shape, bulk):
+def test_decode_matches_the_reference(kernels, shape, bulk):
     heads, dim, block_size, dtype, layout, splits, rows = shape
-    batch = CudaBatch(emulated, *LENS, heads, dim, block_size, dtype, layout)
+    batch = CudaBatch(kernels, *LENS, heads, dim, block_size, dtype, layout)
     output, mass, lse = batch.decode(rows, plan=batch.plan(splits=splits, bulk=bulk))
     expected, expected_mass = batch.decode_reference(rows)
     assert_close(output, expected, TOLERANCE[dtype])
     assert_close(mass, expected_mass, 5e-6)
     tokens = batch.starts[batch.rows.long()].long()
     assert_close(lse[tokens], batch.lse()[tokens])
-    others = torch.ones(len(output), dtype=torch.bool).index_fill(0, tokens, False)
+    others = torch.ones(len(output), dtype=torch.bool, device=DEVICE).index_fill(0, tokens, False)
     assert (output[others] == 7).all() and (lse[others] == 7).all()
 
 
 @both_copies
 @pytest.mark.parametrize("layout", [HEAD_MAJOR, TOKEN_MAJOR], ids=lambda layout: layout.name)
-def test_keys_and_values_of_two_tensors(emulated, layout, bulk):
-    batch = CudaBatch(emulated, *LENS, (4, 2), 64, 32, BF16, layout)
+def test_keys_and_values_of_two_tensors(kernels, layout, bulk):
+    batch = CudaBatch(kernels, *LENS, (4, 2), 64, 32, BF16, layout)
     plan = batch.plan(bulk=bulk)
     joined = batch.decode(plan=plan)
     batch.keys, batch.values = batch.keys.clone(), torch.cat((batch.values, batch.values[:, :1]), 1)[:, :-1]
@@ -113,9 +137,9 @@ def test_keys_and_values_of_two_tensors(emulated, layout, bulk):
 
 @both_copies
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_request_of_many_rounds(emulated, depth, bulk):
+def test_a_request_of_many_rounds(kernels, depth, bulk):
     """More chunks than slots, and than page numbers that are loaded at once."""
-    batch = CudaBatch(emulated, [1], [1201], (2, 1), 64, 16, F16, TOKEN_MAJOR)
+    batch = CudaBatch(kernels, [1], [1201], (2, 1), 64, 16, F16, TOKEN_MAJOR)
     output, mass, lse = batch.decode(plan=batch.plan(splits=1, depth=depth, bulk=bulk))
     expected, expected_mass = batch.decode_reference()
     assert_close(output, expected, TOLERANCE[F16])
@@ -123,12 +147,13 @@ def test_a_request_of_many_rounds(emulated, depth, bulk):
     assert_close(lse, batch.lse())
 
 
+@needs_emulator
 @both_copies
-def test_no_order_of_threads_and_copies_changes_a_bit(emulated, bulk):
-    batch = CudaBatch(emulated, [1, 1], [333, 40], (4, 2), 64, 16, BF16)
+def test_no_order_of_threads_and_copies_changes_a_bit(kernels, bulk):
+    batch = CudaBatch(kernels, [1, 1], [333, 40], (4, 2), 64, 16, BF16)
     plan, first = batch.plan(splits=2, depth=1, bulk=bulk), None
     for seed in range(8):
-        emulated.handle.vllm_evict_emulator_seed(ctypes.c_uint(seed))
+        kernels.handle.vllm_evict_emulator_seed(ctypes.c_uint(seed))
         results = batch.decode(plan=plan)
         first = first or results
         assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
@@ -144,8 +169,9 @@ BROKEN = {  # what is left out -> what is seen
 }
 
 
+@needs_emulator
 @pytest.mark.parametrize("line", BROKEN)
-def test_the_emulator_sees_a_race(emulated, tmp_path, line):
+def test_the_emulator_sees_a_race(kernels, tmp_path, line):
     """On a GPU most of these would go unseen most of the time."""
     for path in SOURCE.parent.iterdir():
         (tmp_path / path.name).write_text(path.read_text())
@@ -155,7 +181,7 @@ def test_the_emulator_sees_a_race(emulated, tmp_path, line):
     path.write_text(before.replace(line, f"; {line.partition(';')[2]}"))
     batch = CudaBatch(compile_emulated(tmp_path / SOURCE.name, tmp_path / "broken.so"), [1], [700], (2, 1), dtype=BF16)
     plan = batch.plan(splits=1, depth=1, bulk=True)
-    expected, seen = CudaBatch(emulated, [1], [700], (2, 1), dtype=BF16).decode(plan=plan)[0], set()
+    expected, seen = CudaBatch(kernels, [1], [700], (2, 1), dtype=BF16).decode(plan=plan)[0], set()
     for seed in range(4):
         batch.kernels.handle.vllm_evict_emulator_seed(ctypes.c_uint(seed))
         try:
@@ -166,8 +192,8 @@ def test_the_emulator_sees_a_race(emulated, tmp_path, line):
     assert any(re.search(BROKEN[line], each) for each in seen), seen
 
 
-def test_decode_without_mass_is_the_same(emulated):
-    batch = CudaBatch(emulated, *LENS, dtype=BF16)
+def test_decode_without_mass_is_the_same(kernels):
+    batch = CudaBatch(kernels, *LENS, dtype=BF16)
     output, mass, lse = batch.decode(weights=None)
     assert torch.equal(batch.decode(0)[0], output) and torch.equal(batch.decode(0)[2], lse)
     assert torch.equal(batch.decode(0, lse=None)[0], output)
@@ -177,16 +203,16 @@ def test_decode_without_mass_is_the_same(emulated):
     assert (unweighed == 0.25).all() and not torch.equal(mass, unweighed)
 
 
-def test_mass_adds_up_to_the_queries(emulated):
-    batch = CudaBatch(emulated, *LENS, heads=(6, 2), dtype=BF16)
+def test_mass_adds_up_to_the_queries(kernels):
+    batch = CudaBatch(kernels, *LENS, heads=(6, 2), dtype=BF16)
     _, mass, _ = batch.decode(weights=None)
     expected = torch.zeros(len(batch.seq_lens), 2)
-    expected[batch.rows.long()] = 3
+    expected[batch.rows.cpu().long()] = 3
     assert_close((mass - 0.25).sum(2), expected, 2e-5)
 
 
-def test_with_one_number_of_splits_other_requests_change_no_bit(emulated):
-    batch = CudaBatch(emulated, *LENS, dtype=F16)
+def test_with_one_number_of_splits_other_requests_change_no_bit(kernels):
+    batch = CudaBatch(kernels, *LENS, dtype=F16)
     plan = batch.plan(splits=2)
     output, mass, _ = batch.decode(plan=plan)
     row = int(batch.rows[-1])
@@ -197,46 +223,65 @@ def test_with_one_number_of_splits_other_requests_change_no_bit(emulated):
     assert (alone[:token] == 7).all() and (its_mass[:row] == 0.25).all()
 
 
-def test_large_scores_neither_overflow_nor_vanish(emulated):
-    batch = CudaBatch(emulated, *LENS, dtype=F16, magnitude=12.0)
+def test_large_scores_neither_overflow_nor_vanish(kernels):
+    batch = CudaBatch(kernels, *LENS, dtype=F16, magnitude=12.0)
     output, mass, _ = batch.decode()
     expected, expected_mass = batch.decode_reference()
     assert_close(output, expected, 4e-3)
     assert_close(mass, expected_mass, 1e-4)
 
 
-def test_a_request_without_tokens_gets_zeros(emulated):
-    batch = CudaBatch(emulated, [1], [16], dtype=BF16)
+def test_a_request_without_tokens_gets_zeros(kernels):
+    batch = CudaBatch(kernels, [1], [16], dtype=BF16)
     batch.seq_lens = ints([0])
     output, mass, lse = batch.decode()
     assert not output.any() and (mass == 0.25).all() and (lse == -torch.inf).all()
 
 
-def test_a_row_of_mass_may_be_short(emulated):
+def test_decode_captures_into_a_graph(kernels):
+    if not ON_GPU:
+        pytest.skip("CUDA graphs need a GPU")
+    batch = CudaBatch(kernels, *LENS, dtype=BF16)
+    plan = batch.plan()
+    expected = batch.decode(plan=plan)
+    output, lse, out = torch.empty_like(batch.query), torch.empty_like(expected[2]), batch.new_out(batch.kv_heads)
+    tensors = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        options = {"out": out, "weights": batch.weights, "lse": lse, "plan": plan, "kernels": kernels}
+        decode_cuda.decode_mass(*tensors, batch.scale, output, **options)
+    out.fill_(0.25)
+    graph.replay()
+    tokens = batch.starts[batch.rows.long()].long()
+    assert torch.equal(out, expected[1])
+    assert torch.equal(output[tokens], expected[0][tokens]) and torch.equal(lse[tokens], expected[2][tokens])
+
+
+def test_a_row_of_mass_may_be_short(kernels):
     """Blocks beyond it, or beyond the plan's longest request, are attended to and not measured."""
-    batch = CudaBatch(emulated, [1], [130], dtype=BF16)
+    batch = CudaBatch(kernels, [1], [130], dtype=BF16)
     output, mass, _ = batch.decode(weights=None)
     short = batch.new_out(batch.kv_heads)[:, :, :4].contiguous()
     plan, again = batch.plan()._replace(max_blocks=4), torch.empty_like(output)
     plan = plan._replace(granules=plan.granules[:, :, :4].clone())
     tensors = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
     for out, its in ((short, None), (batch.new_out(batch.kv_heads), plan)):
-        decode_cuda.decode_mass(*tensors, batch.scale, again, out=out, plan=its, kernels=emulated)
+        decode_cuda.decode_mass(*tensors, batch.scale, again, out=out, plan=its, kernels=kernels)
         assert torch.equal(again, output) and torch.equal(out[:, :, :4], mass[:, :, :4])
     assert (out[:, :, 4:] == 0.25).all()
 
 
 @both_copies
 @pytest.mark.parametrize("axis", ["block", "head"])
-def test_slots_beyond_2_to_the_31(emulated, axis, bulk):
+def test_slots_beyond_2_to_the_31(kernels, axis, bulk):
     """Strides of 2**30 fit 32 bits, twice that does not. Only pages that are used take memory."""
     far, dim, block_size, heads = 2**30 + 64, 64, 16, 3
     page = heads * block_size * 2 * dim
     try:
-        memory = torch.empty(2 * far + 3 * page, dtype=F16)
+        memory = torch.empty(2 * far + 3 * page, dtype=F16, device=DEVICE)
     except RuntimeError as error:
         pytest.skip(f"no 4 GiB of addresses: {error}")
-    near, batch = (CudaBatch(emulated, [1, 2], [24, 24], (heads, heads), dim, block_size, F16) for _ in range(2))
+    near, batch = (CudaBatch(kernels, [1, 2], [24, 24], (heads, heads), dim, block_size, F16) for _ in range(2))
     strides = (far, block_size * 2 * dim) if axis == "block" else (block_size * 2 * dim, far)
     cache = torch.as_strided(memory, (3, heads, block_size, 2 * dim), (*strides, 2 * dim, 1))
     near.table[1] = near.table[0]
@@ -265,18 +310,18 @@ def test_what_the_kernel_does_not_take():
     assert "aligned to 16 bytes" in sentence(cut=slice(4, None))
     batch = CudaBatch(None, [1], [16], dtype=F32)
     with pytest.raises(ValueError, match="one dtype"):
-        batch.decode(plan=plan_decode(1, 4, 2, 64, 16, 4, BF16, "cpu"))
+        batch.decode(plan=plan_decode(1, 4, 2, 64, 16, 4, BF16, DEVICE))
 
 
-def test_errors_are_the_librarys(emulated):
-    batch = CudaBatch(emulated, [1], [16], dtype=BF16)
+def test_errors_are_the_librarys(kernels):
+    batch = CudaBatch(kernels, [1], [16], dtype=BF16)
     with pytest.raises(RuntimeError, match="CUDA: invalid argument"):
         batch.decode(plan=batch.plan()._replace(depth=0))
     with pytest.raises(ValueError, match="plan must be for"):
         batch.decode(plan=batch.plan(mass=False))
     with pytest.raises(TypeError, match="rows must be int32"):
         batch.rows = batch.rows.long()
-        batch.decode(plan=plan_decode(1, 4, 2, 64, 16, 4, BF16, "cpu"))
+        batch.decode(plan=plan_decode(1, 4, 2, 64, 16, 4, BF16, DEVICE))
 
 
 def test_splits_fill_whole_waves():
@@ -289,11 +334,11 @@ def test_splits_fill_whole_waves():
     assert splits_for(396, 8192, places) == 1
 
 
-def test_programs_fit_on_an_sm(emulated):
+def test_programs_fit_on_an_sm(kernels):
     """A ring with its barriers, in the kernels' own words, and the 1 KiB that CUDA takes of each."""
     for dim, programs, chunks in ((64, 3, 4), (128, 3, 2), (128, 2, 3), (256, 2, 1)):
         depth = depth_for(dim, programs)
-        taken = [emulated.handle.vllm_evict_decode_shared_bytes(dim, 1, each) + 1024 for each in (depth, depth + 1)]
+        taken = [kernels.handle.vllm_evict_decode_shared_bytes(dim, 1, each) + 1024 for each in (depth, depth + 1)]
         assert depth == chunks and programs * taken[0] <= 228 * 1024 < programs * taken[1]
 
 
@@ -318,11 +363,11 @@ def on_hopper(monkeypatch):
     monkeypatch.setenv("VLLM_EVICT_DECODE", "cuda")
 
 
-def test_passes_decode_in_cuda_where_it_is_asked_for(on_hopper, monkeypatch, emulated, caplog):
-    monkeypatch.setattr(decode_cuda, "library", lambda: emulated)
+def test_passes_decode_in_cuda_where_it_is_asked_for(on_hopper, monkeypatch, kernels, caplog):
+    monkeypatch.setattr(decode_cuda, "library", lambda: kernels)
     calls = []
     monkeypatch.setattr(Library, "decode_mass", lambda *args, run=Library.decode_mass: (calls.append(args), run(*args)))
-    batch = CudaBatch(emulated, *LENS, dtype=BF16)
+    batch = CudaBatch(kernels, *LENS, dtype=BF16)
     passes, out = Passes(), batch.new_out(2)
     expected, expected_mass = batch.decode_reference()
     calls.clear()
@@ -333,7 +378,7 @@ def test_passes_decode_in_cuda_where_it_is_asked_for(on_hopper, monkeypatch, emu
     passes.decode_with(batch, None)
     assert passes._cuda._plans == {(4, 2, 64, 16, BF16, 4): plan} and len(calls) == 2
     # What the kernel does not take is Triton's.
-    passes.decode_with(CudaBatch(emulated, [1], [20], dtype=F32), None)
+    passes.decode_with(CudaBatch(kernels, [1], [20], dtype=F32), None)
     assert len(calls) == 2
 
 
@@ -349,11 +394,11 @@ def test_triton_decodes_unless_cuda_is_asked_for(on_hopper, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["not built", "no library", "another version", "old GPU"])
-def test_a_library_that_does_not_load_is_one_line(on_hopper, monkeypatch, emulated, tmp_path, caplog, case):
+def test_a_library_that_does_not_load_is_one_line(on_hopper, monkeypatch, kernels, tmp_path, caplog, case):
     decode_cuda.library.cache_clear()
     path = tmp_path / "_C_cuda.so"
     path.write_text("no library")
-    spec = SimpleNamespace(origin=emulated.handle._name if case in ("another version", "old GPU") else str(path))
+    spec = SimpleNamespace(origin=kernels.handle._name if case in ("another version", "old GPU") else str(path))
     monkeypatch.setattr(decode_cuda.importlib.util, "find_spec", lambda name: None if case == "not built" else spec)
     if case == "another version":
         monkeypatch.setattr(decode_cuda.ctypes, "sizeof", lambda kind: 8)
@@ -370,7 +415,7 @@ def test_a_library_that_does_not_load_is_one_line(on_hopper, monkeypatch, emulat
         "old GPU": "8.0",
     }
     assert line.startswith("VLLM_EVICT_DECODE=cuda: ") and said[case] in line and line.endswith("Triton kernel decodes")
-    passes.decode_with(CudaBatch(emulated, [1], [20], dtype=BF16), None)
+    passes.decode_with(CudaBatch(kernels, [1], [20], dtype=BF16), None)
 
 
 # ---- compiled by nvcc

@@ -35,12 +35,14 @@ struct DecodeArgs {
 
 }  // namespace vllm_evict
 
+#define VLLM_EVICT_EXPORT __attribute__((visibility("default")))
+
 extern "C" {
 // Bytes of DecodeArgs, for callers that were built at another time.
-int64_t vllm_evict_decode_args_size();
+VLLM_EVICT_EXPORT int64_t vllm_evict_decode_args_size();
 // Of shared memory that a program of the first launch takes; 0 if there is none for this shape.
-int64_t vllm_evict_decode_shared_bytes(int64_t head_dim, int64_t group, int64_t depth);
+VLLM_EVICT_EXPORT int64_t vllm_evict_decode_shared_bytes(int64_t head_dim, int64_t group, int64_t depth);
 // Two launches on `stream`, nothing waited for. 0, or an error for vllm_evict_error.
-int vllm_evict_decode_mass(const vllm_evict::DecodeArgs* args, void* stream);
-const char* vllm_evict_error(int code);
+VLLM_EVICT_EXPORT int vllm_evict_decode_mass(const vllm_evict::DecodeArgs* args, void* stream);
+VLLM_EVICT_EXPORT const char* vllm_evict_error(int code);
 }
