@@ -14,8 +14,8 @@ constexpr int kLanes = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kChunk = 16;     // tokens of one warp's matrix products; never of two blocks
 constexpr int kConsumers = 4;  // warps that compute
-constexpr int kProducer = kConsumers;  // the warp that copies
-constexpr int kThreads = (kConsumers + 1) * kLanes;
+constexpr int kProducers = 2;  // warps that copy; a part of kConsumers, so that a slot is filled by one of them
+constexpr int kThreads = (kConsumers + kProducers) * kLanes;
 constexpr int kHeadTile = 8;  // query heads of one matrix product
 constexpr int kMassBlocks = 128;  // blocks that a program of the second launch adds up
 constexpr int kCombineThreads = 128;
@@ -73,11 +73,12 @@ __device__ inline float sum_over_rows(float x) {
   return x;
 }
 
-// One warp copies all chunks into the ring, as far ahead as it has slots.
+// Each of two warps copies every other chunk into the ring, as far ahead as it has slots.
 template <int D, bool kBulk>
 __device__ void produce(const DecodeArgs& a, const Split& s, const Ring<D>& ring) {
   using R = Ring<D>;
   const int lane = threadIdx.x % kLanes;
+  const int first = threadIdx.x / kLanes - kConsumers;
   const int block_size = static_cast<int>(a.block_size);
   const int32_t* table = a.table + s.row * a.table_row;
   // 64 bits: a cache has more than 2**31 elements.
@@ -85,23 +86,28 @@ __device__ void produce(const DecodeArgs& a, const Split& s, const Ring<D>& ring
   const char* values = static_cast<const char*>(a.values) + 2 * s.kv_head * a.value_head;
   // A token's value follows its key: one copy does for both.
   const bool joined = values == keys + 2 * D && a.key_block == a.value_block && a.key_token == a.value_token;
-  // Page numbers of 32 chunks, a lane each, and of the next 32: they come while these are copied.
-  const auto page_of = [&](int chunk) {
-    return chunk < s.count ? table[(s.first + chunk) * kChunk / block_size] : 0;
+
+  // Of this warp's chunks from `start` on each lane knows one: where it lies, and the page of the one 32 further on,
+  // which comes while these are copied.
+  const auto token_of = [&](int start) { return (s.first + start + lane * kProducers) * kChunk; };
+  const auto page_of = [&](int start) {
+    return start + lane * kProducers < s.count ? table[token_of(start) / block_size] : 0;
   };
-  int32_t pages = 0, next_pages = page_of(lane);
-  int slot = 0, parity = 1;  // of the phase before the first: all slots are empty
-  for (int chunk = 0; chunk < s.count; ++chunk) {
-    if (chunk % kLanes == 0) {
-      pages = next_pages;
-      next_pages = page_of(chunk + kLanes + lane);
+  constexpr int round = kLanes * kProducers;
+  int32_t next_page = page_of(first);
+  long long key_offset = 0, value_offset = 0;
+  int slot = first, parity = 1;  // of the phase before the first: all slots are empty
+  for (int chunk = first; chunk < s.count; chunk += kProducers) {
+    const int known = chunk % round / kProducers;
+    if (known == 0) {
+      const int place = token_of(chunk) % block_size;
+      key_offset = 2 * (next_page * a.key_block + place * a.key_token);
+      value_offset = 2 * (next_page * a.value_block + place * a.value_token);
+      next_page = page_of(chunk + round);
     }
-    const int64_t page = __shfl_sync(kAllLanes, pages, chunk % kLanes);
-    const int token = (s.first + chunk) * kChunk;
-    const int place = token % block_size;
-    const int valid = min(s.len - token, kChunk);
-    const char* key = keys + 2 * (page * a.key_block + place * a.key_token);
-    const char* value = values + 2 * (page * a.value_block + place * a.value_token);
+    const char* key = keys + __shfl_sync(kAllLanes, key_offset, known);
+    const char* value = values + __shfl_sync(kAllLanes, value_offset, known);
+    const int valid = min(s.len - (s.first + chunk) * kChunk, kChunk);
     unsigned char* rows = ring.rows(slot);
     Barrier* full = ring.full(slot);
     barrier_wait(ring.empty(slot), parity);
@@ -126,7 +132,7 @@ __device__ void produce(const DecodeArgs& a, const Split& s, const Ring<D>& ring
       }
       arrive_with_copies(full);
     }
-    if (++slot == ring.slots) slot = 0, parity ^= 1;
+    if ((slot += kProducers) >= ring.slots) slot = first, parity ^= 1;
   }
 }
 
@@ -309,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 2 || D > 128 ? 2 : 3) atte
     barrier_init_done();
   }
   __syncthreads();
-  if (threadIdx.x / kLanes == kProducer)
+  if (threadIdx.x / kLanes >= kConsumers)
     produce<D, kBulk>(a, s, ring);
   else
     consume<T, D, kTiles>(a, s, ring);
