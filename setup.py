@@ -1,7 +1,7 @@
 """Builds the optional extensions; the metadata is in pyproject.toml.
 
-VLLM_EVICT_NO_EXT=1 builds none. VLLM_EVICT_BUILD_CUDA=1 asks for the CUDA kernels (then they must build), 0 refuses them;
-otherwise they are built where nvcc and a CUDA torch are.
+VLLM_EVICT_NO_EXT=1 builds none. VLLM_EVICT_BUILD_CUDA=1 asks for the CUDA kernels, which then must build, and 0 does
+without them; otherwise they are built where nvcc and a CUDA torch are.
 """
 
 import os
@@ -57,7 +57,7 @@ def cuda_extensions() -> list[Extension]:
     if asked == "0" or (asked is None and not (on_cuda and nvcc())):
         return []
     if nvcc() is None:
-        raise SystemExit("VLLM_EVICT_BUILD_CUDA=1 needs nvcc, in PATH or CUDA_HOME/bin; without it Triton's kernels run")
+        raise SystemExit("VLLM_EVICT_BUILD_CUDA=1 needs nvcc, in PATH or CUDA_HOME/bin; Triton's kernels need none")
     folder = Path("csrc/cuda")
     headers = [str(path) for path in sorted(folder.iterdir()) if path.suffix != ".cu"]
     return [Extension(CUDA, [str(folder / "decode_mass.cu")], depends=headers, optional=asked is None)]

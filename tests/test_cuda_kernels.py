@@ -5,13 +5,16 @@ Where there is a GPU and nvcc they run on it.
 
 import ctypes
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import setuptools
 import torch
+from setuptools import Distribution
 
 from vllm_evict.attention import decode_cuda
 from vllm_evict.attention.decode_cuda import Library, depth_for, plan_decode, refused, splits_for
@@ -124,14 +127,30 @@ def test_decode_matches_the_reference(kernels, shape, bulk):
     assert (output[others] == 7).all() and (lse[others] == 7).all()
 
 
+def apart(keys, values):
+    return keys.clone(), values.clone()
+
+
+def of_other_strides(keys, values):
+    return keys.clone(), torch.cat((values, values[:, :1]), 1)[:, :-1]
+
+
+def woven(keys, values):
+    """The first value follows the first key, the second one does not."""
+    blocks, heads, size, dim = keys.shape
+    memory = torch.full((blocks, heads, size * 4 * dim), torch.nan, dtype=keys.dtype, device=keys.device)
+    strides = memory.stride(0), memory.stride(1)
+    both = (memory.as_strided(keys.shape, (*strides, n * dim, 1), o) for n, o in ((4, 0), (2, dim)))
+    return [into.copy_(source) for into, source in zip(both, (keys, values))]
+
+
 @both_copies
-@pytest.mark.parametrize("layout", [HEAD_MAJOR, TOKEN_MAJOR], ids=lambda layout: layout.name)
-def test_keys_and_values_of_two_tensors(kernels, layout, bulk):
-    batch = CudaBatch(kernels, *LENS, (4, 2), 64, 32, BF16, layout)
+@pytest.mark.parametrize("lie", [apart, of_other_strides, woven])
+def test_values_need_not_follow_their_keys(kernels, lie, bulk):
+    batch = CudaBatch(kernels, *LENS, (4, 2), 64, 32, BF16, TOKEN_MAJOR)
     plan = batch.plan(bulk=bulk)
     joined = batch.decode(plan=plan)
-    batch.keys, batch.values = batch.keys.clone(), torch.cat((batch.values, batch.values[:, :1]), 1)[:, :-1]
-    assert batch.keys.stride() != batch.values.stride()
+    batch.keys, batch.values = lie(batch.keys, batch.values)
     assert all(torch.equal(a, b) for a, b in zip(batch.decode(plan=plan), joined, strict=True))
 
 
@@ -213,11 +232,15 @@ def test_mass_adds_up_to_the_queries(kernels):
 
 def test_with_one_number_of_splits_other_requests_change_no_bit(kernels):
     batch = CudaBatch(kernels, *LENS, dtype=F16)
-    plan = batch.plan(splits=2)
-    output, mass, _ = batch.decode(plan=plan)
+    output, mass, _ = batch.decode(plan=batch.plan(splits=2))
     row = int(batch.rows[-1])
     batch.rows = ints([-1, row])  # -1: padding of a captured batch
+    # What stands before row 0 would do for a request.
+    batch.seq_lens, batch.starts = torch.cat((ints([64]), batch.seq_lens))[1:], torch.cat((ints([0]), batch.starts))[1:]
+    batch.table = torch.cat((batch.table[-1:], batch.table))[1:]
+    plan = batch.plan(splits=2)
     alone, its_mass, _ = batch.decode(plan=plan)
+    assert plan.stats[0].isnan().all() and not plan.stats[1].isnan().any()
     token = int(batch.starts[row])
     assert torch.equal(alone[token], output[token]) and torch.equal(its_mass[row], mass[row])
     assert (alone[:token] == 7).all() and (its_mass[:row] == 0.25).all()
@@ -340,6 +363,7 @@ def test_programs_fit_on_an_sm(kernels):
         depth = depth_for(dim, programs)
         taken = [kernels.handle.vllm_evict_decode_shared_bytes(dim, 1, each) + 1024 for each in (depth, depth + 1)]
         assert depth == chunks and programs * taken[0] <= 228 * 1024 < programs * taken[1]
+    assert depth_for(128, 2, 100 * 1024) == depth_for(256, 3, 100 * 1024) == 1
 
 
 # ---- chosen behind a GPU backend
@@ -416,6 +440,63 @@ def test_a_library_that_does_not_load_is_one_line(on_hopper, monkeypatch, kernel
     }
     assert line.startswith("VLLM_EVICT_DECODE=cuda: ") and said[case] in line and line.endswith("Triton kernel decodes")
     passes.decode_with(CudaBatch(kernels, [1], [20], dtype=BF16), None)
+
+
+# ---- built by setup.py
+
+
+@pytest.fixture
+def set_up(monkeypatch):
+    """Runs setup.py: its names, and what it passed to setup()."""
+    monkeypatch.chdir(ROOT)
+
+    def run(cuda=None, nvcc="/bin/nvcc", **environment):
+        passed = {}
+        monkeypatch.setattr(setuptools, "setup", lambda **options: passed.update(options))
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: nvcc)
+        monkeypatch.delenv("VLLM_EVICT_BUILD_CUDA", raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        names = runpy.run_path("setup.py")
+        return names, {each.name: each for each in passed["ext_modules"]}
+
+    return run
+
+
+def test_cuda_is_built_where_it_can_be_or_is_asked_for(set_up):
+    def built(*args, **options):
+        return {name: each.optional for name, each in set_up(*args, **options)[1].items()}
+
+    cpu, cuda = {"vllm_evict._C_cpu": True}, "vllm_evict._C_cuda"
+    assert built() == built("13.0", nvcc=None) == built("13.0", VLLM_EVICT_BUILD_CUDA="0") == cpu
+    assert built("13.0") == cpu | {cuda: True}
+    assert built(VLLM_EVICT_BUILD_CUDA="1") == cpu | {cuda: False}
+    assert built("13.0", VLLM_EVICT_NO_EXT="1") == {}
+    with pytest.raises(SystemExit, match="needs nvcc"):
+        built(nvcc=None, VLLM_EVICT_NO_EXT="0", VLLM_EVICT_BUILD_CUDA="1")
+    with pytest.raises(SystemExit, match="0 or 1, not 'yes'"):
+        built(VLLM_EVICT_BUILD_CUDA="yes")
+
+
+def test_a_build_that_fails_is_one_line_unless_it_was_asked_for(set_up, tmp_path, capfd):
+    for asked in (False, True):
+        names, built = set_up("13.0", nvcc=shutil.which("false"), **({"VLLM_EVICT_BUILD_CUDA": "1"} if asked else {}))
+        command = names["OptionalBuild"](Distribution())
+        command.get_ext_fullpath = lambda name: str(tmp_path / name)
+        command.extensions = [built["vllm_evict._C_cuda"]]
+        if not asked:
+            command.build_extensions()
+            (line,) = capfd.readouterr().out.splitlines()
+            assert line.startswith("vllm-evict: no CUDA extension, Triton's kernels run: ")
+            continue
+        with pytest.raises(SystemExit, match="the CUDA kernels did not build"):
+            command.build_extensions()
+
+
+def test_a_source_distribution_has_the_kernels():
+    """setup.py names what it builds on this machine; the manifest names the rest."""
+    assert "graft csrc" in (ROOT / "MANIFEST.in").read_text().splitlines()
 
 
 # ---- compiled by nvcc

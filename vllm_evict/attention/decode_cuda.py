@@ -24,8 +24,8 @@ CHUNK = 16  # tokens of a granule; blocks are whole ones
 ALIGNED = 16  # bytes, of every row of keys and values
 LEAST_CAPABILITY, BULK_CAPABILITY = (8, 0), (9, 0)
 
-HOPPER_SMS = 132  # H100 and H200 (SXM): the plan where there is no GPU to ask
-SHARED_BYTES = 228 * 1024  # of their SMs
+# H100 and H200 (SXM): the plan where there is no GPU to ask
+HOPPER_SMS, HOPPER_SHARED_BYTES = 132, 228 * 1024
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 128
 # What a split costs beside its tokens, in tokens: its start, and its output written and read. A guess, not measured.
@@ -170,12 +170,15 @@ def plan_decode(
     on_gpu = torch.device(device).type == "cuda"
     if bulk is None:
         bulk = not on_gpu or torch.cuda.get_device_capability(device) >= BULK_CAPABILITY
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else HOPPER_SMS
+    sms, shared = HOPPER_SMS, HOPPER_SHARED_BYTES
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(device)
+        sms, shared = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
     together = 2 if heads // kv_heads > 8 or head_dim > 128 else 3  # programs on an SM, by their registers
     if splits is None:
         splits = splits_for(rows * kv_heads, max_blocks * block_size, together * sms)
     if depth is None:
-        depth = depth_for(head_dim, 2 if rows * kv_heads * splits <= 2 * sms else together)
+        depth = depth_for(head_dim, 2 if rows * kv_heads * splits <= 2 * sms else together, shared)
 
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(rows, *shape, dtype=torch.float32, device=device)
@@ -195,10 +198,10 @@ def splits_for(pairs: int, tokens: int, places: int) -> int:
     return min(range(1, most + 1), key=lambda n: -(-max(pairs, 1) * n // places) * (-(-tokens // n) + SPLIT_COST))
 
 
-def depth_for(head_dim: int, programs: int) -> int:
-    """Chunks that each of four warps may have on their way, where so many programs share an SM's memory."""
+def depth_for(head_dim: int, programs: int, shared: int = HOPPER_SHARED_BYTES) -> int:
+    """Chunks that each of four warps may have on their way, where so many programs share the memory of an SM."""
     chunk = CHUNK * (4 * head_dim + 16) + 16  # a row is a key, a value and 16 bytes; two barriers
-    return max((SHARED_BYTES // programs - 1024) // (4 * chunk), 1)  # CUDA takes 1 KiB of each
+    return max((shared // programs - 1024) // (4 * chunk), 1)  # CUDA takes 1 KiB of each
 
 
 def decode_mass(
