@@ -37,7 +37,8 @@ int decode(const DecodeArgs& a, void* stream) {
   const int64_t heads = a.kv_heads * a.group;
   const int64_t tiles = a.granules == nullptr ? 0 : (a.measured + kMassBlocks - 1) / kMassBlocks;
   const dim3 grid(heads + a.mass_heads * tiles, a.n);
-  return launch(combine<T>, grid, kCombineThreads, static_cast<int>(heads * sizeof(float)), stream, a);
+  const int shared = static_cast<int>((kSums + a.splits) * sizeof(float));
+  return launch(combine<T>, grid, kCombineThreads, shared, stream, a);
 }
 
 }  // namespace

@@ -17,8 +17,13 @@ constexpr int kConsumers = 4;  // warps that compute
 constexpr int kProducers = 2;  // warps that copy; a part of kConsumers, so that a slot is filled by one of them
 constexpr int kThreads = (kConsumers + kProducers) * kLanes;
 constexpr int kHeadTile = 8;  // query heads of one matrix product
-constexpr int kMassBlocks = 128;  // blocks that a program of the second launch adds up
-constexpr int kCombineThreads = 128;
+// Of the second launch. Its loads depend on nothing but statistics, so it has many on their way at once.
+constexpr int kCombineWarps = 4;
+constexpr int kCombineThreads = kCombineWarps * kLanes;
+constexpr int kSums = 4 * kCombineThreads;       // what its threads hold of an output or of blocks' mass
+constexpr int kLaneBlocks = kSums / kCombineThreads;  // blocks of a lane: a program adds up kMassBlocks
+constexpr int kMassBlocks = kLaneBlocks * kLanes;
+constexpr int kMembers = 8;  // query heads of a warp at once
 
 // Shared memory of `attend`: two barriers for each slot, then a ring of slots of one chunk each. A row is a token's
 // key, its value and 16 bytes that move the next row on by four banks, so that ldmatrix meets no conflict.
@@ -321,16 +326,125 @@ __global__ void __launch_bounds__(kThreads, kTiles == 2 || D > 128 ? 2 : 3) atte
     consume<T, D, kTiles>(a, s, ring);
 }
 
-// LSE (log2) over the splits of one head, by a whole warp; -inf if the request has no tokens.
-__device__ inline float lse_of(const float* stats, int splits) {
-  const int lane = threadIdx.x % kLanes;
-  float top = -INFINITY, sum = 0;
-  for (int split = lane; split < splits; split += kLanes) top = fmaxf(top, stats[2 * split]);
-  for (int other = 1; other < kLanes; other *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, other));
-  for (int split = lane; split < splits; split += kLanes)
-    if (stats[2 * split + 1] > 0) sum += stats[2 * split + 1] * exp2_of(stats[2 * split] - top);
-  for (int other = 1; other < kLanes; other *= 2) sum += __shfl_xor_sync(kAllLanes, sum, other);
-  return top + log2_of(sum);
+// LSEs (log2) over their splits of heads first, first + step, ... below `heads`, by a whole warp; -inf where a request has
+// no tokens. The lanes' last bits differ: who wants one number takes lane 0's.
+template <int kHeads>
+__device__ void lse_of(float (&lse)[kHeads], const float* stats, int first, int step, int heads, int splits) {
+  float top[kHeads], sum[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) top[i] = -INFINITY, sum[i] = 0;
+  for (int split = threadIdx.x % kLanes; split < splits; split += kLanes) {
+    float2 it[kHeads];
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first + i * step;
+      it[i] = head < heads ? reinterpret_cast<const float2*>(stats)[head * splits + split] : float2{-INFINITY, 0};
+    }
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      if (it[i].y <= 0) continue;  // an empty split
+      const float higher = fmaxf(top[i], it[i].x);
+      sum[i] = sum[i] * exp2_of(top[i] - higher) + it[i].y * exp2_of(it[i].x - higher);
+      top[i] = higher;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    float highest = top[i];
+    for (int other = 1; other < kLanes; other *= 2)
+      highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, other));
+    float all = sum[i] > 0 ? sum[i] * exp2_of(top[i] - highest) : 0;
+    for (int other = 1; other < kLanes; other *= 2) all += __shfl_xor_sync(kAllLanes, all, other);
+    lse[i] = highest + log2_of(all);
+  }
+}
+
+// Output and LSE of one head: each group of threads adds up some splits, four dimensions a thread.
+template <class T>
+__device__ void combine_output(const DecodeArgs& a, int64_t n, int64_t row, int head) {
+  const int splits = static_cast<int>(a.splits), dims = static_cast<int>(a.head_dim), thread = threadIdx.x;
+  const int64_t token = a.starts[row], first = n * a.kv_heads * a.group + head;
+  const float* stats = a.stats + 2 * first * splits;
+  float* sums = reinterpret_cast<float*>(dynamic_shared());
+  float* factors = sums + kSums;
+  float lse[1];
+  lse_of(lse, stats, 0, 1, 1, splits);
+  const float log = __shfl_sync(kAllLanes, lse[0], 0);
+  for (int split = thread; split < splits; split += kCombineThreads)
+    factors[split] = stats[2 * split + 1] > 0 ? exp2_of(stats[2 * split] - log) : 0;
+  __syncthreads();
+  const int wide = dims / 4, groups = kCombineThreads / wide, group = thread / wide, place = thread % wide;
+  const auto* partial = reinterpret_cast<const float4*>(a.partial + first * splits * dims) + place;
+  float4 sum = {0, 0, 0, 0};
+#pragma unroll 4
+  for (int split = group; split < splits; split += groups) {
+    const float factor = factors[split];
+    const float4 it = partial[static_cast<int64_t>(split) * wide];
+    // What an empty split left in the scratch may be NaN.
+    sum.x += factor > 0 ? factor * it.x : 0;
+    sum.y += factor > 0 ? factor * it.y : 0;
+    sum.z += factor > 0 ? factor * it.z : 0;
+    sum.w += factor > 0 ? factor * it.w : 0;
+  }
+  reinterpret_cast<float4*>(sums)[group * wide + place] = sum;
+  __syncthreads();
+  auto* output = static_cast<uint16_t*>(a.output) + token * a.output_token + head * a.output_head;
+  for (int dim = thread; dim < dims; dim += kCombineThreads) {
+    float value = 0;
+    for (int from = 0; from < groups; ++from) value += sums[from * dims + dim];
+    output[dim] = static_cast<uint16_t>(pack(T{}, value, 0.0f));
+  }
+  if (a.lse != nullptr && thread == 0) {
+    constexpr float ln_2 = 0.6931471805599453f;
+    a.lse[token * a.lse_token + head * a.lse_head] = log * ln_2;
+  }
+}
+
+// Mass of kMassBlocks blocks for one head of `mass`: each warp adds up every fourth of its query heads.
+__device__ inline void combine_mass(const DecodeArgs& a, int64_t n, int64_t row, int mass_head, int first) {
+  const float weight = a.weights == nullptr ? 1.0f : a.weights[a.starts[row]];
+  if (weight == 0.0f) return;
+  const int splits = static_cast<int>(a.splits), group = static_cast<int>(a.group);
+  const int parts = static_cast<int>(a.block_size) / kChunk;
+  const int granules = (a.lens[row] + kChunk - 1) / kChunk;
+  if (static_cast<int64_t>(first) * parts >= granules) return;
+  const int heads = static_cast<int>(a.kv_heads) * group, members = heads / static_cast<int>(a.mass_heads);
+  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const float* stats = a.stats + 2 * (n * heads + mass_head * members) * splits;
+  const float* held = a.granules + n * a.kv_heads * a.capacity * group;
+  float sum[kLaneBlocks] = {};
+  for (int member = warp; member < members; member += kMembers * kCombineWarps) {
+    float lse[kMembers];
+    lse_of(lse, stats, member, kCombineWarps, members, splits);
+    for (int part = 0; part < parts; ++part) {
+      float log[kLaneBlocks][kMembers];
+#pragma unroll
+      for (int i = 0; i < kMembers; ++i) {
+        const int its = member + i * kCombineWarps, head = mass_head * members + its;
+#pragma unroll
+        for (int j = 0; j < kLaneBlocks; ++j) {
+          const int block = first + j * kLanes + lane, granule = block * parts + part;
+          const int64_t at = (head / group * a.capacity + granule) * group + head % group;
+          log[j][i] = its < members && block < a.measured && granule < granules ? held[at] - lse[i] : -INFINITY;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kMembers; ++i)
+#pragma unroll
+        for (int j = 0; j < kLaneBlocks; ++j) sum[j] += exp2_of(log[j][i]);
+    }
+  }
+  float* sums = reinterpret_cast<float*>(dynamic_shared());
+#pragma unroll
+  for (int j = 0; j < kLaneBlocks; ++j) sums[warp * kMassBlocks + j * kLanes + lane] = sum[j];
+  __syncthreads();
+  for (int place = threadIdx.x; place < kMassBlocks; place += kCombineThreads) {
+    const int block = first + place;
+    if (block >= a.measured || block * parts >= granules) return;
+    float all = 0;
+    for (int from = 0; from < kCombineWarps; ++from) all += sums[from * kMassBlocks + place];
+    a.mass[row * a.mass_row + mass_head * a.mass_head + block] += all * weight;
+  }
 }
 
 // A block for each request and role: the first H write output and LSE of a head, the others the mass of some blocks.
@@ -338,57 +452,10 @@ template <class T>
 __global__ void __launch_bounds__(kCombineThreads) combine(const __grid_constant__ DecodeArgs a) {
   const int64_t n = blockIdx.y, row = a.rows[n];
   if (row < 0) return;
-  const int64_t token = a.starts[row];
-  const int splits = static_cast<int>(a.splits), heads = static_cast<int>(a.kv_heads * a.group);
-  const int role = blockIdx.x;
-  if (role < heads) {
-    const float* stats = a.stats + 2 * (n * heads + role) * splits;
-    const float log = lse_of(stats, splits);
-    const int dims = static_cast<int>(a.head_dim);
-    auto* output = static_cast<uint16_t*>(a.output) + token * a.output_token + role * a.output_head;
-    for (int dim = threadIdx.x; dim < dims; dim += kCombineThreads) {
-      const float* partial = a.partial + (n * heads + role) * splits * dims + dim;
-      float value = 0;
-#pragma unroll 4
-      for (int split = 0; split < splits; ++split)
-        // What an empty split left in the scratch is not read.
-        if (stats[2 * split] > -INFINITY)
-          value += partial[static_cast<int64_t>(split) * dims] * exp2_of(stats[2 * split] - log);
-      output[dim] = static_cast<uint16_t>(pack(T{}, value, 0.0f));
-    }
-    if (a.lse != nullptr && threadIdx.x == 0) {
-      constexpr float ln_2 = 0.6931471805599453f;
-      a.lse[token * a.lse_token + role * a.lse_head] = log * ln_2;
-    }
-    return;
-  }
-  const float weight = a.weights == nullptr ? 1.0f : a.weights[token];
-  if (weight == 0.0f) return;
+  const int heads = static_cast<int>(a.kv_heads * a.group), role = static_cast<int>(blockIdx.x) - heads;
+  if (role < 0) return combine_output<T>(a, n, row, role + heads);
   const int tiles = static_cast<int>((a.measured + kMassBlocks - 1) / kMassBlocks);
-  const int mass_head = (role - heads) / tiles, first = (role - heads) % tiles * kMassBlocks;
-  const int block_size = static_cast<int>(a.block_size), parts = block_size / kChunk;
-  const int granules = (a.lens[row] + kChunk - 1) / kChunk;
-  if (static_cast<int64_t>(first) * parts >= granules) return;
-
-  auto* logs = reinterpret_cast<float*>(dynamic_shared());
-  const int members = heads / static_cast<int>(a.mass_heads), group = static_cast<int>(a.group);
-  for (int member = threadIdx.x / kLanes; member < members; member += kCombineThreads / kLanes) {
-    const float log = lse_of(a.stats + 2 * (n * heads + mass_head * members + member) * splits, splits);
-    if (threadIdx.x % kLanes == 0) logs[member] = log;
-  }
-  __syncthreads();
-  const int block = first + threadIdx.x;
-  const int end = min((block + 1) * parts, granules);
-  if (block >= a.measured || block * parts >= end) return;
-  float sum = 0;
-  for (int member = 0; member < members; ++member) {
-    const int64_t head = static_cast<int64_t>(mass_head) * members + member;
-    const float* held = a.granules + ((n * a.kv_heads + head / group) * a.capacity) * group + head % group;
-    for (int granule = block * parts; granule < end; ++granule)
-      sum += exp2_of(held[static_cast<int64_t>(granule) * group] - logs[member]);
-  }
-  float* mass = a.mass + row * a.mass_row + mass_head * a.mass_head + block;
-  *mass += sum * weight;
+  combine_mass(a, n, row, role / tiles, role % tiles * kMassBlocks);
 }
 
 }  // namespace vllm_evict

@@ -33,6 +33,13 @@ struct dim3 {
 };
 inline dim3 threadIdx, blockIdx;
 
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
 inline int min(int a, int b) { return a < b ? a : b; }
 
 namespace emulator {
