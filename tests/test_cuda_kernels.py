@@ -166,6 +166,17 @@ def test_a_request_of_many_rounds(kernels, depth, bulk):
     assert_close(lse, batch.lse())
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+def test_more_than_a_program_combines_at_once(kernels, rows):
+    """Splits for a warp's lanes, some of them empty; heads and blocks for a program of the second launch."""
+    batch = CudaBatch(kernels, [1, 1], [2100, 400], (36, 6), 64, 16, BF16)
+    output, mass, lse = batch.decode(rows, plan=batch.plan(splits=35))
+    expected, expected_mass = batch.decode_reference(rows)
+    assert_close(output, expected, TOLERANCE[BF16])
+    assert_close(mass, expected_mass, 5e-6)
+    assert_close(lse, batch.lse())
+
+
 @needs_emulator
 @both_copies
 def test_no_order_of_threads_and_copies_changes_a_bit(kernels, bulk):
@@ -392,13 +403,16 @@ def test_passes_decode_in_cuda_where_it_is_asked_for(on_hopper, monkeypatch, ker
     calls = []
     monkeypatch.setattr(Library, "decode_mass", lambda *args, run=Library.decode_mass: (calls.append(args), run(*args)))
     batch = CudaBatch(kernels, *LENS, dtype=BF16)
-    passes, out = Passes(), batch.new_out(2)
+    with caplog.at_level("INFO"):
+        passes, out = Passes(), batch.new_out(2)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("VLLM_EVICT_DECODE=cuda: decodes in CUDA C++")
     expected, expected_mass = batch.decode_reference()
     calls.clear()
     assert_close(passes.decode_with(batch, out), expected, TOLERANCE[BF16])
     assert_close(out, expected_mass)
     (plan,) = passes._cuda._plans.values()
-    assert len(calls) == 1 and plan.max_blocks == 32 and len(plan.partial) == 4 and not caplog.records
+    assert len(calls) == 1 and plan.max_blocks == 32 and len(plan.partial) == 4
     passes.decode_with(batch, None)
     assert passes._cuda._plans == {(4, 2, 64, 16, BF16, 4): plan} and len(calls) == 2
     # What the kernel does not take is Triton's.

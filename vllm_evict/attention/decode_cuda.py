@@ -319,6 +319,7 @@ class CudaDecode:
         if (why := missing()) is not None:
             logger.warning("VLLM_EVICT_DECODE=cuda: %s; the Triton kernel decodes", why)
             return None
+        logger.info("VLLM_EVICT_DECODE=cuda: decodes in CUDA C++ where %s takes the layer's shape", MODULE)
         return cls(library())
 
     @staticmethod
