@@ -1,32 +1,40 @@
-"""Builds the optional C++ extension; the metadata is in pyproject.toml."""
+"""Builds the optional extensions; the metadata is in pyproject.toml.
+
+VLLM_EVICT_NO_EXT=1 builds none. VLLM_EVICT_BUILD_CUDA=1 asks for the CUDA kernels, which then must build, and 0 does
+without them; otherwise they are built where nvcc and a CUDA torch are.
+"""
 
 import os
+import shutil
+import subprocess
+from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError as error:
+    torch, BuildExtension = None, build_ext
+    no_torch = error
 
 # Installed inside the package: vLLM looks for a top-level `triton_kernels` of another project. In a checkout the link
 # vllm_evict/triton_kernels leads there, so that any checkout imports its own.
 TRITON_KERNELS = "vllm_evict.triton_kernels"
+CUDA = "vllm_evict._C_cuda"
+# Machine code for A100 and Hopper, and PTX for what comes after.
+CUDA_TARGETS = (
+    "arch=compute_80,code=sm_80",
+    "arch=compute_90a,code=sm_90a",
+    "arch=compute_90,code=compute_90",
+)
 
 
-def extension_options() -> dict:
-    """What setup() needs to build `vllm_evict._C_cpu`; nothing, and a line why, where it cannot."""
-    if os.environ.get("VLLM_EVICT_NO_EXT") == "1":
-        print("vllm-evict: no C++ extension: VLLM_EVICT_NO_EXT=1")
-        return {}
-    try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
-    except ImportError as error:
-        print(f"vllm-evict: no C++ extension: {error}")
-        return {}
-
-    class OptionalBuild(BuildExtension):
-        def build_extensions(self):
-            try:
-                super().build_extensions()
-            except Exception as error:  # a missing or failing compiler: torch raises many types
-                print(f"vllm-evict: no C++ extension: {error}")
-
+def cpu_extensions() -> list[Extension]:
+    if torch is None:
+        print(f"vllm-evict: no C++ extension: {no_torch}")
+        return []
     folder = "csrc/cpu"
     files = [f"{folder}/{name}" for name in sorted(os.listdir(folder))]
     extension = CppExtension(
@@ -37,11 +45,67 @@ def extension_options() -> dict:
         extra_link_args=["-fopenmp"],
         optional=True,
     )
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": OptionalBuild}}
+    return [extension]
+
+
+def cuda_extensions() -> list[Extension]:
+    """A library for ctypes, of nvcc alone: it has nothing of torch or Python in it."""
+    asked = os.environ.get("VLLM_EVICT_BUILD_CUDA")
+    if asked not in (None, "0", "1"):
+        raise SystemExit(f"VLLM_EVICT_BUILD_CUDA must be 0 or 1, not {asked!r}")
+    on_cuda = torch is not None and torch.version.cuda is not None
+    if asked == "0" or (asked is None and not (on_cuda and nvcc())):
+        return []
+    if nvcc() is None:
+        raise SystemExit("VLLM_EVICT_BUILD_CUDA=1 needs nvcc, in PATH or CUDA_HOME/bin; Triton's kernels need none")
+    folder = Path("csrc/cuda")
+    headers = [str(path) for path in sorted(folder.iterdir()) if path.suffix != ".cu"]
+    return [Extension(CUDA, [str(folder / "decode_mass.cu")], depends=headers, optional=asked is None)]
+
+
+def nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+
+
+class OptionalBuild(BuildExtension):
+    def build_extensions(self):
+        every = self.extensions
+        self.extensions = [extension for extension in every if extension.name != CUDA]
+        try:
+            if self.extensions:
+                super().build_extensions()
+        except Exception as error:  # a missing or failing compiler: torch raises many types
+            print(f"vllm-evict: no C++ extension: {error}")
+        finally:
+            self.extensions = every
+        for extension in every:
+            if extension.name == CUDA:
+                self.build_cuda(extension)
+
+    def build_cuda(self, extension: Extension) -> None:
+        path = Path(self.get_ext_fullpath(extension.name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        targets = [word for target in CUDA_TARGETS for word in ("-gencode", target)]
+        flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+        try:
+            subprocess.run([nvcc(), *flags, *targets, "-o", str(path), *extension.sources], check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            if not extension.optional:
+                raise SystemExit(f"vllm-evict: the CUDA kernels did not build: {error}") from None
+            print(f"vllm-evict: no CUDA extension, Triton's kernels run: {error}")
+
+
+def extensions() -> list[Extension]:
+    if os.environ.get("VLLM_EVICT_NO_EXT") == "1":
+        print("vllm-evict: no C++ extension: VLLM_EVICT_NO_EXT=1")
+        return []
+    return cpu_extensions() + cuda_extensions()
 
 
 setup(
     packages=[*find_packages(include=["vllm_evict", "vllm_evict.*"], exclude=[TRITON_KERNELS]), TRITON_KERNELS],
     package_dir={TRITON_KERNELS: "triton_kernels"},
-    **extension_options(),
+    ext_modules=extensions(),
+    cmdclass={"build_ext": OptionalBuild},
 )

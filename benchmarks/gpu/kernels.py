@@ -5,6 +5,7 @@
 Each round times all variants of a shape one after the other, as replays of CUDA graphs over caches larger than L2, so
 that a round's ratios share its clocks. A copy of N bytes reads and writes them: it moves 2 N, and decode_mass is held
 against one that moves as many bytes as it must read. Where there is no GPU it says so and leaves with status 0.
+Where vllm_evict._C_cuda is built, the CUDA decode_mass is timed beside Triton's, with bulk copies and with cp.async.
 """
 
 import argparse
@@ -55,6 +56,7 @@ def milliseconds(graph: torch.cuda.CUDAGraph, calls: int) -> float:
 
 
 def measure(requests, heads, kv_heads, dim, block_size, tokens, rounds) -> dict:
+    from vllm_evict.attention import decode_cuda
     from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
     from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse
 
@@ -79,6 +81,10 @@ def measure(requests, heads, kv_heads, dim, block_size, tokens, rounds) -> dict:
         arguments = table, starts, lens, rows, scale, output
         return lambda: decode_mass(query, *cache.split(dim, -1), *arguments, out=mass, lse=lse, plan=plan)
 
+    def decode_in_cuda(cache, mass, plan):
+        arguments = query, *cache.split(dim, -1), table, starts, lens, rows, scale, output
+        return lambda: decode_cuda.decode_mass(*arguments, out=mass, lse=lse, plan=plan)
+
     def beside(cache):
         return lambda: mass_from_lse(query, cache.split(dim, -1)[0], lse, table, starts, lens, scale, out)
 
@@ -93,6 +99,15 @@ def measure(requests, heads, kv_heads, dim, block_size, tokens, rounds) -> dict:
         "decode_mass": [decode(cache, out) for cache in pages],
         "mass_from_lse": [beside(cache) for cache in pages],
     }
+    ways = {}
+    if decode_cuda.missing() is None and decode_cuda.refused(query, *pages[0].split(dim, -1)) is None:
+        bulk = torch.cuda.get_device_capability() >= decode_cuda.BULK_CAPABILITY
+        shape = requests, heads, kv_heads, dim, block_size, width, dtype, device
+        ways = {"cp.async": False, **({"bulk": True} if bulk else {})}
+        for way, bulk in ways.items():
+            its = decode_cuda.plan_decode(*shape, bulk=bulk)
+            variants[f"cuda {way} decode"] = [decode_in_cuda(cache, None, its) for cache in pages]
+            variants[f"cuda {way} decode_mass"] = [decode_in_cuda(cache, out, its) for cache in pages]
     graphs = {name: graph_of(calls) for name, calls in variants.items()}
     times = {name: [] for name in graphs}
     for number in range(rounds):
@@ -110,6 +125,14 @@ def measure(requests, heads, kv_heads, dim, block_size, tokens, rounds) -> dict:
         "of a copy": ratio("copy", "decode_mass"),
         "mass costs": ratio("decode_mass", "decode") - 1,
         "beside costs": ratio("mass_from_lse", "decode"),
+        "cuda": {
+            way: {
+                "of a copy": ratio("copy", f"cuda {way} decode_mass"),
+                "mass costs": ratio(f"cuda {way} decode_mass", f"cuda {way} decode") - 1,
+                "of triton": ratio(f"cuda {way} decode_mass", "decode_mass"),
+            }
+            for way in ways
+        },
     }
 
 
@@ -135,6 +158,12 @@ def main() -> None:
             f"{row['of a copy']:.0%} | {row['mass costs']:+.1%} | {row['beside costs']:.0%}",
             flush=True,
         )
+        for way, its in row["cuda"].items():
+            print(
+                f"    in CUDA, {way}: {its['of a copy']:.0%} of a copy, mass costs {its['mass costs']:+.1%}, "
+                f"{its['of triton']:.0%} of Triton's time",
+                flush=True,
+            )
         torch.cuda.empty_cache()
     if options.json:
         with open(options.json, "w") as file:

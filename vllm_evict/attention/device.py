@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..worker.work import Share
+from .decode_cuda import CudaDecode
 from .queries import Queries
 
 
@@ -25,6 +26,8 @@ class DevicePasses:
     def __init__(self) -> None:
         #: Scratch of `decode_mass`, by shape and requests. Layers run one after the other, so they share it.
         self._plans: dict[tuple[Any, ...], Any] = {}
+        #: In the place of `decode_mass`, for what it takes; None unless it is asked for.
+        self._cuda = CudaDecode.if_wanted()
 
     @staticmethod
     def unreadable(layer: Any) -> str | None:
@@ -139,6 +142,9 @@ class DevicePasses:
         return packed_keys[blocks], packed_values[blocks] if values else None
 
     def _decode_mass(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights) -> None:
+        if self._cuda is not None and self._cuda.takes(query, keys, values):
+            self._cuda(query, keys, values, table, starts, lens, rows, scale, output, out, weights)
+            return
         from ..triton_kernels.decode_mass import decode_mass
 
         plan = self._plan(query, keys, len(rows), table.shape[1], out is not None)

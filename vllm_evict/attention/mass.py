@@ -176,7 +176,7 @@ def pack_keys(keys: torch.Tensor, layout: str = "vec") -> torch.Tensor:
     """A contiguous packed cache of logical keys [num_blocks, Hkv, bs, D]; undoes `unpack_keys`."""
     num_blocks, num_heads, block_size, head_dim = keys.shape
     if _is_vec(layout, keys.dtype):
-        return keys.transpose(2, 3).reshape(keys.shape)
+        return keys.transpose(2, 3).reshape(keys.shape).contiguous()
     groups = (block_size // AMX_TOKENS, AMX_TOKENS, head_dim // 2, 2)
     tiles = keys.reshape(num_blocks, num_heads, *groups).transpose(3, 4)
     return tiles.reshape(keys.shape)
