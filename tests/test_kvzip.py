@@ -97,23 +97,27 @@ def test_parts_cover_the_prompt_and_fit(prompt, chunk, instruction, longest, wan
 
 
 def test_scores_are_found_by_prefix_and_bounded():
-    scores = Scores(10)
-    scores.put("abcd", np.arange(4.0))
-    assert scores.get("abcd", 0).tolist() == [0, 1, 2, 3]
-    assert scores.get("ab", 0).tolist() == [0, 1]
-    assert scores.get("abcx", 0) is None and scores.get("abcx", 1).tolist() == [0, 1, 2]
+    dropped = []
+    scores = Scores(10, dropped.append)
+    scores.put("abcd", "first")
+    assert scores.get("abcd", 0) == ("first", 4)
+    assert scores.get("ab", 0) == ("first", 2)
+    assert scores.get("abcx", 0) is None and scores.get("abcx", 1) == ("first", 3)
     assert scores.get("xyz", 3) is None and scores.get("", 1) is None
-    scores.put("ABCDE", np.zeros(5))
+    scores.put("ABCDE", "second")
     scores.get("abcd", 0)
-    scores.put("vw", np.zeros(2))
+    assert not dropped
+    scores.put("vw", "third")
     assert len(scores) == 6 and scores.get("ABCDE", 4) is None and scores.get("abcd", 0) is not None
-    scores.put("abcd", np.ones(4))
-    assert len(scores) == 6 and scores.get("abcd", 0).tolist() == [1] * 4
-    scores.put(range(11), np.zeros(11))
+    assert dropped == ["second"], "the one that nobody asked for longest"
+    scores.put("abcd", "again")
+    assert len(scores) == 6 and scores.get("abcd", 0) == ("again", 4)
+    scores.put(range(11), "too long")
     assert len(scores) == 0 and not scores._last and not scores._prompts
-    scores.put("abcd", np.ones(4))
+    assert sorted(dropped) == ["again", "first", "second", "third", "too long"]
+    scores.put("abcd", "last")
     scores.clear()
-    assert len(scores) == 0 and scores.get("abcd", 3) is None
+    assert len(scores) == 0 and scores.get("abcd", 3) is None and dropped[-1] == "last" and not scores._last
 
 
 def test_what_was_generated_goes_first_and_the_oldest_of_it():
