@@ -637,13 +637,14 @@ def offline_plan(model, out, **changes):
     return Plan(model=str(model), out=out, **(plan | changes))
 
 
-@pytest.mark.parametrize("setting", ["agnostic", "aware"])
-def test_a_setting_is_what_it_says(tiny, setting):
-    """Whether a decision over the context could have seen the question, at the scheduler."""
+@pytest.mark.parametrize("setting, count", [("agnostic", 3), ("agnostic", 1), ("aware", 3)])
+def test_a_setting_is_what_it_says(tiny, setting, count):
+    """Whether a decision over the context could have seen the question, at the scheduler. vLLM does not cut the prompt of
+    a request that is alone, so that one is asked twice."""
     (contender,) = contenders("h2o", [128], **SIZES)
     prompts = Prompts(str(tiny))
-    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(3)]
-    assert [prompts.count(sample.context) for sample in samples] == [512] * 3
+    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(count)]
+    assert [prompts.count(sample.context) for sample in samples] == [512] * count
     ((server, _),) = servers([contender], 2048, 32)
     backend = backends.Offline(
         str(tiny), server, setting, prompts, chunk=128, batch=3, block_size=32, engine_args=ENGINE
@@ -653,8 +654,8 @@ def test_a_setting_is_what_it_says(tiny, setting):
         answers = backend.answer(samples, contender)
     finally:
         backend.close()
-    assert len(steps) == 3
-    for taken, answer in zip(steps.values(), answers, strict=True):
+    assert len(steps) == max(count, 2) and len(answers) == count
+    for taken, answer in zip(steps.values(), answers):
         question = answer.prompt_tokens - 512
         assert 0 < question < 16
         prefill = [128] * 4 + [question] if setting == "agnostic" else [512 + question]
@@ -707,8 +708,10 @@ def test_contexts_are_reconstructed_before_the_question_is_there(tiny, setting, 
     assert len(asked) == 3 + 3 + 3 and [len(set(map(str, asked[i : i + 3]))) for i in (0, 3, 6)] == [1, 1, 1]
     prefill = [128] * 4 + [question] if setting == "agnostic" else [512 + question]
     assert all(taken[: len(prefill)] == prefill for taken in asked[3:])
-    alone = [128] * 4 if setting == "agnostic" else prefill
-    assert all(taken[: len(alone)] == alone and set(taken[len(alone) :]) == {1} for taken in asked[:3])
+    # A context by itself is computed in chunks of any size: nothing is evicted before all of it is there.
+    for taken in asked[:3]:
+        decoded = taken.count(1)
+        assert sum(taken[:-decoded]) == context and decoded > 8
     for contender, of_budget in zip(wanted, answers, strict=True):
         for answer in of_budget:
             assert answer.evicted_tokens >= 512 - contender.budget and answer.budget_tokens == contender.budget

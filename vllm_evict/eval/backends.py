@@ -12,7 +12,7 @@ A second request that hits the first one's prefix would not do for `agnostic`: b
 first eviction stay hit-able when they are evicted, so it would see them again. For the same reason prompts never share
 a prefix cache here, or every policy after the first would find what that one had computed.
 
-A policy that reconstructs prompts (`kvzip`) is told of the context alone first, which is what it reconstructs (the whole
+A policy that reconstructs prompts (`kvzip`) is shown the context alone first, which is what it repeats (the whole
 prompt, where the question is to be seen). Then the prompt is computed again from its first token, chunk by chunk, and
 evicted from by the scores that are there, as under any other policy.
 """
@@ -161,6 +161,9 @@ class Offline:
         """
         from vllm import SamplingParams
 
+        if self.setting == "agnostic" and len(samples) == 1:
+            # vLLM does not cut the prompt of a request that is alone.
+            return self.answer([*samples, *samples], contender)[:1]
         prompts = [{"prompt_token_ids": self.prompts.ids(sample)} for sample in samples]
         params = [
             SamplingParams(
