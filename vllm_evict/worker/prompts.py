@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from ..core.plan import GroupPlan, Repetition
+from .tokens import gathered
+from .transfer import to_device
 
 #: Bytes of attention probabilities in memory at once.
 SCRATCH = 8 << 20
@@ -34,7 +36,7 @@ class Tokens:
         if new <= 0:
             return
         own = self.prompt[:, :, self.newest + 1 : position + 1]
-        places = torch.arange(self.newest + 1, position + 1, dtype=torch.int32)
+        places = torch.arange(self.newest + 1, position + 1, dtype=torch.int32, device=own.device)
         self.scores = torch.cat((self.scores, torch.nn.functional.pad(own, (0, new - own.shape[2]))), 2)
         self.positions = torch.cat((self.positions, places.expand(*own.shape[:2], new)), 2)
         self.newest = position
@@ -51,10 +53,11 @@ class PromptScores:
         kv_heads: most of any layer on this rank.
         layers: of the KV group.
         block_size: tokens.
+        device: where the scores are.
     """
 
-    def __init__(self, kv_heads: int, layers: int, block_size: int) -> None:
-        self.shape, self.block_size = (layers, kv_heads), block_size
+    def __init__(self, kv_heads: int, layers: int, block_size: int, device: torch.device | str = "cpu") -> None:
+        self.shape, self.block_size, self.device = (layers, kv_heads), block_size, torch.device(device)
         #: By the scheduler's number: float32 [L, Hkv, tokens].
         self._prompts: dict[int, torch.Tensor] = {}
         #: Shadows that run.
@@ -83,7 +86,7 @@ class PromptScores:
         for req_id, repetition in plan.repeats.items():
             self._repeating[req_id] = repetition
             if repetition.prompt not in self._prompts:
-                self._prompts[repetition.prompt] = torch.zeros(*self.shape, repetition.length)
+                self._prompts[repetition.prompt] = torch.zeros(*self.shape, repetition.length, device=self.device)
         for req_id, (prompt, length) in plan.scored.items():
             self._requests[req_id] = self._tokens(self._prompts[prompt][:, :, :length])
         for prompt in plan.forgotten:
@@ -104,13 +107,14 @@ class PromptScores:
                 end, length = int(query_start_loc[row + 1]), int(seq_lens[row])
                 queries = min(length - repetition.length, end - int(query_start_loc[row]))
                 if queries > 0:
-                    repeats.append(_Repeat(row, repetition, range(end - queries, end), length, self._prompts))
-        return PromptStep(repeats, self.block_size) if repeats else None
+                    scores = self._prompts[repetition.prompt][:, :, repetition.start : repetition.end]
+                    repeats.append(self._repeat(row, range(end - queries, end), length, repetition, scores))
+        return PromptStep(repeats) if repeats else None
 
     def judged(self, req_id: str, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a decision goes by, when `position` was the newest: scores (float32), positions (int32), [L, Hkv, n]."""
         if req_id not in self._requests:  # its prompt could not be reconstructed: the oldest go first
-            self._requests[req_id] = self._tokens(torch.zeros(*self.shape, 0))
+            self._requests[req_id] = self._tokens(torch.zeros(*self.shape, 0, device=self.device))
         tokens = self._requests[req_id]
         tokens.grow(position)
         return tokens.scores, tokens.positions
@@ -118,76 +122,88 @@ class PromptScores:
     def gather(self, req_id: str, position: int, first: int, count: int, keep: torch.Tensor) -> None:
         """Tokens went: of `count` from `first` on `keep` (int64 [L, Hkv, kept]) are left, and later ones move up."""
         tokens = self._requests[req_id]
-        for name in ("scores", "positions"):
-            before = getattr(tokens, name)
-            kept = before[:, :, first : first + count].gather(2, keep)
-            setattr(tokens, name, torch.cat((before[:, :, :first], kept, before[:, :, first + count :]), 2))
+        tokens.scores, tokens.positions = (gathered(x, first, count, keep) for x in (tokens.scores, tokens.positions))
 
     def _tokens(self, prompt: torch.Tensor) -> Tokens:
-        none = (*self.shape, 0)
-        return Tokens(prompt, torch.zeros(none), torch.zeros(none, dtype=torch.int32))
+        nothing = torch.zeros(*self.shape, 0, device=self.device)
+        return Tokens(prompt, nothing, nothing.int())
+
+    def _repeat(self, row: int, queries: range, length: int, repetition: Repetition, scores: torch.Tensor) -> "_Repeat":
+        """What a shadow of `length` tokens so far computes in a step, and which keys its `queries` are held against."""
+        sinks, part = np.arange(min(repetition.sink, repetition.length)), np.arange(repetition.start, repetition.end)
+        places = np.concatenate((np.union1d(sinks, part), np.arange(repetition.length, length)))
+        blocks, which = np.unique(places // self.block_size, return_inverse=True)
+        first = int(np.searchsorted(places, repetition.start))
+        return _Repeat(
+            row,
+            queries,
+            to_device(blocks, self.device),
+            to_device(which * self.block_size + places % self.block_size, self.device),
+            range(first, first + len(part)),
+            scores,
+        )
 
 
 @dataclass(slots=True)
 class _Repeat:
-    """A shadow's share of a step: its row, which tokens of the batch are its queries, and how many it has by then."""
+    """A shadow's share of a step.
+
+    Attributes:
+        row: of the batch.
+        queries: tokens of the batch.
+        blocks: int64 [n], logical blocks that hold the keys.
+        keys: int64 [N], places in these blocks, ascending; the last are those of the queries.
+        part: those of `keys` that are repeated.
+        scores: float32 [L, Hkv, len(part)], the largest shares so far.
+    """
 
     row: int
-    repetition: Repetition
     queries: range
-    length: int
-    prompts: dict[int, torch.Tensor]
+    blocks: torch.Tensor
+    keys: torch.Tensor
+    part: range
+    scores: torch.Tensor
 
 
 class PromptStep:
     """Shares of attention that one step's repetitions pay to tokens of their prompts; layers are taken in, in order."""
 
-    def __init__(self, repeats: list[_Repeat], block_size: int) -> None:
-        self._repeats, self._block_size = repeats, block_size
-        self._layer = 0
+    def __init__(self, repeats: list[_Repeat]) -> None:
+        self._repeats, self._layer = repeats, 0
 
     def add(self, passes: Any, layer: Any, query: torch.Tensor, kv_cache: Any, metadata: Any) -> None:
         """Take in one layer, whose queries [T, H, D] the stock kernel has attended to; computed in float32."""
         for repeat in self._repeats:
-            part, size = repeat.repetition, self._block_size
-            of_prompt = torch.cat((torch.arange(min(part.sink, part.length)), torch.arange(part.start, part.end)))
-            places = torch.cat((of_prompt.unique(), torch.arange(part.length, repeat.length)))
-            blocks, which = torch.unique(places // size, return_inverse=True)
-            table = metadata.block_table[repeat.row]
-            keys, _ = passes.read(layer, kv_cache, table[blocks].long(), False)
-            keys = keys.transpose(0, 1).flatten(1, 2)[:, which * size + places % size].float()
-            first = int(torch.searchsorted(places, part.start))
-            drawn = _largest_shares(
-                query[repeat.queries.start : repeat.queries.stop].float() * layer.impl.scale,
-                keys,
-                len(places) - len(repeat.queries),
-                range(first, first + part.end - part.start),
-            )
-            scores = repeat.prompts[part.prompt][self._layer, : len(keys), part.start : part.end]
-            torch.maximum(scores, drawn, out=scores)
+            blocks = metadata.block_table[repeat.row, repeat.blocks].long()
+            keys, _ = passes.read(layer, kv_cache, blocks, False)
+            keys = keys.transpose(0, 1).flatten(1, 2)[:, repeat.keys].float()
+            queries = query[repeat.queries.start : repeat.queries.stop].float() * layer.impl.scale
+            shares = _largest_shares(queries, keys, repeat.part)
+            scores = repeat.scores[self._layer, : len(keys)]
+            torch.maximum(scores, shares, out=scores)
         self._layer += 1
 
 
-def _largest_shares(query: torch.Tensor, keys: torch.Tensor, seen: int, wanted: range) -> torch.Tensor:
+def _largest_shares(query: torch.Tensor, keys: torch.Tensor, wanted: range) -> torch.Tensor:
     """The largest share of attention that any query pays to some keys.
 
     Args:
-        query: float32 [Q, H, D], scaled; the last of all tokens, so query i sees `seen` keys and i + 1 more.
+        query: float32 [Q, H, D], scaled; of the last Q keys, so that each sees all keys up to its own.
         keys: float32 [Hkv, N, D].
-        seen: keys before the first query's own.
         wanted: which keys.
 
     Returns:
         float32 [Hkv, len(wanted)]
     """
     kv_heads, count, _ = keys.shape
-    query = query.unflatten(1, (kv_heads, -1))  # [Q, Hkv, G, D]
+    before, query = count - len(query), query.unflatten(1, (kv_heads, -1))  # [Q, Hkv, G, D]
     at_once = max(SCRATCH // (4 * query.shape[1] * query.shape[2] * count), 1)
-    largest = torch.zeros(kv_heads, len(wanted))
+    largest = torch.zeros(kv_heads, len(wanted), device=keys.device)
+    places = torch.arange(count, device=keys.device)
     for first in range(0, len(query), at_once):
         some = query[first : first + at_once]
-        logits = torch.einsum("qhgd,hnd->hgqn", some, keys)
-        hidden = torch.arange(count) > torch.arange(first, first + len(some))[:, None] + seen
-        shares = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+        own = before + first
+        hidden = places > places[own : own + len(some), None]
+        shares = torch.einsum("qhgd,hnd->hgqn", some, keys).masked_fill_(hidden, -torch.inf).softmax(-1)
         torch.maximum(largest, shares[..., wanted.start : wanted.stop].amax((1, 2)), out=largest)
     return largest
