@@ -51,7 +51,7 @@ BOTH    = {"name": "duo", "heads": "configs/heads/needle", "sparsity": 0.5, "ret
 SWAPPED = {"name": "duo", "pattern": ["11", "11", "00", "00"], "sink": 32, "recent": 64}
 comma := ,
 # Tokens, a set for each head and one for all heads; bands of layers, and of heads. docs/quality.md has them at three
-# budgets: TOKEN_BUDGETS=0.1,0.25,0.5.
+# budgets, and kvzip (merging at two): TOKEN_BUDGETS=0.1,0.25,0.5.
 TOKEN_BUDGETS ?= 0.25
 SCORES = "h2o","accumulate":"last","window":16 "tova" "snapkv","kernel":7 "knorm" "keydiff" "rkv"
 TOKENS = $(foreach sets,head all,$(foreach score,$(SCORES),\
@@ -69,7 +69,7 @@ KVZIP  = {"name":"kvzip",$(SIZES)},$(foreach sets,head all,\
 MERGED = "h2o","accumulate":"last","window":16,"sets":"all" "snapkv","kernel":7,"sets":"all" "rkv"
 MERGES = $(foreach score,$(MERGED),$(foreach merge,null "d2o" "ems",\
 	{"name":$(score),"granularity":"token","merge":$(merge),$(SIZES)}$(comma)))
-FASTGEN = $(foreach recovery,0.5 0.8 0.95,{"name":"fastgen","bands":2,"recovery":$(recovery),$(SIZES)}$(comma))
+FASTGEN = $(foreach recovery,0.3 0.5 0.95,{"name":"fastgen","bands":2,"recovery":$(recovery),$(SIZES)}$(comma))
 quality: $(READY)  ## what every policy loses on the embedded model (results in out/quality)
 	@$(EVAL) --out out/quality/agnostic --settings agnostic --policies '$(POLICIES)' --lengths 2048 \
 		--budgets 0.1,0.25,0.5 --tasks niah,multikey,twostage,vt,ppl
@@ -86,10 +86,10 @@ quality: $(READY)  ## what every policy loses on the embedded model (results in 
 	@$(EVAL) --out out/quality/tokens --settings agnostic --policies 'full,$(TOKENS)$(BANDS)' --lengths 2048 \
 		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt,ppl
 	@$(EVAL) --out out/quality/kvzip --settings agnostic --policies 'full,$(KVZIP)' --lengths 2048 \
-		--budgets 0.1,0.25,0.5 --tasks niah,multikey,twostage,vt
+		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt
 	@$(EVAL) --out out/quality/merging --settings agnostic --policies 'full,$(MERGES)' --lengths 2048 \
-		--budgets 0.1,0.25 --tasks niah,multikey,twostage,vt,ppl
-	@$(EVAL) --out out/quality/fastgen --settings aware --policies 'full,$(FASTGEN)$(LAST),h2o,configs/duo-needle.yaml' \
+		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt,ppl
+	@$(EVAL) --out out/quality/fastgen --settings aware --policies 'full,$(FASTGEN)configs/duo-needle.yaml' \
 		--lengths 2048 --budgets 0.1,0.25 --tasks niah,multikey,twostage
 	@$(EVAL) --out out/quality/asides --settings agnostic --policies 'full,snapkv,$(ASIDES)' --lengths 2048 \
 		--budgets 0.25 --tasks niah,ppl
