@@ -454,17 +454,19 @@ QUARTER = {"budget": 256, "buffer": 0, "sink": 32, "recent": 64}
 @on_v1
 def test_needles_are_kept_before_anybody_asks(engine, record_property):
     """16 texts of 1,024 tokens, a quarter of each is kept. The question comes 4 tokens at a time, so that its end, and
-    the answer, see what is left. With all of its cache the model finds 16; here 13 under kvzip, 3 under h2o."""
+    the answer, see what is left. With all of its cache the model finds 16; here 13 under kvzip, 14 by tokens with one set,
+    3 under h2o."""
     prompts, filler = Prompts(str(NEEDLE)), words.Filler()
     samples = [tasks.make("niah", 1024, (i + 0.5) / 16, i, 0, prompts.count, filler) for i in range(16)]
     found = {}
-    for name in ("kvzip", "h2o"):
-        server = engine({"name": name, **QUARTER}, NEEDLE, dtype="bfloat16", blocks=512, max_model_len=4096)
+    one_set = {"granularity": "token", "sets": "all"}
+    for name, options in {"kvzip": {}, "kvzip tokens": one_set, "h2o": {}}.items():
+        server = engine({"name": name.split()[0], **QUARTER, **options}, NEEDLE, dtype="bfloat16", blocks=512, max_model_len=4096)
         found[name] = 0
         for sample in samples:
             ids = prompts.ids(sample)
             assert len(ids) == 1032
-            if name == "kvzip":
+            if name != "h2o":
                 server.scheduler.max_num_scheduled_tokens = 256
                 (alone,) = server.generate([ids[:1024]], max_tokens=40)
                 assert alone.kv_usage.evicted_blocks > 0, "it is reconstructed"
@@ -476,4 +478,4 @@ def test_needles_are_kept_before_anybody_asks(engine, record_property):
         server.assert_nothing_left()
     record_property("needles found", str(found))
     print(found)
-    assert found["kvzip"] >= found["h2o"] + 4, found
+    assert min(found["kvzip"], found["kvzip tokens"]) >= found["h2o"] + 4, found
