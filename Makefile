@@ -51,13 +51,25 @@ BOTH    = {"name": "duo", "heads": "configs/heads/needle", "sparsity": 0.5, "ret
 SWAPPED = {"name": "duo", "pattern": ["11", "11", "00", "00"], "sink": 32, "recent": 64}
 comma := ,
 # Tokens, a set for each head and one for all heads; bands of layers, and of heads. docs/quality.md has them at three
-# budgets: TOKEN_BUDGETS=0.1,0.25,0.5.
+# budgets, and kvzip (merging at two): TOKEN_BUDGETS=0.1,0.25,0.5.
 TOKEN_BUDGETS ?= 0.25
 SCORES = "h2o","accumulate":"last","window":16 "tova" "snapkv","kernel":7 "knorm" "keydiff" "rkv"
 TOKENS = $(foreach sets,head all,$(foreach score,$(SCORES),\
 	{"name":$(score),"granularity":"token","sets":"$(sets)","sink":32,"recent":32,"buffer":0}$(comma)))
 SPLITS = "pyramidkv","bands":2 "pyramidkv","bands":4 "adakv","bands":2
 BANDS  = $(foreach split,$(SPLITS),{"name":$(split),"sink":32,"recent":32,"buffer":0}$(comma))
+# What docs/quality.md says in passing: pooling over fewer and more tokens, no pyramid, even shares.
+ASIDES = $(foreach kernel,1 7 31,{"name":"snapkv","granularity":"token","sets":"all","kernel":$(kernel),$(SIZES)}$(comma))\
+	$(foreach split,$(EVEN),{"name":$(split),$(SIZES)}$(comma))
+EVEN   = "pyramidkv","bands":4,"beta":1 "adakv","bands":2 "adakv","bands":2,"floor":1
+SIZES  = "sink":32,"recent":32,"buffer":0
+# kvzip by blocks and by tokens; merging; and, with the question in sight, groups of heads that choose their policies.
+KVZIP  = {"name":"kvzip",$(SIZES)},$(foreach sets,head all,\
+	{"name":"kvzip","granularity":"token","sets":"$(sets)",$(SIZES)}$(comma))
+MERGED = "h2o","accumulate":"last","window":16,"sets":"all" "snapkv","kernel":7,"sets":"all" "rkv"
+MERGES = $(foreach score,$(MERGED),$(foreach merge,null "d2o" "ems",\
+	{"name":$(score),"granularity":"token","merge":$(merge),$(SIZES)}$(comma)))
+FASTGEN = $(foreach recovery,0.3 0.5 0.95,{"name":"fastgen","bands":2,"recovery":$(recovery),$(SIZES)}$(comma))
 quality: $(READY)  ## what every policy loses on the embedded model (results in out/quality)
 	@$(EVAL) --out out/quality/agnostic --settings agnostic --policies '$(POLICIES)' --lengths 2048 \
 		--budgets 0.1,0.25,0.5 --tasks niah,multikey,twostage,vt,ppl
@@ -73,6 +85,14 @@ quality: $(READY)  ## what every policy loses on the embedded model (results in 
 		--lengths 1024,2048,4096 --tasks niah --samples 28 --seed 1
 	@$(EVAL) --out out/quality/tokens --settings agnostic --policies 'full,$(TOKENS)$(BANDS)' --lengths 2048 \
 		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt,ppl
+	@$(EVAL) --out out/quality/kvzip --settings agnostic --policies 'full,$(KVZIP)' --lengths 2048 \
+		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt
+	@$(EVAL) --out out/quality/merging --settings agnostic --policies 'full,$(MERGES)' --lengths 2048 \
+		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt,ppl
+	@$(EVAL) --out out/quality/fastgen --settings aware --policies 'full,$(FASTGEN)configs/duo-needle.yaml' \
+		--lengths 2048 --budgets 0.1,0.25 --tasks niah,multikey,twostage
+	@$(EVAL) --out out/quality/asides --settings agnostic --policies 'full,snapkv,$(ASIDES)' --lengths 2048 \
+		--budgets 0.25 --tasks niah,ppl
 
 clean:  ## remove the environment, builds and results
 	rm -rf $(VENV) build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info

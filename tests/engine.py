@@ -129,6 +129,9 @@ class Engine:
         assert not any(manager.take_over_trigger() for manager in self.managers)
         for group in self.worker.kv_evict.groups:
             assert not group.with_holes and not group.mergers
+            if group.prompts is not None:
+                known = self.scheduler.reconstructions.scores
+                assert group.prompts.is_empty and len(group.prompts.numbers) == len(known._prompts)
             if group.sums is not None:
                 assert not group.sums._slots
                 assert sorted(group.sums._free) == list(range(len(group.sums._sums)))

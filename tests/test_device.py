@@ -8,9 +8,10 @@ import torch
 
 from vllm_evict.attention.keys import key_scores
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
+from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Repetition, Scoring
 from vllm_evict.policies import CACHED
-from vllm_evict.worker import cached, sums, worker
+from vllm_evict.worker import cached, prompts, sums, worker
+from vllm_evict.worker.prompts import PromptScores
 from vllm_evict.worker.runtime import EvictionRuntime, GroupRuntime
 
 pytestmark = pytest.mark.v1_only
@@ -142,6 +143,31 @@ def test_statistics_of_keys_do_not_wait():
     for name, score in key_scores(on_device(keys), on_device(values), 60, CACHED).items():
         assert isinstance(score, OnDevice)
         np.testing.assert_array_equal(on_host(score), expected[name].numpy())
+
+
+def shares(wrap):
+    """Of a prompt of 40 tokens, from two steps of a shadow; then what is left after eight of 32 tokens went."""
+    generator = torch.Generator().manual_seed(2)
+    query, cache = (torch.randn(60, *shape, generator=generator) for shape in ((2 * HEADS, DIM), (HEADS, SIZE, DIM)))
+    scores, table = PromptScores(HEADS, 1, SIZE), torch.randperm(60, generator=generator).int()[None, :4]
+    scores.begin(set(), GroupPlan(repeats={"shadow": Repetition(0, 40, 8, 40, 4)}))
+    scores._prompts[0] = wrap(scores._prompts[0])
+    passes = SimpleNamespace(read=lambda layer, cache, blocks, values: (cache[blocks], None))
+    layer = SimpleNamespace(impl=SimpleNamespace(scale=1.0))
+    for start, end in ((38, 50), (50, 60)):
+        step = scores.step(["shadow"], np.array([0, end - start]), np.array([end]))
+        step.add(passes, layer, wrap(query[start:end]), wrap(cache), SimpleNamespace(block_table=wrap(table)))
+    scores.begin(set(), GroupPlan(scored={"r": (0, 40)}))
+    scores.judged("r", 50)
+    scores.gather("r", 50, 4, 32, wrap(torch.arange(8, 32).expand(1, HEADS, 24)))
+    return scores.judged("r", 52)[0]
+
+
+def test_repetitions_do_not_wait(monkeypatch):
+    monkeypatch.setattr(prompts, "SCRATCH", 4096)
+    expected, got = shares(lambda tensor: tensor), shares(on_device)
+    assert isinstance(got, OnDevice) and expected[:, :, 4:30].all()
+    np.testing.assert_array_equal(on_host(got), expected.numpy())
 
 
 def test_a_look_is_noticed():

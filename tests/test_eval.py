@@ -637,33 +637,25 @@ def offline_plan(model, out, **changes):
     return Plan(model=str(model), out=out, **(plan | changes))
 
 
-@pytest.mark.parametrize("setting", ["agnostic", "aware"])
-def test_a_setting_is_what_it_says(tiny, setting):
-    """Whether a decision over the context could have seen the question, at the scheduler."""
+@pytest.mark.parametrize("setting, count", [("agnostic", 3), ("agnostic", 1), ("aware", 3)])
+def test_a_setting_is_what_it_says(tiny, setting, count):
+    """Whether a decision over the context could have seen the question, at the scheduler. vLLM does not cut the prompt of
+    a request that is alone, so that one is asked twice."""
     (contender,) = contenders("h2o", [128], **SIZES)
     prompts = Prompts(str(tiny))
-    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(3)]
-    assert [prompts.count(sample.context) for sample in samples] == [512] * 3
+    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(count)]
+    assert [prompts.count(sample.context) for sample in samples] == [512] * count
     ((server, _),) = servers([contender], 2048, 32)
     backend = backends.Offline(
         str(tiny), server, setting, prompts, chunk=128, batch=3, block_size=32, engine_args=ENGINE
     )
     try:
-        scheduler, steps = backend.llm.llm_engine.engine_core.engine_core.scheduler, {}
-        schedule = scheduler.schedule
-
-        def recorded(*args):
-            output = schedule(*args)
-            for request, tokens in output.num_scheduled_tokens.items():
-                steps.setdefault(request, []).append(tokens)
-            return output
-
-        scheduler.schedule = recorded
+        steps = recorded_steps(backend)
         answers = backend.answer(samples, contender)
     finally:
         backend.close()
-    assert len(steps) == 3
-    for taken, answer in zip(steps.values(), answers, strict=True):
+    assert len(steps) == max(count, 2) and len(answers) == count
+    for taken, answer in zip(steps.values(), answers):
         question = answer.prompt_tokens - 512
         assert 0 < question < 16
         prefill = [128] * 4 + [question] if setting == "agnostic" else [512 + question]
@@ -672,6 +664,59 @@ def test_a_setting_is_what_it_says(tiny, setting):
         assert answer.peak_blocks == {"agnostic": 8, "aware": 17}[setting]
         assert answer.evicted_tokens >= 512 - 128 and answer.budget_tokens == 128
         assert answer.tokens_per_s > 0 and answer.ttft_s > 0
+
+
+def recorded_steps(backend):
+    """Request -> tokens of each of its steps, as the scheduler plans them."""
+    scheduler, steps = backend.llm.llm_engine.engine_core.engine_core.scheduler, {}
+    schedule = scheduler.schedule
+
+    def recorded(*args):
+        output = schedule(*args)
+        for request, tokens in output.num_scheduled_tokens.items():
+            steps.setdefault(request, []).append(tokens)
+        return output
+
+    scheduler.schedule = recorded
+    return steps
+
+
+@pytest.mark.parametrize("setting", ["agnostic", "aware"])
+@pytest.mark.parametrize("granularity", ["block", "token"])
+def test_contexts_are_reconstructed_before_the_question_is_there(tiny, setting, granularity):
+    """Each of them once; then prompts are computed from their first token, and evicted from chunk by chunk."""
+    policy = json.dumps({"name": "kvzip", "sink": 32, "recent": 32, "buffer": 0, "granularity": granularity})
+    wanted = contenders(policy, [128, 160], **SIZES)
+    prompts = Prompts(str(tiny))
+    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(3)]
+    ((server, served),) = servers(wanted, 2048, 32)
+    assert served == wanted and server.allowed == {"kvzip"}
+    backend = backends.Offline(
+        str(tiny), server, setting, prompts, chunk=128, batch=3, block_size=32, engine_args=ENGINE
+    )
+    try:
+        steps, answers = recorded_steps(backend), [backend.answer(samples, contender) for contender in wanted]
+        with pytest.raises(EvalError, match="2048 tokens .max_model_len. have no room for a context of 18.. and its rep"):
+            backend.answer([sample_of("niah", 1860, 0.5, count=prompts.count)], wanted[0])
+    finally:
+        backend.close()
+    question = answers[0][0].prompt_tokens - 512
+    context = 512 if setting == "agnostic" else 512 + question
+    repeated = [sum(taken) for request, taken in steps.items() if request.startswith("reconstruct")]
+    assert repeated == [context + context % 32] * 3, "all that is not in whole blocks of the context"
+    asked = [taken for request, taken in steps.items() if not request.startswith("reconstruct")]
+    assert len(asked) == 3 + 3 + 3 and [len(set(map(str, asked[i : i + 3]))) for i in (0, 3, 6)] == [1, 1, 1]
+    prefill = [128] * 4 + [question] if setting == "agnostic" else [512 + question]
+    assert all(taken[: len(prefill)] == prefill for taken in asked[3:])
+    # A context by itself is computed in chunks of any size: nothing is evicted before all of it is there.
+    for taken in asked[:3]:
+        decoded = taken.count(1)
+        assert sum(taken[:-decoded]) == context and decoded > 8
+    for contender, of_budget in zip(wanted, answers, strict=True):
+        for answer in of_budget:
+            assert answer.evicted_tokens >= 512 - contender.budget and answer.budget_tokens == contender.budget
+            # At most the budget and a chunk, or the whole prompt.
+            assert answer.peak_blocks == {"agnostic": contender.budget / 32 + 4, "aware": 17}[setting]
 
 
 def test_a_run_its_columns_and_its_resumption(tiny, tmp_path, monkeypatch):

@@ -21,6 +21,9 @@ POLICIES = {
     # Each rank chooses for its own heads; one set for all is agreed on.
     "tokens": {**BASE, "granularity": "token"},
     "tokens-all": {**BASE, "granularity": "token", "sets": "all"},
+    # Each rank remembers what its own heads drew from the repetition.
+    "kvzip-tokens": {**BASE, "name": "kvzip", "granularity": "token"},
+    "kvzip-tokens-all": {**BASE, "name": "kvzip", "granularity": "token", "sets": "all"},
     "pyramidkv": {**BASE, "name": "pyramidkv", "bands": 2},
     "rkv": {**BASE, "name": "rkv", "allow": ["sink-window"]},
 }

@@ -63,7 +63,7 @@ class Config:
 
 POLICIES = (
     "full", "sink-window", "strided", "h2o", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff",
-    "pagedeviction", "random",
+    "pagedeviction", "random", "kvzip",
 )  # fmt: skip
 
 REDUCE = {

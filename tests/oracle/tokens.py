@@ -13,11 +13,13 @@ from .replay import REDUCE, Replay, Request, candidates_of, cosine, redundancy, 
 
 class TokenRequest(Request):
     """heads: bool [L, G], those of its KV group; sets: "head", or "all" for one set of tokens for all heads.
-    merge: the plugin's fields for merging, or None.
+    merge: the plugin's fields for merging, or None. scores: of a reconstructed prompt, float64 [L, G, n]; ready: steps
+    before the first decision by them.
     """
 
-    def __init__(self, model, config, heads=None, sets="head", merge=None):
+    def __init__(self, model, config, heads=None, sets="head", merge=None, scores=None, ready=0):
         super().__init__(model, config)
+        self.scores, self.ready = scores, ready
         shape = (model.layers, model.kv_heads)
         self.heads = torch.ones(shape, dtype=torch.bool) if heads is None else torch.as_tensor(heads)
         self.sets, self.merge, self.thresholds = sets, merge, {}
@@ -54,7 +56,7 @@ class TokenRequest(Request):
 
     def decide(self):
         config, size = self.config, self.config.block_size
-        if len(self.held()) <= config.trigger_blocks:
+        if len(self.held()) <= config.trigger_blocks or len(self.replay.evicted) < self.ready:
             self.replay.evicted.append([])
             return
         blocks = candidates_of(self.n, self.evicted, config)
@@ -134,6 +136,9 @@ class TokenRequest(Request):
         keys = self.cache[layer][0][resident, head].double()
         at = torch.isin(resident, candidates)
         mass = self.drawn[layer, head, candidates]
+        if config.policy == "kvzip":
+            known = self.scores.shape[2]
+            return torch.where(candidates < known, self.scores[layer, head, candidates.clamp(max=known - 1)], 0.0)
         if config.policy == "knorm":
             return -keys.norm(dim=1)[at]
         if config.policy == "keydiff":
@@ -151,13 +156,33 @@ class TokenRequest(Request):
         return mass
 
 
-def replay_tokens(model, token_ids, steps, groups, start=0, sets="head", merge=None, told=None):
+def kvzip_scores(model, prompt, parts, instruction=(), sink=0, overlap=8):
+    """Kim et al. 2025, algorithm 1: float64 [L, G, n], the largest share of attention that a token of a part draws.
+
+    Shares are of the sinks, the part and all that follows the prompt: those of the whole softmax, made to add up to 1.
+    """
+    n, group = len(prompt), model.heads // model.kv_heads
+    scores = torch.zeros(model.layers, model.kv_heads, n, dtype=torch.float64)
+    for start, end in parts:
+        ids = [*prompt, *instruction, *prompt[max(start - overlap, 0) : start], *prompt[start:end]]
+        causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        _, probs = model.forward(ids, model.new_cache(), causal, want_probs=True)
+        tokens = torch.arange(len(ids))
+        seen = (tokens < sink) | ((tokens >= start) & (tokens < end)) | (tokens >= n)
+        shares = probs[:, :, n:].double() * seen
+        shares /= shares.sum(-1, keepdim=True)
+        scores[:, :, start:end] = shares[..., start:end].unflatten(1, (-1, group)).amax((2, 3))
+    return scores
+
+
+def replay_tokens(model, token_ids, steps, groups, start=0, sets="head", merge=None, told=None, scores=None, ready=0):
     """Serve `token_ids` in the given steps; returns the finished requests, one for each group.
 
     groups: (Config, heads bool [L, G] or None) of each. start: leading tokens out of a prefix cache.
     told: for each step the decisions, by the position of their newest token, that take effect with it; None: at once.
+    scores, ready: see `TokenRequest`.
     """
-    requests = [TokenRequest(model, config, heads, sets, merge) for config, heads in groups]
+    requests = [TokenRequest(model, config, heads, sets, merge, scores, ready) for config, heads in groups]
     cache, done, logits = model.new_cache(), start, []
     if start:
         model.forward(token_ids[:start], cache, torch.ones(start, start, dtype=torch.bool).tril())

@@ -47,6 +47,24 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
+class Repetition:
+    """A shadow's part of a prompt, for scores by token: what it repeats, and where they go.
+
+    Attributes:
+        prompt: number by which workers remember the scores.
+        length: tokens of the prompt; queries after them count.
+        start, end: tokens that are repeated.
+        sink: leading tokens that always stay, which each query sees beside the part.
+    """
+
+    prompt: int
+    length: int
+    start: int
+    end: int
+    sink: int
+
+
+@dataclass(frozen=True, slots=True)
 class Compaction:
     """Gather the tokens that each head of a KV group keeps, out of some blocks into fewer.
 
@@ -85,6 +103,9 @@ class GroupPlan:
         moved: request -> {logical block: physical block}, those that got another one.
         due: request -> its incarnation, those that may be over their trigger after this step.
         asked: request -> its incarnation, those whose scores are wanted for when the pool runs out.
+        repeats: shadows that start in this step, and what they repeat by token.
+        scored: request -> number of a prompt and how many of its tokens; from now on their scores are the request's.
+        forgotten: numbers of prompts whose scores nobody will ask for again.
     """
 
     holes: dict[str, list[int]] = field(default_factory=dict)
@@ -95,6 +116,9 @@ class GroupPlan:
     moved: dict[str, dict[int, int]] = field(default_factory=dict)
     due: dict[str, int] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
+    repeats: dict[str, Repetition] = field(default_factory=dict)
+    scored: dict[str, tuple[int, int]] = field(default_factory=dict)
+    forgotten: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -4,13 +4,16 @@ When a request is over its trigger and its prompt is computed, a *shadow* is add
 prompt is the same prompt, an instruction, and a part of the prompt once more. It hits the blocks that the request has
 published, so the prompt is not computed again; workers measure the queries of the repeated part. One shadow runs at a
 time, one after the other for prompts of several parts. It is no client's: its outputs are taken out of the scheduler's.
+
+Scores of blocks are reported, and kept here. Those of tokens and heads stay with the workers: the scheduler numbers the
+prompts, says which requests take which, and when to forget them.
 """
 
 import itertools
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +25,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
 from ..config import NEVER, KVPolicyConfig
-from .plan import Report, Reports, Scoring
+from .plan import GroupPlan, Repetition, Report, Reports, Scoring
 from .residency import Residency
 
 logger = init_logger("vllm.evict")
@@ -34,15 +37,16 @@ OVERLAP = 8
 
 
 class Scores:
-    """Mass of reconstructed prompts, by the hash of each block's prefix; the prompts used last are kept.
+    """Scores of reconstructed prompts, by the hash of each block's prefix; the prompts used last are kept.
 
     Args:
         most_blocks: kept at most, over all prompts.
+        forget: told of scores that are dropped.
     """
 
-    def __init__(self, most_blocks: int) -> None:
-        self._most = most_blocks
-        self._prompts: OrderedDict[Any, tuple[list[Any], np.ndarray]] = OrderedDict()
+    def __init__(self, most_blocks: int, forget: Callable[[Any], None] = lambda scores: None) -> None:
+        self._most, self._forget = most_blocks, forget
+        self._prompts: OrderedDict[Any, tuple[list[Any], Any]] = OrderedDict()
         self._last: dict[Any, Any] = {}  # hash of a block -> hash of the last block of a prompt that it is in
         self._blocks = 0
 
@@ -50,29 +54,31 @@ class Scores:
         """Blocks that have scores."""
         return self._blocks
 
-    def get(self, hashes: Sequence[Any], slack: int) -> np.ndarray | None:
-        """Mass of the blocks of a prompt, or of all but `slack` at its end; None if less is known. float64 [n]"""
+    def get(self, hashes: Sequence[Any], slack: int) -> tuple[Any, int] | None:
+        """Scores of a prompt that has these blocks, or all but `slack` at their end, and how many; None if less."""
         for count in range(len(hashes), max(len(hashes) - slack, 1) - 1, -1):
             if (last := self._last.get(hashes[count - 1])) is not None:
                 self._prompts.move_to_end(last)
-                return self._prompts[last][1][:count]
+                return self._prompts[last][1], count
         return None
 
-    def put(self, hashes: Sequence[Any], mass: np.ndarray) -> None:
+    def put(self, hashes: Sequence[Any], scores: Any) -> None:
         self._drop(hashes[-1])
-        self._prompts[hashes[-1]] = (list(hashes), mass)
+        self._prompts[hashes[-1]] = (list(hashes), scores)
         self._last.update(dict.fromkeys(hashes, hashes[-1]))
         self._blocks += len(hashes)
         while self._blocks > self._most:
             self._drop(next(iter(self._prompts)))
 
     def clear(self) -> None:
-        self._prompts.clear()
-        self._last.clear()
-        self._blocks = 0
+        for last in list(self._prompts):
+            self._drop(last)
 
     def _drop(self, last: Any) -> None:
-        hashes, _ = self._prompts.pop(last, ((), None))
+        if last not in self._prompts:
+            return
+        hashes, scores = self._prompts.pop(last)
+        self._forget(scores)
         self._blocks -= len(hashes)
         for each in hashes:
             if self._last.get(each) == last:
@@ -106,12 +112,17 @@ class Job:
     since: int
     #: What is still to be repeated; None until it is its turn.
     parts: list[tuple[int, int]] | None = None
-    mass: np.ndarray | None = None
+    #: What is known by now: mass of its blocks, or the number by which workers know its tokens' scores.
+    scores: np.ndarray | int | None = None
 
     @property
     def alive(self) -> bool:
         """Whether its request still runs, and holds what is to be scored."""
         return self.request.status == RequestStatus.RUNNING and self.resident.incarnation == self.incarnation
+
+    @property
+    def per_token(self) -> bool:
+        return self.resident.config.granularity == "token"
 
     @property
     def hashes(self) -> list[Any]:
@@ -125,11 +136,12 @@ class Job:
 
 @dataclass(slots=True)
 class Shadow:
-    """One part of a job, as it runs."""
+    """One part of a job, as it runs; `scoring` and `repetition` say how its blocks or its tokens are measured."""
 
     request: Request
     job: Job
     scoring: Scoring
+    repetition: Repetition | None
     #: Blocks beside those of the prompt.
     needed: int
 
@@ -144,11 +156,11 @@ class Reconstructions:
 
     def __init__(self, scheduler: Any, manager: Any) -> None:
         self._scheduler, self._manager = scheduler, manager
-        self.scores = Scores(scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+        self.scores = Scores(scheduler.kv_cache_manager.block_pool.num_gpu_blocks, self._forget)
         self._jobs: dict[str, Job] = {}
         self._shadow: Shadow | None = None
         self._hidden: set[str] = set()
-        self._ids = itertools.count()
+        self._ids, self._numbers = itertools.count(), itertools.count()
         self._warned = False
 
     def __len__(self) -> int:
@@ -158,10 +170,13 @@ class Reconstructions:
     def is_shadow(self, request_id: str) -> bool:
         return request_id in self._hidden
 
-    @property
-    def scoring(self) -> Scoring:
-        """How the shadow is measured."""
-        return self._shadow.scoring
+    def measure(self, plan: GroupPlan) -> None:
+        """Tell workers how the shadow that starts is measured."""
+        req_id = self._shadow.request.request_id
+        if self._shadow.repetition is None:
+            plan.track[req_id] = self._shadow.scoring
+        else:
+            plan.repeats[req_id] = self._shadow.repetition
 
     def want(self, request: Request, resident: Residency) -> None:
         """A request is over its trigger: evict by the scores it has, or see that it gets some."""
@@ -190,7 +205,7 @@ class Reconstructions:
     def tidy(self) -> None:
         """Forget requests that ended or were preempted, and their shadow."""
         for req_id in [req_id for req_id, job in self._jobs.items() if not job.alive]:
-            del self._jobs[req_id]
+            self._give_up(self._jobs.pop(req_id))
         if self._shadow is not None and not self._waits(self._shadow.job):
             self._withdraw()
 
@@ -200,11 +215,12 @@ class Reconstructions:
         if self._shadow is not None:
             self._withdraw()
         for job in self._jobs.values():
+            self._give_up(job)
             job.parts = None
 
     def reported(self, output: Any) -> str | None:
-        """The shadow, if this step is its last."""
-        if self._shadow is not None:
+        """The shadow, if this step is its last and blocks are what it is for."""
+        if self._shadow is not None and self._shadow.repetition is None:
             shadow = self._shadow.request
             done = shadow.num_computed_tokens >= shadow.num_prompt_tokens
             if done and shadow.request_id in output.num_scheduled_tokens:
@@ -220,19 +236,21 @@ class Reconstructions:
             self._add_up(shadow.job, reports.get(shadow.request.request_id))
         for req_id, job in list(self._jobs.items()):
             if job.resident.report is not None:
-                del self._jobs[req_id]
+                self._give_up(self._jobs.pop(req_id))
                 self._scheduler._evict(job.request, self._manager, job.resident.report)
 
     def _add_up(self, job: Job, report: Report | None) -> None:
         """A shadow is done."""
-        if report is None:
-            logger.error("no scores came back of the reconstruction for request %s", job.request.request_id)
-            return self._do_without(job)
-        job.mass += report.statistics["mass"][: job.blocks]
+        if not job.per_token:
+            if report is None:
+                logger.error("no scores came back of the reconstruction for request %s", job.request.request_id)
+                return self._do_without(job)
+            job.scores += report.statistics["mass"][: job.blocks]
         job.parts.pop(0)
         job.since = self._scheduler.current_step
         if not job.parts:
-            self.scores.put(job.hashes, job.mass)
+            self.scores.put(job.hashes, job.scores)
+            job.scores = None
             for other in self._jobs.values():
                 self._look_up(other.request, other.resident)
 
@@ -253,9 +271,15 @@ class Reconstructions:
     def _look_up(self, request: Request, resident: Residency) -> None:
         """Scores that another request with this prompt left, or with one that differs in recent tokens only."""
         blocks = request.num_prompt_tokens // resident.block_size
-        mass = self.scores.get(request.block_hashes[:blocks], resident.limits.recent // resident.block_size)
-        if mass is not None:
-            resident.report = Report(np.arange(len(mass)), {"mass": mass})
+        found = self.scores.get(request.block_hashes[:blocks], resident.limits.recent // resident.block_size)
+        if found is None:
+            return
+        scores, known = found
+        if resident.config.granularity == "token":
+            self._plan.scored[request.request_id] = (scores, known * resident.block_size)
+            resident.report = Report(np.arange(known), {})
+        else:
+            resident.report = Report(np.arange(known), {"mass": scores[:known]})
 
     def _waits(self, job: Job) -> bool:
         return self._jobs.get(job.request.request_id) is job
@@ -278,6 +302,21 @@ class Reconstructions:
             )
         job.resident.report = Report(np.arange(0), {"mass": np.empty(0)})
 
+    def _give_up(self, job: Job) -> None:
+        """Nobody asks for a job's scores, so far as it has any."""
+        if job.scores is not None:
+            self._forget(job.scores)
+            job.scores = None
+
+    def _forget(self, scores: np.ndarray | int) -> None:
+        if isinstance(scores, int):
+            self._plan.forgotten.append(scores)
+
+    @property
+    def _plan(self) -> GroupPlan:
+        """What goes to workers with the next step."""
+        return self._scheduler._plan.groups[self._manager.kv_cache_group_id]
+
     def _begin(self, job: Job) -> bool:
         """Add the next shadow of a request, if it is time. Returns whether it was added."""
         scheduler, request, config = self._scheduler, job.request, job.resident.config
@@ -288,7 +327,7 @@ class Reconstructions:
             return False
         if job.parts is None:
             job.parts = self._parts(request, config)
-            job.mass = np.zeros(job.blocks)
+            job.scores = next(self._numbers) if job.per_token else np.zeros(job.blocks)
         waited = scheduler.current_step - job.since
         prompt, start = self._prompt(job, config) if job.parts else ([], 0)
         needed = math.ceil(len(prompt) / job.resident.block_size) - job.blocks
@@ -341,12 +380,15 @@ class Reconstructions:
             priority=sys.maxsize,
             block_hasher=original._block_hasher,
         )
-        config = job.resident.config
+        config, repetition = job.resident.config, None
+        if job.per_token:
+            sink = job.resident.limits.sink * job.resident.block_size
+            repetition = Repetition(job.scores, original.num_prompt_tokens, *job.parts[0], sink)
         resident = Residency(config, None, job.resident.block_size, config.name, measured=True)
         # Only what is the prompt's own is published: what follows would be of use to nobody.
         resident.pure_tokens = job.blocks * resident.block_size
         self._hidden.add(shadow.request_id)
-        self._shadow = Shadow(shadow, job, Scoring("sum", 0.0, 1, 1, NEVER, start=start), needed)
+        self._shadow = Shadow(shadow, job, Scoring("sum", 0.0, 1, 1, NEVER, start=start), repetition, needed)
         self._manager.residents[shadow.request_id] = resident
         scheduler.add_request(shadow)
         scheduler.waiting.remove_request(shadow)

@@ -217,7 +217,7 @@ class EvictionMixin:
                 continue  # the next turn of a streaming session
             resident.started, resident.first_query = True, computed_tokens
             if self.reconstructions is not None and self.reconstructions.is_shadow(req_id):
-                plan.track[req_id] = self.reconstructions.scoring
+                self.reconstructions.measure(plan)
             elif resident.measured:
                 scoring = Scoring.of(resident.config, resident.limits.trigger)
                 if resident.config.policy.profiles:  # its decision falls with the last tokens of the prompt
@@ -290,6 +290,9 @@ class EvictionMixin:
             resident = manager.residents[req_id]
             if resident.incarnation != incarnation:
                 continue  # preempted since; it starts anew, with nothing missing
+            if resident.config.policy.reconstructs:
+                self.reconstructions.want(request, resident)
+                continue
             if resident.config.granularity == "token":
                 self._compact(request, manager)
                 continue
@@ -301,10 +304,7 @@ class EvictionMixin:
                 resident.profile(reports[req_id], computed, request.num_prompt_tokens)
                 if resident.limits is not None and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
                     self._plan.groups[manager.kv_cache_group_id].track[req_id] = scoring
-            if resident.config.policy.reconstructs:
-                self.reconstructions.want(request, resident)
-            else:
-                self._evict(request, manager, reports.get(req_id))
+            self._evict(request, manager, reports.get(req_id))
 
     def _decide_jointly(self, plan: EvictionPlan, reports: list[Reports]) -> None:
         """Evict what a finished step calls for where KV groups share a budget."""
@@ -343,6 +343,8 @@ class EvictionMixin:
 
     def _evict(self, request: Request, manager: EvictableManager, report: Report | None) -> None:
         resident = manager.residents[request.request_id]
+        if resident.config.granularity == "token":
+            return self._compact(request, manager)
         victims = resident.choose(request.num_computed_tokens - request.num_in_flight_tokens, report)
         if len(victims):
             self.make_holes(request, manager, victims)
@@ -396,7 +398,7 @@ class EvictionMixin:
     def _free_request_blocks(self, request: Request) -> None:
         # Its table is gone, and with it all that workers were to hear of.
         for group in self._plan.groups:
-            for told in (group.holes, group.missing, group.moved, group.track):
+            for told in (group.holes, group.missing, group.moved, group.track, group.scored):
                 told.pop(request.request_id, None)
         self._plan.compactions = [c for c in self._plan.compactions if c.req_id != request.request_id]
         super()._free_request_blocks(request)

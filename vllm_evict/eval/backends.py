@@ -11,9 +11,14 @@ What policies have seen when they decide is a setting, and results of two settin
 A second request that hits the first one's prefix would not do for `agnostic`: blocks that were computed before the
 first eviction stay hit-able when they are evicted, so it would see them again. For the same reason prompts never share
 a prefix cache here, or every policy after the first would find what that one had computed.
+
+A policy that reconstructs prompts (`kvzip`) is shown the context alone first, which is what it repeats (the whole
+prompt, where the question is to be seen). Then the prompt is computed again from its first token, chunk by chunk, and
+evicted from by the scores that are there, as under any other policy.
 """
 
 import gc
+import math
 import os
 import platform
 import time
@@ -108,11 +113,14 @@ class Offline:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        self.prompts = prompts
+        self.prompts, self.setting = prompts, setting
+        #: Prompts that have been reconstructed, by their salt.
+        self._known: set[str] = set()
         options: dict[str, Any] = {
             "block_size": block_size,
-            "max_num_seqs": batch,
-            "enable_prefix_caching": False,
+            "max_num_seqs": max(batch, 2) if server.reconstructs else batch,
+            # Prompts are reconstructed from a prefix cache, which nobody else reads here.
+            "enable_prefix_caching": server.reconstructs,
             "disable_log_stats": False,
             "seed": 0,
             **self.chunking(setting, chunk, batch, model_length(model)),
@@ -153,22 +161,59 @@ class Offline:
         """
         from vllm import SamplingParams
 
-        ids = [self.prompts.ids(sample) for sample in samples]
+        if self.setting == "agnostic" and len(samples) == 1:
+            # vLLM does not cut the prompt of a request that is alone.
+            return self.answer([*samples, *samples], contender)[:1]
+        prompts = [{"prompt_token_ids": self.prompts.ids(sample)} for sample in samples]
         params = [
             SamplingParams(
                 temperature=0,
                 max_tokens=sample.max_tokens,
                 prompt_logprobs=0 if sample.metric == NLL else None,
                 extra_args=contender.xargs,
+                skip_reading_prefix_cache=True,
             )
             for sample in samples
         ]
-        start = time.perf_counter()
         try:
-            outputs = self.llm.generate([{"prompt_token_ids": i} for i in ids], params, use_tqdm=False)
+            if contender.config.policy.reconstructs:
+                prompts = [self._reconstructed(*each, contender) for each in zip(samples, prompts, strict=True)]
+            start = time.perf_counter()
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
         except ValueError as error:
             raise EvalError(f"{contender}: {_one_line(error)}") from None
         return timed([self._read(output) for output in outputs], time.perf_counter() - start)
+
+    def _reconstructed(self, sample: Sample, prompt: dict[str, Any], contender: Contender) -> dict[str, Any]:
+        """A prompt, whose context has been reconstructed under the salt that it now has.
+
+        Raises:
+            EvalError: it could not be; the answer would be that of another policy.
+        """
+        from vllm import SamplingParams
+
+        from ..core.reconstruction import parts
+
+        salted = prompt | {"cache_salt": sample.sha256}
+        if sample.sha256 in self._known:
+            return salted
+        ids, config = prompt["prompt_token_ids"], contender.config
+        context = ids[: sample.length] if self.setting == "agnostic" else ids
+        longest = self.about["engine"]["max_model_len"]
+        if not parts(len(context), config.chunk, len(config.instruction), longest):
+            raise EvalError(
+                f"{contender}: {longest} tokens (max_model_len) have no room for a context of {len(context)} and its "
+                "repetition: take a shorter length"
+            )
+        # It has to run until its repetition is computed, and for the first decision after it.
+        chunk = self.about["engine"].get("long_prefill_token_threshold") or 256
+        steps = 4 * (math.ceil(len(context) / chunk) + 8)
+        params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, extra_args=contender.xargs)
+        (output,) = self.llm.generate([salted | {"prompt_token_ids": context}], params, use_tqdm=False)
+        if not output.kv_usage.evicted_tokens and contender.needs_eviction(len(context), self.block_size):
+            raise EvalError(f"{contender}: a context of {len(context)} tokens was not reconstructed in {steps} steps")
+        self._known.add(sample.sha256)
+        return salted
 
     def _read(self, output: Any) -> Answer:
         usage, nll = output.kv_usage, None

@@ -65,6 +65,11 @@ class Contender:
         layers, heads = arranged.order.shape
         return arranged.width * held / (layers * max(heads // ranks, 1) * every)
 
+    def needs_eviction(self, tokens: int, block_size: int) -> bool:
+        """Whether a sequence of so many tokens outgrows the budget."""
+        limits = self.config.limits(block_size, tokens)
+        return limits is not None and math.ceil(tokens / block_size) > limits.bound
+
     def __str__(self) -> str:
         return self.label if self.budget is None else f"{self.label} at {budget_words(self.budget)}"
 
@@ -201,10 +206,12 @@ def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
     if config.name == "full" or config.policy.splits == "classes":
         return config
     budget = None if config.budget is None else max_len
-    # Without a prefix cache, which measuring leaves off, nothing can be reconstructed; and KV groups are made at start.
+    # Only an engine of its own has the prefix cache that a prompt is reconstructed from; KV groups are made at start.
     allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits)
     if config.policy.splits:
         allow = ["full"]
+    if config.policy.reconstructs:
+        allow = []
     return KVPolicyConfig.parse(config.to_dict() | {"budget": budget, "allow": allow})
 
 

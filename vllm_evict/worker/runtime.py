@@ -13,6 +13,7 @@ from ..core.plan import PLAN, EvictionPlan, GroupPlan, Reports
 from ..policies import CACHED, RUNNING
 from .cached import CachedStatistics, Row
 from .merge import Merger
+from .prompts import PromptScores
 from .sums import RunningSums
 from .tokens import Store, TokenSums, compact
 from .transfer import copied
@@ -58,7 +59,8 @@ class EvictionRuntime:
         for each in self.plan.compactions:
             group = self.groups[each.group]
             merger = group.mergers.setdefault(each.req_id, Merger())
-            compact(each, group.store, group.tokens, group.block_size, merger, all_reduce)
+            sums = group.prompts if each.config.policy.reconstructs else group.tokens
+            compact(each, group.store, sums, group.block_size, merger, all_reduce)
 
     @torch.inference_mode()
     def end(self, all_reduce: Any) -> list[Reports]:
@@ -127,6 +129,9 @@ class GroupRuntime:
         self.tokens: TokenSums | None = None
         if config.granularity == "token" and config.statistics & RUNNING:
             self.tokens = TokenSums(max_requests, *(shape or (kv_heads, layers)), block_size, max_blocks, self.device)
+        self.prompts: PromptScores | None = None
+        if config.granularity == "token" and config.reconstructs:
+            self.prompts = PromptScores(kv_heads, layers, block_size, self.device)
         self.store = store
         #: Of requests that merge.
         self.mergers: dict[str, Merger] = {}
@@ -164,6 +169,8 @@ class GroupRuntime:
             self._lacks = None
         for req_id in gone if self.mergers else ():
             self.mergers.pop(req_id, None)
+        if self.prompts is not None:
+            self.prompts.begin(gone | cached.resumed_req_ids, plan)
         for sums in (self.sums, self.tokens):
             if sums is None:
                 continue
@@ -208,7 +215,8 @@ class GroupRuntime:
         measuring = self.sums is not None and len(self.sums) > 0
         decodes = self.decodes and bool(self.batch.with_holes)
         by_token = self.tokens is not None and len(self.tokens) > 0
-        if not (self.with_holes or measuring or by_token or self.plan.report or decodes):
+        repeating = self.prompts is not None and len(self.prompts) > 0
+        if not (self.with_holes or measuring or by_token or repeating or self.plan.report or decodes):
             return metadata, None
         req_ids = self.batch.req_ids
         rows = len(req_ids)
@@ -241,9 +249,10 @@ class GroupRuntime:
         tokens = None
         if by_token:
             tokens = self.tokens.token_step(req_ids, starts, seq_lens, held)
-        if step is None and tokens is None and not len(own):
+        prompts = self.prompts.step(req_ids, starts, seq_lens) if repeating else None
+        if step is None and tokens is None and prompts is None and not len(own):
             return metadata, None
-        work = OwnWork(step, own, starts, lens, tokens)
+        work = OwnWork(step, own, starts, lens, tokens, prompts)
         if len(own):
             metadata = metadata if self.with_holes else copy(metadata)
             stock = held.copy()

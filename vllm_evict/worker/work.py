@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .prompts import PromptStep
 from .sums import MassStep
 from .tokens import TokenStep
 from .transfer import to_device
@@ -39,6 +40,7 @@ class OwnWork:
     Args:
         mass: what is measured by block; None if nothing.
         tokens: what is measured by token; None if nothing.
+        prompts: what is measured of repeated prompts; None if nothing.
         rows: int64 [n], batch rows of one query each that the plugin attends to.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens.
@@ -56,8 +58,9 @@ class OwnWork:
         query_start_loc: np.ndarray,
         seq_lens: torch.Tensor,
         tokens: TokenStep | None = None,
+        prompts: PromptStep | None = None,
     ) -> None:
-        self.mass, self.tokens = mass, tokens
+        self.mass, self.tokens, self.prompts = mass, tokens, prompts
         self.is_all = len(rows) == query_start_loc[-1]
         self.rows = to_device(rows.astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
@@ -82,6 +85,8 @@ class OwnWork:
             self.tokens.add(partial(weigh, per_token=True), passes.kv_heads(kv_cache))
         if self.mass is None and self.tokens is None:
             weigh(None, None)
+        if self.prompts is not None:
+            self.prompts.add(passes, layer, query, kv_cache, metadata)
 
     def _stock_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
         """Weights without the queries that the plugin attends to. float32 [T]"""
