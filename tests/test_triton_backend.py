@@ -94,8 +94,15 @@ def test_evictions_and_logprobs_match_the_dense_oracle(server, dense, name):
     subject.assert_nothing_left()
 
 
-def test_split_heads_match_per_head_masks(server, dense, tmp_path):
-    """Retrieval heads under h2o, streaming heads with a window: each class has its own pages and block table."""
+def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch):
+    """Retrieval heads under h2o, streaming heads with a window: each class has its own pages and block table; both are
+    decoded by one call."""
+    from vllm_evict.triton_kernels import decode_classes
+
+    calls, together = [], decode_classes.decode_classes
+    monkeypatch.setattr(
+        decode_classes, "decode_classes", lambda *args, **options: calls.append(args) or together(*args, **options)
+    )
     pattern = np.array([[1, 0], [0, 1]])
     sink, recent = 16, 32
     np.savetxt(tmp_path / "heads.tsv", pattern.astype(float), delimiter="\t")
@@ -115,4 +122,6 @@ def test_split_heads_match_per_head_masks(server, dense, tmp_path):
     logprobs = torch.log_softmax(replays[0].logits.double(), -1)
     want = [logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
     np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
+    decodes = sum(count == 1 for count in trace.steps)
+    assert len(calls) == 2 * decodes, "layers of two classes are decoded in one call, from the first hole on"
     subject.assert_nothing_left()
