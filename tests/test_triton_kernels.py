@@ -1,5 +1,6 @@
 """Triton kernels against their torch references: under Triton's interpreter, or on a GPU where there is one."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -774,6 +775,20 @@ def test_a_plan_for_something_else_is_refused():
             batch.decode(plan=plan)
     with pytest.raises(ValueError, match="for tokens if they are wanted"):
         batch.decode(per_token=True, plan=batch.plan())
+
+
+# ---- benchmark
+
+
+@pytest.mark.skipif(ON_GPU, reason="there it measures")
+def test_what_the_benchmark_times_runs(capsys):
+    path = Path(__file__).parents[1] / "benchmarks/gpu/kernels.py"
+    spec = importlib.util.spec_from_file_location("gpu_kernels", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(["--dry-run"])
+    ran = [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert {kind: ran.count(kind) for kind in ran} == {"decode": 6, "chunk": 4, "classes": 3, "compact": 3}
 
 
 # ---- compiled
