@@ -80,7 +80,9 @@ def assert_like_oracle(dense, prompt, output, trace, policy):
     requests = replay_tokens(dense, tokens, trace.steps, groups, trace.start, policy.get("sets", "head"), merge)
     for got, want in zip(trace.groups, requests, strict=True):
         assert got.evicted[:-1] == want.replay.evicted[: len(trace.steps) - 1]
-    assert min(request.closest for request in requests) > TIE, "rounding could choose another token: take another prompt"
+    assert min(request.closest for request in requests) > TIE, (
+        "rounding could choose another token: take another prompt"
+    )
     assert_logprobs(output, prompt, trace, requests[0].replay.logits)
     return requests
 
@@ -287,7 +289,7 @@ def test_what_cannot_be_had_is_refused():
 def test_a_rank_may_have_no_heads_of_a_group(sets):
     """It chooses nothing, and takes part where one set for all is agreed on."""
     config = KVPolicyConfig.parse({**POLICIES["h2o"], "sets": sets})
-    sums, calls = TokenSums(2, 1, 1, BLOCK), []
+    sums, calls = TokenSums(2, 1, 1, BLOCK, 11), []
     sums.start("a", Scoring.of(config, 9))
     sums.token_step(["a"], np.array([0, 320], np.int32), np.array([320]), np.array([320]))
     sums.judge("a")
@@ -317,3 +319,72 @@ def test_bands_of_layers_may_keep_tokens(engine, model, dense):
         assert got.evicted[:-1] == want.replay.evicted[: len(trace.steps) - 1] and want.kept
     assert_logprobs(output, prompt, trace, replays[0].replay.logits)
     server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_by_token_are_those_of_one_request_at_a_time(seed):
+    """Requests come, grow, lose tokens and go, in any order; pages that are used again start from zero."""
+    rng, layers, heads, size = np.random.default_rng(seed), 2, 3, 16
+    config = KVPolicyConfig.parse({**POLICIES["h2o"], "accumulate": ["sum", "ema"][seed % 2], "decay": 0.5})
+    sums = TokenSums(4, heads, layers, size, 20)
+    known: dict[str, list] = {}  # scores [L, H, n], positions [L, H, n], the position that comes next
+    names = iter(map(str, range(100)))
+    for _ in range(40):
+        if len(known) < 4 and rng.random() < 0.5:
+            name = next(names)
+            sums.start(name, Scoring.of(config, 9))
+            known[name] = [np.zeros((layers, heads, 0)), np.zeros((layers, heads, 0), int), 0]
+        if known and rng.random() < 0.15:
+            name = rng.choice(list(known))
+            sums.stop(name)
+            del known[name]
+        if not known:
+            continue
+        batch = [str(name) for name in rng.permutation(list(known))]
+        queries = [int(rng.integers(1, 40)) if rng.random() < 0.3 else 1 for _ in batch]
+        for name, count in zip(batch, queries):
+            scores, positions, position = known[name]
+            new = np.broadcast_to(np.arange(position, position + count), (layers, heads, count))
+            faded = scores * (0.5**count if seed % 2 else 1)
+            known[name] = [
+                np.pad(faded, ((0, 0), (0, 0), (0, count))),
+                np.concatenate([positions, new], 2),
+                new[0, 0, -1] + 1,
+            ]
+        batch.insert(at := int(rng.integers(len(batch) + 1)), "unmeasured")
+        queries.insert(at, 1)
+        lens = np.array([known[name][0].shape[2] if name in known else 17 for name in batch], np.int32)
+        ends = np.array([known[name][2] if name in known else 17 for name in batch], np.int32)
+        step = sums.token_step(batch, np.concatenate(([0], np.cumsum(queries))).astype(np.int32), ends, lens)
+        for layer in range(layers):
+            mass = rng.random((len(batch), heads, 320)).astype(np.float32)
+
+            def weigh(weights, out):
+                for row, name in enumerate(batch):
+                    if name in known:
+                        out[row, :, : lens[row]] += torch.from_numpy(mass[row, :, : lens[row]])
+
+            step.add(weigh, heads)
+            for row, name in enumerate(batch):
+                if name in known:
+                    known[name][0][layer] += mass[row, :, : lens[row]]
+        for name in list(known):
+            scores, positions, position = known[name]
+            if rng.random() < 0.5 or scores.shape[2] < 2 * size:
+                continue
+            sums.judge(name)
+            got = sums.judged(name, position - 1)
+            np.testing.assert_allclose(got[0], scores, rtol=1e-5)
+            np.testing.assert_array_equal(got[1], positions)
+            count = scores.shape[2] // size * size - size
+            keep = np.sort(rng.permuted(np.tile(np.arange(count), (layers, heads, 1)), axis=2)[..., : count - size])
+            sums.gather(name, position - 1, size, count, torch.from_numpy(keep))
+            for i in range(2):
+                chosen = np.take_along_axis(known[name][i][..., size : size + count], keep, 2)
+                parts = known[name][i][..., :size], chosen, known[name][i][..., size + count :]
+                known[name][i] = np.concatenate(parts, 2)
+    for name in known:
+        sums.stop(name)
+    assert len(sums._unused) == sums._pages.shape[1] - 1, "pages leaked"
+    assert not sums._pages[:, 0].any(), "something was added to nobody's page"

@@ -126,7 +126,7 @@ class GroupRuntime:
             )
         self.tokens: TokenSums | None = None
         if config.granularity == "token" and config.statistics & RUNNING:
-            self.tokens = TokenSums(max_requests, *(shape or (kv_heads, layers)), block_size)
+            self.tokens = TokenSums(max_requests, *(shape or (kv_heads, layers)), block_size, max_blocks, self.device)
         self.store = store
         #: Of requests that merge.
         self.mergers: dict[str, Merger] = {}

@@ -1,7 +1,6 @@
 """Token granularity: what every token of every KV head drew, which tokens each head keeps, and where they go."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,109 +33,79 @@ class Store(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class TokenState:
-    """One request's measured tokens, in the order in which each head holds them.
-
-    Attributes:
-        scores: float32 [L, Hkv, capacity], what adds up.
-        positions: int32 [L, Hkv, capacity], where each token stands in the request.
-        length: tokens that are known.
-    """
-
-    scores: torch.Tensor
-    positions: torch.Tensor
-    length: int = 0
-
-    def grow(self, length: int, position: int) -> None:
-        """Know `length` resident tokens, of which the newest is at `position`."""
-        new = length - self.length
-        if new <= 0:
-            return
-        capacity = self.scores.shape[2]
-        if length > capacity:
-            more = (0, max(length, 2 * capacity) - capacity)
-            self.scores = torch.nn.functional.pad(self.scores, more)
-            self.positions = torch.nn.functional.pad(self.positions, more)
-        self.scores[:, :, self.length : length] = 0
-        self.positions[:, :, self.length : length] = torch.arange(position - new + 1, position + 1, dtype=torch.int32)
-        self.length = length
-
-    def gather(self, first: int, count: int, keep: torch.Tensor) -> None:
-        """Take `keep` (int64 [L, Hkv, kept]) of the `count` tokens from `first` on; later ones move up."""
-        self.scores, self.positions = (gathered(x, first, count, keep) for x in (self.scores, self.positions))
-        self.length -= count - keep.shape[2]
-
-    @property
-    def newest(self) -> int:
-        """Position of the newest token that is known."""
-        return int(self.positions[0, 0, self.length - 1])
-
-
-def gathered(values: torch.Tensor, first: int, count: int, keep: torch.Tensor) -> torch.Tensor:
-    """`keep` (int64 [L, Hkv, kept]) of the `count` entries from `first` on, and all others. [L, Hkv, n] -> less."""
-    chosen = values[:, :, first : first + count].gather(2, keep)
-    return torch.cat((values[:, :, :first], chosen, values[:, :, first + count :]), 2)
-
-
 class TokenStep:
     """Mass of one step's queries on every resident token; layers are taken in, in order.
 
-    Attributes:
-        rows: int64 [K], batch rows that are measured.
-        states: of these requests.
-        weights: float32 [T], how much each query counts; None if all count as one.
-        lens: int32 [K], resident tokens.
+    Args:
+        pages: float32 [L, P, Hkv, block_size], see `TokenSums`.
+        table: int64 [R, W], pages of each row of the batch; 0 where a row is not measured, and past its end.
+        weights: float32 [T], how much each query counts.
     """
 
-    def __init__(
-        self,
-        rows: np.ndarray,
-        states: list[TokenState],
-        weights: torch.Tensor | None,
-        lens: np.ndarray,
-        shape: tuple[int, int, int],
-    ) -> None:
-        """`shape`: rows of the batch, most KV heads of a layer, most resident tokens of a row."""
-        self.rows, self.states, self.weights, self.lens = rows, states, weights, lens
-        self._buffer = torch.zeros(shape)
+    def __init__(self, pages: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -> None:
+        self.weights = weights
+        self._pages, self._table = pages, table.flatten()
+        _, _, kv_heads, block_size = pages.shape
+        self._mass = torch.zeros(table.shape[0], kv_heads, table.shape[1] * block_size, device=pages.device)
         self._layer = 0
 
     def add(self, weigh: Weigh, kv_heads: int) -> None:
-        """Take in one layer; `weigh` gets float32 [R, kv_heads, W] to add the mass of each token to."""
-        out = self._buffer[:, :kv_heads].zero_()
-        weigh(self.weights, out)
-        for row, state, length in zip(self.rows.tolist(), self.states, self.lens.tolist()):
-            state.scores[self._layer, :kv_heads, :length] += out[row, :, :length]
+        """Take in one layer; `weigh` gets float32 [R, kv_heads, W * block_size] to add the mass of each token to."""
+        mass = self._mass[:, :kv_heads].zero_()
+        weigh(self.weights, mass)
+        in_pages = mass.unflatten(2, (-1, self._pages.shape[3])).transpose(1, 2).flatten(0, 1)
+        # Each page has one row of the batch, but for page 0, to which nothing but zeros is added.
+        self._pages[self._layer, :, :kv_heads].index_add_(0, self._table, in_pages)
         self._layer += 1
 
 
 class TokenSums(RunningSums):
     """Sums of attention mass by token, layer and KV head, for requests of token granularity.
 
+    They lie in pages of their own, one for each block that a request holds: what two requests share has a score for
+    each of them. A request's tokens are in the order in which its heads hold them: first those that decisions left,
+    each head's own, then all that came since.
+
     Args:
         requests: most requests at once.
         kv_heads: most of any layer on this rank.
         layers: of the KV group.
         block_size: tokens.
+        blocks: most that a request holds.
+        device: where the sums are.
     """
 
-    def __init__(self, requests: int, kv_heads: int, layers: int, block_size: int) -> None:
-        super().__init__(requests, kv_heads, layers, 0, block_size, "sum", "sum")
-        self.shape = (layers, kv_heads)
-        self._states: dict[int, TokenState] = {}
+    def __init__(
+        self,
+        requests: int,
+        kv_heads: int,
+        layers: int,
+        block_size: int,
+        blocks: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(requests, kv_heads, layers, 0, block_size, "sum", "sum", device)
+        #: float32 [L, P, Hkv, block_size]; page 0 is nobody's, and stays zero.
+        self._pages = torch.zeros(layers, 1, kv_heads, block_size, device=device)
+        self._unused: list[int] = []
+        #: Pages of each slot's request, in order, and how many.
+        self._table = np.zeros((requests, blocks), np.int64)
+        self._held = np.zeros(requests, np.int64)
+        #: Tokens that are known, and the newest one's position.
+        self._lengths = np.zeros(requests, np.int64)
+        self._newest = np.zeros(requests, np.int64)
+        #: Slot -> where the tokens that decisions left stand in the request, int32 [L, Hkv, n].
+        self._left: dict[int, torch.Tensor] = {}
         #: Request -> {position of its newest token: scores}, of steps that called for a decision.
         self._judged: dict[str, dict[int, torch.Tensor]] = {}
 
     def start(self, req_id: str, scoring: Scoring) -> None:
         super().start(req_id, scoring)
-        empty = (*self.shape, 0)
-        self._states[self._slots[req_id]] = TokenState(torch.zeros(empty), torch.zeros(empty, dtype=torch.int32))
-        self._judged.pop(req_id, None)
+        self._forget(req_id)
 
     def stop(self, req_id: str) -> None:
-        self._states.pop(self._slots.get(req_id), None)
-        self._judged.pop(req_id, None)
+        if req_id in self._slots:
+            self._forget(req_id)
         super().stop(req_id)
 
     def token_step(
@@ -152,36 +121,105 @@ class TokenSums(RunningSums):
         if not len(rows):
             return None
         weights, counted = self._weights(rows, slots, np.diff(query_start_loc), seq_lens)
-        states = [self._states[slot] for slot in slots.tolist()]
-        for state, row, slot, count in zip(states, rows.tolist(), slots.tolist(), counted.tolist()):
-            state.grow(int(lens[row]), int(seq_lens[row]) - 1)
-            if self._decay[slot]:
-                state.scores *= float(self._decay[slot] ** count)
+        self._lengths[slots], self._newest[slots] = lens[rows], seq_lens[rows] - 1
+        self._hold(slots, -(-self._lengths[slots] // self.block_size))
+        self._fade(slots, counted)
         if not counted.any():
             return None
-        shape = (len(req_ids), self.shape[1], int(lens.max()))
-        return TokenStep(rows, states, torch.from_numpy(weights), lens[rows], shape)
+        table = np.zeros((len(req_ids), -(-int(lens.max()) // self.block_size)), np.int64)
+        table[rows] = self._table[slots, : table.shape[1]]
+        return TokenStep(self._pages, self._to_device(table), self._to_device(weights))
 
     def judge(self, req_id: str) -> None:
         """Keep what has added up until now for the decision that this step calls for."""
         slot = self._slots[req_id]
-        state, judged = self._states[slot], self._judged.setdefault(req_id, {})
-        judged[state.newest] = state.scores[:, :, : state.length].clone()
+        judged = self._judged.setdefault(req_id, {})
+        judged[int(self._newest[slot])] = self._scores(slot)
         if len(judged) > IN_FLIGHT:
             del judged[min(judged)]  # it led to nothing
-        if self._window[slot]:
-            state.scores.zero_()  # the next window starts empty
+        if self._window[slot]:  # the next window starts empty
+            self._pages.index_fill_(1, self._to_device(self._table[slot, : self._held[slot]]), 0)
 
     def judged(self, req_id: str, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a decision goes by, when `position` was the newest: scores (float32), positions (int32), [L, Hkv, n]."""
-        return self._judged[req_id][position], self._states[self._slots[req_id]].positions
+        return self._judged[req_id][position], self._positions(self._slots[req_id])
 
     def gather(self, req_id: str, position: int, first: int, count: int, keep: torch.Tensor) -> None:
-        """Tokens went: what is known of the others moves up with them (see `TokenState.gather`)."""
-        self._states[self._slots[req_id]].gather(first, count, keep)
+        """Tokens went: what is known of the others moves up with them.
+
+        Args:
+            position: of the newest token when the decision was called for.
+            first, count: candidates.
+            keep: int64 [L, Hkv, kept], of these.
+        """
+        slot = self._slots[req_id]
+        scores = gathered(self._scores(slot), first, count, keep)
+        self._left[slot] = gathered(self._positions(slot), first, count, keep)
+        self._lengths[slot] = scores.shape[2]
+        self._hold(np.array([slot]), np.array([-(-scores.shape[2] // self.block_size)]))
+        pages = self._to_device(self._table[slot, : self._held[slot]])
+        scores = torch.nn.functional.pad(scores, (0, -scores.shape[2] % self.block_size))
+        self._pages[:, pages] = scores.unflatten(2, (-1, self.block_size)).transpose(1, 2)
         # Decisions that are due already go by what was known before, of the tokens that are left.
         later = {newest: scores for newest, scores in self._judged[req_id].items() if newest > position}
         self._judged[req_id] = {newest: gathered(scores, first, count, keep) for newest, scores in later.items()}
+
+    def _forget(self, req_id: str) -> None:
+        """All that was measured of a request."""
+        slot = self._slots[req_id]
+        self._hold(np.array([slot]), np.array([0]))
+        self._lengths[slot] = 0
+        self._left.pop(slot, None)
+        self._judged.pop(req_id, None)
+
+    def _hold(self, slots: np.ndarray, blocks: np.ndarray) -> None:
+        """Give each slot as many pages as its request has blocks, new ones with zeros."""
+        taken = []
+        for slot, wanted in zip(slots[blocks != self._held[slots]], blocks[blocks != self._held[slots]]):
+            held = self._held[slot]
+            self._unused.extend(self._table[slot, wanted:held].tolist())
+            self._table[slot, wanted:held] = 0
+            for place in range(held, wanted):
+                if not self._unused:
+                    self._grow()
+                self._table[slot, place] = self._unused.pop()
+            taken.append(self._table[slot, held:wanted])
+            self._held[slot] = wanted
+        if taken and sum(map(len, taken)):
+            self._pages.index_fill_(1, self._to_device(np.concatenate(taken)), 0)
+
+    def _grow(self) -> None:
+        """Twice as many pages."""
+        pages = self._pages.shape[1]
+        self._pages = torch.cat((self._pages, torch.zeros_like(self._pages)), 1)
+        self._unused.extend(range(2 * pages - 1, pages - 1, -1))
+
+    def _fade(self, slots: np.ndarray, counted: np.ndarray) -> None:
+        """What exponential means forget with so many queries that count (int64 [K])."""
+        for slot, count in zip(slots[self._decay[slots] > 0], counted[self._decay[slots] > 0]):
+            pages = self._to_device(self._table[slot, : self._held[slot]])
+            self._pages[:, pages] *= float(self._decay[slot] ** count)
+
+    def _scores(self, slot: int) -> torch.Tensor:
+        """A copy of a request's scores. float32 [L, Hkv, n]"""
+        pages = self._to_device(self._table[slot, : self._held[slot]])
+        return self._pages[:, pages].transpose(1, 2).flatten(2)[..., : self._lengths[slot]]
+
+    def _positions(self, slot: int) -> torch.Tensor:
+        """Where each of a request's tokens stands in it. int32 [L, Hkv, n]"""
+        layers, _, kv_heads, _ = self._pages.shape
+        left = self._left.get(slot)
+        known = 0 if left is None else left.shape[2]
+        newest, length = int(self._newest[slot]), int(self._lengths[slot])
+        since = torch.arange(newest - length + 1 + known, newest + 1, dtype=torch.int32, device=self._pages.device)
+        since = since.expand(layers, kv_heads, -1)
+        return since if left is None else torch.cat((left, since), 2)
+
+
+def gathered(values: torch.Tensor, first: int, count: int, keep: torch.Tensor) -> torch.Tensor:
+    """`keep` (int64 [L, Hkv, kept]) of the `count` entries from `first` on, and all others. [L, Hkv, n] -> less."""
+    chosen = values[:, :, first : first + count].gather(2, keep)
+    return torch.cat((values[:, :, :first], chosen, values[:, :, first + count :]), 2)
 
 
 def compact(
