@@ -293,7 +293,7 @@ def test_a_rank_may_have_no_heads_of_a_group(sets):
     sums.start("a", Scoring.of(config, 9))
     sums.token_step(["a"], np.array([0, 320], np.int32), np.array([320]), np.array([320]))
     sums.judge("a")
-    store = SimpleNamespace(read=lambda *_: iter(()), compact=lambda source, keep, target: calls.append(keep))
+    store = SimpleNamespace(kv_heads=list, compact=lambda source, keep, target: calls.append(keep))
     plan = Compaction("a", 0, config, list(range(1, 11)), 320, 1, 7, [2, 3], 319)
     compact(plan, store, sums, BLOCK, None, lambda values, maximise: calls.append(values.tolist()) or values)
     assert calls == ([[]] if sets == "head" else [[0.0] * 7 * BLOCK, []])

@@ -288,7 +288,8 @@ def cases(tokens: list[int], device: str, tiny: bool):
 
 def of_decode(times: Times) -> str:
     return (
-        f"{times.variants['decode'].splits} splits: decode {times.bandwidth('decode')}, with mass of blocks {times.bandwidth('of blocks')}, which costs "
+        f"{times.variants['decode'].splits} splits: decode {times.bandwidth('decode')}, with mass of blocks "
+        f"{times.bandwidth('of blocks')}, which costs "
         f"{times.times('of blocks', 'decode') - 1:+.1%}, of tokens {times.times('of tokens', 'decode') - 1:+.1%}; "
         f"query_lse {times.bandwidth('query_lse')}, mass_from_lse {times.bandwidth('mass_from_lse')}"
     )

@@ -58,7 +58,7 @@ class EvictionRuntime:
         for each in self.plan.compactions:
             group = self.groups[each.group]
             merger = group.mergers.setdefault(each.req_id, Merger())
-            compact(each, group.store, group.tokens, group.block_size, merger, all_reduce)
+            compact(each, group.store, group.tokens, group.block_size, merger, all_reduce, group.device)
 
     @torch.inference_mode()
     def end(self, all_reduce: Any) -> list[Reports]:
