@@ -13,11 +13,13 @@ from engine import V2, logprobs_of, random_prompt
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.replay import Config
-from parity import assert_like_oracle
+from parity import assert_like_oracle, assert_tokens_like_oracle
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import registry
 
+from vllm_evict.attention.compact import is_ordered
+from vllm_evict.attention.triton import TritonPasses
 from vllm_evict.worker import runtime
 
 pytestmark = [
@@ -125,3 +127,48 @@ def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch):
     decodes = sum(count == 1 for count in trace.steps)
     assert len(calls) == 2 * decodes, "layers of two classes are decoded in one call, from the first hole on"
     subject.assert_nothing_left()
+
+
+@pytest.mark.parametrize("merge", [None, "d2o"] if V2 else [None])
+def test_each_head_keeps_its_own_tokens(server, dense, merge):
+    """One request by heavy hitters and one by keys in one batch; the first alone, with merging."""
+    by_token = {**BASE, "granularity": "token"}
+    policies = {name: {"name": name, **by_token, **({"merge": merge} if merge else {})} for name in ("h2o", "keydiff")}
+    subject = server({**policies["h2o"], "allow": ["keydiff"]})
+    lengths = {"h2o": (100, 14)} if merge else {"h2o": (100, 14), "keydiff": (94, 5)}
+    requests = [
+        (distinct_prompt(length), {"max_tokens": tokens, "logprobs": 0, "extra_args": {"kv_policy": name}})
+        for name, (length, tokens) in lengths.items()
+    ]
+    outputs, traces = subject.traced(requests)
+    for name, (prompt, _), output, trace in zip(lengths, requests, outputs, traces):
+        (request,) = assert_tokens_like_oracle(dense, prompt, output, trace, policies[name], block_size=BLOCK)
+        assert len(request.kept) > 1, "too few decisions"
+        assert len({tuple(kept) for kept in request.kept[-1].values()}) > 1, "heads were to keep their own tokens"
+    subject.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("target", "ordered"), [([9, 4], True), ([4, 9], True), ([2, 4], False)])
+def test_tokens_move_within_a_layer_s_heads(target, ordered):
+    """Of two layers in pages of one tensor, which others have a part in; in whatever order blocks are used again."""
+    from vllm_evict.triton_kernels.compact import compact_reference
+
+    source = torch.tensor([4, 7, 2], dtype=torch.int32)
+    target = torch.tensor(target, dtype=torch.int32)
+    assert is_ordered(source, target) == ordered
+    random = torch.Generator().manual_seed(0)
+    pages = torch.randn(10, 5, BLOCK, 2 * 32, generator=random)
+    keep = torch.rand(2, 2, 3 * BLOCK, generator=random).argsort(2)[..., : 2 * BLOCK].sort(2).values.int()
+    expected, passes = pages.clone(), TritonPasses()
+    compact_reference([expected[:, :2], expected[:, 2:4]], source, keep, target)
+    passes.compact(None, [pages[:, :2], pages[:, 2:4]], source, keep, target)
+    assert torch.equal(pages, expected)
+    keys, values = passes.read(None, expected[:, 2:4], target.long())
+    passes.write(None, pages[:, :2], target.long(), keys.double(), values)
+    expected[target.long(), :2] = torch.cat((keys, values), 3)
+    assert torch.equal(pages, expected)
+
+
+def distinct_prompt(length, seed=0):
+    """No token twice."""
+    return np.random.default_rng(seed).permutation(256)[:length].tolist()
