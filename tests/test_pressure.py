@@ -248,7 +248,7 @@ def test_floors_beyond_the_pool_are_preempted_and_said_once(engine, caplog):
 def test_what_is_published_is_pure(engine):
     """Requests that find blocks of evicted ones in the prefix cache get what they would get alone."""
     server, stock = engine(SERVERS["h2o"], **SMALL), engine(max_model_len=1024)
-    offer, held_back = server.scheduler._offer, []
+    offer, held_back = server.scheduler.pressure.offer, []
 
     def watched(manager, request):
         published = server.manager.published_tokens(request.request_id) > request.num_computed_tokens
@@ -261,7 +261,7 @@ def test_what_is_published_is_pure(engine):
                 assert server.manager.published_tokens(other.request_id) <= resident.pure_tokens
         return offered
 
-    server.scheduler._offer = watched
+    server.scheduler.pressure.offer = watched
     outputs = outputs_of(server)
     # Some had been planned to fill a block in the very step that ran out of them.
     assert held_back and not any(held_back)

@@ -307,7 +307,7 @@ CONFIGURATION = [
     ),
     Touch(
         "vllm.logger:init_logger",
-        ("core.scheduler", "core.reconstruction"),
+        ("core.scheduler", "core.reconstruction", "core.pressure"),
         "start-up line and warnings in vLLM's log",
         calls=("init_logger(...)",),
     ),
@@ -458,7 +458,7 @@ FRONT_END = [
 SCHEDULER = [
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler",
-        ("core.scheduler", "core.reconstruction"),
+        ("core.scheduler", "core.reconstruction", "core.pressure"),
         "subclassed",
         has=(
             "vllm_config",
@@ -687,7 +687,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        ("core.scheduler", "core.plan", "worker.runtime"),
+        ("core.scheduler", "core.plan", "worker.runtime", "core.pressure"),
         "carries the plan to the workers",
         has=(
             "scheduled_new_reqs: list[NewRequestData]",
@@ -723,7 +723,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.request:Request",
-        ("core.scheduler", "core.manager", "core.reconstruction"),
+        ("core.scheduler", "core.manager", "core.reconstruction", "core.pressure"),
         "what is decided about; shadows are made like those that clients send",
         has=(
             "prompt_embeds",
@@ -755,7 +755,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.request:RequestStatus",
-        ("core.scheduler", "core.reconstruction"),
+        ("core.scheduler", "core.reconstruction", "core.pressure"),
         "only running requests evict",
         has=("RUNNING", "WAITING", "FINISHED_ABORTED"),
     ),
@@ -764,13 +764,13 @@ SCHEDULER = [
 BLOCKS = [
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
-        ("core.scheduler",),
+        ("core.scheduler", "core.pressure"),
         "holds our manager",
         has=("coordinator", "block_pool", "watermark_blocks"),
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-        ("core.manager", "core.scheduler"),
+        ("core.manager", "core.pressure"),
         "asks what a request needs, takes prefix hits, allocates, then publishes what the step will have computed; "
         "None, with nothing changed, where the pool has too little",
         first=("request",),
@@ -1045,7 +1045,7 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.block_pool:BlockPool",
-        ("core.manager", "core.scheduler"),
+        ("core.manager", "core.scheduler", "core.pressure"),
         "the pool of all KV groups",
         has=("null_block", "num_gpu_blocks = num_gpu_blocks"),
     ),

@@ -22,14 +22,12 @@ from ..metrics import STATS_KEY, Tally
 from ..usage import USAGE_KEY, KVUsage
 from .manager import EvictableManager
 from .plan import PLAN, REPORTS, Compaction, EvictionPlan, GroupPlan, Report, Reports, Scoring
+from .pressure import Pressure
 from .reconstruction import Reconstructions
-from .residency import NO_BLOCKS, Residency, Whole, choose_jointly, over_shared_trigger
+from .residency import Residency, Whole, choose_jointly, over_shared_trigger
 from .spec import EvictableSpec, policy_config
 
 logger = init_logger("vllm.evict")
-
-#: Steps after which the scores of a request are asked for again while the pool is short of blocks.
-SCORES_STAY_FRESH = 8
 
 
 class EvictionMixin:
@@ -50,12 +48,9 @@ class EvictionMixin:
         for manager in self.kv_managers:
             manager.bind(self.vllm_config.max_in_flight_tokens, self._poison)
         self._plan = EvictionPlan.empty(len(self.kv_managers))
-        self._under_pressure = any(part.when == "pressure" for part in self.kv_policy.classes.values())
-        if self._under_pressure:
-            self._allocate = self.kv_cache_manager.allocate_slots
-            self.kv_cache_manager.allocate_slots = self._allocate_under_pressure
-            self._relief = max(part.buffer for part in self.kv_policy.classes.values() if part.when == "pressure")
-            self._warned = False
+        waits = any(part.when == "pressure" for part in self.kv_policy.classes.values())
+        #: None where nobody waits for the pool to run out.
+        self.pressure = Pressure(self, self.kv_managers) if waits else None
         #: None where nobody's prompt is ever reconstructed.
         self.reconstructions = Reconstructions(self, self.kv_managers[0]) if self.kv_policy.reconstructs else None
         #: Requests with stop strings: the front end ends them on any of their outputs.
@@ -97,7 +92,7 @@ class EvictionMixin:
             f"KV policy {_described(self.kv_policy)}"
             + f"; requests may use {', '.join(sorted(self.kv_policy.allowed))}"
             + (f" and hold {bound} blocks of {spec.block_size} tokens" if bound else " and hold all their blocks")
-            + (" when the pool runs out" if bound and self._under_pressure else "")
+            + (" when the pool runs out" if bound and self.pressure else "")
             + f"; model runner V{2 if self.use_v2_model_runner else 1}"
             + f"{', async scheduling' if self.scheduler_config.async_scheduling else ''}"
             + f"; attention backend {spec.backend}; {what}"
@@ -233,8 +228,8 @@ class EvictionMixin:
                     plan.judged.add(req_id)
                 elif resident.measured:
                     plan.report[req_id] = resident.config.policy.measures
-        if self._under_pressure and self._short_of_blocks():
-            self._ask_for_scores(manager, plan, output)
+        if self.pressure is not None:
+            self.pressure.ask_for_scores(manager, plan, output)
 
     def _plan_profiles(self, manager: EvictableManager, plan: GroupPlan, output: SchedulerOutput) -> None:
         """Requests whose prompt is computed with this step, and whose policy is chosen then."""
@@ -265,7 +260,8 @@ class EvictionMixin:
         plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
         reports: list[Reports] = getattr(model_runner_output, REPORTS, None) or [{}] * len(self.kv_managers)
         for manager, group, reported in zip(self.kv_managers, plan.groups, reports):
-            self._take_scores(manager, group, reported)
+            if self.pressure is not None:
+                self.pressure.take_scores(manager, group, reported)
             if not self.kv_policy.policy.pools:
                 self._decide(manager, group, reported)
         if self.kv_policy.policy.pools:
@@ -276,13 +272,6 @@ class EvictionMixin:
         if self._stoppable:
             self._send_usage(outputs)
         return outputs
-
-    def _take_scores(self, manager: EvictableManager, plan: GroupPlan, reports: Reports) -> None:
-        """Keep what was asked for in case the pool runs out."""
-        for req_id, incarnation in plan.asked.items():
-            resident = manager.residents.get(req_id)
-            if resident is not None and resident.incarnation == incarnation and req_id in reports:
-                resident.report = reports[req_id]
 
     def _decide(self, manager: EvictableManager, plan: GroupPlan, reports: Reports) -> None:
         """Evict in one KV group what a finished step calls for."""
@@ -325,7 +314,7 @@ class EvictionMixin:
             chosen = choose_jointly(residents, computed, [group[req_id] for group in reports])
             for manager, victims in zip(self.kv_managers, chosen):
                 if len(victims):
-                    self._make_holes(request, manager, victims)
+                    self.make_holes(request, manager, victims)
             missing = sum(map(len, chosen)) and sum(resident.holes for resident in residents) // len(residents)
             for group in self._plan.groups if missing else ():
                 group.missing[req_id] = missing
@@ -344,87 +333,11 @@ class EvictionMixin:
     def _usage(self, req_id: str) -> KVUsage:
         return KVUsage.of(self._residents_of(req_id))
 
-    def _short_of_blocks(self) -> bool:
-        """Whether the pool may run out before long: time to have scores at hand."""
-        pool = self.kv_cache_manager.block_pool
-        return bool(self.waiting) or pool.get_num_free_blocks() < max(pool.num_gpu_blocks // 4, 2 * len(self.running))
-
-    def _ask_for_scores(self, manager: EvictableManager, plan: GroupPlan, output: SchedulerOutput) -> None:
-        """Have requests report that may be evicted from: at once if they never did, then every few steps."""
-        for req_id in output.num_scheduled_tokens:
-            resident = manager.residents[req_id]
-            if not resident.measured or not resident.under_pressure:
-                continue
-            if resident.report is None or self.current_step - resident.asked_at >= SCORES_STAY_FRESH:
-                plan.report[req_id] = resident.config.policy.measures
-                plan.asked[req_id] = resident.incarnation
-                resident.asked_at = self.current_step
-
-    def _allocate_under_pressure(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """`KVCacheManager.allocate_slots`, which frees blocks of running requests before it gives up."""
-        blocks = self._allocate(request, *args, **kwargs)
-        if blocks is not None:
-            return blocks
-        missing = sum(manager.wanted for manager in self.kv_managers) + kwargs.get("reserved_blocks", 0)
-        missing -= self.kv_cache_manager.block_pool.get_num_free_blocks()
-        if request.status != RequestStatus.RUNNING:
-            missing += self.kv_cache_manager.watermark_blocks
-        if missing > 0 and self._relieve(missing):
-            return self._allocate(request, *args, **kwargs)
-        if request.status == RequestStatus.RUNNING and not self._warned:
-            self._warned = True
-            logger.warning(
-                "KV policy %s: requests are at their budgets and the pool is full, so vLLM preempts; a smaller budget "
-                "or --max-num-seqs would avoid it. Said once.",
-                self.kv_policy.name,
-            )
-        return None
-
-    def _relieve(self, missing: int) -> bool:
-        """Free `missing` blocks and the buffer, the least important of all requests first; nothing if it can't."""
-        offers = [
-            (manager, request, *self._offer(manager, request))
-            for request in self.running
-            for manager in self.kv_managers
-        ]
-        offers = [offer for offer in offers if len(offer[2])]
-        if sum(len(blocks) for *_, blocks, _ in offers) < missing:
-            return False
-        owner = np.repeat(np.arange(len(offers)), [len(blocks) for *_, blocks, _ in offers])
-        block = np.concatenate([blocks for *_, blocks, _ in offers])
-        order = np.argsort(np.concatenate([cost for *_, cost in offers]), kind="stable")
-        victims: list[list[int]] = [[] for _ in offers]
-        wanted = missing + math.ceil(self._relief / self.kv_managers[0].block_size)
-        freed = 0
-        for at in order.tolist():
-            manager, request, *_ = offers[owner[at]]
-            # A shared block stays in use by others: its loss would gain nothing.
-            if manager.req_to_blocks[request.request_id][block[at]].ref_cnt == 1:
-                victims[owner[at]].append(int(block[at]))
-                freed += 1
-                if freed == wanted:
-                    break
-        if freed < missing:
-            return False
-        for (manager, request, *_), chosen in zip(offers, victims):
-            if chosen:
-                self._make_holes(request, manager, np.sort(np.array(chosen, np.int64)))
-        return True
-
-    def _offer(self, manager: EvictableManager, request: Request) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks that a running request can spare in this step, and their costs (see `Residency.offer`)."""
-        resident = manager.residents[request.request_id]
-        # Blocks of the step being planned may be published already: they must not see a reduced context.
-        published = max(each.published_tokens(request.request_id) for each in self.kv_managers)
-        if not resident.started or not resident.under_pressure or published > request.num_computed_tokens:
-            return NO_BLOCKS, NO_BLOCKS
-        return resident.offer(request.num_computed_tokens - request.num_in_flight_tokens)
-
     def _evict(self, request: Request, manager: EvictableManager, report: Report | None) -> None:
         resident = manager.residents[request.request_id]
         victims = resident.choose(request.num_computed_tokens - request.num_in_flight_tokens, report)
         if len(victims):
-            self._make_holes(request, manager, victims)
+            self.make_holes(request, manager, victims)
 
     def _compact(self, request: Request, manager: EvictableManager) -> None:
         """Bring a request whose heads keep tokens of their own back to its budget. Workers choose the tokens."""
@@ -460,7 +373,7 @@ class EvictionMixin:
         copies = len(given_back) - spare
         self.tally.count(resident.policy, spare, max(len(freed) - copies, 0), first, copies)
 
-    def _make_holes(self, request: Request, manager: EvictableManager, victims: np.ndarray) -> None:
+    def make_holes(self, request: Request, manager: EvictableManager, victims: np.ndarray) -> None:
         resident = manager.residents[request.request_id]
         first = not any(each.residents[request.request_id].evicted_blocks for each in self.kv_managers)
         blocks = manager.evict(request.request_id, victims)

@@ -116,11 +116,7 @@ def _order(retrieval: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
         keep, stream = np.flatnonzero(row), np.flatnonzero(~row)
         keep_ends, stream_ends = share.cumsum(), (heads // ranks - share).cumsum()
         order[layer] = np.concatenate(
-            [
-                part
-                for pair in zip(np.split(keep, keep_ends[:-1]), np.split(stream, stream_ends[:-1]))
-                for part in pair
-            ]
+            [part for pair in zip(np.split(keep, keep_ends[:-1]), np.split(stream, stream_ends[:-1])) for part in pair]
         )
     return order, counts
 
