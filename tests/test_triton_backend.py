@@ -157,7 +157,7 @@ def test_tokens_move_within_a_layer_s_heads(target, ordered):
     target = torch.tensor(target, dtype=torch.int32)
     assert is_ordered(source, target) == ordered
     random = torch.Generator().manual_seed(0)
-    pages = torch.randn(10, 5, BLOCK, 2 * 32, generator=random)
+    pages = torch.randn(10, 5, BLOCK, 2 * 256, generator=random)  # 16 tokens are moved at once
     keep = torch.rand(2, 2, 3 * BLOCK, generator=random).argsort(2)[..., : 2 * BLOCK].sort(2).values.int()
     expected, passes = pages.clone(), TritonPasses()
     compact_reference([expected[:, :2], expected[:, 2:4]], source, keep, target)
