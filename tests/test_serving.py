@@ -217,6 +217,17 @@ def pure_tokens(trace):
     return trace.start + sum(steps)
 
 
+def test_a_cached_prefix_that_fits_is_used_whole(engine):
+    """However long the chunks that could be in flight: a request that fits even whole waits for nothing."""
+    small = dict(blocks=24, max_num_batched_tokens=1024, max_model_len=512)
+    server = engine({"name": "sink-window", "budget": 256, "sink": 32}, **small)
+    prompt = random_prompt(330)
+    for cached in (0, 320):
+        (output,) = server.generate([prompt], max_tokens=60)
+        assert output.num_cached_tokens == cached
+    assert output.kv_usage.evicted_blocks > 0
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_the_prefix_cache_holds_pure_blocks_and_nothing_else(engine, dense, name):
     """A is evicted from. Who shares a prefix with A hits A's pure blocks, evicted ones too, and not one block more;

@@ -123,22 +123,28 @@ def test_shared_blocks_are_copied_never_written(engine, model, dense):
             for i in which
         ]
         outputs = server.run()
-        again = server.generate([prompts[1]], max_tokens=20, logprobs=0, extra_args={"kv_policy": "full"})
-        return [outputs[i] for i in ids], again[0]
+        again = [
+            server.generate([prompt], max_tokens=20, logprobs=0, extra_args={"kv_policy": "full"})[0]
+            for prompt in (prompts[1], prompts[0])
+        ]
+        return [outputs[i] for i in ids], *again
 
     shared = engine(policy, model=model, max_num_batched_tokens=1024, blocks=120)
     before = shared.metrics()
-    (compacted, beside), after = run(shared, (0, 1))
+    (compacted, beside), after, own = run(shared, (0, 1))
     moved = shared.metrics()
     copied = moved["blocks_copied", "h2o"] - before.get(("blocks_copied", "h2o"), 0)
     assert copied > 0 and compacted.kv_usage.evicted_blocks > 4
     shared.assert_nothing_left()
     alone = engine(policy, model=model, max_num_batched_tokens=1024, blocks=120)
-    (want,), want_after = run(alone, (1,))
+    (want,), want_after, want_own = run(alone, (1,))
     for got, expected in ((beside, want), (after, want_after)):
         assert got.num_cached_tokens == expected.num_cached_tokens >= 320
         assert got.outputs[0].token_ids == expected.outputs[0].token_ids
         assert logprobs_of(got).tolist() == logprobs_of(expected).tolist()
+    # Nobody else held these when they were compacted, but they had been published.
+    assert own.num_cached_tokens > 320 + BLOCK > want_own.num_cached_tokens
+    np.testing.assert_allclose(logprobs_of(own), logprobs_of(want_own), atol=1e-4)
 
 
 @pytest.mark.v1_only

@@ -115,7 +115,7 @@ class EvictionMixin:
             # The front end has refused what it could; a request that got past it must not take the engine down.
             logger.warning("request %s runs under the server's KV policy: %s", request.request_id, error)
             config = self.kv_policy
-        longest = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        longest = self._longest(request)
         whole, classes = Whole(), config.classes
         for manager in self.kv_managers:
             part = classes.get(manager.kv_cache_spec.head_class, config)
@@ -134,7 +134,7 @@ class EvictionMixin:
         cache may be longer, and a request that waits for more blocks than there are would wait for ever.
         """
         blocks, tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
-        most, resident = self._longest_hit(), self.residents[request.request_id]
+        most, resident = self._longest_hit(request), self.residents[request.request_id]
         shadow = self.reconstructions is not None and self.reconstructions.is_shadow(request.request_id)
         if shadow:
             most = resident.pure_tokens  # what it repeats has to be computed
@@ -167,11 +167,19 @@ class EvictionMixin:
             )
         return self.kv_cache_manager.create_kv_cache_blocks(found), tokens
 
-    def _longest_hit(self) -> int:
+    def _longest_hit(self, request: Request) -> int:
         """Tokens of a cached prefix that leave room for a first chunk in an otherwise empty pool."""
         # One block is vLLM's null block.
-        room = self.kv_cache_manager.block_pool.num_gpu_blocks - 1 - sum(m.in_flight for m in self.kv_managers)
-        return max(room // len(self.kv_managers), 0) * self.kv_managers[0].block_size
+        pool, block_size = self.kv_cache_manager.block_pool.num_gpu_blocks - 1, self.kv_managers[0].block_size
+        longest = self._longest(request)
+        if not request.resumable and math.ceil(longest / block_size) * len(self.kv_managers) <= pool:
+            return longest  # it would fit even if nothing of it went
+        room = pool - sum(manager.in_flight for manager in self.kv_managers)
+        return max(room // len(self.kv_managers), 0) * block_size
+
+    def _longest(self, request: Request) -> int:
+        """Tokens that a request may grow to."""
+        return min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self.reconstructions is not None:
@@ -396,6 +404,8 @@ class EvictionMixin:
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         self._stoppable.discard(request.request_id)
+        if request.request_id not in self.residents:
+            return kv_params, ec_params  # it never came in through `add_request`
         usage = self._usage(request.request_id)
         for manager in self.kv_managers:
             del manager.residents[request.request_id]
