@@ -13,7 +13,8 @@ from engine import V2, logprobs_of, random_prompt
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.replay import Config
-from parity import assert_like_oracle, assert_tokens_like_oracle
+from oracle.tokens import replay_tokens
+from parity import TOKEN_TIE, assert_like_oracle, assert_tokens_like_oracle
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import registry
@@ -96,9 +97,10 @@ def test_evictions_and_logprobs_match_the_dense_oracle(server, dense, name):
     subject.assert_nothing_left()
 
 
-def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch):
-    """Retrieval heads under h2o, streaming heads with a window: each class has its own pages and block table; both are
-    decoded by one call."""
+@pytest.mark.parametrize("by_token", [False, True] if V2 else [False])
+def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch, by_token):
+    """Retrieval heads under h2o, by block or by token and merged, streaming heads with a window: each class has its own
+    pages and block table; both are decoded by one call."""
     from vllm_evict.triton_kernels import decode_classes
 
     calls, together = [], decode_classes.decode_classes
@@ -109,15 +111,20 @@ def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch):
     sink, recent = 16, 32
     np.savetxt(tmp_path / "heads.tsv", pattern.astype(float), delimiter="\t")
     (tmp_path / "config.json").write_text(json.dumps({"sink_size": sink, "recent_size": recent}))
-    h2o = {"name": "h2o", **BASE}
+    h2o = {"name": "h2o", **BASE, **({"granularity": "token", "merge": "d2o"} if by_token else {})}
     subject = server({"name": "duo", "heads": str(tmp_path / "heads.tsv"), "retrieval": h2o})
-    prompt = random_prompt(90)
-    (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 20, "logprobs": 0})])
+    prompt, count = (distinct_prompt(90), 10) if by_token else (random_prompt(90), 20)
+    (output,), (trace,) = subject.traced([(prompt, {"max_tokens": count, "logprobs": 0})])
     retrieval = Config("h2o", BLOCK, **BASE)
     streaming = Config("sink-window", BLOCK, budget=sink + recent + BLOCK, sink=sink, recent=recent)
     groups = [(retrieval, pattern.astype(bool)), (streaming, ~pattern.astype(bool))]
     tokens = [*prompt, *output.outputs[0].token_ids]
-    replays = replay_heads(dense, tokens, trace.steps, groups, trace.start)
+    if by_token:
+        requests = replay_tokens(dense, tokens, trace.steps, groups, trace.start, merge=h2o)
+        assert requests[0].closest > TOKEN_TIE and len(requests[0].kept) > 1
+        replays = [request.replay for request in requests]
+    else:
+        replays = replay_heads(dense, tokens, trace.steps, groups, trace.start)
     for got, want in zip(trace.groups, replays, strict=True):
         assert got.evicted[:-1] == want.evicted[: len(trace.steps) - 1]
         assert sum(map(len, got.evicted)) > 0
@@ -129,13 +136,11 @@ def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch):
     subject.assert_nothing_left()
 
 
-@pytest.mark.parametrize("merge", [None, "d2o"] if V2 else [None])
-def test_each_head_keeps_its_own_tokens(server, dense, merge):
-    """One request by heavy hitters and one by keys in one batch; the first alone, with merging."""
-    by_token = {**BASE, "granularity": "token"}
-    policies = {name: {"name": name, **by_token, **({"merge": merge} if merge else {})} for name in ("h2o", "keydiff")}
+def test_each_head_keeps_its_own_tokens(server, dense):
+    """One request by heavy hitters and one by keys, in one batch."""
+    policies = {name: {"name": name, **BASE, "granularity": "token"} for name in ("h2o", "keydiff")}
     subject = server({**policies["h2o"], "allow": ["keydiff"]})
-    lengths = {"h2o": (100, 14)} if merge else {"h2o": (100, 14), "keydiff": (94, 5)}
+    lengths = {"h2o": (100, 14), "keydiff": (94, 5)}
     requests = [
         (distinct_prompt(length), {"max_tokens": tokens, "logprobs": 0, "extra_args": {"kv_policy": name}})
         for name, (length, tokens) in lengths.items()

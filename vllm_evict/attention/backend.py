@@ -58,7 +58,14 @@ class Passes(Protocol):
     ) -> None: ...
 
     def decode_together(
-        self, layer: Any, query: Any, shares: Sequence[Share], output: Any, weights: Any, outs: Any
+        self,
+        layer: Any,
+        query: Any,
+        shares: Sequence[Share],
+        output: Any,
+        weights: Any,
+        outs: Any,
+        per_token: bool = False,
     ) -> None: ...
 
     def write(self, layer: Any, kv_cache: Any, blocks: Any, keys: Any, values: Any) -> None: ...

@@ -122,21 +122,20 @@ class DevicePasses:
         output: torch.Tensor,
         weights: torch.Tensor | None,
         outs: Sequence[torch.Tensor | None],
+        per_token: bool = False,
     ) -> None:
         """`decode` for heads in several KV groups; an entry of `outs` for each. Of two groups it is one call (see
         `triton_kernels.decode_classes`), of more one after the other.
         """
         if len(shares) == 2:
-            self._decode_two(layer, query, shares, output, weights, outs)
+            self._decode_two(layer, query, shares, output, weights, outs, per_token)
             return
         first = 0
         for share, out in zip(shares, outs):
             attended = output[:, first : first + share.query.shape[1]]
             first += share.query.shape[1]
-            work = share.work
-            self.decode(
-                *(layer, share.query, share.kv_cache, share.metadata, attended, work.rows, work.seq_lens, weights, out)
-            )
+            work, where = share.work, (layer, share.query, share.kv_cache, share.metadata, attended)
+            self.decode(*where, work.rows, work.seq_lens, weights, out, per_token)
 
     def compact(
         self,
@@ -176,7 +175,7 @@ class DevicePasses:
         packed_keys, packed_values = _halves(kv_cache)
         return packed_keys[blocks], packed_values[blocks] if values else None
 
-    def _decode_two(self, layer, query, shares, output, weights, outs) -> None:
+    def _decode_two(self, layer, query, shares, output, weights, outs, per_token) -> None:
         from ..triton_kernels.decode_classes import decode_classes
 
         keys, values = zip(*(_halves(share.kv_cache) for share in shares))
@@ -187,11 +186,13 @@ class DevicePasses:
             table, starts, _ = _rows(share.metadata, len(share.work.seq_lens))
             tables.append(_narrow(table, share.metadata, its))
         measured = any(out is not None for out in outs)
-        plans = self._plans_for(query, keys, len(rows), [table.shape[1] for table in tables], measured)
+        widths = [table.shape[1] for table in tables]
+        plans = self._plans_for(query, keys, len(rows), widths, measured, per_token)
         decode_classes(
             *(query[:tokens], keys, values, tables, starts, [share.work.seq_lens for share in shares], rows),
             *(layer.impl.scale, output[:tokens]),
             out=outs,
+            per_token=per_token,
             weights=weights,
             plans=plans,
         )
