@@ -91,7 +91,7 @@ def test_retrieval_heads_may_keep_tokens_of_their_own(engine, model, dense):
         model=model,
         max_num_batched_tokens=192,
     )
-    requests = [(prompt_of(n, SEED + n), {"max_tokens": 90, "logprobs": 1}) for n in (400, 100)]
+    requests = [(prompt_of(n, SEED + n), {"max_tokens": 90, "logprobs": 1}) for n in (400, 170)]
     outputs, traces = server.traced(requests)
     heads = np.array([[digit == "1" for digit in row] for row in pattern])
     places = arrange(heads).places[0]
