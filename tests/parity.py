@@ -4,8 +4,12 @@ import numpy as np
 import torch
 from engine import logprobs_of
 from oracle.replay import Config, replay
+from oracle.tokens import replay_tokens
 
 from vllm_evict.policies import TOKEN_OPTIONS
+
+#: Relative gap in importance below which rounding may tell tokens apart either way.
+TOKEN_TIE = 2e-6
 
 
 def oracle_config(policy, prompt, block_size=32):
@@ -46,3 +50,33 @@ def assert_like_oracle(dense, prompt, output, trace, policy, *, block_size=32, a
         want = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
         np.testing.assert_allclose(got[:last], want[:last], atol=atol)
     return sum(map(len, trace.evicted[:same]))
+
+
+def token_config(policy, block_size=32):
+    """The oracle's words for a plugin policy of token granularity."""
+    options = {key: value for key, value in policy.items() if key in Config.__dataclass_fields__}
+    return Config(policy=policy["name"], block_size=block_size, **options)
+
+
+def assert_logprobs(output, prompt, trace, logits):
+    """Those of sampled tokens are those of the oracle's logits."""
+    logprobs = torch.log_softmax(logits.double(), -1)
+    before = trace.known - len(prompt)  # generated before a restart
+    tokens = list(enumerate(output.outputs[0].token_ids))[before:]
+    want = [logprobs[len(prompt) - 1 - trace.start + i, token].item() for i, token in tokens]
+    np.testing.assert_allclose(logprobs_of(output)[before:], want, atol=2e-3)
+
+
+def assert_tokens_like_oracle(dense, prompt, output, trace, policy, *, block_size=32, tie=TOKEN_TIE):
+    """The same number of blocks after the same steps, and log-probabilities of the same tokens in each head. Returns
+    the oracle's requests."""
+    tokens = [*prompt, *output.outputs[0].token_ids]
+    merge = policy if policy.get("merge") else None
+    groups = [(token_config(policy, block_size), None)]
+    requests = replay_tokens(dense, tokens, trace.steps, groups, trace.start, policy.get("sets", "head"), merge)
+    for got, want in zip(trace.groups, requests, strict=True):
+        assert got.evicted[:-1] == want.replay.evicted[: len(trace.steps) - 1]
+    closest = min(request.closest for request in requests)
+    assert closest > tie, "rounding could choose another token: take another prompt"
+    assert_logprobs(output, prompt, trace, requests[0].replay.logits)
+    return requests

@@ -8,9 +8,9 @@ import torch
 
 from vllm_evict.attention.keys import key_scores
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Repetition, Scoring
+from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, Repetition, Scoring
 from vllm_evict.policies import CACHED
-from vllm_evict.worker import cached, prompts, sums, worker
+from vllm_evict.worker import cached, prompts, sums, tokens, worker
 from vllm_evict.worker.prompts import PromptScores
 from vllm_evict.worker.runtime import EvictionRuntime, GroupRuntime
 
@@ -53,23 +53,29 @@ def on_host(tensor):
 
 
 class Passes:
-    """Stand for a backend's: each query puts mass on every block."""
+    """Stand for a backend's: each query puts mass on every block, or token."""
 
-    def mass(self, layer, query, kv_cache, metadata, weights, out):
+    def kv_heads(self, kv_cache):
+        return HEADS
+
+    def mass(self, layer, query, kv_cache, metadata, weights, out, per_token=False):
         total = 1.0 if weights is None else weights.sum()
         out += total * torch.arange(1.0, out.shape[2] + 1)
 
     def mass_of(self, layer, query, kv_cache, metadata, queries, width):
         return on_device(torch.rand(len(queries.tokens), HEADS, width, generator=torch.Generator().manual_seed(0)))
 
-    def decode(self, layer, query, kv_cache, metadata, output, rows, seq_lens, weights, out):
+    def decode(self, layer, query, kv_cache, metadata, output, rows, seq_lens, weights, out, per_token=False):
         if out is not None:
             self.mass(layer, query, kv_cache, metadata, weights, out)
 
 
-def steps(policy, wrap):
-    """Three steps of a request that loses blocks before the second, with another beside it; its reports."""
-    config = KVPolicyConfig.parse({"name": policy, **BASE, **({"window": 8} if policy == "scissorhands" else {})})
+def steps(policy, wrap, **options):
+    """Three steps of a request that loses blocks, or tokens, before the second, with another beside it; its reports, and
+    what its store was told."""
+    options |= {"window": 8} if policy == "scissorhands" else {}
+    config = KVPolicyConfig.parse({"name": policy, **BASE, **options})
+    by_token = config.granularity == "token"
     generator = torch.Generator().manual_seed(1)
     caches = [torch.randn(20, HEADS, SIZE, 2 * DIM, generator=generator) for _ in range(LAYERS)]
 
@@ -77,31 +83,45 @@ def steps(policy, wrap):
         for cache in caches:
             yield wrap(cache[blocks][..., :DIM]), wrap(cache[blocks][..., DIM:]) if values else None
 
-    store = SimpleNamespace(read=read)
+    told = []
+    store = SimpleNamespace(
+        read=read,
+        kv_heads=lambda: [HEADS] * LAYERS,
+        compact=lambda source, keep, target: told.extend([source.tolist(), *keep, target.tolist()]),
+        write=lambda layer, blocks, keys, values: told.extend([keys, values]),
+    )
     group = GroupRuntime(config, SIZE, max_requests=4, max_model_len=256, kv_heads=HEADS, layers=LAYERS, store=store)
     group.decodes = True
     if group.sums is not None:
         group.sums._sums = wrap(group.sums._sums)
+    if group.tokens is not None:
+        group.tokens._pages = wrap(group.tokens._pages)
     group._identity = wrap(group._identity)
     runtime = EvictionRuntime([group])
     table = torch.zeros(2, 17, dtype=torch.int32)
     table[0, :10], table[1, :2] = torch.arange(1, 11), torch.arange(11, 13)
     found = []
     for step, (length, count) in enumerate([(LENGTH - 2, LENGTH - 2), (LENGTH - 1, 1), (LENGTH, 1)]):
-        plan = GroupPlan()
+        plan, compactions = GroupPlan(), []
         if step == 0 and (scoring := Scoring.of(config, 4)):
             plan.track["r"] = scoring
         if step == 1:
-            plan.holes["r"] = [2, 5]
-            table[0, [2, 5]] = 0
-        if step in (0, 2):
+            plan.holes["r"] = holes = [6, 7] if by_token else [2, 5]
+            table[0, holes] = 0
+        if step == 1 and by_token:
+            resident, target = list(range(1, 11)), list(range(2, 7))
+            compactions = [Compaction("r", 0, config, resident, LENGTH - 2, 1, 7, target, LENGTH - 3)]
+        if step in (0, 2) and by_token:
+            plan.judged = {"r"}
+        elif step in (0, 2):
             plan.report["r"] = config.policy.measures
         none = SimpleNamespace(resumed_req_ids=set())
         output = SimpleNamespace(
             finished_req_ids=set(), preempted_req_ids=None, scheduled_cached_reqs=none, scheduled_new_reqs=[]
         )
-        setattr(output, PLAN, EvictionPlan([plan]))
+        setattr(output, PLAN, EvictionPlan([plan], compactions))
         runtime.begin(output)
+        runtime.compact(lambda values, maximise: values)
         runtime.batch.req_ids = ["r", "other"]
         starts, lens = (torch.tensor(values, dtype=torch.int32) for values in ([0, count, count + 1], [length, 20]))
         metadata = SimpleNamespace(
@@ -117,16 +137,18 @@ def steps(policy, wrap):
             for _ in range(LAYERS):
                 work.do(Passes(), None, None, None, metadata, None)
         found += runtime.end(lambda values, maximise: values)
-    return found
+    if "r" in (group.tokens or ()):
+        told += group.tokens.judged("r", LENGTH - 1)
+    return found, told
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "scissorhands", "tova", "rkv", "keydiff", "sink-window"])
 def test_no_step_waits_for_the_device(policy, monkeypatch):
     """And what comes of it is what comes of tensors on the CPU."""
-    expected = steps(policy, lambda tensor: tensor)
+    expected, _ = steps(policy, lambda tensor: tensor)
     for module in (sums, cached):
         monkeypatch.setattr(module, "to_host", on_host)
-    got = steps(policy, on_device)
+    got, _ = steps(policy, on_device)
     assert [sorted(reports) for reports in got] == [sorted(reports) for reports in expected]
     assert policy == "sink-window" or [len(reports) for reports in got] == [1, 0, 1]
     for one, other in zip(got, expected):
@@ -135,6 +157,24 @@ def test_no_step_waits_for_the_device(policy, monkeypatch):
             assert report.statistics.keys() == other[req_id].statistics.keys()
             for name, values in report.statistics.items():
                 np.testing.assert_array_equal(values, other[req_id].statistics[name])
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova", "rkv", "keydiff"])
+@pytest.mark.parametrize("options", [{}, {"sets": "all"}, {"merge": "d2o"}, {"merge": "ems"}], ids=str)
+def test_by_token_only_a_decision_waits_and_once(policy, options, monkeypatch):
+    """For what its policy judges by; steps do not, and neither does what is kept, merged and moved."""
+    options = {**options, "granularity": "token"}
+    (_, expected), waits = steps(policy, lambda tensor: tensor, **options), []
+    monkeypatch.setattr(tokens, "fetched", lambda tensor: waits.append(tensor) or on_host(tensor))
+    for module in (sums, tokens):
+        monkeypatch.setattr(module, "to_device", lambda array, device: on_device(torch.from_numpy(array)))
+    _, got = steps(policy, on_device, **options)
+    assert len(waits) == 1 and len(got) == len(expected) > LAYERS + 1
+    for one, other in zip(got, expected):
+        if isinstance(other, list):
+            assert one == other
+        else:
+            np.testing.assert_array_equal(on_host(one), other.numpy())
 
 
 def test_statistics_of_keys_do_not_wait():

@@ -386,11 +386,3 @@ def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):
 def test_blocks_that_the_backend_does_not_have_are_refused(engine):
     with pytest.raises(ValueError, match=r"(?i)block.size"):
         engine({**H2O, "budget": 160, "sink": 16}, block_size=16)
-
-
-def test_single_tokens_go_on_the_cpu_backend_only():
-    policy = KVPolicyConfig.parse({**H2O, "granularity": "token"})
-    refusals.check_layer("layer.7", layer("CPU_ATTN"), policy)
-    refusals.check_layer("layer.7", layer("TRITON_ATTN"), KVPolicyConfig.parse(H2O))
-    with pytest.raises(KVPolicyError, match=r"layer.7 uses attention backend TRITON_ATTN.*leave granularity out"):
-        refusals.check_layer("layer.7", layer("TRITON_ATTN"), policy)

@@ -10,6 +10,7 @@ from oracle.model import DenseLlama
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
+from parity import TOKEN_TIE, assert_logprobs, assert_tokens_like_oracle, token_config
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.plan import Compaction, Scoring
@@ -17,8 +18,6 @@ from vllm_evict.heads.arrange import arrange
 from vllm_evict.worker.tokens import TokenSums, compact
 
 BLOCK, VOCAB = 32, 4096
-#: Relative gap in importance below which rounding may tell tokens apart either way.
-TIE = 2e-6
 BASE = {"budget": 224, "buffer": 64, "sink": 32, "recent": 64, "granularity": "token"}
 POLICIES = {
     "h2o": {"name": "h2o", **BASE},
@@ -60,33 +59,6 @@ def prompt_of(length, seed=0):
     return np.random.default_rng(seed).permutation(VOCAB)[:length].tolist()
 
 
-def oracle_config(policy):
-    options = {k: v for k, v in policy.items() if k in Config.__dataclass_fields__}
-    return Config(policy=policy["name"], block_size=BLOCK, **options)
-
-
-def assert_logprobs(output, prompt, trace, logits):
-    logprobs = torch.log_softmax(logits.double(), -1)
-    before = trace.known - len(prompt)  # generated before a restart
-    tokens = list(enumerate(output.outputs[0].token_ids))[before:]
-    want = [logprobs[len(prompt) - 1 - trace.start + i, token].item() for i, token in tokens]
-    np.testing.assert_allclose(logprobs_of(output)[before:], want, atol=2e-3)
-
-
-def assert_like_oracle(dense, prompt, output, trace, policy):
-    tokens = [*prompt, *output.outputs[0].token_ids]
-    merge = policy if policy.get("merge") else None
-    groups = [(oracle_config(policy), None)]
-    requests = replay_tokens(dense, tokens, trace.steps, groups, trace.start, policy.get("sets", "head"), merge)
-    for got, want in zip(trace.groups, requests, strict=True):
-        assert got.evicted[:-1] == want.replay.evicted[: len(trace.steps) - 1]
-    assert min(request.closest for request in requests) > TIE, (
-        "rounding could choose another token: take another prompt"
-    )
-    assert_logprobs(output, prompt, trace, requests[0].replay.logits)
-    return requests
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BOTH_RUNNERS else pytest.mark.v1_only) for name in POLICIES]
 )
@@ -101,7 +73,7 @@ def test_each_head_keeps_what_the_formula_says(engine, model, dense, name):
     ]
     outputs, traces = server.traced(requests)
     for (prompt, _), output, trace in zip(requests, outputs, traces):
-        (request,) = assert_like_oracle(dense, prompt, output, trace, policy)
+        (request,) = assert_tokens_like_oracle(dense, prompt, output, trace, policy)
         if len(request.kept) > 1:
             sets = {tuple(kept) for kept in request.kept[-1].values()}
             assert (len(sets) == 1) == (policy.get("sets") == "all"), "heads were to keep their own tokens"
@@ -119,13 +91,13 @@ def test_retrieval_heads_may_keep_tokens_of_their_own(engine, model, dense):
         model=model,
         max_num_batched_tokens=192,
     )
-    requests = [(prompt_of(n, SEED + n), {"max_tokens": 90, "logprobs": 1}) for n in (400, 100)]
+    requests = [(prompt_of(n, SEED + n), {"max_tokens": 90, "logprobs": 1}) for n in (400, 170)]
     outputs, traces = server.traced(requests)
     heads = np.array([[digit == "1" for digit in row] for row in pattern])
     places = arrange(heads).places[0]
     window = Config("sink-window", BLOCK, budget=32 + 96 + BLOCK, sink=32, recent=96)
     groups = []
-    for which, (config, mine) in enumerate(((oracle_config(retrieval), heads), (window, ~heads))):
+    for which, (config, mine) in enumerate(((token_config(retrieval), heads), (window, ~heads))):
         for part in range(arrange(heads).groups[which]):
             groups.append((config, mine & np.array([layer[which].group == part for layer in places])[:, None]))
     for (prompt, _), output, trace in zip(requests, outputs, traces):
@@ -204,7 +176,7 @@ def test_preempted_requests_start_over(engine, model, dense, name):
     assert sum(trace.restarts for trace in traces) > 0
     assert sum(len(evicted) for trace in traces for evicted in trace.evicted) > 4
     for (prompt, _), output, trace in zip(requests, outputs, traces):
-        assert_like_oracle(dense, prompt, output, trace, POLICIES[name])
+        assert_tokens_like_oracle(dense, prompt, output, trace, POLICIES[name])
     server.assert_nothing_left()
 
 
@@ -268,8 +240,8 @@ def test_late_decisions_see_what_was_measured_by_then(async_engine, model, dense
     ends = np.cumsum(steps)
     late = [ends[step] - position - 1 > steps[step] for step in range(done) for position in told[step]]
     assert len(late) > 3 and all(late), "no step was in flight at any decision"
-    (request,) = replay_tokens(dense, tokens, steps[:done], [(oracle_config(POLICIES["h2o"]), None)], told=told[:done])
-    assert request.closest > TIE
+    (request,) = replay_tokens(dense, tokens, steps[:done], [(token_config(POLICIES["h2o"]), None)], told=told[:done])
+    assert request.closest > TOKEN_TIE
     logprobs = torch.log_softmax(request.replay.logits.double(), -1)[len(prompt) - 1 :]
     want = [logprobs[i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
     np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
@@ -299,7 +271,7 @@ def test_a_rank_may_have_no_heads_of_a_group(sets):
     sums.start("a", Scoring.of(config, 9))
     sums.token_step(["a"], np.array([0, 320], np.int32), np.array([320]), np.array([320]))
     sums.judge("a")
-    store = SimpleNamespace(read=lambda *_: iter(()), compact=lambda source, keep, target: calls.append(keep))
+    store = SimpleNamespace(kv_heads=list, compact=lambda source, keep, target: calls.append(keep))
     plan = Compaction("a", 0, config, list(range(1, 11)), 320, 1, 7, [2, 3], 319)
     compact(plan, store, sums, BLOCK, None, lambda values, maximise: calls.append(values.tolist()) or values)
     assert calls == ([[]] if sets == "head" else [[0.0] * 7 * BLOCK, []])
@@ -317,7 +289,7 @@ def test_bands_of_layers_may_keep_tokens(engine, model, dense):
         sizes = {"budget": limits.budget * BLOCK, "buffer": (limits.trigger - limits.budget) * BLOCK}
         heads = np.zeros((3, 4), bool)
         heads[band] = True
-        groups.append((oracle_config({**base, "name": "snapkv", **sizes}), heads))
+        groups.append((token_config({**base, "name": "snapkv", **sizes}), heads))
     prompt = prompt_of(500, SEED + 3)
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 100, "logprobs": 1})])
     replays = replay_tokens(dense, [*prompt, *output.outputs[0].token_ids], trace.steps, groups, trace.start)

@@ -1,5 +1,6 @@
 """Triton kernels against their torch references: under Triton's interpreter, or on a GPU where there is one."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -117,20 +118,21 @@ class Batch:
         self.rows = ints([row for row, length in enumerate(query_lens) if length == 1])
         self.weights = (torch.rand(tokens, generator=random) * (torch.rand(tokens, generator=random) < 0.7)).to(DEVICE)
 
-    def new_out(self, rows, dtype=F32):
-        """Sums that are there already; wider than need be."""
-        out = torch.full((len(self.seq_lens), rows, self.table.shape[1] + 2), 0.25, dtype=dtype, device=DEVICE)
+    def new_out(self, rows, dtype=F32, per_token=False):
+        """Sums that are there already; of blocks wider than need be, of tokens as wide as the longest request."""
+        width = int(self.seq_lens.max()) if per_token else self.table.shape[1] + 1
+        out = torch.full((len(self.seq_lens), rows, width + 1), 0.25, dtype=dtype, device=DEVICE)
         return out[:, :, :-1]
 
     def plan(self, **options):
         shape = len(self.rows), self.heads, self.kv_heads, self.query.shape[2], self.block_size, self.table.shape[1]
         return plan_decode(*shape, self.query.dtype, DEVICE, **options)
 
-    def decode(self, rows_of_mass=None, **options):
+    def decode(self, rows_of_mass=None, per_token=False, **options):
         output = torch.full_like(self.query, 7.0)
         lse = torch.full(self.query.shape[:2], 7.0, device=DEVICE)
-        out = self.new_out(rows_of_mass or self.kv_heads) if rows_of_mass != 0 else None
-        options = {"weights": self.weights, "lse": lse} | options
+        out = self.new_out(rows_of_mass or self.kv_heads, per_token=per_token) if rows_of_mass != 0 else None
+        options = {"weights": self.weights, "lse": lse, "per_token": per_token} | options
         decode_mass(
             *(self.query, self.keys, self.values, self.table, self.starts, self.seq_lens, self.rows),
             *(self.scale, output),
@@ -139,14 +141,18 @@ class Batch:
         )
         return output, out, lse
 
-    def decode_reference(self, rows_of_mass=None):
+    def decode_reference(self, rows_of_mass=None, per_token=False):
         output = torch.full_like(self.query, 7.0).cpu()
-        out = self.new_out(rows_of_mass or self.kv_heads, torch.float64).cpu()
+        out = self.new_out(rows_of_mass or self.kv_heads, torch.float64, per_token).cpu()
         arguments = (
             self.query, pack_keys(self.keys.cpu()), self.values, self.table, self.starts, self.seq_lens, self.rows
         )  # fmt: skip
         decode_mass_reference(
-            *(tensor.cpu() for tensor in arguments), self.scale, output, out=out, weights=self.weights.cpu()
+            *(tensor.cpu() for tensor in arguments),
+            *(self.scale, output),
+            out=out,
+            per_token=per_token,
+            weights=self.weights.cpu(),
         )
         return output, out
 
@@ -186,6 +192,7 @@ SHAPES = [  # heads, dim, block size, dtype, layout
     ((5, 1), 128, 176, F16, HEAD_MAJOR),  # blocks of two and three quarters of a tile
     ((4, 2), 128, 256, BF16, TOKEN_MAJOR),
 ]
+BY = pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
 each_shape = pytest.mark.parametrize(
     "shape", SHAPES, ids=[f"{h}x{d}-bs{b}-{str(t)[6:]}-{o.name}" for h, d, b, t, o in SHAPES]
 )
@@ -206,15 +213,16 @@ def test_caches_lie_as_vllm_lays_them():
 # ---- decode_mass
 
 
+@BY
 @each_shape
-def test_decode_matches_the_reference(shape):
+def test_decode_matches_the_reference(shape, per_token):
     heads, dim, block_size, dtype, layout = shape
     batch = Batch(*DECODE, heads, dim, block_size, dtype, layout)
     # Of every other shape heads are summed, and there are more splits than some requests have tiles.
     rows = 1 if SHAPES.index(shape) % 2 else None
-    plan = batch.plan(splits=3 if rows else None)
-    output, mass, lse = batch.decode(rows, plan=plan)
-    expected, expected_mass = batch.decode_reference(rows)
+    plan = batch.plan(splits=3 if rows else None, per_token=per_token)
+    output, mass, lse = batch.decode(rows, per_token, plan=plan)
+    expected, expected_mass = batch.decode_reference(rows, per_token)
     assert_close(output, expected, TOLERANCE[dtype])
     assert_close(mass, expected_mass)
     tokens = batch.starts[batch.rows.long()].long()
@@ -233,6 +241,20 @@ def test_decode_without_mass_is_the_same():
     assert (unweighed == 0.25).all() and not torch.equal(mass, unweighed)
 
 
+def test_decode_by_token_is_the_same_but_for_its_mass():
+    """Output and LSE to the bit; a plan for tokens does for blocks."""
+    batch = Batch(*DECODE, dtype=BF16, block_size=48, dim=80)
+    plan = batch.plan(per_token=True)
+    output, mass, lse = batch.decode(plan=plan)
+    output_, of_tokens, lse_ = batch.decode(per_token=True, plan=plan)
+    assert torch.equal(output_, output) and torch.equal(lse_, lse)
+    of_tokens = torch.nn.functional.pad(of_tokens - 0.25, (0, -of_tokens.shape[2] % 48))
+    of_blocks = of_tokens.unflatten(2, (-1, 48)).sum(3)
+    assert_close(of_blocks, mass[:, :, : of_blocks.shape[2]] - 0.25)
+    batch.weights.zero_()
+    assert (batch.decode(per_token=True)[1] == 0.25).all()
+
+
 def test_mass_adds_up_to_the_queries():
     batch = Batch(*DECODE, heads=(6, 2), dtype=BF16)
     _, mass, _ = batch.decode(weights=None)
@@ -241,14 +263,15 @@ def test_mass_adds_up_to_the_queries():
     assert_close((mass - 0.25).sum(2), expected, 2e-5)
 
 
-def test_decode_is_deterministic_and_its_scratch_may_hold_anything():
+@BY
+def test_decode_is_deterministic_and_its_scratch_may_hold_anything(per_token):
     batch = Batch(*DECODE, dtype=F16)
-    plan = batch.plan(splits=2)
+    plan = batch.plan(splits=2, per_token=per_token)
     results = []
     for poison in (torch.nan, torch.inf, 0.0):
         for scratch in (plan.partial, plan.stats, plan.granules):
             scratch.fill_(poison)
-        results.append(batch.decode(plan=plan))
+        results.append(batch.decode(per_token=per_token, plan=plan))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -265,10 +288,11 @@ def test_with_one_number_of_splits_other_requests_change_no_bit():
     assert (alone[:token] == 7).all() and (its_mass[:row] == 0.25).all()
 
 
-def test_large_scores_neither_overflow_nor_vanish():
+@BY
+def test_large_scores_neither_overflow_nor_vanish(per_token):
     batch = Batch(*DECODE, magnitude=12.0)
-    output, mass, _ = batch.decode()
-    expected, expected_mass = batch.decode_reference()
+    output, mass, _ = batch.decode(per_token=per_token)
+    expected, expected_mass = batch.decode_reference(per_token=per_token)
     assert_close(output, expected, 1e-4)
     assert_close(mass, expected_mass, 1e-4)
 
@@ -280,17 +304,20 @@ def test_a_request_without_tokens_gets_zeros():
     assert not output.any() and (mass == 0.25).all() and (lse == -torch.inf).all()
 
 
-def test_decode_captures_into_a_graph():
+@BY
+def test_decode_captures_into_a_graph(per_token):
     if not ON_GPU:
         pytest.skip("CUDA graphs need a GPU")
     batch = Batch(*DECODE, dtype=BF16)
-    plan = batch.plan()
-    expected = batch.decode(plan=plan)
-    output, lse, out = torch.empty_like(batch.query), torch.empty_like(expected[2]), batch.new_out(batch.kv_heads)
+    plan = batch.plan(per_token=per_token)
+    expected = batch.decode(per_token=per_token, plan=plan)
+    output, lse = torch.empty_like(batch.query), torch.empty_like(expected[2])
+    out = batch.new_out(batch.kv_heads, per_token=per_token)
+    options = {"per_token": per_token, "weights": batch.weights, "lse": lse, "plan": plan}
     arguments = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_mass(*arguments, batch.scale, output, out=out, weights=batch.weights, lse=lse, plan=plan)
+        decode_mass(*arguments, batch.scale, output, out=out, **options)
     out.fill_(0.25)
     graph.replay()
     tokens = batch.starts[batch.rows.long()].long()
@@ -371,22 +398,24 @@ CLASSES = [  # KV heads, group, dim, block size, dtype, layout
 
 
 @pytest.mark.parametrize("shape", CLASSES, ids=[f"{k}x{g}-{d}-bs{b}-{str(t)[6:]}" for k, g, d, b, t, _ in CLASSES])
-def test_classes_match_the_reference_and_each_alone(shape):
+@BY
+def test_classes_match_the_reference_and_each_alone(shape, per_token):
     layer = Classes(*shape)
-    plans = layer.plans(splits=(3, 1))
-    out = [each.new_out(heads) for each, heads in zip(layer.classes, (1, layer.kv_heads[1]))]
-    output, lse = layer.decode(out=out, plans=plans)
+    plans = layer.plans(splits=(3, 1), per_token=per_token)
+    out = [each.new_out(heads, F32, per_token) for each, heads in zip(layer.classes, (1, layer.kv_heads[1]))]
+    output, lse = layer.decode(out=out, per_token=per_token, plans=plans)
     parts = output.split(layer.heads, 1), lse.split(layer.heads, 1), out
     for each, part, its_lse, mass, plan in zip(layer.classes, *parts, plans):
-        alone = each.decode(mass.shape[1], plan=plan)
+        alone = each.decode(mass.shape[1], per_token, plan=plan)
         assert torch.equal(part, alone[0]) and torch.equal(mass, alone[1]) and torch.equal(its_lse, alone[2])
     expected = torch.full_like(layer.query, 7.0).cpu()
-    expected_out = [each.new_out(mass.shape[1], torch.float64).cpu() for each, mass in zip(layer.classes, out)]
+    expected_out = [each.new_out(mass.shape[1], F64, per_token).cpu() for each, mass in zip(layer.classes, out)]
     query, keys, values, tables, starts, lens, rows, scale = layer.arguments()
     decode_classes_reference(
         *(query.cpu(), [pack_keys(each.cpu()) for each in keys], [each.cpu() for each in values]),
         *([table.cpu() for table in tables], starts.cpu(), [each.cpu() for each in lens], rows.cpu(), scale, expected),
         out=expected_out,
+        per_token=per_token,
         weights=layer.classes[0].weights.cpu(),
     )
     assert_close(output, expected, TOLERANCE[shape[4]])
@@ -441,17 +470,33 @@ def test_mass_from_lse_matches_the_reference(shape):
             assert torch.equal(again, out)
 
 
-def test_mass_from_lse_is_that_of_block_mass():
+@each_shape
+def test_mass_of_tokens_from_lse_matches_the_reference(shape):
+    heads, dim, block_size, dtype, layout = shape
+    batch = Batch(*PREFILL, heads, dim, block_size, dtype, layout)
+    rows = heads[1] if SHAPES.index(shape) % 2 else 1
+    arguments = batch.query, batch.keys, batch.lse(), batch.table, batch.starts, batch.seq_lens, batch.scale
+    options = {"weights": batch.weights, "last": ints([5, 3, 1, 17]), "per_token": True}
+    out, expected, again = (batch.new_out(rows, dtype, per_token=True) for dtype in (F32, F64, F32))
+    mass_from_lse(*arguments, out, **options)
+    mass_from_lse_reference(*arguments, expected, **options)
+    assert_close(out, expected, 1e-5)
+    mass_from_lse(*arguments, again, **options)
+    assert torch.equal(again, out)
+
+
+@BY
+def test_mass_from_lse_is_that_of_block_mass(per_token):
     batch = Batch(*PREFILL)
-    expected = batch.new_out(2, torch.float64).cpu()
+    expected = batch.new_out(2, torch.float64, per_token).cpu()
     tensors = batch.query, pack_keys(batch.keys.cpu()), batch.table, batch.starts, batch.seq_lens
-    block_mass_reference(*(t.cpu() for t in tensors), batch.scale, expected, weights=batch.weights.cpu())
+    options = {"weights": batch.weights.cpu(), "per_token": per_token}
+    block_mass_reference(*(t.cpu() for t in tensors), batch.scale, expected, **options)
     arguments = batch.table, batch.starts, batch.seq_lens, batch.scale
     for lse, base_2 in ((batch.lse(), False), (batch.lse().T.contiguous().T * 1.4426950408889634, True)):
-        out = batch.new_out(2)
-        mass_from_lse(
-            *(batch.query, batch.keys, lse, *arguments, out), weights=batch.weights, lse_base_2=base_2, rows_per_tile=16
-        )
+        out = batch.new_out(2, per_token=per_token)
+        options = {"weights": batch.weights, "per_token": per_token, "lse_base_2": base_2, "rows_per_tile": 16}
+        mass_from_lse(batch.query, batch.keys, lse, *arguments, out, **options)
         assert_close(out, expected, 1e-5)
 
 
@@ -728,6 +773,22 @@ def test_a_plan_for_something_else_is_refused():
     for plan in (Batch(*DECODE, dim=128).plan(), batch.plan(mass=False), batch.plan()._replace(splits=5)):
         with pytest.raises(ValueError, match="plan must be for"):
             batch.decode(plan=plan)
+    with pytest.raises(ValueError, match="for tokens if they are wanted"):
+        batch.decode(per_token=True, plan=batch.plan())
+
+
+# ---- benchmark
+
+
+@pytest.mark.skipif(ON_GPU, reason="there it measures")
+def test_what_the_benchmark_times_runs(capsys):
+    path = Path(__file__).parents[1] / "benchmarks/gpu/kernels.py"
+    spec = importlib.util.spec_from_file_location("gpu_kernels", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(["--dry-run"])
+    ran = [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert {kind: ran.count(kind) for kind in ran} == {"decode": 6, "chunk": 4, "classes": 3, "compact": 3}
 
 
 # ---- compiled

@@ -121,6 +121,12 @@ def compile_all() -> None:
             weights=weights,
         )
         mass_from_lse.mass_from_lse(query, keys, lse, table, starts, lens, 0.1, out, weights=weights)
+        if has_mass:
+            tokens, options = torch.empty(ROWS, kv_heads, WIDTH * block_size), {"per_token": True, "weights": weights}
+            decode = starts, lens, lens, 0.1, torch.empty_like(query)
+            decode_mass.decode_mass(query, keys, values, table, *decode, out=tokens, **options)
+        if heads == 32:
+            mass_from_lse.mass_from_lse(query, keys, lse, table, starts, lens, 0.1, tokens, **options)
         query_lse.query_lse(query, keys, table, starts, lens, 0.1, lse, weights=weights)
 
 

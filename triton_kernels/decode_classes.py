@@ -34,6 +34,7 @@ def plan_classes(
     device: torch.device | str,
     *,
     mass: bool = True,
+    per_token: bool = False,
     splits: Sequence[int] | None = None,
     warps: int = 4,
     stages: int = STAGES,
@@ -51,6 +52,7 @@ def plan_classes(
         plan_decode(
             *(rows, group * heads, heads, head_dim, block_size, blocks, dtype, device),
             mass=mass,
+            per_token=per_token,
             splits=pieces,
             warps=warps,
             stages=stages,
@@ -71,6 +73,7 @@ def decode_classes(
     output: torch.Tensor,
     *,
     out: Sequence[torch.Tensor | None] | None = None,
+    per_token: bool = False,
     weights: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plans: Sequence[DecodePlan] | None = None,
@@ -90,6 +93,7 @@ def decode_classes(
         query_start_loc, rows, scale, weights: as for `decode_mass`, of both classes.
         output: [T, H, D] of the query's dtype, last dimension contiguous, heads as in `query`.
         out: for each class float32 [R, Hkv of the class or 1, Wout] or None; None if no mass is wanted.
+        per_token: whether entries of `out` are resident tokens instead of blocks, in both classes.
         lse: float32 [T, H] or None.
         plans: from `plan_classes`; None makes them.
 
@@ -112,9 +116,10 @@ def decode_classes(
     if plans is None:
         shape = n, heads // sum(kv_heads), kv_heads, query.shape[2], key_caches[0].shape[2]
         widths = [table.shape[1] for table in block_tables]
-        plans = plan_classes(*shape, widths, query.dtype, query.device, mass=any(mass is not None for mass in out))
+        wanted = any(mass is not None for mass in out)
+        plans = plan_classes(*shape, widths, query.dtype, query.device, mass=wanted, per_token=per_token)
     first, second = (
-        launch_of(q, keys, values, table, lens, o, mass, weights, log, plan, n)
+        launch_of(q, keys, values, table, lens, o, mass, weights, log, plan, n, per_token)
         for q, keys, values, table, lens, mass, o, log, plan in zip(queries, *per_class, outputs, logs, plans)
     )
     require(first.attend_shape[:-1] == second.attend_shape[:-1], "caches must have one block size")
@@ -134,7 +139,8 @@ def decode_classes(
 def _attend_classes(
     starts, rows, weights, scale, first, second, first_programs,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr, HAS_MASS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
+    PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     """Programs of the first class, then those of the second: of a KV head, split by split."""
     program = tl.program_id(1)
@@ -147,7 +153,7 @@ def _attend_classes(
     splits = mine[len(first) - 1]
     attend_split(
         program // splits, program % splits, starts, rows, weights, scale, *mine,
-        HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, HAS_MASS,
+        HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, PER_TOKEN, HAS_MASS,
     )  # fmt: skip
 
 

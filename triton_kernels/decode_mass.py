@@ -1,4 +1,4 @@
-"""Split-KV paged decode attention that gives each block's attention mass as well, in one read of K and V."""
+"""Split-KV paged decode attention that gives each block's or token's attention mass as well, in one read of K and V."""
 
 from typing import NamedTuple
 
@@ -18,6 +18,9 @@ SPLIT_TILE = 16  # splits that are combined at once
 # What a program of the second launch adds up at once, blocks of heads: heads one by one would be a chain of loads.
 MASS_TILE = 128
 MAX_MEMBERS = 16
+# The same of tokens: as many numbers at once, of which fewer heads belong to one sum.
+TOKEN_TILE = 512
+MAX_TOKEN_MEMBERS = 4
 
 # A tile's page numbers, then its keys and values, then their use: of five stages two are left for tiles in flight.
 STAGES = 5
@@ -35,7 +38,8 @@ class DecodePlan(NamedTuple):
         max_blocks: blocks of the longest request.
         partial: float32 [n, H, splits, D], outputs of splits, not normalised.
         stats: float32 [n, H, splits, 2], their maxima (log2) and sums.
-        granules: float32 [n, H, max_blocks * tile.parts], log2 of each granule's sum of exponentials; None: no mass.
+        granules: float32 [n, H, max_blocks * tile.parts], log2 of each granule's sum of exponentials; with mass of each
+            token [n, H, max_blocks * block_size], scores (log2); None: no mass.
         warps, stages: of the first launch.
     """
 
@@ -60,11 +64,12 @@ def plan_decode(
     device: torch.device | str,
     *,
     mass: bool = True,
+    per_token: bool = False,
     splits: int | None = None,
     warps: int = 4,
     stages: int = STAGES,
 ) -> DecodePlan:
-    """A plan for up to `rows` requests of up to `max_blocks` blocks each.
+    """A plan for up to `rows` requests of up to `max_blocks` blocks each; with `per_token` it does for blocks too.
 
     A program reads one split of one request and KV head. `splits` is as many as give `PROGRAMS_PER_SM` programs to each
     SM, and no more than leave `MIN_SPLIT_TOKENS` to a split of the longest request. The number of splits decides how
@@ -78,10 +83,15 @@ def plan_decode(
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(rows, heads, *shape, dtype=torch.float32, device=device)
 
-    granules = scratch(max_blocks * tile.parts) if mass else None
+    granules = scratch(max_blocks * _logs(tile, block_size, per_token)) if mass else None
     return DecodePlan(
         splits, tile, max_blocks, scratch(splits, head_dim), scratch(splits, 2), granules, warps, stages
     )  # fmt: skip
+
+
+def _logs(tile: Tile, block_size: int, per_token: bool) -> int:
+    """Numbers that the first launch keeps of a block and query head, for its mass."""
+    return block_size if per_token else tile.parts
 
 
 def programs_on(device: torch.device | str) -> int:
@@ -104,6 +114,7 @@ def decode_mass(
     output: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
+    per_token: bool = False,
     weights: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
@@ -113,9 +124,10 @@ def decode_mass(
     The contract of `attention.decode.decode_mass`, on caches with strides in place of packings. Two launches. The first
     attends, a program for each request, KV head and split; the query heads of a KV head are the rows of one tl.dot.
     Every tile's probabilities are summed per block as they are, relative to the maximum so far, and kept as a
-    logarithm: mass_b = 2 ** (log_b - lse), whatever the maximum becomes. The second combines splits into output and
-    LSE, and blocks into mass. Each number has one writer that adds in a fixed order: the same input and plan give the
-    same bits. With a plan it allocates nothing and reads nothing on the host: a CUDA graph can capture it.
+    logarithm: mass_b = 2 ** (log_b - lse), whatever the maximum becomes. If `per_token`, the scores themselves are
+    kept: mass_t = 2 ** (score_t - lse). The second combines splits into output and LSE, and blocks or tokens into mass.
+    Each number has one writer that adds in a fixed order: the same input and plan give the same bits. With a plan it
+    allocates nothing and reads nothing on the host: a CUDA graph can capture it.
 
     Args:
         query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous. D from 16 to 256.
@@ -127,14 +139,17 @@ def decode_mass(
         rows: int32 [n], requests that decode here, each of one token; -1 for padding, which costs nothing.
         scale: factor on the scores before the softmax.
         output: [T, H, D] of the query's dtype, last dimension contiguous. Other tokens' rows are left alone.
-        out: float32 [R, Hkv or 1, Wout], last dimension contiguous; None if no mass is wanted.
+        out: float32 [R, Hkv or 1, Wout], last dimension contiguous; None if no mass is wanted. Entries past a request's
+            own are left alone.
+        per_token: whether entries of `out` are resident tokens, in the order of the block table, instead of blocks.
         weights: float32 [T], or None for ones. A token of weight 0 gets its output and adds no mass.
         lse: float32 [T, H] or None; gets the natural logarithm of each row's sum of exponentials.
-        plan: from `plan_decode`, for at least n rows and the blocks of the longest request; None makes one.
+        plan: from `plan_decode`, for at least n rows and the blocks of the longest request, and for tokens if they are
+            wanted; None makes one.
 
     Bytes moved, for each request: 2 * seq_len * Hkv * D * itemsize of keys and values, once. Beside them, written and
     read, 4 * H * (D + 2) a split and 4 * H a block: for G query heads a KV head and 2-byte caches the mass adds
-    2 * G / (bs * D) of the bytes, 0.8 % for G = 8, bs = 16, D = 128.
+    2 * G / (bs * D) of the bytes, 0.8 % for G = 8, bs = 16, D = 128. If `per_token` it is 4 * H a token, bs times that.
     """
     check_arguments(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, output, weights, lse)
     n, heads, kv_heads = len(rows), query.shape[1], key_cache.shape[1]
@@ -142,8 +157,9 @@ def decode_mass(
         return
     if plan is None:
         shape = n, heads, kv_heads, query.shape[2], key_cache.shape[2], block_table.shape[1]
-        plan = plan_decode(*shape, query.dtype, query.device, mass=out is not None)
-    launch = launch_of(query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse, plan, n)
+        plan = plan_decode(*shape, query.dtype, query.device, mass=out is not None, per_token=per_token)
+    tensors = query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse
+    launch = launch_of(*tensors, plan, n, per_token)
     shared = query_start_loc, rows, weights
     _attend[(n, kv_heads, plan.splits)](
         *shared, scale * LOG2_E, *launch.attend, *launch.attend_shape, num_warps=plan.warps, num_stages=plan.stages
@@ -177,8 +193,9 @@ def check_arguments(
 
 
 def launch_of(
-    query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse, plan: DecodePlan, n: int
-) -> Launch:
+    query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse,
+    plan: DecodePlan, n: int, per_token: bool,
+) -> Launch:  # fmt: skip
     """The launches for the heads of `query`, [T, H, D], over n requests."""
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
@@ -187,35 +204,44 @@ def launch_of(
         require(out.dtype == torch.float32 and out.dim() == 3 and out.stride(2) == 1, "out must be float32 [R, H, W]")
         require(len(out) == requests and out.shape[1] in (1, kv_heads), "out must be [R, Hkv or 1, Wout]")
     tile, group, has_mass = plan.tile, heads // kv_heads, out is not None
+    room = 0 if plan.granules is None else plan.granules.shape[2]
+    capacity = plan.max_blocks * _logs(tile, block_size, per_token) if has_mass else 0
     require(
         len(plan.partial) >= n
         and plan.partial.shape[1:] == (heads, plan.splits, head_dim)
         and tile == tile_of(head_dim, block_size, query.dtype)
-        and (not has_mass or plan.granules is not None),
-        "plan must be for this shape, dtype, block size and at least n rows",
+        and room >= capacity,
+        "plan must be for this shape, dtype, block size and at least n rows, and for tokens if they are wanted",
     )
-    measured = min(plan.max_blocks, width, out.shape[2]) if has_mass else 0
-    chunks = triton.cdiv(measured, MASS_TILE)
+    # Tokens are combined as blocks of one token.
+    blocks = (1, 1, 1) if per_token else (block_size, tile.tokens, tile.parts)
+    mass_tile, members = (TOKEN_TILE, MAX_TOKEN_MEMBERS) if per_token else (MASS_TILE, MAX_MEMBERS)
+    entries = min(plan.max_blocks, width) * (block_size // blocks[0])
+    measured = min(entries, out.shape[2]) if has_mass else 0
+    chunks = triton.cdiv(measured, mass_tile)
     out_heads = out.shape[1] if has_mass else 0
     heads_out = heads // out_heads if out_heads else 1
     # Where there is no mass or LSE, pointers that are not followed.
     granules, mass = (plan.granules, out) if has_mass else (plan.partial, plan.partial)
     logs = plan.stats if lse is None else lse
-    scratch = seq_lens, plan.partial, plan.stats, granules, plan.max_blocks * tile.parts if has_mass else 0
-    shape = head_dim, tile.dim, block_size, tile.tokens, tile.parts, weights is not None
+    scratch = seq_lens, plan.partial, plan.stats, granules, capacity
+    dims = head_dim, tile.dim
     return Launch(
         (
             *scratch, query, key_cache, value_cache, block_table, query.stride(0), query.stride(1),
             *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), kv_heads, plan.splits,
         ),
-        (*shape, group, max(triton.next_power_of_2(group), MIN_ROWS) if group > 1 else 1, tile.granules, has_mass),
+        (
+            *dims, block_size, tile.tokens, tile.parts, weights is not None,
+            group, max(triton.next_power_of_2(group), MIN_ROWS) if group > 1 else 1, tile.granules, per_token, has_mass,
+        ),
         (
             *scratch, output, logs, mass, measured, chunks, output.stride(0), output.stride(1), *logs.stride()[:2],
             *mass.stride()[:2],
         ),
         (
-            *shape, plan.splits, triton.next_power_of_2(plan.splits), heads, heads_out, SPLIT_TILE, MASS_TILE,
-            min(triton.next_power_of_2(heads_out), MAX_MEMBERS), lse is not None,
+            *dims, *blocks, weights is not None, plan.splits, triton.next_power_of_2(plan.splits), heads, heads_out,
+            SPLIT_TILE, mass_tile, min(triton.next_power_of_2(heads_out), members), lse is not None,
         ),
         heads + out_heads * chunks,
     )  # fmt: skip
@@ -235,13 +261,15 @@ def _attend(
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_table,
     kv_heads, splits,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr, HAS_MASS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
+    PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     attend_split(
         tl.program_id(1), tl.program_id(2),
         starts, rows, weights, scale, lens, partial, stats, granule_logs, capacity, query, keys, values, table,
         stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_table,
-        kv_heads, splits, HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, HAS_MASS,
+        kv_heads, splits,
+        HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, PER_TOKEN, HAS_MASS,
     )  # fmt: skip
 
 
@@ -252,7 +280,8 @@ def attend_split(
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_table,
     kv_heads, splits,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr, HAS_MASS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
+    PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     """One split of one request and KV head. Exponents are of base 2: `scale` holds log2(e)."""
     n = tl.program_id(0).to(tl.int64)
@@ -279,7 +308,8 @@ def attend_split(
         share = tl.cdiv(tiles, splits)
         first = split * share
         end = tl.minimum(first + share, tiles)
-        kept_granules = tl.where(weight != 0.0, tl.minimum(count, capacity), 0)
+        kept = seq_len if PER_TOKEN else count
+        kept = tl.where(weight != 0.0, tl.minimum(kept, capacity), 0)
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -304,21 +334,27 @@ def attend_split(
                 scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
             scores = tl.where(seen[None, :], scores * scale, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))  # finite: each tile has a token
-            kept = tl.exp2(top - higher)
+            less = tl.exp2(top - higher)
             probs = tl.exp2(scores - higher[:, None])
-            total = total * kept + tl.sum(probs, 1)
-            acc *= kept[:, None]
+            total = total * less + tl.sum(probs, 1)
+            acc *= less[:, None]
             if ROWS > 1:
                 acc += tl.dot(probs.to(v.dtype), v, input_precision="ieee")
             else:
                 acc += tl.sum(tl.trans(probs) * v.to(tl.float32), 0)[None, :]
             top = higher
             if HAS_MASS:
-                sums = tl.sum(tl.reshape(probs, [ROWS, GRANULES, TOKENS]), 2)
-                index = tile * GRANULES + granule
-                mine = (member < GROUP)[:, None] & (index < kept_granules)[None, :]
+                if PER_TOKEN:
+                    index = block * BLOCK_SIZE + place
+                    mine = (member < GROUP)[:, None] & (seen & (index < kept))[None, :]
+                    logs = scores
+                else:
+                    sums = tl.sum(tl.reshape(probs, [ROWS, GRANULES, TOKENS]), 2)
+                    index = tile * GRANULES + granule
+                    mine = (member < GROUP)[:, None] & (index < kept)[None, :]
+                    logs = higher[:, None] + tl.log2(sums)
                 where = (n * heads + head)[:, None] * capacity + index[None, :]
-                tl.store(granule_logs + where, higher[:, None] + tl.log2(sums), mask=mine)
+                tl.store(granule_logs + where, logs, mask=mine)
 
         where = (n * heads + head) * splits + split
         tl.store(stats + where * 2, top, mask=member < GROUP)
@@ -369,7 +405,8 @@ def combine_splits(
     HEADS_OUT: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr, MEMBERS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One request: roles below HEADS write output and LSE of a head, the others the mass of some blocks."""
+    """One request: roles below HEADS write output and LSE of a head, the others the mass of some blocks, or of some
+    tokens, which come as blocks of one token."""
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n).to(tl.int64)
     if row >= 0:

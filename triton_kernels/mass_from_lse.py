@@ -1,9 +1,10 @@
-"""Attention mass per KV block beside a kernel that is not ours, from queries, paged K and the LSE that it returned."""
+"""Attention mass per KV block or token beside a kernel that is not ours, from queries, paged K and its LSE."""
 
 import torch
 import triton
 import triton.language as tl
 
+from ..attention.mass import _per_block
 from .tiles import MIN_ROWS, TILE_BYTES, check_cache, check_int32, require, tile_of
 
 MAX_ROWS = 64  # query rows of one tl.dot: the least M of Hopper's wgmma
@@ -23,6 +24,7 @@ def mass_from_lse(
     scale: float,
     out: torch.Tensor,
     *,
+    per_token: bool = False,
     weights: torch.Tensor | None = None,
     last: torch.Tensor | None = None,
     lse_base_2: bool = False,
@@ -30,11 +32,12 @@ def mass_from_lse(
     warps: int | None = None,
     stages: int = 3,
 ) -> None:
-    """Add to `out` the softmax mass that query rows put on each KV block, given each row's LSE.
+    """Add to `out` the softmax mass that query rows put on each KV block, or on each token, given each row's LSE.
 
     The sums of `attention.mass.block_mass`: query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i, and
     ``out[r, k, j] += sum(weights[i] * exp(scale * q . k_t - lse[i, h]))`` over its queries i, the heads h of KV head k
-    (all heads with ``Hout == 1``) and the tokens t of its j-th block that query i sees.
+    (all heads with ``Hout == 1``) and the tokens t of its j-th block that query i sees. If `per_token`,
+    ``out[r, k, t]`` gets the mass of the t-th resident token alone, in the order of the request's block table.
 
     A program owns some blocks of a request and a row of `out`: it holds a tile of keys and goes over the queries that
     see it, so keys are read once and each sum has one writer: the same input gives the same bits. With one row for all
@@ -49,7 +52,8 @@ def mass_from_lse(
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens, this step's queries included.
         scale: factor on the scores before the softmax.
-        out: float32 [R, Hkv or 1, Wout], last dimension contiguous.
+        out: float32 [R, Hkv or 1, Wout], last dimension contiguous. Entries past a request's own are left alone.
+        per_token: whether entries of `out` are tokens instead of blocks.
         weights: float32 [T], or None for ones.
         last: int32 [R] or None: only the last last[r] queries of a request are looked at, which is what makes windows
             cheap. 0 leaves a request out.
@@ -80,15 +84,16 @@ def mass_from_lse(
         rows_per_tile = min(max(triton.next_power_of_2(triton.cdiv(tokens, requests) * group), MIN_ROWS), MAX_ROWS)
         rows_per_tile = MIN_ROWS if exact else rows_per_tile
     tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
-    measured = min(width, out.shape[2])
-    _mass_from_lse[(triton.cdiv(measured, tile.granules), out_heads, requests)](
+    entry = 1 if per_token else block_size  # tokens
+    measured = min(width * block_size // entry, out.shape[2])
+    _mass_from_lse[(triton.cdiv(measured * entry, block_size * tile.granules), out_heads, requests)](
         query, key_cache, lse, block_table, query_start_loc, seq_lens, weights, last, out,
         scale * LOG2_E, 1.0 if lse_base_2 else LOG2_E, measured,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *lse.stride(), block_table.stride(0),
         *out.stride()[:2],
         HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
         GRANULES=tile.granules, GROUP=group, KV_HEADS_OUT=kv_heads // out_heads, ROWS=rows_per_tile,
-        HAS_WEIGHTS=weights is not None, HAS_LAST=last is not None,
+        HAS_WEIGHTS=weights is not None, HAS_LAST=last is not None, PER_TOKEN=per_token,
         num_warps=warps or (FLOAT32_WARPS if exact else 4), num_stages=stages,
     )  # fmt: skip
 
@@ -99,7 +104,7 @@ def _mass_from_lse(
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_lt, stride_lh, stride_table, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     GRANULES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS_OUT: tl.constexpr, ROWS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, HAS_LAST: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, HAS_LAST: tl.constexpr, PER_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Some blocks of one request and row of `out`. Exponents are of base 2."""
     first_block = tl.program_id(0) * GRANULES
@@ -116,21 +121,21 @@ def _mass_from_lse(
         lane = tl.arange(0, GRANULES * TOKENS)
         dim = tl.arange(0, DIM)
         block = first_block + lane // TOKENS
+        sink = out + row * stride_mr + out_head * stride_mh
         mass = tl.zeros([GRANULES], tl.float32)
-        for each in range(KV_HEADS_OUT):
-            kv_head = out_head * KV_HEADS_OUT + each
-            for part in range(PARTS):
-                place = part * TOKENS + lane % TOKENS
-                position = block * BLOCK_SIZE + place
-                held = (place < BLOCK_SIZE) & (position < seq_len)
-                page = tl.load(table + row * stride_table + block, mask=held, other=0).to(tl.int64)
+        for part in range(PARTS):
+            place = part * TOKENS + lane % TOKENS
+            position = block * BLOCK_SIZE + place
+            held = (place < BLOCK_SIZE) & (position < seq_len)
+            page = tl.load(table + row * stride_table + block, mask=held, other=0).to(tl.int64)
+            # Queries before these see nothing of the tile.
+            earliest = tl.maximum(first_block * BLOCK_SIZE + part * TOKENS - before, queries - looked_at)
+            sums = tl.zeros([GRANULES * TOKENS], tl.float32)
+            for each in range(KV_HEADS_OUT):
+                kv_head = out_head * KV_HEADS_OUT + each
                 slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
                 there = held[:, None] & (dim < HEAD_DIM)[None, :]
                 k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0)
-
-                # Queries before these see nothing of the tile.
-                earliest = tl.maximum(first_block * BLOCK_SIZE + part * TOKENS - before, queries - looked_at)
-                sums = tl.zeros([GRANULES * TOKENS], tl.float32)
                 for at in range(tl.maximum(earliest, 0) * GROUP, queries * GROUP, ROWS):
                     index = at + tl.arange(0, ROWS)
                     number = index // GROUP
@@ -150,11 +155,15 @@ def _mass_from_lse(
                     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale - log[:, None]
                     seen = counts[:, None] & held[None, :] & (position[None, :] <= before + number[:, None])
                     sums += tl.sum(tl.where(seen, tl.exp2(scores), 0.0) * weight[:, None], 0)
+            if PER_TOKEN:
+                mine = held & (position < measured)
+                tl.store(sink + position, tl.load(sink + position, mask=mine) + sums, mask=mine)
+            else:
                 mass += tl.sum(tl.reshape(sums, [GRANULES, TOKENS]), 1)
-        index = first_block + tl.arange(0, GRANULES)
-        mine = (index < measured) & (index * BLOCK_SIZE < seq_len)
-        where = out + row * stride_mr + out_head * stride_mh + index
-        tl.store(where, tl.load(where, mask=mine) + mass, mask=mine)
+        if not PER_TOKEN:
+            index = first_block + tl.arange(0, GRANULES)
+            mine = (index < measured) & (index * BLOCK_SIZE < seq_len)
+            tl.store(sink + index, tl.load(sink + index, mask=mine) + mass, mask=mine)
 
 
 def mass_from_lse_reference(
@@ -167,6 +176,7 @@ def mass_from_lse_reference(
     scale: float,
     out: torch.Tensor,
     *,
+    per_token: bool = False,
     weights: torch.Tensor | None = None,
     last: torch.Tensor | None = None,
     lse_base_2: bool = False,
@@ -192,6 +202,6 @@ def mass_from_lse_reference(
         mass = (scores - logs[..., None]).exp().masked_fill(hidden, 0)
         if weights is not None:
             mass = mass * weights[begin:end, None]
-        mass = torch.nn.functional.pad(mass.sum((1, 2)), (0, blocks * block_size - seq_len))
-        mass = mass.unflatten(1, (blocks, block_size)).sum(2)
-        out[r, :, :blocks] += mass if out.shape[1] > 1 else mass.sum(0)
+        mass = mass.sum((1, 2))
+        mass = mass if per_token else _per_block(mass, block_size)
+        out[r, :, : mass.shape[1]] += mass if out.shape[1] > 1 else mass.sum(0)

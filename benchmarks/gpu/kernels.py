@@ -1,18 +1,30 @@
-"""Times the Triton kernels on a GPU: decode_mass beside a device-to-device copy and beside itself without mass.
+"""Times the Triton kernels on a GPU, each beside a device-to-device copy of the same run.
 
     python benchmarks/gpu/kernels.py [--tokens 8192] [--rounds 5] [--json FILE]
+    TRITON_INTERPRET=1 python benchmarks/gpu/kernels.py --dry-run
 
-Each round times all variants of a shape one after the other, as replays of CUDA graphs over caches larger than L2, so
-that a round's ratios share its clocks. A copy of N bytes reads and writes them: it moves 2 N, and decode_mass is held
-against one that moves as many bytes as it must read. Where there is no GPU it says so and leaves with status 0.
-Where vllm_evict._C_cuda is built, the CUDA decode_mass is timed beside Triton's, with bulk copies and with cp.async.
+Each round times all variants of a case one after the other, as replays of CUDA graphs over caches larger than L2, so
+that a round's ratios share its clocks. A copy of N bytes reads and writes them: it moves 2 N. A kernel's bytes are
+those that it has to move, and "of a copy" is its bandwidth in them by the copy's.
+
+decode: `decode_mass` without mass, with that of blocks and of tokens; beside a kernel of vLLM's, `query_lse` and
+`mass_from_lse` (half the bytes: keys). Where vllm_evict._C_cuda is built, its `decode_mass` too, with bulk copies and
+with cp.async. chunk: the last two for 2,048 queries, where compute bounds them, so TFLOP/s.
+classes: `decode_classes` of half the KV heads with all tokens and half with 384, and `decode_mass` of each in turn.
+compact: a request of 8 to 32 layers of which each head keeps half of its tokens, in one launch and through scratch.
+
+Where there is no GPU it says so and leaves with status 0. --dry-run measures nothing: each variant runs once, on tiny
+shapes, under Triton's interpreter too.
 """
 
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -25,10 +37,205 @@ SHAPES = [  # requests, query heads, KV heads, head size, block size
     (16, 32, 32, 128, 16),
     (16, 16, 1, 256, 16),
 ]
+CLASSES = [(1, 32, 8, 128, 16), (16, 32, 8, 128, 16), (64, 32, 8, 128, 16)]
+CHUNKS = [(1, 32, 8, 128, 16), (1, 28, 4, 128, 16)]
+TINY = [(2, 4, 2, 32, 16)]
+SHORT, CHUNK, LAYERS = 384, 2048, (8, 32)
 # Caches that the replays of one graph go through in turn: together several times an H200's 50 MiB of L2.
 LEAST_BYTES = 512 * 2**20
 MAX_CACHES = 32
 REPLAYS = 20
+DTYPE = torch.bfloat16
+
+
+class Variant(NamedTuple):
+    """What is timed: calls that do the same on different memory, bytes that one of them has to move, and its splits."""
+
+    calls: list[Callable[[], object]]
+    bytes: int
+    splits: int = 0
+
+
+class Case:
+    """Requests of `tokens` each, in caches that together exceed L2."""
+
+    def __init__(self, shape, tokens: int, device: str) -> None:
+        self.requests, self.heads, self.kv_heads, self.dim, self.block_size = shape
+        self.tokens, self.device, self.scale = tokens, device, self.dim**-0.5
+        self.width = -(-tokens // self.block_size)
+        self.keys_bytes = self.requests * tokens * self.kv_heads * self.dim * DTYPE.itemsize
+        count = min(max(-(-LEAST_BYTES // (2 * self.keys_bytes)), 2), MAX_CACHES) if device == "cuda" else 1
+        page = (self.requests * self.width, self.kv_heads, self.block_size, 2 * self.dim)
+        self.caches = [self.random(*page) for _ in range(count)]
+        self.table = torch.randperm(page[0], device=device).int().view(self.requests, self.width)
+        self.starts, self.rows = self.ints(self.requests + 1), self.ints(self.requests)
+        self.lens = torch.full_like(self.rows, tokens)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=DTYPE, device=self.device)
+
+    def ints(self, count: int) -> torch.Tensor:
+        return torch.arange(count, dtype=torch.int32, device=self.device)
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=self.device)
+
+    def halves(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [cache.split(self.dim, -1) for cache in self.caches]
+
+    def copy(self, moved: int) -> Variant:
+        """A copy that moves so many bytes, and reads half of them."""
+        sources = [cache.flatten()[: max(moved // (2 * DTYPE.itemsize), 1)] for cache in self.caches]
+        target = torch.empty_like(sources[0])
+        return Variant([lambda source=source: target.copy_(source) for source in sources], 2 * target.nbytes)
+
+
+#: Names of variants of the CUDA kernel.
+IN_CUDA = "CUDA, "
+
+
+def decode(case: Case) -> dict[str, Variant]:
+    from vllm_evict.attention import decode_cuda
+    from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
+    from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse
+    from vllm_evict.triton_kernels.query_lse import query_lse
+
+    query, lse = case.random(case.requests, case.heads, case.dim), case.zeros(case.requests, case.heads)
+    output, batch = torch.empty_like(query), (case.table, case.starts, case.lens)
+    shape = case.requests, case.heads, case.kv_heads, case.dim, case.block_size, case.width
+
+    def run(mass=None, per_token=False):
+        plan = plan_decode(*shape, DTYPE, case.device, per_token=per_token)
+        options = {"out": mass, "per_token": per_token, "lse": lse, "plan": plan}
+        return Variant(
+            [
+                lambda halves=halves: decode_mass(query, *halves, *batch, case.rows, case.scale, output, **options)
+                for halves in case.halves()
+            ],
+            2 * case.keys_bytes,
+            plan.splits,
+        )
+
+    def beside(kernel):
+        return Variant([lambda keys=keys: kernel(keys) for keys, _ in case.halves()], case.keys_bytes)
+
+    def in_cuda(bulk, mass=None):
+        plan = decode_cuda.plan_decode(*shape, DTYPE, case.device, bulk=bulk)
+        options = {"out": mass, "lse": lse, "plan": plan}
+        rest = *batch, case.rows, case.scale, output
+        calls = [
+            lambda halves=halves: decode_cuda.decode_mass(query, *halves, *rest, **options) for halves in case.halves()
+        ]
+        return Variant(calls, 2 * case.keys_bytes)
+
+    blocks, tokens = (case.zeros(case.requests, case.kv_heads, count) for count in (case.width, case.tokens))
+    variants = {}
+    if decode_cuda.missing() is None and decode_cuda.refused(query, *case.halves()[0]) is None:
+        ways = {"cp.async": False, "bulk": True}
+        if torch.cuda.get_device_capability() < decode_cuda.BULK_CAPABILITY:
+            del ways["bulk"]
+        for way, bulk in ways.items():
+            variants |= {f"{IN_CUDA}{way}": in_cuda(bulk), f"{IN_CUDA}{way}, of blocks": in_cuda(bulk, blocks)}
+    return variants | {
+        "copy": case.copy(2 * case.keys_bytes),
+        "decode": run(),
+        "of blocks": run(blocks),
+        "of tokens": run(tokens, True),
+        "query_lse": beside(lambda keys: query_lse(query, keys, *batch, case.scale, lse, longest=1)),
+        "mass_from_lse": beside(lambda keys: mass_from_lse(query, keys, lse, *batch, case.scale, blocks)),
+    }
+
+
+def chunk(case: Case, queries: int) -> dict[str, Variant]:
+    from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse
+    from vllm_evict.triton_kernels.query_lse import query_lse
+
+    query, lse = (
+        case.random(case.requests * queries, case.heads, case.dim),
+        case.zeros(case.requests * queries, case.heads),
+    )
+    batch = case.table, case.starts * queries, case.lens
+    blocks, tokens = (case.zeros(case.requests, case.kv_heads, count) for count in (case.width, case.tokens))
+
+    def variant(kernel):
+        return Variant([lambda keys=keys: kernel(keys) for keys, _ in case.halves()], case.keys_bytes)
+
+    def mass(out, per_token):
+        return variant(lambda keys: mass_from_lse(query, keys, lse, *batch, case.scale, out, per_token=per_token))
+
+    return {
+        "copy": case.copy(case.keys_bytes),
+        "query_lse": variant(lambda keys: query_lse(query, keys, *batch, case.scale, lse, longest=queries)),
+        "of blocks": mass(blocks, False),
+        "of tokens": mass(tokens, True),
+    }
+
+
+def classes(long: Case, short: Case) -> dict[str, Variant]:
+    """Each has half of the KV heads."""
+    from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes
+    from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
+
+    both = long, short
+    query = long.random(long.requests, 2 * long.heads, long.dim)
+    output, outs = torch.empty_like(query), [case.zeros(case.requests, case.kv_heads, case.width) for case in both]
+    shape = long.dim, long.block_size
+    group, kv_heads = long.heads // long.kv_heads, [case.kv_heads for case in both]
+    plans = plan_classes(long.requests, group, kv_heads, *shape, [case.width for case in both], DTYPE, long.device)
+    alone = [
+        plan_decode(case.requests, case.heads, case.kv_heads, *shape, case.width, DTYPE, case.device) for case in both
+    ]
+    halves = list(zip(long.halves(), itertools.cycle(short.halves())))
+
+    def together(pair):
+        keys, values = zip(*pair)
+        tables, lens = ([getattr(case, name) for case in both] for name in ("table", "lens"))
+        rest = tables, long.starts, lens, long.rows, long.scale, output
+        return lambda: decode_classes(query, keys, values, *rest, out=outs, plans=plans)
+
+    def in_turn(pair):
+        def run():
+            parts = query.split(long.heads, 1), output.split(long.heads, 1)
+            for case, its, mine, attended, out, plan in zip(both, pair, *parts, outs, alone):
+                batch = case.table, case.starts, case.lens, case.rows, case.scale, attended
+                decode_mass(mine, *its, *batch, out=out, plan=plan)
+
+        return run
+
+    moved = sum(2 * case.keys_bytes for case in both)
+    return {
+        "copy": long.copy(moved),
+        "together": Variant([together(pair) for pair in halves], moved),
+        "in turn": Variant([in_turn(pair) for pair in halves], moved),
+    }
+
+
+def moves(case: Case, least: int, most: int) -> dict[str, Variant]:
+    """Half of one request's tokens, of each layer and head others, into new blocks."""
+    from vllm_evict.triton_kernels.compact import compact, plan_compact
+
+    kept = case.tokens // 2
+    targets = -(-kept // case.block_size)
+    page = (case.width + targets, case.kv_heads, case.block_size, 2 * case.dim)
+    layers = min(max(least, -(-LEAST_BYTES // (math.prod(page) * DTYPE.itemsize))), most)
+    caches = [case.random(*page) for _ in range(layers)]
+    ids = torch.randperm(page[0], device=case.device).int()
+    source, target = ids[: case.width].contiguous(), ids[case.width :].contiguous()
+    order = torch.rand(layers, case.kv_heads, case.tokens, device=case.device).argsort(-1)
+    keep = order[..., :kept].sort(-1).values.int()
+    plan = plan_compact(caches)
+    words = layers * case.kv_heads * kept * 2 * case.dim * DTYPE.itemsize // 4
+    read = torch.empty(words, dtype=torch.int32, device=case.device)
+    scratch = torch.empty_like(read)
+
+    def variant(**options):
+        return Variant([lambda: compact(caches, source, keep, target, plan=plan, **options)], 2 * read.nbytes)
+
+    return {
+        "copy": Variant([lambda: scratch.copy_(read)], 2 * read.nbytes),
+        "ordered": variant(ordered=True),
+        "through scratch": variant(scratch=scratch),
+    }
 
 
 def graph_of(calls) -> torch.cuda.CUDAGraph:
@@ -55,115 +262,104 @@ def milliseconds(graph: torch.cuda.CUDAGraph, calls: int) -> float:
     return begin.elapsed_time(end) / (REPLAYS * calls)
 
 
-def measure(requests, heads, kv_heads, dim, block_size, tokens, rounds) -> dict:
-    from vllm_evict.attention import decode_cuda
-    from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
-    from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse
+class Times:
+    """Of a case's variants, in milliseconds, round by round."""
 
-    device, dtype = "cuda", torch.bfloat16
-    width = -(-tokens // block_size)
-    read = 2 * requests * tokens * kv_heads * dim * dtype.itemsize
-    caches = min(max(-(-LEAST_BYTES // read), 2), MAX_CACHES)
-    ints = {"dtype": torch.int32, "device": device}
-    table = torch.randperm(requests * width, **ints).view(requests, width)
-    starts, rows = torch.arange(requests + 1, **ints), torch.arange(requests, **ints)
-    lens = torch.full((requests,), tokens, **ints)
-    query = torch.randn(requests, heads, dim, dtype=dtype, device=device)
-    output, out = torch.empty_like(query), torch.zeros(requests, kv_heads, width, device=device)
-    lse = torch.empty(requests, heads, device=device)
-    pages = [
-        torch.randn(requests * width, kv_heads, block_size, 2 * dim, dtype=dtype, device=device) for _ in range(caches)
-    ]
-    plan = plan_decode(requests, heads, kv_heads, dim, block_size, width, dtype, device)
-    scale = dim**-0.5
+    def __init__(self, variants: dict[str, Variant], rounds: int) -> None:
+        self.variants = variants
+        self.rounds: dict[str, list[float]] = {name: [] for name in variants}
+        graphs = {name: graph_of(variant.calls) for name, variant in variants.items()}
+        for number in range(rounds):
+            # Every other round backwards, so that none is always first.
+            for name in list(graphs)[:: 1 if number % 2 == 0 else -1]:
+                self.rounds[name].append(milliseconds(graphs[name], len(variants[name].calls)))
 
-    def decode(cache, mass):
-        arguments = table, starts, lens, rows, scale, output
-        return lambda: decode_mass(query, *cache.split(dim, -1), *arguments, out=mass, lse=lse, plan=plan)
+    def times(self, name: str, other: str) -> float:
+        """How many times the other one's time a variant takes."""
+        return statistics.median(a / b for a, b in zip(self.rounds[name], self.rounds[other]))
 
-    def decode_in_cuda(cache, mass, plan):
-        arguments = query, *cache.split(dim, -1), table, starts, lens, rows, scale, output
-        return lambda: decode_cuda.decode_mass(*arguments, out=mass, lse=lse, plan=plan)
+    def of_a_copy(self, name: str) -> float:
+        """Its bandwidth by the copy's."""
+        return self.variants[name].bytes / self.variants["copy"].bytes / self.times(name, "copy")
 
-    def beside(cache):
-        return lambda: mass_from_lse(query, cache.split(dim, -1)[0], lse, table, starts, lens, scale, out)
+    def per_second(self, name: str, amount: float) -> float:
+        """Of an amount that one call handles."""
+        return amount / statistics.median(self.rounds[name]) * 1e3
 
-    def copy(cache):
-        half = cache.flatten()[: cache.numel() // 2]
-        return lambda: target.copy_(half)
-
-    target = torch.empty(pages[0].numel() // 2, dtype=dtype, device=device)
-    variants = {
-        "copy": [copy(cache) for cache in pages],
-        "decode": [decode(cache, None) for cache in pages],
-        "decode_mass": [decode(cache, out) for cache in pages],
-        "mass_from_lse": [beside(cache) for cache in pages],
-    }
-    ways = {}
-    if decode_cuda.missing() is None and decode_cuda.refused(query, *pages[0].split(dim, -1)) is None:
-        bulk = torch.cuda.get_device_capability() >= decode_cuda.BULK_CAPABILITY
-        shape = requests, heads, kv_heads, dim, block_size, width, dtype, device
-        ways = {"cp.async": False, **({"bulk": True} if bulk else {})}
-        for way, bulk in ways.items():
-            its = decode_cuda.plan_decode(*shape, bulk=bulk)
-            variants[f"cuda {way} decode"] = [decode_in_cuda(cache, None, its) for cache in pages]
-            variants[f"cuda {way} decode_mass"] = [decode_in_cuda(cache, out, its) for cache in pages]
-    graphs = {name: graph_of(calls) for name, calls in variants.items()}
-    times = {name: [] for name in graphs}
-    for number in range(rounds):
-        # Every other round backwards, so that none is always first.
-        for name in list(graphs)[:: 1 if number % 2 == 0 else -1]:
-            times[name].append(milliseconds(graphs[name], caches))
-    ratio = lambda a, b: statistics.median(x / y for x, y in zip(times[a], times[b]))  # noqa: E731
-    return {
-        "shape": [requests, heads, kv_heads, dim, block_size],
-        "tokens": tokens,
-        "splits": plan.splits,
-        "bytes": read,
-        "milliseconds": times,
-        "GB/s": read / statistics.median(times["decode_mass"]) / 1e6,
-        "of a copy": ratio("copy", "decode_mass"),
-        "mass costs": ratio("decode_mass", "decode") - 1,
-        "beside costs": ratio("mass_from_lse", "decode"),
-        "cuda": {
-            way: {
-                "of a copy": ratio("copy", f"cuda {way} decode_mass"),
-                "mass costs": ratio(f"cuda {way} decode_mass", f"cuda {way} decode") - 1,
-                "of triton": ratio(f"cuda {way} decode_mass", "decode_mass"),
-            }
-            for way in ways
-        },
-    }
+    def bandwidth(self, name: str) -> str:
+        return f"{self.per_second(name, self.variants[name].bytes) / 1e9:.0f} GB/s ({self.of_a_copy(name):.0%})"
 
 
-def main() -> None:
+def cases(tokens: list[int], device: str, tiny: bool):
+    """(kind, shape, tokens, its variants, what is said of its times)"""
+    short, queries, layers = (37, 20, (2, 2)) if tiny else (SHORT, CHUNK, LAYERS)
+    for shape, length in itertools.product(TINY if tiny else SHAPES, tokens):
+        yield "decode", shape, length, decode(Case(shape, length, device)), of_decode
+    for shape, length in itertools.product(TINY if tiny else CHUNKS, tokens):
+        if length >= queries:
+            work = 2 * shape[1] * shape[3] * queries * (length - (queries - 1) / 2)
+            said = lambda times, work=work: of_chunk(times, work)  # noqa: E731
+            yield "chunk", shape, length, chunk(Case(shape, length, device), queries), said
+    for shape, length in itertools.product(TINY if tiny else CLASSES, tokens):
+        half = shape[0], shape[1] // 2, shape[2] // 2, *shape[3:]
+        pair = Case(half, length, device), Case(half, min(short, length), device)
+        yield "classes", shape, length, classes(*pair), of_classes
+    for shape, length in itertools.product(TINY if tiny else CHUNKS, tokens):
+        yield "compact", shape, length, moves(Case((1, *shape[1:]), length, device), *layers), of_moves
+
+
+def of_decode(times: Times) -> str:
+    in_cuda = [name for name in times.variants if name.startswith(IN_CUDA)]
+    return (
+        f"{times.variants['decode'].splits} splits: decode {times.bandwidth('decode')}, with mass of blocks "
+        f"{times.bandwidth('of blocks')}, which costs "
+        f"{times.times('of blocks', 'decode') - 1:+.1%}, of tokens {times.times('of tokens', 'decode') - 1:+.1%}; "
+        f"query_lse {times.bandwidth('query_lse')}, mass_from_lse {times.bandwidth('mass_from_lse')}"
+        + "".join(f"; {name} {times.bandwidth(name)}" for name in in_cuda)
+    )
+
+
+def of_chunk(times: Times, work: float) -> str:
+    return ", ".join(
+        f"{said} {times.per_second(name, work) / 1e12:.0f} TFLOP/s ({times.of_a_copy(name):.0%} of a copy)"
+        for name, said in (("query_lse", "query_lse"), ("of blocks", "mass of blocks"), ("of tokens", "of tokens"))
+    )
+
+
+def of_classes(times: Times) -> str:
+    return f"together {times.bandwidth('together')}, {times.times('together', 'in turn'):.0%} of the time in turn"
+
+
+def of_moves(times: Times) -> str:
+    return f"ordered {times.bandwidth('ordered')}, through scratch {times.bandwidth('through scratch')}"
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], help="resident tokens of a request")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="where all rounds go")
-    options = parser.parse_args()
+    parser.add_argument("--dry-run", action="store_true", help="run each variant once, on tiny shapes")
+    options = parser.parse_args(arguments)
+    if options.dry_run:
+        for kind, shape, tokens, variants, _ in cases([70], "cuda" if torch.cuda.is_available() else "cpu", tiny=True):
+            for name, variant in variants.items():
+                variant.calls[0]()
+                print(f"{kind} of {tokens} tokens, {shape}: {name} runs, {variant.bytes} bytes")
+        return
     if not torch.cuda.is_available():
         print("no GPU here: nothing was measured")
         sys.exit(0)
-    print(f"{torch.cuda.get_device_name()}, bfloat16, medians of {options.rounds} rounds")
-    print(
-        "requests x heads/KV heads x head size, block | tokens | splits | GB/s | of a copy | mass costs | beside costs"
-    )
+    print(f"{torch.cuda.get_device_name()}, bfloat16, medians of {options.rounds} rounds; in brackets: of a copy")
+    print("requests x heads/KV heads x head size, block | tokens")
     found = []
-    for shape, tokens in itertools.product(SHAPES, options.tokens):
-        found.append(row := measure(*shape, tokens, options.rounds))
+    for kind, shape, tokens, variants, said in cases(options.tokens, "cuda", tiny=False):
+        times = Times(variants, options.rounds)
+        moved = {name: variant.bytes for name, variant in variants.items()}
+        found.append({"kind": kind, "shape": shape, "tokens": tokens, "bytes": moved, "milliseconds": times.rounds})
         requests, heads, kv_heads, dim, block_size = shape
-        print(
-            f"{requests} x {heads}/{kv_heads} x {dim}, {block_size} | {tokens} | {row['splits']} | {row['GB/s']:.0f} | "
-            f"{row['of a copy']:.0%} | {row['mass costs']:+.1%} | {row['beside costs']:.0%}",
-            flush=True,
-        )
-        for way, its in row["cuda"].items():
-            print(
-                f"    in CUDA, {way}: {its['of a copy']:.0%} of a copy, mass costs {its['mass costs']:+.1%}, "
-                f"{its['of triton']:.0%} of Triton's time",
-                flush=True,
-            )
+        print(f"{kind} {requests} x {heads}/{kv_heads} x {dim}, {block_size} | {tokens} | {said(times)}", flush=True)
+        del times, variants, said
         torch.cuda.empty_cache()
     if options.json:
         with open(options.json, "w") as file:

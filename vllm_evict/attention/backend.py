@@ -37,7 +37,9 @@ class Passes(Protocol):
 
     def compact(self, layer: Any, kv_caches: Sequence[Any], source: Any, keep: Any, target: Any) -> None: ...
 
-    def mass(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, weights: Any, out: Any) -> None: ...
+    def mass(
+        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, weights: Any, out: Any, per_token: bool = False
+    ) -> None: ...
 
     def mass_of(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, queries: Queries, width: int) -> Any: ...
 
@@ -52,10 +54,18 @@ class Passes(Protocol):
         seq_lens: Any,
         weights: Any,
         out: Any,
+        per_token: bool = False,
     ) -> None: ...
 
     def decode_together(
-        self, layer: Any, query: Any, shares: Sequence[Share], output: Any, weights: Any, outs: Any
+        self,
+        layer: Any,
+        query: Any,
+        shares: Sequence[Share],
+        output: Any,
+        weights: Any,
+        outs: Any,
+        per_token: bool = False,
     ) -> None: ...
 
     def write(self, layer: Any, kv_cache: Any, blocks: Any, keys: Any, values: Any) -> None: ...

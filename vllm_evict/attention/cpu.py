@@ -140,6 +140,7 @@ class CPUPasses:
         output: torch.Tensor,
         weights: torch.Tensor | None,
         outs: Sequence[torch.Tensor | None],
+        per_token: bool = False,
     ) -> None:
         """`decode` for heads in several KV groups, in one call; an entry of `outs` for each (see `decode_classes`)."""
         keys, values = zip(*(_halves(share.kv_cache) for share in shares))
@@ -156,6 +157,7 @@ class CPUPasses:
             layer.impl.scale,
             output[:tokens],
             out=outs,
+            per_token=per_token,
             weights=weights,
             layout=KEY_LAYOUTS[layer.isa],
         )

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from ..worker.transfer import to_device
 from ..worker.work import Share
+from .compact import is_ordered
 from .decode_cuda import CudaDecode
 from .queries import Queries
 
@@ -15,8 +17,7 @@ class DevicePasses:
 
     Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D], a token's K
     before its V, in any of vLLM's layouts; metadata is the backend's, made through the resident view. Rows that vLLM
-    pads a batch with are left out. Nothing is read on the host. Single tokens are neither measured nor moved
-    (`refusals.BY_TOKEN`).
+    pads a batch with are left out. Nothing is read on the host.
 
     vLLM does not ask its kernels for their LSE, so the mass beside them takes a pass of its own for it.
     """
@@ -24,8 +25,10 @@ class DevicePasses:
     heads_dim = 1
 
     def __init__(self) -> None:
-        #: Scratch of `decode_mass`, by shape and requests. Layers run one after the other, so they share it.
-        self._plans: dict[tuple[Any, ...], Any] = {}
+        #: Scratch of decode kernels, by shapes and requests. Layers run one after the other, so they share it.
+        self._plans: dict[tuple[Any, ...], list[Any]] = {}
+        #: Where the pages of layers lie, by their caches: see `compact`.
+        self._places: dict[tuple[Any, ...], Any] = {}
         #: In the place of `decode_mass`, for what it takes; None unless it is asked for.
         self._cuda = CudaDecode.if_wanted()
 
@@ -57,6 +60,7 @@ class DevicePasses:
         metadata: Any,
         weights: torch.Tensor | None,
         out: torch.Tensor,
+        per_token: bool = False,
     ) -> None:
         """Add the mass of queries that the stock kernel has attended to (see `mass_from_lse`)."""
         from ..triton_kernels.mass_from_lse import mass_from_lse
@@ -68,7 +72,7 @@ class DevicePasses:
         scale = layer.impl.scale
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         query_lse(query, keys, table, starts, lens, scale, lse, longest=metadata.max_query_len, weights=weights)
-        mass_from_lse(query, keys, lse, table, starts, lens, scale, out, weights=weights)
+        mass_from_lse(query, keys, lse, table, starts, lens, scale, out, per_token=per_token, weights=weights)
 
     def mass_of(
         self,
@@ -101,17 +105,16 @@ class DevicePasses:
         seq_lens: torch.Tensor,
         weights: torch.Tensor | None,
         out: torch.Tensor | None,
+        per_token: bool = False,
     ) -> None:
         """Attend for requests `rows` of one token each, and add their mass (see `decode_mass`)."""
         keys, values = _halves(kv_cache)
         tokens = metadata.num_actual_tokens
         query = query[:tokens]
         table, starts, _ = _rows(metadata, len(seq_lens))
-        # As wide as the longest request, not as the longest there may be: scratch is.
-        table = table[:, : -(-metadata.max_seq_len // keys.shape[2])]
         self._decode_mass(
-            *(query, keys, values, table, starts, seq_lens, rows, layer.impl.scale),
-            *(output[:tokens].view(query.shape), out, weights),
+            *(query, keys, values, _narrow(table, metadata, keys), starts, seq_lens, rows, layer.impl.scale),
+            *(output[:tokens].view(query.shape), out, weights, per_token),
         )
 
     def decode_together(
@@ -122,16 +125,50 @@ class DevicePasses:
         output: torch.Tensor,
         weights: torch.Tensor | None,
         outs: Sequence[torch.Tensor | None],
+        per_token: bool = False,
     ) -> None:
-        """`decode` for heads in several KV groups, one after the other, into their slices of `output` [T, H, D]."""
+        """`decode` for heads in several KV groups; an entry of `outs` for each. Of two groups it is one call (see
+        `triton_kernels.decode_classes`), of more one after the other.
+        """
+        if len(shares) == 2:
+            self._decode_two(layer, query, shares, output, weights, outs, per_token)
+            return
         first = 0
         for share, out in zip(shares, outs):
             attended = output[:, first : first + share.query.shape[1]]
             first += share.query.shape[1]
-            work = share.work
-            self.decode(
-                *(layer, share.query, share.kv_cache, share.metadata, attended, work.rows, work.seq_lens, weights, out)
-            )
+            work, where = share.work, (layer, share.query, share.kv_cache, share.metadata, attended)
+            self.decode(*where, work.rows, work.seq_lens, weights, out, per_token)
+
+    def compact(
+        self,
+        layer: Any,
+        kv_caches: Sequence[torch.Tensor],
+        source: torch.Tensor,
+        keep: torch.Tensor,
+        target: torch.Tensor,
+    ) -> None:
+        """Gather kept tokens of layers with equally many heads (see `triton_kernels.compact`).
+
+        `source` and `target` are int32 on the host, where their order can be seen; keep is int32 [L, Hkv, kept] on the
+        device.
+        """
+        from ..triton_kernels.compact import compact, plan_compact
+
+        one = kv_caches[0]
+        key = one.shape, one.stride(), *(cache.data_ptr() for cache in kv_caches)
+        if (plan := self._places.get(key)) is None:
+            plan = self._places[key] = plan_compact(kv_caches)
+        blocks = (to_device(each.numpy(), keep.device) for each in (source, target))
+        compact(kv_caches, next(blocks), keep, next(blocks), ordered=is_ordered(source, target), plan=plan)
+
+    @staticmethod
+    def write(
+        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Overwrite physical `blocks` (int64 [n]) with keys and values [n, Hkv, block_size, D], of any float dtype."""
+        for half, content in zip(_halves(kv_cache), (keys, values)):
+            half[blocks] = content.to(half.dtype)
 
     @staticmethod
     def read(
@@ -141,32 +178,75 @@ class DevicePasses:
         packed_keys, packed_values = _halves(kv_cache)
         return packed_keys[blocks], packed_values[blocks] if values else None
 
-    def _decode_mass(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights) -> None:
-        if self._cuda is not None and self._cuda.takes(query, keys, values):
+    def _decode_two(self, layer, query, shares, output, weights, outs, per_token) -> None:
+        from ..triton_kernels.decode_classes import decode_classes
+
+        keys, values = zip(*(_halves(share.kv_cache) for share in shares))
+        metadata = shares[0].metadata
+        rows, tokens = shares[0].work.rows, metadata.num_actual_tokens
+        tables = []
+        for share, its in zip(shares, keys):
+            table, starts, _ = _rows(share.metadata, len(share.work.seq_lens))
+            tables.append(_narrow(table, share.metadata, its))
+        measured = any(out is not None for out in outs)
+        widths = [table.shape[1] for table in tables]
+        plans = self._plans_for(query, keys, len(rows), widths, measured, per_token)
+        decode_classes(
+            *(query[:tokens], keys, values, tables, starts, [share.work.seq_lens for share in shares], rows),
+            *(layer.impl.scale, output[:tokens]),
+            out=outs,
+            per_token=per_token,
+            weights=weights,
+            plans=plans,
+        )
+
+    def _decode_mass(
+        self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, per_token=False
+    ) -> None:
+        if self._cuda is not None and not per_token and self._cuda.takes(query, keys, values):
             self._cuda(query, keys, values, table, starts, lens, rows, scale, output, out, weights)
             return
         from ..triton_kernels.decode_mass import decode_mass
 
-        plan = self._plan(query, keys, len(rows), table.shape[1], out is not None)
-        decode_mass(query, keys, values, table, starts, lens, rows, scale, output, out=out, weights=weights, plan=plan)
+        (plan,) = self._plans_for(query, [keys], len(rows), [table.shape[1]], out is not None, per_token)
+        decode_mass(
+            *(query, keys, values, table, starts, lens, rows, scale, output),
+            out=out,
+            per_token=per_token,
+            weights=weights,
+            plan=plan,
+        )
 
-    def _plan(self, query: torch.Tensor, keys: torch.Tensor, rows: int, width: int, mass: bool) -> Any:
-        """Scratch for at least so many rows and blocks: the same memory from layer to layer and step to step.
+    def _plans_for(
+        self,
+        query: torch.Tensor,
+        keys: Sequence[torch.Tensor],
+        rows: int,
+        widths: Sequence[int],
+        mass: bool,
+        per_token: bool = False,
+    ) -> list[Any]:
+        """Scratch for at least so many rows and blocks of each class: the same memory from layer to layer and step to
+        step.
 
         Powers of two, so that a batch that grows by one does not take new scratch each time.
         """
         import triton
 
-        from ..triton_kernels.decode_mass import plan_decode
+        from ..triton_kernels.decode_classes import plan_classes
 
-        shape = query.shape[1], keys.shape[1], query.shape[2], keys.shape[2]
-        key = *shape, query.dtype, triton.next_power_of_2(rows)
-        plan = self._plans.get(key)
-        if plan is None or plan.max_blocks < width or (mass and plan.granules is None):
-            width = triton.next_power_of_2(max(width, plan.max_blocks if plan else 1))
-            mass = mass or (plan is not None and plan.granules is not None)
-            self._plans[key] = plan = plan_decode(key[-1], *shape, width, query.dtype, query.device, mass=mass)
-        return plan
+        kv_heads = tuple(its.shape[1] for its in keys)
+        shape = query.shape[1] // sum(kv_heads), kv_heads, query.shape[2], keys[0].shape[2]
+        key = *shape, query.dtype, triton.next_power_of_2(rows), per_token
+        held = self._plans.get(key, ())
+        had_mass = any(plan.granules is not None for plan in held)
+        if not held or (mass and not had_mass) or any(plan.max_blocks < width for plan, width in zip(held, widths)):
+            before = [plan.max_blocks for plan in held] or [1] * len(keys)
+            widths = [triton.next_power_of_2(max(pair)) for pair in zip(widths, before)]
+            options = {"mass": mass or had_mass, "per_token": per_token}
+            held = plan_classes(key[-2], *shape, widths, query.dtype, query.device, **options)
+            self._plans[key] = held
+        return held
 
 
 def _rows(metadata: Any, requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -178,3 +258,8 @@ def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [num_blocks, Hkv, block_size, D] of a cache, with its strides."""
     keys, values = kv_cache.split(kv_cache.shape[3] // 2, dim=3)
     return keys, values
+
+
+def _narrow(table: torch.Tensor, metadata: Any, keys: torch.Tensor) -> torch.Tensor:
+    """A block table as wide as the longest request, not as the longest there may be: scratch is."""
+    return table[:, : -(-metadata.max_seq_len // keys.shape[2])]

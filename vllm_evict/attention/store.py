@@ -24,8 +24,12 @@ class LayerStore:
         """Keys, and values or None, of each layer: copies, [n, Hkv, block_size, D] each."""
         return (self._passes.read(layer, kv_cache, blocks, values) for layer, kv_cache in self._caches())
 
+    def kv_heads(self) -> list[int]:
+        """Of each layer."""
+        return [self._passes.kv_heads(kv_cache) for _, kv_cache in self._caches()]
+
     def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
-        """Gather kept tokens of each layer, int32 [Hkv, kept] each, from `source` into `target`."""
+        """Gather kept tokens of each layer, int32 [Hkv, kept] each, from `source` into `target`, int32 on the host."""
         layers = list(self._caches())
         if len({len(heads) for heads in keep}) == 1:
             self._passes.compact(layers[0][0], [cache for _, cache in layers], source, torch.stack(keep), target)

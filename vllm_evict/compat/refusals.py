@@ -8,8 +8,6 @@ from ..policies import RUNNING
 
 #: Attention backends that have been put behind a resident view.
 BACKENDS = tuple(PASSES)
-#: Those of them that let single tokens go.
-BY_TOKEN = ("CPU_ATTN",)
 #: Those of them that run on a GPU.
 DEVICE_BACKENDS = ("TRITON_ATTN",)
 
@@ -98,11 +96,6 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
     backend = layer.attn_backend.get_name()
     if backend not in BACKENDS:
         raise KVPolicyError(f"{name} uses attention backend {backend}; KV policies run on: {', '.join(BACKENDS)}")
-    if backend not in BY_TOKEN and any(part.granularity == "token" for part in config.classes.values()):
-        raise KVPolicyError(
-            f"{name} uses attention backend {backend}, on which whole blocks go: leave granularity out, or set it to "
-            '"block"'
-        )
     if layer.sliding_window is not None or layer.kv_sharing_target_layer_name is not None:
         raise KVPolicyError(f"{name} has a sliding window or shares another layer's cache: leave --kv-policy out")
     if not config.statistics & RUNNING:

@@ -24,7 +24,7 @@ class Merger:
 
     def __init__(self) -> None:
         #: (layer, head) -> threshold of d2o.
-        self._thresholds: dict[tuple[int, int], float] = {}
+        self._thresholds: dict[tuple[int, int], torch.Tensor] = {}
 
     def merge(
         self,
@@ -62,9 +62,9 @@ class Merger:
         importance: torch.Tensor,
         keep: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        gone = torch.ones(len(keys), dtype=torch.bool)
-        gone[keep] = False
-        going = gone.nonzero()[:, 0]
+        # Tokens that go and that are not merged take part with weight 0: which they are is not known on the host.
+        going = torch.ones(len(keys), device=keys.device).index_fill_(0, keep, 0).argsort(descending=True, stable=True)
+        going = going[: len(keys) - len(keep)]
         if not len(going) or not len(keep):
             return keys[keep], values[keep]
         if config.merge == "ems":
@@ -72,23 +72,27 @@ class Merger:
             going = going[order[-len(keep) :].sort().values]
         units = torch.nn.functional.normalize(keys, dim=-1)
         likeness, into = (units[going] @ units[keep].T).max(1)
-        merges = likeness >= self._threshold(config, at, likeness)
-        going, into, likeness = going[merges], into[merges], likeness[merges]
         if config.merge == "d2o":
-            own, weights = torch.full((len(keep),), math.e), likeness.exp()
-        elif bool((importance > 0).all()):
-            own, weights = importance[keep].float(), importance[going].float()
+            merges = likeness >= self._threshold(config.merge_decay, at, likeness)
+            own, weights = torch.full_like(keep, math.e, dtype=torch.float32), likeness.exp()
         else:
-            own, weights = torch.ones(len(keep)), torch.ones(len(going))
-        total = own.index_add(0, into, weights)[:, None]
-        return tuple(
-            (x[keep] * own[:, None]).index_add_(0, into, x[going] * weights[:, None]) / total for x in (keys, values)
-        )
+            merges = likeness >= config.merge_threshold
+            as_weights = torch.where((importance > 0).all(), importance, 1.0).float()
+            own, weights = as_weights[keep], as_weights[going]
+        weights = torch.where(merges, weights, 0.0)
+        total = _added(own.clone(), into, weights)[:, None]
+        return tuple(_added(x[keep] * own[:, None], into, x[going] * weights[:, None]) / total for x in (keys, values))
 
-    def _threshold(self, config: KVPolicyConfig, at: tuple[int, int], likeness: torch.Tensor) -> float:
-        if config.merge == "ems":
-            return config.merge_threshold
-        mean, before = float(likeness.mean()), self._thresholds.get(at)
-        new = mean if before is None else config.merge_decay * mean + (1 - config.merge_decay) * before
+    def _threshold(self, decay: float, at: tuple[int, int], likeness: torch.Tensor) -> torch.Tensor:
+        """Of d2o, a scalar on the keys' device."""
+        mean, before = likeness.double().mean(), self._thresholds.get(at)
+        new = mean if before is None else decay * mean + (1 - decay) * before
         self._thresholds[at] = new
-        return new
+        return new.float()
+
+
+def _added(x: torch.Tensor, into: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """x with rows added at places `into` (int64), always in one order: on a device `index_put_` sorts them first."""
+    if x.device.type == "cpu":
+        return x.index_add_(0, into, more)
+    return x.index_put_((into,), more, accumulate=True)

@@ -60,7 +60,7 @@ class EvictionRuntime:
             group = self.groups[each.group]
             merger = group.mergers.setdefault(each.req_id, Merger())
             sums = group.prompts if each.config.policy.reconstructs else group.tokens
-            compact(each, group.store, sums, group.block_size, merger, all_reduce)
+            compact(each, group.store, sums, group.block_size, merger, all_reduce, group.device)
 
     @torch.inference_mode()
     def end(self, all_reduce: Any) -> list[Reports]:

@@ -12,6 +12,7 @@ from ..policies import CACHED, RUNNING, Blocks
 from .cached import OF_VALUES
 from .merge import Merger
 from .sums import RunningSums, Weigh
+from .transfer import fetched, to_device
 
 #: Steps in flight at most, and with them decisions that are due and not yet carried out.
 IN_FLIGHT = 3
@@ -24,8 +25,15 @@ class Store(Protocol):
         """See `cached.ReadBlocks`."""
         ...
 
+    def kv_heads(self) -> list[int]:
+        """Of each layer."""
+        ...
+
     def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
-        """Gather kept tokens of each layer, int32 [Hkv, kept] each (see `attention.compact`)."""
+        """Gather kept tokens of each layer, int32 [Hkv, kept] each (see `attention.compact`).
+
+        Blocks are int32 on the host, `keep` is where the cache is.
+        """
         ...
 
     def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -229,8 +237,11 @@ def compact(
     block_size: int,
     merger: Merger,
     all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+    device: torch.device | str = "cpu",
 ) -> None:
     """Choose what each KV head keeps of a request's tokens, and gather it.
+
+    Policies judge on the host: this waits for a device, once.
 
     Args:
         plan: whose, and which blocks.
@@ -239,26 +250,28 @@ def compact(
         block_size: tokens.
         merger: of the request.
         all_reduce: (float64 tensor, whether to take the maximum) -> the same over tensor-parallel ranks.
+        device: where the KV cache and sums are.
     """
-    resident = torch.tensor(plan.resident)
+    device = torch.device(device)
     first, count = plan.first * block_size, plan.count * block_size
-    kept = len(plan.target) * block_size
+    resident, target = (to_device(np.array(blocks, np.int64), device) for blocks in (plan.resident, plan.target))
     judged = sums.judged(plan.req_id, plan.position) if plan.config.policy.measures & RUNNING else None
-    scores = _importance(plan, store, judged, resident, first, count, block_size)
+    scores = _importance(plan, store, judged, resident, slice(first, first + count))
     if plan.config.sets == "all":
-        one = _reduced(scores, count, plan.config, all_reduce)
+        one = _reduced(scores, count, plan.config, all_reduce, device)
         scores = [one.expand(len(layer), -1) for layer in scores]
-    keep = [_kept(layer, kept) for layer in scores]
-    source = resident[plan.first : plan.first + plan.count].int()
-    merged = _merged(plan, store, merger, source, scores, keep) if plan.config.merge else []
-    store.compact(source, [layer.int() for layer in keep], torch.tensor(plan.target, dtype=torch.int32))
+    keep = [_kept(layer, len(plan.target) * block_size) for layer in scores]
+    source = slice(plan.first, plan.first + plan.count)
+    merged = _merged(plan, store, merger, resident[source], scores, keep) if plan.config.merge else []
+    on_host = (torch.tensor(blocks, dtype=torch.int32) for blocks in (plan.resident[source], plan.target))
+    store.compact(next(on_host), [layer.int() for layer in keep], next(on_host))
     for layer, (keys, values) in enumerate(merged):
-        store.write(layer, torch.tensor(plan.target), *(_in_blocks(x, block_size) for x in (keys, values)))
+        store.write(layer, target, *(_in_blocks(x, block_size) for x in (keys, values)))
     if judged is not None and keep:
         heads = judged[0].shape[1]
         # Rows of heads that a layer does not have are never read.
         full = [torch.cat([layer, layer[:1].expand(heads - len(layer), -1)]) for layer in keep]
-        sums.gather(plan.req_id, plan.position, first, count, torch.stack(full).long())
+        sums.gather(plan.req_id, plan.position, first, count, torch.stack(full))
 
 
 def _importance(
@@ -266,34 +279,36 @@ def _importance(
     store: Store,
     judged: tuple[torch.Tensor, torch.Tensor] | None,
     resident: torch.Tensor,
-    first: int,
-    count: int,
-    block_size: int,
+    candidates: slice,
 ) -> list[torch.Tensor]:
     """What the policy thinks of each candidate -> for each layer float64 [Hkv, count]."""
-    policy, config = plan.config.policy, plan.config
-    layers = []
-    for layer, (keys, values) in enumerate(store.read(resident, bool(policy.measures & OF_VALUES))):
-        heads = keys.shape[1]
-        statistics = {
-            name: of_tokens[:, first : first + count].double()
-            for name, of_tokens in token_scores(keys, values, plan.length, policy.measures & CACHED).items()
-        }
-        positions = torch.arange(first, first + count).expand(heads, count)
-        if judged is not None:
-            mass, of_tokens = judged
-            positions = of_tokens[layer, :heads, first : first + count].long()
-            (name,) = policy.measures & RUNNING
-            statistics[name] = mass[layer, :heads, first : first + count].double()
-            if config.accumulate == "mean":
-                statistics[name] = statistics[name] / _age(positions, plan.position, config.every)
-        importance = []
-        for head in range(heads):
-            of_head = {name: values[head].numpy() for name, values in statistics.items()}
-            tokens = Blocks(positions[head].numpy(), config, of_head, plan.position + 1, 0)
-            importance.append(torch.from_numpy(np.ascontiguousarray(policy.importance(tokens), np.float64)))
-        layers.append(torch.stack(importance))
-    return layers
+    policy, config, kv_heads = plan.config.policy, plan.config, store.kv_heads()
+    if not kv_heads:
+        return []
+    # Name -> of each layer, float64 [Hkv, count].
+    statistics: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(policy.measures)}
+    if policy.measures & CACHED:
+        for keys, values in store.read(resident, bool(policy.measures & OF_VALUES)):
+            for name, of_tokens in token_scores(keys, values, plan.length, policy.measures & CACHED).items():
+                statistics[name].append(of_tokens[:, candidates].double())
+    places = torch.arange(candidates.start, candidates.stop, device=resident.device)
+    positions = [places.expand(heads, -1) for heads in kv_heads]
+    if judged is not None:
+        (name,) = policy.measures & RUNNING
+        mass, positions = (
+            [of_layer[:heads, candidates] for of_layer, heads in zip(of_layers, kv_heads)] for of_layers in judged
+        )
+        statistics[name] = [of_layer.double() for of_layer in mass]
+        if config.accumulate == "mean":
+            ages = [_age(of_layer, plan.position, config.every) for of_layer in positions]
+            statistics[name] = [drawn / age for drawn, age in zip(statistics[name], ages)]
+    # One copy: [statistics and positions, heads of all layers, count].
+    numbers = fetched(torch.stack([torch.cat(layers).double() for layers in (*statistics.values(), positions)]))
+    importance = []
+    for *of_head, at in numbers.swapaxes(0, 1):
+        tokens = Blocks(at.astype(np.int64), config, dict(zip(statistics, of_head)), plan.position + 1, 0)
+        importance.append(policy.importance(tokens))
+    return list(to_device(np.array(importance, np.float64), resident.device).split(kv_heads))
 
 
 def _merged(
@@ -306,7 +321,7 @@ def _merged(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Kept keys and values of each layer, with those that go merged into them. float32 [Hkv, kept, D] each"""
     merged = []
-    for layer, (keys, values) in enumerate(store.read(source.long(), True)):
+    for layer, (keys, values) in enumerate(store.read(source, True)):
         tokens = (x.transpose(0, 1).flatten(1, 2) for x in (keys, values))
         merged.append(merger.merge(plan.config, layer, *tokens, scores[layer], keep[layer]))
     return merged
@@ -330,11 +345,15 @@ def _kept(importance: torch.Tensor, kept: int) -> torch.Tensor:
 
 
 def _reduced(
-    layers: list[torch.Tensor], count: int, config: Any, all_reduce: Callable[[torch.Tensor, bool], torch.Tensor]
+    layers: list[torch.Tensor],
+    count: int,
+    config: Any,
+    all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+    device: torch.device,
 ) -> torch.Tensor:
     """One importance for all heads and layers. float64 [count]"""
     # A rank may have no heads of a KV group, and takes part all the same.
-    of_layers = [torch.zeros(count, dtype=torch.float64)] if not layers else []
+    of_layers = [torch.zeros(count, dtype=torch.float64, device=device)] if not layers else []
     for layer in layers:
         of_layers.append(layer.amax(0) if config.heads == "max" else layer.sum(0))
     stacked = torch.stack(of_layers)

@@ -21,6 +21,11 @@ def to_host(tensor: torch.Tensor) -> np.ndarray:
     return host.numpy()
 
 
+def fetched(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's contents, now: this waits for a device."""
+    return tensor.cpu().numpy()
+
+
 def copied(device: torch.device) -> Any:
     """An event after all copies that were queued so far, to wait for; None on the CPU."""
     if device.type == "cpu":

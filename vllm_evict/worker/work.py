@@ -102,19 +102,23 @@ def do_together(passes: Any, layer: Any, query: torch.Tensor, shares: Sequence[S
     Args:
         query, output: [T, H, D], heads in the order of `shares`.
     """
-    measuring = [share for share in shares if share.work is not None and share.work.mass is not None]
-    together = all(share.work is not None and share.work.is_all and share.work.tokens is None for share in shares)
-    if len(measuring) > 1 or not together:
+    works = [share.work for share in shares]
+    if any(work is None or not work.is_all for work in works):
+        return False
+    measuring = [(share, step) for share in shares for step in (share.work.mass, share.work.tokens) if step is not None]
+    if len(measuring) > 1:
         return False
 
-    def attend(weights: torch.Tensor | None, out: torch.Tensor | None) -> None:
-        outs = [out if share in measuring else None for share in shares]
-        passes.decode_together(layer, query, shares, output, weights, outs)
+    def attend(weights: torch.Tensor | None, out: torch.Tensor | None, per_token: bool = False) -> None:
+        outs = [out if measuring and share is measuring[0][0] else None for share in shares]
+        passes.decode_together(layer, query, shares, output, weights, outs, per_token)
 
-    if measuring:
-        (share,) = measuring
-        each = partial(passes.mass_of, layer, share.query, share.kv_cache, share.metadata)
-        share.work.mass.add(attend, each)
-    else:
+    if not measuring:
         attend(None, None)
+        return True
+    ((share, step),) = measuring
+    if step is share.work.tokens:
+        step.add(partial(attend, per_token=True), passes.kv_heads(share.kv_cache))
+    else:
+        step.add(attend, partial(passes.mass_of, layer, share.query, share.kv_cache, share.metadata))
     return True
