@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm import envs
+import vllm.envs as envs
 from vllm.platforms import current_platform
 
 from ..attention.passes import PASSES
