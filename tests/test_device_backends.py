@@ -108,7 +108,7 @@ def dense(tiny):
     return DenseLlama(tiny)
 
 
-@pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
+@pytest.mark.parametrize("backend", [on("triton"), on("fa3")] + ([] if V2 else [on("fa2")]), indirect=True)
 def test_full_is_stock(server):
     """To the byte; so is a budget that covers the sequence, whose blocks are measured."""
     prompts = [random_prompt(70), random_prompt(20, 1)]
