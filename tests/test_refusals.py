@@ -328,7 +328,7 @@ def test_layers_of_unknown_backends_or_with_windows_are_refused():
     policy = KVPolicyConfig.parse(UNMEASURED)
     what_to_do = "on a GPU set --attention-backend FLASH_ATTN or TRITON_ATTN"
     for backend in ("FLASHINFER", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV"):
-        with pytest.raises(KVPolicyError, match=rf"layer.7 uses attention backend {backend}; .* CPU_ATTN.*{what_to_do}"):
+        with pytest.raises(KVPolicyError, match=f"layer.7 uses attention backend {backend}; .* CPU_ATTN.*{what_to_do}"):
             refusals.check_layer("layer.7", layer(backend), policy)
     for backend in ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"):
         refusals.check_layer("layer.7", layer(backend), policy)
