@@ -179,6 +179,7 @@ def plain_config(**changes):
             is_encoder_decoder=False,
             is_mm_prefix_lm=False,
             is_diffusion=False,
+            rswa_window=None,
             get_sliding_window=lambda: None,
         ),
         parallel_config=SimpleNamespace(
@@ -204,10 +205,10 @@ def plain_config(**changes):
 #: What vLLM itself refuses on a CPU, or switches off there.
 NOT_ON_A_CPU = {
     "vLLM's xpu engine": dict(device_config__device_type="xpu"),
-    "vLLM's cuda engine": dict(device_config__device_type="cuda"),
-    "the attention backend FLASH_ATTN: set --attention-backend TRITON_ATTN": dict(
-        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.FLASH_ATTN
+    "vLLM's cuda engine and the attention backend FLASHINFER: set --attention-backend FLASH_ATTN or TRITON_ATTN": dict(
+        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.FLASHINFER
     ),
+    "sliding-window or chunked-local": dict(model_config__rswa_window=128),
     "context parallelism": dict(parallel_config__decode_context_parallel_size=2),
     "context parallelism: set --decode": dict(parallel_config__prefill_context_parallel_size=2),
     "dual-batch overlap": dict(parallel_config__enable_dbo=True),
@@ -226,11 +227,18 @@ def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
     assert what in message and ("leave" in message or "set --" in message)
 
 
-def test_the_triton_backend_is_served_on_a_gpu():
-    served = plain_config(
-        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.TRITON_ATTN
-    )
+@pytest.mark.parametrize("backend", [None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN])
+def test_a_gpu_may_have_what_vllm_chooses(backend, monkeypatch):
+    """What that is, only layers say; batch-invariant kernels, and ROCm's, are none of ours."""
+    served = plain_config(device_config__device_type="cuda", attention_config__backend=backend)
     refusals.check_config(served, KVPolicyConfig.parse(H2O))
+    monkeypatch.setattr(refusals.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    refusals.check_config(plain_config(), KVPolicyConfig.parse(H2O))
+    with pytest.raises(KVPolicyError, match="VLLM_BATCH_INVARIANT.*: unset it"):
+        refusals.check_config(served, KVPolicyConfig.parse(H2O))
+    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(is_rocm=lambda: True))
+    with pytest.raises(KVPolicyError, match="vLLM's rocm engine"):
+        refusals.check_config(served, KVPolicyConfig.parse(H2O))
 
 
 def test_every_entry_refuses_on_its_own(monkeypatch):
@@ -318,8 +326,12 @@ def test_plain_attention_is_served(impl):
 
 def test_layers_of_unknown_backends_or_with_windows_are_refused():
     policy = KVPolicyConfig.parse(UNMEASURED)
-    with pytest.raises(KVPolicyError, match=r"layer.7 uses attention backend FLEX_ATTENTION; .* CPU_ATTN"):
-        refusals.check_layer("layer.7", layer("FLEX_ATTENTION"), policy)
+    what_to_do = "on a GPU set --attention-backend FLASH_ATTN or TRITON_ATTN"
+    for backend in ("FLASHINFER", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV"):
+        with pytest.raises(KVPolicyError, match=f"layer.7 uses attention backend {backend}; .* CPU_ATTN.*{what_to_do}"):
+            refusals.check_layer("layer.7", layer(backend), policy)
+    for backend in ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"):
+        refusals.check_layer("layer.7", layer(backend), policy)
     for field, value in (("sliding_window", 64), ("kv_sharing_target_layer_name", "layer.1")):
         changed = layer()
         setattr(changed, field, value)
@@ -351,9 +363,18 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
         assert group.decodes is False
 
 
-def test_caches_that_the_triton_passes_cannot_read_are_refused(monkeypatch):
-    plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "chunk_lookback": -1, "head_size": 64}
-    backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")
+#: Backend on a device -> what its layers have besides, where they are plain, and where they are not.
+BESIDES = {
+    "FLASH_ATTN": ({"sliding_window": (-1, -1)}, {"sliding_window": (63, 0)}),
+    "TRITON_ATTN": ({"chunk_lookback": -1}, {"chunk_lookback": 1}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
+    besides, other = BESIDES[name]
+    plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "head_size": 64, **besides}
+    backend = SimpleNamespace(get_name=lambda: name)
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16)
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
     group = SimpleNamespace(decodes=None)
@@ -367,11 +388,26 @@ def test_caches_that_the_triton_passes_cannot_read_are_refused(monkeypatch):
     assert settle(H2O)
     with pytest.raises(KVPolicyError, match=r"layer.2 keeps its keys as float16.*sink-window"):
         settle(H2O, torch.float16)
-    with pytest.raises(KVPolicyError, match=r"layer.2 has heads of size 512.*sink-window"):
-        settle(H2O, head_size=512)
+    for size in (8, 512):
+        with pytest.raises(KVPolicyError, match=rf"layer.2 has heads of size {size}.*sink-window"):
+            settle(H2O, head_size=size)
+        assert not settle(UNMEASURED, head_size=size)
     assert not settle(UNMEASURED, torch.float8_e4m3fn)
-    for changed in ({"alibi_slopes": [1.0]}, {"logits_soft_cap": 30.0}, {"sinks": [1.0]}, {"chunk_lookback": 1}):
+    for changed in ({"alibi_slopes": [1.0]}, {"logits_soft_cap": 30.0}, {"sinks": [1.0]}, other):
         assert not settle(UNMEASURED, **changed)
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("policy", [H2O, UNMEASURED], ids=["measured", "unmeasured"])
+def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, policy, decodes):
+    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+    runtime = SimpleNamespace(groups=[SimpleNamespace(decodes=decodes)])
+    line = layers.described(None, KVPolicyConfig.parse(policy), runtime)
+    measured = policy is H2O
+    assert "FLASH_ATTN's own kernel" in line and ("decoded by the plugin's kernel" in line) == decodes
+    assert ("output and mass in one read" in line) == (decodes and measured)
+    assert ("mass is taken by query_lse and mass_from_lse" in line) == measured
 
 
 def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):

@@ -31,7 +31,8 @@ def facts(touch: Touch, sources: Sources) -> Facts | None:
     elif isinstance(found.node, ast.ClassDef):
         result |= _facts_of_class(touch, sources, found)
     else:
-        result["value"] = ast.unparse(found.node.value)
+        # What is only declared has a type and no value.
+        result["value"] = ast.unparse(found.node.value or found.node.annotation)
     if touch.does:
         result["does"] = dict(zip(touch.does, source.find_all(found.node, touch.does), strict=True))
     return result

@@ -261,6 +261,7 @@ CONFIGURATION = [
             "is_encoder_decoder",
             "is_mm_prefix_lm",
             "is_diffusion",
+            "rswa_window",
             "get_sliding_window()",
             "get_total_num_kv_heads()",
         ),
@@ -274,13 +275,37 @@ CONFIGURATION = [
     Touch(
         "vllm.config.attention:AttentionConfig",
         ("compat.refusals",),
-        "on a GPU the backend has to be named",
+        "the backend that was named; None if vLLM is to choose one",
         has=("backend: AttentionBackendEnum | None",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.FLASH_ATTN",
+        ("compat.refusals",),
+        "the backend's name in a configuration",
     ),
     Touch(
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.TRITON_ATTN",
         ("compat.refusals",),
         "the backend's name in a configuration",
+    ),
+    Touch("vllm.envs:", ("compat.refusals",), "settings that no configuration has"),
+    Touch(
+        "vllm.envs:VLLM_BATCH_INVARIANT",
+        ("compat.refusals",),
+        "refused: our decode kernel splits keys by what the batch holds",
+    ),
+    Touch("vllm.platforms:current_platform", ("compat.refusals",), "ROCm calls its device cuda"),
+    Touch(
+        "vllm.platforms.interface:Platform.is_rocm",
+        ("compat.refusals",),
+        "refused, whatever its backends call themselves",
+        calls=("is_rocm()",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.rocm_aiter_fa:AiterFlashAttentionBackend.get_name",
+        ("compat.refusals",),
+        "another backend of a name that is served, on ROCm only",
+        does=("return 'FLASH_ATTN'",),
     ),
     Touch(
         "vllm.platforms.cuda:CudaPlatformBase.check_and_update_config",
@@ -307,8 +332,8 @@ CONFIGURATION = [
     ),
     Touch(
         "vllm.logger:init_logger",
-        ("core.scheduler", "core.reconstruction", "core.pressure"),
-        "start-up line and warnings in vLLM's log",
+        ("core.scheduler", "core.reconstruction", "core.pressure", "worker.worker"),
+        "start-up lines and warnings in vLLM's log",
         calls=("init_logger(...)",),
     ),
 ]
@@ -1285,6 +1310,12 @@ WORKERS = [
         does=("return self.model_runner.get_kv_cache_spec()",),
     ),
     Touch(
+        "vllm.v1.worker.worker_base:WorkerBase.__init__",
+        ("worker.worker",),
+        "one worker of all says which kernels attend",
+        does=("self.rank = rank",),
+    ),
+    Touch(
         "vllm.v1.worker.cpu_worker:CPUWorker.initialize_from_config",
         ("worker.worker",),
         "metadata builders exist afterwards, and have said how keys are packed",
@@ -1674,10 +1705,15 @@ SPLIT_LAYERS = [
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
         ("attention.split", "worker.runtime"),
         "V1: each KV group has its table and its slots, each layer name its group's metadata; lengths on the host are "
-        "exact but for speculative decoding",
+        "exact but for speculative decoding; metadata of another builder is taken where builders say that they can, and "
+        "no common prefix is named",
         does=(
             "self.input_batch.block_table[kv_cache_gid]",
             "seq_lens_cpu_upper_bound = self.optimistic_seq_lens_cpu[:num_reqs_padded]",
+            "cache_key = (kv_cache_spec, type(builder))",
+            "cache_key in cached_attn_metadata and builder.supports_update_block_table",
+            "builder.update_block_table(cached_attn_metadata[cache_key], ...)",
+            "attn_group.build_metadata(common_attn_metadata, ubid or 0, **extra_attn_metadata_args)",
             "attn_metadata_dict[layer_name] = attn_metadata_i",
             "cm = copy(cm_base)",
             "cm.block_table_tensor = _get_block_table(kv_cache_gid)",
@@ -1720,11 +1756,14 @@ SPLIT_LAYERS = [
     Touch(
         "vllm.v1.worker.gpu.attn_utils:build_attn_metadata",
         ("attention.split", "worker.runtime"),
-        "V2: each KV group has its table and its slots, each layer name its group's metadata",
+        "V2: each KV group has its table and its slots, each layer name its group's metadata; only Mamba's is taken from "
+        "another builder, and no common prefix is named",
         does=(
             "block_table = block_tables[i]",
             "slot_mapping = slot_mappings[i]",
             "CommonAttentionMetadata(..., block_table_tensor=block_table, slot_mapping=slot_mapping)",
+            "isinstance(attn_group.kv_cache_spec, MambaSpec)",
+            "attn_group.build_metadata(common_attn_metadata, ubatch_idx, **attn_metadata_extra_kwargs)",
             "attn_metadata[layer_name] = metadata",
         ),
     ),
@@ -1898,7 +1937,7 @@ ATTENTION = [
     Touch(
         "vllm.v1.worker.utils:AttentionGroup.build_metadata",
         ("attention.backend",),
-        "each step's metadata is built once a group, by our builder",
+        "each step's metadata is built once a group, by our builder; without a common prefix, if none is named",
         does=("self.get_metadata_builder(ubatch_idx).build(common_prefix_len, ...)",),
     ),
     Touch(
@@ -1920,7 +1959,7 @@ ATTENTION = [
     Touch(
         "vllm.v1.attention.backend:AttentionMetadataBuilder",
         ("attention.backend",),
-        "builders that only swap the block table between steps would pass the view by; by default they don't",
+        "a block table that is put into finished metadata would pass the view by; ours say that they can't do it",
         has=("supports_update_block_table = False",),
     ),
     Touch(
@@ -2192,6 +2231,143 @@ TRITON = [
     ),
 ]
 
+FLASH = [
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend",
+        ("compat.refusals", "attention.backend", "attention.split"),
+        "a backend that is served; keys and values are written before `forward`, and apart from it",
+        bases=("AttentionBackend",),
+        has=("forward_includes_kv_cache_update = False",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend.get_name",
+        ("compat.refusals", "attention.passes"),
+        "the name by which backends are refused and shown",
+        kind="staticmethod",
+        calls=("get_name()",),
+        does=("return 'FLASH_ATTN'",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata",
+        ("attention.backend", "attention.device", "attention.split"),
+        "what the kernel and our passes read, and where split heads write",
+        has=(
+            "num_actual_tokens: int",
+            "max_query_len: int",
+            "max_seq_len: int",
+            "query_start_loc",
+            "seq_lens",
+            "block_table",
+            "slot_mapping: torch.Tensor",
+        ),
+        takes_attributes=True,
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
+        ("attention.backend",),
+        "subclassed; it says that it can change a block table in finished metadata",
+        bases=("AttentionMetadataBuilder",),
+        has=("supports_update_block_table = True",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.__init__",
+        ("attention.backend",),
+        "plans for the heads of a layer; on V2 before the mode of CUDA graphs is settled, so that schedules may go to "
+        "memory of its own",
+        first=("kv_cache_spec",),
+        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.__init__",),
+        does=(
+            "self.num_heads_q = get_num_attention_heads_from_layers(vllm_config, layer_names) or ...",
+            "self.num_heads_kv = kv_cache_spec.num_kv_heads",
+            "self.aot_schedule = get_flash_attn_version() == 3",
+            "self.use_full_cuda_graph = self.compilation_config.cudagraph_mode.has_full_cudagraphs()",
+        ),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build",
+        ("attention.backend", "worker.runtime"),
+        "takes tables and lengths from the common metadata and nowhere else, for the schedule too; a fast build has none",
+        first=("common_prefix_len", "common_attn_metadata", "fast_build"),
+        calls=("build(..., ..., ...)",),
+        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.build",),
+        does=(
+            "max_query_len = common_attn_metadata.max_query_len",
+            "max_seq_len = common_attn_metadata.max_seq_len",
+            "query_start_loc = common_attn_metadata.query_start_loc",
+            "seq_lens = common_attn_metadata.seq_lens",
+            "block_table_tensor = common_attn_metadata.block_table_tensor",
+            "self.aot_schedule and not fast_build and ...",
+            "self._get_scheduler_metadata(..., cu_query_lens=query_start_loc, seqlens=seq_lens, max_seq_len=max_seq_len)",
+            "FlashAttentionMetadata(..., seq_lens=seq_lens, block_table=block_table_tensor)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder._get_scheduler_metadata",
+        ("attention.backend",),
+        "a schedule is for so many heads: none is made where a layer's heads are split",
+        does=(
+            "not aot_schedule",
+            "return None",
+            "get_scheduler_metadata(..., num_heads_q=self.num_heads_q * ..., num_heads_kv=self.num_heads_kv, "
+            "cache_seqlens=seqlens)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.update_block_table",
+        ("attention.backend",),
+        "knows nothing of a view: never called for our builder",
+        does=("new_metadata.block_table = blk_table",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:_get_sliding_window_configs",
+        ("attention.backend", "attention.split"),
+        "finds windows of layers by the class of what attends: ours inherit from it",
+        does=("isinstance(impl, FlashAttentionImpl)",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
+        ("compat.refusals", "attention.backend", "attention.device", "attention.flash"),
+        "subclassed; what it has that our passes do not know is refused, or left to its own kernel",
+        has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "head_size", "sliding_window"),
+        takes_attributes=True,
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.__init__",
+        ("attention.flash",),
+        "how a layer without a window says so",
+        does=("self.sliding_window = (-1, -1)",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward",
+        ("attention.backend", "attention.device"),
+        "queries are [tokens, heads, size]; each token and head of the cache holds K, then V, in any layout; heads are "
+        "those of its tensors",
+        first=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        replaced_by=("vllm_evict.attention.backend:working_impl.WorkingImpl.forward",),
+        does=(
+            "num_actual_tokens = attn_metadata.num_actual_tokens",
+            "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)",
+            "cu_seqlens_q = attn_metadata.query_start_loc",
+            "seqused_k = attn_metadata.seq_lens",
+            "block_table = attn_metadata.block_table",
+            "scheduler_metadata = attn_metadata.scheduler_metadata",
+            "_FA4_DENSE_ATTENTION_KERNEL(..., q=query[:num_actual_tokens], k=key_cache, v=value_cache, "
+            "out=output[:num_actual_tokens], softmax_scale=self.scale, block_table=block_table)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update",
+        ("attention.backend", "attention.split", "attention.device"),
+        "writes this step's keys and values before `forward`, into pages with any strides",
+        calls=("do_kv_cache_update(..., ..., ..., ..., ...)",),
+        first=("layer", "key", "value", "kv_cache", "slot_mapping"),
+        does=(
+            "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)",
+            "reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, ...)",
+        ),
+    ),
+]
+
 LOADING = [
     Touch("vllm.config.load:LoadConfig", ("compat.reorder",), "named in refusals", has=("load_format",)),
     Touch(
@@ -2379,5 +2555,6 @@ TOUCHES = [
     *SPLIT_LAYERS,
     *ATTENTION,
     *TRITON,
+    *FLASH,
     *LOADING,
 ]

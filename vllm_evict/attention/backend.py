@@ -25,9 +25,11 @@ class Passes(Protocol):
 
     Attributes:
         heads_dim: dimension of a layer's cache that counts its KV heads.
+        beside: the kernels of `mass`, for the log.
     """
 
     heads_dim: int
+    beside: str
 
     def unreadable(self, layer: Any) -> str | None: ...
 
@@ -84,6 +86,9 @@ def resident_backend(backend: type, runtime: GroupRuntime, head_class: str = "",
     """
 
     class ResidentBuilder(backend.get_builder_cls()):
+        #: Else vLLM takes finished metadata for other layers and swaps its block table for one that has its holes.
+        supports_update_block_table = False
+
         @classmethod
         def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
             """No full graph: which kernels attend, over which table, differs from step to step. Piecewise ones do."""
@@ -102,7 +107,9 @@ def resident_backend(backend: type, runtime: GroupRuntime, head_class: str = "",
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             common_attn_metadata, own_work = runtime.view(common_attn_metadata)
-            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            # Schedules made ahead (FlashAttention 3) are for all heads of a layer: no use to parts of it, or to nobody.
+            unscheduled = kv_heads is not None or (own_work is not None and own_work.is_all)
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or unscheduled)
             setattr(metadata, OWN_WORK, own_work)
             return metadata
 

@@ -23,6 +23,7 @@ class CPUPasses:
     """
 
     heads_dim = 1
+    beside = "block_mass"
 
     @staticmethod
     def unreadable(layer: Any) -> str | None:

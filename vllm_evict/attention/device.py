@@ -23,6 +23,7 @@ class DevicePasses:
     """
 
     heads_dim = 1
+    beside = "query_lse and mass_from_lse"
 
     def __init__(self) -> None:
         #: Scratch of decode kernels, by shapes and requests. Layers run one after the other, so they share it.

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 #: Name of a backend -> module and class of its `Passes`. Imported when it is used: a CPU installation may lack Triton.
 PASSES = {
     "CPU_ATTN": ("cpu", "CPUPasses"),
+    "FLASH_ATTN": ("flash", "FlashPasses"),
     "TRITON_ATTN": ("triton", "TritonPasses"),
 }
 

@@ -22,6 +22,7 @@ from ..config import STREAMING, KVPolicyConfig, KVPolicyError
 from ..core.spec import EvictableSpec
 from ..heads.arrange import arrange
 from ..heads.layout import Layout
+from ..policies import RUNNING
 from ..worker.runtime import EvictionRuntime, GroupRuntime
 from . import refusals
 
@@ -189,6 +190,18 @@ def settle(
         decodes &= passes.can_decode(layer)
     for group in runtime.groups:
         group.decodes = decodes
+
+
+def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> str:
+    """Which kernels attend and measure, for the log, once `settle` has chosen."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    backend = next(iter(layers.values())).attn_backend.get_name()
+    kernel, measures = f"{backend}'s own kernel", config.statistics & RUNNING
+    line = f"KV policy {config.name}: {kernel} attends to all requests"
+    if runtime.groups[0].decodes:
+        line = f"KV policy {config.name}: requests that lack blocks are decoded by the plugin's kernel"
+        line += ", output and mass in one read" if measures else f", all else is attended to by {kernel}"
+    return line + (f"; beside {kernel} mass is taken by {passes_for(backend).beside}" if measures else "")
 
 
 def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import vllm.envs as envs
+from vllm.platforms import current_platform
+
 from ..attention.passes import PASSES
 from ..config import KVPolicyConfig, KVPolicyError
 from ..policies import RUNNING
@@ -9,7 +12,10 @@ from ..policies import RUNNING
 #: Attention backends that have been put behind a resident view.
 BACKENDS = tuple(PASSES)
 #: Those of them that run on a GPU.
-DEVICE_BACKENDS = ("TRITON_ATTN",)
+DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+_CHOOSE = (
+    f"set --attention-backend {' or '.join(DEVICE_BACKENDS)} (tested without a GPU only), or leave --kv-policy out"
+)
 
 
 def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
@@ -26,20 +32,27 @@ def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
 def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     without = "leave --kv-policy out for this model"
-    platform = vllm_config.device_config.device_type
-    backend = getattr(vllm_config.attention_config.backend, "name", "chosen by vLLM")
+    # ROCm calls its device cuda too, and one of its backends FLASH_ATTN.
+    platform = "rocm" if current_platform.is_rocm() else vllm_config.device_config.device_type
+    # None: vLLM chooses when it makes the layers, which `check_layer` looks at.
+    backend = getattr(vllm_config.attention_config.backend, "name", None)
     text = model.hf_text_config
     windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
     return [
         (
             platform not in ("cpu", "cuda"),
             f"vLLM's {platform} engine in this release",
-            "it serves on vLLM's CPU engine; leave --kv-policy out here",
+            "it serves on vLLM's CPU and CUDA engines; leave --kv-policy out here",
         ),
         (
-            platform == "cuda" and backend not in DEVICE_BACKENDS,
+            platform == "cuda" and backend not in (None, *DEVICE_BACKENDS),
             f"vLLM's cuda engine and the attention backend {backend}",
-            f"set --attention-backend {DEVICE_BACKENDS[0]} (tested without a GPU only), or leave --kv-policy out",
+            _CHOOSE,
+        ),
+        (
+            platform == "cuda" and envs.VLLM_BATCH_INVARIANT,
+            "VLLM_BATCH_INVARIANT, as its decode kernel splits keys by what the batch holds",
+            "unset it, or leave --kv-policy out",
         ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         (model.use_mla, "multi-head latent attention (MLA)", without),
@@ -52,6 +65,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (model.is_mm_prefix_lm or model.is_diffusion, "models with non-causal attention", without),
         (
             model.get_sliding_window() is not None
+            or model.rswa_window is not None
             or windows
             or getattr(text, "attention_chunk_size", None) is not None,
             "sliding-window or chunked-local attention layers, which recycle their blocks themselves",
@@ -95,7 +109,9 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
     impl = layer.impl
     backend = layer.attn_backend.get_name()
     if backend not in BACKENDS:
-        raise KVPolicyError(f"{name} uses attention backend {backend}; KV policies run on: {', '.join(BACKENDS)}")
+        raise KVPolicyError(
+            f"{name} uses attention backend {backend}; KV policies run on {', '.join(BACKENDS)}: on a GPU {_CHOOSE}"
+        )
     if layer.sliding_window is not None or layer.kv_sharing_target_layer_name is not None:
         raise KVPolicyError(f"{name} has a sliding window or shares another layer's cache: leave --kv-policy out")
     if not config.statistics & RUNNING:

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from ..compat import layers, runners
@@ -11,6 +12,8 @@ from ..compat.reorder import reordering
 from ..core.plan import REPORTS, Reports
 from ..core.spec import policy_config
 from .runtime import EvictionRuntime
+
+logger = init_logger("vllm.evict")
 
 
 class EvictionWorkerMixin:
@@ -35,7 +38,10 @@ class EvictionWorkerMixin:
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
-        layers.settle(self.vllm_config, policy_config(self.vllm_config), self.kv_evict, kv_cache_config)
+        config = policy_config(self.vllm_config)
+        layers.settle(self.vllm_config, config, self.kv_evict, kv_cache_config)
+        if self.rank == 0:
+            logger.info(layers.described(self.vllm_config, config, self.kv_evict))
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)

@@ -1,33 +1,38 @@
-"""Eviction behind vLLM's Triton attention backend, without a GPU: it takes the CPU backend's place, under the interpreter.
+"""Eviction behind vLLM's attention backends for a device, without one: they take the CPU backend's place.
 
-On Model Runner V2 and, with VLLM_EVICT_TEST_RUNNER=v1-triton, on V1. The interpreter takes a third of a second for a
-step of a few requests, so sequences are short and blocks small.
+Kernels of the plugin, and vLLM's Triton kernels, run under Triton's interpreter; FlashAttention's compiled functions have
+stand-ins (flash.py). The Triton backend runs on Model Runner V2 and, with VLLM_EVICT_TEST_RUNNER=v1-triton, on V1;
+FlashAttention on both as they are. The interpreter takes a third of a second for a step of a few requests, so sequences
+are short and blocks small.
 """
 
 import json
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from engine import V2, logprobs_of, random_prompt
+from flash import FlashAttention
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.replay import Config
+from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
 from parity import TOKEN_TIE, assert_like_oracle, assert_tokens_like_oracle
+from vllm import envs
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.models import llama
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention import selector
-from vllm.v1.attention.backends import registry
+from vllm.v1.attention.backends import flash_attn, registry
 
 from vllm_evict.attention.compact import is_ordered
 from vllm_evict.attention.triton import TritonPasses
 from vllm_evict.worker import runtime
 
-pytestmark = [
-    pytest.mark.skipif(not HAS_TRITON, reason="vLLM's Triton kernels run with VLLM_EVICT_TEST_RUNNER=v2 or v1-triton"),
-    # numpy's, where a masked row divides 0 by 0.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+# numpy's, where a masked row divides 0 by 0.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 BLOCK = 16
 BASE = {"budget": 64, "buffer": 0, "sink": 16, "recent": 16}
 POLICIES = {
@@ -38,26 +43,62 @@ POLICIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def triton_backend(monkeypatch):
-    """vLLM's Triton backend where the CPU platform asks for its own, and the kernel that makes views on a device."""
-    from vllm.v1.attention.backends import triton_attn
+#: Versions of FlashAttention.
+FLASH = {"fa2": 2, "fa3": 3, "fa4": 4}
 
+
+def on(backend, *values):
+    """Parameters of a test that runs on a backend, where that is to run."""
+    wanted = HAS_TRITON if backend == "triton" else V2 or not HAS_TRITON
+    skipped = pytest.mark.skipif(not wanted, reason=f"{backend} does not run with this VLLM_EVICT_TEST_RUNNER")
+    return pytest.param(backend, *values, marks=skipped, id="-".join([backend, *map(str, values)]))
+
+
+def before_graphs_are_settled(init):
+    """V2 makes builders while full CUDA graphs may still come, so that schedules go to memory of the builder's own."""
+
+    def made(self, *args):
+        with patch.object(CUDAGraphMode, "has_full_cudagraphs", return_value=True):
+            init(self, *args)
+        assert self.use_full_cuda_graph
+
+    return made
+
+
+@pytest.fixture
+def backend(request, monkeypatch):
+    """A backend where the CPU platform asks for its own, and the kernel that makes views on a device.
+
+    FlashAttention has the version that the parameter says, and its stand-in is the fixture's value.
+    """
     from vllm_evict.triton_kernels.resident_view import resident_view
 
+    flash = None
+    if request.param == "triton":
+        from vllm.v1.attention.backends import triton_attn
+
+        name = f"{triton_attn.__name__}.TritonAttentionBackend"
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        # Its kernel with split keys would launch sixteen programs in the place of one.
+        monkeypatch.setattr(triton_attn, "MIN_LAUNCH_GRID_SIZE_2D", 0)
+    else:
+        flash = FlashAttention(FLASH[request.param])
+        flash.install(monkeypatch)
+        name = f"{flash_attn.__name__}.FlashAttentionBackend"
+        if flash.version == 2:
+            monkeypatch.setattr(envs, "VLLM_KV_CACHE_LAYOUT", "HND", raising=False)
+        if V2:
+            builder = flash_attn.FlashAttentionMetadataBuilder
+            monkeypatch.setattr(builder, "__init__", before_graphs_are_settled(builder.__init__))
     monkeypatch.setattr(runtime, "resident_view", resident_view)
-    name = f"{triton_attn.__name__}.TritonAttentionBackend"
     monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    # Its kernel with split keys would launch sixteen programs in the place of one.
-    monkeypatch.setattr(triton_attn, "MIN_LAUNCH_GRID_SIZE_2D", 0)
     selector._cached_get_attn_backend.cache_clear()
-    yield
+    yield flash
     selector._cached_get_attn_backend.cache_clear()
 
 
 @pytest.fixture
-def server(engine):
+def server(engine, backend):
     def make(policy=None, **kwargs):
         options = dict(block_size=BLOCK, blocks=48, max_model_len=256, max_num_batched_tokens=64)
         return engine(policy, **{**options, **kwargs})
@@ -70,6 +111,7 @@ def dense(tiny):
     return DenseLlama(tiny)
 
 
+@pytest.mark.parametrize("backend", [on("triton"), on("fa3")] + ([] if V2 else [on("fa2")]), indirect=True)
 def test_full_is_stock(server):
     """To the byte; so is a budget that covers the sequence, whose blocks are measured."""
     prompts = [random_prompt(70), random_prompt(20, 1)]
@@ -83,21 +125,42 @@ def test_full_is_stock(server):
             assert logprobs_of(one).tolist() == logprobs_of(other).tolist()
 
 
-@pytest.mark.parametrize("name", POLICIES if V2 else ["h2o"])
-def test_evictions_and_logprobs_match_the_dense_oracle(server, dense, name):
+#: Backends and policies. What does not depend on the model runner is left to V1, which is faster.
+MATCHED = [on("triton", name) for name in (POLICIES if V2 else ["h2o"])]
+MATCHED += [on("fa3", "h2o")] if V2 else [on("fa3", "h2o"), on("fa2", "keydiff"), on("fa4", "sink-window")]
+
+
+@pytest.mark.parametrize("backend, name", MATCHED, indirect=["backend"])
+def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, name, tmp_path):
     """One prompt longer than the budget and a chunk, one that outgrows its budget while it decodes."""
-    subject = server(POLICIES[name])
+    # FlashAttention takes half precision only, its stand-in any. The interpreter can't multiply bfloat16.
+    half = backend is not None and not V2
+    model = make_tiny_llama(tmp_path / "model", dtype="float16" if half else "float32")
+    subject = server(POLICIES[name], model=model, dtype="float16" if half else "float32")
+    tolerances = {"atol": 2e-2, "tie": 1e-2} if half else {}
     lengths = [(100, 17), (61, 14)]
     requests = [(random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in lengths]
     outputs, traces = subject.traced(requests)
+    dense = DenseLlama(model)
     for (prompt, _), output, trace in zip(requests, outputs, traces):
-        evicted = assert_like_oracle(dense, prompt, output, trace, POLICIES[name], block_size=BLOCK)
+        policy = POLICIES[name]
+        evicted = assert_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK, **tolerances)
         assert evicted > 0, "the policy never acted"
     assert subject.runtime.decodes
+    if backend is not None:
+        layout = subject.core.vllm_config.cache_config.kv_cache_layout
+        assert layout == ("LBHNC" if backend.version == 2 else "LBNHC"), "heads or tokens first"
+        # Every call of FlashAttention 3's kernel, and no other step, has a schedule.
+        calls = backend.attended if backend.version == 3 else 0
+        assert backend.attended and backend.scheduled == calls == 2 * backend.schedules
     subject.assert_nothing_left()
 
 
-@pytest.mark.parametrize("by_token", [False, True] if V2 else [False])
+@pytest.mark.parametrize(
+    "backend, by_token",
+    [on("triton", False), on("fa3", False)] + ([on("triton", True)] if V2 else []),
+    indirect=["backend"],
+)
 def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch, by_token):
     """Retrieval heads under h2o, by block or by token and merged, streaming heads with a window: each class has its own
     pages and block table; both are decoded by one call."""
@@ -136,6 +199,7 @@ def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch, 
     subject.assert_nothing_left()
 
 
+@pytest.mark.parametrize("backend", [on("triton")], indirect=True)
 def test_each_head_keeps_its_own_tokens(server, dense):
     """One request by heavy hitters and one by keys, in one batch."""
     policies = {name: {"name": name, **BASE, "granularity": "token"} for name in ("h2o", "keydiff")}
@@ -151,6 +215,23 @@ def test_each_head_keeps_its_own_tokens(server, dense):
         assert len(request.kept) > 1, "too few decisions"
         assert len({tuple(kept) for kept in request.kept[-1].values()}) > 1, "heads were to keep their own tokens"
     subject.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("backend", [on("fa2")], indirect=True)
+def test_layers_with_other_numbers_of_query_heads_look_through_the_view_too(server, monkeypatch):
+    """They have builders of their own, and V1 would put its own block table into what the first of them has built."""
+    init = llama.LlamaAttention.__init__
+
+    def wider(self, *args, num_heads, prefix, **kwargs):
+        init(self, *args, num_heads=num_heads * (2 if ".layers.1." in prefix else 1), prefix=prefix, **kwargs)
+
+    monkeypatch.setattr(llama.LlamaAttention, "__init__", wider)
+    subject = server(POLICIES["sink-window"], load_format="dummy")
+    assert len(subject.worker.model_runner.attn_groups[0]) == 2
+    # Three chunks: the last is attended to by FlashAttention, over holes.
+    (output,) = subject.generate([random_prompt(150)], max_tokens=4)
+    assert output.kv_usage.evicted_blocks > 0
 
 
 @pytest.mark.parametrize(("target", "ordered"), [([9, 4], True), ([4, 9], True), ([2, 4], False)])

@@ -1,0 +1,123 @@
+"""FlashAttention without a GPU: the compiled functions that vLLM's backend calls, in plain torch, exacting about arguments.
+
+The backend itself, its metadata builder and its layers' code are vLLM's own.
+"""
+
+import torch
+from vllm.v1.attention.backends import flash_attn
+
+
+class FlashAttention:
+    """Stands in for the functions of one version of FlashAttention, in the module of vLLM's backend.
+
+    Attributes:
+        attended: calls of the attention kernel.
+        scheduled: those that came with a schedule made ahead.
+        schedules: made ahead.
+    """
+
+    def __init__(self, version):
+        self.version, self.attended, self.scheduled, self.schedules = version, 0, 0, 0
+
+    def install(self, monkeypatch):
+        for name in ("flash_attn_varlen_func", "get_scheduler_metadata", "reshape_and_cache_flash"):
+            monkeypatch.setattr(flash_attn, name, getattr(self, name), raising=False)
+        monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *_, **__: self.version)
+
+    def get_scheduler_metadata(
+        self,
+        *,
+        batch_size,
+        max_seqlen_q,
+        max_seqlen_k,
+        num_heads_q,
+        num_heads_kv,
+        headdim,
+        cache_seqlens,
+        qkv_dtype,
+        cu_seqlens_q,
+        page_size,
+        causal,
+        window_size,
+        num_splits,
+    ):
+        assert self.version == 3, "only FlashAttention 3 is scheduled ahead"
+        assert causal is True and tuple(window_size) == (-1, -1) and cache_seqlens.dtype == torch.int32
+        assert len(cache_seqlens) == batch_size and cache_seqlens.max() <= max_seqlen_k
+        self.schedules += 1
+        return _schedule(cache_seqlens, cu_seqlens_q, num_heads_q, num_heads_kv, headdim)
+
+    def flash_attn_varlen_func(
+        self,
+        *,
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens_q,
+        max_seqlen_q,
+        seqused_k,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        alibi_slopes,
+        window_size,
+        block_table,
+        softcap,
+        scheduler_metadata,
+        fa_version,
+        q_descale,
+        k_descale,
+        v_descale,
+        dynamic_causal,
+        num_splits,
+        s_aux,
+        mask_mod,
+        aux_tensors,
+    ):
+        """Causal attention, aligned to the end, over paged keys and values [num_blocks, block_size, Hkv, D]."""
+        assert fa_version == self.version and causal is True and list(window_size) == [-1, -1] and softcap == 0
+        unused = (alibi_slopes, dynamic_causal, s_aux, mask_mod, aux_tensors)
+        assert all(each is None for each in unused), "nothing here asks for these"
+        requests, (_, block_size, kv_heads, dim) = len(seqused_k), k.shape
+        for each in (cu_seqlens_q, seqused_k, block_table):
+            assert each.dtype == torch.int32 and each.stride(-1) == 1
+        assert all(each.stride(-1) == 1 for each in (q, k, v, out)) and q.dtype == k.dtype == v.dtype == out.dtype
+        assert len(cu_seqlens_q) == requests + 1 and len(block_table) == requests and q.shape == out.shape
+        assert all(each is None or each.shape == (requests, kv_heads) for each in (q_descale, k_descale, v_descale))
+        starts, lens = cu_seqlens_q.tolist(), seqused_k.tolist()
+        assert starts[-1] == len(q) and max(lens) <= max_seqlen_k and cu_seqlens_q.diff().max() <= max_seqlen_q
+        self.attended += 1
+        if scheduler_metadata is not None:
+            self.scheduled += 1
+            wanted = _schedule(seqused_k, cu_seqlens_q, q.shape[1], kv_heads, dim)
+            assert torch.equal(scheduler_metadata, wanted), "the schedule was made for other lengths or heads"
+        for row, (first, last, length) in enumerate(zip(starts, starts[1:], lens)):
+            blocks = block_table[row, : -(-length // block_size)].long()
+            assert last == first or bool(blocks.all()), "vLLM's null block was attended to"
+            keys, values = (each[blocks].flatten(0, 1)[:length].float() for each in (k, v))
+            group = q.shape[1] // kv_heads
+            queries = q[first:last].float().unflatten(1, (kv_heads, group))
+            scores = torch.einsum("thgd,shd->hgts", queries, keys) * softmax_scale
+            seen = torch.ones(last - first, length, dtype=torch.bool).tril(length - (last - first))
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out[first:last] = torch.einsum("hgts,shd->thgd", weights, values).flatten(1, 2).to(out.dtype)
+        return out
+
+    def reshape_and_cache_flash(self, key, value, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale):
+        """Keys and values [T, Hkv, D] to their slots; those of padding are negative."""
+        assert dtype == "auto" and len(slot_mapping) <= len(key)
+        kept = (slot_mapping >= 0).nonzero().flatten()
+        slots, block_size = slot_mapping[kept], key_cache.shape[1]
+        for cache, new in ((key_cache, key), (value_cache, value)):
+            cache[slots // block_size, slots % block_size] = new[kept]
+
+
+def _schedule(lens, starts, heads, kv_heads, dim):
+    """What a schedule was made for, in as many numbers as the kernel's has: one, and four for each request."""
+    requests = len(lens)
+    schedule = torch.zeros(1 + 4 * (-(-requests // 4) * 4), dtype=torch.int32)
+    schedule[0] = dim
+    of_requests = torch.stack([lens, starts.diff(), torch.full_like(lens, heads), torch.full_like(lens, kv_heads)], 1)
+    schedule[1 : 1 + 4 * requests] = of_requests.flatten()
+    return schedule
