@@ -6,7 +6,9 @@ import torch
 from engine import random_prompt
 from oracle.model import DenseLlama
 from oracle.replay import replay
-from parity import oracle_config
+from parity import assert_like_oracle, oracle_config
+
+from vllm_evict.attention import cpu
 
 BLOCK = 32
 BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64}
@@ -71,3 +73,16 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, tiny, name):
             got = [row[token].logprob for row, token in zip(output.prompt_logprobs[1:], prompt[1:])]
             want = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
             np.testing.assert_allclose(got, want, atol=2e-3)
+
+
+@pytest.mark.v1_only
+def test_the_stock_kernel_may_keep_all_decodes(engine, tiny, monkeypatch):
+    """With mass beside it: the same evictions."""
+    monkeypatch.setattr(cpu, "decode_mass", lambda *_, **__: pytest.fail("it was to be left out"))
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+    policy = {"name": "h2o", "budget": 96, "buffer": 32, "sink": 32, "recent": 32}
+    server = engine(policy)
+    prompt = random_prompt(200)
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 120, "logprobs": 1})])
+    assert assert_like_oracle(DenseLlama(tiny), prompt, output, trace, policy) > 2
+    server.assert_nothing_left()

@@ -11,8 +11,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.attention.mass import kernel_path
+from vllm_evict.attention.passes import passes_for
 from vllm_evict.compat import layers, refusals
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.worker.runtime import EvictionRuntime
 
 pytestmark = pytest.mark.v1_only
 
@@ -349,7 +351,7 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     found = {"layer.2": SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain), attn_backend=backend)}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
     group = SimpleNamespace(decodes=None)
-    runtime, given = SimpleNamespace(groups=[group], pages=[]), kv_cache_of_one_group()
+    runtime, given = EvictionRuntime([group], passes_for("CPU_ATTN")), kv_cache_of_one_group()
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
         layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
     layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
@@ -357,7 +359,12 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     found["layer.2"].isa = "vec"
     layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
     assert group.decodes is (kernel_path() not in ("torch reference", "portable"))
-    for field, value in {"alibi_slopes": [1.0], "logits_soft_cap": 30.0, "is_fp8_kv_cache": True, "head_size": 72}.items():
+    for field, value in {
+        "alibi_slopes": [1.0],
+        "logits_soft_cap": 30.0,
+        "is_fp8_kv_cache": True,
+        "head_size": 72,
+    }.items():
         found["layer.2"].impl = SimpleNamespace(**{**plain, field: value})
         layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
         assert group.decodes is False
@@ -378,7 +385,7 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16)
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
     group = SimpleNamespace(decodes=None)
-    runtime, given = SimpleNamespace(groups=[group], pages=[]), kv_cache_of_one_group()
+    runtime, given = EvictionRuntime([group], passes_for(name)), kv_cache_of_one_group()
 
     def settle(policy, dtype=torch.bfloat16, **changed):
         found.impl, found.kv_cache_torch_dtype = SimpleNamespace(**{**plain, **changed}), dtype
@@ -395,6 +402,8 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     assert not settle(UNMEASURED, torch.float8_e4m3fn)
     for changed in ({"alibi_slopes": [1.0]}, {"logits_soft_cap": 30.0}, {"sinks": [1.0]}, other):
         assert not settle(UNMEASURED, **changed)
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+    assert not settle(H2O)
 
 
 @pytest.mark.parametrize("decodes", [True, False])
@@ -402,7 +411,7 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
 def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, policy, decodes):
     found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
-    runtime = SimpleNamespace(groups=[SimpleNamespace(decodes=decodes)])
+    runtime = EvictionRuntime([SimpleNamespace(decodes=decodes)], passes_for("FLASH_ATTN"))
     line = layers.described(None, KVPolicyConfig.parse(policy), runtime)
     measured = policy is H2O
     assert "FLASH_ATTN's own kernel" in line and ("decoded by the plugin's kernel" in line) == decodes

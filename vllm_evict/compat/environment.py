@@ -10,13 +10,16 @@ def poison_mode() -> bool:
     return os.environ.get("VLLM_EVICT_POISON", "0") == "1"
 
 
-def decode_kernel() -> str:
-    """VLLM_EVICT_DECODE: which kernel decodes behind a GPU backend, "triton" (the default) or "cuda".
+def decode_kernel() -> str | None:
+    """VLLM_EVICT_DECODE: what decodes requests that lack blocks; None: the plugin's kernel for the device.
+
+    "stock" leaves them to vLLM's own kernel, with the mass taken beside it. Behind a GPU backend "triton" (what None is
+    there) and "cuda" say which kernel of the plugin's.
 
     Raises:
-        KVPolicyError: it is neither.
+        KVPolicyError: it is none of these.
     """
-    name = os.environ.get("VLLM_EVICT_DECODE", "triton")
-    if name not in ("triton", "cuda"):
-        raise KVPolicyError(f"VLLM_EVICT_DECODE must be triton or cuda, not {name!r}")
+    name = os.environ.get("VLLM_EVICT_DECODE")
+    if name not in (None, "stock", "triton", "cuda"):
+        raise KVPolicyError(f"VLLM_EVICT_DECODE must be stock, triton or cuda, not {name!r}")
     return name

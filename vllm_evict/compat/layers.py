@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, replace_as
 
-from ..attention.backend import resident_backend, working_impl
+from ..attention.backend import Passes, resident_backend, working_impl
 from ..attention.passes import passes_for
 from ..attention.split import part_of, split_impl
 from ..attention.store import LayerStore
@@ -25,6 +25,7 @@ from ..heads.layout import Layout
 from ..policies import RUNNING
 from ..worker.runtime import EvictionRuntime, GroupRuntime
 from . import refusals
+from .environment import decode_kernel
 
 #: Attribute of a layer whose heads are split that holds its `Part`s.
 PARTS = "kv_evict_parts"
@@ -72,17 +73,17 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
     kv_heads = vllm_config.model_config.get_total_num_kv_heads()
     config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, vllm_config.model_config.max_model_len)
     placed = layout(vllm_config, config)
+    passes = passes_for(next(iter(layers.values())).attn_backend.get_name())
     if placed is None:
-        return EvictionRuntime([_whole(vllm_config, config, list(layers.values()))])
+        return EvictionRuntime([_whole(vllm_config, config, list(layers.values()), passes)], passes)
     refusals.check_alike(layers)
-    return _split(vllm_config, config, layers, placed)
+    return _split(vllm_config, config, layers, placed, passes)
 
 
-def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention]) -> GroupRuntime:
+def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention], passes: Passes) -> GroupRuntime:
     """All heads of all layers in one KV group."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
-    passes = passes_for(layers[0].attn_backend.get_name())
     store = LayerStore(passes, lambda: ((layer, layer.kv_cache) for layer in layers))
     group = _group(vllm_config, part, store, [kv_heads] * len(layers))
     backends = {layer.attn_backend: None for layer in layers}
@@ -95,11 +96,10 @@ def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attenti
 
 
 def _split(
-    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout, passes: Passes
 ) -> EvictionRuntime:
     """Heads in several KV groups; if they have to be in another order, they were given it when the model was loaded."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
-    passes = passes_for(backend.get_name())
     rank = placed.places[get_tp_group().rank_in_group]
     groups, pages = [], []
     for index, head_class in enumerate(placed.groups):
@@ -125,7 +125,7 @@ def _split(
         # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
-    return EvictionRuntime(groups, pages)
+    return EvictionRuntime(groups, passes, pages)
 
 
 def _group(vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int]) -> GroupRuntime:
@@ -179,9 +179,8 @@ def settle(
     given = [group.layer_names[0] for group in kv_cache_config.kv_cache_groups]
     assert len(given) == len(runtime.groups) and runtime.pages in ([], given), f"vLLM's KV groups are others: {given}"
     layers = get_layers_from_vllm_config(vllm_config, Attention)
-    decodes = True
+    passes, decodes = runtime.passes, decode_kernel() != "stock"
     for name, layer in layers.items():
-        passes = passes_for(layer.attn_backend.get_name())
         if config.statistics and (reason := passes.unreadable(layer)):
             raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": []')
         for part in getattr(layer, PARTS, ()):
@@ -201,7 +200,7 @@ def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: Eviction
     if runtime.groups[0].decodes:
         line = f"KV policy {config.name}: requests that lack blocks are decoded by the plugin's kernel"
         line += ", output and mass in one read" if measures else f", all else is attended to by {kernel}"
-    return line + (f"; beside {kernel} mass is taken by {passes_for(backend).beside}" if measures else "")
+    return line + (f"; beside {kernel} mass is taken by {runtime.passes.beside}" if measures else "")
 
 
 def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:

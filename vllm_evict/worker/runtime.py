@@ -32,14 +32,15 @@ class EvictionRuntime:
 
     Args:
         groups: of vLLM's KV groups, in order.
+        passes: of the layers' attention backend (`attention.backend.Passes`).
         pages: where heads are split, layer names of the groups' pages.
 
     Attributes:
         copied: event after which the last reports hold what they say (see `transfer`); None: at once.
     """
 
-    def __init__(self, groups: list["GroupRuntime"], pages: Sequence[str] = ()) -> None:
-        self.groups, self.pages = groups, list(pages)
+    def __init__(self, groups: list["GroupRuntime"], passes: Any = None, pages: Sequence[str] = ()) -> None:
+        self.groups, self.passes, self.pages = groups, passes, list(pages)
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
         self.copied: Any = None
