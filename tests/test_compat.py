@@ -260,7 +260,7 @@ def test_each_import_of_vllm_is_in_the_table():
         users.setdefault((touch.module, touch.name.split(".")[0]), set()).update(touch.by)
     for name, tree in our_modules():
         for imported in imports_of_vllm(tree):
-            assert name in users.get(imported, ()), f"vllm_evict.{name} imports {imported}: add it to guard/touches.py"
+            assert name in users.get(imported, ()), f"vllm_evict.{name} imports {imported}: add it to guard/touches"
 
 
 def test_each_name_of_a_vllm_module_in_a_string_is_in_the_table():
@@ -270,7 +270,7 @@ def test_each_name_of_a_vllm_module_in_a_string_is_in_the_table():
             if isinstance(node, ast.Constant) and isinstance(text, str) and re.fullmatch(r"vllm(\.\w+)+", text):
                 module, _, last = text.rpartition(".")
                 touched = any(touch.where in (f"{text}:", f"{module}:{last}") for touch in TOUCHES)
-                assert touched or text in NO_TOUCH, f"vllm_evict.{name} names {text}: add it to guard/touches.py"
+                assert touched or text in NO_TOUCH, f"vllm_evict.{name} names {text}: add it to guard/touches"
 
 
 def test_each_method_that_calls_the_one_it_overrides_is_in_the_table():
@@ -287,7 +287,7 @@ def test_each_method_that_calls_the_one_it_overrides_is_in_the_table():
                     assert any(
                         replacement.startswith(f"vllm_evict.{name}:") and replacement.endswith(overriding)
                         for replacement in known
-                    ), f"add what vllm_evict.{name}:{overriding} overrides to guard/touches.py"
+                    ), f"add what vllm_evict.{name}:{overriding} overrides to guard/touches"
 
 
 def test_what_the_table_says_of_vllm_evict_is_there():

@@ -1,0 +1,178 @@
+"""Weight loading, where heads are put in order."""
+
+from .touch import Touch
+
+LOADING = [
+    Touch("vllm.config.load:LoadConfig", ("compat.reorder",), "named in refusals", has=("load_format",)),
+    Touch(
+        "vllm.model_executor.model_loader.base_loader:",
+        ("compat.reorder",),
+        "builds models with the `initialize_model` that it holds",
+    ),
+    Touch(
+        "vllm.model_executor.model_loader.base_loader:initialize_model",
+        ("compat.reorder",),
+        "what it builds gets its weight loaders wrapped; it has copied them by then, for weights that are loaded again",
+        replaced_by=("vllm_evict.compat.reorder:reordering.initialize_model",),
+        does=("record_metadata_for_reloading(model)", "return model"),
+    ),
+    Touch(
+        "vllm.model_executor.model_loader.base_loader:BaseModelLoader.create_model",
+        ("compat.reorder",),
+        "finds it in its module",
+        does=("model = initialize_model(..., vllm_config=vllm_config)",),
+    ),
+    Touch(
+        "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
+        ("compat.reorder",),
+        "weights are loaded after the model is built, and packed after that",
+        does=(
+            "model = self.create_model(...)",
+            "self.load_weights(model, model_config)",
+            "process_weights_after_loading(model, ...)",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.model_loader.reload:record_metadata_for_reloading",
+        ("compat.reorder",),
+        "copies a module's parameters with their weight loaders",
+        calls=("record_metadata_for_reloading(...)",),
+        does=("info.restore_metadata = capture_layer_to_meta(layer)",),
+    ),
+    Touch(
+        "vllm.model_executor.model_loader.reload.sanitize:sanitize_layer_refs",
+        ("compat.reorder",),
+        "takes the layer out of the loaders in these copies, if they are its methods",
+        does=(
+            "isinstance(value, MethodType) and value.__self__ is layer",
+            "value.__func__.__get__(layer_ref_sentinel)",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.linear:QKVParallelLinear",
+        ("compat.reorder",),
+        "the input projection: q, k and v of all heads, cut for a rank by its loaders",
+        bases=("ColumnParallelLinear", "LinearBase"),
+        has=("total_num_heads", "total_num_kv_heads", "num_heads", "num_kv_heads", "head_size", "v_head_size"),
+    ),
+    Touch(
+        "vllm.model_executor.layers.linear:ColumnParallelLinear.__init__",
+        ("compat.reorder",),
+        "its parameters get its loaders",
+        does=(
+            "self.quant_method.create_weights(..., weight_loader=...)",
+            "set_weight_attrs(self.bias, {'output_dim': 0, 'weight_loader': self.weight_loader})",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.weight_loader",
+        ("compat.reorder",),
+        "gets a shard, or all three in one tensor, which it cuts itself",
+        first=("param", "loaded_weight", "loaded_shard_id"),
+        replaced_by=("vllm_evict.compat.reorder:_qkv_loader.permuted",),
+        does=(
+            "output_dim = getattr(param, 'output_dim', None)",
+            "loaded_shard_id is None",
+            "self.weight_loader(param, loaded_weight_shard, shard_id)",
+            "loaded_weight.narrow(output_dim, start_idx, shard_size)",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.linear:QKVParallelLinear.weight_loader_v2",
+        ("compat.reorder",),
+        "the same, for parameters that cut shards themselves",
+        first=("param", "loaded_weight", "loaded_shard_id"),
+        replaced_by=("vllm_evict.compat.reorder:_qkv_loader.permuted",),
+        does=(
+            "loaded_shard_id is None",
+            "self._load_fused_module_from_checkpoint(param, loaded_weight)",
+            "param.load_qkv_weight(..., loaded_weight=loaded_weight, shard_id=loaded_shard_id)",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.linear:QKVParallelLinear._load_fused_module_from_checkpoint",
+        ("compat.reorder",),
+        "q, k and v lie one after the other, and do not pass the parameter's loader a second time",
+        does=(
+            "('q', 0, self.total_num_heads * self.head_size)",
+            "self.weight_loader_v2(param, loaded_weight_shard, shard_id)",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.linear:RowParallelLinear",
+        ("compat.reorder",),
+        "the output projection: its inputs lie in the order of the query heads",
+        bases=("LinearBase",),
+        has=("input_size",),
+    ),
+    Touch(
+        "vllm.model_executor.layers.linear:RowParallelLinear.weight_loader",
+        ("compat.reorder",),
+        "gets a whole tensor",
+        first=("param", "loaded_weight"),
+        replaced_by=("vllm_evict.compat.reorder:_out_loader.permuted",),
+        does=(
+            "input_dim = getattr(param, 'input_dim', None)",
+            "loaded_weight.narrow(input_dim, start_idx, shard_size)",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.linear:RowParallelLinear.weight_loader_v2",
+        ("compat.reorder",),
+        "the same, for parameters that cut it themselves",
+        first=("param", "loaded_weight"),
+        replaced_by=("vllm_evict.compat.reorder:_out_loader.permuted",),
+        does=("param.load_row_parallel_weight(loaded_weight=loaded_weight)",),
+    ),
+    Touch(
+        "vllm.model_executor.parameter:BasevLLMParameter.weight_loader",
+        ("compat.reorder",),
+        "a property that can be set; the last of its three definitions is the one that is looked at",
+        kind="weight_loader.deleter",
+        does=("self._weight_loader = None",),
+    ),
+    Touch(
+        "vllm.model_executor.parameter:_ColumnvLLMParameter.output_dim",
+        ("compat.reorder",),
+        "along which heads lie in the input projection",
+        kind="property",
+        does=("return self._output_dim",),
+    ),
+    Touch(
+        "vllm.model_executor.parameter:_ColumnvLLMParameter.load_qkv_weight",
+        ("compat.reorder",),
+        "cuts along it",
+        does=("loaded_weight.narrow(self.output_dim, shard_id_int * shard_size, shard_size)",),
+    ),
+    Touch(
+        "vllm.model_executor.parameter:RowvLLMParameter.input_dim",
+        ("compat.reorder",),
+        "along which heads lie in the output projection",
+        kind="property",
+        does=("return self._input_dim",),
+    ),
+    Touch(
+        "vllm.model_executor.parameter:RowvLLMParameter.load_row_parallel_weight",
+        ("compat.reorder",),
+        "cuts along it",
+        does=("loaded_weight.narrow(self.input_dim, self.tp_rank * shard_size, shard_size)",),
+    ),
+    Touch(
+        "vllm.model_executor.parameter:BlockQuantScaleParameter",
+        ("compat.reorder",),
+        "a scale for a block of rows and columns, which may span heads",
+        bases=("_ColumnvLLMParameter", "RowvLLMParameter"),
+    ),
+    Touch(
+        "vllm.model_executor.layers.quantization.fp8:Fp8LinearMethod.create_weights",
+        ("compat.reorder",),
+        "the layer knows the size of these blocks",
+        does=("layer.weight_block_size = self.weight_block_size",),
+    ),
+    Touch(
+        "vllm.model_executor.models.internlm2:InternLM2Attention",
+        ("compat.reorder",),
+        "takes q, k and v of each head out of its projection side by side; refused by this name",
+        has=("split_qkv()",),
+    ),
+]
