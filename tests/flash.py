@@ -14,10 +14,11 @@ class FlashAttention:
         attended: calls of the attention kernel.
         scheduled: those that came with a schedule made ahead.
         schedules: made ahead.
+        asked: those that were asked for their LSE too.
     """
 
     def __init__(self, version):
-        self.version, self.attended, self.scheduled, self.schedules = version, 0, 0, 0
+        self.version, self.attended, self.scheduled, self.schedules, self.asked = version, 0, 0, 0, 0
 
     def install(self, monkeypatch):
         for name in ("flash_attn_varlen_func", "get_scheduler_metadata", "reshape_and_cache_flash"):
@@ -74,6 +75,7 @@ class FlashAttention:
         s_aux,
         mask_mod,
         aux_tensors,
+        return_softmax_lse=False,
     ):
         """Causal attention, aligned to the end, over paged keys and values [num_blocks, block_size, Hkv, D]."""
         assert fa_version == self.version and causal is True and list(window_size) == [-1, -1] and softcap == 0
@@ -88,6 +90,8 @@ class FlashAttention:
         starts, lens = cu_seqlens_q.tolist(), seqused_k.tolist()
         assert starts[-1] == len(q) and max(lens) <= max_seqlen_k and cu_seqlens_q.diff().max() <= max_seqlen_q
         self.attended += 1
+        self.asked += return_softmax_lse
+        lse = torch.full((q.shape[1], len(q)), torch.nan)
         if scheduler_metadata is not None:
             self.scheduled += 1
             wanted = _schedule(seqused_k, cu_seqlens_q, q.shape[1], kv_heads, dim)
@@ -100,9 +104,10 @@ class FlashAttention:
             queries = q[first:last].float().unflatten(1, (kv_heads, group))
             scores = torch.einsum("thgd,shd->hgts", queries, keys) * softmax_scale
             seen = torch.ones(last - first, length, dtype=torch.bool).tril(length - (last - first))
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-            out[first:last] = torch.einsum("hgts,shd->thgd", weights, values).flatten(1, 2).to(out.dtype)
-        return out
+            scores.masked_fill_(~seen, -torch.inf)
+            out[first:last] = torch.einsum("hgts,shd->thgd", scores.softmax(-1), values).flatten(1, 2).to(out.dtype)
+            lse[:, first:last] = scores.logsumexp(-1).flatten(0, 1)
+        return (out, lse) if return_softmax_lse else out
 
     def reshape_and_cache_flash(self, key, value, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale):
         """Keys and values [T, Hkv, D] to their slots; those of padding are negative."""

@@ -28,6 +28,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends import flash_attn, registry
 
 from vllm_evict.attention.compact import is_ordered
+from vllm_evict.attention.flash import FlashPasses
 from vllm_evict.attention.triton import TritonPasses
 from vllm_evict.worker import runtime
 
@@ -131,8 +132,12 @@ MATCHED += [on("fa3", "h2o")] if V2 else [on("fa3", "h2o"), on("fa2", "keydiff")
 
 
 @pytest.mark.parametrize("backend, name", MATCHED, indirect=["backend"])
-def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, name, tmp_path):
+def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, name, tmp_path, monkeypatch):
     """One prompt longer than the budget and a chunk, one that outgrows its budget while it decodes."""
+    from vllm_evict.triton_kernels import query_lse
+
+    if backend is not None:
+        monkeypatch.setattr(query_lse, "query_lse", lambda *_, **__: pytest.fail("FlashAttention has its LSE"))
     # FlashAttention takes half precision only, its stand-in any. The interpreter can't multiply bfloat16.
     half = backend is not None and not V2
     model = make_tiny_llama(tmp_path / "model", dtype="float16" if half else "float32")
@@ -153,6 +158,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, name, tm
         # Every call of FlashAttention 3's kernel, and no other step, has a schedule.
         calls = backend.attended if backend.version == 3 else 0
         assert backend.attended and backend.scheduled == calls == 2 * backend.schedules
+        assert (backend.asked > 0) == (name == "h2o"), "the LSE is asked for where mass is taken"
     subject.assert_nothing_left()
 
 
@@ -253,6 +259,34 @@ def test_tokens_move_within_a_layer_s_heads(target, ordered):
     passes.write(None, pages[:, :2], target.long(), keys.double(), values)
     expected[target.long(), :2] = torch.cat((keys, values), 3)
     assert torch.equal(pages, expected)
+
+
+def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
+    """And where there is none, or of another shape, the pass of our own gives it."""
+    from vllm_evict.triton_kernels.query_lse import query_lse_reference
+
+    random = torch.Generator().manual_seed(0)
+    query, cache = torch.randn(5, 4, 32, generator=random), torch.randn(3, 2, BLOCK, 64, generator=random)
+    keys, table = cache[..., :32], torch.tensor([[2, 1]], dtype=torch.int32)
+    rows = table, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([30], dtype=torch.int32)
+    expected, asked, given = torch.empty(5, 4), [], torch.randn(4, 5, generator=random)
+    query_lse_reference(query, keys, *rows, 0.2, expected)
+
+    def kernel(return_softmax_lse=False):
+        asked.append(return_softmax_lse)
+        return ("output", given) if return_softmax_lse else "output"
+
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", kernel, raising=False)
+    passes = FlashPasses()
+    for heard in (given, torch.randn(5, 4, generator=random)):
+        given = heard
+        with passes.attending():
+            assert flash_attn.flash_attn_varlen_func() == "output"
+        assert flash_attn.flash_attn_varlen_func() == "output"
+        lse = passes.lse_of(query, keys, *rows, 0.2, 5, None)
+        torch.testing.assert_close(lse, given.T if len(given) == 4 else expected)
+        torch.testing.assert_close(passes.lse_of(query, keys, *rows, 0.2, 5, None), expected)
+    assert asked == [True, False] * 2
 
 
 def distinct_prompt(length, seed=0):

@@ -416,7 +416,7 @@ def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, policy, deco
     measured = policy is H2O
     assert "FLASH_ATTN's own kernel" in line and ("decoded by the plugin's kernel" in line) == decodes
     assert ("output and mass in one read" in line) == (decodes and measured)
-    assert ("mass is taken by query_lse and mass_from_lse" in line) == measured
+    assert ("mass is taken by FlashAttention's LSE and mass_from_lse" in line) == measured
 
 
 def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):

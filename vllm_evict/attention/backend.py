@@ -5,6 +5,7 @@ special to one lies in its `Passes`.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -36,6 +37,10 @@ class Passes(Protocol):
     def can_decode(self, layer: Any) -> bool: ...
 
     def kv_heads(self, kv_cache: Any) -> int: ...
+
+    def attending(self) -> AbstractContextManager[None]:
+        """Around the stock kernel of one layer, where `mass` comes next."""
+        ...
 
     def compact(self, layer: Any, kv_caches: Sequence[Any], source: Any, keep: Any, target: Any) -> None: ...
 
@@ -152,7 +157,8 @@ def working_impl(impl: type, passes: Passes) -> type:
         ) -> Any:
             work = getattr(attn_metadata, OWN_WORK, None)
             if work is None or not work.is_all:
-                super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+                with passes.attending() if work is not None and work.measures else nullcontext():
+                    super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             if work is not None:
                 work.do(passes, layer, query, kv_cache, attn_metadata, output)
             return output

@@ -1,6 +1,7 @@
 """vLLM's CPU attention backend: where its keys and values lie, for what runs beside its kernel or in its place."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ class CPUPasses:
     @staticmethod
     def kv_heads(kv_cache: torch.Tensor) -> int:
         return kv_cache.shape[1]
+
+    @staticmethod
+    def attending() -> AbstractContextManager[None]:
+        return nullcontext()
 
     @staticmethod
     def compact(

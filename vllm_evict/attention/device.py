@@ -1,6 +1,7 @@
 """vLLM's attention backends on a device: where keys and values lie, for what runs beside a kernel or in its place."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class DevicePasses:
     before its V, in any of vLLM's layouts; metadata is the backend's, made through the resident view. Rows that vLLM
     pads a batch with are left out. Nothing is read on the host.
 
-    vLLM does not ask its kernels for their LSE, so the mass beside them takes a pass of its own for it.
+    The mass beside a stock kernel takes a pass of its own for the LSE, unless a subclass has it from the kernel.
     """
 
     heads_dim = 1
@@ -53,6 +54,9 @@ class DevicePasses:
     def kv_heads(kv_cache: torch.Tensor) -> int:
         return kv_cache.shape[1]
 
+    def attending(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def mass(
         self,
         layer: Any,
@@ -65,15 +69,30 @@ class DevicePasses:
     ) -> None:
         """Add the mass of queries that the stock kernel has attended to (see `mass_from_lse`)."""
         from ..triton_kernels.mass_from_lse import mass_from_lse
-        from ..triton_kernels.query_lse import query_lse
 
         keys, _ = _halves(kv_cache)
         query = query[: metadata.num_actual_tokens]
-        table, starts, lens = _rows(metadata, len(out))
-        scale = layer.impl.scale
+        rows, scale = _rows(metadata, len(out)), layer.impl.scale
+        lse = self.lse_of(query, keys, *rows, scale, metadata.max_query_len, weights)
+        mass_from_lse(query, keys, lse, *rows, scale, out, per_token=per_token, weights=weights)
+
+    def lse_of(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        table: torch.Tensor,
+        starts: torch.Tensor,
+        lens: torch.Tensor,
+        scale: float,
+        longest: int,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """LSE of the queries that `mass` is asked for, float32 [T, H] (see `query_lse`)."""
+        from ..triton_kernels.query_lse import query_lse
+
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        query_lse(query, keys, table, starts, lens, scale, lse, longest=metadata.max_query_len, weights=weights)
-        mass_from_lse(query, keys, lse, table, starts, lens, scale, out, per_token=per_token, weights=weights)
+        query_lse(query, keys, table, starts, lens, scale, lse, longest=longest, weights=weights)
+        return lse
 
     def mass_of(
         self,

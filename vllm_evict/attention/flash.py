@@ -1,12 +1,38 @@
 """vLLM's FlashAttention backend, whichever version of FlashAttention it runs on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from .device import DevicePasses
 
 
 class FlashPasses(DevicePasses):
-    """Metadata is vLLM's `FlashAttentionMetadata`."""
+    """Metadata is vLLM's `FlashAttentionMetadata`. The mass beside its kernel goes by the kernel's own LSE."""
+
+    beside = "FlashAttention's LSE and mass_from_lse"
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Of the layer that was attended to last, float32 [H, T], until its mass is taken.
+        self._lse: torch.Tensor | None = None
 
     def can_decode(self, layer: Any) -> bool:
         return super().can_decode(layer) and layer.impl.sliding_window == (-1, -1)
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        # Imported when there is FlashAttention.
+        from ..compat.flash import hearing
+
+        with hearing() as heard:
+            yield
+        (self._lse,) = heard
+
+    def lse_of(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        lse, self._lse = self._lse, None
+        if lse is None or lse.shape != (query.shape[1], len(query)):
+            return super().lse_of(query, *args, **kwargs)
+        return lse.T

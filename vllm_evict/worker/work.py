@@ -69,6 +69,11 @@ class OwnWork:
         self._own_queries = to_device(query_start_loc[rows].astype(np.int64), seq_lens.device)
         self._queries = int(query_start_loc[-1])
 
+    @property
+    def measures(self) -> bool:
+        """Whether mass is taken of what the stock kernel attends to."""
+        return (self.mass is not None or self.tokens is not None) and not self.is_all
+
     def do(self, passes: Any, layer: Any, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
         """One layer's share, after the stock kernel's (see `attention.backend.Passes`)."""
 

@@ -218,6 +218,30 @@ FLASH = [
         ),
     ),
     Touch(
+        "vllm.v1.attention.backends.flash_attn:",
+        ("compat.flash",),
+        "the function that its backend calls by name is wrapped there, to hear the LSE",
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FA4DenseAttentionKernel.kernel",
+        ("compat.flash",),
+        "looks the function up when it is called, and hands on what comes back",
+        does=("return flash_attn_varlen_func(*args, **kwargs)",),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flash_attn:FA4DenseAttentionKernel.__call__",
+        ("compat.flash",),
+        "attention goes this way",
+        does=("return self.kernel(..., q=q, k=k, v=v)",),
+    ),
+    Touch(
+        "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func",
+        ("compat.flash",),
+        "gives its LSE, [heads, tokens], where it is asked to; all versions compute it",
+        calls=("flash_attn_varlen_func(..., ..., ..., ..., ..., ..., return_softmax_lse=True)",),
+        does=("return (out, softmax_lse) if return_softmax_lse else out",),
+    ),
+    Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update",
         ("attention.backend", "attention.split", "attention.device"),
         "writes this step's keys and values before `forward`, into pages with any strides",
