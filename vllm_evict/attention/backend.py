@@ -35,6 +35,8 @@ class Passes(Protocol):
 
     def can_decode(self, layer: Any) -> bool: ...
 
+    def dequantised(self, layer: Any, query: Any) -> Any: ...
+
     def kv_heads(self, kv_cache: Any) -> int: ...
 
     def compact(self, layer: Any, kv_caches: Sequence[Any], source: Any, keep: Any, target: Any) -> None: ...
@@ -154,7 +156,7 @@ def working_impl(impl: type, passes: Passes) -> type:
             if work is None or not work.is_all:
                 super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             if work is not None:
-                work.do(passes, layer, query, kv_cache, attn_metadata, output)
+                work.do(passes, layer, passes.dequantised(layer, query), kv_cache, attn_metadata, output)
             return output
 
     return WorkingImpl
