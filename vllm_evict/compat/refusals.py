@@ -91,7 +91,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (
             config.statistics and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
             f"KV cache dtype {cache.cache_dtype!r}, which the score pass can't read on vLLM's {platform} engine",
-            f"use --kv-cache-dtype auto{fp8}, or a policy without scores with \"allow\": [] (sink-window)",
+            f'use --kv-cache-dtype auto{fp8}, or a policy without scores with "allow": [] (sink-window)',
         ),
         (
             config.statistics and set(cache.kv_cache_dtype_skip_layers) - {"sliding_window"},
