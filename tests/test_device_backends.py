@@ -30,6 +30,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends import flash_attn, registry
 
 from vllm_evict.attention import split
+from vllm_evict.attention.backend import OWN_WORK, working_impl
 from vllm_evict.attention.compact import is_ordered
 from vllm_evict.attention.queries import Queries
 from vllm_evict.attention.triton import TritonPasses
@@ -361,6 +362,23 @@ def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
     output = torch.zeros(3, 2, 16)
     split.split_impl(Impl, parts, TritonPasses())().forward(layer, query, query, query, None, context, output)
     assert seen == [torch.float32, query.dtype, query.dtype] and torch.equal(output, query.float())
+
+
+def test_own_work_is_done_with_queries_in_the_model_s_dtype():
+    seen, layer = [], fp8_layer()
+
+    class Impl:
+        def forward(self, layer, query, *args):
+            seen.append(query)
+
+    def do(passes, layer, query, *args):
+        seen.append(query)
+
+    metadata = SimpleNamespace(**{OWN_WORK: SimpleNamespace(is_all=False, do=do)})
+    query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
+    working_impl(Impl, TritonPasses())().forward(layer, query, None, None, None, metadata, None)
+    stock, own = seen
+    assert stock is query and torch.equal(own, query.float() * 0.5)
 
 
 @pytest.mark.parametrize(("target", "ordered"), [([9, 4], True), ([4, 9], True), ([2, 4], False)])
