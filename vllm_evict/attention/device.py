@@ -103,9 +103,10 @@ class DevicePasses:
         query = query[queries.tokens]
         numbers = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
         out = torch.zeros(len(query), keys.shape[1], width, device=query.device)
+        scale, _ = _scales(layer, keys)
         self._decode_mass(
             *(query, keys, values, metadata.block_table[queries.rows, :width], numbers, queries.lens, numbers[:-1]),
-            *(_scales(layer, keys), torch.empty_like(query), out, None),
+            *(scale, torch.empty_like(query), out, None),
         )
         return out.mul_(keys.shape[1] / query.shape[1])
 
@@ -127,9 +128,10 @@ class DevicePasses:
         tokens = metadata.num_actual_tokens
         query = query[:tokens]
         table, starts, _ = _rows(metadata, len(seq_lens))
+        scale, value_scale = _scales(layer, keys)
         self._decode_mass(
             *(query, keys, values, _narrow(table, metadata, keys), starts, seq_lens, rows),
-            *(_scales(layer, keys), output[:tokens].view(query.shape), out, weights, per_token),
+            *(scale, output[:tokens].view(query.shape), out, weights, per_token, value_scale),
         )
 
     def decode_together(
@@ -230,9 +232,9 @@ class DevicePasses:
         )
 
     def _decode_mass(
-        self, query, keys, values, table, starts, lens, rows, scales, output, out, weights, per_token=False
-    ) -> None:
-        scale, value_scale = scales
+        self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, per_token=False,
+        value_scale=1.0,
+    ) -> None:  # fmt: skip
         if self._cuda is not None and not per_token and self._cuda.takes(query, keys, values):
             self._cuda(query, keys, values, table, starts, lens, rows, scale, output, out, weights)
             return
