@@ -337,6 +337,8 @@ def test_what_the_kernel_does_not_take():
     assert sentence(cut=slice(8, None)) is None
     assert "one dtype" in sentence(dtype=F32)
     assert "one dtype" in sentence(values=torch.empty(2, 2, 16, 64, dtype=F16))
+    fp8 = torch.empty(2, 2, 16, 64, dtype=torch.float8_e4m3fn)
+    assert "one dtype" in refused(torch.empty(3, 4, 64, dtype=BF16), fp8, fp8)
     assert "one of 64, 128, 256" in sentence(dim=96)
     assert "1 to 16 heads" in sentence(34, 2) and "1 to 8 heads" in sentence(9, 1, 256)
     assert "multiple of 16" in sentence(block_size=24)

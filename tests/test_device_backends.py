@@ -7,6 +7,7 @@ are short and blocks small.
 """
 
 import json
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -21,16 +22,22 @@ from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
 from parity import TOKEN_TIE, assert_like_oracle, assert_tokens_like_oracle
 from vllm import envs
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import llama
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import flash_attn, registry
 
+from vllm_evict.attention import split
+from vllm_evict.attention.backend import OWN_WORK, working_impl
 from vllm_evict.attention.compact import is_ordered
 from vllm_evict.attention.flash import FlashPasses
+from vllm_evict.attention.queries import Queries
 from vllm_evict.attention.triton import TritonPasses
+from vllm_evict.compat import refusals
 from vllm_evict.worker import runtime
+from vllm_evict.worker.work import Share
 
 # numpy's, where a masked row divides 0 by 0.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -238,6 +245,146 @@ def test_layers_with_other_numbers_of_query_heads_look_through_the_view_too(serv
     # Three chunks: the last is attended to by FlashAttention, over holes.
     (output,) = subject.generate([random_prompt(150)], max_tokens=4)
     assert output.kv_usage.evicted_blocks > 0
+
+
+@pytest.mark.parametrize("backend, name", [on("triton", "h2o"), on("triton", "keydiff")], indirect=["backend"])
+def test_fp8_caches_match_the_dense_oracle(server, tiny, monkeypatch, name):
+    """Of scales that are not 1, on a platform that is taken for one that reads fp8; freed blocks are full of NaN."""
+    from vllm.v1.attention.backends import triton_attn
+
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    monkeypatch.setitem(refusals.SCORED_DTYPES, "cpu", refusals.SCORED_DTYPES["cuda"])
+    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write_fp8)
+    subject = server(POLICIES[name], kv_cache_dtype="fp8", enable_prefix_caching=False)
+    scales = 0.3, 0.6
+    for layer in get_layers_from_vllm_config(subject.core.vllm_config, Attention).values():
+        assert layer.kv_cache.dtype == torch.uint8
+        layer._k_scale.fill_(scales[0])
+        layer._v_scale.fill_(scales[1])
+        layer._k_scale_float, layer._v_scale_float = scales
+    prompt = random_prompt(100)
+    (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 12, "logprobs": 0})])
+    dense = DenseLlama(tiny, fp8_scales=scales)
+    assert assert_like_oracle(dense, prompt, output, trace, POLICIES[name], block_size=BLOCK) > 0
+    assert subject.runtime.decodes and any(
+        cache.view(torch.float8_e4m3fn).isnan().any() for cache in subject.worker.model_runner.kv_caches
+    )
+    subject.assert_nothing_left()
+
+
+def write_fp8(key, value, key_cache, value_cache, slot_mapping, name, key_scale, value_scale):
+    """Keys and values [T, Hkv, D] to their slots; the interpreter would round some of them wrongly."""
+    assert name == "fp8" and len(slot_mapping) <= len(key)
+    kept = (slot_mapping >= 0).nonzero().flatten()
+    slots, block_size = slot_mapping[kept], key_cache.shape[1]
+    for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
+        cache[slots // block_size, slots % block_size] = (new[kept] / scale).to(cache.dtype)
+
+
+def fp8_layer():
+    scales = {"_q_scale_float": 0.5, "_k_scale_float": 0.3, "_v_scale_float": 1.7}
+    return SimpleNamespace(dtype=torch.float32, impl=SimpleNamespace(scale=0.2), **scales)
+
+
+def fp8_pages(layer, heads, dim=32, blocks=7):
+    """Bytes as vLLM hands them over, and what they stand for, [blocks, heads, BLOCK, 2 * dim] each."""
+    random = torch.Generator().manual_seed(heads)
+    pages = torch.randn(blocks, BLOCK, heads, 2 * dim, generator=random).to(torch.float8_e4m3fn).transpose(1, 2)
+    keys, values = pages.float().chunk(2, 3)
+    return pages.view(torch.uint8), torch.cat((keys * layer._k_scale_float, values * layer._v_scale_float), 3)
+
+
+def test_fp8_pages_are_read_written_and_moved():
+    layer, passes, blocks = fp8_layer(), TritonPasses(), torch.tensor([5, 2])
+    pages, real = fp8_pages(layer, 2)
+    keys, values = passes.read(layer, pages, blocks)
+    assert keys.dtype == torch.float32 and torch.equal(torch.cat((keys, values), 3), real[blocks])
+    alone, nothing = passes.read(layer, pages, blocks, False)
+    assert torch.equal(alone, keys) and nothing is None
+    new = torch.linspace(-3, 3, keys.numel()).view(keys.shape)
+    new[0, 0, 0, 0] = 1000.0
+    passes.write(layer, pages, blocks, new.double(), values)
+    keys_, values_ = passes.read(layer, pages, blocks)
+    assert keys_[0, 0, 0, 0] == pytest.approx(448 * 0.3) and torch.equal(values_, values)
+    keys_[0, 0, 0, 0] = new[0, 0, 0, 0] = 0.0
+    # Half a step: 2 ** -4 of the number, or 2 ** -10 of the scale.
+    torch.testing.assert_close(keys_, new, rtol=2**-4, atol=0.3 * 2**-10)
+    keep, before = torch.arange(3, 3 + BLOCK, dtype=torch.int32).expand(1, 2, -1), pages.clone()
+    source, target = torch.tensor([5, 2], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
+    passes.compact(layer, [pages], source, keep.contiguous(), target)
+    moved = before[source.long()].transpose(0, 1).flatten(1, 2)[:, 3 : 3 + BLOCK]
+    assert torch.equal(pages[6], moved) and torch.equal(pages[:6], before[:6])
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
+def test_fp8_pages_and_queries_are_attended_to_as_what_they_stand_for(per_token):
+    """Every pass, of quantised queries too, against itself on caches that are not quantised."""
+    layer, passes = fp8_layer(), TritonPasses()
+    plain = SimpleNamespace(dtype=torch.float32, impl=layer.impl)
+    pages, real = zip(fp8_pages(layer, 1), fp8_pages(layer, 2))
+    quantised = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(9)).to(torch.float8_e4m3fn)
+    query = passes.dequantised(layer, quantised)
+    assert query.dtype == torch.float32 and torch.equal(query, quantised.float() * 0.5)
+    assert passes.dequantised(layer, query) is query
+    table, starts = torch.tensor([[3, 1, 6], [0, 5, 2]], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
+    lens, rows = torch.tensor([37, 20], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    metadata = SimpleNamespace(
+        block_table=table, query_start_loc=starts, seq_lens=lens, num_actual_tokens=4, max_query_len=3, max_seq_len=37
+    )
+    queries = Queries(torch.tensor([0, 2]), torch.tensor([0, 1]), torch.tensor([37, 19], dtype=torch.int32))
+    results = []
+    for its, caches in ((layer, pages), (plain, real)):
+        mass, decoded, output = (torch.zeros(2, 2, 3 * BLOCK), torch.zeros(2, 2, 3 * BLOCK), torch.zeros(4, 4, 32))
+        passes.mass(its, query[:, 2:], caches[1], metadata, None, mass, per_token)
+        passes.decode(its, query[:, 2:], caches[1], metadata, output, rows, lens, None, decoded, per_token)
+        of_each = passes.mass_of(its, query[:, 2:], caches[1], metadata, queries, 3)
+        work = SimpleNamespace(rows=rows, seq_lens=lens)
+        shares = [Share(work, q, cache, metadata) for q, cache in zip(query.split([2, 4], 1), caches)]
+        together, outs = torch.zeros(4, 6, 32), [torch.zeros(2, 1, 3 * BLOCK), None]
+        passes.decode_together(its, query, shares, together, None, outs, per_token)
+        results.append((mass, decoded, output, of_each, together, outs[0]))
+    for got, want in zip(*results, strict=True):
+        assert want.any()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
+    """Stock kernels get the quantised query, ours what it stands for."""
+    seen, layer = [], fp8_layer()
+
+    class Impl:
+        def do_kv_cache_update(self, *args):
+            pass
+
+        def forward(self, layer, query, key, value, kv_cache, metadata, output):
+            seen.append(query.dtype)
+            output.copy_(query.float() / 3)  # nothing that fp8 holds
+
+    parts = [split.Part(name, slice(i, i + 1), slice(i, i + 1), slice(0, 1), Impl()) for i, name in enumerate("ab")]
+    context = SimpleNamespace(attn_metadata=dict.fromkeys("ab", SimpleNamespace(slot_mapping=None)))
+    monkeypatch.setattr(split, "get_forward_context", lambda: context)
+    monkeypatch.setattr(split, "do_together", lambda passes, layer, query, shares, output: seen.append(query.dtype))
+    query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
+    output = torch.zeros(3, 2, 16)
+    split.split_impl(Impl, parts, TritonPasses())().forward(layer, query, query, query, None, context, output)
+    assert seen == [torch.float32, query.dtype, query.dtype] and torch.equal(output, query.float() / 3)
+
+
+def test_own_work_is_done_with_queries_in_the_model_s_dtype():
+    seen, layer = [], fp8_layer()
+
+    class Impl:
+        def forward(self, layer, query, *args):
+            seen.append(query)
+
+    def do(passes, layer, query, *args):
+        seen.append(query)
+
+    metadata = SimpleNamespace(**{OWN_WORK: SimpleNamespace(is_all=False, do=do)})
+    query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
+    working_impl(Impl, TritonPasses())().forward(layer, query, None, None, None, metadata, None)
+    stock, own = seen
+    assert stock is query and torch.equal(own, query.float() * 0.5)
 
 
 @pytest.mark.parametrize(("target", "ordered"), [([9, 4], True), ([4, 9], True), ([2, 4], False)])

@@ -153,6 +153,10 @@ SETTINGS = {
     ),
     "fast prefill": (dict(kv_sharing_fast_prefill=True), "leave --kv-sharing-fast-prefill out"),
     "KV cache dtype 'fp8_e5m2'": (dict(kv_cache_dtype="fp8_e5m2"), "--kv-cache-dtype auto"),
+    "KV cache dtype 'fp8', which the score pass can't read on vLLM's cpu engine": (
+        dict(kv_cache_dtype="fp8"),
+        "--kv-cache-dtype auto, or",
+    ),
     "scheduler class": (dict(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"), "leave --scheduler-cls out"),
     "worker class 'my.Worker'": (dict(worker_cls="my.Worker"), "leave --worker-cls out"),
     "pooling": (dict(runner="pooling"), "leave --kv-policy out"),
@@ -190,7 +194,7 @@ def plain_config(**changes):
             pipeline_parallel_size=1,
             enable_dbo=False,
         ),
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, cache_dtype="auto"),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, cache_dtype="auto", kv_cache_dtype_skip_layers=[]),
         scheduler_config=SimpleNamespace(scheduler_cls=None),
         device_config=SimpleNamespace(device_type="cpu"),
         attention_config=SimpleNamespace(backend=None),
@@ -259,6 +263,31 @@ def test_a_policy_without_scores_may_have_any_kv_dtype(tiny):
     assert engine_config(tiny, UNMEASURED, kv_cache_dtype="fp8_e5m2").scheduler_config.scheduler_cls
     with pytest.raises(KVPolicyError, match='"allow": \\[\\]'):
         engine_config(tiny, {"name": "sink-window", "budget": 512}, kv_cache_dtype="fp8_e5m2")
+
+
+@pytest.mark.parametrize("backend", [None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN])
+def test_a_gpu_may_keep_fp8_with_one_scale_for_a_layer(backend):
+    """Which backend there will be, layers say; other kinds of quantised caches, and layers that differ, are refused."""
+
+    def check(name, policy=H2O, skipped=()):
+        config = plain_config(
+            device_config__device_type="cuda",
+            attention_config__backend=backend,
+            cache_config__cache_dtype=name,
+            cache_config__kv_cache_dtype_skip_layers=list(skipped),
+        )
+        refusals.check_config(config, KVPolicyConfig.parse(policy))
+
+    for name in ("auto", "bfloat16", "fp8", "fp8_e4m3"):
+        check(name)
+    for name in ("fp8_e5m2", "fp8_inc", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_k8v4"):
+        with pytest.raises(KVPolicyError, match=rf"'{name}'.* cuda engine: use --kv-cache-dtype auto or fp8 \("):
+            check(name)
+        check(name, UNMEASURED)
+    check("fp8", skipped=["sliding_window"])
+    check("fp8", UNMEASURED, ["0"])
+    with pytest.raises(KVPolicyError, match="differ between layers: leave --kv-cache-dtype-skip-layers out"):
+        check("fp8", skipped=["0", "sliding_window"])
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.33.0rc1", "1.0"])
@@ -348,7 +377,8 @@ def kv_cache_of_one_group():
 def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "is_fp8_kv_cache": False, "head_size": 64}
     backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
-    found = {"layer.2": SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain), attn_backend=backend)}
+    cpu_layer = SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain), attn_backend=backend, kv_cache_dtype="fp8")
+    found = {"layer.2": cpu_layer}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
     group = SimpleNamespace(decodes=None)
     runtime, given = EvictionRuntime([group], passes_for("CPU_ATTN")), kv_cache_of_one_group()
@@ -368,6 +398,9 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
         found["layer.2"].impl = SimpleNamespace(**{**plain, field: value})
         layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
         assert group.decodes is False
+    found["layer.2"].impl = SimpleNamespace(**{**plain, "is_fp8_kv_cache": True})
+    with pytest.raises(KVPolicyError, match=r"layer.2 keeps its keys as fp8.*on a CPU.*sink-window"):
+        layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
 
 
 #: Backend on a device -> what its layers have besides, where they are plain, and where they are not.
@@ -382,24 +415,37 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     besides, other = BESIDES[name]
     plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "head_size": 64, **besides}
     backend = SimpleNamespace(get_name=lambda: name)
-    found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16)
+    one = torch.ones(())
+    found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, _q_scale=one, _k_scale=one, _v_scale=one)
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
     group = SimpleNamespace(decodes=None)
     runtime, given = EvictionRuntime([group], passes_for(name)), kv_cache_of_one_group()
 
-    def settle(policy, dtype=torch.bfloat16, **changed):
+    def settle(policy, dtype=torch.bfloat16, named="auto", **changed):
         found.impl, found.kv_cache_torch_dtype = SimpleNamespace(**{**plain, **changed}), dtype
+        found.kv_cache_dtype = named
         layers.settle(None, KVPolicyConfig.parse(policy), runtime, given)
         return group.decodes
 
     assert settle(H2O)
     with pytest.raises(KVPolicyError, match=r"layer.2 keeps its keys as float16.*sink-window"):
-        settle(H2O, torch.float16)
+        settle(H2O, torch.float16, "float16")
     for size in (8, 512):
         with pytest.raises(KVPolicyError, match=rf"layer.2 has heads of size {size}.*sink-window"):
             settle(H2O, head_size=size)
         assert not settle(UNMEASURED, head_size=size)
-    assert not settle(UNMEASURED, torch.float8_e4m3fn)
+    for fp8 in ("fp8", "fp8_e4m3"):
+        assert settle(H2O, torch.uint8, fp8)
+    for kind in ("fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4"):
+        with pytest.raises(KVPolicyError, match=rf"layer.2 keeps its keys as {kind}.*fp8, fp8_e4m3\).*sink-window"):
+            settle(H2O, torch.uint8, kind)
+        assert not settle(UNMEASURED, torch.uint8, kind)
+    for scale in ("_q_scale", "_k_scale", "_v_scale"):
+        setattr(found, scale, torch.ones(4))
+        with pytest.raises(KVPolicyError, match="layer.2 has fp8 scales for each head.*sink-window"):
+            settle(H2O, torch.uint8, "fp8")
+        assert settle(H2O) and not settle(UNMEASURED, torch.uint8, "fp8")
+        setattr(found, scale, one)
     for changed in ({"alibi_slopes": [1.0]}, {"logits_soft_cap": 30.0}, {"sinks": [1.0]}, other):
         assert not settle(UNMEASURED, **changed)
     monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")

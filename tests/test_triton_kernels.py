@@ -39,6 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+FP8 = torch.float8_e4m3fn
 HEAD_MAJOR, TOKEN_MAJOR = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 #: Of an output, by its own rounding and that of the probabilities before they meet the values.
 TOLERANCE = {F32: 3e-6, F16: 2e-3, BF16: 1.6e-2}
@@ -89,10 +90,22 @@ def caches_in(layout: KVCacheLayout, dtype, blocks, kv_heads, block_size, conten
 
 
 class Batch:
-    """Random arguments. All that no query may read is NaN: other blocks and layers, and what lies beyond last tokens."""
+    """Random arguments. All that no query may read is NaN: other blocks and layers, and what lies beyond last tokens.
+
+    With `scales`, of keys and values, the cache is fp8.
+    """
 
     def __init__(
-        self, query_lens, seq_lens, heads=(4, 2), dim=64, block_size=16, dtype=F32, layout=HEAD_MAJOR, magnitude=1.0
+        self,
+        query_lens,
+        seq_lens,
+        heads=(4, 2),
+        dim=64,
+        block_size=16,
+        dtype=F32,
+        layout=HEAD_MAJOR,
+        magnitude=1.0,
+        scales=None,
     ):
         random = torch.Generator().manual_seed(0)
         self.heads, self.kv_heads = heads
@@ -106,9 +119,17 @@ class Batch:
             keys = torch.randn(len(used) * block_size, self.kv_heads, 2 * dim, generator=random) * magnitude
             keys[length:] = torch.nan
             pages[used.long()] = keys.unflatten(0, (-1, block_size)).transpose(1, 2)
-        cache = cache_in(layout, dtype, *pages.shape)
+        cache = cache_in(layout, FP8 if scales else dtype, *pages.shape)
         cache.copy_(pages)
         self.keys, self.values = cache.split(dim, dim=-1)
+        # What they stand for: references take it.
+        self.real_keys, self.real_values, self.kernel_scale, self.value_scale = self.keys, self.values, self.scale, 1.0
+        if scales:
+            if ON_GPU and torch.cuda.get_device_capability() < (8, 9):
+                pytest.skip("Triton has float8_e4m3fn from compute capability 8.9 on")
+            key_scale, self.value_scale = scales
+            self.kernel_scale *= key_scale
+            self.real_keys, self.real_values = (x.float() * by for x, by in zip((self.keys, self.values), scales))
         tokens = sum(query_lens)
         query = torch.randn(tokens, self.heads + 1, dim, generator=random)
         self.query = query.to(DEVICE, dtype)[:, 1:]  # not dense
@@ -135,7 +156,8 @@ class Batch:
         options = {"weights": self.weights, "lse": lse, "per_token": per_token} | options
         decode_mass(
             *(self.query, self.keys, self.values, self.table, self.starts, self.seq_lens, self.rows),
-            *(self.scale, output),
+            *(self.kernel_scale, output),
+            value_scale=self.value_scale,
             out=out,
             **options,
         )
@@ -144,9 +166,8 @@ class Batch:
     def decode_reference(self, rows_of_mass=None, per_token=False):
         output = torch.full_like(self.query, 7.0).cpu()
         out = self.new_out(rows_of_mass or self.kv_heads, torch.float64, per_token).cpu()
-        arguments = (
-            self.query, pack_keys(self.keys.cpu()), self.values, self.table, self.starts, self.seq_lens, self.rows
-        )  # fmt: skip
+        caches = pack_keys(self.real_keys.cpu()), self.real_values
+        arguments = self.query, *caches, self.table, self.starts, self.seq_lens, self.rows
         decode_mass_reference(
             *(tensor.cpu() for tensor in arguments),
             *(self.scale, output),
@@ -162,7 +183,7 @@ class Batch:
         starts = self.starts.tolist()
         for r, seq_len in enumerate(self.seq_lens.tolist()):
             blocks = self.table[r, : -(-seq_len // self.block_size)].long()
-            keys = self.keys[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].double().cpu()
+            keys = self.real_keys[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].double().cpu()
             keys = keys.repeat_interleave(self.heads // self.kv_heads, 0)
             query = self.query[starts[r] : starts[r + 1]].double().cpu()
             scores = torch.einsum("qhd,htd->qht", query, keys) * self.scale
@@ -193,9 +214,10 @@ SHAPES = [  # heads, dim, block size, dtype, layout
     ((4, 2), 128, 256, BF16, TOKEN_MAJOR),
 ]
 BY = pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
-each_shape = pytest.mark.parametrize(
-    "shape", SHAPES, ids=[f"{h}x{d}-bs{b}-{str(t)[6:]}-{o.name}" for h, d, b, t, o in SHAPES]
-)
+SHAPE_IDS = [f"{h}x{d}-bs{b}-{str(t)[6:]}-{o.name}" for h, d, b, t, o in SHAPES]
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
+#: GQA with float32, bfloat16 and float16 queries, one head, an odd block, parts of blocks.
+each_fp8_shape = pytest.mark.parametrize("shape", SHAPES[:4] + SHAPES[6:9], ids=SHAPE_IDS[:4] + SHAPE_IDS[6:9])
 
 
 def test_caches_lie_as_vllm_lays_them():
@@ -229,6 +251,21 @@ def test_decode_matches_the_reference(shape, per_token):
     assert_close(lse[tokens], batch.lse()[tokens])
     others = torch.ones(len(output), dtype=torch.bool, device=DEVICE).index_fill(0, tokens, False)
     assert (output[others] == 7).all() and (lse[others] == 7).all()
+
+
+@BY
+@each_fp8_shape
+def test_decode_reads_fp8_caches(shape, per_token):
+    """As if they were full of what they stand for: exactly, but for the rounding of probabilities and outputs."""
+    batch = Batch(*DECODE, *shape, scales=(0.75, 2.5))
+    plan = batch.plan(splits=3, per_token=per_token)
+    output, mass, lse = batch.decode(None, per_token, plan=plan)
+    expected, expected_mass = batch.decode_reference(None, per_token)
+    # By the size of values: of one query head they are neither rounded nor are probabilities.
+    assert_close(output / batch.value_scale, expected / batch.value_scale, TOLERANCE[shape[3]])
+    assert_close(mass, expected_mass, 5e-6)
+    tokens = batch.starts[batch.rows.long()].long()
+    assert_close(lse[tokens], batch.lse()[tokens], 5e-6)
 
 
 def test_decode_without_mass_is_the_same():
@@ -353,11 +390,11 @@ def test_tiles_are_whole_granules_of_whole_blocks(block_size, dim):
 class Classes:
     """Two classes of heads: the first long, the second of few tokens, in a cache of another layout."""
 
-    def __init__(self, kv_heads=(1, 2), group=2, dim=64, block_size=16, dtype=F32, layout=HEAD_MAJOR):
+    def __init__(self, kv_heads=(1, 2), group=2, dim=64, block_size=16, dtype=F32, layout=HEAD_MAJOR, scales=None):
         query_lens, long = DECODE
         short = [max(min(length, 37), 1) for length in long]
         self.classes = [
-            Batch(query_lens, lens, (group * heads, heads), dim, block_size, dtype, layout)
+            Batch(query_lens, lens, (group * heads, heads), dim, block_size, dtype, layout, scales=scales)
             for lens, heads, layout in zip((long, short), kv_heads, (layout, TOKEN_MAJOR))
         ]
         first = self.classes[0]
@@ -379,25 +416,28 @@ class Classes:
     def arguments(self):
         first = self.classes[0]
         tables = self.of("table"), first.starts, self.of("seq_lens"), first.rows
-        return self.query, self.of("keys"), self.of("values"), *tables, first.scale
+        return self.query, self.of("keys"), self.of("values"), *tables, first.kernel_scale
 
     def decode(self, **options):
         output = torch.full_like(self.query, 7.0)
         lse = torch.full(self.query.shape[:2], 7.0, device=DEVICE)
-        options = {"lse": lse, "weights": self.classes[0].weights} | options
+        first = self.classes[0]
+        options = {"lse": lse, "weights": first.weights, "value_scale": first.value_scale} | options
         decode_classes(*self.arguments(), output, **options)
         return output, options["lse"]
 
 
-CLASSES = [  # KV heads, group, dim, block size, dtype, layout
+CLASSES = [  # KV heads, group, dim, block size, dtype, layout, scales
     ((1, 2), 2, 64, 16, F32, HEAD_MAJOR),
     ((2, 1), 4, 128, 64, BF16, TOKEN_MAJOR),
     ((1, 1), 1, 80, 48, F16, HEAD_MAJOR),
     ((1, 2), 7, 256, 128, BF16, HEAD_MAJOR),
+    ((2, 1), 4, 128, 16, BF16, HEAD_MAJOR, (0.75, 0.5)),
 ]
+CLASS_IDS = [f"{k}x{g}-{d}-bs{b}-{str(t)[6:]}" + "-fp8" * len(more) for k, g, d, b, t, _, *more in CLASSES]
 
 
-@pytest.mark.parametrize("shape", CLASSES, ids=[f"{k}x{g}-{d}-bs{b}-{str(t)[6:]}" for k, g, d, b, t, _ in CLASSES])
+@pytest.mark.parametrize("shape", CLASSES, ids=CLASS_IDS)
 @BY
 def test_classes_match_the_reference_and_each_alone(shape, per_token):
     layer = Classes(*shape)
@@ -410,10 +450,12 @@ def test_classes_match_the_reference_and_each_alone(shape, per_token):
         assert torch.equal(part, alone[0]) and torch.equal(mass, alone[1]) and torch.equal(its_lse, alone[2])
     expected = torch.full_like(layer.query, 7.0).cpu()
     expected_out = [each.new_out(mass.shape[1], F64, per_token).cpu() for each, mass in zip(layer.classes, out)]
-    query, keys, values, tables, starts, lens, rows, scale = layer.arguments()
+    query, _, _, tables, starts, lens, rows, _ = layer.arguments()
+    keys, values = ([each.cpu() for each in layer.of(name)] for name in ("real_keys", "real_values"))
+    lens, scale = [each.cpu() for each in lens], layer.classes[0].scale
     decode_classes_reference(
-        *(query.cpu(), [pack_keys(each.cpu()) for each in keys], [each.cpu() for each in values]),
-        *([table.cpu() for table in tables], starts.cpu(), [each.cpu() for each in lens], rows.cpu(), scale, expected),
+        *(query.cpu(), [pack_keys(each) for each in keys], values),
+        *([table.cpu() for table in tables], starts.cpu(), lens, rows.cpu(), scale, expected),
         out=expected_out,
         per_token=per_token,
         weights=layer.classes[0].weights.cpu(),
@@ -437,6 +479,9 @@ def test_one_class_may_do_without_mass():
         assert all(mass is None or torch.equal(mass, full) for mass, full in zip(again, out))
     with pytest.raises(ValueError, match="of two classes"):
         layer.decode(out=[None])
+    layer.classes[1].keys, layer.classes[1].values = layer.classes[1].keys.to(FP8), layer.classes[1].values.to(FP8)
+    with pytest.raises(ValueError, match="caches of both classes must have one dtype"):
+        layer.decode()
 
 
 def test_splits_of_classes_are_of_one_length():
@@ -483,6 +528,21 @@ def test_mass_of_tokens_from_lse_matches_the_reference(shape):
     assert_close(out, expected, 1e-5)
     mass_from_lse(*arguments, again, **options)
     assert torch.equal(again, out)
+
+
+@BY
+@each_fp8_shape
+def test_mass_and_lse_are_read_off_fp8_keys(shape, per_token):
+    batch = Batch(*PREFILL, *shape, scales=(0.75, 1.0))
+    lse = torch.full(batch.query.shape[:2], 7.0, device=DEVICE)
+    lists = batch.table, batch.starts, batch.seq_lens
+    query_lse(batch.query, batch.keys, *lists, batch.kernel_scale, lse, longest=40)
+    assert_close(lse, batch.lse(), 1e-5)
+    out, expected = (batch.new_out(batch.kv_heads, dtype, per_token) for dtype in (F32, F64))
+    options = {"weights": batch.weights, "per_token": per_token}
+    mass_from_lse(batch.query, batch.keys, batch.lse(), *lists, batch.kernel_scale, out, **options)
+    mass_from_lse_reference(batch.query, batch.real_keys, batch.lse(), *lists, batch.scale, expected, **options)
+    assert_close(out, expected, 1e-5)
 
 
 @BY
@@ -755,6 +815,7 @@ def test_equal_scores_go_from_the_oldest_on():
     ("change", "error", "message"),
     [
         (lambda b: setattr(b, "values", b.values.half()), TypeError, "one dtype"),
+        (lambda b: setattr(b, "values", b.values.to(FP8)), TypeError, "one dtype.*or caches float8_e4m3fn"),
         (lambda b: setattr(b, "keys", b.keys.mT), ValueError, "contiguous|the query's D"),
         (lambda b: setattr(b, "seq_lens", b.seq_lens.long()), TypeError, "seq_lens must be int32"),
         (lambda b: setattr(b, "weights", b.weights.double()), ValueError, "weights must be float32"),
@@ -812,8 +873,11 @@ def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
     # Within the caches a barrier lies between reads and writes, which the interpreter does not need.
     assert direct["bar.sync"] == 1 and not out["bar.sync"] and not back["bar.sync"]
     assert direct["ld.global.v4"] and out["ld.global.v4"] and back["ld.global.v4"]
+    reads_fp8 = {kernel["kernel"] for kernel in found if kernel["e4m3x2"]}
+    assert reads_fp8 == {"_attend", "_attend_classes", "_mass_from_lse", "_query_lse"}
     for kernel in found:
-        assert not kernel["spilled"] and not kernel["atom."], kernel
+        # Of fp8 ptxas puts up to two words aside rather than let fewer programs share an SM.
+        assert kernel["spilled"] <= (8 if kernel["e4m3x2"] else 0) and not kernel["atom."], kernel
         if kernel["kernel"].startswith("_attend"):
             # Three programs on an SM: 65,536 registers, 227 KiB of shared memory, of which each takes 1 more. Two for
             # head size 256.

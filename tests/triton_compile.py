@@ -25,12 +25,16 @@ from vllm_evict.triton_kernels import (
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-SHAPES = [  # query heads, KV heads, head size, block size, dtype, queries, whether there is mass
+FP8 = torch.float8_e4m3fn
+SHAPES = [  # query heads, KV heads, head size, block size, dtype, queries, whether there is mass; dtype of the cache
     (32, 8, 128, 16, BF16, 256, True),
     (28, 4, 128, 256, F16, 4, False),
     (8, 8, 96, 32, BF16, 4, True),
     (16, 1, 256, 48, BF16, 256, True),
     (4, 2, 128, 16, F32, 256, True),
+    (32, 8, 128, 16, BF16, 256, True, FP8),
+    (8, 8, 96, 32, F16, 4, True, FP8),
+    (16, 2, 256, 64, BF16, 256, True, FP8),
 ]
 ROWS, WIDTH = 4, 512
 
@@ -66,7 +70,7 @@ class Compiled:
             (line,) = (line for line in usage.splitlines() if "REG:" in line)
             taken = dict(item.split(":") for item in line.split() if item.startswith(("REG", "STACK")))
             ptx = binary.asm["ptx"]
-            words = "cp.async", "mma.sync", "wgmma.mma_async", "atom.", "ld.global.v4", "bar.sync"
+            words = "cp.async", "mma.sync", "wgmma.mma_async", "atom.", "ld.global.v4", "bar.sync", "e4m3x2"
             self.found.append(
                 {"kernel": self.kernel.__name__, "threads": 32 * binary.metadata.num_warps}
                 | {"shared": binary.metadata.shared, "registers": int(taken["REG"]), "spilled": int(taken["STACK"])}
@@ -96,12 +100,12 @@ def compile_all() -> None:
     table, lens = ints(ROWS, 8192), ints(ROWS)
     resident_view.resident_view(table, lens, 16, table, lens, table)
     select.select(torch.empty(ROWS, 8192), lens, lens, lens, table, lens)
-    for dtype, dim in ((BF16, 128), (torch.float8_e4m3fn, 80)):
+    for dtype, dim in ((BF16, 128), (FP8, 80)):
         caches, blocks = [torch.empty(8, 8, 16, 2 * dim, dtype=dtype) for _ in range(2)], ints(WIDTH)
         for ordered in (True, False):
             compact.compact(caches, blocks, ints(2, 8, 1024), blocks, ints(3, ROWS), ordered=ordered)
-    for heads, kv_heads, dim, block_size, dtype, tokens, has_mass in SHAPES:
-        keys, values = torch.empty(8, kv_heads, block_size, 2 * dim, dtype=dtype).split(dim, -1)
+    for heads, kv_heads, dim, block_size, dtype, tokens, has_mass, *kept in SHAPES:
+        keys, values = torch.empty(8, kv_heads, block_size, 2 * dim, dtype=kept[0] if kept else dtype).split(dim, -1)
         table, starts, out = ints(ROWS, WIDTH), ints(ROWS + 1), torch.empty(ROWS, kv_heads, WIDTH)
         query, lse, weights = (
             torch.empty(tokens, heads, dim, dtype=dtype),

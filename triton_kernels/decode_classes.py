@@ -77,6 +77,7 @@ def decode_classes(
     weights: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plans: Sequence[DecodePlan] | None = None,
+    value_scale: float = 1.0,
 ) -> None:
     """`decode_mass` of two classes of heads, DuoAttention's retrieval and streaming heads, in its two launches.
 
@@ -88,9 +89,9 @@ def decode_classes(
     Args:
         query: [T, H, D] as for `decode_mass`: H = G * both classes' KV heads, those of the first class first.
         key_caches, value_caches: for each class [num_blocks, Hkv of the class, bs, D] as for `decode_mass`; bs and D
-            of all are the same.
+            of all are the same, and so are their dtypes.
         block_tables, seq_lens: for each class, as for `decode_mass`.
-        query_start_loc, rows, scale, weights: as for `decode_mass`, of both classes.
+        query_start_loc, rows, scale, weights, value_scale: as for `decode_mass`, of both classes.
         output: [T, H, D] of the query's dtype, last dimension contiguous, heads as in `query`.
         out: for each class float32 [R, Hkv of the class or 1, Wout] or None; None if no mass is wanted.
         per_token: whether entries of `out` are resident tokens instead of blocks, in both classes.
@@ -122,6 +123,7 @@ def decode_classes(
         launch_of(q, keys, values, table, lens, o, mass, weights, log, plan, n, per_token)
         for q, keys, values, table, lens, mass, o, log, plan in zip(queries, *per_class, outputs, logs, plans)
     )
+    require(key_caches[0].dtype == key_caches[1].dtype, "caches of both classes must have one dtype")
     require(first.attend_shape[:-1] == second.attend_shape[:-1], "caches must have one block size")
     has_mass = first.attend_shape[-1] or second.attend_shape[-1]
     shared = query_start_loc, rows, weights
@@ -130,7 +132,7 @@ def decode_classes(
         *first.attend_shape[:-1], has_mass, num_warps=plans[0].warps, num_stages=plans[0].stages,
     )  # fmt: skip
     _combine_classes[(n, first.roles + second.roles)](
-        *shared, first.combine, second.combine, first.roles,
+        *shared, value_scale, first.combine, second.combine, first.roles,
         FIRST=first.combine_shape, SECOND=second.combine_shape, num_warps=4,
     )  # fmt: skip
 
@@ -159,10 +161,10 @@ def _attend_classes(
 
 @triton.jit
 def _combine_classes(
-    starts, rows, weights, first, second, first_roles, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    starts, rows, weights, value_scale, first, second, first_roles, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     role = tl.program_id(1)
     if role < first_roles:
-        combine_splits(role, starts, rows, weights, *first, *FIRST)
+        combine_splits(role, starts, rows, weights, value_scale, *first, *FIRST)
     else:
-        combine_splits(role - first_roles, starts, rows, weights, *second, *SECOND)
+        combine_splits(role - first_roles, starts, rows, weights, value_scale, *second, *SECOND)

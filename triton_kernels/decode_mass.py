@@ -118,6 +118,7 @@ def decode_mass(
     weights: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
+    value_scale: float = 1.0,
 ) -> None:
     """Attention of requests that decode one token: `output` is written, their mass added to `out`.
 
@@ -131,13 +132,13 @@ def decode_mass(
 
     Args:
         query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous. D from 16 to 256.
-        key_cache, value_cache: [num_blocks, Hkv, bs, D] of the query's dtype, any strides but a contiguous D: of a vLLM
-            cache [num_blocks, Hkv, bs, 2 * D], head-major or token-major, the two halves.
+        key_cache, value_cache: [num_blocks, Hkv, bs, D] of the query's dtype or both float8_e4m3fn, any strides but a
+            contiguous D: of a vLLM cache [num_blocks, Hkv, bs, 2 * D], head-major or token-major, the two halves.
         block_table: int32 [R, W], row stride arbitrary, without holes (`resident_view`).
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens.
         rows: int32 [n], requests that decode here, each of one token; -1 for padding, which costs nothing.
-        scale: factor on the scores before the softmax.
+        scale: factor on the scores before the softmax, that of quantised keys included.
         output: [T, H, D] of the query's dtype, last dimension contiguous. Other tokens' rows are left alone.
         out: float32 [R, Hkv or 1, Wout], last dimension contiguous; None if no mass is wanted. Entries past a request's
             own are left alone.
@@ -146,6 +147,7 @@ def decode_mass(
         lse: float32 [T, H] or None; gets the natural logarithm of each row's sum of exponentials.
         plan: from `plan_decode`, for at least n rows and the blocks of the longest request, and for tokens if they are
             wanted; None makes one.
+        value_scale: factor on the values, where they are quantised.
 
     Bytes moved, for each request: 2 * seq_len * Hkv * D * itemsize of keys and values, once. Beside them, written and
     read, 4 * H * (D + 2) a split and 4 * H a block: for G query heads a KV head and 2-byte caches the mass adds
@@ -164,7 +166,7 @@ def decode_mass(
     _attend[(n, kv_heads, plan.splits)](
         *shared, scale * LOG2_E, *launch.attend, *launch.attend_shape, num_warps=plan.warps, num_stages=plan.stages
     )
-    _combine[(n, launch.roles)](*shared, *launch.combine, *launch.combine_shape, num_warps=4)
+    _combine[(n, launch.roles)](*shared, value_scale, *launch.combine, *launch.combine_shape, num_warps=4)
 
 
 class Launch(NamedTuple):
@@ -324,9 +326,9 @@ def attend_split(
             there = seen[:, None] & (dim < HEAD_DIM)[None, :]
             # Masked loads: what lies beyond the last token may be NaN.
             slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
-            k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0)
+            k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
             slot = page * stride_vb + kv_head * stride_vh + place * stride_vn
-            v = tl.load(values + slot[:, None] + dim[None, :], mask=there, other=0.0)
+            v = tl.load(values + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
 
             if ROWS > 1:
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -379,7 +381,7 @@ def _lse_of(stats, at, valid, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr)
 
 @triton.jit
 def _combine(
-    starts, rows, weights,
+    starts, rows, weights, value_scale,
     lens, partial, stats, granule_logs, capacity, output, lse, out, measured, chunks,
     stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
@@ -389,7 +391,8 @@ def _combine(
 ):  # fmt: skip
     combine_splits(
         tl.program_id(1),
-        starts, rows, weights, lens, partial, stats, granule_logs, capacity, output, lse, out, measured, chunks,
+        starts, rows, weights, value_scale,
+        lens, partial, stats, granule_logs, capacity, output, lse, out, measured, chunks,
         stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh, HEAD_DIM, DIM, BLOCK_SIZE, TOKENS,
         PARTS, HAS_WEIGHTS, SPLITS, PADDED_SPLITS, HEADS, HEADS_OUT, SPLIT_TILE, MASS_TILE, MEMBERS, HAS_LSE,
     )  # fmt: skip
@@ -397,7 +400,7 @@ def _combine(
 
 @triton.jit
 def combine_splits(
-    role, starts, rows, weights,
+    role, starts, rows, weights, value_scale,
     lens, partial, stats, granule_logs, capacity, output, lse, out, measured, chunks,
     stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
@@ -429,7 +432,7 @@ def combine_splits(
                 )
                 acc += tl.sum(part * tl.where(used, tl.exp2(top - log), 0.0)[:, None], 0)
             where = output + token * stride_ot + role * stride_oh + dim
-            tl.store(where, acc.to(output.dtype.element_ty), mask=dim < HEAD_DIM)
+            tl.store(where, (acc * value_scale).to(output.dtype.element_ty), mask=dim < HEAD_DIM)
             if HAS_LSE:
                 tl.store(lse + token * stride_lt + role * stride_lh + one, log * LN_2)
         else:

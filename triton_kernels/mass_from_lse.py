@@ -45,13 +45,13 @@ def mass_from_lse(
 
     Args:
         query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous.
-        key_cache: [num_blocks, Hkv, bs, D] of the query's dtype, any strides but a contiguous D.
+        key_cache: [num_blocks, Hkv, bs, D] of the query's dtype or float8_e4m3fn, any strides but a contiguous D.
         lse: float32 [T, H], any strides: logarithm of each row's sum of exponentials over the resident keys it sees.
             FlashAttention's is its transpose, FlashInfer's is of base 2.
         block_table: int32 [R, W], row stride arbitrary, without holes.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens, this step's queries included.
-        scale: factor on the scores before the softmax.
+        scale: factor on the scores before the softmax, that of quantised keys included.
         out: float32 [R, Hkv or 1, Wout], last dimension contiguous. Entries past a request's own are left alone.
         per_token: whether entries of `out` are tokens instead of blocks.
         weights: float32 [T], or None for ones.
@@ -135,7 +135,7 @@ def _mass_from_lse(
                 kv_head = out_head * KV_HEADS_OUT + each
                 slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
                 there = held[:, None] & (dim < HEAD_DIM)[None, :]
-                k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0)
+                k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(query.dtype.element_ty)
                 for at in range(tl.maximum(earliest, 0) * GROUP, queries * GROUP, ROWS):
                     index = at + tl.arange(0, ROWS)
                     number = index // GROUP

@@ -31,11 +31,11 @@ def query_lse(
 
     Args:
         query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous.
-        key_cache: [num_blocks, Hkv, bs, D] of the query's dtype, any strides but a contiguous D.
+        key_cache: [num_blocks, Hkv, bs, D] of the query's dtype or float8_e4m3fn, any strides but a contiguous D.
         block_table: int32 [R, W], row stride arbitrary, without holes.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens, this step's queries included.
-        scale: factor on the scores before the softmax.
+        scale: factor on the scores before the softmax, that of quantised keys included.
         lse: float32 [T, H], any strides.
         longest: queries of the longest request, or more; None takes T.
         weights: float32 [T], or None for ones. Rows of queries of weight 0 are not written; where a program has no
@@ -117,7 +117,8 @@ def _query_lse(
             page = tl.load(table + row * stride_table + block, mask=held, other=0).to(tl.int64)
             slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
             # Masked loads: what lies beyond the last token may be NaN.
-            k = tl.load(keys + slot[:, None] + dim[None, :], mask=held[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+            there = held[:, None] & (dim < HEAD_DIM)[None, :]
+            k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             seen = held[None, :] & (key_position[None, :] <= position[:, None])
             scores = tl.where(seen, scores, float("-inf"))

@@ -10,6 +10,7 @@ TILE_BYTES = 16 * 1024
 MIN_TILE, MAX_TILE = 16, 128  # tokens: the least that tl.dot takes; more only adds registers
 MIN_ROWS = 16  # query rows: the least that tl.dot takes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn  # what caches may have instead of the query's dtype
 
 
 class Tile(NamedTuple):
@@ -31,6 +32,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(head_dim: int, block_size: int, dtype: torch.dtype, tile_bytes: int = TILE_BYTES) -> Tile:
+    """Tile for queries of `dtype`: that of keys and values too, once they are in registers."""
     dim = max(triton.next_power_of_2(head_dim), MIN_TILE)
     most = min(max(tile_bytes // (dim * dtype.itemsize), MIN_TILE), MAX_TILE)
     tokens = min(max(triton.next_power_of_2(block_size), MIN_TILE), most)
@@ -49,9 +51,11 @@ def check_int32(**tensors: torch.Tensor) -> None:
 
 
 def check_cache(query: torch.Tensor, *caches: torch.Tensor) -> None:
-    """Query [T, H, D] and caches [num_blocks, Hkv, bs, D] of one dtype, D contiguous, all else strided."""
-    if query.dtype not in DTYPES or any(cache.dtype != query.dtype for cache in caches):
-        raise TypeError("query and caches must have one dtype: float32, bfloat16 or float16")
+    """Query [T, H, D] and caches [num_blocks, Hkv, bs, D] of its dtype or all float8_e4m3fn, D contiguous, all else
+    strided."""
+    kept = {cache.dtype for cache in caches}
+    if query.dtype not in DTYPES or kept not in ({query.dtype}, {FP8}):
+        raise TypeError("query and caches must have one dtype, float32, bfloat16 or float16, or caches float8_e4m3fn")
     require(query.dim() == 3 and query.stride(2) == 1, "query must be [T, H, D] with a contiguous last dimension")
     for cache in caches:
         require(

@@ -13,9 +13,12 @@ from safetensors.torch import load_file
 
 
 class DenseLlama:
-    """Weights of a Hugging Face Llama directory, computed with in `dtype`."""
+    """Weights of a Hugging Face Llama directory, computed with in `dtype`.
 
-    def __init__(self, path, dtype=torch.float32):
+    With `fp8_scales`, of keys and values, both are attended to as float8_e4m3fn would hold them, divided by these.
+    """
+
+    def __init__(self, path, dtype=torch.float32, fp8_scales=None):
         path = Path(path)
         cfg = json.loads((path / "config.json").read_text())
         assert not cfg.get("attention_bias") and not cfg.get("mlp_bias")
@@ -24,7 +27,7 @@ class DenseLlama:
         assert rope.get("rope_type", "default") == "default"
         theta = rope.get("rope_theta") or cfg.get("rope_theta") or 10000.0
 
-        self.dtype = dtype
+        self.dtype, self.fp8_scales = dtype, fp8_scales
         self.layers = cfg["num_hidden_layers"]
         self.heads = cfg["num_attention_heads"]
         self.kv_heads = cfg.get("num_key_value_heads") or self.heads
@@ -70,6 +73,8 @@ class DenseLlama:
             k = self._linear(h, pre + "self_attn.k_proj").view(q_len, self.kv_heads, -1)
             v = self._linear(h, pre + "self_attn.v_proj").view(q_len, self.kv_heads, -1)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            if self.fp8_scales:
+                k, v = ((x / s).to(torch.float8_e4m3fn).to(x.dtype) * s for x, s in zip((k, v), self.fp8_scales))
             k, v = torch.cat([cache[i][0], k]), torch.cat([cache[i][1], v])  # [N, G, D]
             cache[i] = (k, v)
             group = self.heads // self.kv_heads  # query head h reads KV head h // group

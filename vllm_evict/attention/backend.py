@@ -36,6 +36,8 @@ class Passes(Protocol):
 
     def can_decode(self, layer: Any) -> bool: ...
 
+    def dequantised(self, layer: Any, query: Any) -> Any: ...
+
     def kv_heads(self, kv_cache: Any) -> int: ...
 
     def attending(self) -> AbstractContextManager[None]:
@@ -160,7 +162,7 @@ def working_impl(impl: type, passes: Passes) -> type:
                 with passes.attending() if work is not None and work.measures else nullcontext():
                     super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             if work is not None:
-                work.do(passes, layer, query, kv_cache, attn_metadata, output)
+                work.do(passes, layer, passes.dequantised(layer, query), kv_cache, attn_metadata, output)
             return output
 
     return WorkingImpl

@@ -29,6 +29,8 @@ class CPUPasses:
     @staticmethod
     def unreadable(layer: Any) -> str | None:
         """What keeps the score pass from reading a layer's keys, as the end of a sentence; None if nothing does."""
+        if layer.impl.is_fp8_kv_cache:
+            return f"keeps its keys as {layer.kv_cache_dtype}, which the score pass can't read on a CPU"
         if layer.isa in KEY_LAYOUTS:
             return None
         return f"packs its keys for {layer.isa!r}, which the score pass can't read (it reads {', '.join(KEY_LAYOUTS)})"
@@ -41,6 +43,11 @@ class CPUPasses:
         # AMX packs values too, and its tiles make up for a second read of the keys.
         readable = KEY_LAYOUTS.get(layer.isa) == "vec" and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
         return plain and readable and kernel_path() not in ("torch reference", "portable")
+
+    @staticmethod
+    def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
+        """The query: vLLM quantises none for this backend."""
+        return query
 
     @staticmethod
     def kv_heads(kv_cache: torch.Tensor) -> int:

@@ -10,7 +10,10 @@ from ..worker.transfer import to_device
 from ..worker.work import Share
 from .compact import is_ordered
 from .decode_cuda import CudaDecode
+from .passes import FP8_NAMES
 from .queries import Queries
+
+FP8 = torch.float8_e4m3fn
 
 
 class DevicePasses:
@@ -19,6 +22,9 @@ class DevicePasses:
     Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D], a token's K
     before its V, in any of vLLM's layouts; metadata is the backend's, made through the resident view. Rows that vLLM
     pads a batch with are left out. Nothing is read on the host.
+
+    Caches may be fp8 (`FP8_NAMES`), which vLLM hands over as bytes. Kernels read them as they are: the keys' scale goes
+    into that of the softmax, the values' onto the output. vLLM may quantise queries too: `dequantised` undoes that.
 
     The mass beside a stock kernel takes a pass of its own for the LSE, unless a subclass has it from the kernel.
     """
@@ -37,9 +43,12 @@ class DevicePasses:
     @staticmethod
     def unreadable(layer: Any) -> str | None:
         """What keeps the score pass from reading a layer's keys, as the end of a sentence; None if nothing does."""
-        if layer.kv_cache_torch_dtype != layer.dtype:
-            kept = str(layer.kv_cache_torch_dtype).removeprefix("torch.")
-            return f"keeps its keys as {kept}, not in the model's own dtype, which the score pass can't read"
+        if layer.kv_cache_dtype in FP8_NAMES:
+            if any(scale.numel() != 1 for scale in (layer._q_scale, layer._k_scale, layer._v_scale)):
+                return "has fp8 scales for each head, which the score pass can't read (it reads one for a layer)"
+        elif layer.kv_cache_torch_dtype != layer.dtype:
+            readable = f"the model's own dtype, {', '.join(FP8_NAMES)}"
+            return f"keeps its keys as {layer.kv_cache_dtype}, which the score pass can't read (it reads {readable})"
         if not 16 <= layer.impl.head_size <= 256:
             return f"has heads of size {layer.impl.head_size}, which the score pass can't read (it reads 16 to 256)"
         return None
@@ -49,6 +58,11 @@ class DevicePasses:
         impl = layer.impl
         plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
         return plain and self.unreadable(layer) is None
+
+    @staticmethod
+    def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
+        """Queries in the model's dtype, as `mass`, `mass_of` and the decodes take them."""
+        return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float
 
     @staticmethod
     def kv_heads(kv_cache: torch.Tensor) -> int:
@@ -72,7 +86,7 @@ class DevicePasses:
 
         keys, _ = _halves(kv_cache)
         query = query[: metadata.num_actual_tokens]
-        rows, scale = _rows(metadata, len(out)), layer.impl.scale
+        rows, (scale, _) = _rows(metadata, len(out)), _scales(layer, keys)
         lse = self.lse_of(query, keys, *rows, scale, metadata.max_query_len, weights)
         mass_from_lse(query, keys, lse, *rows, scale, out, per_token=per_token, weights=weights)
 
@@ -108,9 +122,10 @@ class DevicePasses:
         query = query[queries.tokens]
         numbers = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
         out = torch.zeros(len(query), keys.shape[1], width, device=query.device)
+        scale, _ = _scales(layer, keys)
         self._decode_mass(
             *(query, keys, values, metadata.block_table[queries.rows, :width], numbers, queries.lens, numbers[:-1]),
-            *(layer.impl.scale, torch.empty_like(query), out, None),
+            *(scale, torch.empty_like(query), out, None),
         )
         return out.mul_(keys.shape[1] / query.shape[1])
 
@@ -132,9 +147,10 @@ class DevicePasses:
         tokens = metadata.num_actual_tokens
         query = query[:tokens]
         table, starts, _ = _rows(metadata, len(seq_lens))
+        scale, value_scale = _scales(layer, keys)
         self._decode_mass(
-            *(query, keys, values, _narrow(table, metadata, keys), starts, seq_lens, rows, layer.impl.scale),
-            *(output[:tokens].view(query.shape), out, weights, per_token),
+            *(query, keys, values, _narrow(table, metadata, keys), starts, seq_lens, rows),
+            *(scale, output[:tokens].view(query.shape), out, weights, per_token, value_scale),
         )
 
     def decode_together(
@@ -186,17 +202,29 @@ class DevicePasses:
     def write(
         layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Overwrite physical `blocks` (int64 [n]) with keys and values [n, Hkv, block_size, D], of any float dtype."""
-        for half, content in zip(_halves(kv_cache), (keys, values)):
+        """Overwrite physical `blocks` (int64 [n]) with keys and values [n, Hkv, block_size, D], of any float dtype.
+
+        Of fp8 what is too large becomes the largest number, as when vLLM writes it.
+        """
+        largest = torch.finfo(FP8).max
+        for half, content, scale in zip(_halves(kv_cache), (keys, values), _cache_scales(layer, kv_cache)):
+            if half.dtype == FP8:
+                content = (content.float() / scale).clamp(-largest, largest)
             half[blocks] = content.to(half.dtype)
 
     @staticmethod
     def read(
         layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copies of the keys, and values if wanted, of physical `blocks` (int64 [n]), [n, Hkv, block_size, D] each."""
-        packed_keys, packed_values = _halves(kv_cache)
-        return packed_keys[blocks], packed_values[blocks] if values else None
+        """Copies of the keys, and values if wanted, of physical `blocks` (int64 [n]), [n, Hkv, block_size, D] each.
+
+        Of fp8 they are float32, scaled: what the cache stands for.
+        """
+        halves = _halves(kv_cache) if values else _halves(kv_cache)[:1]
+        read = [half[blocks] for half in halves]
+        if read[0].dtype == FP8:
+            read = [part.float().mul_(scale) for part, scale in zip(read, _cache_scales(layer, kv_cache))]
+        return read[0], read[1] if values else None
 
     def _decode_two(self, layer, query, shares, output, weights, outs, per_token) -> None:
         from ..triton_kernels.decode_classes import decode_classes
@@ -211,18 +239,21 @@ class DevicePasses:
         measured = any(out is not None for out in outs)
         widths = [table.shape[1] for table in tables]
         plans = self._plans_for(query, keys, len(rows), widths, measured, per_token)
+        scale, value_scale = _scales(layer, keys[0])
         decode_classes(
             *(query[:tokens], keys, values, tables, starts, [share.work.seq_lens for share in shares], rows),
-            *(layer.impl.scale, output[:tokens]),
+            *(scale, output[:tokens]),
             out=outs,
             per_token=per_token,
             weights=weights,
             plans=plans,
+            value_scale=value_scale,
         )
 
     def _decode_mass(
-        self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, per_token=False
-    ) -> None:
+        self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, per_token=False,
+        value_scale=1.0,
+    ) -> None:  # fmt: skip
         if self._cuda is not None and not per_token and self._cuda.takes(query, keys, values):
             self._cuda(query, keys, values, table, starts, lens, rows, scale, output, out, weights)
             return
@@ -235,6 +266,7 @@ class DevicePasses:
             per_token=per_token,
             weights=weights,
             plan=plan,
+            value_scale=value_scale,
         )
 
     def _plans_for(
@@ -275,9 +307,24 @@ def _rows(metadata: Any, requests: int) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [num_blocks, Hkv, block_size, D] of a cache, with its strides."""
+    """Keys and values [num_blocks, Hkv, block_size, D] of a cache, with its strides; bytes are fp8."""
+    if kv_cache.dtype == torch.uint8:
+        kv_cache = kv_cache.view(FP8)
     keys, values = kv_cache.split(kv_cache.shape[3] // 2, dim=3)
     return keys, values
+
+
+def _cache_scales(layer: Any, kv_cache: torch.Tensor) -> tuple[float, float]:
+    """What stored keys, and stored values, are to be multiplied with. vLLM has these numbers on the host too."""
+    if kv_cache.dtype not in (FP8, torch.uint8):
+        return 1.0, 1.0
+    return layer._k_scale_float, layer._v_scale_float
+
+
+def _scales(layer: Any, keys: torch.Tensor) -> tuple[float, float]:
+    """Of scores, and of values, for kernels that read a cache as it is."""
+    key_scale, value_scale = _cache_scales(layer, keys)
+    return layer.impl.scale * key_scale, value_scale
 
 
 def _narrow(table: torch.Tensor, metadata: Any, keys: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ PASSES = {
     "FLASH_ATTN": ("flash", "FlashPasses"),
     "TRITON_ATTN": ("triton", "TritonPasses"),
 }
+#: vLLM's names of caches in float8_e4m3fn, with one scale for a layer's keys and one for its values.
+FP8_NAMES = ("fp8", "fp8_e4m3")
 
 
 def passes_for(backend: str) -> "Passes":

@@ -61,6 +61,7 @@ def split_impl(impl: type, parts: list[Part], passes: Passes) -> type:
             if attn_metadata is None:  # a dummy run
                 return output
             of_group, shares = get_forward_context().attn_metadata, []
+            own_query = passes.dequantised(layer, query)
             for part in parts:
                 metadata = of_group[part.pages]
                 # vLLM takes the layer for one that reads another layer's cache, so it has not written these.
@@ -68,13 +69,14 @@ def split_impl(impl: type, parts: list[Part], passes: Passes) -> type:
                     layer, key[:, part.heads], value[:, part.heads], part.kv_cache, metadata.slot_mapping
                 )
                 work = getattr(metadata, OWN_WORK, None)
-                shares.append(Share(work, query[:, part.query_heads], part.kv_cache, metadata))
-            if do_together(passes, layer, query, shares, output):
+                shares.append(Share(work, own_query[:, part.query_heads], part.kv_cache, metadata))
+            if do_together(passes, layer, own_query, shares, output):
                 return output
             for part, share in zip(parts, shares):
                 # Kernels write outputs without gaps.
-                attended = torch.empty_like(share.query, memory_format=torch.contiguous_format)
-                part.impl.forward(layer, share.query, None, None, part.kv_cache, share.metadata, attended)
+                attended = torch.empty(share.query.shape, dtype=output.dtype, device=output.device)
+                its_query = query[:, part.query_heads]
+                part.impl.forward(layer, its_query, None, None, part.kv_cache, share.metadata, attended)
                 output[:, part.query_heads] = attended
             return output
 

@@ -5,7 +5,7 @@ from typing import Any
 import vllm.envs as envs
 from vllm.platforms import current_platform
 
-from ..attention.passes import PASSES
+from ..attention.passes import FP8_NAMES, PASSES
 from ..config import KVPolicyConfig, KVPolicyError
 from ..policies import RUNNING
 
@@ -13,6 +13,11 @@ from ..policies import RUNNING
 BACKENDS = tuple(PASSES)
 #: Those of them that run on a GPU.
 DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+#: Device -> KV cache dtypes that the score passes of its backends read.
+SCORED_DTYPES = {
+    "cpu": ("auto", "float16", "bfloat16", "float32"),
+    "cuda": ("auto", "float16", "bfloat16", "float32", *FP8_NAMES),
+}
 _CHOOSE = (
     f"set --attention-backend {' or '.join(DEVICE_BACKENDS)} (tested without a GPU only), or leave --kv-policy out"
 )
@@ -37,6 +42,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     # None: vLLM chooses when it makes the layers, which `check_layer` looks at.
     backend = getattr(vllm_config.attention_config.backend, "name", None)
     text = model.hf_text_config
+    fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
     windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
     return [
         (
@@ -83,9 +89,14 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
         (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
         (
-            config.statistics and cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
-            f"KV cache dtype {cache.cache_dtype!r}, which the score pass can't read",
-            'use --kv-cache-dtype auto, or a policy without scores with "allow": [] (sink-window)',
+            config.statistics and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
+            f"KV cache dtype {cache.cache_dtype!r}, which the score pass can't read on vLLM's {platform} engine",
+            f'use --kv-cache-dtype auto{fp8}, or a policy without scores with "allow": [] (sink-window)',
+        ),
+        (
+            config.statistics and set(cache.kv_cache_dtype_skip_layers) - {"sliding_window"},
+            "KV cache dtypes that differ between layers",
+            "leave --kv-cache-dtype-skip-layers out",
         ),
         (
             config.reconstructs and not cache.enable_prefix_caching,

@@ -6,6 +6,8 @@ Both runners rebuild their tables from the scheduler's new blocks only; neither 
 from functools import wraps
 from typing import Any
 
+import torch
+
 from ..worker.runtime import EvictionRuntime
 
 
@@ -74,4 +76,6 @@ def fill_blocks(runner: Any, blocks: list[int], value: float) -> None:
     """Overwrite whole blocks in all layers (tests: poison what is freed, clean what is handed out again)."""
     # Layers whose heads are split share one tensor.
     for cache in {cache.data_ptr(): cache for cache in runner.kv_caches}.values():
+        if cache.dtype == torch.uint8:  # fp8: its NaN is one of e5m2 too
+            cache = cache.view(torch.float8_e4m3fn)
         cache[blocks] = value

@@ -199,10 +199,13 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.model_executor.layers.attention:Attention.forward",
-        ("attention.split", "compat.layers"),
+        ("attention.split", "attention.device", "compat.layers"),
         "does not write the cache of layers that name other pages, but hands their keys and values on; asked at each call, "
-        "or when the model is compiled, which is later than ours",
+        "or when the model is compiled, which is later than ours. Queries may be quantised; outputs never are",
         does=(
+            "output_dtype = query.dtype",
+            "query, _ = self.query_quant(query, self._q_scale)",
+            "output = torch.empty(output_shape, dtype=output_dtype, device=query.device)",
             "query = query.view(-1, self.num_heads, self.head_size)",
             "output = output.view(-1, self.num_heads, self.head_size_v)",
             "key = key.view(-1, self.num_kv_heads, self.head_size)",
@@ -275,6 +278,32 @@ ATTENTION = [
             "kv_cache_torch_dtype = kv_cache_dtype_str_to_dtype(...)",
         ),
         takes_attributes=True,
+    ),
+    Touch(
+        "vllm.model_executor.layers.attention.attention:set_default_quant_scales",
+        ("attention.device",),
+        "fp8 scales of a layer: one each, on the device and on the host",
+        does=(
+            "layer.register_buffer('_k_scale', torch.tensor(1.0, ...))",
+            "layer.register_buffer('_v_scale', torch.tensor(1.0, ...))",
+            "layer.register_buffer('_q_scale', torch.tensor(1.0, ...))",
+            "layer._q_scale_float = 1.0",
+            "layer._k_scale_float = 1.0",
+            "layer._v_scale_float = 1.0",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod.process_weights_after_loading",
+        ("attention.device",),
+        "those of a checkpoint: the same in both places",
+        does=(
+            "layer._k_scale.copy_(k_scale)",
+            "layer._v_scale.copy_(v_scale)",
+            "layer._k_scale_float = k_scale",
+            "layer._v_scale_float = v_scale",
+            "layer._q_scale.copy_(q_scale)",
+            "layer._q_scale_float = ...",
+        ),
     ),
     Touch(
         "vllm.model_executor.layers.attention:Attention.get_attn_backend",

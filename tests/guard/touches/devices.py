@@ -78,6 +78,9 @@ TRITON = [
             "num_actual_tokens = attn_metadata.num_actual_tokens",
             "kv_cache = kv_cache.transpose(1, 2)",
             "key_cache, value_cache = kv_cache.split(hs, dim=-1)",
+            "key_cache.view(self.fp8_dtype)",
+            "k_descale = layer._k_scale.expand(descale_shape)",
+            "v_descale = layer._v_scale.expand(descale_shape)",
             "unified_attention(..., q=query[:num_actual_tokens], k=key_cache, v=value_cache, "
             "out=output[:num_actual_tokens], softmax_scale=self.scale, block_table=block_table)",
         ),
@@ -88,7 +91,9 @@ TRITON = [
         "writes this step's keys and values before `forward`, into pages with any strides",
         does=(
             "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)",
-            "triton_reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, ...)",
+            "key_cache = key_cache.view(self.fp8_dtype)",
+            "triton_reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, self.kv_cache_dtype, "
+            "layer._k_scale, layer._v_scale)",
         ),
     ),
 ]
@@ -209,10 +214,13 @@ FLASH = [
         does=(
             "num_actual_tokens = attn_metadata.num_actual_tokens",
             "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)",
+            "key_cache = key_cache.view(current_platform.fp8_dtype())",
             "cu_seqlens_q = attn_metadata.query_start_loc",
             "seqused_k = attn_metadata.seq_lens",
             "block_table = attn_metadata.block_table",
             "scheduler_metadata = attn_metadata.scheduler_metadata",
+            "k_descale = layer._k_scale.expand(descale_shape)",
+            "v_descale = layer._v_scale.expand(descale_shape)",
             "_FA4_DENSE_ATTENTION_KERNEL(..., q=query[:num_actual_tokens], k=key_cache, v=value_cache, "
             "out=output[:num_actual_tokens], softmax_scale=self.scale, block_table=block_table)",
         ),

@@ -189,7 +189,7 @@ CONFIGURATION = [
         "vllm.config.cache:CacheConfig",
         ("plugin", "compat.frontend", "compat.layers", "compat.refusals"),
         "block size, and what is refused",
-        has=("block_size: int", "cache_dtype", "kv_sharing_fast_prefill"),
+        has=("block_size: int", "cache_dtype", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill"),
     ),
     Touch(
         "vllm.config.model:ModelConfig",
