@@ -380,7 +380,7 @@ def test_own_work_is_done_with_queries_in_the_model_s_dtype():
     def do(passes, layer, query, *args):
         seen.append(query)
 
-    metadata = SimpleNamespace(**{OWN_WORK: SimpleNamespace(is_all=False, do=do)})
+    metadata = SimpleNamespace(**{OWN_WORK: SimpleNamespace(is_all=False, measures=False, do=do)})
     query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
     working_impl(Impl, TritonPasses())().forward(layer, query, None, None, None, metadata, None)
     stock, own = seen
