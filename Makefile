@@ -23,7 +23,7 @@ demo: $(READY)  ## what policies save and lose in a small pool, then a server wi
 
 # Two processes side by side, a file at a time: the models are tiny, and engines start and stop more than they compute.
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
-test: $(READY)  ## all tests, then the end-to-end tests again on Model Runner V2, the Triton backend, then ruff
+test: $(READY)  ## all tests, then the end-to-end tests again on Model Runner V2, backends of a device, then ruff
 	$(PYTEST)
 	VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) $(END_TO_END) -m "not v1_only"
 	VLLM_EVICT_TEST_RUNNER=v1-triton $(BIN)/pytest -q -n 2 tests/test_device_backends.py
