@@ -55,6 +55,8 @@ def on_host(tensor):
 class Passes:
     """Stand for a backend's: each query puts mass on every block, or token."""
 
+    decodes_measured = False
+
     def kv_heads(self, kv_cache):
         return HEADS
 
@@ -97,7 +99,7 @@ def steps(policy, wrap, **options):
     if group.tokens is not None:
         group.tokens._pages = wrap(group.tokens._pages)
     group._identity = wrap(group._identity)
-    runtime = EvictionRuntime([group])
+    runtime = EvictionRuntime([group], Passes())
     table = torch.zeros(2, 17, dtype=torch.int32)
     table[0, :10], table[1, :2] = torch.arange(1, 11), torch.arange(11, 13)
     found = []

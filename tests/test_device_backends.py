@@ -360,7 +360,9 @@ def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
             seen.append(query.dtype)
             output.copy_(query.float() / 3)  # nothing that fp8 holds
 
-    parts = [split.Part(name, slice(i, i + 1), slice(i, i + 1), slice(0, 1), Impl()) for i, name in enumerate("ab")]
+    holder = SimpleNamespace(kv_cache=torch.zeros(1, 1, 16, 32))
+    heads = [slice(i, i + 1) for i in range(2)]
+    parts = [split.Part(name, its, its, slice(0, 1), Impl(), holder, 1) for name, its in zip("ab", heads)]
     context = SimpleNamespace(attn_metadata=dict.fromkeys("ab", SimpleNamespace(slot_mapping=None)))
     monkeypatch.setattr(split, "get_forward_context", lambda: context)
     monkeypatch.setattr(split, "do_together", lambda passes, layer, query, shares, output: seen.append(query.dtype))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import vllm
 from oracle.tiny import make_tiny_llama
+from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -452,17 +453,37 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     assert not settle(H2O)
 
 
+WHO = {
+    ("CPU_ATTN", False): ("lack blocks", "lack blocks"),
+    ("FLASH_ATTN", False): ("are measured", ""),
+    ("FLASH_ATTN", True): ("lack blocks or are measured", "lack blocks"),
+}
+
+
 @pytest.mark.parametrize("decodes", [True, False])
-@pytest.mark.parametrize("policy", [H2O, UNMEASURED], ids=["measured", "unmeasured"])
-def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, policy, decodes):
-    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"))
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("backend, split", WHO)
+def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, split, measured, decodes):
+    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
-    runtime = EvictionRuntime([SimpleNamespace(decodes=decodes)], passes_for("FLASH_ATTN"))
-    line = layers.described(None, KVPolicyConfig.parse(policy), runtime)
-    measured = policy is H2O
-    assert "FLASH_ATTN's own kernel" in line and ("decoded by the plugin's kernel" in line) == decodes
-    assert ("output and mass in one read" in line) == (decodes and measured)
-    assert ("mass is taken by FlashAttention's LSE and mass_from_lse" in line) == measured
+    passes, group = passes_for(backend), SimpleNamespace(decodes=decodes, graph_tokens=4096)
+    policy = KVPolicyConfig.parse(H2O if measured else UNMEASURED)
+
+    def line(mode, in_graphs=False):
+        config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+        return layers.described(config, policy, EvictionRuntime([group], passes, ["pages"] * split, in_graphs))
+
+    told, own = line(CUDAGraphMode.NONE), WHO[backend, split][not measured] if decodes else ""
+    assert f"{backend}'s own kernel" in told and "graphs" not in told
+    assert (f"requests that {own} are decoded by the plugin's kernel" in told) == bool(own)
+    assert ("attends to all requests" in told) != bool(own)
+    assert ("output and mass in one read" in told) == (bool(own) and measured)
+    assert (f"mass is taken by {passes.beside}" in told) == measured
+    assert line(CUDAGraphMode.PIECEWISE) == told
+    replayed = "; decodes replay full CUDA graphs"
+    assert line(CUDAGraphMode.FULL_AND_PIECEWISE) == told + replayed + ", but for those that are measured" * measured
+    longest = ", those that are measured up to 4096 resident tokens a request" * measured
+    assert line(CUDAGraphMode.FULL_AND_PIECEWISE, True) == told + replayed + longest
 
 
 def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):

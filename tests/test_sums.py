@@ -229,7 +229,7 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
     # Request a: positions 11 to 13, one hole of 4 tokens; the last two count and see 9 and 10 tokens.
     step = sums.step(["a", "b"], np.array([0, 3, 5], np.int32), np.array([14, 6], np.int32), logical)
     assert [values.tolist() for values in step.queries] == [[1, 2], [0, 0], [9, 10]]
-    assert step.weights.tolist() == [0, 0, 0, 1, 1]
+    assert step.buffers.weights.tolist() == [0, 0, 0, 1, 1]
 
     def weigh(weights, out):
         out[1, :, :2] += 2.0
@@ -275,7 +275,7 @@ def test_only_some_rows_are_measured():
     sums = one_layer()
     sums.start("b", scoring())
     step = add_mass(sums, ["a", "b", "c"], [2, 3, 1], [20, 21, 22])
-    assert step.rows.tolist() == [1] and step.weights.tolist() == [0, 0, 1, 1, 1, 0]
+    assert step.rows.tolist() == [1] and step.buffers.weights.tolist() == [0, 0, 1, 1, 1, 0]
     assert masses(sums, "b") == [3.0] * 6
 
 

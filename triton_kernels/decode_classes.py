@@ -1,6 +1,6 @@
 """Decode attention, with mass, of a layer whose heads fall into two classes with block tables of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -38,6 +38,7 @@ def plan_classes(
     splits: Sequence[int] | None = None,
     warps: int = 4,
     stages: int = STAGES,
+    take: Callable[..., torch.Tensor] = torch.empty,
 ) -> list[DecodePlan]:
     """A `plan_decode` for each class; `group` query heads share a KV head.
 
@@ -56,6 +57,7 @@ def plan_classes(
             splits=pieces,
             warps=warps,
             stages=stages,
+            take=take,
         )
         for heads, blocks, pieces in zip(kv_heads, max_blocks, splits)
     ]

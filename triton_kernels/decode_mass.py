@@ -1,5 +1,6 @@
 """Split-KV paged decode attention that gives each block's or token's attention mass as well, in one read of K and V."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -68,12 +69,14 @@ def plan_decode(
     splits: int | None = None,
     warps: int = 4,
     stages: int = STAGES,
+    take: Callable[..., torch.Tensor] = torch.empty,
 ) -> DecodePlan:
     """A plan for up to `rows` requests of up to `max_blocks` blocks each; with `per_token` it does for blocks too.
 
     A program reads one split of one request and KV head. `splits` is as many as give `PROGRAMS_PER_SM` programs to each
     SM, and no more than leave `MIN_SPLIT_TOKENS` to a split of the longest request. The number of splits decides how
     a request's sums are grouped: who wants outputs that do not depend on the batch, to the bit, passes one for all.
+    `take` gives the scratch, called like `torch.empty`.
     """
     if splits is None:
         wanted = triton.cdiv(programs_on(device), max(rows * kv_heads, 1))
@@ -81,7 +84,7 @@ def plan_decode(
     tile = tile_of(head_dim, block_size, dtype)
 
     def scratch(*shape: int) -> torch.Tensor:
-        return torch.empty(rows, heads, *shape, dtype=torch.float32, device=device)
+        return take(rows, heads, *shape, dtype=torch.float32, device=device)
 
     granules = scratch(max_blocks * _logs(tile, block_size, per_token)) if mass else None
     return DecodePlan(

@@ -27,14 +27,30 @@ class Passes(Protocol):
     Attributes:
         heads_dim: dimension of a layer's cache that counts its KV heads.
         beside: the kernels of `mass`, for the log.
+        decodes_measured: whether requests that are measured are better decoded by `decode`, which reads keys once, and
+            all others by the backend's kernel; else those that lack blocks are.
+        capturing: whether calls are captured in a full CUDA graph, or warm up one: their scratch has to stay.
     """
 
     heads_dim: int
     beside: str
+    decodes_measured: bool
+    capturing: bool
 
     def unreadable(self, layer: Any) -> str | None: ...
 
     def can_decode(self, layer: Any) -> bool: ...
+
+    def graph_blocks(self, requests: int, heads: int, block_size: int, longest: int) -> int:
+        """Blocks of the longest request that `decode` takes in full CUDA graphs of so many requests and query heads.
+
+        No more than `longest` tokens have; 0: it is in no such graph.
+        """
+        ...
+
+    def reserve(self, device: Any) -> None:
+        """The scratch of `decode` in full CUDA graphs, if there is none yet."""
+        ...
 
     def dequantised(self, layer: Any, query: Any) -> Any: ...
 
@@ -98,8 +114,9 @@ def resident_backend(backend: type, runtime: GroupRuntime, head_class: str = "",
 
         @classmethod
         def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
-            """No full graph: which kernels attend, over which table, differs from step to step. Piecewise ones do."""
-            return AttentionCGSupport.NEVER
+            """Full graphs of decodes (see `compat.graphs`); all else differs too much from step to step."""
+            stock = super().get_cudagraph_support(*args, **kwargs)
+            return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
 
         def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
             if kv_heads is not None:

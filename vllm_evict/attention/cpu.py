@@ -25,6 +25,8 @@ class CPUPasses:
 
     heads_dim = 1
     beside = "block_mass"
+    decodes_measured = False
+    capturing = False
 
     @staticmethod
     def unreadable(layer: Any) -> str | None:
@@ -43,6 +45,14 @@ class CPUPasses:
         # AMX packs values too, and its tiles make up for a second read of the keys.
         readable = KEY_LAYOUTS.get(layer.isa) == "vec" and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
         return plain and readable and kernel_path() not in ("torch reference", "portable")
+
+    @staticmethod
+    def graph_blocks(requests: int, heads: int, block_size: int, longest: int) -> int:
+        return 0
+
+    @staticmethod
+    def reserve(device: torch.device) -> None:
+        """Nothing: there are no CUDA graphs."""
 
     @staticmethod
     def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ called by ctypes and knows nothing of torch: one build serves any version of it.
 import ctypes
 import importlib.util
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -160,12 +161,13 @@ def plan_decode(
     splits: int | None = None,
     depth: int | None = None,
     bulk: bool | None = None,
+    take: Callable[..., torch.Tensor] = torch.empty,
 ) -> CudaPlan:
     """A plan for up to `rows` requests of up to `max_blocks` blocks each.
 
     Outputs depend on the number of splits in their last bits: who wants them not to depend on the batch passes one for
     all. `depth` None: as many as let three programs fit on an SM, or two where there are no more of them; `bulk` None:
-    bulk copies where the device has them.
+    bulk copies where the device has them. `take` gives the scratch, called like `torch.empty`.
     """
     on_gpu = torch.device(device).type == "cuda"
     if bulk is None:
@@ -181,7 +183,7 @@ def plan_decode(
         depth = depth_for(head_dim, 2 if rows * kv_heads * splits <= 2 * sms else together, shared)
 
     def scratch(*shape: int) -> torch.Tensor:
-        return torch.empty(rows, *shape, dtype=torch.float32, device=device)
+        return take(rows, *shape, dtype=torch.float32, device=device)
 
     granules = scratch(kv_heads, max_blocks * block_size // CHUNK, heads // kv_heads) if mass else None
     partial, stats = scratch(heads, splits, head_dim), scratch(heads, splits, 2)
@@ -327,15 +329,28 @@ class CudaDecode:
         """Whether the kernel reads these tensors."""
         return refused(query, key_cache, value_cache) is None
 
-    def __call__(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights) -> None:
-        """`decode_mass`."""
-        plan = self._plan(query, keys, len(rows), table.shape[1], out is not None)
+    def __call__(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, take=None) -> None:
+        """`decode_mass`; `take` gives scratch that stays (see `plan_decode`), for a CUDA graph."""
+        plan = self._plan(query, keys, len(rows), table.shape[1], out is not None, take)
         tensors = query, keys, values, table, starts, lens, rows
         decode_mass(*tensors, scale, output, out=out, weights=weights, plan=plan, kernels=self._kernels)
 
-    def _plan(self, query: torch.Tensor, keys: torch.Tensor, rows: int, width: int, mass: bool) -> CudaPlan:
-        """Scratch for at least so many rows and blocks, powers of two: it seldom grows with a batch."""
+    def _plan(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        rows: int,
+        width: int,
+        mass: bool,
+        take: Callable[..., torch.Tensor] | None,
+    ) -> CudaPlan:
+        """Scratch for at least so many rows and blocks, powers of two: it seldom grows with a batch; a graph's own."""
         shape = query.shape[1], keys.shape[1], query.shape[2], keys.shape[2]
+        if take is not None:
+            key = *shape, query.dtype, rows, width, mass
+            if key not in self._plans:
+                self._plans[key] = plan_decode(rows, *shape, width, query.dtype, query.device, mass=mass, take=take)
+            return self._plans[key]
         key = *shape, query.dtype, _power_of_2(rows)
         plan = self._plans.get(key)
         if plan is None or plan.max_blocks < width or (mass and plan.granules is None):

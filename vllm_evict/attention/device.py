@@ -1,7 +1,8 @@
 """vLLM's attention backends on a device: where keys and values lie, for what runs beside a kernel or in its place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +15,12 @@ from .passes import FP8_NAMES
 from .queries import Queries
 
 FP8 = torch.float8_e4m3fn
+#: Most bytes of full CUDA graphs' scratch for mass: for 256 requests with 32 query heads, 128k tokens each.
+MASS_SCRATCH = 256 << 20
+GRANULE = 16  # tokens, the fewest of which decode kernels keep one number a query head
+#: Bytes of their scratch for what splits of requests yield.
+SPLIT_SCRATCH = 32 << 20
+ALIGNED = 64  # float32 numbers: where parts of it begin
 
 
 class DevicePasses:
@@ -31,10 +38,15 @@ class DevicePasses:
 
     heads_dim = 1
     beside = "query_lse and mass_from_lse"
+    decodes_measured = True
 
     def __init__(self) -> None:
+        self.capturing = False
         #: Scratch of decode kernels, by shapes and requests. Layers run one after the other, so they share it.
         self._plans: dict[tuple[Any, ...], list[Any]] = {}
+        #: What all graphs take theirs from: they run one after the other too.
+        self._scratch: torch.Tensor | None = None
+        self._graph_bytes = 0
         #: Where the pages of layers lie, by their caches: see `compact`.
         self._places: dict[tuple[Any, ...], Any] = {}
         #: In the place of `decode_mass`, for what it takes; None unless it is asked for.
@@ -58,6 +70,17 @@ class DevicePasses:
         impl = layer.impl
         plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
         return plain and self.unreadable(layer) is None
+
+    def graph_blocks(self, requests: int, heads: int, block_size: int, longest: int) -> int:
+        """Blocks of a request that `MASS_SCRATCH` has room for, no more than of `longest` tokens; 0 without graphs."""
+        block_bytes = 4 * requests * heads * max(block_size // GRANULE, 1)
+        blocks = min(MASS_SCRATCH // block_bytes, -(-longest // block_size)) if requests else 0
+        self._graph_bytes = blocks * block_bytes + SPLIT_SCRATCH
+        return blocks
+
+    def reserve(self, device: torch.device) -> None:
+        if self._scratch is None:
+            self._scratch = torch.empty(self._graph_bytes // 4, dtype=torch.float32, device=device)
 
     @staticmethod
     def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
@@ -255,7 +278,8 @@ class DevicePasses:
         value_scale=1.0,
     ) -> None:  # fmt: skip
         if self._cuda is not None and not per_token and self._cuda.takes(query, keys, values):
-            self._cuda(query, keys, values, table, starts, lens, rows, scale, output, out, weights)
+            tensors = query, keys, values, table, starts, lens, rows
+            self._cuda(*tensors, scale, output, out, weights, self._taking() if self.capturing else None)
             return
         from ..triton_kernels.decode_mass import decode_mass
 
@@ -281,7 +305,8 @@ class DevicePasses:
         """Scratch for at least so many rows and blocks of each class: the same memory from layer to layer and step to
         step.
 
-        Powers of two, so that a batch that grows by one does not take new scratch each time.
+        Powers of two, so that a batch that grows by one does not take new scratch each time. Scratch of graphs is their
+        own, of just the size that they are given, and stays: they know where it is.
         """
         import triton
 
@@ -289,6 +314,12 @@ class DevicePasses:
 
         kv_heads = tuple(its.shape[1] for its in keys)
         shape = query.shape[1] // sum(kv_heads), kv_heads, query.shape[2], keys[0].shape[2]
+        if self.capturing:
+            key = *shape, query.dtype, rows, per_token, mass, *widths
+            if key not in self._plans:
+                options = {"mass": mass, "per_token": per_token, "take": self._taking()}
+                self._plans[key] = plan_classes(rows, *shape, widths, query.dtype, query.device, **options)
+            return self._plans[key]
         key = *shape, query.dtype, triton.next_power_of_2(rows), per_token
         held = self._plans.get(key, ())
         had_mass = any(plan.granules is not None for plan in held)
@@ -299,6 +330,20 @@ class DevicePasses:
             held = plan_classes(key[-2], *shape, widths, query.dtype, query.device, **options)
             self._plans[key] = held
         return held
+
+    def _taking(self) -> Callable[..., torch.Tensor]:
+        """Gives the scratch of one graph's plan: part after part of what all share, memory of its own past the end."""
+        taken = 0
+
+        def take(*shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+            nonlocal taken
+            first, size = taken, prod(shape)
+            taken = first + -(-size // ALIGNED) * ALIGNED
+            if taken > len(self._scratch):
+                return torch.empty(shape, dtype=dtype, device=device)
+            return self._scratch[first : first + size].view(shape)
+
+        return take
 
 
 def _rows(metadata: Any, requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,7 +20,8 @@ class Part:
         heads, query_heads: which of the layer's KV heads, and of its query heads.
         slots: which head slots of the group's pages.
         impl: the layer's attention, for so many heads.
-        kv_cache: [num_blocks, heads, ...], those slots of the pages; None until they are allocated.
+        holder: what vLLM gives the pages to as `kv_cache`, anew each time that it allocates them.
+        heads_dim: dimension of the pages that counts head slots.
     """
 
     pages: str
@@ -28,15 +29,28 @@ class Part:
     query_heads: slice
     slots: slice
     impl: Any
-    kv_cache: Any = None
+    holder: Any
+    heads_dim: int
+    _seen: tuple[Any, Any] = (None, None)
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """[num_blocks, heads, ...], those slots of the pages."""
+        pages, cache = self._seen
+        if pages is not self.holder.kv_cache:
+            pages = self.holder.kv_cache
+            cache = pages.movedim(self.heads_dim, 0)[self.slots].movedim(0, self.heads_dim)
+            self._seen = pages, cache
+        return cache
 
 
-def part_of(layer: Any, pages: str, first: int, heads: int, slot: int) -> Part:
+def part_of(layer: Any, pages: str, holder: Any, heads_dim: int, first: int, heads: int, slot: int) -> Part:
     """KV heads `first` to `first + heads` of a layer, in head slots from `slot` on."""
     impl, group = copy(layer.impl), layer.num_heads // layer.num_kv_heads
     impl.num_kv_heads, impl.num_heads = heads, heads * group
     query_heads = slice(first * group, (first + heads) * group)
-    return Part(pages, slice(first, first + heads), query_heads, slice(slot, slot + heads), impl)
+    slots = slice(slot, slot + heads)
+    return Part(pages, slice(first, first + heads), query_heads, slots, impl, holder, heads_dim)
 
 
 def split_impl(impl: type, parts: list[Part], passes: Passes) -> type:

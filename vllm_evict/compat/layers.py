@@ -74,18 +74,22 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
     config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, vllm_config.model_config.max_model_len)
     placed = layout(vllm_config, config)
     passes = passes_for(next(iter(layers.values())).attn_backend.get_name())
-    if placed is None:
-        return EvictionRuntime([_whole(vllm_config, config, list(layers.values()), passes)], passes)
-    refusals.check_alike(layers)
-    return _split(vllm_config, config, layers, placed, passes)
+    if placed is not None:
+        refusals.check_alike(layers)
+        return _split(vllm_config, config, layers, placed, passes)
+    longest = _graph_blocks(vllm_config, config, layers, passes)
+    group = _whole(vllm_config, config, list(layers.values()), passes, longest)
+    return EvictionRuntime([group], passes, attends_in_graphs=longest > 0)
 
 
-def _whole(vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention], passes: Passes) -> GroupRuntime:
-    """All heads of all layers in one KV group."""
+def _whole(
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention], passes: Passes, longest: int
+) -> GroupRuntime:
+    """All heads of all layers in one KV group; `longest` as of `_graph_blocks`."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
     store = LayerStore(passes, lambda: ((layer, layer.kv_cache) for layer in layers))
-    group = _group(vllm_config, part, store, [kv_heads] * len(layers))
+    group = _group(vllm_config, part, store, [kv_heads] * len(layers), longest)
     backends = {layer.attn_backend: None for layer in layers}
     backends = {backend: resident_backend(backend, group, head_class) for backend in backends}
     impls = {impl: working_impl(impl, passes) for impl in {type(layer.impl) for layer in layers}}
@@ -102,11 +106,12 @@ def _split(
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
     rank = placed.places[get_tp_group().rank_in_group]
     groups, pages = [], []
+    longest = _graph_blocks(vllm_config, config, layers, passes)
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
         store = LayerStore(passes, partial(_caches_of, layers, name))
         heads = [place.heads for layer in rank for place in layer if place.group == index]
-        group = _group(vllm_config, config.of_class(head_class), store, heads)
+        group = _group(vllm_config, config.of_class(head_class), store, heads, longest)
         resident = resident_backend(backend, group, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
         slots = HeadSlots(spec, resident, first.num_heads)
@@ -117,7 +122,8 @@ def _split(
     for layer, places in zip(layers.values(), rank):
         parts, head = [], 0
         for place in places:
-            parts.append(part_of(layer, pages[place.group], head, place.heads, place.first))
+            holder = vllm_config.compilation_config.static_forward_context[pages[place.group]]
+            parts.append(part_of(layer, pages[place.group], holder, passes.heads_dim, head, place.heads, place.first))
             parts[-1].impl.__class__ = working
             head += place.heads
         setattr(layer, PARTS, parts)
@@ -125,11 +131,24 @@ def _split(
         # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
-    return EvictionRuntime(groups, passes, pages)
+    return EvictionRuntime(groups, passes, pages, longest > 0)
 
 
-def _group(vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int]) -> GroupRuntime:
-    """`heads`: KV heads of each of its layers on this rank, which may have none."""
+def _graph_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], passes: Passes) -> int:
+    """Resident blocks of the longest request in full CUDA graphs in which the plugin's kernel attends; 0: in none."""
+    largest = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    requests = min(vllm_config.scheduler_config.max_num_seqs, largest)
+    heads, block_size = max(layer.num_heads for layer in layers.values()), vllm_config.cache_config.block_size
+    blocks = passes.graph_blocks(requests, heads, block_size, vllm_config.model_config.max_model_len)
+    decodes = len(config.classes) > 1 or bool(config.statistics & RUNNING)
+    decodes = decodes and blocks > 0 and decode_kernel() != "stock" and all(map(passes.can_decode, layers.values()))
+    return blocks if decodes else 0
+
+
+def _group(
+    vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int], longest: int
+) -> GroupRuntime:
+    """`heads`: KV heads of each of its layers on this rank, which may have none; `longest` as of `_graph_blocks`."""
     heads = heads or [1]
     same = len(set(heads)) == 1
     return GroupRuntime(
@@ -142,6 +161,7 @@ def _group(vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, h
         store=store,
         shape=(max(heads), len(heads)),
         device=vllm_config.device_config.device_type,
+        graph_blocks=longest,
     )
 
 
@@ -183,9 +203,6 @@ def settle(
     for name, layer in layers.items():
         if config.statistics and (reason := passes.unreadable(layer)):
             raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": []')
-        for part in getattr(layer, PARTS, ()):
-            pages = vllm_config.compilation_config.static_forward_context[part.pages]
-            part.kv_cache = pages.kv_cache.movedim(passes.heads_dim, 0)[part.slots].movedim(0, passes.heads_dim)
         decodes &= passes.can_decode(layer)
     for group in runtime.groups:
         group.decodes = decodes
@@ -195,12 +212,22 @@ def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: Eviction
     """Which kernels attend and measure, for the log, once `settle` has chosen."""
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     backend = next(iter(layers.values())).attn_backend.get_name()
-    kernel, measures = f"{backend}'s own kernel", config.statistics & RUNNING
+    kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
     line = f"KV policy {config.name}: {kernel} attends to all requests"
-    if runtime.groups[0].decodes:
-        line = f"KV policy {config.name}: requests that lack blocks are decoded by the plugin's kernel"
+    who = {"lack blocks": runtime.decodes_lacking, "are measured": runtime.passes.decodes_measured and measures}
+    if runtime.groups[0].decodes and any(who.values()):
+        who = " or ".join(name for name, whether in who.items() if whether)
+        line = f"KV policy {config.name}: requests that {who} are decoded by the plugin's kernel"
         line += ", output and mass in one read" if measures else f", all else is attended to by {kernel}"
-    return line + (f"; beside {kernel} mass is taken by {runtime.passes.beside}" if measures else "")
+    if measures:
+        line += f"; beside {kernel} mass is taken by {runtime.passes.beside}"
+    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        line += "; decodes replay full CUDA graphs"
+        if measures and runtime.attends_in_graphs:
+            line += f", those that are measured up to {runtime.groups[0].graph_tokens} resident tokens a request"
+        elif measures:
+            line += ", but for those that are measured"
+    return line
 
 
 def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:

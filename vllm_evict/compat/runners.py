@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from ..worker.runtime import EvictionRuntime
+from . import graphs
 
 
 def install(runner: Any, runtime: EvictionRuntime, v2: bool) -> None:
     """Let `runtime` see the runner's batches and write its holes."""
     (_install_v2 if v2 else _install_v1)(runner, runtime)
+    (graphs.install_v2 if v2 else graphs.install_v1)(runner, runtime)
 
 
 def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:

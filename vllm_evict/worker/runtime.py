@@ -1,6 +1,7 @@
 """What one worker knows of evictions: which rows have holes, what to measure, what to report."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..config import KVPolicyConfig
 from ..core.plan import PLAN, EvictionPlan, GroupPlan, Reports
 from ..policies import CACHED, RUNNING
 from .cached import CachedStatistics, Row
+from .graphs import Attends, GraphMemory
 from .merge import Merger
 from .prompts import PromptScores
 from .sums import RunningSums
@@ -34,16 +36,25 @@ class EvictionRuntime:
         groups: of vLLM's KV groups, in order.
         passes: of the layers' attention backend (`attention.backend.Passes`).
         pages: where heads are split, layer names of the groups' pages.
+        attends_in_graphs: whether there are full CUDA graphs in which the plugin's kernel attends.
 
     Attributes:
         copied: event after which the last reports hold what they say (see `transfer`); None: at once.
     """
 
-    def __init__(self, groups: list["GroupRuntime"], passes: Any = None, pages: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        groups: list["GroupRuntime"],
+        passes: Any = None,
+        pages: Sequence[str] = (),
+        attends_in_graphs: bool = False,
+    ) -> None:
         self.groups, self.passes, self.pages = groups, passes, list(pages)
+        self.attends_in_graphs = attends_in_graphs
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
         self.copied: Any = None
+        self._scheduler_output: Any = None
         for group in groups:
             group.batch = self.batch
 
@@ -52,7 +63,61 @@ class EvictionRuntime:
         self.plan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.groups))
         for index, (group, plan) in enumerate(zip(self.groups, self.plan.groups)):
             group.begin(scheduler_output, plan, index)
-        self.batch.with_holes = set().union(*(group.with_holes for group in self.groups))
+        self._scheduler_output, self.batch.graph = scheduler_output, None
+        self.batch.own = self._own() if self.groups[0].decodes else set()
+
+    @property
+    def decodes_lacking(self) -> bool:
+        """Whether who lacks blocks is decoded by the plugin's kernel, where that can decode."""
+        return bool(self.pages) or not self.passes.decodes_measured
+
+    def _own(self) -> set[str]:
+        """Requests whose decodes are the plugin's kernel's.
+
+        Those that lack blocks, where it is the faster one, or where heads are split, which it decodes by one call. On a
+        device those that are measured, which beside another kernel takes a second read of the keys.
+        """
+        own = set()
+        if self.passes.decodes_measured:
+            own.update(*(group.measured for group in self.groups))
+        if self.decodes_lacking:
+            own.update(*(group.with_holes for group in self.groups))
+        return own
+
+    def choose_graph(self, full: bool) -> Attends | None:
+        """Which full CUDA graph this step replays, if it is one of decodes that has some (`full`); None: none.
+
+        While a graph is captured it is that one.
+        """
+        if not self.passes.capturing:
+            self.batch.graph = self._graph() if full else None
+        return self.batch.graph
+
+    def _graph(self) -> Attends | None:
+        if self.plan is None:
+            return Attends.STOCK  # a dummy run: no request of ours is in it
+        lengths = _lengths(self._scheduler_output)
+        if not all(group.fits_graphs(lengths) for group in self.groups):
+            return None
+        if self.batch.own.isdisjoint(lengths):
+            measured = any(not group.measured.isdisjoint(lengths) for group in self.groups)
+            return None if measured else Attends.STOCK
+        fits = self.attends_in_graphs and all(group.fits_memory(lengths) for group in self.groups)
+        return Attends.OWN if fits else None
+
+    @contextmanager
+    def capturing(self, attends: Attends | None) -> Iterator[None]:
+        """Around the capture of a CUDA graph, its warm-up included; None: it is not a full one."""
+        if self.attends_in_graphs:
+            # All at once, with the first graph: vLLM estimates what the others take by what a later one took.
+            for group in self.groups:
+                group.reserve()
+            self.passes.reserve(self.groups[0].device)
+        self.batch.graph, self.passes.capturing = attends, attends is not None
+        try:
+            yield
+        finally:
+            self.batch.graph, self.passes.capturing = None, False
 
     @torch.inference_mode()  # caches and sums are made in it
     def compact(self, all_reduce: Any) -> None:
@@ -78,17 +143,27 @@ class Batch:
     def __init__(self) -> None:
         #: The step's requests, in row order.
         self.req_ids: list[str] = []
-        #: Requests that lack a block in any group.
-        self.with_holes: set[str] = set()
+        #: Requests whose decodes are the plugin's kernel's, in all groups.
+        self.own: set[str] = set()
+        #: The full graph that this step replays, or that is being captured; None: no full graph.
+        self.graph: Attends | None = None
         self._rows: tuple[list[str], set[str], np.ndarray] = ([], set(), np.empty(0, bool))
 
-    def have_holes(self) -> np.ndarray:
-        """Which rows of the batch are `with_holes`; made anew only when either changes. bool [R]"""
-        req_ids, with_holes, rows = self._rows
-        if self.req_ids != req_ids or self.with_holes != with_holes:
-            rows = np.fromiter((req_id in self.with_holes for req_id in self.req_ids), bool, len(self.req_ids))
-            self._rows = (list(self.req_ids), set(self.with_holes), rows)
+    def own_rows(self) -> np.ndarray:
+        """Which rows of the batch are `own`; made anew only when either changes. bool [R]"""
+        req_ids, own, rows = self._rows
+        if self.req_ids != req_ids or self.own != own:
+            rows = np.fromiter((req_id in self.own for req_id in self.req_ids), bool, len(self.req_ids))
+            self._rows = (list(self.req_ids), set(self.own), rows)
         return rows
+
+
+def _lengths(scheduler_output: Any) -> dict[str, int]:
+    """Requests of a step, and the tokens that each has after it, evicted ones included."""
+    new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+    computed = {request.req_id: request.num_computed_tokens for request in new}
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens))
+    return {req_id: computed[req_id] + tokens for req_id, tokens in scheduler_output.num_scheduled_tokens.items()}
 
 
 class GroupRuntime:
@@ -103,6 +178,7 @@ class GroupRuntime:
             layer of all the group's heads, and `shape` has the most heads of a layer, and the layers.
         store: its KV cache; read after steps and before them.
         device: where block tables and the KV cache are.
+        graph_blocks: resident blocks of the longest request in a full graph that measures.
     """
 
     def __init__(
@@ -116,6 +192,7 @@ class GroupRuntime:
         store: Store,
         shape: tuple[int, int] | None = None,
         device: torch.device | str = "cpu",
+        graph_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.device = torch.device(device)
@@ -145,6 +222,8 @@ class GroupRuntime:
         self._identity = torch.arange(max_blocks, dtype=torch.int32, device=self.device)
         self._max_requests = max_requests
         self._buffers: tuple[torch.Tensor, ...] = ()
+        self._graph_blocks = min(graph_blocks, max_blocks)
+        self._graph_memory: GraphMemory | None = None
         self._viewed: tuple[Any, OwnWork | None] | None = None
         self._rows: dict[str, Row] = {}
 
@@ -186,6 +265,39 @@ class GroupRuntime:
             for req_id, missing in plan.missing.items():
                 sums.set_holes(req_id, missing)
 
+    @property
+    def graph_tokens(self) -> int:
+        """Resident tokens of the longest request in full CUDA graphs in which the plugin's kernel attends."""
+        return self._graph_blocks * self.block_size
+
+    @property
+    def measured(self) -> set[str]:
+        """Requests whose attention is measured."""
+        return set().union(*(sums.requests for sums in (self.sums, self.tokens) if sums is not None))
+
+    def fits_graphs(self, lengths: Mapping[str, int]) -> bool:
+        """Whether all that a step of decodes measures can be measured in a full graph."""
+        if self.prompts is not None and len(self.prompts):
+            return False
+        if self.tokens is not None and not self.tokens.requests.isdisjoint(lengths):
+            return False
+        return self.sums is None or self.sums.fits_graphs(lengths)
+
+    def fits_memory(self, lengths: Mapping[str, int]) -> bool:
+        """Whether no request holds more blocks than a graph in which the plugin's kernel attends has room for."""
+        room, holes = self.graph_tokens, self.with_holes
+        return all(
+            length <= room or length - len(holes.get(req_id, ())) * self.block_size <= room
+            for req_id, length in lengths.items()
+        )
+
+    def reserve(self) -> None:
+        """The memory of graphs in which the plugin's kernel attends, if there is none yet."""
+        if self._graph_memory is None:
+            heads, maximise = (0, False) if self.sums is None else (self.sums.heads, self.sums.maximise_layers)
+            size = self._max_requests, heads, self._graph_blocks, maximise, self.device
+            self._graph_memory = GraphMemory(*size)
+
     def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
         """Requests whose tables change with this step: {logical block: physical block, 0 for a hole}."""
         if self.plan is None:
@@ -206,15 +318,60 @@ class GroupRuntime:
             The metadata, and what the layers have to do themselves (None: nothing). The same for all builders of a
             step: layers of one KV group may have several, when their numbers of query heads differ.
         """
-        if self.plan is None:
-            return metadata, None  # a dummy run: no request of ours is in it
+        if self.plan is None:  # a dummy run: no request of ours is in it
+            return (metadata, None) if self.batch.graph is None else self._captured_view(metadata)
         if self._viewed is None:
-            self._viewed = self._view(metadata)
+            self._viewed = self._view(metadata) if self.batch.graph is None else self._graph_view(metadata)
         return self._viewed
+
+    def _captured_view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
+        """Metadata of a graph that is captured: a batch of nobody's, in the memory that all its replays read."""
+        rows, width = metadata.block_table_tensor.shape
+        table, lens, _ = (buffer[:rows] for buffer in self._view_buffers(metadata.block_table_tensor))
+        table[:, :width].copy_(metadata.block_table_tensor)
+        lens.copy_(metadata.seq_lens[:rows])
+        metadata = copy(metadata)
+        metadata.block_table_tensor, metadata.seq_lens = table, lens
+        if self.batch.graph is Attends.STOCK:
+            return metadata, None
+        memory = self._graph_memory
+        memory.use(rows)
+        metadata.max_seq_len = self.graph_tokens
+        mass = None if memory.mass is None else memory.mass.part(rows)
+        return metadata, OwnWork.of_graph(mass, memory.rows[:rows], lens)
+
+    def _graph_view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
+        """`_view` for a step that replays a full graph: all that the graph reads is written. Rows may be padding."""
+        req_ids, rows = self.batch.req_ids, len(metadata.block_table_tensor)
+        live = len(req_ids)
+        seq_lens = metadata.seq_lens_cpu_upper_bound[:live].numpy()
+        held = seq_lens - self._lacking(req_ids)
+        longest = int(held.max())
+        table, lens, logical = (buffer[:rows] for buffer in self._view_buffers(metadata.block_table_tensor))
+        resident_view(metadata.block_table_tensor, metadata.seq_lens[:rows], self.block_size, table, lens, logical)
+        metadata = copy(metadata)
+        metadata.block_table_tensor, metadata.seq_lens = table, lens
+        padded = np.zeros(rows, np.int32)
+        padded[:live] = held
+        metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = torch.from_numpy(padded), longest
+        metadata._num_computed_tokens_cache = None
+        self._resident(table, held)
+        if self.batch.graph is Attends.STOCK:
+            return metadata, None
+        memory, step = self._graph_memory, None
+        memory.use(live)
+        if memory.mass is not None:
+            width = -(-longest // self.block_size)
+            starts = np.arange(live + 1, dtype=np.int32)
+            buffers = memory.mass.part(live, width)
+            step = self.sums.step(req_ids, starts, seq_lens, logical[:live, :width], buffers)
+            if step is None:
+                buffers.weights.zero_()
+        return metadata, OwnWork.of_graph(step, memory.rows[:rows], lens)
 
     def _view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         measuring = self.sums is not None and len(self.sums) > 0
-        decodes = self.decodes and bool(self.batch.with_holes)
+        decodes = bool(self.batch.own)
         by_token = self.tokens is not None and len(self.tokens) > 0
         repeating = self.prompts is not None and len(self.prompts) > 0
         if not (self.with_holes or measuring or by_token or repeating or self.plan.report or decodes):
@@ -241,8 +398,8 @@ class GroupRuntime:
             table = metadata.block_table_tensor
             logical = self._identity[:width].expand(rows, width)
         if decodes:
-            # Who lacks a block in any group is decoded by one kernel in all of them.
-            own = np.flatnonzero(self.batch.have_holes() & (np.diff(starts) == 1))
+            # Who is decoded by the plugin's kernel in one group is so in all of them.
+            own = np.flatnonzero(self.batch.own_rows() & (np.diff(starts) == 1))
         self._resident(table, held)
         step = None
         if measuring:

@@ -1,6 +1,7 @@
 """Running sums of attention mass, or of pivotal queries, per request and logical block."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,47 +16,87 @@ Weigh = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 WeighEach = Callable[[Queries, int], torch.Tensor]
 
 
+class MassBuffers(NamedTuple):
+    """What layers of one step read and write to measure their mass.
+
+    Attributes:
+        weights: float32 [T], how much each query counts; None if all count as one.
+        mass: float32 [R, H, W], summed up (or maximised) over layers; counts of pivotal queries in rows of those.
+        layer: like `mass`, of one layer; None where layers are summed up.
+    """
+
+    weights: torch.Tensor | None
+    mass: torch.Tensor
+    layer: torch.Tensor | None
+
+    @classmethod
+    def make(
+        cls, requests: int, heads: int, blocks: int, maximise: bool, device: torch.device, weighted: bool = True
+    ) -> "MassBuffers":
+        """Mass of nothing yet; with weights, for one query a request."""
+        mass = torch.zeros(requests, heads, blocks, device=device)
+        weights = torch.ones(requests, device=device) if weighted else None
+        return cls(weights, mass, torch.zeros_like(mass) if maximise else None)
+
+    def part(self, requests: int, blocks: int | None = None) -> "MassBuffers":
+        """The same memory, of a smaller batch of shorter requests."""
+        weights = None if self.weights is None else self.weights[:requests]
+        layer = None if self.layer is None else self.layer[:requests, :, :blocks]
+        return MassBuffers(weights, self.mass[:requests, :, :blocks], layer)
+
+    def add(self, weigh: Weigh, weigh_each: WeighEach | None = None) -> None:
+        """Take in one layer."""
+        self.take(lambda out: weigh(self.weights, out))
+
+    def take(self, measure: Callable[[torch.Tensor], None]) -> None:
+        """Take in what `measure` adds to the zeros of a layer, or to the sum of those before it."""
+        if self.layer is None:
+            measure(self.mass)
+            return
+        measure(self.layer.zero_())
+        torch.maximum(self.mass, self.layer, out=self.mass)
+
+
 class MassStep:
     """Mass of one step's queries on the batch's resident blocks, over all layers of a KV group.
 
     Attributes:
         rows: int64 [K], batch rows that are measured.
         slots: int64 [K], their rows in the running sums.
-        weights: float32 [T], how much each query counts; None if all count as one.
         counted: int64 [K], queries that count.
         logical: int32 [R, W], logical index of each resident block, -1 past the end.
-        mass: float32 [R, H, W], summed up (or maximised) over layers; counts of pivotal queries in rows of `queries`.
+        buffers: of R and W.
         queries: those that are tested for pivotal blocks; None if none are.
+        weighs: whether any row takes mass.
     """
 
     def __init__(
         self,
         rows: np.ndarray,
         slots: np.ndarray,
-        weights: np.ndarray | None,
         counted: np.ndarray,
         logical: torch.Tensor,
-        heads: int,
-        maximise: bool,
+        buffers: MassBuffers,
         queries: Queries | None = None,
         block_size: int = 0,
+        weighs: bool = True,
     ) -> None:
         self.rows, self.slots, self.counted, self.logical = rows, slots, counted, logical
-        self.weights = None if weights is None else to_device(weights, logical.device)
-        self.queries, self._block_size = queries, block_size
-        #: Whether any row takes mass.
-        self._weighs = queries is None or bool(weights.any())
-        self.mass = torch.zeros(logical.shape[0], heads, logical.shape[1], device=logical.device)
-        self._layer = torch.zeros_like(self.mass) if maximise else None
+        self.buffers, self.queries, self.weighs, self._block_size = buffers, queries, weighs, block_size
+
+    @property
+    def mass(self) -> torch.Tensor:
+        return self.buffers.mass
 
     def add(self, weigh: Weigh, weigh_each: WeighEach | None = None) -> None:
         """Take in one layer."""
-        out = self.mass if self._layer is None else self._layer.zero_()
-        weigh(self.weights, out if self._weighs else None)
-        if self.queries is not None:
-            out.index_add_(0, self.queries.rows, self._pivots(weigh_each))
-        if self._layer is not None:
-            torch.maximum(self.mass, out, out=self.mass)
+
+        def measure(out: torch.Tensor) -> None:
+            weigh(self.buffers.weights, out if self.weighs else None)
+            if self.queries is not None:
+                out.index_add_(0, self.queries.rows, self._pivots(weigh_each))
+
+        self.buffers.take(measure)
 
     def _pivots(self, weigh_each: WeighEach) -> torch.Tensor:
         """Which blocks draw more than 1/t for each of their tokens from a query that sees t. float32 [n, H, W]."""
@@ -122,6 +163,11 @@ class RunningSums:
         """Requests that are being measured."""
         return len(self._slots)
 
+    @property
+    def requests(self) -> Set[str]:
+        """Those that are being measured."""
+        return self._slots.keys()
+
     def start(self, req_id: str, scoring: Scoring) -> None:
         """Measure a request from now on, from zero."""
         if req_id not in self._slots:
@@ -151,8 +197,17 @@ class RunningSums:
         if (slot := self._slots.get(req_id)) is not None:
             self._holes[slot] = holes
 
+    def fits_graphs(self, req_ids: Iterable[str]) -> bool:
+        """Whether what requests measure while they decode is the mass of one query each, and nothing else."""
+        return not any(self._pivots[self._slots[req_id]] for req_id in req_ids if req_id in self._slots)
+
     def step(
-        self, req_ids: list[str], query_start_loc: np.ndarray, seq_lens: np.ndarray, logical: torch.Tensor
+        self,
+        req_ids: list[str],
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        logical: torch.Tensor,
+        memory: MassBuffers | None = None,
     ) -> MassStep | None:
         """What to measure in this step; None if nothing.
 
@@ -161,6 +216,7 @@ class RunningSums:
             query_start_loc: int32 [R + 1].
             seq_lens: int32 [R], with holes: position of the last query + 1.
             logical: int32 [R, W], see `MassStep`.
+            memory: of a graph that measures, of R and W; None makes some.
         """
         rows, slots = self._rows(req_ids)
         if not len(rows):
@@ -182,9 +238,16 @@ class RunningSums:
         queries = None
         if self._pivots[slots].any():
             queries = self._queries(weights, rows, slots, lens, query_start_loc, seq_lens)
-        return MassStep(
-            rows, slots, weights, counted, logical, self.heads, self.maximise_layers, queries, self.block_size
-        )
+        weighs = queries is None or bool(weights.any())
+        given = None if weights is None else self._to_device(weights)
+        if memory is None:
+            size = logical.shape[0], self.heads, logical.shape[1], self.maximise_layers, logical.device
+            buffers = MassBuffers.make(*size, weighted=False)._replace(weights=given)
+        else:
+            buffers = memory
+            buffers.mass.zero_()
+            buffers.weights.fill_(1.0) if given is None else buffers.weights.copy_(given)
+        return MassStep(rows, slots, counted, logical, buffers, queries, self.block_size, weighs)
 
     def fold(self, step: MassStep) -> None:
         """Add a step's mass to the running sums."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .prompts import PromptStep
-from .sums import MassStep
+from .sums import MassBuffers, MassStep
 from .tokens import TokenStep
 from .transfer import to_device
 
@@ -53,7 +53,7 @@ class OwnWork:
 
     def __init__(
         self,
-        mass: MassStep | None,
+        mass: MassStep | MassBuffers | None,
         rows: np.ndarray,
         query_start_loc: np.ndarray,
         seq_lens: torch.Tensor,
@@ -68,6 +68,19 @@ class OwnWork:
             self.stock_lens = seq_lens.clone().index_fill_(0, self.rows.long(), 1)
         self._own_queries = to_device(query_start_loc[rows].astype(np.int64), seq_lens.device)
         self._queries = int(query_start_loc[-1])
+
+    @classmethod
+    def of_graph(cls, mass: MassBuffers | None, rows: torch.Tensor, seq_lens: torch.Tensor) -> "OwnWork":
+        """All decodes of a batch, on memory that stays.
+
+        Args:
+            mass: where it is measured.
+            rows: int32 [R], the batch's rows, -1 where a row is padding.
+            seq_lens: int32 [R], resident tokens.
+        """
+        work = cls(mass, np.empty(0, np.int64), np.zeros(1, np.int32), seq_lens)
+        work.rows = rows
+        return work
 
     @property
     def measures(self) -> bool:

@@ -9,6 +9,7 @@ from .attention import ATTENTION, SPLIT_LAYERS
 from .blocks import BLOCKS
 from .devices import FLASH, TRITON
 from .front import ARGUMENTS, CONFIGURATION, ENTRY_POINTS, FRONT_END
+from .graphs import GRAPHS
 from .loading import LOADING
 from .scheduler import SCHEDULER
 from .touch import Touch
@@ -32,5 +33,6 @@ TOUCHES = [
     *ATTENTION,
     *TRITON,
     *FLASH,
+    *GRAPHS,
     *LOADING,
 ]

@@ -525,13 +525,13 @@ ATTENTION = [
     Touch(
         "vllm.v1.attention.backend:AttentionCGSupport",
         ("attention.backend",),
-        "no full CUDA graphs",
-        has=("NEVER = 0",),
+        "full CUDA graphs of decodes only",
+        has=("UNIFORM_SINGLE_TOKEN_DECODE = 1", "NEVER = 0"),
     ),
     Touch(
         "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
         ("attention.backend",),
-        "overridden; vLLM then captures what lies between attention layers, or refuses",
+        "overridden; vLLM has full graphs for no more than the least that a builder supports",
         kind="classmethod",
         replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.get_cudagraph_support",),
     ),
@@ -547,8 +547,12 @@ ATTENTION = [
     Touch(
         "vllm.config.compilation:CompilationConfig.resolve_cudagraph_mode_and_sizes",
         ("attention.backend",),
-        "with a backend that never supports full graphs it falls back to piecewise ones",
-        does=("min_cg_support == AttentionCGSupport.NEVER", "cudagraph_mode = CUDAGraphMode.PIECEWISE"),
+        "full graphs for all batches become those for decodes",
+        does=(
+            "min_cg_support != AttentionCGSupport.ALWAYS",
+            "cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE",
+            "cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
+        ),
     ),
     Touch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs",

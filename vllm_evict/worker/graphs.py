@@ -1,0 +1,50 @@
+"""Full CUDA graphs of decode steps: which kernel attends in one, and the memory that it reads and writes.
+
+A graph replays launches that were captured once, on the memory of that time. So what changes from step to step, tables,
+lengths, weights and mass, lies where it lay when the graph was captured; the host fills it before each replay.
+"""
+
+from enum import Enum
+
+import numpy as np
+import torch
+
+from .sums import MassBuffers
+from .transfer import to_device
+
+
+class Attends(Enum):
+    """Which kernel attends in a full graph, to all requests of its batch."""
+
+    #: The backend's own, through the view. Nothing is measured.
+    STOCK = "stock"
+    #: The plugin's, output and mass in one read.
+    OWN = "own"
+
+
+class GraphMemory:
+    """What graphs in which the plugin's kernel attends share, of one KV group.
+
+    Args:
+        requests: most in a batch.
+        heads: rows of mass a request; 0 if nothing is measured.
+        blocks: resident blocks of the longest request that such a graph takes.
+        maximise: whether layers are measured one by one.
+        device: where the KV cache is.
+
+    Attributes:
+        rows: int32 [requests], the batch's rows, then -1.
+        mass: what is measured by block; None if nothing is.
+    """
+
+    def __init__(self, requests: int, heads: int, blocks: int, maximise: bool, device: torch.device) -> None:
+        self.rows = torch.full((requests,), -1, dtype=torch.int32, device=device)
+        self.mass = MassBuffers.make(requests, heads, blocks, maximise, device) if heads else None
+        self._live = 0
+
+    def use(self, live: int) -> None:
+        """The batch has so many requests; the rest of a graph's rows is padding."""
+        if live != self._live:
+            rows = np.arange(len(self.rows), dtype=np.int32)
+            self.rows.copy_(to_device(np.where(rows < live, rows, -1).astype(np.int32), self.rows.device))
+            self._live = live
