@@ -283,7 +283,7 @@ def test_rows_that_are_all_measured_alike_need_no_weights():
     sums = one_layer()
     sums.start("a", scoring())
     sums.start("b", scoring("mean"))
-    assert add_mass(sums, ["b", "a"], [2, 3], [20, 21]).weights is None
+    assert add_mass(sums, ["b", "a"], [2, 3], [20, 21]).buffers.weights is None
 
 
 def test_nothing_to_measure_is_no_step():
