@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_evict.attention.fold import fold
 from vllm_evict.attention.keys import key_scores
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, Repetition, Scoring
 from vllm_evict.policies import CACHED
 from vllm_evict.worker import cached, prompts, sums, tokens, worker
+from vllm_evict.worker.graphs import Attends
 from vllm_evict.worker.prompts import PromptScores
 from vllm_evict.worker.runtime import EvictionRuntime, GroupRuntime
+from vllm_evict.worker.sums import MassBuffers
+from vllm_evict.worker.work import OwnWork
 
 pytestmark = pytest.mark.v1_only
 SIZE, HEADS, DIM, LAYERS, LENGTH = 16, 2, 8, 2, 16 * 9 + 5
@@ -52,6 +56,11 @@ def on_host(tensor):
     return tensor.as_subclass(torch.Tensor).numpy()
 
 
+def launched(*tensors):
+    """`fold`, one launch on a device."""
+    fold(*(each if each is None else each.as_subclass(torch.Tensor) for each in tensors))
+
+
 class Passes:
     """Stand for a backend's: each query puts mass on every block, or token."""
 
@@ -69,12 +78,14 @@ class Passes:
 
     def decode(self, layer, query, kv_cache, metadata, output, rows, seq_lens, weights, out, per_token=False):
         if out is not None:
-            self.mass(layer, query, kv_cache, metadata, weights, out)
+            assert (rows >= -1).all() and len(rows) <= len(out)
+            of_row = 1.0 if weights is None else weights[: len(out), None, None]
+            out += of_row * torch.arange(1.0, out.shape[2] + 1)
 
 
-def steps(policy, wrap, **options):
+def steps(policy, wrap, in_graphs=False, **options):
     """Three steps of a request that loses blocks, or tokens, before the second, with another beside it; its reports, and
-    what its store was told."""
+    what its store was told. The second and third are decodes, for full CUDA graphs if `in_graphs`."""
     options |= {"window": 8} if policy == "scissorhands" else {}
     config = KVPolicyConfig.parse({"name": policy, **BASE, **options})
     by_token = config.granularity == "token"
@@ -92,15 +103,20 @@ def steps(policy, wrap, **options):
         compact=lambda source, keep, target: told.extend([source.tolist(), *keep, target.tolist()]),
         write=lambda layer, blocks, keys, values: told.extend([keys, values]),
     )
-    group = GroupRuntime(config, SIZE, max_requests=4, max_model_len=256, kv_heads=HEADS, layers=LAYERS, store=store)
+    size = dict(max_requests=4, max_model_len=256, kv_heads=HEADS, layers=LAYERS, graph_blocks=12)
+    group = GroupRuntime(config, SIZE, store=store, **size)
     group.decodes = True
+    group.reserve()
+    memory = group._graph_memory
+    if memory.mass is not None:
+        memory.mass = MassBuffers(*(each if each is None else wrap(each) for each in memory.mass))
     if group.sums is not None:
         group.sums._sums = wrap(group.sums._sums)
     if group.tokens is not None:
         group.tokens._pages = wrap(group.tokens._pages)
     group._identity = wrap(group._identity)
     runtime = EvictionRuntime([group], Passes())
-    table = torch.zeros(2, 17, dtype=torch.int32)
+    table = torch.zeros(4, 17, dtype=torch.int32)
     table[0, :10], table[1, :2] = torch.arange(1, 11), torch.arange(11, 13)
     found = []
     for step, (length, count) in enumerate([(LENGTH - 2, LENGTH - 2), (LENGTH - 1, 1), (LENGTH, 1)]):
@@ -125,9 +141,13 @@ def steps(policy, wrap, **options):
         runtime.begin(output)
         runtime.compact(lambda values, maximise: values)
         runtime.batch.req_ids = ["r", "other"]
-        starts, lens = (torch.tensor(values, dtype=torch.int32) for values in ([0, count, count + 1], [length, 20]))
+        if in_graphs and step:
+            runtime.batch.graph = Attends.OWN
+        padding = 2 * (runtime.batch.graph is not None)
+        starts = torch.tensor([0, count] + [count + 1] * (1 + padding), dtype=torch.int32)
+        lens = torch.tensor([length, 20] + [0] * padding, dtype=torch.int32)
         metadata = SimpleNamespace(
-            block_table_tensor=wrap(table.clone()),
+            block_table_tensor=wrap(table[: 2 + padding].clone()),
             seq_lens=wrap(lens.clone()),
             query_start_loc=wrap(starts.clone()),
             query_start_loc_cpu=starts,
@@ -137,6 +157,9 @@ def steps(policy, wrap, **options):
         assert metadata.seq_lens_cpu_upper_bound.tolist() == metadata.seq_lens.as_subclass(torch.Tensor).tolist()
         if work is not None:
             for _ in range(LAYERS):
+                # A graph was captured on the memory of a whole batch, whatever the step.
+                mass = memory.mass.part(4) if padding and memory.mass else None
+                work = OwnWork.of_graph(mass, memory.rows, work.seq_lens) if padding else work
                 work.do(Passes(), None, None, None, metadata, None)
         found += runtime.end(lambda values, maximise: values)
     if "r" in (group.tokens or ()):
@@ -144,13 +167,19 @@ def steps(policy, wrap, **options):
     return found, told
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv", "scissorhands", "tova", "rkv", "keydiff", "sink-window"])
-def test_no_step_waits_for_the_device(policy, monkeypatch):
+POLICIES = ["h2o", "snapkv", "scissorhands", "tova", "rkv", "keydiff", "sink-window"]
+#: Those whose decodes may be in full CUDA graphs in which the plugin's kernel attends.
+FITTING = ["h2o", "snapkv", "tova", "rkv", "keydiff"]
+
+
+@pytest.mark.parametrize("policy, in_graphs", [(each, False) for each in POLICIES] + [(each, True) for each in FITTING])
+def test_no_step_waits_for_the_device(policy, in_graphs, monkeypatch):
     """And what comes of it is what comes of tensors on the CPU."""
     expected, _ = steps(policy, lambda tensor: tensor)
     for module in (sums, cached):
         monkeypatch.setattr(module, "to_host", on_host)
-    got, _ = steps(policy, on_device)
+    monkeypatch.setattr(sums, "fold", launched)
+    got, _ = steps(policy, on_device, in_graphs)
     assert [sorted(reports) for reports in got] == [sorted(reports) for reports in expected]
     assert policy == "sink-window" or [len(reports) for reports in got] == [1, 0, 1]
     for one, other in zip(got, expected):
@@ -168,6 +197,7 @@ def test_by_token_only_a_decision_waits_and_once(policy, options, monkeypatch):
     options = {**options, "granularity": "token"}
     (_, expected), waits = steps(policy, lambda tensor: tensor, **options), []
     monkeypatch.setattr(tokens, "fetched", lambda tensor: waits.append(tensor) or on_host(tensor))
+    monkeypatch.setattr(sums, "fold", launched)
     for module in (sums, tokens):
         monkeypatch.setattr(module, "to_device", lambda array, device: on_device(torch.from_numpy(array)))
     _, got = steps(policy, on_device, **options)

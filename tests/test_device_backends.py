@@ -36,7 +36,7 @@ from vllm_evict.attention.flash import FlashPasses
 from vllm_evict.attention.queries import Queries
 from vllm_evict.attention.triton import TritonPasses
 from vllm_evict.compat import refusals
-from vllm_evict.worker import runtime
+from vllm_evict.worker import runtime, sums
 from vllm_evict.worker.work import Share
 
 # numpy's, where a masked row divides 0 by 0.
@@ -75,10 +75,11 @@ def before_graphs_are_settled(init):
 
 @pytest.fixture
 def backend(request, monkeypatch):
-    """A backend where the CPU platform asks for its own, and the kernel that makes views on a device.
+    """A backend where the CPU platform asks for its own, and the kernels that make views and fold sums on a device.
 
     FlashAttention has the version that the parameter says, and its stand-in is the fixture's value.
     """
+    from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.resident_view import resident_view
 
     flash = None
@@ -99,6 +100,7 @@ def backend(request, monkeypatch):
             builder = flash_attn.FlashAttentionMetadataBuilder
             monkeypatch.setattr(builder, "__init__", before_graphs_are_settled(builder.__init__))
     monkeypatch.setattr(runtime, "resident_view", resident_view)
+    monkeypatch.setattr(sums, "fold", fold)
     monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
     selector._cached_get_attn_backend.cache_clear()
     yield flash

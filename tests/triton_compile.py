@@ -17,6 +17,7 @@ from vllm_evict.triton_kernels import (
     compact,
     decode_classes,
     decode_mass,
+    fold,
     mass_from_lse,
     query_lse,
     resident_view,
@@ -90,6 +91,7 @@ def compile_all() -> None:
         (compact, ("_compact",)),
         (decode_classes, ("_attend_classes", "_combine_classes")),
         (decode_mass, ("_attend", "_combine")),
+        (fold, ("_fold",)),
         (mass_from_lse, ("_mass_from_lse",)),
         (query_lse, ("_query_lse",)),
         (resident_view, ("_resident_view",)),
@@ -99,6 +101,8 @@ def compile_all() -> None:
             setattr(module, kernel, Compiled(getattr(module, kernel)))
     table, lens = ints(ROWS, 8192), ints(ROWS)
     resident_view.resident_view(table, lens, 16, table, lens, table)
+    sums = torch.empty(ROWS, 8, 8192)
+    fold.fold(sums, lens, sums, table, torch.empty(ROWS))
     select.select(torch.empty(ROWS, 8192), lens, lens, lens, table, lens)
     for dtype, dim in ((BF16, 128), (FP8, 80)):
         caches, blocks = [torch.empty(8, 8, 16, 2 * dim, dtype=dtype) for _ in range(2)], ints(WIDTH)

@@ -1,11 +1,12 @@
 """Running sums of attention mass, or of pivotal queries, per request and logical block."""
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..attention.fold import fold
 from ..attention.queries import Queries
 from ..core.plan import Report, Reports, Scoring
 from .transfer import to_device, to_host
@@ -155,6 +156,8 @@ class RunningSums:
         self._pivots = np.zeros(requests, bool)
         self._start = np.zeros(requests, np.int64)
         self._batch: tuple[list[str], np.ndarray, np.ndarray] = ([], np.empty(0, np.int64), np.empty(0, np.int64))
+        #: A batch's rows, and the slots of all of its requests where the sums are.
+        self._folded: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.int32))
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._slots
@@ -251,16 +254,17 @@ class RunningSums:
 
     def fold(self, step: MassStep) -> None:
         """Add a step's mass to the running sums."""
-        decay = self._decay[step.slots]
+        rows = len(step.logical)
+        if step.rows is not self._folded[0] or len(self._folded[1]) != rows:
+            slots = np.full(rows, -1, np.int32)
+            slots[step.rows] = step.slots
+            self._folded = step.rows, self._to_device(slots)
+        decay, kept = self._decay[step.slots], None
         if decay.any():
-            kept = np.where(decay > 0, decay**step.counted, 1.0).astype(np.float32)
-            self._sums[self._to_device(step.slots)] *= self._to_device(kept)[:, None, None]
-        rows = self._to_device(step.rows)
-        slots = self._to_device(step.slots)[:, None, None]
-        heads = torch.arange(self.heads, device=rows.device)[None, :, None]
-        # Entries past a row's end carry no mass; they may all land in block 0.
-        blocks = step.logical[rows].clamp(min=0).long()[:, None, :]
-        self._sums.index_put_((slots, heads, blocks), step.mass[rows], accumulate=True)
+            kept = np.ones(rows, np.float32)
+            kept[step.rows] = np.where(decay > 0, decay**step.counted, 1.0)
+            kept = self._to_device(kept)
+        fold(self._sums, self._folded[1], step.mass, step.logical, kept)
 
     def report(
         self,
