@@ -866,7 +866,7 @@ def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert {kernel["kernel"] for kernel in found} == {
-        "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_mass_from_lse", "_query_lse",
+        "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_fold", "_mass_from_lse", "_query_lse",
         "_resident_view", "_select",
     }  # fmt: skip
     direct, out, back = [kernel for kernel in found if kernel["kernel"] == "_compact"][:3]
