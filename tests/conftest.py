@@ -86,3 +86,13 @@ def async_engine(engine, monkeypatch):
         return made
 
     return make
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Full CUDA graphs for engines that ask for them: `engine(policy, **graphs.options)` (graphs.py)."""
+    from graphs import FullGraphs
+
+    made = FullGraphs()
+    made.install(monkeypatch)
+    return made
