@@ -27,7 +27,7 @@ RUNNER = os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1")
 if RUNNER == "v2":
     interpreter.use_model_runner_v2()
 elif RUNNER == "v1-triton":
-    interpreter.use_vllm_kernels()
+    interpreter.use_model_runner_v1()
 
 import pytest  # noqa: E402
 from engine import Engine  # noqa: E402

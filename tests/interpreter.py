@@ -16,6 +16,14 @@ def use_model_runner_v2() -> None:
     use_vllm_kernels()
 
 
+def use_model_runner_v1() -> None:
+    """With vLLM's kernels, where V2 would be the default."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    # V1 compiles a function of its sampler's, and Inductor would ask the driver below for more.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    use_vllm_kernels()
+
+
 def use_vllm_kernels() -> None:
     """vLLM's Triton kernels too."""
     os.environ["TRITON_INTERPRET"] = "1"
