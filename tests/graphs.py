@@ -22,8 +22,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
+#: The interpreter's copies of arguments from and to a device, which keep them alive until garbage is collected.
+_IN_PLACE = {"_init_args_hst": lambda _, *args: args, "_restore_args_dev": lambda *_: None}
 #: The capture that is under way.
 _current: "_Capture | None" = None
 #: Whether a worker captures its graphs, on requests that are made up: all their tokens are in vLLM's null block.
@@ -139,8 +141,9 @@ class _Capture(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
             space, op = func._schema.name.split("::")
-            if f"{space}/{op}/CPU" in torch.library._impls:
-                return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+            for key in ("CPU", "CompositeExplicitAutograd"):
+                if f"{space}/{op}/{key}" in torch.library._impls:
+                    return func._op_dk(getattr(torch._C.DispatchKey, key), *args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
@@ -153,17 +156,21 @@ class _Capture(TorchDispatchMode):
 
     def launch(self, name, function, args, kwargs, schema=None):
         """Run `function`, and write it down unless it only makes views. Without a schema it may write to any argument."""
+        if schema is not None and not schema.is_mutable and not schema.returns:
+            schema = None  # it says too little
         self.inside = True
         try:
-            places = tree_map_only(torch.Tensor, functools.partial(self._place, name), (args, kwargs))
+            places = tree_map_only(torch.Tensor, functools.partial(self._place, name, schema), (args, kwargs))
             for tensor in _written(args, kwargs, schema):
-                memory = self.memory[tensor.untyped_storage()._cdata]
-                if memory.storage is None:
+                memory = self.memory.get(tensor.untyped_storage()._cdata)
+                if memory is not None and memory.storage is None:
                     self._before.setdefault(id(memory), (memory, memory.find().clone()))
             results = function(*args, **kwargs)
-            flat = dict(enumerate(tree_flatten(results)[0]))
-            new = {index: each for index, each in flat.items() if isinstance(each, torch.Tensor) and not self._knows(each)}
-            returned = {index: self._place(name, self._own(each)) for index, each in new.items()}
+            returned = {
+                index: self._place(name, schema, self._own(each))
+                for index, each in enumerate(tree_flatten(results)[0])
+                if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in self.memory
+            }
         finally:
             self.inside = False
         if returned or schema is None or schema.is_mutable:
@@ -175,20 +182,17 @@ class _Capture(TorchDispatchMode):
             memory.find().copy_(content)
         self.graph._forget()
 
-    def _knows(self, tensor):
-        return tensor.untyped_storage()._cdata in self.memory
-
     def _own(self, tensor):
         storage = tensor.untyped_storage()
         self.memory.setdefault(storage._cdata, Memory(storage, own=True))
         return tensor
 
-    def _place(self, name, tensor):
+    def _place(self, name, schema, tensor):
         storage = tensor.untyped_storage()
         if storage._cdata in self._host:
-            if tensor.dim() == 0 and name != "aten.copy_":
-                return tensor.clone()  # a scalar argument of the kernel
-            raise CaptureError(f"{name} during a capture: reads unpinned host memory, a tensor made of Python or numpy data")
+            if tensor.dim() == 0 and schema is not None and name != "aten.copy_":
+                return tensor.clone()  # an op hands its kernel the number
+            raise CaptureError(f"{name} during a capture: reads unpinned host memory, which Python or numpy data is in")
         memory = self.memory.setdefault(storage._cdata, Memory(storage, own=False))
         return Place(memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
@@ -202,7 +206,7 @@ def _refuse(func, name, args):
         bools = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
         if bools and not ("index_put" in name and args[2].numel() == 1):
             tags.add(torch.Tag.dynamic_output_shape)
-    if torch.Tag.data_dependent_output in tags or name == "aten.is_nonzero":
+    if torch.Tag.data_dependent_output in tags:
         raise CaptureError(f"{name} during a capture: reads device memory on the host")
     if torch.Tag.dynamic_output_shape in tags:
         raise CaptureError(f"{name} during a capture: the shape of its result depends on data")
@@ -233,7 +237,8 @@ def capture(graph, pool=None, stream=None, capture_error_mode="global"):
         once = (lambda meta: baked.append(grid(meta)) or baked[0]) if callable(grid) else grid
 
         def program(*args, **kwargs):
-            return run(self, *args, grid=baked[0] if baked else once, warmup=False, **kwargs)
+            with patch.multiple(GridExecutor, **_IN_PLACE):
+                return run(self, *args, grid=baked[0] if baked else once, warmup=False, **kwargs)
 
         return tape.launch(self.__name__, program, args, kwargs)
 
@@ -249,8 +254,8 @@ def capture(graph, pool=None, stream=None, capture_error_mode="global"):
     try:
         with patch.object(InterpretedFunction, "run", launch), patch.multiple(torch.Tensor, **reads), tape:
             yield
-        tape.end()
     finally:
+        tape.end()
         _current = None
 
 
@@ -318,8 +323,11 @@ class FullGraphs:
                 yield
             log.captured.append(graph)
 
+        for name, in_place in _IN_PLACE.items():
+            monkeypatch.setattr(GridExecutor, name, in_place)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Logged)
         monkeypatch.setattr(torch.cuda, "graph", logged)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: _current is not None)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda *_: None)
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda *_: (0, 0))
