@@ -1,7 +1,7 @@
 """Fixtures: tiny models, and vLLM engines in this very process, so that tests see scheduler, manager and worker.
 
 VLLM_EVICT_TEST_RUNNER=v2 runs everything on Model Runner V2 (Triton's interpreter) instead of V1. With v1-triton it is V1,
-with vLLM's Triton kernels under the interpreter (test_device_backends.py).
+with vLLM's Triton kernels under the interpreter (test_device_backends.py, test_graphs.py).
 """
 
 import os

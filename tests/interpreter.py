@@ -1,6 +1,6 @@
-"""Model Runner V2 on a CPU: vLLM's Triton kernels under Triton's interpreter.
+"""vLLM's Triton kernels on a CPU, under Triton's interpreter: Model Runner V2, and V1 with backends of a device.
 
-Import this before vLLM (`VLLM_EVICT_TEST_RUNNER=v2` does it in conftest.py).
+Import this before vLLM (`VLLM_EVICT_TEST_RUNNER=v2` or `v1-triton` does it in conftest.py).
 """
 
 import os

@@ -68,7 +68,7 @@ def test_metadata_that_a_step_allocates_is_found(server, graphs, monkeypatch):
 
 @triton.jit
 def add(out, x, number, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     tl.store(out + at, tl.load(x + at) + number)
 
 
@@ -86,7 +86,7 @@ def x():
 
 def test_replays_launch_again_what_was_launched(x):
     """Ops, Triton kernels and stand-ins, on memory of the graph's and from outside; views are not launched."""
-    out, number = torch.zeros(4), 1
+    out, number = torch.zeros(4), 2
 
     @kernel
     def double(x):
@@ -94,19 +94,19 @@ def test_replays_launch_again_what_was_launched(x):
 
     def function():
         between = torch.empty_like(x)
-        add[lambda meta: (number,)](between, x, number, SIZE=4)
+        add[lambda meta: (number,)](between, x, number, SIZE=2)
         out[:2] = double(between.view(2, 2)).sum(1)
 
     graph = captured(function)
     assert graph.names == ["add", "double", "aten.sum.dim_IntList", "aten.copy_"]
     assert out.tolist() == [0, 0, 0, 0] and graph.replays == 0, "a capture runs nothing"
-    number = 2
+    number = 1
     x += 10
     graph.replay()
-    assert out.tolist() == [2 * (11 + 12), 2 * (13 + 14), 0, 0], "the number is that of the capture"
+    assert out.tolist() == [2 * (12 + 13), 2 * (14 + 15), 0, 0], "number and grid are those of the capture"
     x -= 10
     graph.replay()
-    assert out.tolist() == [2 * (1 + 2), 2 * (3 + 4), 0, 0] and graph.replays == 2
+    assert out.tolist() == [2 * (2 + 3), 2 * (4 + 5), 0, 0] and graph.replays == 2
 
 
 READS = {
