@@ -1,7 +1,7 @@
 """Fixtures: tiny models, and vLLM engines in this very process, so that tests see scheduler, manager and worker.
 
 VLLM_EVICT_TEST_RUNNER=v2 runs everything on Model Runner V2 (Triton's interpreter) instead of V1. With v1-triton it is V1,
-with vLLM's Triton kernels under the interpreter (test_device_backends.py).
+with vLLM's Triton kernels under the interpreter (test_device_backends.py, test_graphs.py).
 """
 
 import os
@@ -27,7 +27,7 @@ RUNNER = os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1")
 if RUNNER == "v2":
     interpreter.use_model_runner_v2()
 elif RUNNER == "v1-triton":
-    interpreter.use_vllm_kernels()
+    interpreter.use_model_runner_v1()
 
 import pytest  # noqa: E402
 from engine import Engine  # noqa: E402
@@ -86,3 +86,13 @@ def async_engine(engine, monkeypatch):
         return made
 
     return make
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Full CUDA graphs for engines that ask for them: `engine(policy, **graphs.options)` (graphs.py)."""
+    from graphs import FullGraphs
+
+    made = FullGraphs()
+    made.install(monkeypatch)
+    return made

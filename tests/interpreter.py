@@ -1,6 +1,6 @@
-"""Model Runner V2 on a CPU: vLLM's Triton kernels under Triton's interpreter.
+"""vLLM's Triton kernels on a CPU, under Triton's interpreter: Model Runner V2, and V1 with backends of a device.
 
-Import this before vLLM (`VLLM_EVICT_TEST_RUNNER=v2` does it in conftest.py).
+Import this before vLLM (`VLLM_EVICT_TEST_RUNNER=v2` or `v1-triton` does it in conftest.py).
 """
 
 import os
@@ -13,6 +13,14 @@ def use_interpreter() -> None:
 
 def use_model_runner_v2() -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    use_vllm_kernels()
+
+
+def use_model_runner_v1() -> None:
+    """With vLLM's kernels, where V2 would be the default."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    # V1 compiles a function of its sampler's, and Inductor would ask the driver below for more.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     use_vllm_kernels()
 
 
