@@ -185,12 +185,19 @@ def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch, 
     monkeypatch.setattr(
         decode_classes, "decode_classes", lambda *args, **options: calls.append(args) or together(*args, **options)
     )
+    _, trace = check_split_heads(server, dense, tmp_path, by_token)
+    decodes = sum(count == 1 for count in trace.steps)
+    assert len(calls) == 2 * decodes, "layers of two classes are decoded in one call, from the first hole on"
+
+
+def check_split_heads(server, dense, tmp_path, by_token=False, **engine):
+    """One request, alone, against the dense oracle with masks for each head. Returns the engine and its trace."""
     pattern = np.array([[1, 0], [0, 1]])
     sink, recent = 16, 32
     np.savetxt(tmp_path / "heads.tsv", pattern.astype(float), delimiter="\t")
     (tmp_path / "config.json").write_text(json.dumps({"sink_size": sink, "recent_size": recent}))
     h2o = {"name": "h2o", **BASE, **({"granularity": "token", "merge": "d2o"} if by_token else {})}
-    subject = server({"name": "duo", "heads": str(tmp_path / "heads.tsv"), "retrieval": h2o})
+    subject = server({"name": "duo", "heads": str(tmp_path / "heads.tsv"), "retrieval": h2o}, **engine)
     prompt, count = (distinct_prompt(90), 10) if by_token else (random_prompt(90), 20)
     (output,), (trace,) = subject.traced([(prompt, {"max_tokens": count, "logprobs": 0})])
     retrieval = Config("h2o", BLOCK, **BASE)
@@ -209,9 +216,8 @@ def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch, 
     logprobs = torch.log_softmax(replays[0].logits.double(), -1)
     want = [logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
     np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
-    decodes = sum(count == 1 for count in trace.steps)
-    assert len(calls) == 2 * decodes, "layers of two classes are decoded in one call, from the first hole on"
     subject.assert_nothing_left()
+    return subject, trace
 
 
 @pytest.mark.parametrize("backend", [on("triton")], indirect=True)

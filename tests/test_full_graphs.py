@@ -1,0 +1,170 @@
+"""Decodes under a policy replay full CUDA graphs, with the right kernel in them; without a GPU (graphs.py)."""
+
+from collections import Counter
+
+import pytest
+import test_device_backends
+from engine import V2, logprobs_of, random_prompt
+from parity import assert_like_oracle, assert_tokens_like_oracle
+from test_device_backends import BASE, BLOCK, POLICIES, check_split_heads, distinct_prompt, on
+from vllm.v1.worker import cpu_worker
+
+from vllm_evict.attention import device
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+backend, server, dense = (getattr(test_device_backends, name) for name in ("backend", "server", "dense"))
+STOCK = {"triton": "kernel_unified_attention", "fa": "flash_attn_varlen_func"}
+OWN = ["_attend", "_combine"]
+
+
+@pytest.fixture
+def replaying(server, graphs, monkeypatch):
+    """Engines with full CUDA graphs, which note each step; memory that was freed is full of NaN."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+
+    def make(policy=None, **kwargs):
+        subject = server(policy, **{**graphs.options, "max_num_seqs": 4, "enable_prefix_caching": False, **kwargs})
+        subject.steps, schedule = [], subject.scheduler.schedule
+
+        def noted(*args, **kwargs):
+            output = schedule(*args, **kwargs)
+            subject.steps.append(sorted(output.num_scheduled_tokens.values()))
+            return output
+
+        monkeypatch.setattr(subject.scheduler, "schedule", noted)
+        return subject
+
+    return make
+
+
+def replays(subject, graphs):
+    """By what attends in the graph: (of vLLM's kernel, of the plugin's); and the steps that were decodes."""
+    by = {id(graph): type(key).__name__.startswith("Own") for key, graph in graphs.of(subject).items()}
+    own = sum(by[id(graph)] for graph in graphs.replayed)
+    return len(graphs.replayed) - own, own, sum(set(step) == {1} for step in subject.steps)
+
+
+#: By block, with all that is made of mass: over heads, over layers, of some queries, of the last ones, fading.
+MEASURED = {
+    "h2o": POLICIES["h2o"],
+    "h2o-max": {**POLICIES["h2o"], "heads": "max", "layers": "max"},
+    "h2o-every": {**POLICIES["h2o"], "every": 3},
+    "h2o-ema": {**POLICIES["h2o"], "accumulate": "ema", "decay": 0.8, "heads": "mean"},
+    "snapkv": {"name": "snapkv", **BASE, "window": 4},
+}
+CASES = [on("triton", name) for name in (MEASURED if V2 else ["h2o"])] + [on("triton", "sink-window")]
+CASES += [on("fa3", "h2o"), on("fa3", "keydiff")] if V2 else [on("fa3", "h2o-max"), on("fa2", "sink-window")]
+
+
+@pytest.mark.parametrize("backend, name", CASES, indirect=["backend"])
+def test_every_decode_is_replayed_and_matches_the_dense_oracle(replaying, graphs, dense, backend, name):
+    """One prompt longer than the budget, one that outgrows it while it decodes, one that never does."""
+    policy = {**POLICIES, **MEASURED}[name]
+    subject = replaying(policy if name in MEASURED else {**policy, "allow": []})
+    for key, graph in graphs.of(subject).items():
+        launched, own = Counter(graph.names), type(key).__name__.startswith("Own")
+        assert launched[STOCK["fa" if backend else "triton"]] == (0 if own else 2)
+        assert [launched[kernel] for kernel in OWN] == ([2, 2] if own else [0, 0])
+    assert len(graphs.captured) == (6 if name in MEASURED else 3), "sizes 1, 2 and 4"
+    lengths = [(100, 17), (61, 14), (20, 26)]
+    requests = [(random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in lengths]
+    outputs, traces = subject.traced(requests)
+    stock, own, decodes = replays(subject, graphs)
+    assert stock + own == decodes > 20
+    alone = sum(step == [1] for step in subject.steps)
+    assert (stock, own) == ((alone, decodes - alone) if name in MEASURED else (decodes, 0)) and alone
+    evicted = []
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        evicted.append(assert_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK))
+    assert evicted[0] > 0 and evicted[1] > 0 and not evicted[2]
+    subject.assert_nothing_left()
+
+
+@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("triton"), on("fa3")], indirect=True)
+def test_split_heads_are_decoded_by_one_call_in_a_graph(replaying, graphs, dense, tmp_path, backend):
+    subject, trace = check_split_heads(replaying, dense, tmp_path)
+    for key, graph in graphs.of(subject).items():
+        launched, own = Counter(graph.names), type(key).__name__.startswith("Own")
+        assert launched["_attend_classes"] == launched["_combine_classes"] == (2 if own else 0)
+    decodes = sum(count == 1 for count in trace.steps)
+    assert replays(subject, graphs) == (0, decodes, decodes) and decodes > 10
+
+
+@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa2")], indirect=True)
+def test_full_is_stock_to_the_byte(replaying, graphs, backend):
+    """So is a budget that covers the sequence, whose requests are not measured."""
+    prompts, found = [random_prompt(40), random_prompt(20, 1)], []
+    for policy in (None, {"name": "full"}, {"name": "h2o", **BASE, "budget": 256}):
+        subject = replaying(policy)
+        outputs = subject.generate(prompts, max_tokens=6, logprobs=0)
+        found.append([(each.outputs[0].token_ids, logprobs_of(each).tolist()) for each in outputs])
+        assert replays(subject, graphs) == (5, 0, 5)
+        graphs.replayed.clear()
+    assert found[0] == found[1] == found[2]
+
+
+class TestNotInAGraph:
+    """What full graphs can't hold runs without one, and gives what it should."""
+
+    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    def test_queries_that_are_looked_at_one_by_one(self, replaying, graphs, dense, backend):
+        subject = replaying(POLICIES["scissorhands"])
+        self.check(subject, graphs, dense, POLICIES["scissorhands"], replayed=0)
+
+    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    def test_requests_that_the_graphs_scratch_has_no_room_for(self, replaying, graphs, dense, backend, monkeypatch):
+        """Five blocks: a request that holds six is decoded without graphs, until it has lost one."""
+        monkeypatch.setattr(device, "MASS_SCRATCH", 5 * 4 * 4 * dense.heads)
+        policy = {**POLICIES["h2o"], "budget": 80, "buffer": 16}
+        subject = replaying(policy)
+        assert subject.runtime.graph_tokens == 80
+        self.check(subject, graphs, dense, policy, replayed=None)
+
+    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    def test_mass_beside_a_kernel_of_vllm_s(self, replaying, graphs, dense, backend, monkeypatch):
+        monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+        subject = replaying(POLICIES["h2o"])
+        assert len(graphs.captured) == 3
+        self.check(subject, graphs, dense, POLICIES["h2o"], replayed=0)
+
+    def check(self, subject, graphs, dense, policy, replayed):
+        prompt = random_prompt(76)
+        (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 26, "logprobs": 0})])
+        assert assert_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK) > 0
+        stock, own, decodes = replays(subject, graphs)
+        assert not stock and decodes == 25
+        assert own == replayed if replayed is not None else 0 < own < decodes
+        subject.assert_nothing_left()
+
+    @pytest.mark.parametrize("backend", [on("triton")], indirect=True)
+    def test_mass_by_token(self, replaying, graphs, dense, backend):
+        policy, prompt = {**POLICIES["h2o"], "granularity": "token"}, distinct_prompt(100)
+        subject = replaying(policy)
+        (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 5, "logprobs": 0})])
+        assert assert_tokens_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK)
+        assert replays(subject, graphs) == (0, 0, 4)
+
+
+@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+def test_memory_for_graphs_is_profiled_before_the_cache_is_there(replaying, graphs, dense, tmp_path, monkeypatch, backend):
+    """As a GPU's worker does it, with a cache of a few blocks that goes again. What graphs share is taken once."""
+    available, profiled = cpu_worker.CPUWorker.determine_available_memory, []
+
+    def profiling(worker):
+        found = available(worker)
+        monkeypatch.setattr(device.DevicePasses, "reserve", reserving(profiled, device.DevicePasses.reserve))
+        worker.model_runner.profile_cudagraph_memory()
+        return found
+
+    def reserving(log, reserve):
+        def reserved(self, where):
+            before = self._scratch
+            reserve(self, where)
+            if self._scratch is not before:
+                log.append(self._scratch)
+
+        return reserved
+
+    monkeypatch.setattr(cpu_worker.CPUWorker, "determine_available_memory", profiling)
+    subject, _ = check_split_heads(replaying, dense, tmp_path)
+    assert len(profiled) == 1 and replays(subject, graphs)[1] > 0
