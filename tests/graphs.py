@@ -10,7 +10,8 @@ compiled kernel (`kernel`). A replay runs no Python of the model, of vLLM or of 
 - reading device memory on the host, shapes that depend on data, and copies from unpinned host memory are refused.
 
 Everything is taken for device memory. So `.to("cpu")` passes unseen, and so does pinned memory. Random numbers are not
-covered: they are refused too.
+covered: they are refused too. A graph's memory is not shared with other graphs, as in a pool it may be. Memory from
+outside counts as there while anything refers to it, a cycle that waits for the garbage collector included.
 """
 
 import functools
@@ -293,7 +294,8 @@ class FullGraphs:
         runner = engine.worker.model_runner
         if hasattr(runner, "cudagraph_manager"):
             return runner.cudagraph_manager.graphs
-        return {key: entry.cudagraph for key, entry in runner.model.concrete_cudagraph_entries.items()}
+        entries = getattr(runner.model, "concrete_cudagraph_entries", {})
+        return {key: entry.cudagraph for key, entry in entries.items()}
 
     @staticmethod
     def without(engine):
@@ -362,3 +364,4 @@ class FullGraphs:
                 runner.model = cuda_graph.CUDAGraphWrapper(runner.model, runner.vllm_config, CUDAGraphMode.FULL)
 
         monkeypatch.setattr(cpu_model_runner.CPUModelRunner, "load_model", wrapped)
+        monkeypatch.setattr(cpu_model_runner.CPUModelRunner, "get_model", gpu_model_runner.GPUModelRunner.get_model)
