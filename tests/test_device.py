@@ -170,16 +170,20 @@ def steps(policy, wrap, in_graphs=False, **options):
 POLICIES = ["h2o", "snapkv", "scissorhands", "tova", "rkv", "keydiff", "sink-window"]
 #: Those whose decodes may be in full CUDA graphs in which the plugin's kernel attends.
 FITTING = ["h2o", "snapkv", "tova", "rkv", "keydiff"]
+CASES = [(each, False, {}) for each in POLICIES] + [(each, True, {}) for each in FITTING]
+#: The query of the second step counts, or that of the third; with a maximum over layers; for half.
+CASES += [("h2o", True, {"every": 7}), ("h2o", True, {"every": 4, "layers": "max"})]
+CASES += [("h2o", True, {"accumulate": "ema", "decay": 0.5})]
 
 
-@pytest.mark.parametrize("policy, in_graphs", [(each, False) for each in POLICIES] + [(each, True) for each in FITTING])
-def test_no_step_waits_for_the_device(policy, in_graphs, monkeypatch):
+@pytest.mark.parametrize("policy, in_graphs, options", CASES, ids=str)
+def test_no_step_waits_for_the_device(policy, in_graphs, options, monkeypatch):
     """And what comes of it is what comes of tensors on the CPU."""
-    expected, _ = steps(policy, lambda tensor: tensor)
+    expected, _ = steps(policy, lambda tensor: tensor, **options)
     for module in (sums, cached):
         monkeypatch.setattr(module, "to_host", on_host)
     monkeypatch.setattr(sums, "fold", launched)
-    got, _ = steps(policy, on_device, in_graphs)
+    got, _ = steps(policy, on_device, in_graphs, **options)
     assert [sorted(reports) for reports in got] == [sorted(reports) for reports in expected]
     assert policy == "sink-window" or [len(reports) for reports in got] == [1, 0, 1]
     for one, other in zip(got, expected):

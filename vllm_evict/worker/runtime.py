@@ -365,8 +365,6 @@ class GroupRuntime:
             starts = np.arange(live + 1, dtype=np.int32)
             buffers = memory.mass.part(live, width)
             step = self.sums.step(req_ids, starts, seq_lens, logical[:live, :width], buffers)
-            if step is None:
-                buffers.weights.zero_()
         return metadata, OwnWork.of_graph(step, memory.rows[:rows], lens)
 
     def _view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
