@@ -1,6 +1,6 @@
-"""One engine of benchmarks/gpu/engine.py: what it is made of, what it does, and what is counted meanwhile.
+"""One engine of benchmarks/gpu/engine.py: what it does, and what is counted meanwhile.
 
-    python benchmarks/gpu/engine_child.py         reads a specification, then calls, one JSON a line; answers likewise
+As a script it is the engine's process: it reads a specification, then calls, a line of JSON each, and answers likewise.
 """
 
 import json
@@ -22,6 +22,14 @@ from pressure import decoding, make_llm, random_prompts, run_batch, scheduler_of
 
 #: Steps before those that are timed.
 SETTLE = 4
+COUNTED = (
+    "scheduled_tokens",
+    "preemptions",
+    "decisions",
+    "evicted_blocks",
+    "measured_requests",
+    "own_decode_steps",
+)
 #: Of what the plugin does in a step, in a profiler's trace.
 MARK = "kv_evict:"
 #: The part of it that is attention itself, in the place of vLLM's kernel or beside it; the others are bookkeeping.
@@ -89,7 +97,8 @@ class Engine:
         run = run_batch(self.llm, random_prompts(requests, prompt, self.vocab, seed), output, on_step)
         counts = self.counts.take()
         assert counts["evicted_blocks"] == run.evicted_blocks, "requests and scheduler disagree on what was evicted"
-        run.samples = []
+        run.samples.clear()
+        # vLLM's own metric of preemptions is lost where several engines share a process; the scheduler knows.
         result = asdict(run) | counts | {"prefill_seconds": prefill, "tokens_per_second": run.tokens_per_second}
         del result["samples"]
         result["recomputed_tokens"] = result.pop("scheduled_tokens") - requests * (prompt + output - 1)
@@ -180,6 +189,7 @@ class Counts:
         self.prefills = False
         self._counts: Counter[str] = Counter()
         _after(scheduler, "schedule", self._planned)
+        _after(scheduler, "_preempt_request", self._preempted)
         if plugin is not None:
             self._sums = [group.sums for group in plugin.groups if group.sums is not None]
             _after(scheduler, "make_holes", self._decided)
@@ -192,21 +202,23 @@ class Counts:
         decisions: times that a request lost blocks. measured_requests: most that had running sums at once.
         own_decode_steps: steps in which the plugin's kernel decoded.
         """
-        names = ("scheduled_tokens", "decisions", "evicted_blocks", "measured_requests", "own_decode_steps")
-        taken = {name: self._counts[name] for name in names}
+        taken = {name: self._counts[name] for name in COUNTED}
         self._counts.clear()
         return taken
 
-    def _planned(self, output: Any, *_: Any) -> None:
+    def _planned(self, output: Any, *_: Any, **__: Any) -> None:
         tokens = output.total_num_scheduled_tokens
         self.prefills = tokens > len(output.num_scheduled_tokens)
         self._counts["scheduled_tokens"] += tokens
+
+    def _preempted(self, *_: Any, **__: Any) -> None:
+        self._counts["preemptions"] += 1
 
     def _decided(self, _: None, request: Any, manager: Any, victims: Any) -> None:
         self._counts["decisions"] += 1
         self._counts["evicted_blocks"] += len(victims)
 
-    def _viewed(self, viewed: tuple[Any, Any], *_: Any) -> None:
+    def _viewed(self, viewed: tuple[Any, Any], *_: Any, **__: Any) -> None:
         work = viewed[1]
         measured = max((len(sums) for sums in self._sums), default=0)
         self._counts["measured_requests"] = max(self._counts["measured_requests"], measured)
