@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 
 pytestmark = pytest.mark.v1_only
+ROOM = 1 << 40
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 sys.path += [str(FOLDER), str(FOLDER / "gpu")]  # behind tests/, which has an engine.py too
 
@@ -168,7 +169,7 @@ def broken(dry, name, change):
     plan, lines = rows.ROWS[name]
     runs = copy.deepcopy(dry.report["rows"][name]["runs"])
     change(runs)
-    return lines(plan(True, None), runs)
+    return lines(plan(True, ROOM), runs)
 
 
 def test_a_row_in_which_a_policy_did_not_act_is_an_error(dry):
@@ -185,6 +186,10 @@ def test_a_row_in_which_a_policy_did_not_act_is_an_error(dry):
         broken(dry, "armed", lambda runs: runs["h2o that could"][0]["batch"].update(measured_requests=0))
     with pytest.raises(rows.RowError, match="were evicted, wanted none"):
         broken(dry, "armed", lambda runs: runs["h2o that could"][0]["batch"].update(evicted_blocks=1))
+    with pytest.raises(rows.RowError, match="by the requests' own account"):
+        broken(dry, "pressure", lambda runs: runs["snapkv"][0]["batch"].update(evicted_blocks_by_usage=1))
+    with pytest.raises(rows.RowError, match="1 tokens"):
+        broken(dry, "pressure", lambda runs: runs["snapkv"][0]["batch"].update(output_tokens=1))
     with pytest.raises(rows.RowError, match="no step was decoded"):
         broken(dry, "latency", lambda runs: runs["h2o"][0]["batch 1"]["512"].update(own_decode_steps=0))
     with pytest.raises(rows.RowError, match="the profiler saw nothing of: view"):
@@ -240,11 +245,76 @@ def test_device_time_is_that_of_what_was_launched_under_a_mark():
     }
 
 
+    # Threads that are numbered otherwise: by time alone.
+    for each in events:
+        if each.get("cat", "").startswith("cuda_"):
+            each["tid"] += 100
+    found = child.device_times({"traceEvents": events})
+    assert (found["view"]["device_us"], found["end"]["device_us"]) == (110.0, 11.0)
+
+
 # ---- processes
 
 
+def test_engines_that_do_not_fit_together_are_up_one_at_a_time(bench, monkeypatch):
+    """Rounds alternate in order; each engine is warmed up, works and ends before the next one starts."""
+    plan, options, told = rows.armed(True, ROOM), bench.parse_arguments(["--dry-run", "--rounds", "2"]), []
+
+    class Told:
+        def __init__(self, spec):
+            self.case = spec["case"]
+            told.append(("up", self.case))
+
+        def call(self, method, **arguments):
+            if method != "facts":
+                told.append((arguments.get("seed", 0), self.case))
+                return len(told)
+            same = dict.fromkeys(("device", "attention_backend", "model_runner", "async_scheduling", "block_size"))
+            return {**same, "pool_blocks": plan.blocks}
+
+        def close(self):
+            told.append(("down", self.case))
+
+    monkeypatch.setattr(bench, "Here", Told)
+    for gpu in ({"shared": False, "free": ROOM}, {"shared": True, "free": 2 * plan.memory}):
+        told.clear()
+        found = bench.measure(plan, options, bench.Clock(60), gpu)
+        cases = list(plan.cases)
+        order = [cases[0], cases[1], cases[2], cases[2], cases[1], cases[0]]
+        assert told == [(what, case) for case in order for what in ("up", 1, 0, "down")] and not found["together"]
+        assert all(len(rounds) == 2 for rounds in found["runs"].values())
+    told.clear()
+    assert bench.measure(plan, options, bench.Clock(60), bench.NO_GPU)["together"]
+    assert [what for what, _ in told] == ["up", 1] * 3 + [0] * 6 + ["down"] * 3
+    # No time for another round: the first one counts.
+    clock = SimpleNamespace(left=-1)
+    assert all(len(r) == 1 for r in bench.measure(plan, options, clock, bench.NO_GPU)["runs"].values())
+
+
+def test_engines_that_differ_are_refused(bench):
+    plan = rows.armed(True, ROOM)
+    same = dict.fromkeys(("device", "attention_backend", "model_runner", "async_scheduling", "block_size"), 1)
+    stock = {**same, "pool_blocks": plan.blocks, "plugin_loaded": False}
+    bench.check_facts(plan, {"stock": stock, "h2o": stock | {"plugin_loaded": True}}, alone=True)
+    for wrong in ({"attention_backend": 2}, {"pool_blocks": plan.blocks // 2}, {"plugin_loaded": False}):
+        with pytest.raises(rows.RowError, match=r"^h2o: .*(backend|blocks|plugin)"):
+            bench.check_facts(plan, {"stock": stock, "h2o": stock | {"plugin_loaded": True} | wrong}, alone=True)
+
+
+def test_all_engines_of_a_row_get_the_same_but_for_the_policy(bench):
+    for plan in (plan(False, ROOM) for plan, _ in rows.ROWS.values()):
+        options = bench.parse_arguments(["--backend", "TRITON_ATTN", "--cudagraph-mode", "PIECEWISE"])
+        specs = [bench.specification(plan, case, "model", options) for case in plan.cases]
+        assert [spec.pop("policy") for spec in specs] == list(plan.cases.values())
+        assert all(spec["engine"] == specs[0]["engine"] for spec in specs)
+        engine = specs[0]["engine"]
+        assert engine["kv_cache_memory_bytes"] == plan.blocks * 16 * plan.shape.kv_bytes_per_token(2)
+        assert engine["attention_config"] == {"backend": "TRITON_ATTN"} and not engine["enforce_eager"]
+        assert engine["compilation_config"]["cudagraph_mode"] == "PIECEWISE"
+
+
 def test_stock_runs_in_a_process_without_the_plugin(bench, tmp_path):
-    plan, options = rows.armed(True, None), bench.parse_arguments(["--dry-run"])
+    plan, options = rows.armed(True, ROOM), bench.parse_arguments(["--dry-run"])
     rows_model = bench.write_config(tmp_path, rows.replace(plan.shape, max_len=plan.tokens))
     spec = bench.specification(plan, "stock", str(rows_model), options)
     engine = bench.Process(spec, bench.Clock(120), tmp_path / "log")

@@ -62,6 +62,7 @@ from engine_rows import FILL, ROWS, STOCK, Plan, RowError, Runs, require
 from models import write_config
 from pressure import ENVIRONMENT
 
+NO_GPU = {"name": "none: a dry run", "free": 1 << 40, "shared": True}
 #: Seconds of a row's first round, starts of its engines included, by estimate.
 ESTIMATES = {"armed": 210, "paper": 330, "pressure": 300, "latency": 360, "step": 120}
 
@@ -186,7 +187,7 @@ def specification(plan: Plan, case: str, model: str, options: argparse.Namespace
 
 def measure(plan: Plan, options: argparse.Namespace, clock: Clock, gpu: dict[str, Any]) -> dict[str, Any]:
     """All cases in turn, round by round. Returns facts of the engines and the raw results, by case."""
-    together = options.dry_run or (gpu["shared"] and len(plan.cases) * plan.memory <= gpu["free"] * FILL)
+    together = gpu["shared"] and len(plan.cases) * plan.memory <= gpu["free"] * FILL
     facts: dict[str, dict] = {}
     runs: Runs = {case: [] for case in plan.cases}
     with tempfile.TemporaryDirectory() as model, ExitStack() as up:
@@ -261,7 +262,7 @@ def run_row(name: str, options: argparse.Namespace, clock: Clock, gpu: dict[str,
     planned, lines_of = ROWS[name]
     start, row = time.monotonic(), {}
     try:
-        plan = planned(options.dry_run, gpu.get("free"))
+        plan = planned(options.dry_run, gpu["free"])
         row = {"load": plan.facts, "shape": asdict(plan.shape), "dtype": plan.dtype}
         row |= measure(plan, options, clock, gpu)
         lines = [line.judge(options.dry_run) for line in lines_of(plan, row["runs"])]
@@ -309,7 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.dry_run and not torch.cuda.is_available():
         print("no GPU here: nothing was measured")
         sys.exit(0)
-    gpu = {"name": "none: a dry run", "shared": True} if options.dry_run else the_gpu()
+    gpu = NO_GPU if options.dry_run else the_gpu()
     print(f"{gpu['name']}{', DRY RUN on tiny models: no figure means anything' if options.dry_run else ''}")
     options.log, clock, wanted_rounds = options.out.with_suffix(".log"), Clock(options.seconds), options.rounds
     options.out.parent.mkdir(parents=True, exist_ok=True)

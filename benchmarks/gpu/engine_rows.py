@@ -127,7 +127,7 @@ def batches(shape: Shape, dtype: str, blocks: int, size: int, load: tuple[int, i
     return Plan(shape, dtype, size, blocks, **common, work={"batch": Work("batch", batch)}, facts=facts, **rest)
 
 
-def armed(tiny: bool, memory: int | None) -> Plan:
+def armed(tiny: bool, memory: int) -> Plan:
     requests, prompt, output, size = (4, 96, 32, 32) if tiny else (64, 2048, 512, 16)
     sizes = {"name": "h2o", "buffer": 0} | ({"sink": size, "recent": size} if tiny else {})
     cases = {
@@ -141,7 +141,7 @@ def armed(tiny: bool, memory: int | None) -> Plan:
     return batches(shape, dtype, blocks, size, (requests, prompt + 1, output), chunk=chunk, cases=cases)
 
 
-def paper(tiny: bool, memory: int | None) -> Plan:
+def paper(tiny: bool, memory: int) -> Plan:
     requests, prompt, output, size = (6, 320, 320, 32) if tiny else (64, 2048, 2048, 16)
     budget = (prompt + output) // 5 // size * size
     # As in the paper: half of it heavy hitters, half recent tokens, no sinks.
@@ -152,7 +152,7 @@ def paper(tiny: bool, memory: int | None) -> Plan:
     return batches(shape, "float32" if tiny else "float16", blocks, size, (requests, prompt, output), **rest)
 
 
-def pressure(tiny: bool, memory: int | None) -> Plan:
+def pressure(tiny: bool, memory: int) -> Plan:
     requests, prompt, output, size = (6, 640, 128, 32) if tiny else (32, 8192, 1024, 16)
     sink, recent = (size, size) if tiny else (64, 256)
     budget = (prompt + output) // 8 // size * size
@@ -169,17 +169,15 @@ def pressure(tiny: bool, memory: int | None) -> Plan:
     return batches(shape, dtype, blocks, size, (requests, prompt, output), chunk=chunk, cases=cases)
 
 
-def latency(tiny: bool, memory: int | None) -> Plan:
+def latency(tiny: bool, memory: int) -> Plan:
     size, steps, sizes = (32, 8, (1, 2)) if tiny else (16, 48, (1, 8))
     contexts = [128, 256, 512] if tiny else [4096 << n for n in range(6)]
     budget, sink = (128, 32) if tiny else (4096, 64)
     shape, dtype, chunk = (TINY, "float32", 64) if tiny else (LLAMA_3_1_8B, "bfloat16", 8192)
-    room = None
-    if memory is not None:
-        room = (memory * FILL - parameters(shape) * ITEMSIZE - OVERHEAD) / shape.kv_bytes_per_token(ITEMSIZE)
+    room = (memory * FILL - parameters(shape) * ITEMSIZE - OVERHEAD) / shape.kv_bytes_per_token(ITEMSIZE)
     # While the last prompt is computed the first request decodes: as many tokens as there are chunks, and some.
     spare = size + 2 * steps + max(sizes) * (max(contexts) // chunk + 2)
-    fits = lambda batch: [each for each in contexts if room is None or batch * (each + spare) <= room]  # noqa: E731
+    fits = lambda batch: [each for each in contexts if batch * (each + spare) <= room]  # noqa: E731
     chosen = {batch: fits(batch) for batch in sizes if fits(batch)}
     require(bool(chosen), f"no context fits into this GPU's memory: the shortest is {contexts[0]} tokens")
     work = {
@@ -201,7 +199,7 @@ def latency(tiny: bool, memory: int | None) -> Plan:
     )
 
 
-def step(tiny: bool, memory: int | None) -> Plan:
+def step(tiny: bool, memory: int) -> Plan:
     batch, size, budget, buffer = (4, 32, 128, 32) if tiny else (256, 16, 1024, 128)
     shape, dtype, chunk = (TINY, "float32", 64) if tiny else (LLAMA_3_1_8B, "bfloat16", 8192)
     sink, recent = (32, 32) if tiny else (64, 256)
@@ -240,6 +238,10 @@ COUNTS = (
 def over_stock(runs: Runs, wanted: dict[str, float]) -> list[Line]:
     """Tokens/s of each case over stock's, round by round."""
     plain = {case: [each["batch"] for each in rounds] for case, rounds in runs.items()}
+    for case, run in ((case, run) for case, rounds in plain.items() for run in rounds):
+        counts = run["evicted_blocks"], run["evicted_blocks_by_usage"]
+        require(counts[0] == counts[1], f"{case}: {counts[0]} blocks evicted, {counts[1]} by the requests' own account")
+        require(run["output_tokens"] == plain[STOCK][0]["output_tokens"], f"{case}: {run['output_tokens']} tokens")
     lines = []
     for case, found in ratios(plain, "seconds").items():
         counts = {name: statistics.median(run[name] for run in plain[case]) for name in COUNTS}
@@ -349,7 +351,7 @@ def of_step(plan: Plan, runs: Runs) -> list[Line]:
 
 
 #: Name -> what it runs (tiny or not, bytes of GPU memory), and the lines that it comes to.
-ROWS: dict[str, tuple[Callable[[bool, int | None], Plan], Callable[[Plan, Runs], list[Line]]]] = {
+ROWS: dict[str, tuple[Callable[[bool, int], Plan], Callable[[Plan, Runs], list[Line]]]] = {
     "armed": (armed, of_armed),
     "paper": (paper, of_paper),
     "pressure": (pressure, of_pressure),
