@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -253,6 +254,29 @@ def test_device_time_is_that_of_what_was_launched_under_a_mark():
     assert (found["view"]["device_us"], found["end"]["device_us"]) == (110.0, 11.0)
 
 
+def test_waits_are_counted_for_the_part_that_waits():
+    def warns(*_):
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    quiet = lambda *_: None  # noqa: E731
+    plugin = SimpleNamespace(begin=quiet, compact=quiet, end=warns, groups=[SimpleNamespace(view=quiet)])
+    before = vars(plugin).copy()
+    with child.Parts(plugin) as parts:
+        with pytest.warns(UserWarning):
+            plugin.end()  # nobody watches
+        with parts.watched(), parts.catching():
+            for _ in range(3):
+                plugin.begin()
+                plugin.end()
+                warns()  # the model's
+        assert dict(parts.waited) == {"begin": 0, "end": 3} and len(parts.waits) == 6
+        assert parts.seconds.keys() == {"begin", "end"}
+        parts.clear()
+        assert not parts.waited and not parts.waits
+    assert vars(plugin) == before
+
+
 # ---- processes
 
 
@@ -359,3 +383,31 @@ def test_a_row_that_fails_is_said_and_the_rest_runs(bench, monkeypatch, tmp_path
     found = json.loads(out.read_text())["rows"]
     assert left.value.code == 1 and found["paper"]["error"] == "this one" and "lines" not in found["paper"]
     assert found["step"]["lines"][0]["value"] == 1.0 and "failed: this one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["paper", "latency", "step"])
+def test_rows_under_async_scheduling(bench, monkeypatch, tmp_path, name):
+    """As on a GPU; vLLM's CPU platform switches it off, whatever was asked for."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def keep_async(cls, vllm_config):
+        wanted = vllm_config.scheduler_config.async_scheduling
+        update(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+    specification = bench.specification
+
+    def asynchronous(*args):
+        spec = specification(*args)
+        spec["engine"]["async_scheduling"] = True
+        return spec
+
+    monkeypatch.setattr(bench, "specification", asynchronous)
+    out = tmp_path / "engine.json"
+    with patch("gc.collect"):
+        bench.main(["--dry-run", "--rows", name, "--out", str(out)])
+    row = json.loads(out.read_text())["rows"][name]
+    assert row["lines"] and all(facts["async_scheduling"] for facts in row["engines"].values())

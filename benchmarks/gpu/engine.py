@@ -1,7 +1,7 @@
 """Whole vLLM engines on a GPU, stock and with policies in turn: what eviction gains, and what it costs.
 
     python benchmarks/gpu/engine.py [--rows armed step] [--rounds 3] [--seconds 540] [--out out/gpu/engine.json]
-    python benchmarks/gpu/engine.py --plot out/gpu/*.json      pictures of what was measured, in docs/performance
+    python benchmarks/gpu/engine.py --plot JSON ...            pictures of what was measured, in docs/performance
     python benchmarks/gpu/engine.py --dry-run                  all of it on tiny models, on the CPU engine
 
 Models have the shape of a published one and weights that vLLM makes up, so nothing is downloaded. Rows:
