@@ -302,17 +302,19 @@ def test_engines_that_do_not_fit_together_are_up_one_at_a_time(bench, monkeypatc
     monkeypatch.setattr(bench, "Here", Told)
     for gpu in ({"shared": False, "free": ROOM}, {"shared": True, "free": 2 * plan.memory}):
         told.clear()
-        found = bench.measure(plan, options, bench.Clock(60), gpu)
+        found = {}
+        bench.measure(plan, options, bench.Clock(60), gpu, found)
         cases = list(plan.cases)
         order = [cases[0], cases[1], cases[2], cases[2], cases[1], cases[0]]
         assert told == [(what, case) for case in order for what in ("up", 1, 0, "down")] and not found["together"]
-        assert all(len(rounds) == 2 for rounds in found["runs"].values())
+        assert all(len(rounds) == 2 for rounds in found["runs"].values()) and "unfinished" not in found
     told.clear()
-    assert bench.measure(plan, options, bench.Clock(60), bench.NO_GPU)["together"]
+    bench.measure(plan, options, bench.Clock(60), bench.NO_GPU, found)
+    assert found["together"]
     assert [what for what, _ in told] == ["up", 1] * 3 + [0] * 6 + ["down"] * 3
     # No time for another round: the first one counts.
-    clock = SimpleNamespace(left=-1)
-    assert all(len(r) == 1 for r in bench.measure(plan, options, clock, bench.NO_GPU)["runs"].values())
+    bench.measure(plan, options, SimpleNamespace(left=-1), bench.NO_GPU, found)
+    assert all(len(rounds) == 1 for rounds in found["runs"].values())
 
 
 def test_engines_that_differ_are_refused(bench):
@@ -373,8 +375,10 @@ def test_a_row_that_fails_is_said_and_the_rest_runs(bench, monkeypatch, tmp_path
     def fails(*_):
         raise bench.RowError("this one")
 
-    ran = {"load": {}, "shape": {}, "engines": {}, "runs": {}}
-    monkeypatch.setattr(bench, "measure", lambda *_: ran)
+    def measured(plan, options, clock, gpu, row):
+        row["runs"] = {"h2o": [1]}
+
+    monkeypatch.setattr(bench, "measure", measured)
     monkeypatch.setitem(bench.ROWS, "paper", (rows.paper, fails))
     monkeypatch.setitem(bench.ROWS, "step", (rows.step, lambda *_: [rows.Line("h2o", "figure", 1.0, wanted=(">=", 0.5))]))
     out = tmp_path / "engine.json"
@@ -411,3 +415,33 @@ def test_rows_under_async_scheduling(bench, monkeypatch, tmp_path, name):
         bench.main(["--dry-run", "--rows", name, "--out", str(out)])
     row = json.loads(out.read_text())["rows"][name]
     assert row["lines"] and all(facts["async_scheduling"] for facts in row["engines"].values())
+
+
+def test_rounds_before_one_that_fails_count(bench, dry, monkeypatch, tmp_path, capsys):
+    results = dry.report["rows"]["paper"]["runs"]
+
+    def measured(plan, options, clock, gpu, row):
+        row |= {"runs": results, "engines": {}, "unfinished": {"stock": {"batch": 1}, "h2o": {}}}
+        raise bench.RowError("the second round")
+
+    monkeypatch.setattr(bench, "measure", measured)
+    out = tmp_path / "engine.json"
+    with pytest.raises(SystemExit) as left:
+        bench.main(["--dry-run", "--rows", "paper", "--out", str(out)])
+    row = json.loads(out.read_text())["rows"]["paper"]
+    assert left.value.code == 1 and row["error"] == "the second round" and row["unfinished"]["stock"] == {"batch": 1}
+    assert row["lines"] == dry.report["rows"]["paper"]["lines"]
+    results = {"stock": [], "h2o": []}
+    with pytest.raises(SystemExit):
+        bench.main(["--dry-run", "--rows", "paper", "--out", str(out)])
+    assert "lines" not in json.loads(out.read_text())["rows"]["paper"]
+
+
+def test_no_row_is_begun_for_which_too_little_time_is_left(bench, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "the_gpu", lambda: bench.NO_GPU | {"name": "a GPU"})
+    monkeypatch.setattr(bench, "run_row", lambda *_: {})
+    out = tmp_path / "engine.json"
+    bench.main(["--rows", "step", "paper", "armed", "--seconds", "250", "--out", str(out)])
+    assert json.loads(out.read_text())["rows"] == {"step": {}, "paper": {"left_out": True}, "armed": {}}
+    assert "paper: left out" in capsys.readouterr().out

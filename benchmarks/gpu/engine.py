@@ -185,11 +185,21 @@ def specification(plan: Plan, case: str, model: str, options: argparse.Namespace
     return {"case": case, "model": model, "policy": plan.cases[case], "engine": engine, "vocab": plan.shape.vocab}
 
 
-def measure(plan: Plan, options: argparse.Namespace, clock: Clock, gpu: dict[str, Any]) -> dict[str, Any]:
-    """All cases in turn, round by round. Returns facts of the engines and the raw results, by case."""
+def measure(plan: Plan, options: argparse.Namespace, clock: Clock, gpu: dict[str, Any], row: dict[str, Any]) -> None:
+    """All cases in turn, round by round.
+
+    Args:
+        plan: what they run.
+        options: of the command line.
+        clock: no round is begun for which too little is left.
+        gpu: from `the_gpu`.
+        row: gets what is known so far, whatever fails later: `together`, facts of the engines (`engines`), raw results
+            of the rounds that all cases have finished (`runs`), of the last one what is there (`unfinished`).
+    """
     together = gpu["shared"] and len(plan.cases) * plan.memory <= gpu["free"] * FILL
     facts: dict[str, dict] = {}
     runs: Runs = {case: [] for case in plan.cases}
+    row |= {"together": together, "engines": facts, "runs": runs}
     with tempfile.TemporaryDirectory() as model, ExitStack() as up:
         write_config(model, replace(plan.shape, max_len=plan.tokens))
 
@@ -208,19 +218,18 @@ def measure(plan: Plan, options: argparse.Namespace, clock: Clock, gpu: dict[str
         engines = {case: up.enter_context(running(case)) for case in plan.cases} if together else {}
         for number in range(options.rounds):
             start = time.monotonic()
-            answers = {}
+            row["unfinished"] = answers = {case: {} for case in plan.cases}
             for case in list(plan.cases)[:: 1 if number % 2 == 0 else -1]:
                 with ExitStack() as turn:
                     engine = engines[case] if together else turn.enter_context(running(case))
-                    calls = plan.work.items()
-                    answers[case] = {name: engine.call(work.method, **work.arguments) for name, work in calls}
-            for case, answer in answers.items():
+                    for name, work in plan.work.items():
+                        answers[case][name] = engine.call(work.method, **work.arguments)
+            for case, answer in row.pop("unfinished").items():
                 runs[case].append(answer)
             took = time.monotonic() - start
             if number + 1 < options.rounds and 1.2 * took > clock.left:
                 print(f"  {number + 1} of {options.rounds} rounds: no time for another of {took:.0f} s", flush=True)
                 break
-    return {"together": together, "engines": facts, "runs": runs}
 
 
 def check_facts(plan: Plan, facts: dict[str, dict], alone: bool) -> None:
@@ -241,8 +250,8 @@ def check_facts(plan: Plan, facts: dict[str, dict], alone: bool) -> None:
 def the_gpu() -> dict[str, Any]:
     """Name, driver and memory in bytes, without a context on it. `shared`: whether several processes may use it."""
     index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    fields = {"name": str, "driver_version": str, "memory.total": int, "memory.free": int, "compute_mode": str}
-    command = ["nvidia-smi", "-i", index, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    fields = "name,driver_version,memory.total,memory.free,compute_mode"
+    command = ["nvidia-smi", "-i", index, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
         name, driver, total, free, mode = (part.strip() for part in said.splitlines()[0].split(","))
@@ -260,23 +269,29 @@ def the_gpu() -> dict[str, Any]:
 def run_row(name: str, options: argparse.Namespace, clock: Clock, gpu: dict[str, Any]) -> dict[str, Any]:
     """A row's plan, raw results and lines, or what went wrong with it."""
     planned, lines_of = ROWS[name]
-    start, row = time.monotonic(), {}
+    start, row, errors = time.monotonic(), {}, []
     try:
         plan = planned(options.dry_run, gpu["free"])
-        row = {"load": plan.facts, "shape": asdict(plan.shape), "dtype": plan.dtype}
-        row |= measure(plan, options, clock, gpu)
-        lines = [line.judge(options.dry_run) for line in lines_of(plan, row["runs"])]
-        row["lines"] = [asdict(line) for line in lines]
-        for case, facts in row["engines"].items():
-            print(
-                f"  {case}: {facts['attention_backend']}, CUDA graphs {facts['cudagraph_mode']}, model runner "
-                f"{facts['model_runner']}, pool of {facts['pool_blocks']:,} blocks of {facts['block_size']}"
-            )
-        for line in lines:
-            print(f"  {line.said(options.dry_run)}", flush=True)
+        row |= {"load": plan.facts, "shape": asdict(plan.shape), "dtype": plan.dtype}
+        measure(plan, options, clock, gpu, row)
     except RowError as error:
-        row["error"] = str(error)
-        print(f"  failed: {error}", flush=True)
+        errors.append(str(error))
+    for case, facts in row.get("engines", {}).items():
+        print(
+            f"  {case}: {facts['attention_backend']}, CUDA graphs {facts['cudagraph_mode']}, model runner "
+            f"{facts['model_runner']}, pool of {facts['pool_blocks']:,} blocks of {facts['block_size']}"
+        )
+    # Rounds that all cases have finished count, also where a later one failed.
+    if all(row.get("runs", {"": []}).values()):
+        try:
+            lines = [line.judge(options.dry_run) for line in lines_of(plan, row["runs"])]
+            row["lines"] = [asdict(line) for line in lines]
+            print(*(f"  {line.said(options.dry_run)}" for line in lines), sep="\n", flush=True)
+        except RowError as error:
+            errors.append(str(error))
+    if errors:
+        row["error"] = "; ".join(errors)
+        print(f"  failed: {row['error']}", flush=True)
     return row | {"seconds": time.monotonic() - start}
 
 
