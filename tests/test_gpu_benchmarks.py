@@ -162,6 +162,17 @@ def test_pictures(dry, tmp_path):
     assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
 
 
+def test_pictures_of_a_dry_run_hold_nothing_against_what_is_wanted(dry):
+    from matplotlib import pyplot
+
+    for title, marks in ((plots.DRY, 0), ("a GPU: ", 1 + 1 + 3)):
+        figure = plots.ratios(pyplot, dry.report["rows"], title)
+        (axis,) = figure.axes
+        vertical = [line for line in axis.lines if len(line.get_xdata()) == 2 and len(set(line.get_xdata())) == 1]
+        assert len(vertical) - 1 == marks and axis.get_title().startswith(title)  # less the line at 1
+        pyplot.close(figure)
+
+
 # ---- what a row refuses
 
 

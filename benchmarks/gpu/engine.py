@@ -307,7 +307,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU engine: measures nothing")
     parser.add_argument("--processes", action="store_true", help="in a dry run too, each engine in its own process")
     parser.add_argument("--plot", type=Path, nargs="+", metavar="JSON", help="draw what earlier calls have measured")
-    parser.add_argument("--pictures", type=Path, default=Path("docs/performance"), help="where --plot puts them")
+    pictures = "where --plot puts them: docs/performance; out/gpu, if they are of a dry run"
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
     return parser.parse_args(arguments)
 
 
@@ -317,7 +318,8 @@ def main(arguments: list[str] | None = None) -> None:
         from engine_plots import NothingToDraw, draw
 
         try:
-            made = draw(options.plot, options.pictures, options.dry_run)
+            folder = options.pictures or Path("out/gpu" if options.dry_run else "docs/performance")
+            made = draw(options.plot, folder, options.dry_run)
         except (NothingToDraw, OSError) as error:
             sys.exit(str(error))
         print(f"written: {', '.join(map(str, made))}")

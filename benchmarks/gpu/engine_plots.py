@@ -1,6 +1,7 @@
 """Pictures of what benchmarks/gpu/engine.py has measured: ratios to stock, and decode steps at growing context."""
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def draw(reports: Sequence[Path], folder: Path, dry_run: bool = False) -> list[P
         if report["dry_run"] and not dry_run:
             raise NothingToDraw(f"{path} is of a dry run: it has no figures that mean anything")
         rows |= {name: row for name, row in report["rows"].items() if row.get("lines")}
-        title = DRY if report["dry_run"] else report["gpu"]["name"] + ": "
+        title = DRY if report["dry_run"] or title == DRY else report["gpu"]["name"] + ": "
     pictures = {"gpu-ratios.png": ratios(pyplot, rows, title), "gpu-latency.png": latency(pyplot, rows, title)}
     made = []
     for name, figure in pictures.items():
@@ -64,12 +65,13 @@ def ratios(pyplot: Any, rows: dict[str, Any], title: str) -> Any:
     for place, (name, line) in enumerate(lines):
         axis.barh(place, line["value"], color=f"C{RATIOS.index(name)}", alpha=0.6)
         axis.plot(line["rounds"], [place] * len(line["rounds"]), "k.", ms=4)
-        if line["wanted"]:
+        if line["wanted"] and title != DRY:
             axis.plot([line["wanted"][1]] * 2, [place - 0.4, place + 0.4], color="black", lw=1.5)
     axis.axvline(1, color="grey", lw=0.8, ls=":")
     axis.set_yticks(range(len(lines)), [f"{name}: {line['case']}" for name, line in lines], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel("tokens per second over stock (dots: rounds; black marks: wanted)", fontsize=8)
+    wanted = "" if title == DRY else "; black marks: wanted"
+    axis.set_xlabel(f"tokens per second over stock (dots: rounds{wanted})", fontsize=8)
     axis.set_title(title + "ratios to stock vLLM", fontsize=9)
     return figure
 
@@ -82,8 +84,9 @@ def latency(pyplot: Any, rows: dict[str, Any], title: str) -> Any:
     figure, axes = pyplot.subplots(1, len(batches), figsize=(4.2 * len(batches), 3.2), squeeze=False)
     for axis, (batch, contexts) in zip(axes[0], batches.items(), strict=True):
         for case, rounds in rows["latency"]["runs"].items():
-            found = [[_milliseconds(each[f"batch {batch}"][str(context)]) for each in rounds] for context in contexts]
-            middle = [sorted(each)[len(each) // 2] for each in found]
+            steps = [[each[f"batch {batch}"][str(context)]["seconds"] for each in rounds] for context in contexts]
+            found = [[1e3 * statistics.median(seconds) for seconds in each] for each in steps]
+            middle = [statistics.median(each) for each in found]
             down = [at - min(each) for at, each in zip(middle, found)]
             up = [max(each) - at for at, each in zip(middle, found)]
             look = {"color": "black", "ls": "--"} if case == STOCK else {}
@@ -99,9 +102,3 @@ def latency(pyplot: Any, rows: dict[str, Any], title: str) -> Any:
     figure.suptitle(title + "decode steps at growing context", fontsize=9)
     figure.tight_layout()
     return figure
-
-
-def _milliseconds(run: dict[str, Any]) -> float:
-    """Median of a run's steps."""
-    seconds = sorted(run["seconds"])
-    return 1e3 * seconds[len(seconds) // 2]
