@@ -12,11 +12,11 @@ SET_UP := pyproject.toml setup.py scripts/setup.sh packaging/constraints.txt pac
 # Tests that run an engine run once for each of vLLM's model runners.
 END_TO_END := $(shell grep -lE '^(from|import) engine\b' tests/test_*.py)
 
-.PHONY: help demo test lint bench quality clean
+.PHONY: help demo test lint bench bench-gpu quality clean
 .DELETE_ON_ERROR:
 
 help:  ## show this
-	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 11
 
 demo: $(READY)  ## what policies save and lose in a small pool, then a server with its clients (results in out/demo)
 	@$(BIN)/python examples/demo.py
@@ -36,6 +36,16 @@ lint: $(READY)  ## ruff
 bench: $(READY)  ## policies against stock vLLM in a small pool, and the cost of running sums (results in out/pressure)
 	@$(BIN)/python benchmarks/pressure.py
 	@$(BIN)/python benchmarks/pressure.py --step
+
+# With the Python of a CUDA vLLM, and this plugin in it: .venv has the CPU engine. ROWS are those of engine.py; all of them
+# are half an hour, by estimate.
+GPU_PYTHON ?= python3
+ROWS       ?= armed paper pressure latency step
+bench-gpu:  ## kernels, then engines against stock vLLM, on a GPU; nothing without one (results in out/gpu)
+	@mkdir -p out/gpu
+	@$(GPU_PYTHON) benchmarks/gpu/kernels.py --json out/gpu/kernels.json
+	@for row in $(ROWS); do \
+		$(GPU_PYTHON) benchmarks/gpu/engine.py --rows $$row --out out/gpu/$$row.json || failed=1; done; [ -z "$$failed" ]
 
 # Every policy there is; sinks and recent window of 32 tokens each, 20 prompts a cell. The depths are no round fractions
 # of the length: `strided` keeps those.

@@ -45,9 +45,17 @@ def make_model(path: str | Path, shape: Shape = Shape(), *, seed: int = 0, focus
     path.mkdir(parents=True, exist_ok=True)
     weights = _weights(shape, torch.Generator().manual_seed(seed), focus)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    _write(path / "config.json", _config(shape))
+    write_config(path, shape)
     _write(path / "generation_config.json", {"do_sample": False})
     _write_tokenizer(path, shape)
+    return path
+
+
+def write_config(path: str | Path, shape: Shape) -> Path:
+    """Write no more than a Llama's config.json, for engines that make up weights themselves (`load_format="dummy"`)."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    _write(path / "config.json", _config(shape))
     return path
 
 

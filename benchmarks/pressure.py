@@ -23,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -280,24 +282,43 @@ def step_child(spec: dict) -> dict:
 
 def decode_steps(llm: Any, prompts: list[list[int]], policy: str, max_tokens: int, steps: int) -> dict:
     """Seconds and CPU seconds of each of `steps` steps in which all requests decode."""
+    with decoding(llm, prompts, max_tokens, extra_args={"kv_policy": policy}):
+        return timed_steps(llm, steps)
+
+
+@contextmanager
+def decoding(llm: Any, prompts: list[list[int]], max_tokens: int, **options: Any) -> Iterator[None]:
+    """Inside, every step decodes all of these requests, as long as they may generate; afterwards they are gone.
+
+    Args:
+        llm: from `make_llm`.
+        prompts: token ids.
+        max_tokens: of each request. The first ones decode while the last ones' prompts are computed.
+        options: of `greedy`.
+    """
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
     ids = [f"request-{index}" for index in range(len(prompts))]
     for request_id, prompt in zip(ids, prompts, strict=True):
-        params = greedy(max_tokens, extra_args={"kv_policy": policy})
-        engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, greedy(max_tokens, **options))
     # Two tokens each: the first decode steps set buffers up.
     while len(scheduler.running) < len(ids) or any(r.num_output_tokens < 2 for r in scheduler.running):
         engine.step()
-    timings: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
-    for _ in range(steps):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        engine.step()
-        timings["seconds"].append(time.perf_counter() - start)
-        timings["cpu_seconds"].append(time.process_time() - cpu_start)
+        assert engine.has_unfinished_requests(), "requests ended before the last one decoded"
+    yield
     assert len(scheduler.running) == len(ids), "a request ended or was preempted: these were not steps of all"
     engine.abort_request(ids)
     while engine.has_unfinished_requests() or scheduler.has_unfinished_requests():
         engine.step()
+
+
+def timed_steps(llm: Any, steps: int) -> dict[str, list[float]]:
+    """Seconds and CPU seconds of each of `steps` steps."""
+    timings: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
+    for _ in range(steps):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        llm.llm_engine.step()
+        timings["seconds"].append(time.perf_counter() - start)
+        timings["cpu_seconds"].append(time.process_time() - cpu_start)
     return timings
 
 
