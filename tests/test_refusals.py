@@ -1,6 +1,7 @@
 """What cannot be served right is refused at start: by name, with what to do instead, and only with a policy."""
 
 import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -508,6 +509,46 @@ def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, policy, deco
     assert "FLASH_ATTN's own kernel" in line and ("decoded by the plugin's kernel" in line) == decodes
     assert ("output and mass in one read" in line) == (decodes and measured)
     assert ("mass is taken by FlashAttention's LSE and mass_from_lse" in line) == measured
+
+
+@pytest.mark.parametrize("kernel", ["triton", "cuda", "stock", None])
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"])
+def test_a_decode_kernel_that_is_not_run_is_one_line_that_says_what_is(monkeypatch, backend, decodes, kernel):
+    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+    runtime = SimpleNamespace(groups=[SimpleNamespace(decodes=decodes)])
+    monkeypatch.delenv("VLLM_EVICT_DECODE", raising=False)
+    if kernel is not None:
+        monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
+    line = layers.unheeded(None, runtime)
+    if kernel in ("stock", None) or (backend != "CPU_ATTN" and decodes):
+        assert line is None
+        return
+    assert line.startswith(f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}, as ") and "\n" not in line
+    assert ("a kernel for GPU backends" in line) == (backend == "CPU_ATTN")
+    assert ("the plugin's kernel in C++ decodes" in line) == decodes == ("own kernel decodes" not in line)
+
+
+@pytest.mark.parametrize("kernel", ["cuda", None])
+def test_a_decode_kernel_for_gpus_is_said_to_have_no_effect_on_a_cpu(engine, monkeypatch, kernel):
+    lines = []
+    monkeypatch.setattr(logging.getLogger("vllm.evict"), "warning", lines.append)
+    monkeypatch.delenv("VLLM_EVICT_DECODE", raising=False)
+    if kernel is not None:
+        monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
+    own = engine(H2O).runtime.decodes
+    instead = "the plugin's kernel in C++ decodes" if own else "that backend's own kernel decodes"
+    said = [line for line in lines if line.startswith("VLLM_EVICT_DECODE")]
+    line = "VLLM_EVICT_DECODE=cuda has no effect behind CPU_ATTN, as it names a kernel for GPU backends"
+    assert said == ([] if kernel is None else [f"{line}: {instead} requests that lack blocks"])
+
+
+def test_a_decode_kernel_that_is_none_is_refused_before_anything_is_loaded(tiny, monkeypatch):
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "cutlass")
+    with pytest.raises(KVPolicyError, match="VLLM_EVICT_DECODE must be stock, triton or cuda, not 'cutlass'"):
+        engine_config(tiny)
+    engine_config(tiny, None)
 
 
 def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):

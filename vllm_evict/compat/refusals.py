@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from ..attention.passes import FP8_NAMES, PASSES
 from ..config import KVPolicyConfig, KVPolicyError
 from ..policies import RUNNING
+from .environment import decode_kernel
 
 #: Attention backends that have been put behind a resident view.
 BACKENDS = tuple(PASSES)
@@ -30,6 +31,7 @@ def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
     Raises:
         KVPolicyError: naming the model or setting, and what to do instead.
     """
+    decode_kernel()
     for refused, what, instead in _settings(vllm_config, config):
         if refused:
             raise _refusal(config, what, instead)
