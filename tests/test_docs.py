@@ -39,6 +39,13 @@ def names(cell):
     return [name.split(":")[0] for name in re.findall(r"`([^`]+)`", cell)]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_prose_is_wrapped(page):
+    """Tables and commands are not."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).splitlines()
+    assert not [line for line in prose if len(line) > 120 and not line.startswith("|")]
+
+
 def test_commands_of_vllm_evict_have_these_options():
     root, seen = get_command(cli.app), 0
     for page, words in commands():
