@@ -4,8 +4,9 @@
 
 Scheduler: `Residency.choose` on a report of as many resident blocks as a request holds when it decides, and the books
 of what went (`Residency.evict`). Worker: the report, out of running sums or read from a KV cache of all requests in
-float32, each block anywhere in it, so that keys come from memory. One request at a time, as decisions come one by one;
-the median of `--repeats`, in CPU time. Summing attention up is no part of it (`pressure.py --step` times that).
+float32, each block anywhere in it, so that keys come from memory. They are random: few are alike, unless they --lean to
+one direction. One request at a time, as decisions come one by one; the median of `--repeats`, in CPU time. Summing
+attention up is no part of it (`pressure.py --step` times that).
 
 Share: a decision and its report, over as many decode steps of the whole batch as one request's share of them is,
 between two of its decisions: `steps between decisions` x a step / requests. The step is vLLM's own (policy `full`),
@@ -65,12 +66,19 @@ def decide_child(spec: dict) -> dict:
     options, shape = argparse.Namespace(**spec["options"]), Shape(**spec["shape"])
     import torch
 
+    from vllm_evict.attention.cpu import KEY_LAYOUTS
+    from vllm_evict.attention.mass import pack_keys
+
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     layout = _get_attn_isa(torch.float32, options.block_size, shape.head_dim)
     held = options.resident // options.block_size
     size = (options.batch * held, shape.kv_heads, options.block_size, 2 * shape.head_dim)
     layers = [SimpleNamespace(isa=layout, kv_cache=torch.randn(size)) for _ in range(shape.layers)]
+    for layer in layers:
+        lean = options.lean * torch.randn(1, shape.kv_heads, 1, shape.head_dim).expand(-1, -1, options.block_size, -1)
+        both = pack_keys(lean, KEY_LAYOUTS[layout]), torch.zeros_like(lean)
+        layer.kv_cache += torch.cat(both, 2).view(1, *size[1:])
     tables = torch.randperm(options.batch * held).view(options.batch, held)
     return {name: one_policy(name, options, shape, layers, tables) for name in options.policies}
 
@@ -212,6 +220,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="requests")
     parser.add_argument("--resident", type=int, default=4096, help="resident tokens of each")
     parser.add_argument("--steps", type=int, default=32, help="decode steps timed")
+    parser.add_argument("--lean", type=float, default=0.0, help="a direction that all keys of a head share, times this")
     others = sorted(POLICIES.keys() - {"full"}, key=list(POLICIES).index)
     parser.add_argument("--policies", nargs="+", choices=others, default=others, metavar="POLICY")
     group = parser.add_argument_group("model (random weights)")

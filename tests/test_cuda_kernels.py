@@ -23,7 +23,7 @@ from vllm_evict.config import KVPolicyError
 
 pytest.importorskip("triton")
 
-from test_triton_kernels import (
+from triton_batch import (
     BF16,
     DEVICE,
     F16,

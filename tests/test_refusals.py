@@ -1,6 +1,7 @@
 """What cannot be served right is refused at start: by name, with what to do instead, and only with a policy."""
 
 import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -198,7 +199,7 @@ def plain_config(**changes):
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, cache_dtype="auto", kv_cache_dtype_skip_layers=[]),
         scheduler_config=SimpleNamespace(scheduler_cls=None),
         device_config=SimpleNamespace(device_type="cpu"),
-        attention_config=SimpleNamespace(backend=None),
+        attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         speculative_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
@@ -212,8 +213,11 @@ def plain_config(**changes):
 #: What vLLM itself refuses on a CPU, or switches off there.
 NOT_ON_A_CPU = {
     "vLLM's xpu engine": dict(device_config__device_type="xpu"),
-    "vLLM's cuda engine and the attention backend FLASHINFER: set --attention-backend FLASH_ATTN or TRITON_ATTN": dict(
+    "the attention backend FLASHINFER: policies run on": dict(
         device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.FLASHINFER
+    ),
+    "the attention backend CPU_ATTN: policies run on": dict(
+        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.CPU_ATTN
     ),
     "sliding-window or chunked-local": dict(model_config__rswa_window=128),
     "context parallelism": dict(parallel_config__decode_context_parallel_size=2),
@@ -246,6 +250,45 @@ def test_a_gpu_may_have_what_vllm_chooses(backend, monkeypatch):
     monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(is_rocm=lambda: True))
     with pytest.raises(KVPolicyError, match="vLLM's rocm engine"):
         refusals.check_config(served, KVPolicyConfig.parse(H2O))
+
+
+RUN_ON = "policies run on CPU_ATTN, and on a GPU on FLASH_ATTN and TRITON_ATTN (tested without one only)"
+PER_KIND = "--attention-config.backend_per_kind.full_attention"
+
+
+@pytest.mark.parametrize(
+    "setting, arguments",
+    {
+        "--attention-backend": dict(attention_backend="FLASHINFER"),
+        "--attention-backend ": dict(attention_config={"backend": "flashinfer"}),
+        PER_KIND: dict(attention_config={"backend_per_kind": {"full_attention": "FLASHINFER"}}),
+        f"{PER_KIND} ": dict(
+            attention_config={"backend": "TRITON_ATTN", "backend_per_kind": {"full_attention": "FLASHINFER"}}
+        ),
+    }.items(),
+)
+def test_a_backend_named_by_somebody_is_refused_before_anything_is_loaded(tiny, setting, arguments):
+    with pytest.raises(KVPolicyError) as refused:
+        engine_config(tiny, **arguments)
+    assert str(refused.value) == (
+        f"KV policy 'h2o' can't be used with the attention backend FLASHINFER: {RUN_ON}; set {setting.strip()} to one of "
+        "these, or leave --kv-policy out"
+    )
+    engine_config(tiny, None, **arguments)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"backend": "CPU_ATTN"},
+        {"backend": "auto"},
+        {"backend": "FLASH_ATTN"},
+        {"backend": "FLASHINFER", "backend_per_kind": {"full_attention": "TRITON_ATTN"}},
+        {"backend_per_kind": {"sliding_window": "FLASHINFER"}},
+    ],
+)
+def test_backends_that_plain_layers_may_have_can_be_named(tiny, attention):
+    assert engine_config(tiny, attention_config=attention).scheduler_config.scheduler_cls
 
 
 def test_every_entry_refuses_on_its_own(monkeypatch):
@@ -358,10 +401,13 @@ def test_plain_attention_is_served(impl):
 
 def test_layers_of_unknown_backends_or_with_windows_are_refused():
     policy = KVPolicyConfig.parse(UNMEASURED)
-    what_to_do = "on a GPU set --attention-backend FLASH_ATTN or TRITON_ATTN"
     for backend in ("FLASHINFER", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV"):
-        with pytest.raises(KVPolicyError, match=f"layer.7 uses attention backend {backend}; .* CPU_ATTN.*{what_to_do}"):
+        with pytest.raises(KVPolicyError) as refused:
             refusals.check_layer("layer.7", layer(backend), policy)
+        assert str(refused.value) == (
+            f"KV policy 'sink-window' can't be used with the attention backend {backend}, which layer.7 has: {RUN_ON}; "
+            "set --attention-backend to one of these, or leave --kv-policy out"
+        )
     for backend in ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"):
         refusals.check_layer("layer.7", layer(backend), policy)
     for field, value in (("sliding_window", 64), ("kv_sharing_target_layer_name", "layer.1")):
@@ -484,6 +530,46 @@ def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, spl
     assert line(CUDAGraphMode.FULL_AND_PIECEWISE) == told + replayed + ", but for those that are measured" * measured
     longest = ", those that are measured up to 4096 resident tokens a request" * measured
     assert line(CUDAGraphMode.FULL_AND_PIECEWISE, True) == told + replayed + longest
+
+
+@pytest.mark.parametrize("kernel", ["triton", "cuda", "stock", None])
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"])
+def test_a_decode_kernel_that_is_not_run_is_one_line_that_says_what_is(monkeypatch, backend, decodes, kernel):
+    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+    runtime = SimpleNamespace(groups=[SimpleNamespace(decodes=decodes)])
+    monkeypatch.delenv("VLLM_EVICT_DECODE", raising=False)
+    if kernel is not None:
+        monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
+    line = layers.unheeded(None, runtime)
+    if kernel in ("stock", None) or (backend != "CPU_ATTN" and decodes):
+        assert line is None
+        return
+    assert line.startswith(f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}, as ") and "\n" not in line
+    assert ("a kernel for GPU backends" in line) == (backend == "CPU_ATTN")
+    assert ("the plugin's kernel in C++ decodes" in line) == decodes == ("own kernel decodes" not in line)
+
+
+@pytest.mark.parametrize("kernel", ["cuda", None])
+def test_a_decode_kernel_for_gpus_is_said_to_have_no_effect_on_a_cpu(engine, monkeypatch, kernel):
+    lines = []
+    monkeypatch.setattr(logging.getLogger("vllm.evict"), "warning", lines.append)
+    monkeypatch.delenv("VLLM_EVICT_DECODE", raising=False)
+    if kernel is not None:
+        monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
+    own = engine(H2O).runtime.decodes
+    instead = "the plugin's kernel in C++ decodes" if own else "that backend's own kernel decodes"
+    said = [line for line in lines if line.startswith("VLLM_EVICT_DECODE")]
+    line = "VLLM_EVICT_DECODE=cuda has no effect behind CPU_ATTN, as it names a kernel for GPU backends"
+    assert said == ([] if kernel is None else [f"{line}: {instead} requests that lack blocks"])
+
+
+def test_a_decode_kernel_that_is_none_is_refused_before_anything_is_loaded(tiny, monkeypatch):
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "cutlass")
+    with pytest.raises(KVPolicyError, match="VLLM_EVICT_DECODE must be stock, triton or cuda, not 'cutlass'"):
+        engine_config(tiny)
+    engine_config(tiny, None)
 
 
 def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):

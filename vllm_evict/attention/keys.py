@@ -3,11 +3,7 @@
 import torch
 
 from ..policies import CACHED
-
-#: Cosine similarity above which R-KV takes two keys for alike.
-ALIKE = 0.5
-#: Keys compared with all others at once: bounds the memory that redundancy takes.
-ROWS = 512
+from .alike import last_alike
 
 
 def key_scores(
@@ -68,20 +64,21 @@ def token_scores(
             anchor = torch.nn.functional.normalize(units.mean(1), dim=-1)
             scores[name] = -(units @ anchor[..., None])[..., 0]
         else:
-            scores[name] = torch.stack([_redundancy(head) for head in units])
+            scores[name] = _redundancy(units)
     return scores
 
 
 def _redundancy(units: torch.Tensor) -> torch.Tensor:
-    """float32 [T] for normalised keys [T, D]; T^2 products."""
-    places = torch.arange(1.0, len(units) + 1, device=units.device)
-    total = torch.zeros(len(units), device=units.device)
-    for first in range(0, len(units), ROWS):
-        similar = units[first : first + ROWS] @ units.T
-        similar.diagonal(first).zero_()
-        # The place of the last key that is alike; the row's own, which is 0 already, if there is none.
-        own = torch.arange(first, first + len(similar), device=units.device)
-        last = (similar > ALIKE).mul(places).amax(1).long() - 1
-        similar.scatter_(1, torch.where(last >= 0, last, own)[:, None], 0.0)
-        total += similar.sum(0)
-    return (total / len(units)).softmax(0)
+    """float32 [H, T] for normalised keys [H, T, D].
+
+    A key's similarities to all keys add up to its product with the sum of all keys. Taken out of them are its own, and
+    those to keys whose last one it is.
+    """
+    last = last_alike(units)
+    count = units.shape[1]
+    spared = (units * units.gather(1, last[..., None].expand_as(units))).sum(-1)
+    # One that is alike to none is its own last.
+    spared = torch.where(last == torch.arange(count, device=last.device), 0.0, spared)
+    taken = units.square().sum(-1).scatter_add(1, last, spared)
+    total = (units * units.sum(1, keepdim=True)).sum(-1)
+    return ((total - taken) / count).softmax(1)

@@ -11,10 +11,13 @@ from typing import Any
 from ..config import KVPolicyConfig, KVPolicyError
 from ..policies import POLICIES
 
+#: What users may give; other fields of a config are its own.
+_OPTIONS = frozenset({"name", "allow"}).union(*(policy.options for policy in POLICIES.values()))
+FIELDS = tuple(field for field in KVPolicyConfig.model_fields if field in _OPTIONS)
 HELP = f"""KV eviction policy: a name ({", ".join(sorted(POLICIES))}), a JSON object such as
 '{{"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}}' (or --kv-policy.name h2o --kv-policy.budget 2048), or the
 path of a YAML file. Blocks above the budget go back to the pool while a request runs. Sizes are tokens; the budget may
-be a ratio of the prompt below 1. Fields: {", ".join(KVPolicyConfig.model_fields)}."""
+be a ratio of the prompt below 1. Fields: {", ".join(FIELDS)}."""
 
 
 def hook(module: ModuleType) -> None:

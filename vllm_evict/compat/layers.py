@@ -230,6 +230,23 @@ def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: Eviction
     return line
 
 
+def unheeded(vllm_config: VllmConfig, runtime: EvictionRuntime) -> str | None:
+    """What decodes in the place of the kernel that VLLM_EVICT_DECODE names, once `settle` has chosen.
+
+    None if it names none, or that one decodes. (Whether CUDA C++ can run behind a GPU backend, `attention.decode_cuda`
+    says.)
+    """
+    kernel = decode_kernel()
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    backend = next(iter(layers.values())).attn_backend.get_name()
+    decodes, on_device = runtime.groups[0].decodes, backend in refusals.DEVICE_BACKENDS
+    if kernel in (None, "stock") or (on_device and decodes):
+        return None
+    why = "its layers have what the plugin's kernels do not know" if on_device else "it names a kernel for GPU backends"
+    instead = "the plugin's kernel in C++ decodes" if decodes else "that backend's own kernel decodes"
+    return f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}, as {why}: {instead} requests that lack blocks"
+
+
 def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:
     """Sum or maximum of a tensor over tensor-parallel ranks; every rank gets the same."""
     group = get_tp_group()

@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from ..attention.passes import FP8_NAMES, PASSES
 from ..config import KVPolicyConfig, KVPolicyError
 from ..policies import RUNNING
+from .environment import decode_kernel
 
 #: Attention backends that have been put behind a resident view.
 BACKENDS = tuple(PASSES)
@@ -19,7 +20,8 @@ SCORED_DTYPES = {
     "cuda": ("auto", "float16", "bfloat16", "float32", *FP8_NAMES),
 }
 _CHOOSE = (
-    f"set --attention-backend {' or '.join(DEVICE_BACKENDS)} (tested without a GPU only), or leave --kv-policy out"
+    f"policies run on CPU_ATTN, and on a GPU on {' and '.join(DEVICE_BACKENDS)} (tested without one only); set "
+    "{setting} to one of these, or leave --kv-policy out"
 )
 
 
@@ -29,9 +31,14 @@ def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
     Raises:
         KVPolicyError: naming the model or setting, and what to do instead.
     """
+    decode_kernel()
     for refused, what, instead in _settings(vllm_config, config):
         if refused:
-            raise KVPolicyError(f"KV policy {config.name!r} can't be used with {what}: {instead}")
+            raise _refusal(config, what, instead)
+
+
+def _refusal(config: KVPolicyConfig, what: str, instead: str) -> KVPolicyError:
+    return KVPolicyError(f"KV policy {config.name!r} can't be used with {what}: {instead}")
 
 
 def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
@@ -39,8 +46,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     without = "leave --kv-policy out for this model"
     # ROCm calls its device cuda too, and one of its backends FLASH_ATTN.
     platform = "rocm" if current_platform.is_rocm() else vllm_config.device_config.device_type
-    # None: vLLM chooses when it makes the layers, which `check_layer` looks at.
-    backend = getattr(vllm_config.attention_config.backend, "name", None)
+    backend, setting = _named_backend(vllm_config.attention_config)
     text = model.hf_text_config
     fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
     windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
@@ -49,11 +55,6 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             platform not in ("cpu", "cuda"),
             f"vLLM's {platform} engine in this release",
             "it serves on vLLM's CPU and CUDA engines; leave --kv-policy out here",
-        ),
-        (
-            platform == "cuda" and backend not in (None, *DEVICE_BACKENDS),
-            f"vLLM's cuda engine and the attention backend {backend}",
-            _CHOOSE,
         ),
         (
             platform == "cuda" and envs.VLLM_BATCH_INVARIANT,
@@ -76,6 +77,11 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             or getattr(text, "attention_chunk_size", None) is not None,
             "sliding-window or chunked-local attention layers, which recycle their blocks themselves",
             without,
+        ),
+        (
+            backend not in (None, *(DEVICE_BACKENDS if platform == "cuda" else BACKENDS)),
+            f"the attention backend {backend}",
+            _CHOOSE.format(setting=setting),
         ),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -111,6 +117,16 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     ]
 
 
+def _named_backend(attention_config: Any) -> tuple[str | None, str]:
+    """The backend that somebody named for plain full attention, and where; None if vLLM is to choose one.
+
+    It does when it makes the layers, which `check_layer` looks at. Kinds of layers that are refused may have any.
+    """
+    if (backend := attention_config.backend_per_kind.get("full_attention")) is not None:
+        return backend.name, "--attention-config.backend_per_kind.full_attention"
+    return getattr(attention_config.backend, "name", None), "--attention-backend"
+
+
 def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
     """Refuse attention layers whose blocks cannot be evicted or scored.
 
@@ -120,9 +136,8 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
     impl = layer.impl
     backend = layer.attn_backend.get_name()
     if backend not in BACKENDS:
-        raise KVPolicyError(
-            f"{name} uses attention backend {backend}; KV policies run on {', '.join(BACKENDS)}: on a GPU {_CHOOSE}"
-        )
+        what = f"the attention backend {backend}, which {name} has"
+        raise _refusal(config, what, _CHOOSE.format(setting="--attention-backend"))
     if layer.sliding_window is not None or layer.kv_sharing_target_layer_name is not None:
         raise KVPolicyError(f"{name} has a sliding window or shares another layer's cache: leave --kv-policy out")
     if not config.statistics & RUNNING:

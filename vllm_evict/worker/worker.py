@@ -42,6 +42,8 @@ class EvictionWorkerMixin:
         layers.settle(self.vllm_config, config, self.kv_evict, kv_cache_config)
         if self.rank == 0:
             logger.info(layers.described(self.vllm_config, config, self.kv_evict))
+            if (line := layers.unheeded(self.vllm_config, self.kv_evict)) is not None:
+                logger.warning(line)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)

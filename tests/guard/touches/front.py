@@ -221,8 +221,24 @@ CONFIGURATION = [
     Touch(
         "vllm.config.attention:AttentionConfig",
         ("compat.refusals",),
-        "the backend that was named; None if vLLM is to choose one",
-        has=("backend: AttentionBackendEnum | None",),
+        "the backend that was named, for all layers or for those of a kind; None if vLLM is to choose one",
+        has=("backend: AttentionBackendEnum | None", "backend_per_kind: dict[str, AttentionBackendEnum]"),
+    ),
+    Touch(
+        "vllm.v1.attention.selector:get_attn_backend",
+        ("compat.refusals",),
+        "what was named for a kind of layers comes first",
+        does=(
+            "backend = attention_config.backend",
+            "kind = get_attn_spec_kind(...)",
+            "backend = attention_config.backend_per_kind.get(kind.value, backend)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.kv_cache_interface:KVCacheSpecKind.FULL_ATTENTION",
+        ("compat.refusals",),
+        "the kind of plain layers, by its value",
+        value="'full_attention'",
     ),
     Touch(
         "vllm.v1.attention.backends.registry:AttentionBackendEnum.FLASH_ATTN",

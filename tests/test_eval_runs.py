@@ -1,0 +1,395 @@
+"""The evaluation harness: runs through vLLM, here, over HTTP and under the LM Evaluation Harness."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from evaluation import (
+    DATA,
+    ENGINE,
+    NEEDLE,
+    OFF_V2,
+    ROOT,
+    SIZES,
+    SPLIT,
+    SWAPPED,
+    collected_once,  # noqa: F401
+    needle_model,
+    own,
+    sample_of,
+)
+from oracle.model import DenseLlama
+
+from vllm_evict.eval import EvalError, backends, rows, summary
+from vllm_evict.eval.policies import contenders, servers
+from vllm_evict.eval.prompts import Prompts
+from vllm_evict.eval.run import Plan, run
+
+pytestmark = OFF_V2
+
+
+def offline_plan(model, out, **changes):
+    plan = {"tasks": ("niah", "ppl"), "policies": "full,h2o,sink-window", "budgets": (128,), "lengths": (512,)}
+    plan |= {"depths": (0.0, 1.0), "samples": 1, "engine_args": ENGINE}
+    return Plan(model=str(model), out=out, **(plan | changes))
+
+
+@pytest.mark.parametrize("setting, count", [("agnostic", 3), ("agnostic", 1), ("aware", 3)])
+def test_a_setting_is_what_it_says(tiny, setting, count):
+    """Whether a decision over the context could have seen the question, at the scheduler. vLLM does not cut the prompt of
+    a request that is alone, so that one is asked twice."""
+    (contender,) = contenders("h2o", [128], **SIZES)
+    prompts = Prompts(str(tiny))
+    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(count)]
+    assert [prompts.count(sample.context) for sample in samples] == [512] * count
+    ((server, _),) = servers([contender], 2048, 32)
+    backend = backends.Offline(
+        str(tiny), server, setting, prompts, chunk=128, batch=3, block_size=32, engine_args=ENGINE
+    )
+    try:
+        steps = recorded_steps(backend)
+        answers = backend.answer(samples, contender)
+    finally:
+        backend.close()
+    assert len(steps) == max(count, 2) and len(answers) == count
+    for taken, answer in zip(steps.values(), answers):
+        question = answer.prompt_tokens - 512
+        assert 0 < question < 16
+        prefill = [128] * 4 + [question] if setting == "agnostic" else [512 + question]
+        assert taken[: len(prefill)] == prefill and set(taken[len(prefill) :]) == {1}
+        # At most the budget and a chunk, or the whole prompt.
+        assert answer.peak_blocks == {"agnostic": 8, "aware": 17}[setting]
+        assert answer.evicted_tokens >= 512 - 128 and answer.budget_tokens == 128
+        assert answer.tokens_per_s > 0 and answer.ttft_s > 0
+
+
+def recorded_steps(backend):
+    """Request -> tokens of each of its steps, as the scheduler plans them."""
+    scheduler, steps = backend.llm.llm_engine.engine_core.engine_core.scheduler, {}
+    schedule = scheduler.schedule
+
+    def recorded(*args):
+        output = schedule(*args)
+        for request, tokens in output.num_scheduled_tokens.items():
+            steps.setdefault(request, []).append(tokens)
+        return output
+
+    scheduler.schedule = recorded
+    return steps
+
+
+@pytest.mark.parametrize("setting", ["agnostic", "aware"])
+@pytest.mark.parametrize("granularity", ["block", "token"])
+def test_contexts_are_reconstructed_before_the_question_is_there(tiny, setting, granularity):
+    """Each of them once; then prompts are computed from their first token, and evicted from chunk by chunk."""
+    policy = json.dumps({"name": "kvzip", "sink": 32, "recent": 32, "buffer": 0, "granularity": granularity})
+    wanted = contenders(policy, [128, 160], **SIZES)
+    prompts = Prompts(str(tiny))
+    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(3)]
+    ((server, served),) = servers(wanted, 2048, 32)
+    assert served == wanted and server.allowed == {"kvzip"}
+    backend = backends.Offline(
+        str(tiny), server, setting, prompts, chunk=128, batch=3, block_size=32, engine_args=ENGINE
+    )
+    try:
+        steps, answers = recorded_steps(backend), [backend.answer(samples, contender) for contender in wanted]
+        with pytest.raises(EvalError, match="2048 tokens .max_model_len. have no room for a context of 18.. and its rep"):
+            backend.answer([sample_of("niah", 1860, 0.5, count=prompts.count)], wanted[0])
+    finally:
+        backend.close()
+    question = answers[0][0].prompt_tokens - 512
+    context = 512 if setting == "agnostic" else 512 + question
+    repeated = [sum(taken) for request, taken in steps.items() if request.startswith("reconstruct")]
+    assert repeated == [context + context % 32] * 3, "all that is not in whole blocks of the context"
+    asked = [taken for request, taken in steps.items() if not request.startswith("reconstruct")]
+    assert len(asked) == 3 + 3 + 3 and [len(set(map(str, asked[i : i + 3]))) for i in (0, 3, 6)] == [1, 1, 1]
+    prefill = [128] * 4 + [question] if setting == "agnostic" else [512 + question]
+    assert all(taken[: len(prefill)] == prefill for taken in asked[3:])
+    # A context by itself is computed in chunks of any size: nothing is evicted before all of it is there.
+    for taken in asked[:3]:
+        decoded = taken.count(1)
+        assert sum(taken[:-decoded]) == context and decoded > 8
+    for contender, of_budget in zip(wanted, answers, strict=True):
+        for answer in of_budget:
+            assert answer.evicted_tokens >= 512 - contender.budget and answer.budget_tokens == contender.budget
+            # At most the budget and a chunk, or the whole prompt.
+            assert answer.peak_blocks == {"agnostic": contender.budget / 32 + 4, "aware": 17}[setting]
+
+
+def test_a_run_its_columns_and_its_resumption(tiny, tmp_path, monkeypatch):
+    plan, said = offline_plan(tiny, tmp_path), []
+    first = run(plan, said.append)
+    assert len(first) == 3 * (2 + 2) and not said
+    full, h2o = (next(r for r in first if (r["policy"], r["task"]) == (p, "niah")) for p in ("full", "h2o"))
+    assert (full["evicted_tokens"], full["budget_tokens"]) == (0, None)
+    assert h2o["evicted_tokens"] >= 384 and h2o["budget_tokens"] == 128 and h2o["peak_blocks"] < full["peak_blocks"]
+    assert full["prompt_sha256"] == h2o["prompt_sha256"] and h2o["policy_config"]["sink"] == 32
+    for field in (
+        "seed",
+        "versions",
+        "engine",
+        "hardware",
+        "server_policy",
+        "answer",
+        "expected",
+        "time",
+        "tokens_per_s",
+    ):
+        assert h2o[field] is not None
+    ppl = {r["policy"]: r["score"] for r in first if r["task"] == "ppl" and r["index"] == 0}
+    assert 0 < ppl["full"] != ppl["sink-window"], "eviction left no trace in the text's probabilities"
+
+    # A kill in the middle of a row, and a new start.
+    path = tmp_path / rows.FILE
+    before = path.read_text().splitlines()
+    path.write_text("\n".join(before[:-3]) + "\n" + before[-3][:40])
+    again = run(plan, said.append)
+    assert said == [
+        f"{path}: its last line was only half written, and is dropped",
+        f"{path}: 9 of 12 rows are there already",
+    ]
+    assert path.read_text().splitlines()[:-3] == before[:-3]
+    answers = [{r["key"]: (r["answer"], r["prompt_sha256"]) for r in found} for found in (first, again)]
+    assert answers[0] == answers[1] and len(again) == 12
+
+    # Nothing left to do starts no engine; another model's rows do not mix.
+    monkeypatch.setattr(backends.Offline, "__init__", lambda *a, **k: pytest.fail("an engine was started"))
+    assert len(run(plan, said.append)) == 12
+    with pytest.raises(EvalError, match=r"holds rows of .*: give another --out"):
+        rows.Rows(tmp_path, "other")
+
+
+@needle_model
+@pytest.mark.parametrize("setting, length, budget", [("aware", 768, 128), ("agnostic", 1024, 256)])
+def test_what_sees_the_needle_finds_it(tmp_path, setting, length, budget):
+    """full > heavy hitters of the last queries > sinks and window, where the needle is far from both."""
+    last = '{"name": "h2o", "sink": 32, "recent": 32, "buffer": 0, "accumulate": "last", "window": 16}'
+    plan = offline_plan(
+        NEEDLE,
+        tmp_path,
+        tasks=("niah",),
+        policies=f"full,{last},sink-window",
+        settings=(setting,),
+        lengths=(length,),
+        depths=(0.3, 0.5, 0.7),
+        budgets=(budget,),
+        samples=8,
+        engine_args=ENGINE | {"max_model_len": 1152},
+    )
+    lines = {line.policy: line for line in summary.summarise(run(plan, print))}
+    full, heavy, window = lines["full"], lines["h2o accumulate=last window=16"], lines["sink-window"]
+    assert full.score == 1.0
+    assert window.verdict == "worse" and window.score <= 0.1
+    assert full.score > heavy.score > window.score + 0.1
+
+
+@needle_model
+def test_streaming_heads_lose_no_needle_that_retrieval_heads_keep(tmp_path):
+    """Half of the cache, and as good as all of it; not so where the other half of the heads keeps everything."""
+    plan = offline_plan(
+        NEEDLE,
+        tmp_path,
+        tasks=("niah",),
+        policies=f"full,{SPLIT[0]},{SWAPPED}",
+        lengths=(1024,),
+        depths=(0.3, 0.5, 0.7),
+        samples=4,
+        engine_args=ENGINE | {"max_model_len": 1152},
+    )
+    found = run(plan, print)
+    score = {line.policy: line.score for line in summary.summarise(found)}
+    assert score == {"full": 1.0, "duo sparsity=0.5": 1.0, "duo pattern=3.3.0.0": 0.0}
+    full, split = (next(row for row in found if row["policy"] == policy) for policy in ("full", "duo sparsity=0.5"))
+    assert (full["share"], split["share"], split["budget"]) == (None, (33 + 4) / 66, None)
+    assert split["server_policy"]["pattern"] == split["policy_config"]["pattern"] == "0.0.3.3"
+    # With the prompt's last chunk retrieval heads hold 32 of their 33 blocks, streaming heads 4 and a chunk of 8.
+    assert full["peak_blocks"] == 33 and split["peak_blocks"] == (32 + 4 + 8) / 2
+    assert split["evicted_tokens"] == (33 - 4) * 32 / 2
+
+
+@needle_model
+def test_heads_keep_needles_by_their_own_keys_at_the_same_memory(tmp_path):
+    """Tokens of each head, by its own keys, find what blocks by the keys of all heads lose; bands run beside them."""
+    plan = offline_plan(
+        NEEDLE,
+        tmp_path,
+        tasks=("niah",),
+        policies=f"full,keydiff,{own('keydiff', granularity='token')},{own('adakv')}",
+        lengths=(1024,),
+        depths=(0.3, 0.5, 0.7),
+        budgets=(0.25,),
+        samples=4,
+        engine_args=ENGINE | {"max_model_len": 1152},
+    )
+    found = run(plan, print)
+    score = {line.policy: line.score for line in summary.summarise(found)}
+    assert score["full"] == 1.0 and score["keydiff granularity=token"] >= score["keydiff"] + 0.3
+    of = {policy: [row for row in found if row["policy"] == policy] for policy in score}
+    for row in of["keydiff"] + of["keydiff granularity=token"]:
+        assert (row["budget_tokens"], row["peak_blocks"]) == (288, 9 + 8)
+    for row in of["adakv"]:
+        assert (row["budget_tokens"], row["server_policy"]["name"]) == (288, "adakv") and row["evicted_tokens"] > 0
+
+
+@needle_model
+def test_one_head_reads_the_fact_and_another_one_looks_at_it_before():
+    """Why sets of tokens differ so much on this model, as docs/quality.md tells it. Dense attention, no eviction."""
+    model, prompts, length = DenseLlama(NEEDLE), Prompts(str(NEEDLE)), 2048
+    looks, answered = [], defaultdict(list)
+    for index in range(3):
+        sample = sample_of("niah", length, (0.17, 0.47, 0.61)[index], index, count=prompts.count)
+        context, (answer,) = sample.context, sample.answers
+        start = context.rindex("the code", 0, context.index(answer))
+        fact = range(prompts.count(context[:start]), prompts.count(context[: context.index(answer) + len(answer)]))
+        ids, right = prompts.ids(sample), prompts.tokenizer(f" {answer}", add_special_tokens=False)["input_ids"]
+        cache, causal = model.new_cache(), torch.ones(len(ids) + len(right), len(ids) + len(right)).tril().bool()
+        model.forward(ids[: length - 32], cache, causal[: length - 32, : length - 32])
+        _, probs = model.forward(ids[length - 32 : length], cache, causal[length - 32 : length, :length], True)
+        looks.append(probs[..., list(fact)].sum(-1).mean(2).unflatten(1, (2, 2)).mean(2) * length / len(fact))
+        for layer, head in [(None, None), *np.ndindex(4, 2)]:
+            mask = causal[length:].expand(4, 4, -1, -1).clone()
+            if layer is not None:
+                mask[layer, 2 * head : 2 * head + 2, :, list(fact)] = False
+            logits, _ = model.forward(ids[length:] + right, list(cache), mask)
+            answered[layer, head].append(logits[-len(right) - 1 : -1].argmax(-1).tolist() == right)
+    assert [where for where, got in answered.items() if not all(got)] == [(3, 0)] and not any(answered[3, 0])
+    looks = torch.stack(looks).mean(0)
+    assert looks[3, 1] > 5 and looks.flatten()[:-1].max() < 2, "times its share of an even spread"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server(tmp_path_factory):
+    """`vllm serve` of the needle model, started at once so that it comes up while other tests run: log and port."""
+    if not (NEEDLE / "model.safetensors").exists():
+        yield None
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    policy = '{"name": "h2o", "budget": 256, "sink": 32, "recent": 32, "buffer": 0, "allow": ["full", "sink-window"]}'
+    command = [
+        Path(sys.executable).parent / "vllm",
+        "serve",
+        NEEDLE,
+        "--served-model-name",
+        "needle",
+        "--port",
+        str(port),
+    ]
+    command += ["--kv-policy", policy, "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+        "--long-prefill-token-threshold",
+        "128",
+    ]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=out, start_new_session=True)
+    yield process, port, log
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@needle_model
+def test_over_http(server, tmp_path):
+    process, port, log = server
+    for _ in range(600):
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
+            break
+        except OSError:
+            time.sleep(0.5)
+    url = f"http://127.0.0.1:{port}/v1"
+    plan = Plan(
+        **{"model": "needle", "url": url, "out": tmp_path, "tasks": ("niah", "ppl"), "lengths": (512,), "batch": 4},
+        **{"policies": "full,sink-window", "budgets": (128, 0.25), "depths": (0.3, 0.5), "samples": 2},
+    )
+    found = run(plan, print)
+    lines = {(line.task, line.policy, line.budget): line for line in summary.summarise(found)}
+    assert {line.setting for line in lines.values()} == {"served"}
+    assert lines["niah", "full", None].score == 1.0 and lines["niah", "sink-window", 128].score == 0.0
+    assert lines["ppl", "full", None].score < lines["ppl", "sink-window", 128].score
+    row = next(r for r in found if r["task"] == "niah")
+    assert row["ttft_s"] > 0 and row["tokens_per_s"] > 0 and row["prompt_tokens"] > 512
+    assert (row["peak_blocks"], row["evicted_tokens"], row["backend"]) == (None, None, "http")
+    assert row["versions"]["vllm"].startswith("0.")
+    # The server's chunks are of 128 tokens, as is said here, so the question comes after the context was evicted.
+    known = {"settings": ("agnostic",), "chunk": 128, "tokenizer": str(NEEDLE), "tasks": ("niah",)}
+    chunked = [r for r in run(Plan(**(plan.__dict__ | known)), print) if r["setting"] == "agnostic"]
+    assert len(chunked) == 12 and {r["prompt_tokens"] for r in chunked} == {512 + 8}
+    before = (tmp_path / rows.FILE).read_text()
+    with pytest.raises(EvalError, match=r"refuses h2o at 512: kv_budget 512 is 512 tokens .* above the server's 256"):
+        run(Plan(**(plan.__dict__ | {"policies": "full,h2o", "budgets": (512,)})), print)
+    assert (tmp_path / rows.FILE).read_text() == before, "rows were lost"
+    both = run(Plan(**(plan.__dict__ | known | {"settings": ("agnostic", "served"), "seed": 1, "samples": 1})), print)
+    assert {r["setting"] for r in both if r["seed"] == 1} == {"agnostic", "served"}
+    outside = (f"ruler={DATA}/ruler_hub.jsonl", f"2stageretr={DATA}/2stage.jsonl")
+    other = [r for r in run(Plan(**(plan.__dict__ | {"tasks": outside, "budgets": (128,)})), print) if r["prompt"]]
+    assert {(r["task"], r["policy"]) for r in other} == {
+        (task, policy) for task in ("ruler/vt", "2stageretr") for policy in ("full", "sink-window")
+    }
+    assert all(r["output_tokens"] > 0 and r["depth"] is None for r in other)
+    with pytest.raises(EvalError, match="serves needle, not 'other'"):
+        run(Plan(**(plan.__dict__ | {"model": "other"})), print)
+
+
+LM_EVAL_TASK = """\
+task: needle
+dataset_path: json
+dataset_kwargs: {data_files: {test: needle.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["<|end|>"], do_sample: false, max_gen_toks: 16}
+filter_list: [{name: stripped, filter: [{function: remove_whitespace}, {function: take_first}]}]
+metric_list: [{metric: exact_match}]
+"""
+LM_EVAL_ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "block_size": 32}
+LM_EVAL_ENGINE |= {"max_num_batched_tokens": 256, "kv_cache_memory_bytes": 64 << 20, "pretrained": str(NEEDLE)}
+
+
+@needle_model
+@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="lm_eval is not installed")
+@pytest.mark.parametrize(
+    "given, right",
+    [("full", 1.0), ("sink-window.yaml", 0.0), ({"name": "sink-window", "sink": 32, "recent": 96}, 0.0)],
+    ids=["name", "file", "object"],
+)
+def test_lm_evaluation_harness(tmp_path, given, right):
+    """Its vLLM model hands kv_policy on, whichever way its arguments are written."""
+    prompts = Prompts(str(NEEDLE))
+    samples = [sample_of("niah", 768, 0.5, i, count=prompts.count) for i in range(4)]
+    lines = [json.dumps({"prompt": sample.text, "answer": sample.answers[0]}) + "\n" for sample in samples]
+    (tmp_path / "needle.jsonl").write_text("".join(lines))
+    (tmp_path / "needle.yaml").write_text(LM_EVAL_TASK)
+    (tmp_path / "sink-window.yaml").write_text("{name: sink-window, sink: 32, recent: 96}")
+    arguments = LM_EVAL_ENGINE | {"kv_policy": given}
+    text = json.dumps(arguments) if isinstance(given, dict) else ",".join(f"{k}={v}" for k, v in arguments.items())
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "vllm", "--model_args", text, "--batch_size", "auto"]
+    command += ["--tasks", "needle", "--include_path", ".", "--apply_chat_template", "--output_path", "results"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,) = (tmp_path / "results").rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["needle"]["exact_match,stripped"] == right

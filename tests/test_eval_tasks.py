@@ -1,0 +1,319 @@
+"""The evaluation harness: tasks, metrics, statistics, external benchmarks."""
+
+import hashlib
+import importlib.util
+import json
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+from evaluation import DATA, NEEDLE, OFF_V2, expecting, needle_model, sample_of, words_of
+
+from vllm_evict.eval import EvalError, backends, external, stats, tasks, words
+from vllm_evict.eval.prompts import Prompts
+from vllm_evict.eval.score import METRICS, rouge_l, score
+
+pytestmark = OFF_V2
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def solve(task, text, question):
+    """What a careful reader answers, by reading the facts in the text: written apart from the generators."""
+    key = re.fullmatch(r"recall the (?:code|list) of (.+)\.", question)[1]
+    codes = dict(re.findall(r"the code of (\w+) is (\d{4})\.", text))
+    if task == "kv":
+        return dict(re.findall(r"(\w+) = (\d{4})", text))[key]
+    if task == "twostage":
+        first, second = key.split(" plus ")
+        return codes[words.NUMBERS[words.NUMBERS.index(first) + words.NUMBERS.index(second)]]
+    if task == "vt":
+        return codes[dict(re.findall(r"the code of (\w+) equals (\w+)\.", text))[key]]
+    if task == "copy":
+        return dict(re.findall(r"the list of (\w+) is ([a-z ]+)\.", text))[key]
+    return codes[key]
+
+
+FACTS = {"niah": 1, "multikey": 8, "kv": 1, "twostage": 6, "vt": 3, "copy": 0}
+
+
+@pytest.mark.parametrize("task", FACTS)
+def test_the_question_can_be_answered_from_the_text_and_only_so(task):
+    for index in range(8):
+        sample = sample_of(task, index=index)
+        assert sample.answers == (solve(task, sample.context, sample.question),)
+        assert score(f" {sample.answers[0]}", sample) == 1.0 and score(" 0000", sample) == 0.0
+        assert len(re.findall(r"the code of \w+ is", sample.context)) == (FACTS[task] if task not in ("kv",) else 0)
+        assert sample.context.count(sample.answers[0]) == 1, "the answer is told more than once"
+        assert sample.text == f"{sample.context} {sample.question}"
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_the_fact_lies_where_it_should(depth):
+    sample = sample_of("niah", length=1000, depth=depth)
+    before = words_of(sample.context[: sample.context.index("the code of")])
+    assert before / 1000 == pytest.approx(depth, abs=0.02)
+    assert (sample.depth, sample.length, sample.metric) == (depth, 1000, "contains")
+
+
+def test_documents_are_as_long_as_asked_and_facts_stand_between_sentences():
+    for length in (64, 300, 1001):
+        sample = sample_of("multikey", length=length, depth=0.4)
+        assert words_of(sample.context) == length
+        for fact in re.finditer(r"the code of \w+ is \d{4}\.", sample.context):
+            assert fact.start() == 0 or sample.context[: fact.start()].endswith(". ")
+
+
+def test_length_is_met_from_above_where_a_word_is_several_tokens():
+    sample = sample_of("niah", length=500, count=len)
+    assert 500 <= len(sample.context) < 520
+
+
+def test_a_length_too_short_for_its_facts_is_refused():
+    with pytest.raises(EvalError, match=r"length 20 is too short for task 'multikey'"):
+        sample_of("multikey", length=20)
+
+
+def test_text_has_passages_that_return():
+    sample = sample_of("ppl", length=600)
+    found = [p for p in sample.context.split(". ") if len(p.split()) == 16 and p.split()[0] in words.ITEMS]
+    assert len(found) == 8 and len(set(found)) == 4
+    half = len(sample.context) // 2
+    assert all(sample.context.index(p) < half < sample.context.rindex(p) for p in found)
+    assert (sample.question, sample.answers, sample.metric, sample.depth) == ("", (), tasks.NLL, None)
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_documents_depend_on_what_identifies_them_and_nothing_else(task):
+    same = sample_of(task)
+    assert same == sample_of(task) and same.sha256 == sample_of(task).sha256
+    others = [
+        sample_of(task, seed=1),
+        sample_of(task, index=1),
+        sample_of(task, depth=0.25),
+        sample_of(task, length=310),
+    ]
+    assert len({same.sha256, *(other.sha256 for other in others)}) == 5
+
+
+@pytest.fixture
+def needle_data(monkeypatch):
+    """examples/needle/data.py, which trained the needle model."""
+    monkeypatch.syspath_prepend(NEEDLE.parent)
+    return importlib.import_module("data")
+
+
+@needle_model
+def test_the_language_is_the_one_the_needle_model_was_trained_on(needle_data):
+    prompts = Prompts(str(NEEDLE))
+    assert prompts.tokenizer.get_vocab() == {token: i for i, token in enumerate(needle_data.vocabulary())}
+    for seed in range(3):
+        text = words.join(["the", *words.Filler()(np.random.default_rng(seed), 200)])
+        ids = words.Filler().ids(np.random.default_rng(seed), 200)
+        assert prompts.tokenizer(text, add_special_tokens=False)["input_ids"][1:] == ids.tolist()
+    for task in tasks.TASKS:
+        sample = sample_of(task, length=256, count=prompts.count)
+        ids = prompts.ids(sample)
+        assert prompts.tokenizer.unk_token_id not in ids
+        assert prompts.count(sample.context) == 256
+        assert len(ids) == 256 + (
+            len(prompts.tokenizer(f" {sample.question}")["input_ids"]) + 1 if sample.question else 0
+        )
+
+
+def test_training_data_stay_what_they_were(needle_data):
+    """A changed word, order or draw anywhere below would make another model of the same recipe."""
+    documents = needle_data.Documents(needle_data.build_tokenizer(4608))
+    ids, answers = needle_data.training_batch(documents, np.random.default_rng(0), 8, 512)
+    digest = hashlib.sha256(ids.tobytes() + answers.tobytes()).hexdigest()
+    assert digest == "85b25d862a75d5f6f3ea743345249fcc15c5ea782c5df844157c980d9b55ff91"
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer, sample, expected",
+    [
+        (" 4815", expecting("4815"), 1),
+        ("The code of Paris is 4815.", expecting("4815"), 1),
+        ("48151", expecting("4815"), 0),
+        ("", expecting("4815"), 0),
+        (" apple drum\nlamp.", expecting("apple drum lamp"), 1),
+        (" apple lamp drum", expecting("apple drum lamp"), 0),
+        ("1111 and 2222", expecting("1111", "2222", metric="string_match_all"), 1),
+        ("1111 only", expecting("1111", "2222", metric="string_match_all"), 0.5),
+        ("the SEINE", expecting("Seine", "Rhine", metric="string_match_part"), 1),
+        ("the Thames", expecting("Seine", "Rhine", metric="string_match_part"), 0),
+        ("The Seine, a river", expecting("the seine", metric="qa_f1"), 2 * (1 / 2) * 1 / (1 / 2 + 1)),
+        ("no idea", expecting("the seine", metric="qa_f1"), 0),
+        ("nothing", expecting("other", "nothing at all", metric="qa_f1"), 0.5),
+        ("\nSeine\nQuestion: next", expecting("Seine", metric="qa_f1_first_line"), 1),
+        ("Type: City", expecting("City", metric="classification_first_line", classes=("City", "Food")), 1),
+        ("City or Food", expecting("City", metric="classification_first_line", classes=("City", "Food")), 0.5),
+        ("Big City", expecting("Big City", metric="classification_first_line", classes=("City", "Big City")), 1),
+        ("Type: Plant", expecting("City", metric="classification_first_line", classes=("City", "Food")), 0),
+        ("Paragraph 12", expecting("Paragraph 12", metric="retrieval"), 1),
+        ("12 or 13", expecting("Paragraph 12", metric="retrieval"), 0.5),
+        ("Paragraph 1", expecting("Paragraph 12", metric="retrieval"), 0),
+        ("段落3", expecting("段落3", metric="retrieval_zh"), 1),
+        ("7", expecting("7", metric="count"), 1),
+        ("7, no, 8", expecting("7", metric="count"), 0.5),
+        ("many", expecting("7", metric="count"), 0),
+        ("# comment\nreturn x", expecting("return x", metric="code_similarity"), 1),
+        ("abcd", expecting("abxd", metric="code_similarity"), 0.75),
+    ],
+)
+def test_metrics(answer, sample, expected):
+    assert score(answer, sample) == pytest.approx(expected)
+
+
+def test_rouge_l_by_hand():
+    assert rouge_l("the cat sat", "the cat sat") == pytest.approx(1.0)
+    # Common subsequence "police the gunman" of 3 words; 4 different words on both sides.
+    assert rouge_l("police kill the gunman", "police killed the gunman") == pytest.approx(0.75)
+    # By sentences: {a b} and {c}: 3 of 4 words here, 3 of 3 there.
+    assert rouge_l("a b x. c", "a b. c") == pytest.approx(2 * 0.75 * 1 / 1.75)
+    assert rouge_l("", "a b") == 0.0
+
+
+def test_every_metric_is_reached():
+    used = {"contains", "string_match_all", "string_match_part", *external.LONGBENCH_METRICS.values()}
+    assert used == set(METRICS)
+
+
+def test_chinese_needs_jieba(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    with pytest.raises(EvalError, match="pip install jieba"):
+        score("塞纳河", expecting("塞纳河", metric="qa_f1_zh"))
+
+
+def test_perplexity_counts_the_second_half():
+    assert backends.second_half_nll([None, -9.0, -1.0, -3.0]) == 2.0
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_wilson_by_published_values():
+    assert stats.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert stats.wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert stats.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)  # Newcombe, 1998, table I
+
+
+def test_bootstrap_covers_the_mean():
+    rng, inside = np.random.default_rng(1), 0
+    for _ in range(200):
+        low, high = stats.bootstrap(rng.exponential(size=40))
+        inside += low <= 1.0 <= high
+    assert 0.87 <= inside / 200 <= 0.99
+    assert stats.bootstrap([1.0]) == (-math.inf, math.inf)
+
+
+def test_paired_differences():
+    assert stats.p_value([0, 0, 0]) == 1.0
+    assert stats.p_value([-1] * 5) == pytest.approx(2 / 32)  # McNemar's exact test, 5 to 0
+    assert stats.p_value([-1] * 6) == pytest.approx(2 / 64)
+    assert stats.p_value([-1] * 9 + [1] + [0] * 40) == pytest.approx(2 * 11 / 1024)
+    assert stats.p_value([-1] * 30 + [1] * 2) == pytest.approx(2 * (1 + 32 + 496) / 2**32)
+    assert stats.p_value(np.random.default_rng(0).normal(0, 1, 60)) > 0.05
+    assert stats.p_value(np.random.default_rng(0).normal(1, 1, 60)) < 0.001
+
+
+# --- external benchmarks ---------------------------------------------------------------------------------------------
+
+
+def test_ruler_as_its_scripts_write_it():
+    multi, other, question = external.load("ruler", str(DATA / "ruler"))
+    assert (multi.task, multi.metric, multi.max_tokens) == ("ruler/niah_multivalue", "string_match_all", 128)
+    assert (multi.answers, multi.length, multi.question) == (("1111", "2222"), 64, "")
+    assert multi.text.startswith("One of the special") and other.prefix.startswith(" The special magic")
+    assert score("They are 1111.", multi) == 0.5
+    assert (question.task, question.metric, question.max_tokens) == ("ruler/qa_1", "string_match_part", 32)
+    assert score("The river Seine", question) == 1.0
+    assert len(external.load("ruler", str(DATA / "ruler"), limit=1)) == 2, "a limit is for each file"
+
+
+def test_ruler_with_context_and_question_apart():
+    (sample,) = external.load("ruler", str(DATA / "ruler_hub.jsonl"))
+    assert (sample.task, sample.max_tokens, sample.answers) == ("ruler/vt", 30, ("AAA", "BBB"))
+    assert sample.text.endswith(
+        "VAR BBB = VAR AAA. Question: Find all variables that are assigned the value 12345 in the text above."
+    )
+    assert sample.prefix == "Answer: the variables are:"
+
+
+def test_longbench_with_its_own_prompts():
+    found = {sample.task: sample for sample in external.load("longbench", str(DATA / "longbench" / "data"))}
+    hotpot, trec = found["longbench/hotpotqa"], found["longbench/trec"]
+    assert hotpot.text.startswith("Passages:\nPassage 1: The Seine") and hotpot.text.endswith("through Paris?\nAnswer:")
+    assert (hotpot.max_tokens, hotpot.metric, hotpot.length) == (32, "qa_f1", 9)
+    assert score("Seine", hotpot) == 1.0 and score("the river", hotpot) == pytest.approx(2 / 3)
+    assert score("Individual\nQuestion: City", trec) == 1.0 and trec.classes[0] == "City"
+    assert score("Paragraph 2", found["longbench/passage_retrieval_en"]) == 1.0
+
+
+def test_two_stage_retrieval():
+    (sample,) = external.load("2stageretr", str(DATA / "2stage.jsonl"))
+    assert score("1 + 1 = 2, so the value is Navy.", sample) == 1.0 and score("2: teal", sample) == 0.0
+    assert sample.task == "2stageretr" and sample.max_tokens == 200
+
+
+def without(path, field, tmp_path):
+    row = json.loads(path.read_text().splitlines()[0])
+    del row[field]
+    (tmp_path / path.name).write_text("{}\n" * 0 + json.dumps(row) + "\n")
+    return str(tmp_path / path.name)
+
+
+@pytest.mark.parametrize(
+    "benchmark, path, field",
+    [
+        ("ruler", DATA / "ruler/qa_1/validation.jsonl", "outputs"),
+        ("ruler", DATA / "ruler_hub.jsonl", "task"),
+        ("longbench", DATA / "longbench/data/trec.jsonl", "answers"),
+        ("longbench", DATA / "longbench/data/trec.jsonl", "dataset"),
+        ("2stageretr", DATA / "2stage.jsonl", "prompt"),
+    ],
+)
+def test_a_row_without_its_fields_is_named(benchmark, path, field, tmp_path):
+    with pytest.raises(EvalError, match=rf"{path.name}, row 1 has no field '{field}'; it has: "):
+        external.load(benchmark, without(path, field, tmp_path))
+
+
+def test_other_faults_of_external_data(tmp_path):
+    bad = tmp_path / "qa_1.jsonl"
+    cases = {
+        "": "no rows",
+        "{": "row 1 is not JSON",
+        "[1]": "row 1 is not an object",
+        '{"input": "x", "outputs": []}': "'outputs' is empty",
+        '{"input": 3, "outputs": ["x"]}': "'input' is int",
+    }
+    for text, message in cases.items():
+        bad.write_text(text)
+        with pytest.raises(EvalError, match=message):
+            external.load("ruler", str(bad))
+    with pytest.raises(EvalError, match="no such file"):
+        external.load("ruler", str(tmp_path / "nothing.jsonl"))
+    (tmp_path / "trec.jsonl").write_text((DATA / "longbench/data/trec.jsonl").read_text())
+    with pytest.raises(EvalError, match=r"dataset2prompt.json"):
+        external.load("longbench", str(tmp_path / "trec.jsonl"))
+
+
+def test_the_hub_is_asked_through_datasets(monkeypatch):
+    class Datasets:
+        @staticmethod
+        def load_dataset(name, config, split):
+            assert (name, config, split) == ("simonjegou/ruler", "4096", "test")
+            return [json.loads((DATA / "ruler_hub.jsonl").read_text())]
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    (sample,) = external.load("ruler", "hf:simonjegou/ruler/4096")
+    assert sample.task == "ruler/vt"
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(EvalError, match="pip install datasets"):
+        external.load("ruler", "hf:simonjegou/ruler/4096")

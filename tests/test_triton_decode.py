@@ -1,0 +1,314 @@
+"""Triton's `decode_mass` and `decode_classes` against their torch references: under the interpreter, or on a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton_batch import (
+    BF16,
+    BY,
+    DECODE,
+    DEVICE,
+    F16,
+    F32,
+    F64,
+    FP8,
+    HEAD_MAJOR,
+    ON_GPU,
+    SHAPES,
+    TOKEN_MAJOR,
+    TOLERANCE,
+    WHERE_KERNELS_RUN,
+    Batch,
+    assert_close,
+    cache_in,
+    each_fp8_shape,
+    each_shape,
+    interpreter_gaps,  # noqa: F401
+    ints,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_evict.attention.decode import decode_classes_reference
+from vllm_evict.attention.mass import pack_keys
+from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes
+from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
+from vllm_evict.triton_kernels.tiles import tile_of
+
+pytestmark = WHERE_KERNELS_RUN
+
+
+def test_caches_lie_as_vllm_lays_them():
+    strides = {layout.name: cache_in(layout, F32, 3, 5, 16, 8, layers=2).stride() for layout in KVCacheLayout}
+    assert strides == {
+        "LBHNC": (640, 128, 8, 1),
+        "LBNHC": (640, 8, 40, 1),
+        "LHBNC": (128, 384, 8, 1),
+        "BLHNC": (1280, 128, 8, 1),
+        "BLNHC": (1280, 8, 40, 1),
+        "BHLNC": (1280, 256, 8, 1),
+    }
+
+
+# ---- decode_mass
+
+
+@BY
+@each_shape
+def test_decode_matches_the_reference(shape, per_token):
+    heads, dim, block_size, dtype, layout = shape
+    batch = Batch(*DECODE, heads, dim, block_size, dtype, layout)
+    # Of every other shape heads are summed, and there are more splits than some requests have tiles.
+    rows = 1 if SHAPES.index(shape) % 2 else None
+    plan = batch.plan(splits=3 if rows else None, per_token=per_token)
+    output, mass, lse = batch.decode(rows, per_token, plan=plan)
+    expected, expected_mass = batch.decode_reference(rows, per_token)
+    assert_close(output, expected, TOLERANCE[dtype])
+    assert_close(mass, expected_mass)
+    tokens = batch.starts[batch.rows.long()].long()
+    assert_close(lse[tokens], batch.lse()[tokens])
+    others = torch.ones(len(output), dtype=torch.bool, device=DEVICE).index_fill(0, tokens, False)
+    assert (output[others] == 7).all() and (lse[others] == 7).all()
+
+
+@BY
+@each_fp8_shape
+def test_decode_reads_fp8_caches(shape, per_token):
+    """As if they were full of what they stand for: exactly, but for the rounding of probabilities and outputs."""
+    batch = Batch(*DECODE, *shape, scales=(0.75, 2.5))
+    plan = batch.plan(splits=3, per_token=per_token)
+    output, mass, lse = batch.decode(None, per_token, plan=plan)
+    expected, expected_mass = batch.decode_reference(None, per_token)
+    # By the size of values: of one query head they are neither rounded nor are probabilities.
+    assert_close(output / batch.value_scale, expected / batch.value_scale, TOLERANCE[shape[3]])
+    assert_close(mass, expected_mass, 5e-6)
+    tokens = batch.starts[batch.rows.long()].long()
+    assert_close(lse[tokens], batch.lse()[tokens], 5e-6)
+
+
+def test_decode_without_mass_is_the_same():
+    batch = Batch(*DECODE, dtype=BF16)
+    output, mass, lse = batch.decode(weights=None)
+    assert torch.equal(batch.decode(0)[0], output) and torch.equal(batch.decode(0)[2], lse)
+    batch.weights = torch.zeros_like(batch.weights)
+    output_, unweighed, lse_ = batch.decode()
+    assert torch.equal(output_, output) and torch.equal(lse_, lse)
+    assert (unweighed == 0.25).all() and not torch.equal(mass, unweighed)
+
+
+def test_decode_by_token_is_the_same_but_for_its_mass():
+    """Output and LSE to the bit; a plan for tokens does for blocks."""
+    batch = Batch(*DECODE, dtype=BF16, block_size=48, dim=80)
+    plan = batch.plan(per_token=True)
+    output, mass, lse = batch.decode(plan=plan)
+    output_, of_tokens, lse_ = batch.decode(per_token=True, plan=plan)
+    assert torch.equal(output_, output) and torch.equal(lse_, lse)
+    of_tokens = torch.nn.functional.pad(of_tokens - 0.25, (0, -of_tokens.shape[2] % 48))
+    of_blocks = of_tokens.unflatten(2, (-1, 48)).sum(3)
+    assert_close(of_blocks, mass[:, :, : of_blocks.shape[2]] - 0.25)
+    batch.weights.zero_()
+    assert (batch.decode(per_token=True)[1] == 0.25).all()
+
+
+def test_mass_adds_up_to_the_queries():
+    batch = Batch(*DECODE, heads=(6, 2), dtype=BF16)
+    _, mass, _ = batch.decode(weights=None)
+    expected = torch.zeros(len(batch.seq_lens), 2)
+    expected[batch.rows.cpu().long()] = 3
+    assert_close((mass - 0.25).sum(2), expected, 2e-5)
+
+
+@BY
+def test_decode_is_deterministic_and_its_scratch_may_hold_anything(per_token):
+    batch = Batch(*DECODE, dtype=F16)
+    plan = batch.plan(splits=2, per_token=per_token)
+    results = []
+    for poison in (torch.nan, torch.inf, 0.0):
+        for scratch in (plan.partial, plan.stats, plan.granules):
+            scratch.fill_(poison)
+        results.append(batch.decode(per_token=per_token, plan=plan))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_with_one_number_of_splits_other_requests_change_no_bit():
+    batch = Batch(*DECODE)
+    plan = batch.plan(splits=2)
+    output, mass, _ = batch.decode(plan=plan)
+    row = int(batch.rows[-1])
+    batch.rows = ints([-1, row])  # -1: padding of a captured batch
+    alone, its_mass, _ = batch.decode(plan=plan)
+    token = int(batch.starts[row])
+    assert torch.equal(alone[token], output[token]) and torch.equal(its_mass[row], mass[row])
+    assert (alone[:token] == 7).all() and (its_mass[:row] == 0.25).all()
+
+
+@BY
+def test_large_scores_neither_overflow_nor_vanish(per_token):
+    batch = Batch(*DECODE, magnitude=12.0)
+    output, mass, _ = batch.decode(per_token=per_token)
+    expected, expected_mass = batch.decode_reference(per_token=per_token)
+    assert_close(output, expected, 1e-4)
+    assert_close(mass, expected_mass, 1e-4)
+
+
+def test_a_request_without_tokens_gets_zeros():
+    batch = Batch([1], [16])
+    batch.seq_lens = ints([0])
+    output, mass, lse = batch.decode()
+    assert not output.any() and (mass == 0.25).all() and (lse == -torch.inf).all()
+
+
+@BY
+def test_decode_captures_into_a_graph(per_token):
+    if not ON_GPU:
+        pytest.skip("CUDA graphs need a GPU")
+    batch = Batch(*DECODE, dtype=BF16)
+    plan = batch.plan(per_token=per_token)
+    expected = batch.decode(per_token=per_token, plan=plan)
+    output, lse = torch.empty_like(batch.query), torch.empty_like(expected[2])
+    out = batch.new_out(batch.kv_heads, per_token=per_token)
+    options = {"per_token": per_token, "weights": batch.weights, "lse": lse, "plan": plan}
+    arguments = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_mass(*arguments, batch.scale, output, out=out, **options)
+    out.fill_(0.25)
+    graph.replay()
+    tokens = batch.starts[batch.rows.long()].long()
+    assert torch.equal(out, expected[1])
+    assert torch.equal(output[tokens], expected[0][tokens]) and torch.equal(lse[tokens], expected[2][tokens])
+
+
+def test_splits_fill_the_device_and_no_more():
+    def splits(rows, kv_heads, tokens):
+        return plan_decode(rows, 32, kv_heads, 128, 16, tokens // 16, BF16, "cpu").splits
+
+    assert splits(1, 8, 131_072) == 66  # 4 programs on each of 132 SMs
+    assert splits(1, 1, 131_072) == 128
+    assert splits(1, 8, 1024) == 4  # 256 tokens each
+    assert splits(64, 8, 131_072) == 2
+    assert splits(512, 8, 131_072) == 1
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 176, 256])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 192, 256])
+def test_tiles_are_whole_granules_of_whole_blocks(block_size, dim):
+    for dtype in (F32, BF16):
+        tile = tile_of(dim, block_size, dtype)
+        assert dim <= tile.dim < 2 * dim and 1 in (tile.granules, tile.parts)
+        assert tile.parts * tile.tokens >= block_size > (tile.parts - 1) * tile.tokens
+        assert 16 <= tile.granules * tile.tokens <= 128
+        assert tile.granules * tile.tokens * tile.dim * dtype.itemsize <= 16 * 1024
+
+
+# ---- decode_classes
+
+
+class Classes:
+    """Two classes of heads: the first long, the second of few tokens, in a cache of another layout."""
+
+    def __init__(self, kv_heads=(1, 2), group=2, dim=64, block_size=16, dtype=F32, layout=HEAD_MAJOR, scales=None):
+        query_lens, long = DECODE
+        short = [max(min(length, 37), 1) for length in long]
+        self.classes = [
+            Batch(query_lens, lens, (group * heads, heads), dim, block_size, dtype, layout, scales=scales)
+            for lens, heads, layout in zip((long, short), kv_heads, (layout, TOKEN_MAJOR))
+        ]
+        first = self.classes[0]
+        self.group, self.kv_heads, self.heads = group, kv_heads, [group * heads for heads in kv_heads]
+        random = torch.Generator().manual_seed(1)
+        query = torch.randn(len(first.query), sum(self.heads) + 1, dim, generator=random)
+        self.query = query.to(DEVICE, dtype)[:, :-1]
+        for each, its in zip(self.classes, self.query.split(self.heads, 1)):
+            each.query, each.weights = its, first.weights
+
+    def of(self, name):
+        return [getattr(each, name) for each in self.classes]
+
+    def plans(self, **options):
+        shape = len(self.classes[0].rows), self.group, self.kv_heads, self.query.shape[2], self.classes[0].block_size
+        widths = [each.table.shape[1] for each in self.classes]
+        return plan_classes(*shape, widths, self.query.dtype, DEVICE, **options)
+
+    def arguments(self):
+        first = self.classes[0]
+        tables = self.of("table"), first.starts, self.of("seq_lens"), first.rows
+        return self.query, self.of("keys"), self.of("values"), *tables, first.kernel_scale
+
+    def decode(self, **options):
+        output = torch.full_like(self.query, 7.0)
+        lse = torch.full(self.query.shape[:2], 7.0, device=DEVICE)
+        first = self.classes[0]
+        options = {"lse": lse, "weights": first.weights, "value_scale": first.value_scale} | options
+        decode_classes(*self.arguments(), output, **options)
+        return output, options["lse"]
+
+
+CLASSES = [  # KV heads, group, dim, block size, dtype, layout, scales
+    ((1, 2), 2, 64, 16, F32, HEAD_MAJOR),
+    ((2, 1), 4, 128, 64, BF16, TOKEN_MAJOR),
+    ((1, 1), 1, 80, 48, F16, HEAD_MAJOR),
+    ((1, 2), 7, 256, 128, BF16, HEAD_MAJOR),
+    ((2, 1), 4, 128, 16, BF16, HEAD_MAJOR, (0.75, 0.5)),
+]
+CLASS_IDS = [f"{k}x{g}-{d}-bs{b}-{str(t)[6:]}" + "-fp8" * len(more) for k, g, d, b, t, _, *more in CLASSES]
+
+
+@pytest.mark.parametrize("shape", CLASSES, ids=CLASS_IDS)
+@BY
+def test_classes_match_the_reference_and_each_alone(shape, per_token):
+    layer = Classes(*shape)
+    plans = layer.plans(splits=(3, 1), per_token=per_token)
+    out = [each.new_out(heads, F32, per_token) for each, heads in zip(layer.classes, (1, layer.kv_heads[1]))]
+    output, lse = layer.decode(out=out, per_token=per_token, plans=plans)
+    parts = output.split(layer.heads, 1), lse.split(layer.heads, 1), out
+    for each, part, its_lse, mass, plan in zip(layer.classes, *parts, plans):
+        alone = each.decode(mass.shape[1], per_token, plan=plan)
+        assert torch.equal(part, alone[0]) and torch.equal(mass, alone[1]) and torch.equal(its_lse, alone[2])
+    expected = torch.full_like(layer.query, 7.0).cpu()
+    expected_out = [each.new_out(mass.shape[1], F64, per_token).cpu() for each, mass in zip(layer.classes, out)]
+    query, _, _, tables, starts, lens, rows, _ = layer.arguments()
+    keys, values = ([each.cpu() for each in layer.of(name)] for name in ("real_keys", "real_values"))
+    lens, scale = [each.cpu() for each in lens], layer.classes[0].scale
+    decode_classes_reference(
+        *(query.cpu(), [pack_keys(each) for each in keys], values),
+        *([table.cpu() for table in tables], starts.cpu(), lens, rows.cpu(), scale, expected),
+        out=expected_out,
+        per_token=per_token,
+        weights=layer.classes[0].weights.cpu(),
+    )
+    assert_close(output, expected, TOLERANCE[shape[4]])
+    for mass, wanted in zip(out, expected_out):
+        assert_close(mass, wanted)
+
+
+def test_one_class_may_do_without_mass():
+    layer = Classes(dtype=BF16)
+    out = [each.new_out(each.kv_heads) for each in layer.classes]
+    output, lse = layer.decode(out=out)
+    for wanted in ([out[0], None], [None, out[1]], None):
+        again = [
+            each.new_out(each.kv_heads) if mass is not None else None
+            for each, mass in zip(layer.classes, wanted or [None] * 2)
+        ]
+        output_, lse_ = layer.decode(out=again if wanted else None)
+        assert torch.equal(output_, output) and torch.equal(lse_, lse)
+        assert all(mass is None or torch.equal(mass, full) for mass, full in zip(again, out))
+    with pytest.raises(ValueError, match="of two classes"):
+        layer.decode(out=[None])
+    layer.classes[1].keys, layer.classes[1].values = layer.classes[1].keys.to(FP8), layer.classes[1].values.to(FP8)
+    with pytest.raises(ValueError, match="caches of both classes must have one dtype"):
+        layer.decode()
+
+
+def test_splits_of_classes_are_of_one_length():
+    def splits(rows, kv_heads, tokens):
+        blocks = [count // 16 for count in tokens]
+        return [plan.splits for plan in plan_classes(rows, 4, kv_heads, 128, 16, blocks, BF16, "cpu")]
+
+    assert splits(1, (4, 4), (131_072, 384)) == [128, 1]  # 1,000 tokens each
+    assert splits(1, (4, 4), (131_072, 131_072)) == [66, 66]  # those of 8 heads of one class
+    assert splits(64, (4, 4), (131_072, 384)) == [3, 1]
+    assert splits(512, (4, 4), (131_072, 384)) == [1, 1]
