@@ -181,8 +181,8 @@ POLICIES = ["h2o", "snapkv", "scissorhands", "tova", "rkv", "keydiff", "sink-win
 #: Those whose decodes may be in full CUDA graphs in which the plugin's kernel attends.
 FITTING = ["h2o", "snapkv", "tova", "rkv", "keydiff"]
 CASES = [(each, False, {}) for each in POLICIES] + [(each, True, {}) for each in FITTING]
-#: The query of the second step counts, or that of the third; with a maximum over layers; for half.
-CASES += [("h2o", True, {"every": 7}), ("h2o", True, {"every": 4, "layers": "max"})]
+#: The query of the second step counts, or that of the third; with a maximum over heads; for half.
+CASES += [("h2o", True, {"every": 7}), ("h2o", True, {"every": 4, "heads": "max"})]
 CASES += [("h2o", True, {"accumulate": "ema", "decay": 0.5})]
 
 

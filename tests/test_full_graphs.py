@@ -46,10 +46,10 @@ def replays(subject, graphs):
     return len(graphs.replayed) - own, own, sum(set(step) == {1} for step in subject.steps)
 
 
-#: By block, with all that is made of mass: over heads, over layers, of some queries, of the last ones, fading.
+#: By block, with what is made of mass: over heads, of some queries, of the last ones, fading.
 MEASURED = {
     "h2o": POLICIES["h2o"],
-    "h2o-max": {**POLICIES["h2o"], "heads": "max", "layers": "max"},
+    "h2o-max": {**POLICIES["h2o"], "heads": "max"},
     "h2o-every": {**POLICIES["h2o"], "every": 3},
     "h2o-ema": {**POLICIES["h2o"], "accumulate": "ema", "decay": 0.8, "heads": "mean"},
     "snapkv": {"name": "snapkv", **BASE, "window": 4},
@@ -122,6 +122,13 @@ class TestNotInAGraph:
         subject = replaying(policy)
         assert subject.runtime.graph_tokens == 64
         self.check(subject, graphs, dense, policy, replayed=None)
+
+    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    def test_a_maximum_over_layers(self, replaying, graphs, dense, backend):
+        policy = {**POLICIES["h2o"], "layers": "max"}
+        subject = replaying(policy)
+        assert len(graphs.captured) == 3
+        self.check(subject, graphs, dense, policy, replayed=0)
 
     @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
     def test_mass_beside_a_kernel_of_vllm_s(self, replaying, graphs, dense, backend, monkeypatch):

@@ -165,8 +165,17 @@ def _attend_classes(
 def _combine_classes(
     starts, rows, weights, value_scale, first, second, first_roles, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
+    # Constants one by one: Triton 3.6 can't unpack them.
     role = tl.program_id(1)
     if role < first_roles:
-        combine_splits(role, starts, rows, weights, value_scale, *first, *FIRST)
+        combine_splits(
+            role, starts, rows, weights, value_scale, *first,
+            FIRST[0], FIRST[1], FIRST[2], FIRST[3], FIRST[4], FIRST[5], FIRST[6],
+            FIRST[7], FIRST[8], FIRST[9], FIRST[10], FIRST[11], FIRST[12], FIRST[13],
+        )  # fmt: skip
     else:
-        combine_splits(role - first_roles, starts, rows, weights, value_scale, *second, *SECOND)
+        combine_splits(
+            role - first_roles, starts, rows, weights, value_scale, *second,
+            SECOND[0], SECOND[1], SECOND[2], SECOND[3], SECOND[4], SECOND[5], SECOND[6],
+            SECOND[7], SECOND[8], SECOND[9], SECOND[10], SECOND[11], SECOND[12], SECOND[13],
+        )  # fmt: skip

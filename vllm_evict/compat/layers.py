@@ -140,8 +140,9 @@ def _graph_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[
     requests = min(vllm_config.scheduler_config.max_num_seqs, largest)
     heads, block_size = max(layer.num_heads for layer in layers.values()), vllm_config.cache_config.block_size
     blocks = passes.graph_blocks(requests, heads, block_size, vllm_config.model_config.max_model_len)
-    decodes = len(config.classes) > 1 or bool(config.statistics & RUNNING)
-    decodes = decodes and blocks > 0 and decode_kernel() != "stock" and all(map(passes.can_decode, layers.values()))
+    # A maximum is taken layer by layer over all that a batch holds, which in a graph is the most that it may hold.
+    wanted = len(config.classes) > 1 or bool(config.statistics & RUNNING and config.layers != "max")
+    decodes = wanted and blocks > 0 and decode_kernel() != "stock" and all(map(passes.can_decode, layers.values()))
     return blocks if decodes else 0
 
 

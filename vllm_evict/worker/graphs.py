@@ -29,7 +29,6 @@ class GraphMemory:
         requests: most in a batch.
         heads: rows of mass a request; 0 if nothing is measured.
         blocks: resident blocks of the longest request that such a graph takes.
-        maximise: whether layers are measured one by one.
         device: where the KV cache is.
 
     Attributes:
@@ -37,9 +36,9 @@ class GraphMemory:
         mass: what is measured by block; None if nothing is.
     """
 
-    def __init__(self, requests: int, heads: int, blocks: int, maximise: bool, device: torch.device) -> None:
+    def __init__(self, requests: int, heads: int, blocks: int, device: torch.device) -> None:
         self.rows = torch.full((requests,), -1, dtype=torch.int32, device=device)
-        self.mass = MassBuffers.make(requests, heads, blocks, maximise, device) if heads else None
+        self.mass = MassBuffers.make(requests, heads, blocks, device) if heads else None
         self._live = 0
 
     def use(self, live: int) -> None:

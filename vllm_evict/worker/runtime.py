@@ -294,9 +294,8 @@ class GroupRuntime:
     def reserve(self) -> None:
         """The memory of graphs in which the plugin's kernel attends, if there is none yet."""
         if self._graph_memory is None:
-            heads, maximise = (0, False) if self.sums is None else (self.sums.heads, self.sums.maximise_layers)
-            size = self._max_requests, heads, self._graph_blocks, maximise, self.device
-            self._graph_memory = GraphMemory(*size)
+            heads = 0 if self.sums is None else self.sums.heads
+            self._graph_memory = GraphMemory(self._max_requests, heads, self._graph_blocks, self.device)
 
     def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
         """Requests whose tables change with this step: {logical block: physical block, 0 for a hole}."""

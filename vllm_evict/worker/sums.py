@@ -31,19 +31,13 @@ class MassBuffers(NamedTuple):
     layer: torch.Tensor | None
 
     @classmethod
-    def make(
-        cls, requests: int, heads: int, blocks: int, maximise: bool, device: torch.device, weighted: bool = True
-    ) -> "MassBuffers":
-        """Mass of nothing yet; with weights, for one query a request."""
-        mass = torch.zeros(requests, heads, blocks, device=device)
-        weights = torch.ones(requests, device=device) if weighted else None
-        return cls(weights, mass, torch.zeros_like(mass) if maximise else None)
+    def make(cls, requests: int, heads: int, blocks: int, device: torch.device) -> "MassBuffers":
+        """Of decodes, a query each."""
+        return cls(torch.ones(requests, device=device), torch.zeros(requests, heads, blocks, device=device), None)
 
     def part(self, requests: int, blocks: int | None = None) -> "MassBuffers":
         """The same memory, of a smaller batch of shorter requests."""
-        weights = None if self.weights is None else self.weights[:requests]
-        layer = None if self.layer is None else self.layer[:requests, :, :blocks]
-        return MassBuffers(weights, self.mass[:requests, :, :blocks], layer)
+        return MassBuffers(self.weights[:requests], self.mass[:requests, :, :blocks], None)
 
     def add(self, weigh: Weigh, weigh_each: WeighEach | None = None) -> None:
         """Take in one layer."""
@@ -201,8 +195,9 @@ class RunningSums:
             self._holes[slot] = holes
 
     def fits_graphs(self, req_ids: Iterable[str]) -> bool:
-        """Whether what requests measure while they decode is the mass of one query each, and nothing else."""
-        return not any(self._pivots[self._slots[req_id]] for req_id in req_ids if req_id in self._slots)
+        """Whether what requests measure while they decode is the mass of one query each, summed up over layers."""
+        slots = [self._slots[req_id] for req_id in req_ids if req_id in self._slots]
+        return not slots or not (self.maximise_layers or self._pivots[slots].any())
 
     def step(
         self,
@@ -244,13 +239,12 @@ class RunningSums:
         weighs = queries is None or bool(weights.any())
         given = None if weights is None else self._to_device(weights)
         if memory is None:
-            size = logical.shape[0], self.heads, logical.shape[1], self.maximise_layers, logical.device
-            buffers = MassBuffers.make(*size, weighted=False)._replace(weights=given)
+            mass = torch.zeros(logical.shape[0], self.heads, logical.shape[1], device=logical.device)
+            memory = MassBuffers(given, mass, torch.zeros_like(mass) if self.maximise_layers else None)
         else:
-            buffers = memory
-            buffers.mass.zero_()
-            buffers.weights.fill_(1.0) if given is None else buffers.weights.copy_(given)
-        return MassStep(rows, slots, counted, logical, buffers, queries, self.block_size, weighs)
+            memory.mass.zero_()
+            memory.weights.fill_(1.0) if given is None else memory.weights.copy_(given)
+        return MassStep(rows, slots, counted, logical, memory, queries, self.block_size, weighs)
 
     def fold(self, step: MassStep) -> None:
         """Add a step's mass to the running sums."""
