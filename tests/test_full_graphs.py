@@ -156,6 +156,45 @@ class TestNotInAGraph:
 
 
 @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+def test_a_crowd_of_policies_gets_the_same_with_and_without(replaying, graphs, backend, monkeypatch):
+    """Requests of several policies come and go, share a prefix, are preempted and aborted, in batches of all sizes."""
+    subject = replaying({**POLICIES["h2o"], "allow": ["sink-window", "full"]}, enable_prefix_caching=True)
+    policies, prefix = ["h2o", "sink-window", "full", "h2o"], random_prompt(32, 9)
+    prompts = [(prefix if i % 2 else []) + random_prompt(30 + 20 * (i % 4), i) for i in range(4 if V2 else 6)]
+
+    preempted, preempt = [], subject.scheduler._preempt_request
+    monkeypatch.setattr(
+        subject.scheduler, "_preempt_request", lambda *args, **kwargs: preempted.append(args) or preempt(*args, **kwargs)
+    )
+
+    def run():
+        done = {}
+        ids = [
+            subject.add(prompt, max_tokens=8 + 3 * (i % 4), extra_args={"kv_policy": policies[i % 4]})
+            for i, prompt in enumerate(prompts)
+        ]
+        for step in range(300):
+            if step == 9:
+                subject.llm.llm_engine.abort_request([ids[1]])
+            if step == 13:
+                assert subject.llm.reset_prefix_cache(reset_running_requests=True)
+            for output in subject.llm.llm_engine.step():
+                if output.finished:
+                    done[output.request_id] = output.outputs[0].token_ids, output.kv_usage.evicted_blocks
+            if not subject.llm.llm_engine.has_unfinished_requests():
+                break
+        subject.assert_nothing_left()
+        assert subject.llm.reset_prefix_cache()
+        return [done.get(each) for each in ids]
+
+    with graphs.without(subject):
+        want = run()
+    assert not graphs.replayed and preempted and sum(evicted for each in want if each for evicted in each[1:]) > 3
+    assert run() == want
+    assert len(set(map(id, graphs.replayed))) > 1 and replays(subject, graphs)[1] > 10
+
+
+@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
 def test_memory_for_graphs_is_profiled_before_the_cache_is_there(replaying, graphs, dense, tmp_path, monkeypatch, backend):
     """As a GPU's worker does it, with a cache of a few blocks that goes again. What graphs share is taken once."""
     available, profiled = cpu_worker.CPUWorker.determine_available_memory, []
