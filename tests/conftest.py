@@ -60,6 +60,7 @@ def stale_views(monkeypatch):
     """What one step has written into the memory of views is garbage in the next: no block, and no place of one."""
     begin = Views.begin
 
+    @torch.inference_mode()
     def spoiled(self):
         for view in self._memory.values():
             for each in view:
