@@ -33,6 +33,10 @@ import pytest  # noqa: E402
 from engine import Engine  # noqa: E402
 from oracle.tiny import make_tiny_llama  # noqa: E402
 
+from vllm_evict.worker.views import Views  # noqa: E402
+
+GARBAGE = 2**30
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "v1_only: does not depend on the model runner; left out on V2, which is slow")
@@ -49,6 +53,21 @@ def pytest_collection_modifyitems(items):
 def tiny(tmp_path_factory):
     """Path of a 2-layer GQA Llama with random weights, 2,048 tokens of context."""
     return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(autouse=True)
+def stale_views(monkeypatch):
+    """What one step has written into the memory of views is garbage in the next: no block, and no place of one."""
+    begin = Views.begin
+
+    @torch.inference_mode()
+    def spoiled(self):
+        for view in self._memory.values():
+            for each in view:
+                each.fill_(GARBAGE)
+        begin(self)
+
+    monkeypatch.setattr(Views, "begin", spoiled)
 
 
 @pytest.fixture

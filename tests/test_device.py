@@ -163,6 +163,7 @@ def steps(policy, wrap, in_graphs=False, **options):
             query_start_loc_cpu=starts,
             seq_lens_cpu_upper_bound=lens,
         )
+        runtime.views.tables = [metadata.block_table_tensor]
         metadata, work = group.view(metadata)
         assert metadata.seq_lens_cpu_upper_bound.tolist() == metadata.seq_lens.as_subclass(torch.Tensor).tolist()
         if work is not None:

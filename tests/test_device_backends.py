@@ -36,7 +36,7 @@ from vllm_evict.attention.flash import FlashPasses
 from vllm_evict.attention.queries import Queries
 from vllm_evict.attention.triton import TritonPasses
 from vllm_evict.compat import refusals
-from vllm_evict.worker import runtime, sums
+from vllm_evict.worker import sums, views
 from vllm_evict.worker.work import Share
 
 # numpy's, where a masked row divides 0 by 0.
@@ -99,12 +99,34 @@ def backend(request, monkeypatch):
         if V2:
             builder = flash_attn.FlashAttentionMetadataBuilder
             monkeypatch.setattr(builder, "__init__", before_graphs_are_settled(builder.__init__))
-    monkeypatch.setattr(runtime, "resident_view", resident_view)
+    monkeypatch.setattr(views, "resident_view", resident_view)
     monkeypatch.setattr(sums, "fold", fold)
     monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
     selector._cached_get_attn_backend.cache_clear()
     yield flash
     selector._cached_get_attn_backend.cache_clear()
+
+
+@pytest.fixture
+def view_launches(monkeypatch):
+    """Grids of the kernel that makes views, in order."""
+    from vllm_evict.triton_kernels import resident_view
+
+    grids, kernel = [], resident_view._resident_view
+
+    class Counted:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(resident_view, "_resident_view", Counted())
+    return grids
+
+
+def steps_with_views(trace, decodes=False):
+    """Steps of a request in which it lacked something in any KV group; all that were decodes too, if those have some."""
+    holes = [any(evicted) for evicted in zip(*(group.evicted for group in trace.groups))]
+    return sum(any(holes[:step]) or (decodes and count == 1) for step, count in enumerate(trace.steps))
 
 
 @pytest.fixture
@@ -176,9 +198,9 @@ def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, name, tm
     [on("triton", False), on("fa3", False)] + ([on("triton", True)] if V2 else []),
     indirect=["backend"],
 )
-def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch, by_token):
+def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch, view_launches, by_token):
     """Retrieval heads under h2o, by block or by token and merged, streaming heads with a window: each class has its own
-    pages and block table; both are decoded by one call."""
+    pages and block table; both are decoded by one call, and have their views from one launch."""
     from vllm_evict.triton_kernels import decode_classes
 
     calls, together = [], decode_classes.decode_classes
@@ -188,6 +210,7 @@ def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch, 
     _, trace = check_split_heads(server, dense, tmp_path, by_token)
     decodes = sum(count == 1 for count in trace.steps)
     assert len(calls) == 2 * decodes, "layers of two classes are decoded in one call, from the first hole on"
+    assert view_launches == [(1, 2)] * steps_with_views(trace) and len(view_launches) >= decodes
 
 
 def check_split_heads(server, dense, tmp_path, by_token=False, **engine):

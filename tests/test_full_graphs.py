@@ -8,13 +8,14 @@ import pytest
 import test_device_backends
 from engine import V2, logprobs_of, random_prompt
 from parity import assert_like_oracle, assert_tokens_like_oracle
-from test_device_backends import BASE, BLOCK, POLICIES, check_split_heads, distinct_prompt, on
+from test_device_backends import BASE, BLOCK, POLICIES, check_split_heads, distinct_prompt, on, steps_with_views
 from vllm.v1.worker import cpu_worker
 
 from vllm_evict.attention import device
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-backend, server, dense = (getattr(test_device_backends, name) for name in ("backend", "server", "dense"))
+FIXTURES = "backend", "server", "dense", "view_launches"
+backend, server, dense, view_launches = (getattr(test_device_backends, name) for name in FIXTURES)
 STOCK = {"triton": "kernel_unified_attention", "fa": "flash_attn_varlen_func"}
 OWN = ["_attend", "_combine"]
 
@@ -83,13 +84,15 @@ def test_every_decode_is_replayed_and_matches_the_dense_oracle(replaying, graphs
 
 
 @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("triton"), on("fa3")], indirect=True)
-def test_split_heads_are_decoded_by_one_call_in_a_graph(replaying, graphs, dense, tmp_path, backend):
+def test_split_heads_are_decoded_by_one_call_in_a_graph(replaying, graphs, dense, tmp_path, view_launches, backend):
+    """Before each replay one launch makes the views of both classes."""
     subject, trace = check_split_heads(replaying, dense, tmp_path)
     for key, graph in graphs.of(subject).items():
         launched, own = Counter(graph.names), type(key).__name__.startswith("Own")
         assert launched["_attend_classes"] == launched["_combine_classes"] == (2 if own else 0)
     decodes = sum(count == 1 for count in trace.steps)
     assert replays(subject, graphs) == (0, decodes, decodes) and decodes > 10
+    assert view_launches == [(1, 2)] * steps_with_views(trace, decodes=True)
 
 
 @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa2")], indirect=True)

@@ -99,6 +99,7 @@ class Served:
             query_start_loc=torch.tensor([0, 2, 2 + count], dtype=torch.int32),
         )
         metadata.query_start_loc_cpu, metadata.seq_lens_cpu_upper_bound = metadata.query_start_loc, metadata.seq_lens
+        self.runtime.views.tables = [table]
         metadata, work = self.group.view(metadata)
         metadata.block_table, metadata.num_actual_tokens = metadata.block_table_tensor, 2 + count
         for (q, _, _), cache in zip(self.layers, self.caches):

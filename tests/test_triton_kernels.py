@@ -40,6 +40,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_evict.attention.compact import compact_reference as packed_compact_reference
 from vllm_evict.attention.compact import is_ordered
 from vllm_evict.attention.mass import block_mass_reference, pack_keys
+from vllm_evict.attention.view import View
 from vllm_evict.triton_kernels.compact import compact, compact_reference, plan_compact
 from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse, mass_from_lse_reference
 from vllm_evict.triton_kernels.query_lse import query_lse, query_lse_reference
@@ -301,36 +302,84 @@ def test_compact_refuses(change, error, message):
 # ---- resident_view
 
 
+def garbage(rows, width, device=DEVICE):
+    """A view as buffers kept between steps hold it; rows are not dense."""
+    table, logical = torch.full((2, rows, width + 3), 77, dtype=torch.int32, device=device)[:, :, :width]
+    return View(table, torch.full((rows,), 77, dtype=torch.int32, device=device), logical)
+
+
 @pytest.mark.parametrize("chunk", [None, 16])
-def test_view_matches_the_reference(chunk):
-    random = torch.Generator().manual_seed(1)
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_views_match_the_reference(groups, chunk):
+    """Of groups with holes of their own, in tables of other widths; some groups are left alone."""
+    random = torch.Generator().manual_seed(groups)
     for block_size, rows, width in ((16, 5, 40), (32, 3, 1), (48, 4, 17)):
         lens = torch.randint(0, width * block_size + 1, (rows,), generator=random).int()
         lens[0] = 0
-        table = torch.randint(1, 10**9, (rows, width + 2), generator=random).int()[:, :width]
-        table[torch.rand(rows, width, generator=random) < 0.4] = 0
-        for row, length in zip(table, lens.tolist(), strict=True):
-            if length:
-                row[-(-length // block_size) - 1] = 9
-        results = []
-        for function, device, options in (
-            (resident_view, DEVICE, {"chunk": chunk}),
-            (resident_view_reference, "cpu", {}),
-        ):
-            garbage = torch.full((2, rows, width + 5), 77, dtype=torch.int32, device=device)[:, :, : width + 2]
-            out = garbage[0], torch.full((rows,), 77, dtype=torch.int32, device=device), garbage[1]
-            function(table.to(device), lens.to(device), block_size, *out, **options)
-            results.append([tensor.cpu() for tensor in out])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-        only = torch.full_like(results[0][0], 77).to(DEVICE)
-        resident_view(table.to(DEVICE), lens.to(DEVICE), block_size, only, torch.zeros_like(lens).to(DEVICE))
-        assert torch.equal(only.cpu(), results[0][0])
+        tables = []
+        for group in range(groups):
+            table = torch.randint(1, 10**9, (rows, width + 2 + group), generator=random).int()[:, : width + group]
+            table[torch.rand(table.shape, generator=random) < 0.2 * (group + 1)] = 0
+            for row, length in zip(table, lens.tolist(), strict=True):
+                if length:
+                    row[-(-length // block_size) - 1] = 9 + group
+            tables.append(table)
+        for alone in {0, 1} if groups > 1 else {None}:
+            results = []
+            for function, device, options in (
+                (resident_view, DEVICE, {"chunk": chunk}),
+                (resident_view_reference, "cpu", {}),
+            ):
+                views = [None if group == alone else garbage(rows, width + 2, device) for group in range(groups)]
+                function([table.to(device) for table in tables], lens.to(device), block_size, views, **options)
+                results.append([tensor.cpu() for view in views if view for tensor in view])
+            assert len(results[0]) == 3 * (groups - (alone is not None))
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+            only = [None if view is None else view._replace(logical=None) for view in views]
+            only = [view and View(torch.full_like(view.table, 77).to(DEVICE), view.lens.to(DEVICE)) for view in only]
+            resident_view([table.to(DEVICE) for table in tables], lens.to(DEVICE), block_size, only)
+            for view, expected in zip(only, views):
+                assert view is None or torch.equal(view.table.cpu(), expected.table)
+
+
+def test_views_are_written_no_further_than_they_are_wide():
+    """Even where more is resident, which is wrong."""
+    view = garbage(2, 8)
+    cut = View(view.table[:, :3], view.lens, view.logical[:, :3])
+    resident_view([ints([[5, 0, 6, 0, 7, 0, 0, 8], [4, 0, 0, 0, 0, 0, 0, 0]])], ints([128, 9]), 16, [cut])
+    assert view.table.tolist() == [[5, 6, 7] + [77] * 5, [4, 0, 0] + [77] * 5]
+    assert view.logical.tolist() == [[0, 2, 4] + [77] * 5, [0, -1, -1] + [77] * 5]
+    assert view.lens.tolist() == [64, 9]
 
 
 def test_padding_rows_have_no_length_below_zero():
-    lens, out = ints([7, 7]), ints([[7, 7], [7, 7]])
-    resident_view(ints([[0, 0], [3, 0]]), ints([1, 16]), 16, out, lens)
-    assert lens.tolist() == [0, 16] and out.tolist() == [[0, 0], [3, 0]]
+    view = View(ints([[7, 7], [7, 7]]), ints([7, 7]))
+    resident_view([ints([[0, 0], [3, 0]])], ints([1, 16]), 16, [view])
+    assert view.lens.tolist() == [0, 16] and view.table.tolist() == [[0, 0], [3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"tables": [ints([[1, 2]])] * 2}, ValueError, "one for each block table"),
+        ({"tables": [ints([[1, 2]]).long()]}, TypeError, "block_table must be int32"),
+        ({"tables": [ints([[1, 2], [3, 4]])]}, ValueError, "same number of rows"),
+        ({"tables": [ints([[1, 2]]).mT]}, ValueError, "dense rows"),
+        ({"views": [garbage(2, 2)]}, ValueError, r"\[R, W\], of one width"),
+        ({"tables": [ints([[1, 2]])] * 2, "views": [garbage(1, 2), garbage(1, 3)]}, ValueError, "of one width"),
+        ({"views": [garbage(1, 2)._replace(logical=ints([[1, 2]]))]}, ValueError, "must lie alike"),
+        ({"views": [garbage(1, 2)._replace(lens=ints([1, 2]))]}, ValueError, "a length for each row"),
+        (
+            {"tables": [ints([[1, 2]])] * 2, "views": [garbage(1, 2), garbage(1, 2)._replace(logical=None)]},
+            ValueError,
+            "or none",
+        ),
+    ],
+)
+def test_view_refuses(change, error, message):
+    arguments = {"tables": [ints([[1, 2]])], "views": [garbage(1, 2)]} | change
+    with pytest.raises(error, match=message):
+        resident_view(arguments["tables"], ints([20]), 16, arguments["views"])
 
 
 # ---- select
@@ -423,6 +472,8 @@ def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
         "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_fold", "_mass_from_lse", "_query_lse",
         "_resident_view", "_select",
     }  # fmt: skip
+    views = [kernel["binary"] for kernel in found if kernel["kernel"] == "_resident_view"]
+    assert len(set(views)) == 2 < len(views), "once for each number of groups, whatever is wanted of them"
     direct, out, back = [kernel for kernel in found if kernel["kernel"] == "_compact"][:3]
     # Within the caches a barrier lies between reads and writes, which the interpreter does not need.
     assert direct["bar.sync"] == 1 and not out["bar.sync"] and not back["bar.sync"]

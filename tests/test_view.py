@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_evict.attention import view
-from vllm_evict.attention.view import resident_view, resident_view_reference
+from vllm_evict.attention.view import View, resident_view, resident_view_reference
 
 functions = pytest.mark.parametrize(
     "function",
@@ -26,15 +26,15 @@ def ints(rows) -> torch.Tensor:
 def outputs(rows, width):
     """Garbage, as buffers kept between steps hold; rows of the table are not dense."""
     table = torch.full((rows, width + 3), 77, dtype=torch.int32)[:, :width]
-    return table, torch.full((rows,), 77, dtype=torch.int32), torch.full_like(table, 77)
+    return View(table, torch.full((rows,), 77, dtype=torch.int32), torch.full_like(table, 77))
 
 
 @functions
 def test_a_known_case(function):
     table = ints([[5, 0, 7, 0, 9], [3, 4, 0, 0, 0], [0, 0, 0, 0, 0], [0, 6, 8, 99, 0]])
     lens = ints([70, 32, 0, 41])
-    out_table, out_lens, logical = outputs(4, 4)
-    function(table, lens, 16, out_table, out_lens, logical)
+    out_table, out_lens, logical = view = outputs(4, 4)
+    function([table], lens, 16, [view])
     assert out_table.tolist() == [[5, 7, 9, 0], [3, 4, 0, 0], [0, 0, 0, 0], [6, 8, 0, 0]]
     assert out_lens.tolist() == [38, 32, 0, 25]
     assert logical.tolist() == [[0, 2, 4, -1], [0, 1, -1, -1], [-1] * 4, [1, 2, -1, -1]]
@@ -62,10 +62,10 @@ def test_random_tables(function, seed):
             row[-(-seq_len // block_size) - 1] = 1 + seq_len
     before = table.clone()
 
-    out_table, out_lens, logical = outputs(rows, width)
-    function(table, lens, block_size, out_table, out_lens, logical)
+    out_table, out_lens, logical = view = outputs(rows, width)
     only_table, only_lens, _ = outputs(rows, width)
-    function(table, lens, block_size, only_table, only_lens)
+    alone = torch.zeros(0, 0)  # of a group that has no view
+    function([table, alone, table], lens, block_size, [view, None, View(only_table, only_lens)])
 
     assert torch.equal(table, before)
     assert torch.equal(only_table, out_table) and torch.equal(only_lens, out_lens)
@@ -93,19 +93,11 @@ def test_random_tables(function, seed):
 def test_invalid_arguments(function, change, error, match):
     arguments = {"table": ints([[1, 2, 3, 4]] * 2), "lens": ints([64, 1]), "block_size": 16}
     arguments |= {"width": 4} | change
-    out_table, out_lens, logical = outputs(2, arguments["width"])
+    view = outputs(2, arguments["width"])
     with pytest.raises(error, match=match):
-        function(
-            arguments["table"],
-            arguments["lens"],
-            arguments["block_size"],
-            out_table,
-            out_lens,
-            logical,
-        )
+        function([arguments["table"]], arguments["lens"], arguments["block_size"], [view])
 
 
 def test_reference_refuses_an_evicted_last_block():
-    out_table, out_lens, _ = outputs(1, 2)
     with pytest.raises(AssertionError, match="last block"):
-        resident_view_reference(ints([[1, 0]]), ints([20]), 16, out_table, out_lens)
+        resident_view_reference([ints([[1, 0]])], ints([20]), 16, [outputs(1, 2)])

@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from vllm_evict.attention.view import View
 from vllm_evict.triton_kernels import (
     compact,
     decode_classes,
@@ -73,7 +74,7 @@ class Compiled:
             ptx = binary.asm["ptx"]
             words = "cp.async", "mma.sync", "wgmma.mma_async", "atom.", "ld.global.v4", "bar.sync", "e4m3x2"
             self.found.append(
-                {"kernel": self.kernel.__name__, "threads": 32 * binary.metadata.num_warps}
+                {"kernel": self.kernel.__name__, "binary": binary.hash, "threads": 32 * binary.metadata.num_warps}
                 | {"shared": binary.metadata.shared, "registers": int(taken["REG"]), "spilled": int(taken["STACK"])}
                 | {word: ptx.count(word) for word in words}
             )
@@ -100,7 +101,10 @@ def compile_all() -> None:
         for kernel in kernels:
             setattr(module, kernel, Compiled(getattr(module, kernel)))
     table, lens = ints(ROWS, 8192), ints(ROWS)
-    resident_view.resident_view(table, lens, 16, table, lens, table)
+    for groups, width in ((1, 8192), (4, 8192), (4, 33), (4, 1)):
+        view = View(table[:, :width], lens, table[:, :width])
+        for first in (view, None) if groups > 1 else (view,):
+            resident_view.resident_view([table] * groups, lens, 16, [first] + [view] * (groups - 1))
     sums = torch.empty(ROWS, 8, 8192)
     fold.fold(sums, lens, sums, table, torch.empty(ROWS))
     select.select(torch.empty(ROWS, 8192), lens, lens, lens, table, lens)

@@ -1,10 +1,12 @@
-"""Block tables without holes, for a whole batch in one launch."""
+"""Block tables without holes, for a whole batch and all KV groups in one launch."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from ..attention.view import resident_view_reference  # noqa: F401  (the reference)
+from ..attention.view import View, resident_view_reference  # noqa: F401  (the reference)
 from .tiles import check_int32, require
 
 # Entries that a program takes at once: 64k tokens in blocks of 16 need no second round, 16 registers a thread.
@@ -12,62 +14,84 @@ MAX_CHUNK = 4096
 
 
 def resident_view(
-    block_table: torch.Tensor,
+    block_tables: Sequence[torch.Tensor],
     seq_lens: torch.Tensor,
     block_size: int,
-    out_table: torch.Tensor,
-    out_lens: torch.Tensor,
-    out_logical: torch.Tensor | None = None,
+    views: Sequence[View | None],
     *,
     chunk: int | None = None,
 ) -> None:
-    """Squeeze the holes out of each row of `block_table`, keeping the order (`attention.view.resident_view`).
+    """Squeeze the holes out of each row of some block tables, keeping the order (`attention.view.resident_view`).
 
-    One launch, one program a row. It reads nothing on the host and allocates nothing, so a CUDA graph can capture it.
-    Rows may be padding: a length of 0 gives zeros, and no length is below 0.
+    One launch, one program for each row and KV group; those of a group that is left alone end at once. It reads nothing
+    on the host and allocates nothing, so a CUDA graph can capture it. Rows may be padding: a length of 0 gives zeros,
+    and no length is below 0. It is compiled once for a number of groups, whatever the views' width is and whichever
+    groups are left alone.
 
     Args:
-        block_table: int32 [R, W], row stride arbitrary. Of row r the first ceil(seq_lens[r] / block_size) entries
+        block_tables: int32 [R, W] each, row stride arbitrary. Of row r the first ceil(seq_lens[r] / block_size) entries
             count; 0, vLLM's null block, is a hole.
         seq_lens: int32 [R], tokens including evicted ones, at most W * block_size.
         block_size: tokens.
-        out_table: int32 [R, Wout], gets the resident blocks, then zeros. Blocks beyond Wout are dropped.
-        out_lens: int32 [R], gets the resident tokens.
-        out_logical: int32 [R, Wlogical] or None, gets the place in `block_table` of each resident block, then -1.
+        views: one for each block table, of one width, all with logical indices or none; None where a group is left
+            alone. Blocks beyond the width are dropped.
         chunk: entries in a round, a power of two; None chooses.
 
-    The outputs must not overlap the inputs. Bytes moved: 4 for each entry up to a row's length, 4 * (Wout + Wlogical)
-    for each row, 8 for its lengths.
+    Views must not overlap the inputs. Bytes moved for each group: 4 for each entry up to a row's length, 8 * width for
+    each row, 8 for its lengths.
     """
-    outputs = {"out_table": out_table} if out_logical is None else {"out_table": out_table, "out_logical": out_logical}
-    check_int32(block_table=block_table, seq_lens=seq_lens, out_lens=out_lens, **outputs)
     require(block_size > 0, "block_size must be positive")
-    for name, tensor in {"block_table": block_table, **outputs}.items():
-        require(tensor.dim() == 2 and tensor.stride(1) == 1, f"{name} must be 2-dimensional with dense rows")
-        require(len(tensor) == len(seq_lens) == len(out_lens), "tables and lengths must have the same number of rows")
-    require(seq_lens.is_contiguous() and out_lens.is_contiguous(), "lengths must be contiguous")
-    if not len(seq_lens):
+    require(len(block_tables) == len(views), "views must be one for each block table")
+    made = [view for view in views if view is not None]
+    if not made or not len(seq_lens):
         return
-    widest = max(tensor.shape[1] for tensor in (block_table, *outputs.values()))
-    chunk = chunk or min(triton.next_power_of_2(widest), MAX_CHUNK)
-    logical = out_table if out_logical is None else out_logical
-    _resident_view[(len(seq_lens),)](
-        block_table, seq_lens, out_table, out_lens, logical,
-        block_table.stride(0), out_table.stride(0), logical.stride(0), out_table.shape[1], logical.shape[1],
-        BLOCK_SIZE=block_size, HAS_LOGICAL=out_logical is not None, CHUNK=chunk, num_warps=8 if chunk > 1024 else 4,
+    rows, width, has_logical = len(seq_lens), made[0].table.shape[1], made[0].logical is not None
+    check_int32(seq_lens=seq_lens)
+    for table in block_tables:
+        check_int32(block_table=table)
+        require(table.dim() == 2 and table.stride(1) == 1, "block tables must be 2-dimensional with dense rows")
+        require(len(table) == rows, "block tables and seq_lens must have the same number of rows")
+    for view in made:
+        require((view.logical is not None) == has_logical, "all views must have logical indices, or none")
+        logical = view.logical if has_logical else view.table
+        check_int32(out_table=view.table, out_lens=view.lens, out_logical=logical)
+        require(view.table.shape == logical.shape == (rows, width), "views must be [R, W], of one width")
+        strides = view.table.stride()
+        require(logical.stride() == strides == (strides[0], 1), "rows of a view must lie alike, and be dense")
+        require(seq_lens.is_contiguous() and view.lens.is_contiguous(), "lengths must be contiguous")
+        require(len(view.lens) == rows, "views must have a length for each row")
+    chunk = chunk or min(triton.next_power_of_2(max(table.shape[1] for table in block_tables)), MAX_CHUNK)
+    # In the place of a view that is not made, to which nothing is written.
+    tables, lens, logical = zip(*((view or made[0]) for view in views))
+    _resident_view[(len(seq_lens), len(views))](
+        tuple(block_tables), seq_lens, tables, lens, logical if has_logical else tables,
+        tuple(table.stride(0) for table in block_tables), tuple(table.stride(0) for table in tables),
+        sum(1 << group for group, view in enumerate(views) if view is not None), width,
+        BLOCK_SIZE=block_size, HAS_LOGICAL=has_logical, CHUNK=chunk, num_warps=8 if chunk > 1024 else 4,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wanted", "width"])
 def _resident_view(
-    table, lens, out_table, out_lens, out_logical,
-    stride_table, stride_out, stride_logical, out_width, logical_width,
+    tables, lens, out_tables, out_lens, out_logicals, strides, out_strides, wanted, width,
     BLOCK_SIZE: tl.constexpr, HAS_LOGICAL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    group = tl.program_id(1)
+    if (wanted >> group) & 1 == 0:
+        return
+    table, out_table, out_len, out_logical = tables[0], out_tables[0], out_lens[0], out_logicals[0]
+    stride, out_stride = strides[0], out_strides[0]
+    for other in tl.static_range(1, len(tables)):
+        table = tl.where(group == other, tables[other], table)
+        out_table = tl.where(group == other, out_tables[other], out_table)
+        out_len = tl.where(group == other, out_lens[other], out_len)
+        out_logical = tl.where(group == other, out_logicals[other], out_logical)
+        stride = tl.where(group == other, strides[other], stride)
+        out_stride = tl.where(group == other, out_strides[other], out_stride)
     row = tl.program_id(0).to(tl.int64)
-    table += row * stride_table
-    out_table += row * stride_out
-    out_logical += row * stride_logical
+    table += row * stride
+    out_table += row * out_stride
+    out_logical += row * out_stride
     seq_len = tl.load(lens + row)
     blocks = tl.cdiv(seq_len, BLOCK_SIZE)
     kept = 0
@@ -76,15 +100,14 @@ def _resident_view(
         block = tl.load(table + index, mask=index < blocks, other=0)
         held = (block != 0).to(tl.int32)
         place = kept + tl.cumsum(held, 0) - held
-        tl.store(out_table + place, block, mask=(block != 0) & (place < out_width))
+        here = (block != 0) & (place < width)
+        tl.store(out_table + place, block, mask=here)
         if HAS_LOGICAL:
-            tl.store(out_logical + place, index, mask=(block != 0) & (place < logical_width))
+            tl.store(out_logical + place, index, mask=here)
         kept += tl.sum(held, 0)
-    tl.store(out_lens + row, tl.maximum(seq_len - BLOCK_SIZE * (blocks - kept), 0))
-    for start in range(kept, out_width, CHUNK):
+    tl.store(out_len + row, tl.maximum(seq_len - BLOCK_SIZE * (blocks - kept), 0))
+    for start in range(kept, width, CHUNK):
         index = start + tl.arange(0, CHUNK)
-        tl.store(out_table + index, tl.zeros([CHUNK], tl.int32), mask=index < out_width)
-    if HAS_LOGICAL:
-        for start in range(kept, logical_width, CHUNK):
-            index = start + tl.arange(0, CHUNK)
-            tl.store(out_logical + index, tl.full([CHUNK], -1, tl.int32), mask=index < logical_width)
+        tl.store(out_table + index, tl.zeros([CHUNK], tl.int32), mask=index < width)
+        if HAS_LOGICAL:
+            tl.store(out_logical + index, tl.full([CHUNK], -1, tl.int32), mask=index < width)

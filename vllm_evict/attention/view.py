@@ -1,5 +1,8 @@
 """Block tables without holes: what an attention kernel reads after eviction."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 try:
@@ -8,53 +11,72 @@ except ImportError:  # built without the extension: see setup.py
     _C_cpu = None
 
 
+class View(NamedTuple):
+    """What `resident_view` makes of one KV group's block table.
+
+    Attributes:
+        table: int32 [R, W], gets the resident blocks of each row, then zeros.
+        lens: int32 [R], gets the number of resident tokens.
+        logical: int32 [R, W] or None, gets the place in the block table of each resident block, then -1.
+    """
+
+    table: torch.Tensor
+    lens: torch.Tensor
+    logical: torch.Tensor | None = None
+
+
 def resident_view(
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_size: int,
-    out_table: torch.Tensor,
-    out_lens: torch.Tensor,
-    out_logical: torch.Tensor | None = None,
+    block_tables: Sequence[torch.Tensor], seq_lens: torch.Tensor, block_size: int, views: Sequence[View | None]
 ) -> None:
-    """Squeeze the holes out of each row of `block_table`, keeping the order.
+    """Squeeze the holes out of each row of the block tables of some KV groups, keeping the order.
 
     Args:
-        block_table: int32 [R, W], row stride arbitrary. The first
+        block_tables: int32 [R, W] each, row stride arbitrary. The first
             ceil(seq_lens[r] / block_size) entries of row r are physical blocks,
             0 (vLLM's null block) where one was evicted. The last of them is
             never a hole. What follows is ignored.
-        seq_lens: int32 [R], tokens including evicted ones.
+        seq_lens: int32 [R], tokens including evicted ones; the same in all groups.
         block_size: tokens per block.
-        out_table: int32 [R, Wout], gets the resident blocks, then zeros.
-        out_lens: int32 [R], gets the number of resident tokens.
-        out_logical: int32 [R, Wlogical] or None, gets the place in
-            `block_table` of each resident block, then -1.
+        views: one for each block table, as wide as the longest resident row at
+            least; None where a group is left alone.
 
     Raises:
         ValueError: a shape, length or width is wrong.
         TypeError: a dtype is not int32.
 
-    The outputs must not overlap the inputs. Bytes moved: 4 * R * (W + Wout).
-    On a device it is one launch, which checks no contents.
+    Views must not overlap the inputs. Bytes moved for each group: 4 for each
+    entry up to a row's length, 8 * R * the view's width. On a device it is one
+    launch for all groups, which checks no contents.
     """
-    if block_table.device.type != "cpu":
+    if seq_lens.device.type != "cpu":
         from ..triton_kernels.resident_view import resident_view as on_device
 
-        return on_device(block_table, seq_lens, block_size, out_table, out_lens, out_logical)
-    if _C_cpu is None:
-        return resident_view_reference(block_table, seq_lens, block_size, out_table, out_lens, out_logical)
-    _C_cpu.resident_view(block_table, seq_lens, block_size, out_table, out_lens, out_logical)
+        on_device(block_tables, seq_lens, block_size, views)
+    elif _C_cpu is None:
+        resident_view_reference(block_tables, seq_lens, block_size, views)
+    else:
+        for block_table, view in zip(block_tables, views, strict=True):
+            if view is not None:
+                _C_cpu.resident_view(block_table, seq_lens, block_size, *view)
 
 
 def resident_view_reference(
+    block_tables: Sequence[torch.Tensor], seq_lens: torch.Tensor, block_size: int, views: Sequence[View | None]
+) -> None:
+    """`resident_view` in plain torch."""
+    for block_table, view in zip(block_tables, views, strict=True):
+        if view is not None:
+            _squeeze(block_table, seq_lens, block_size, *view)
+
+
+def _squeeze(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     block_size: int,
     out_table: torch.Tensor,
     out_lens: torch.Tensor,
-    out_logical: torch.Tensor | None = None,
+    out_logical: torch.Tensor | None,
 ) -> None:
-    """`resident_view` in plain torch."""
     _check(block_table, seq_lens, block_size, out_table, out_lens, out_logical)
     out_table.zero_()
     if out_logical is not None:

@@ -1,4 +1,4 @@
-"""Model runners V1 and V2: holes and moved blocks into their block tables, and the order of requests in a batch.
+"""Model runners V1 and V2: holes and moved blocks into their block tables, which the views of a batch are made of.
 
 Both runners rebuild their tables from the scheduler's new blocks only; neither is ever told that a block went away.
 """
@@ -24,6 +24,7 @@ def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
     @wraps(update)
     def _update_states(scheduler_output: Any) -> Any:
         corrections = update(scheduler_output)
+        tables = [runner.input_batch.block_table[index].block_table for index in range(len(runtime.groups))]
         for index, group in enumerate(runtime.groups):
             for req_id, blocks in group.changes():
                 request = runner.requests.get(req_id)
@@ -34,9 +35,10 @@ def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
                     request.block_ids[index][block] = physical
                 row = runner.input_batch.req_id_to_index.get(req_id)
                 if row is not None:
-                    table = runner.input_batch.block_table[index].block_table.np
-                    table[row, list(blocks)] = list(blocks.values())
+                    tables[index].np[row, list(blocks)] = list(blocks.values())
         runtime.batch.req_ids = runner.input_batch.req_ids
+        # Filled before any metadata is built; rows of padding are cleared later, but of length 0 by then.
+        runtime.views.tables = [table.gpu for table in tables]
         return corrections
 
     runner._update_states = _update_states
@@ -58,7 +60,9 @@ def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     @wraps(prepare)
     def prepare_attn(input_batch: Any) -> Any:
         runtime.batch.req_ids = input_batch.req_ids
-        return prepare(input_batch)
+        tables, slots = prepare(input_batch)
+        runtime.views.tables = tables
+        return tables, slots
 
     runner.update_requests, runner.prepare_attn = update_requests, prepare_attn
 

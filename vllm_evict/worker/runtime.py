@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..attention.view import resident_view
 from ..config import KVPolicyConfig
 from ..core.plan import PLAN, EvictionPlan, GroupPlan, Reports
 from ..policies import CACHED, RUNNING
@@ -19,6 +18,7 @@ from .prompts import PromptScores
 from .sums import RunningSums
 from .tokens import Store, TokenSums, compact
 from .transfer import copied
+from .views import Views
 from .work import OwnWork
 
 
@@ -40,6 +40,7 @@ class EvictionRuntime:
 
     Attributes:
         copied: event after which the last reports hold what they say (see `transfer`); None: at once.
+        views: of the groups, made of vLLM's block tables.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class EvictionRuntime:
         self.attends_in_graphs = attends_in_graphs
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
+        self.views = Views(groups, self.batch)
         self.copied: Any = None
         self._scheduler_output: Any = None
         for group in groups:
-            group.batch = self.batch
+            group.batch, group.views = self.batch, self.views
 
     def begin(self, scheduler_output: Any) -> None:
         """Obey a plan: forget requests that ended or start over, note holes, start to measure."""
@@ -64,6 +66,7 @@ class EvictionRuntime:
         for index, (group, plan) in enumerate(zip(self.groups, self.plan.groups)):
             group.begin(scheduler_output, plan, index)
         self._scheduler_output, self.batch.graph = scheduler_output, None
+        self.views.begin()
         self.batch.own = self._own() if self.groups[0].decodes else set()
 
     @property
@@ -197,7 +200,9 @@ class GroupRuntime:
         self.block_size = block_size
         self.device = torch.device(device)
         max_blocks = -(-max_model_len // block_size) + 1
+        self.max_requests = max_requests
         self.batch = Batch()
+        self.views = Views([self], self.batch)
         self.plan: GroupPlan | None = None
         self.sums: RunningSums | None = None
         if config.statistics & RUNNING:
@@ -220,8 +225,6 @@ class GroupRuntime:
         self.with_holes: dict[str, list[int]] = {}
         self._lacks: tuple[list[str], np.ndarray] | None = None
         self._identity = torch.arange(max_blocks, dtype=torch.int32, device=self.device)
-        self._max_requests = max_requests
-        self._buffers: tuple[torch.Tensor, ...] = ()
         self._graph_blocks = min(graph_blocks, max_blocks)
         self._graph_memory: GraphMemory | None = None
         self._viewed: tuple[Any, OwnWork | None] | None = None
@@ -291,11 +294,15 @@ class GroupRuntime:
             for req_id, length in lengths.items()
         )
 
+    def held(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Resident tokens of the batch's requests, of lengths with holes. int32 [R]"""
+        return seq_lens - self._lacking(self.batch.req_ids) if self.with_holes else seq_lens
+
     def reserve(self) -> None:
         """The memory of graphs in which the plugin's kernel attends, if there is none yet."""
         if self._graph_memory is None:
             heads = 0 if self.sums is None else self.sums.heads
-            self._graph_memory = GraphMemory(self._max_requests, heads, self._graph_blocks, self.device)
+            self._graph_memory = GraphMemory(self.max_requests, heads, self._graph_blocks, self.device)
 
     def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
         """Requests whose tables change with this step: {logical block: physical block, 0 for a hole}."""
@@ -326,7 +333,7 @@ class GroupRuntime:
     def _captured_view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         """Metadata of a graph that is captured: a batch of nobody's, in the memory that all its replays read."""
         rows, width = metadata.block_table_tensor.shape
-        table, lens, _ = (buffer[:rows] for buffer in self._view_buffers(metadata.block_table_tensor))
+        table, lens, _ = (each[:rows] for each in self.views.memory(self, metadata.block_table_tensor))
         table[:, :width].copy_(metadata.block_table_tensor)
         lens.copy_(metadata.seq_lens[:rows])
         metadata = copy(metadata)
@@ -344,10 +351,9 @@ class GroupRuntime:
         req_ids, rows = self.batch.req_ids, len(metadata.block_table_tensor)
         live = len(req_ids)
         seq_lens = metadata.seq_lens_cpu_upper_bound[:live].numpy()
-        held = seq_lens - self._lacking(req_ids)
+        held = self.held(seq_lens)
         longest = int(held.max())
-        table, lens, logical = (buffer[:rows] for buffer in self._view_buffers(metadata.block_table_tensor))
-        resident_view(metadata.block_table_tensor, metadata.seq_lens[:rows], self.block_size, table, lens, logical)
+        table, lens, logical = self.views.of(self, metadata)
         metadata = copy(metadata)
         metadata.block_table_tensor, metadata.seq_lens = table, lens
         padded = np.zeros(rows, np.int32)
@@ -377,16 +383,14 @@ class GroupRuntime:
         rows = len(req_ids)
         starts = metadata.query_start_loc_cpu[: rows + 1].numpy()
         # A bound only under speculative decoding, which is refused.
-        seq_lens = held = metadata.seq_lens_cpu_upper_bound[:rows].numpy()
-        if self.with_holes:
-            held = seq_lens - self._lacking(req_ids)
+        seq_lens = metadata.seq_lens_cpu_upper_bound[:rows].numpy()
+        held = self.held(seq_lens)
         longest = int(held.max())
         width = max(-(-longest // self.block_size), 1)
         lens, own = metadata.seq_lens[:rows], np.empty(0, np.int64)
         if self.with_holes:
-            table, resident, logical = (buffer[:rows] for buffer in self._view_buffers(metadata.block_table_tensor))
-            resident_view(metadata.block_table_tensor[:rows], lens, self.block_size, table, resident, logical)
-            lens, logical = resident, logical[:, :width]
+            table, lens, logical = self.views.of(self, metadata)
+            logical = logical[:, :width]
             metadata = copy(metadata)
             metadata.block_table_tensor, metadata.seq_lens = table, lens
             metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = torch.from_numpy(held), longest
@@ -442,14 +446,6 @@ class GroupRuntime:
             tokens = (len(self.with_holes.get(req_id, ())) * self.block_size for req_id in req_ids)
             self._lacks = list(req_ids), np.fromiter(tokens, np.int32, len(req_ids))
         return self._lacks[1]
-
-    def _view_buffers(self, block_table: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Persistent table, lengths and logical indices: addresses stay the same from step to step."""
-        rows, width = max(len(block_table), self._max_requests), block_table.shape[1]
-        if not self._buffers or len(self._buffers[0]) < rows or self._buffers[0].shape[1] < width:
-            shapes = ((rows, width), (rows,), (rows, width))
-            self._buffers = tuple(torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in shapes)
-        return self._buffers
 
     def _resident(self, table: torch.Tensor, held: np.ndarray) -> None:
         """Note the resident blocks of requests that have to report; `held` are the tokens in them, int32 [R]."""

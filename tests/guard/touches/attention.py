@@ -95,12 +95,13 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
-        ("attention.split", "worker.runtime"),
+        ("attention.split", "worker.runtime", "worker.views"),
         "V1: each KV group has its table and its slots, each layer name its group's metadata; lengths on the host are "
         "exact but for speculative decoding; metadata of another builder is taken where builders say that they can, and "
         "no common prefix is named",
         does=(
             "self.input_batch.block_table[kv_cache_gid]",
+            "blk_table_tensor = blk_table.get_device_tensor(num_reqs_padded)",
             "seq_lens_cpu_upper_bound = self.optimistic_seq_lens_cpu[:num_reqs_padded]",
             "cache_key = (kv_cache_spec, type(builder))",
             "cache_key in cached_attn_metadata and builder.supports_update_block_table",
@@ -147,7 +148,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.attn_utils:build_attn_metadata",
-        ("attention.split", "worker.runtime"),
+        ("attention.split", "worker.runtime", "worker.views"),
         "V2: each KV group has its table and its slots, each layer name its group's metadata; only Mamba's is taken from "
         "another builder, and no common prefix is named",
         does=(

@@ -208,8 +208,11 @@ RUNNERS = [
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs",
         ("compat.runners",),
-        "V1: tables are copied to the device here, with the holes",
-        does=("self.input_batch.block_table.commit_block_table(num_reqs)",),
+        "V1: tables of all KV groups are copied to the device here, with the holes; rows of padding have no length",
+        does=(
+            "self.input_batch.block_table.commit_block_table(num_reqs)",
+            "self.seq_lens[num_reqs:].fill_(0)",
+        ),
     ),
     Touch(
         "vllm.v1.worker.gpu_input_batch:InputBatch",
@@ -242,10 +245,16 @@ RUNNERS = [
         does=("return CpuGpuBuffer(...)",),
     ),
     Touch(
+        "vllm.v1.worker.block_table:BlockTable.get_device_tensor",
+        ("compat.runners", "worker.views"),
+        "V1: builders get the first rows of the table on the device",
+        does=("return self.block_table.gpu[:num_reqs]",),
+    ),
+    Touch(
         "vllm.v1.utils:CpuGpuBuffer",
         ("compat.runners",),
         "V1: host and device side of a table",
-        has=("np",),
+        has=("np", "gpu"),
     ),
     Touch(
         "vllm.v1.utils:CpuGpuBuffer.__init__",
@@ -275,10 +284,13 @@ RUNNERS = [
     Touch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
         ("compat.runners",),
-        "V2: the batch's rows have their order here, before metadata is built",
+        "V2: the batch's rows have their order here, and tables of all KV groups, before metadata is built",
         first=("input_batch",),
         replaced_by=("vllm_evict.compat.runners:_install_v2.prepare_attn",),
-        does=("self.block_tables.gather_block_tables(input_batch.idx_mapping, ...)",),
+        does=(
+            "block_tables = self.block_tables.gather_block_tables(input_batch.idx_mapping, ...)",
+            "return (block_tables, slot_mappings)",
+        ),
     ),
     Touch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
@@ -288,7 +300,7 @@ RUNNERS = [
             "self.add_requests(scheduler_output)",
             "self.update_requests(scheduler_output)",
             "self.block_tables.apply_staged_writes()",
-            "self.prepare_attn(input_batch)",
+            "block_tables, slot_mappings = self.prepare_attn(input_batch)",
             "self.model_state.prepare_attn(...)",
         ),
     ),
@@ -303,6 +315,12 @@ RUNNERS = [
         ("compat.runners",),
         "V2: one table a KV group, rows by request",
         has=("block_tables: list[StagedWriteTensor]",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu.block_table:BlockTables.gather_block_tables",
+        ("compat.runners", "worker.views"),
+        "V2: one table a KV group, in the order of the batch's rows; rows of padding are cleared",
+        does=("return tuple(bt[:num_reqs_padded] for bt in out)",),
     ),
     Touch(
         "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write",
