@@ -195,6 +195,8 @@ class GroupRuntime:
         graph_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
+        #: What may be measured, and whether tokens may be chosen in the place of blocks.
+        self.statistics, self.by_token = config.statistics, config.granularity == "token"
         self.device = torch.device(device)
         max_blocks = -(-max_model_len // block_size) + 1
         self.batch = Batch()
@@ -297,6 +299,13 @@ class GroupRuntime:
             heads, maximise = (0, False) if self.sums is None else (self.sums.heads, self.sums.maximise_layers)
             size = self._max_requests, heads, self._graph_blocks, maximise, self.device
             self._graph_memory = GraphMemory(*size)
+
+    def warm_up(self, block_table: torch.Tensor) -> None:
+        """Launch what makes views of a block table like this one, and what folds sums, for nobody's sake."""
+        outputs = (buffer[:1] for buffer in self._view_buffers(block_table))
+        resident_view(block_table[:1], torch.zeros(1, dtype=torch.int32, device=self.device), self.block_size, *outputs)
+        if self.sums is not None:
+            self.sums.warm_up()
 
     def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
         """Requests whose tables change with this step: {logical block: physical block, 0 for a hole}."""
