@@ -18,7 +18,7 @@ MAX_SPLITS = 128
 SPLIT_TILE = 16  # splits that are combined at once
 # What the number of splits is padded to where all are looked at. The number differs from step to step, and a kernel is
 # compiled for each size: so there are few.
-PADDED_SPLITS = (1, 8, 32, MAX_SPLITS)
+PADDED_SPLITS = (8, 32, MAX_SPLITS)
 # What a program of the second launch adds up at once, blocks of heads: heads one by one would be a chain of loads.
 MASS_TILE = 128
 MAX_MEMBERS = 16

@@ -74,7 +74,7 @@ def query_lse(
 
 
 # As for `mass_from_lse`.
-@triton.jit(do_not_specialize=["stride_lt", "stride_lh", "stride_table"])
+@triton.jit(do_not_specialize=["stride_table"])
 def _query_lse(
     query, keys, table, starts, lens, weights, lse, scale,
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_lt, stride_lh, stride_table,
