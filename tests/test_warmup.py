@@ -144,7 +144,7 @@ def duo(folder, granularity):
 SHAPES = [
     (32, 8, [8], 128, 16, torch.bfloat16, None),
     (28, 4, [4], 128, 256, torch.float16, None),
-    (12, 12, [12], 72, 32, torch.bfloat16, None),  # rows of heads are no multiples of 16
+    (12, 12, [12], 72, 24, torch.bfloat16, None),  # rows of heads are no multiples of 16
     (16, 1, [1], 256, 48, torch.float32, None),
     (32, 8, [8], 80, 16, torch.bfloat16, torch.uint8),
     (32, 8, [3, 5], 128, 16, torch.bfloat16, None),
@@ -207,6 +207,17 @@ class Work:
             self.decodes(rows, tokens)
         for rows, count in ((1, 1), (1, 5), (2, 9), (3, 100), (16, 512)):
             self.chunks(rows, count)
+        for part, group in zip(self.parts, self.groups):
+            if group.by_token:
+                self.compactions(part)
+
+    def compactions(self, part):
+        """Of whole blocks, in any order."""
+        for kept, first in product((1, 2, 5), (0, 9)):
+            target = torch.arange(kept, dtype=torch.int32)
+            source = torch.cat((torch.tensor([first], dtype=torch.int32), target + 1, target))
+            keep = torch.zeros(2, part.kv_cache.shape[1], kept * self.block_size, dtype=torch.int32)
+            self.passes.compact(self.layer, [part.kv_cache] * 2, source, keep, target)
 
     def queries(self, tokens):
         """Contiguous, or beside keys and values."""
