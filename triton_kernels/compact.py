@@ -139,7 +139,8 @@ def compact(
             )
 
 
-@triton.jit
+# Not compiled anew for the tokens of a request (see `decode_mass.ATTEND_SIZES`).
+@triton.jit(do_not_specialize=["first_layer", "all_kept", "stride_kl", "stride_kh"])
 def _compact(
     pages, source, keep, target, starts, scratch, first_layer, all_kept, kv_heads, stride_kl, stride_kh, stride_starts,
     stride_b, stride_h, stride_n,

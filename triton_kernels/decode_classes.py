@@ -8,6 +8,8 @@ import triton.language as tl
 
 from ..attention.decode import decode_classes_reference  # noqa: F401  (the reference)
 from .decode_mass import (
+    ATTEND_SIZES,
+    COMBINE_SIZES,
     LOG2_E,
     MAX_SPLITS,
     MIN_SPLIT_TOKENS,
@@ -44,11 +46,8 @@ def plan_classes(
 
     Splits are of about the same length in all classes, and together as many programs as `plan_decode` wants of one.
     """
-    tokens = [blocks * block_size for blocks in max_blocks]
     if splits is None:
-        work = max(rows * sum(heads * longest for heads, longest in zip(kv_heads, tokens)), 1)
-        share = max(triton.cdiv(work, programs_on(device)), MIN_SPLIT_TOKENS)
-        splits = [max(min(triton.cdiv(longest, share), MAX_SPLITS), 1) for longest in tokens]
+        splits = splits_of(rows, kv_heads, [blocks * block_size for blocks in max_blocks], programs_on(device))
     return [
         plan_decode(
             *(rows, group * heads, heads, head_dim, block_size, blocks, dtype, device),
@@ -61,6 +60,13 @@ def plan_classes(
         )
         for heads, blocks, pieces in zip(kv_heads, max_blocks, splits)
     ]
+
+
+def splits_of(rows: int, kv_heads: Sequence[int], tokens: Sequence[int], programs: int) -> list[int]:
+    """Splits of each class, whose longest request has so many `tokens`; `programs` fill the device."""
+    work = max(rows * sum(heads * longest for heads, longest in zip(kv_heads, tokens)), 1)
+    share = max(triton.cdiv(work, programs), MIN_SPLIT_TOKENS)
+    return [max(min(triton.cdiv(longest, share), MAX_SPLITS), 1) for longest in tokens]
 
 
 def decode_classes(
@@ -130,52 +136,70 @@ def decode_classes(
     has_mass = first.attend_shape[-1] or second.attend_shape[-1]
     shared = query_start_loc, rows, weights
     _attend_classes[(n, sum(count * plan.splits for count, plan in zip(kv_heads, plans)))](
-        *shared, scale * LOG2_E, first.attend, second.attend, kv_heads[0] * plans[0].splits,
+        *shared, scale * LOG2_E, first.attend, second.attend, *first.attend_sizes, *second.attend_sizes,
         *first.attend_shape[:-1], has_mass, num_warps=plans[0].warps, num_stages=plans[0].stages,
     )  # fmt: skip
     _combine_classes[(n, first.roles + second.roles)](
         *shared, value_scale, first.combine, second.combine, first.roles,
+        *first.combine_sizes, *second.combine_sizes,
         FIRST=first.combine_shape, SECOND=second.combine_shape, num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit
+# What differs from step to step or between layers comes by itself: numbers in a tuple are always specialised for.
+@triton.jit(do_not_specialize=[f"{each}_{size}" for each in ("first", "second") for size in ATTEND_SIZES])
 def _attend_classes(
-    starts, rows, weights, scale, first, second, first_programs,
+    starts, rows, weights, scale, first, second,
+    first_stride_table, first_kv_heads, first_capacity, first_splits,
+    second_stride_table, second_kv_heads, second_capacity, second_splits,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
     PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     """Programs of the first class, then those of the second: of a KV head, split by split."""
     program = tl.program_id(1)
-    is_first = program < first_programs
+    is_first = program < first_kv_heads * first_splits
     # Selected here: a body for each class would take its own shared memory.
     mine = ()
     for i in tl.static_range(len(first)):
         mine += (tl.where(is_first, first[i], second[i]),)
-    program -= tl.where(is_first, 0, first_programs)
-    splits = mine[len(first) - 1]
+    program -= tl.where(is_first, 0, first_kv_heads * first_splits)
+    splits = tl.where(is_first, first_splits, second_splits)
     attend_split(
         program // splits, program % splits, starts, rows, weights, scale, *mine,
+        tl.where(is_first, first_stride_table, second_stride_table),
+        tl.where(is_first, first_kv_heads, second_kv_heads),
+        tl.where(is_first, first_capacity, second_capacity), splits,
         HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, PER_TOKEN, HAS_MASS,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_roles", *(f"{each}_{size}" for each in ("first", "second") for size in COMBINE_SIZES)]
+)
 def _combine_classes(
-    starts, rows, weights, value_scale, first, second, first_roles, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    starts, rows, weights, value_scale, first, second, first_roles,
+    first_heads, first_heads_out, first_capacity, first_splits, first_measured, first_chunks,
+    first_stride_mr, first_stride_mh,
+    second_heads, second_heads_out, second_capacity, second_splits, second_measured, second_chunks,
+    second_stride_mr, second_stride_mh,
+    FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     # Constants one by one: Triton 3.6 can't unpack them.
     role = tl.program_id(1)
     if role < first_roles:
         combine_splits(
             role, starts, rows, weights, value_scale, *first,
-            FIRST[0], FIRST[1], FIRST[2], FIRST[3], FIRST[4], FIRST[5], FIRST[6],
-            FIRST[7], FIRST[8], FIRST[9], FIRST[10], FIRST[11], FIRST[12], FIRST[13],
+            first_heads, first_heads_out, first_capacity, first_splits, first_measured, first_chunks,
+            first_stride_mr, first_stride_mh,
+            FIRST[0], FIRST[1], FIRST[2], FIRST[3], FIRST[4], FIRST[5],
+            FIRST[6], FIRST[7], FIRST[8], FIRST[9], FIRST[10],
         )  # fmt: skip
     else:
         combine_splits(
             role - first_roles, starts, rows, weights, value_scale, *second,
-            SECOND[0], SECOND[1], SECOND[2], SECOND[3], SECOND[4], SECOND[5], SECOND[6],
-            SECOND[7], SECOND[8], SECOND[9], SECOND[10], SECOND[11], SECOND[12], SECOND[13],
+            second_heads, second_heads_out, second_capacity, second_splits, second_measured, second_chunks,
+            second_stride_mr, second_stride_mh,
+            SECOND[0], SECOND[1], SECOND[2], SECOND[3], SECOND[4], SECOND[5],
+            SECOND[6], SECOND[7], SECOND[8], SECOND[9], SECOND[10],
         )  # fmt: skip

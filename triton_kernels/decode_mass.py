@@ -16,6 +16,9 @@ PROGRAMS_PER_SM = 4
 MIN_SPLIT_TOKENS = 256  # a shorter split reads less than four tiles, and its start and its combining show
 MAX_SPLITS = 128
 SPLIT_TILE = 16  # splits that are combined at once
+# What the number of splits is padded to where all are looked at. The number differs from step to step, and a kernel is
+# compiled for each size: so there are few.
+PADDED_SPLITS = (8, 32, MAX_SPLITS)
 # What a program of the second launch adds up at once, blocks of heads: heads one by one would be a chain of loads.
 MASS_TILE = 128
 MAX_MEMBERS = 16
@@ -25,6 +28,11 @@ MAX_TOKEN_MEMBERS = 4
 
 # A tile's page numbers, then its keys and values, then their use: of five stages two are left for tiles in flight.
 STAGES = 5
+
+# Triton compiles a kernel for an integer that is 1, another for multiples of 16, another for all else. What differs
+# from step to step, or between layers, is not worth that: requests would wait for the compiler.
+ATTEND_SIZES = ["stride_table", "kv_heads", "capacity", "splits"]
+COMBINE_SIZES = ["heads", "heads_out", "capacity", "splits", "measured", "chunks", "stride_mr", "stride_mh"]
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -167,17 +175,22 @@ def decode_mass(
     launch = launch_of(*tensors, plan, n, per_token)
     shared = query_start_loc, rows, weights
     _attend[(n, kv_heads, plan.splits)](
-        *shared, scale * LOG2_E, *launch.attend, *launch.attend_shape, num_warps=plan.warps, num_stages=plan.stages
+        *shared, scale * LOG2_E, *launch.attend, *launch.attend_sizes, *launch.attend_shape,
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip
+    _combine[(n, launch.roles)](
+        *shared, value_scale, *launch.combine, *launch.combine_sizes, *launch.combine_shape, num_warps=4
     )
-    _combine[(n, launch.roles)](*shared, value_scale, *launch.combine, *launch.combine_shape, num_warps=4)
 
 
 class Launch(NamedTuple):
     """What two launches take of some heads, in the order of `attend_split` and `combine_splits`."""
 
-    attend: tuple  # tensors, sizes and strides
+    attend: tuple  # tensors, and strides that stay
+    attend_sizes: tuple  # what differs from step to step, or between layers
     attend_shape: tuple  # constexprs
     combine: tuple
+    combine_sizes: tuple
     combine_shape: tuple
     roles: int  # of the second launch, for each request
 
@@ -229,27 +242,33 @@ def launch_of(
     # Where there is no mass or LSE, pointers that are not followed.
     granules, mass = (plan.granules, out) if has_mass else (plan.partial, plan.partial)
     logs = plan.stats if lse is None else lse
-    scratch = seq_lens, plan.partial, plan.stats, granules, capacity
+    scratch = seq_lens, plan.partial, plan.stats, granules
     dims = head_dim, tile.dim
     return Launch(
         (
             *scratch, query, key_cache, value_cache, block_table, query.stride(0), query.stride(1),
-            *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), kv_heads, plan.splits,
+            *key_cache.stride()[:3], *value_cache.stride()[:3],
         ),
+        (block_table.stride(0), kv_heads, capacity, plan.splits),
         (
             *dims, block_size, tile.tokens, tile.parts, weights is not None,
             group, max(triton.next_power_of_2(group), MIN_ROWS) if group > 1 else 1, tile.granules, per_token, has_mass,
         ),
         (
-            *scratch, output, logs, mass, measured, chunks, output.stride(0), output.stride(1), *logs.stride()[:2],
-            *mass.stride()[:2],
+            *scratch, output, logs, mass, output.stride(0), output.stride(1),
+            *((0, 0) if lse is None else lse.stride()),
         ),
+        (heads, heads_out, capacity, plan.splits, measured, chunks, *(mass.stride()[:2] if has_mass else (0, 0))),
         (
-            *dims, *blocks, weights is not None, plan.splits, triton.next_power_of_2(plan.splits), heads, heads_out,
-            SPLIT_TILE, mass_tile, min(triton.next_power_of_2(heads_out), members), lse is not None,
+            *dims, *blocks, weights is not None, padded_splits(plan.splits), SPLIT_TILE, mass_tile,
+            min(triton.next_power_of_2(heads_out), members), lse is not None,
         ),
         heads + out_heads * chunks,
     )  # fmt: skip
+
+
+def padded_splits(splits: int) -> int:
+    return next((size for size in PADDED_SPLITS if size >= splits), triton.next_power_of_2(splits))
 
 
 @triton.jit
@@ -259,21 +278,21 @@ def _granules_of(seq_len, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS:
     return (blocks - 1) * PARTS + tl.cdiv(seq_len - (blocks - 1) * BLOCK_SIZE, TOKENS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ATTEND_SIZES)
 def _attend(
     starts, rows, weights, scale,
-    lens, partial, stats, granule_logs, capacity, query, keys, values, table,
-    stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_table,
-    kv_heads, splits,
+    lens, partial, stats, granule_logs, query, keys, values, table,
+    stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_table, kv_heads, capacity, splits,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
     PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     attend_split(
         tl.program_id(1), tl.program_id(2),
-        starts, rows, weights, scale, lens, partial, stats, granule_logs, capacity, query, keys, values, table,
-        stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_table,
-        kv_heads, splits,
+        starts, rows, weights, scale, lens, partial, stats, granule_logs, query, keys, values, table,
+        stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+        stride_table, kv_heads, capacity, splits,
         HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, PER_TOKEN, HAS_MASS,
     )  # fmt: skip
 
@@ -281,9 +300,9 @@ def _attend(
 @triton.jit
 def attend_split(
     kv_head, split, starts, rows, weights, scale,
-    lens, partial, stats, granule_logs, capacity, query, keys, values, table,
-    stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_table,
-    kv_heads, splits,
+    lens, partial, stats, granule_logs, query, keys, values, table,
+    stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_table, kv_heads, capacity, splits,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
     PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
@@ -369,11 +388,11 @@ def attend_split(
 
 
 @triton.jit
-def _lse_of(stats, at, valid, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr):
+def _lse_of(stats, at, valid, splits, PADDED_SPLITS: tl.constexpr):
     """LSEs (log2) of rows `at` of the splits' statistics; -inf where there are no keys, or `valid` does not hold."""
     split = tl.arange(0, PADDED_SPLITS)
-    where = stats + (at[:, None] * SPLITS + split[None, :]) * 2
-    there = valid[:, None] & (split < SPLITS)[None, :]
+    where = stats + (at[:, None] * splits + split[None, :]) * 2
+    there = valid[:, None] & (split < splits)[None, :]
     top = tl.load(where, mask=there, other=float("-inf"))
     total = tl.load(where + 1, mask=there, other=0.0)
     highest = tl.max(top, 1)
@@ -382,51 +401,48 @@ def _lse_of(stats, at, valid, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr)
     return highest + tl.log2(tl.sum(parts, 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COMBINE_SIZES)
 def _combine(
     starts, rows, weights, value_scale,
-    lens, partial, stats, granule_logs, capacity, output, lse, out, measured, chunks,
-    stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh,
+    lens, partial, stats, granule_logs, output, lse, out, stride_ot, stride_oh, stride_lt, stride_lh,
+    heads, heads_out, capacity, splits, measured, chunks, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, HEADS: tl.constexpr,
-    HEADS_OUT: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr, MEMBERS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr,
+    MEMBERS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     combine_splits(
-        tl.program_id(1),
-        starts, rows, weights, value_scale,
-        lens, partial, stats, granule_logs, capacity, output, lse, out, measured, chunks,
-        stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh, HEAD_DIM, DIM, BLOCK_SIZE, TOKENS,
-        PARTS, HAS_WEIGHTS, SPLITS, PADDED_SPLITS, HEADS, HEADS_OUT, SPLIT_TILE, MASS_TILE, MEMBERS, HAS_LSE,
+        tl.program_id(1), starts, rows, weights, value_scale,
+        lens, partial, stats, granule_logs, output, lse, out, stride_ot, stride_oh, stride_lt, stride_lh,
+        heads, heads_out, capacity, splits, measured, chunks, stride_mr, stride_mh,
+        HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, PADDED_SPLITS, SPLIT_TILE, MASS_TILE, MEMBERS, HAS_LSE,
     )  # fmt: skip
 
 
 @triton.jit
 def combine_splits(
     role, starts, rows, weights, value_scale,
-    lens, partial, stats, granule_logs, capacity, output, lse, out, measured, chunks,
-    stride_ot, stride_oh, stride_lt, stride_lh, stride_mr, stride_mh,
+    lens, partial, stats, granule_logs, output, lse, out, stride_ot, stride_oh, stride_lt, stride_lh,
+    heads, heads_out, capacity, splits, measured, chunks, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, SPLITS: tl.constexpr, PADDED_SPLITS: tl.constexpr, HEADS: tl.constexpr,
-    HEADS_OUT: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr, MEMBERS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr,
+    MEMBERS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One request: roles below HEADS write output and LSE of a head, the others the mass of some blocks, or of some
+    """One request: roles below `heads` write output and LSE of a head, the others the mass of some blocks, or of some
     tokens, which come as blocks of one token."""
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n).to(tl.int64)
     if row >= 0:
         token = tl.load(starts + row).to(tl.int64)
-        if role < HEADS:
-            at = n * HEADS + role
+        if role < heads:
+            at = n * heads + role
             one = tl.arange(0, 1)
-            log = _lse_of(stats, at + one, one == 0, SPLITS, PADDED_SPLITS)
+            log = _lse_of(stats, at + one, one == 0, splits, PADDED_SPLITS)
             dim = tl.arange(0, DIM)
             acc = tl.zeros([DIM], tl.float32)
-            for start in range(0, SPLITS, SPLIT_TILE):
+            for start in range(0, splits, SPLIT_TILE):
                 split = start + tl.arange(0, SPLIT_TILE)
-                where = at * SPLITS + split
-                top = tl.load(stats + where * 2, mask=split < SPLITS, other=float("-inf"))
+                where = at * splits + split
+                top = tl.load(stats + where * 2, mask=split < splits, other=float("-inf"))
                 used = top > float("-inf")  # what an empty split left in the scratch is not read
                 part = tl.load(
                     partial + where[:, None] * HEAD_DIM + dim[None, :],
@@ -442,8 +458,8 @@ def combine_splits(
             weight = tl.full([], 1.0, tl.float32)
             if HAS_WEIGHTS:
                 weight = tl.load(weights + token)
-            out_head = (role - HEADS) // chunks
-            first = (role - HEADS) % chunks * MASS_TILE
+            out_head = (role - heads) // chunks
+            first = (role - heads) % chunks * MASS_TILE
             block = first + tl.arange(0, MASS_TILE)
             count = _granules_of(tl.load(lens + row), BLOCK_SIZE, TOKENS, PARTS)
             if weight == 0.0:
@@ -451,13 +467,13 @@ def combine_splits(
             mine = (block < measured) & (block * PARTS < count)
             if first * PARTS < count:
                 mass = tl.zeros([MASS_TILE], tl.float32)
-                for start in range(0, HEADS_OUT, MEMBERS):
+                for start in range(0, heads_out, MEMBERS):
                     member = start + tl.arange(0, MEMBERS)
-                    at = n * HEADS + out_head * HEADS_OUT + member
-                    log = _lse_of(stats, at, member < HEADS_OUT, SPLITS, PADDED_SPLITS)
+                    at = n * heads + out_head * heads_out + member
+                    log = _lse_of(stats, at, member < heads_out, splits, PADDED_SPLITS)
                     for part in range(PARTS):
                         granule = block * PARTS + part
-                        there = (member < HEADS_OUT)[:, None] & (mine & (granule < count))[None, :]
+                        there = (member < heads_out)[:, None] & (mine & (granule < count))[None, :]
                         where = granule_logs + at[:, None] * capacity + granule[None, :]
                         held = tl.load(where, mask=there, other=float("-inf"))
                         mass += tl.sum(tl.where(there, tl.exp2(held - log[:, None]), 0.0), 0)

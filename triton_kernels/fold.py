@@ -48,7 +48,8 @@ def fold(
     )  # fmt: skip
 
 
-@triton.jit
+# Not compiled anew for the width of a step (see `decode_mass.ATTEND_SIZES`).
+@triton.jit(do_not_specialize=["stride_row", "stride_mass_head", "stride_logical", "width"])
 def _fold(
     sums, slots, mass, logical, kept,
     stride_slot, stride_sums_head, stride_row, stride_mass_head, stride_logical, width, blocks, heads,

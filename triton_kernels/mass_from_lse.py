@@ -98,7 +98,8 @@ def mass_from_lse(
     )  # fmt: skip
 
 
-@triton.jit
+# Not compiled anew for the tokens and the width of a step (see `decode_mass.ATTEND_SIZES`).
+@triton.jit(do_not_specialize=["measured", "stride_lt", "stride_lh", "stride_table", "stride_mr", "stride_mh"])
 def _mass_from_lse(
     query, keys, lse, table, starts, lens, weights, last, out, scale, lse_scale, measured,
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_lt, stride_lh, stride_table, stride_mr, stride_mh,

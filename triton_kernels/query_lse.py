@@ -73,7 +73,8 @@ def query_lse(
     )  # fmt: skip
 
 
-@triton.jit
+# As for `mass_from_lse`.
+@triton.jit(do_not_specialize=["stride_table"])
 def _query_lse(
     query, keys, table, starts, lens, weights, lse, scale,
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_lt, stride_lh, stride_table,

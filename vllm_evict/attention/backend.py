@@ -29,12 +29,14 @@ class Passes(Protocol):
         beside: the kernels of `mass`, for the log.
         decodes_measured: whether requests that are measured are better decoded by `decode`, which reads keys once, and
             all others by the backend's kernel; else those that lack blocks are.
+        compiles: whether its kernels are compiled when they are first launched: see `attention.warmup`.
         capturing: whether calls are captured in a full CUDA graph, or warm up one: their scratch has to stay.
     """
 
     heads_dim: int
     beside: str
     decodes_measured: bool
+    compiles: bool
     capturing: bool
 
     def unreadable(self, layer: Any) -> str | None: ...

@@ -26,6 +26,7 @@ class CPUPasses:
     heads_dim = 1
     beside = "block_mass"
     decodes_measured = False
+    compiles = False
     capturing = False
 
     @staticmethod

@@ -39,6 +39,7 @@ class DevicePasses:
     heads_dim = 1
     beside = "query_lse and mass_from_lse"
     decodes_measured = True
+    compiles = True
 
     def __init__(self) -> None:
         self.capturing = False
@@ -87,6 +88,10 @@ class DevicePasses:
         """Queries in the model's dtype, as `mass`, `mass_of` and the decodes take them."""
         return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float
 
+    def decodes_in_cuda(self, *tensors: torch.Tensor) -> bool:
+        """Whether the kernel in CUDA C++ takes query, keys and values in the place of `decode_mass`."""
+        return self._cuda is not None and self._cuda.takes(*tensors)
+
     @staticmethod
     def kv_heads(kv_cache: torch.Tensor) -> int:
         return kv_cache.shape[1]
@@ -107,11 +112,15 @@ class DevicePasses:
         """Add the mass of queries that the stock kernel has attended to (see `mass_from_lse`)."""
         from ..triton_kernels.mass_from_lse import mass_from_lse
 
-        keys, _ = _halves(kv_cache)
+        keys, _ = halves(kv_cache)
         query = query[: metadata.num_actual_tokens]
-        rows, (scale, _) = _rows(metadata, len(out)), _scales(layer, keys)
+        rows, (scale, _) = _rows(metadata, len(out)), scales(layer, keys)
         lse = self.lse_of(query, keys, *rows, scale, metadata.max_query_len, weights)
         mass_from_lse(query, keys, lse, *rows, scale, out, per_token=per_token, weights=weights)
+
+    def warm_up_mass(self, *args: Any) -> None:
+        """`mass`, in each way that it may go."""
+        self.mass(*args)
 
     def lse_of(
         self,
@@ -141,11 +150,11 @@ class DevicePasses:
         width: int,
     ) -> torch.Tensor:
         """Mass of n queries one by one, the mean over a KV head's query heads. float32 [n, Hkv, width]"""
-        keys, values = _halves(kv_cache)
+        keys, values = halves(kv_cache)
         query = query[queries.tokens]
         numbers = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
         out = torch.zeros(len(query), keys.shape[1], width, device=query.device)
-        scale, _ = _scales(layer, keys)
+        scale, _ = scales(layer, keys)
         self._decode_mass(
             *(query, keys, values, metadata.block_table[queries.rows, :width], numbers, queries.lens, numbers[:-1]),
             *(scale, torch.empty_like(query), out, None),
@@ -166,11 +175,11 @@ class DevicePasses:
         per_token: bool = False,
     ) -> None:
         """Attend for requests `rows` of one token each, and add their mass (see `decode_mass`)."""
-        keys, values = _halves(kv_cache)
+        keys, values = halves(kv_cache)
         tokens = metadata.num_actual_tokens
         query = query[:tokens]
         table, starts, _ = _rows(metadata, len(seq_lens))
-        scale, value_scale = _scales(layer, keys)
+        scale, value_scale = scales(layer, keys)
         self._decode_mass(
             *(query, keys, values, _narrow(table, metadata, keys), starts, seq_lens, rows),
             *(scale, output[:tokens].view(query.shape), out, weights, per_token, value_scale),
@@ -230,7 +239,7 @@ class DevicePasses:
         Of fp8 what is too large becomes the largest number, as when vLLM writes it.
         """
         largest = torch.finfo(FP8).max
-        for half, content, scale in zip(_halves(kv_cache), (keys, values), _cache_scales(layer, kv_cache)):
+        for half, content, scale in zip(halves(kv_cache), (keys, values), _cache_scales(layer, kv_cache)):
             if half.dtype == FP8:
                 content = (content.float() / scale).clamp(-largest, largest)
             half[blocks] = content.to(half.dtype)
@@ -243,8 +252,7 @@ class DevicePasses:
 
         Of fp8 they are float32, scaled: what the cache stands for.
         """
-        halves = _halves(kv_cache) if values else _halves(kv_cache)[:1]
-        read = [half[blocks] for half in halves]
+        read = [half[blocks] for half in halves(kv_cache)[: 1 + values]]
         if read[0].dtype == FP8:
             read = [part.float().mul_(scale) for part, scale in zip(read, _cache_scales(layer, kv_cache))]
         return read[0], read[1] if values else None
@@ -252,7 +260,7 @@ class DevicePasses:
     def _decode_two(self, layer, query, shares, output, weights, outs, per_token) -> None:
         from ..triton_kernels.decode_classes import decode_classes
 
-        keys, values = zip(*(_halves(share.kv_cache) for share in shares))
+        keys, values = zip(*(halves(share.kv_cache) for share in shares))
         metadata = shares[0].metadata
         rows, tokens = shares[0].work.rows, metadata.num_actual_tokens
         tables = []
@@ -262,7 +270,7 @@ class DevicePasses:
         measured = any(out is not None for out in outs)
         widths = [table.shape[1] for table in tables]
         plans = self._plans_for(query, keys, len(rows), widths, measured, per_token)
-        scale, value_scale = _scales(layer, keys[0])
+        scale, value_scale = scales(layer, keys[0])
         decode_classes(
             *(query[:tokens], keys, values, tables, starts, [share.work.seq_lens for share in shares], rows),
             *(scale, output[:tokens]),
@@ -277,7 +285,7 @@ class DevicePasses:
         self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, per_token=False,
         value_scale=1.0,
     ) -> None:  # fmt: skip
-        if self._cuda is not None and not per_token and self._cuda.takes(query, keys, values):
+        if not per_token and self.decodes_in_cuda(query, keys, values):
             tensors = query, keys, values, table, starts, lens, rows
             self._cuda(*tensors, scale, output, out, weights, self._taking() if self.capturing else None)
             return
@@ -351,7 +359,7 @@ def _rows(metadata: Any, requests: int) -> tuple[torch.Tensor, torch.Tensor, tor
     return metadata.block_table[:requests], metadata.query_start_loc[: requests + 1], metadata.seq_lens[:requests]
 
 
-def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [num_blocks, Hkv, block_size, D] of a cache, with its strides; bytes are fp8."""
     if kv_cache.dtype == torch.uint8:
         kv_cache = kv_cache.view(FP8)
@@ -366,7 +374,7 @@ def _cache_scales(layer: Any, kv_cache: torch.Tensor) -> tuple[float, float]:
     return layer._k_scale_float, layer._v_scale_float
 
 
-def _scales(layer: Any, keys: torch.Tensor) -> tuple[float, float]:
+def scales(layer: Any, keys: torch.Tensor) -> tuple[float, float]:
     """Of scores, and of values, for kernels that read a cache as it is."""
     key_scale, value_scale = _cache_scales(layer, keys)
     return layer.impl.scale * key_scale, value_scale

@@ -4,10 +4,11 @@ vLLM asks each layer for its backend when it makes KV cache specs and metadata b
 Replacing it there touches one engine's layers and no registry, and works the same for every backend.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
@@ -207,6 +208,24 @@ def settle(
         decodes &= passes.can_decode(layer)
     for group in runtime.groups:
         group.decodes = decodes
+
+
+def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[torch.Tensor]) -> None:
+    """Compile the plugin's kernels, once `settle` has chosen; `tables` are vLLM's block tables of the KV groups."""
+    # Its kernels need Triton.
+    from ..attention.warmup import Heads, warm_up
+
+    layers = []
+    for layer in get_layers_from_vllm_config(vllm_config, Attention).values():
+        whole = [Heads(0, slice(0, layer.num_heads), layer.kv_cache)] if not runtime.pages else []
+        parts = (
+            Heads(runtime.pages.index(part.pages), part.query_heads, part.kv_cache)
+            for part in getattr(layer, PARTS, ())
+        )
+        layers.append((layer, [*whole, *parts]))
+    queries = vllm_config.scheduler_config.max_num_batched_tokens
+    blocks = -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size)
+    warm_up(runtime, layers, tables, queries, blocks)
 
 
 def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> str:

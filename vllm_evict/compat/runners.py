@@ -67,6 +67,14 @@ def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     runner.update_requests, runner.prepare_attn = update_requests, prepare_attn
 
 
+def block_tables(runner: Any, runtime: EvictionRuntime, v2: bool) -> list[torch.Tensor]:
+    """vLLM's block table of each KV group, where metadata builders get its first rows. int32 [requests, width]"""
+    if v2:
+        return list(runner.block_tables.input_block_tables)
+    tables = runner.input_batch.block_table
+    return [tables[index].get_device_tensor(runner.max_num_reqs) for index in range(len(runtime.groups))]
+
+
 def _runs(indices: list[int]) -> list[tuple[int, int]]:
     """Ascending indices as (start, length) of their consecutive runs."""
     runs: list[tuple[int, int]] = []

@@ -198,6 +198,8 @@ class GroupRuntime:
         graph_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
+        #: What may be measured, and whether tokens may be chosen in the place of blocks.
+        self.statistics, self.by_token = config.statistics, config.granularity == "token"
         self.device = torch.device(device)
         max_blocks = -(-max_model_len // block_size) + 1
         self.max_requests = max_requests

@@ -260,6 +260,14 @@ class RunningSums:
             kept = self._to_device(kept)
         fold(self._sums, self._folded[1], step.mass, step.logical, kept)
 
+    def warm_up(self) -> None:
+        """Launch what `fold` does, for a row that is not measured."""
+        device = self._sums.device
+        none = torch.full((1,), -1, dtype=torch.int32, device=device)
+        mass, ones = torch.zeros(1, self.heads, 1, device=device), torch.ones(1, device=device)
+        for kept in (None, ones):
+            fold(self._sums, none, mass, none[None], kept)
+
     def report(
         self,
         req_ids: Sequence[str],

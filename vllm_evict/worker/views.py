@@ -39,6 +39,12 @@ class Views:
             self._memory[group] = view
         return view
 
+    def warm_up(self, tables: Sequence[torch.Tensor]) -> None:
+        """Launch what makes views of block tables like these, of a request without tokens."""
+        lens = torch.zeros(1, dtype=torch.int32, device=tables[0].device)
+        views = [View(*(each[:1] for each in self.memory(group, table))) for group, table in zip(self._groups, tables)]
+        resident_view([table[:1] for table in tables], lens, self._groups[0].block_size, views)
+
     def of(self, group: Any, metadata: Any) -> View:
         """One group's view of this step: R rows, or as many as the full graph has that is replayed.
 

@@ -2,8 +2,10 @@
 
 from contextlib import nullcontext
 from copy import copy
+from time import perf_counter
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -44,6 +46,29 @@ class EvictionWorkerMixin:
             logger.info(layers.described(self.vllm_config, config, self.kv_evict))
             if (line := layers.unheeded(self.vllm_config, self.kv_evict)) is not None:
                 logger.warning(line)
+
+    def compile_or_warm_up_model(self) -> Any:
+        # Before vLLM captures graphs, and before its monitor takes what is compiled for a fault.
+        if self.kv_evict.passes.compiles and self.vllm_config.kernel_config.enable_jit_warmup:
+            self._warm_up()
+        return super().compile_or_warm_up_model()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        start = perf_counter()
+        try:
+            tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+            layers.warm_up(self.vllm_config, self.kv_evict, tables)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+        except Exception:
+            logger.warning(
+                "Kernels of KV policies could not be compiled ahead. They are compiled when requests first need them, "
+                "which will have to wait.",
+                exc_info=True,
+            )
+        else:
+            logger.info("Kernels of KV policies were compiled in %.1f s", perf_counter() - start)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)

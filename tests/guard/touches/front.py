@@ -114,7 +114,15 @@ ARGUMENTS = [
 CONFIGURATION = [
     Touch(
         "vllm.config:VllmConfig",
-        ("plugin", "compat.layers", "compat.refusals", "compat.reorder", "core.spec", "core.scheduler"),
+        (
+            "plugin",
+            "compat.layers",
+            "compat.refusals",
+            "compat.reorder",
+            "core.spec",
+            "core.scheduler",
+            "worker.worker",
+        ),
         "what is activated, refused and read",
         has=(
             "load_config: LoadConfig",
@@ -125,6 +133,7 @@ CONFIGURATION = [
             "scheduler_config: SchedulerConfig",
             "device_config: DeviceConfig",
             "attention_config: AttentionConfig",
+            "kernel_config: KernelConfig",
             "speculative_config",
             "kv_transfer_config",
             "ec_transfer_config",
@@ -133,6 +142,12 @@ CONFIGURATION = [
             "max_in_flight_tokens",
             "use_v2_model_runner",
         ),
+    ),
+    Touch(
+        "vllm.config.kernel:KernelConfig",
+        ("worker.worker",),
+        "whether kernels are compiled ahead",
+        has=("enable_jit_warmup: bool = True",),
     ),
     Touch(
         "vllm.config.compilation:CompilationConfig",
@@ -157,7 +172,7 @@ CONFIGURATION = [
         "vllm.config.scheduler:SchedulerConfig",
         ("plugin", "compat.layers", "compat.refusals", "core.scheduler"),
         "the scheduler's class is named here",
-        has=("async_scheduling: bool | None", "scheduler_cls", "max_num_seqs"),
+        has=("async_scheduling: bool | None", "scheduler_cls", "max_num_seqs", "max_num_batched_tokens"),
         takes_attributes=True,
     ),
     Touch(

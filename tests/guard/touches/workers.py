@@ -8,7 +8,7 @@ WORKERS = [
         ("plugin", "worker.cpu"),
         "subclassed",
         bases=("Worker", "WorkerBase"),
-        has=("vllm_config", "model_runner", "use_v2_model_runner"),
+        has=("vllm_config", "model_runner", "use_v2_model_runner", "device"),
     ),
     Touch(
         "vllm.v1.worker.cpu_worker:CPUWorker.load_model",
@@ -58,7 +58,7 @@ WORKERS = [
         ("plugin", "worker.gpu"),
         "subclassed",
         bases=("WorkerBase",),
-        has=("vllm_config", "model_runner", "use_v2_model_runner"),
+        has=("vllm_config", "model_runner", "use_v2_model_runner", "device"),
     ),
     Touch(
         "vllm.v1.worker.gpu_worker:Worker.load_model",
@@ -96,6 +96,31 @@ WORKERS = [
         first=("grammar_output",),
         replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.sample_tokens",),
         does=("return self.model_runner.sample_tokens(grammar_output)",),
+    ),
+    Touch(
+        "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+        ("worker.worker",),
+        "as the GPU's; nothing is compiled for its backend",
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.compile_or_warm_up_model",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+        ("worker.worker",),
+        "kernels are compiled before it",
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.compile_or_warm_up_model",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_worker:Worker._compile_or_warm_up_model",
+        ("worker.worker",),
+        "captures graphs; from then on what is compiled is taken for a fault",
+        moved="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+        does=("kernel_warmup(self)", "self.model_runner.capture_model()", "self._maybe_activate_jit_monitor()"),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_worker:Worker._maybe_activate_jit_monitor",
+        ("worker.worker",),
+        "who does without warm-up does without it",
+        does=("not self.vllm_config.kernel_config.enable_jit_warmup", "activate_jit_monitor(...)"),
     ),
     Touch(
         "vllm.v1.worker.gpu.warmup:warmup_kernels",
@@ -184,6 +209,7 @@ RUNNERS = [
             "requests: dict[str, CachedRequestState]",
             "input_batch = InputBatch(...)",
             "kv_caches: list[torch.Tensor]",
+            "max_num_reqs",
         ),
         takes_attributes=True,
     ),
@@ -237,6 +263,13 @@ RUNNERS = [
         ("compat.runners",),
         "V1: a table, on the host and on the device",
         has=("block_table = self._make_buffer(...)",),
+    ),
+    Touch(
+        "vllm.v1.worker.block_table:BlockTable.get_device_tensor",
+        ("compat.runners",),
+        "V1: what metadata is made with; kernels are compiled for its width",
+        first=("num_reqs",),
+        does=("return self.block_table.gpu[:num_reqs]",),
     ),
     Touch(
         "vllm.v1.worker.block_table:BlockTable._make_buffer",
@@ -314,7 +347,7 @@ RUNNERS = [
         "vllm.v1.worker.gpu.block_table:BlockTables",
         ("compat.runners",),
         "V2: one table a KV group, rows by request",
-        has=("block_tables: list[StagedWriteTensor]",),
+        has=("block_tables: list[StagedWriteTensor]", "input_block_tables: list[torch.Tensor]"),
     ),
     Touch(
         "vllm.v1.worker.gpu.block_table:BlockTables.gather_block_tables",
