@@ -23,11 +23,10 @@ from vllm_evict.attention.triton import TritonPasses
 from vllm_evict.attention.warmup import Heads, warm_up
 from vllm_evict.compat import layers
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.worker import runtime as worker_runtime
 from vllm_evict.worker import sums as worker_sums
+from vllm_evict.worker import views as worker_views
 from vllm_evict.worker import worker
 from vllm_evict.worker.runtime import EvictionRuntime, GroupRuntime
-from vllm_evict.worker.sums import MassBuffers
 from vllm_evict.worker.work import Share
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -160,7 +159,7 @@ def test_batches_of_any_size_take_what_was_compiled(shape, name, passes, monkeyp
     from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.resident_view import resident_view
 
-    monkeypatch.setattr(worker_runtime, "resident_view", resident_view)
+    monkeypatch.setattr(worker_views, "resident_view", resident_view)
     monkeypatch.setattr(worker_sums, "fold", fold)
     worker_at_work = Work(shape, {**SERVED[name], "sink": 256, "recent": 256, "budget": 1024}, passes())
     start, later = Variants(), Variants()
@@ -239,9 +238,9 @@ class Work:
         if group.tokens is not None:
             kv_heads = part.kv_cache.shape[1]
             return [(torch.zeros(rows, kv_heads + 1, width * self.block_size)[:, :kv_heads], weights, True)]
-        made = MassBuffers.make(rows, group.sums.heads, width, False, self.table.device)
+        mass = torch.zeros(rows, group.sums.heads, width)
         pivots = [(None, weights, False)] * ("pivots" in group.statistics)
-        return [(made.mass, None, False), (made.mass, weights, False), (None, None, False), *pivots]
+        return [(mass, None, False), (mass, weights, False), (None, None, False), *pivots]
 
     def decodes(self, rows, longest):
         metadata, numbers = self.batch(rows, rows, longest), torch.arange(rows, dtype=torch.int32)
@@ -334,7 +333,7 @@ def test_a_failure_is_told_once_and_requests_are_served(server, monkeypatch):
 
     told = []
     monkeypatch.setattr(worker.logger, "warning", lambda line, *args, **kwargs: told.append((line, kwargs)))
-    with patch.object(GroupRuntime, "warm_up", broken):
+    with patch.object(worker_views.Views, "warm_up", broken):
         subject = server(POLICIES["h2o"], **WARM)
     ((line, options),) = told
     assert line.startswith("Kernels of KV policies could not be compiled ahead.") and options == {"exc_info": True}
