@@ -9,6 +9,7 @@ import test_device_backends
 from engine import V2, logprobs_of, random_prompt
 from parity import assert_like_oracle, assert_tokens_like_oracle
 from test_device_backends import BASE, BLOCK, POLICIES, check_split_heads, distinct_prompt, on, steps_with_views
+from vllm import SamplingParams
 from vllm.v1.worker import cpu_worker
 
 from vllm_evict.attention import device
@@ -221,3 +222,21 @@ def test_memory_for_graphs_is_profiled_before_the_cache_is_there(replaying, grap
     monkeypatch.setattr(cpu_worker.CPUWorker, "determine_available_memory", profiling)
     subject, _ = check_split_heads(replaying, dense, tmp_path)
     assert len(profiled) == 1 and replays(subject, graphs)[1] > 0
+
+
+@pytest.mark.skipif(not V2, reason="Model Runner V2's")
+@pytest.mark.parametrize("backend", [on("triton")], indirect=True)
+def test_steps_that_vllm_makes_up_before_requests_come(replaying, graphs, backend):
+    """A GPU's worker runs prefills and decodes without a scheduler, and so without a plan, after graphs are captured."""
+    from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
+
+    subject = replaying(POLICIES["h2o"])
+    # The interpreter can't run some of the sampler's kernels.
+    run = subject.worker.model_runner, subject.worker.execute_model, lambda _: subject.worker.sample_tokens(None)
+    with patch.object(SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0.0)):
+        warmup_kernels(*run)
+    assert run_mixed_prefill_decode_warmup(*run, 40)
+    assert len(graphs.replayed) == 3 and replays(subject, graphs)[:2] == (3, 0)
+    (output,) = subject.generate([random_prompt(90)], max_tokens=3)
+    assert output.kv_usage.evicted_blocks > 0
+    subject.assert_nothing_left()
