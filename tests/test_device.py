@@ -14,8 +14,9 @@ from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, Repe
 from vllm_evict.policies import CACHED
 from vllm_evict.worker import cached, prompts, sums, tokens, worker
 from vllm_evict.worker.graphs import Attends
+from vllm_evict.worker.group import GroupRuntime
 from vllm_evict.worker.prompts import PromptScores
-from vllm_evict.worker.runtime import EvictionRuntime, GroupRuntime
+from vllm_evict.worker.runtime import EvictionRuntime
 from vllm_evict.worker.sums import MassBuffers
 from vllm_evict.worker.work import OwnWork
 

@@ -13,7 +13,8 @@ from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
 from vllm_evict.core.residency import Residency
 from vllm_evict.policies import POLICIES, Blocks
-from vllm_evict.worker.runtime import EvictionRuntime, GroupRuntime
+from vllm_evict.worker.group import GroupRuntime
+from vllm_evict.worker.runtime import EvictionRuntime
 
 SIZE, HEADS, KV_HEADS, DIM, LAYERS, TOKENS = 16, 6, 2, 32, 2, 194
 #: A decision after the third chunk (10 blocks, 8 allowed), the next at position 192, when a ninth is begun again.

@@ -26,7 +26,8 @@ from vllm_evict.config import KVPolicyConfig
 from vllm_evict.worker import sums as worker_sums
 from vllm_evict.worker import views as worker_views
 from vllm_evict.worker import worker
-from vllm_evict.worker.runtime import EvictionRuntime, GroupRuntime
+from vllm_evict.worker.group import GroupRuntime
+from vllm_evict.worker.runtime import EvictionRuntime
 from vllm_evict.worker.work import Share
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
 from ..core.spec import EvictableSpec
-from ..worker.runtime import GroupRuntime
+from ..worker.group import GroupRuntime
 from ..worker.work import Share
 from .queries import Queries
 

@@ -18,7 +18,8 @@ from ..triton_kernels.decode_classes import decode_classes, splits_of
 from ..triton_kernels.decode_mass import decode_mass, padded_splits, plan_decode, programs_on
 from ..triton_kernels.mass_from_lse import MAX_ROWS
 from ..triton_kernels.tiles import MIN_ROWS
-from ..worker.runtime import EvictionRuntime, GroupRuntime
+from ..worker.group import GroupRuntime
+from ..worker.runtime import EvictionRuntime
 from .device import halves, scales
 
 

@@ -24,7 +24,8 @@ from ..core.spec import EvictableSpec
 from ..heads.arrange import arrange
 from ..heads.layout import Layout
 from ..policies import RUNNING
-from ..worker.runtime import EvictionRuntime, GroupRuntime
+from ..worker.group import GroupRuntime
+from ..worker.runtime import EvictionRuntime
 from . import refusals
 from .environment import decode_kernel
 

@@ -95,7 +95,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
-        ("attention.split", "worker.runtime", "worker.views"),
+        ("attention.split", "worker.group", "worker.views"),
         "V1: each KV group has its table and its slots, each layer name its group's metadata; lengths on the host are "
         "exact but for speculative decoding; metadata of another builder is taken where builders say that they can, and "
         "no common prefix is named",
@@ -148,7 +148,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.attn_utils:build_attn_metadata",
-        ("attention.split", "worker.runtime", "worker.views"),
+        ("attention.split", "worker.group", "worker.views"),
         "V2: each KV group has its table and its slots, each layer name its group's metadata; only Mamba's is taken from "
         "another builder, and no common prefix is named",
         does=(
@@ -386,7 +386,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backend:CommonAttentionMetadata",
-        ("worker.runtime",),
+        ("worker.group",),
         "what the view is made of",
         has=(
             "seq_lens: torch.Tensor",
@@ -454,7 +454,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",
-        ("attention.backend", "worker.runtime"),
+        ("attention.backend", "worker.group"),
         "takes tables and lengths from the common metadata and nowhere else",
         first=("common_prefix_len", "common_attn_metadata", "fast_build"),
         calls=("build(..., ..., ...)",),
@@ -557,7 +557,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs",
-        ("worker.runtime",),
+        ("worker.group",),
         "V2: lengths on the host are exact but for speculative decoding",
         does=(
             "num_computed_tokens_np = self.req_states.num_computed_tokens_np[idx_mapping_np]",

@@ -47,7 +47,7 @@ TRITON = [
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder.build",
-        ("attention.backend", "worker.runtime"),
+        ("attention.backend", "worker.group"),
         "takes tables and lengths from the common metadata and nowhere else",
         first=("common_prefix_len", "common_attn_metadata", "fast_build"),
         calls=("build(..., ..., ...)",),
@@ -152,7 +152,7 @@ FLASH = [
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build",
-        ("attention.backend", "worker.runtime"),
+        ("attention.backend", "worker.group"),
         "takes tables and lengths from the common metadata and nowhere else, for the schedule too; a fast build has none",
         first=("common_prefix_len", "common_attn_metadata", "fast_build"),
         calls=("build(..., ..., ...)",),

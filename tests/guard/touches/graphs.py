@@ -126,7 +126,7 @@ GRAPHS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.cudagraph_utils:prepare_inputs_to_capture",
-        ("compat.graphs", "worker.runtime"),
+        ("compat.graphs", "worker.group"),
         "V2: metadata of a capture comes from the builders, through the view",
         does=("attn_metadata = model_state.prepare_attn(...)",),
     ),
@@ -139,7 +139,7 @@ GRAPHS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
-        ("worker.runtime",),
+        ("worker.group",),
         "V2: a full graph's metadata has rows of padding, without tokens",
         does=("cudagraph_mode == CUDAGraphMode.FULL", "num_reqs = input_batch.num_reqs_after_padding"),
     ),

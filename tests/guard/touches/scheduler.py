@@ -129,7 +129,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids",
-        ("worker.runtime",),
+        ("worker.group",),
         "what workers are told of a table: holes are in it, with their id",
         does=("tuple(([blk.block_id for blk in group] for group in groups))",),
     ),
@@ -197,7 +197,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
-        ("core.scheduler", "worker.runtime"),
+        ("core.scheduler", "worker.group"),
         "the next chunk of a streaming session is scheduled as a new request, with the blocks and holes that it has",
         does=("session.status = RequestStatus.WAITING",),
     ),
@@ -234,7 +234,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        ("core.scheduler", "core.plan", "worker.runtime", "core.pressure"),
+        ("core.scheduler", "core.plan", "worker.group", "worker.runtime", "core.pressure"),
         "carries the plan to the workers",
         has=(
             "scheduled_new_reqs: list[NewRequestData]",
@@ -247,13 +247,13 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.output:NewRequestData",
-        ("core.scheduler", "worker.runtime"),
+        ("core.scheduler", "worker.group", "worker.runtime"),
         "requests that start with this step",
         has=("req_id: str", "num_computed_tokens: int", "block_ids: tuple[list[int], ...]"),
     ),
     Touch(
         "vllm.v1.core.sched.output:CachedRequestData",
-        ("core.scheduler", "worker.runtime"),
+        ("core.scheduler", "worker.group", "worker.runtime"),
         "requests that go on; those that were preempted come with a whole new table",
         has=(
             "req_ids: list[str]",

@@ -131,7 +131,7 @@ WORKERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.warmup:_warmup_kernels",
-        ("worker.runtime",),
+        ("worker.group",),
         "V2: made-up tables have no hole",
         does=("next_block_id = 1", "range(next_block_id, ...)"),
     ),
@@ -215,7 +215,7 @@ RUNNERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
-        ("compat.runners", "worker.runtime"),
+        ("compat.runners", "worker.group"),
         "V1: rows of the batch are brought up to date; holes are put in after it",
         first=("scheduler_output",),
         replaced_by=("vllm_evict.compat.runners:_install_v1._update_states",),
