@@ -85,8 +85,8 @@ def engine(tiny):
 
 
 @pytest.fixture
-def async_engine(engine, monkeypatch):
-    """Like `engine`, with async scheduling, which vLLM's CPU platform switches off at start whatever was asked for."""
+def async_stays(monkeypatch):
+    """Async scheduling is left as it was asked for; vLLM's CPU platform switches it off at start."""
     from vllm.platforms.cpu import CpuPlatform
 
     update = CpuPlatform.check_and_update_config.__func__
@@ -97,6 +97,11 @@ def async_engine(engine, monkeypatch):
         vllm_config.scheduler_config.async_scheduling = wanted
 
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+
+
+@pytest.fixture
+def async_engine(engine, async_stays):
+    """Like `engine`, with async scheduling."""
 
     def make(kv_policy=None, **kwargs) -> Engine:
         made = engine(kv_policy, async_scheduling=True, **kwargs)

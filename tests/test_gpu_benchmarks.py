@@ -401,18 +401,8 @@ def test_a_row_that_fails_is_said_and_the_rest_runs(bench, monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("name", ["paper", "latency", "step"])
-def test_rows_under_async_scheduling(bench, monkeypatch, tmp_path, name):
-    """As on a GPU; vLLM's CPU platform switches it off, whatever was asked for."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    update = CpuPlatform.check_and_update_config.__func__
-
-    def keep_async(cls, vllm_config):
-        wanted = vllm_config.scheduler_config.async_scheduling
-        update(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = wanted
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+def test_rows_under_async_scheduling(bench, monkeypatch, async_stays, tmp_path, name):
+    """As on a GPU."""
     specification = bench.specification
 
     def asynchronous(*args):
