@@ -1,15 +1,19 @@
 """`when: pressure`: nothing goes while there is room, and then what hurts least, of all requests."""
 
+import itertools
 import logging
 
 import numpy as np
 import pytest
 import torch
 from engine import PLAN, V2, greedy, logprobs_of, random_prompt
+from hypothesis import given
+from hypothesis import strategies as st
 from oracle.model import DenseLlama
 
 from vllm_evict.config import NEVER, KVPolicyConfig, KVPolicyError
 from vllm_evict.core.plan import Report, Scoring
+from vllm_evict.core.pressure import SCORES_STAY_FRESH, ascending
 from vllm_evict.core.residency import Residency
 from vllm_evict.policies import POLICIES
 
@@ -83,26 +87,29 @@ def request_of(name="h2o", blocks=20, mass=None, **options):
     return resident
 
 
-def test_it_offers_what_is_above_its_floor_the_least_important_first():
+def test_it_offers_what_is_above_its_floor():
     mass = [9.0, *range(1, 20)]
-    blocks, cost = request_of(mass=mass).offer(20 * 32)
+    blocks, cost, spare = request_of(mass=mass).offer(20 * 32)
     # Block 0 is the sink, block 19 holds the last 32 tokens; 4 of the 20 are its floor.
-    assert blocks.tolist() == list(range(1, 17))
-    np.testing.assert_allclose(cost, np.arange(1, 17) / sum(range(1, 19)))
-    reverse, _ = request_of(mass=mass[::-1]).offer(20 * 32)
-    assert reverse.tolist() == list(range(18, 2, -1))
-    assert len(request_of(mass=mass[:4]).offer(4 * 32)[0]) == 0
+    assert blocks.tolist() == list(range(1, 19)) and spare == 16
+    np.testing.assert_allclose(cost, np.arange(1, 19) / sum(range(1, 19)))
+    assert request_of(mass=mass[:4]).offer(4 * 32)[2] == 0
 
 
 def test_blocks_younger_than_the_scores_stay():
+    blocks, _, spare = request_of(mass=[1.0] * 10).offer(20 * 32)
+    assert blocks.tolist() == list(range(1, 10)) and spare == 9
     resident = request_of(mass=[1.0] * 10)
-    assert set(resident.offer(20 * 32)[0]) <= set(range(1, 10))
+    resident.offer(10 * 32)
+    resident.evict(np.array([3]), 10 * 32)
+    assert resident.offer(20 * 32)[0].tolist() == [1, 2, *range(4, 10)]
 
 
 def test_the_oldest_go_where_no_scores_were_reported_yet():
     resident = request_of()
     resident.measured = True
-    assert resident.offer(20 * 32)[0].tolist() == list(range(1, 17))
+    blocks, cost, spare = resident.offer(20 * 32)
+    assert blocks.tolist() == list(range(1, 19)) and (np.diff(cost) > 0).all() and spare == 16
 
 
 def test_an_offer_changes_nothing_until_it_is_taken():
@@ -110,7 +117,16 @@ def test_an_offer_changes_nothing_until_it_is_taken():
     first = resident.offer(20 * 32)
     assert all(np.array_equal(a, b) for a, b in zip(first, resident.offer(20 * 32), strict=True))
     resident.evict(first[0][:3], 20 * 32)
-    assert resident.offer(20 * 32)[0].tolist() == first[0][3:].tolist()
+    blocks, _, spare = resident.offer(20 * 32)
+    assert blocks.tolist() == first[0][3:].tolist() and spare == first[2] - 3
+
+
+@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 70), st.integers(0, 60))
+def test_the_least_of_all_come_first(values, few, taken):
+    """The order of a stable sort, whatever is sorted at once, and however much of it is taken."""
+    values = np.array(values, float)
+    order = np.argsort(values, kind="stable").tolist()
+    assert list(itertools.islice(ascending(values, few), taken)) == order[:taken]
 
 
 @pytest.mark.parametrize("name", ["h2o", "random"])
@@ -152,6 +168,28 @@ def test_it_preempts_nobody_where_floors_fit(engine, name):
     assert len(done) == len(PROMPTS) and preemptions(server) == 0
     assert sum(output.kv_usage.evicted_blocks for output in done.values()) > 30
     assert min(least) >= 4
+    server.assert_nothing_left()
+
+
+@pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
+@pytest.mark.parametrize("name", ["h2o", "sink-window"])
+def test_requests_are_not_compared_in_every_step(engine, name):
+    """To compare them costs the host time with each request and block: once for what decodes begin in some steps."""
+    server = engine({**SERVERS[name], **({"buffer": 0} if name == "sink-window" else {})}, **SMALL)
+    relieve, steps = server.scheduler.pressure._relieve, []
+
+    def counting(missing):
+        steps.append(len(counts))
+        return relieve(missing)
+
+    server.scheduler.pressure._relieve = counting
+    counts = []
+    for index, prompt in enumerate(PROMPTS[:8]):
+        server.add(prompt, f"p{index}", max_tokens=200)
+    server.run(lambda server: counts.append(len(server.scheduler.running)))
+    # All 8 decode, without a new one, when the pool runs out again and again.
+    decoding = [step for step in steps if step > counts.index(8) + 1]
+    assert len(decoding) > 5 and min(np.diff(decoding)) >= SCORES_STAY_FRESH, decoding
     server.assert_nothing_left()
 
 

@@ -1,7 +1,7 @@
 """`when: pressure`: nothing goes until the pool runs out; then blocks of running requests do, before vLLM preempts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class Pressure:
         self._allocate = self._cache.allocate_slots
         self._cache.allocate_slots = self.allocate_slots
         parts = scheduler.kv_policy.classes.values()
-        self._relief = max(part.buffer for part in parts if part.when == "pressure")
+        self._buffer = max(part.buffer for part in parts if part.when == "pressure")
         self._warned = False
 
     def ask_for_scores(self, manager: EvictableManager, plan: GroupPlan, output: SchedulerOutput) -> None:
@@ -86,41 +86,57 @@ class Pressure:
         return None
 
     def _relieve(self, missing: int) -> bool:
-        """Free `missing` blocks and the buffer, the least important of all requests first; nothing if it can't."""
-        offers = [
-            (manager, request, *self.offer(manager, request))
-            for request in self._scheduler.running
-            for manager in self._managers
-        ]
-        offers = [offer for offer in offers if len(offer[2])]
-        if sum(len(blocks) for *_, blocks, _ in offers) < missing:
+        """Free `missing` blocks, the least important of all requests first; nothing if it can't.
+
+        And some more, so that requests are not compared anew in each step.
+        """
+        holders = [(manager, request) for request in self._scheduler.running for manager in self._managers]
+        offers = [self.offer(*holder) for holder in holders]
+        left = [spare for *_, spare in offers]
+        if sum(left) < missing:
             return False
-        owner = np.repeat(np.arange(len(offers)), [len(blocks) for *_, blocks, _ in offers])
-        block = np.concatenate([blocks for *_, blocks, _ in offers])
-        order = np.argsort(np.concatenate([cost for *_, cost in offers]), kind="stable")
+        owner = np.repeat(np.arange(len(offers)), [len(blocks) for blocks, *_ in offers])
+        block = np.concatenate([blocks for blocks, *_ in offers])
         victims: list[list[int]] = [[] for _ in offers]
-        wanted = missing + math.ceil(self._relief / self._managers[0].block_size)
-        freed = 0
-        for at in order.tolist():
-            manager, request, *_ = offers[owner[at]]
+        wanted, freed = missing + self._reserve(), 0
+        for at in ascending(np.concatenate([cost for _, cost, _ in offers]), 2 * wanted):
+            (manager, request), index = holders[owner[at]], int(block[at])
             # A shared block stays in use by others: its loss would gain nothing.
-            if manager.req_to_blocks[request.request_id][block[at]].ref_cnt == 1:
-                victims[owner[at]].append(int(block[at]))
+            if left[owner[at]] and manager.req_to_blocks[request.request_id][index].ref_cnt == 1:
+                victims[owner[at]].append(index)
+                left[owner[at]] -= 1
                 freed += 1
                 if freed == wanted:
                     break
         if freed < missing:
             return False
-        for (manager, request, *_), chosen in zip(offers, victims):
+        for (manager, request), chosen in zip(holders, victims):
             if chosen:
                 self._scheduler.make_holes(request, manager, np.sort(np.array(chosen, np.int64)))
         return True
 
-    def offer(self, manager: EvictableManager, request: Request) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks that a running request can spare in this step, and their costs (see `Residency.offer`)."""
+    def _reserve(self) -> int:
+        """Blocks that are freed beyond what is missing: the buffer, or what decodes begin while scores stay fresh."""
+        tokens = max(self._buffer, SCORES_STAY_FRESH * len(self._scheduler.running) * len(self._managers))
+        return math.ceil(tokens / self._managers[0].block_size)
+
+    def offer(self, manager: EvictableManager, request: Request) -> tuple[np.ndarray, np.ndarray, int]:
+        """Blocks that may go of a running request in this step, their costs, and how many (see `Residency.offer`)."""
         resident = manager.residents[request.request_id]
         # Blocks of the step being planned may be published already: they must not see a reduced context.
         published = max(each.published_tokens(request.request_id) for each in self._managers)
         if not resident.started or not resident.under_pressure or published > request.num_computed_tokens:
-            return NO_BLOCKS, NO_BLOCKS
+            return NO_BLOCKS, np.empty(0), 0
         return resident.offer(request.num_computed_tokens - request.num_in_flight_tokens)
+
+
+def ascending(values: np.ndarray, few: int) -> Iterator[int]:
+    """Indices in the order of a stable argsort. Sorts about `few`, and more only when they are asked for."""
+    done = 0
+    while done < len(values):
+        least = np.arange(len(values))
+        if few < len(values):
+            least = np.flatnonzero(values <= np.partition(values, few)[few])
+        order = least[np.argsort(values[least], kind="stable")]
+        yield from order[done:].tolist()
+        done, few = len(order), 4 * len(order)

@@ -151,30 +151,28 @@ class Residency:
             return NO_BLOCKS, 0
         return candidates, min(spare, len(candidates))
 
-    def offer(self, computed_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """What may go when the pool runs out: all above the budget, by the scores last reported.
+    def offer(self, computed_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """What may go when the pool runs out: so many of these blocks as are held above the budget.
 
-        Blocks that are younger than the scores stay. Where none were reported yet, the oldest go first.
+        Blocks that are younger than the scores last reported stay. Where none were reported yet, the oldest go first.
 
         Args:
             computed_tokens: as for `choose`.
 
         Returns:
-            int64 [k], logical blocks, the least important first; float64 [k], their costs, ascending (see
-            `Policy.cost`).
+            int64 [n], logical blocks, ascending; float64 [n], their costs (see `Policy.cost`); how many may go.
         """
         candidates, spare = self._candidates(computed_tokens)
         if spare <= 0:
-            return NO_BLOCKS, np.empty(0)
+            return NO_BLOCKS, np.empty(0), 0
         if self.measured and self.report is None:
             importance = candidates
         else:
             if self.report is not None:
-                candidates = np.intersect1d(candidates, self.report.index, assume_unique=True)
+                # What was resident then and still is, is in the report.
+                candidates = candidates[: np.searchsorted(candidates, self.report.index[-1], side="right")]
             importance = self._importance(candidates, self.report, computed_tokens)
-        cost = self.config.policy.cost(importance)
-        order = np.argsort(cost, kind="stable")[:spare]
-        return candidates[order], cost[order]
+        return candidates, self.config.policy.cost(importance), min(spare, len(candidates))
 
     def _candidates(self, computed_tokens: int) -> tuple[np.ndarray, int]:
         """Resident blocks outside sinks and recent window, and how many blocks are held above the budget."""

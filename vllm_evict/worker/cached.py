@@ -23,7 +23,7 @@ LESS_IS_MORE = frozenset({"key_norm", "redundancy"})
 
 
 class Row(NamedTuple):
-    """Resident blocks of one request: logical (int64 [n], ascending) and physical (int64 [n]); tokens in them."""
+    """Resident blocks of one request: logical (int64 [n], ascending) and physical (int32 [n]); tokens in them."""
 
     logical: np.ndarray
     physical: torch.Tensor
@@ -82,7 +82,7 @@ class CachedStatistics:
         # A rank may have no heads of a KV group.
         total: dict[str, torch.Tensor] = {}
         none = torch.zeros(1, len(row.logical), dtype=torch.float64, device=row.physical.device)
-        for keys, values in self._read(row.physical, bool(names & OF_VALUES)):
+        for keys, values in self._read(row.physical.long(), bool(names & OF_VALUES)):
             for name, score in key_scores(keys, values, row.length, names).items():
                 score = -score.double() if name in LESS_IS_MORE else score.double()
                 if not (self._maximise_heads or self._maximise_layers):

@@ -323,9 +323,13 @@ class GroupRuntime:
 
     def _resident(self, table: torch.Tensor, held: np.ndarray) -> None:
         """Note the resident blocks of requests that have to report; `held` are the tokens in them, int32 [R]."""
+        if not self.plan.report:
+            return
+        rows = {req_id: row for row, req_id in enumerate(self.batch.req_ids)}
         for req_id in self.plan.report:
-            row, holes = self.batch.req_ids.index(req_id), self.with_holes.get(req_id, [])
+            row, holes = rows[req_id], self.with_holes.get(req_id, ())
             length = int(held[row])
             blocks = -(-length // self.block_size)
-            index = np.delete(np.arange(blocks + len(holes)), holes)
-            self._rows[req_id] = Row(index, table[row, :blocks].long(), length)
+            index = np.arange(blocks + len(holes))
+            index = np.delete(index, holes) if holes else index
+            self._rows[req_id] = Row(index, table[row, :blocks], length)

@@ -283,19 +283,18 @@ class RunningSums:
         """
         if not req_ids:
             return {}
-        slots = [self._slots[req_id] for req_id in req_ids]
-        names = ["pivots" if self._pivots[slot] else "mass" for slot in slots]
-        parts = []
-        for slot, index in zip(slots, resident):
-            mass = self._sums[slot, :, self._to_device(index)].double()
-            parts.append(mass.amax(0) if self.maximise_heads else mass.sum(0))
-            if self._window[slot]:
-                self._sums[slot] = 0  # the next window starts empty
-        mass = to_host(all_reduce(torch.cat(parts), self.maximise_heads) * self._scale)
-        ends = np.cumsum([len(index) for index in resident])
+        slots = np.array([self._slots[req_id] for req_id in req_ids])
+        lengths = [len(index) for index in resident]
+        slot, block = self._to_device(np.repeat(slots, lengths)), self._to_device(np.concatenate(resident))
+        mass = self._sums.transpose(0, 1)[:, slot, block].double()
+        mass = mass.amax(0) if self.maximise_heads else mass.sum(0)
+        if len(ended := slots[self._window[slots] > 0]):
+            self._sums[self._to_device(ended)] = 0  # the next window starts empty
+        mass = np.split(to_host(all_reduce(mass, self.maximise_heads) * self._scale), np.cumsum(lengths)[:-1])
+        names = np.where(self._pivots[slots], "pivots", "mass").tolist()
         return {
             req_id: Report(index, {name: values})
-            for req_id, index, name, values in zip(req_ids, resident, names, np.split(mass, ends[:-1]))
+            for req_id, index, name, values in zip(req_ids, resident, names, mass)
         }
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
