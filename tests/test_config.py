@@ -119,7 +119,7 @@ def test_nearest_lists_everything():
 
 
 @pytest.mark.parametrize(
-    "budget", [0, -1, -0.5, 0.0, 1.0, 1.5, 2048.0, math.nan, math.inf, True, False, "1024", "many", [1], {}]
+    "budget", [0, -1, -0.5, 0.0, 1.0, 1.5, 2048.0, 1 << 31, math.nan, math.inf, True, False, "1024", "many", [1], {}]
 )
 def test_budgets_that_make_no_sense_are_refused(budget):
     message = refusal({**H2O, "budget": budget})
@@ -169,6 +169,13 @@ def test_wrong_types_and_values_are_refused_by_field(field, value, words):
     message = refusal({**H2O, field: value})
     assert field in message and words in message
     assert "\n" not in message and "pydantic" not in message
+
+
+@pytest.mark.parametrize("field", ["budget", "buffer", "sink", "recent", "min_prompt", "window", "every"])
+def test_sizes_beyond_any_context_are_refused_in_a_line(field):
+    """Not by an overflow where they are divided into blocks."""
+    message = refusal({**H2O, field: 10**400})
+    assert message.startswith(f"{field}: ") and len(message) < 400 and "000..." in message
 
 
 def test_several_mistakes_come_in_one_message():
@@ -387,6 +394,29 @@ def test_a_budget_above_the_servers_is_refused(budget):
 def test_budgets_that_make_no_sense_are_refused_in_requests_too(budget):
     message = request_refusal(H2O, {"kv_budget": budget})
     assert "budget" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" + "0" * 400, "1" + "0" * 5000, "9" * 119 + " " * 10_000])
+def test_long_texts_for_budgets_are_refused_in_a_line(text):
+    """Not by an error of JSON, whose nesting and whose digits Python limits, and not repeated."""
+    message = request_refusal(H2O, {"kv_budget": text})
+    assert "budget" in message and "number of tokens" in message and len(message) < 400
+
+
+def test_what_a_refusal_repeats_is_short():
+    message = request_refusal(H2O, {"kv_policy": "h2o" * 100_000})
+    assert message.startswith("unknown KV policy 'h2oh2o") and "...; choose one of: " in message and len(message) < 500
+    with pytest.raises(KVPolicyError, match=r"^unknown KV policy 'h2oh2o.*\.\.\.; choose"):
+        parse("h2o" * 100_000)
+
+
+@pytest.mark.parametrize("extra_args", ["kv_policy", [1], 5])
+def test_extra_args_that_are_no_dict_are_refused(extra_args):
+    assert f"must be a dict of a request's own arguments, not {extra_args!r}" in request_refusal(H2O, extra_args)
+
+
+def test_names_of_others_arguments_may_be_anything():
+    assert asked(H2O, {1: 2, None: 3, "x" * 100_000: 4}) == parse(H2O)
 
 
 @pytest.mark.parametrize("typo", ["kv_buget", "kv_budge", "kv_polcy", "kvpolicy", "kv-budget", "KV_budget"])

@@ -22,6 +22,8 @@ REDUCTION_NAMES = get_args(Reduction)
 DEFAULT_BANDS = 4
 #: Names of head classes, in the order of their KV groups.
 RETRIEVAL, STREAMING = "retrieval", "streaming"
+#: Characters of what a client sent that an answer repeats.
+LONGEST_SHOWN = 120
 
 
 class KVPolicyError(ValueError):
@@ -30,8 +32,15 @@ class KVPolicyError(ValueError):
 
 def nearest(word: object, options: Iterable[str]) -> str:
     """The options as a list for a message, the one most like `word` first."""
-    likeness = lambda option: difflib.SequenceMatcher(None, str(word).lower(), option).ratio()  # noqa: E731
+    text = str(word)[:LONGEST_SHOWN].lower()
+    likeness = lambda option: difflib.SequenceMatcher(None, text, option).ratio()  # noqa: E731
     return ", ".join(sorted(sorted(options), key=likeness, reverse=True))
+
+
+def shown(value: object) -> str:
+    """`repr` of what somebody gave, for a message: no longer than a line."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def policy_named(name: object) -> Policy:
@@ -41,10 +50,12 @@ def policy_named(name: object) -> Policy:
         KVPolicyError: there is none; the message lists those there are.
     """
     if not isinstance(name, str) or name not in POLICIES:
-        raise KVPolicyError(f"unknown KV policy {name!r}; choose one of: {nearest(name, POLICIES)}")
+        raise KVPolicyError(f"unknown KV policy {shown(name)}; choose one of: {nearest(name, POLICIES)}")
     return POLICIES[name]
 
 
+#: No size in tokens is as large.
+TOO_MANY = 1 << 31
 #: Trigger of requests that are evicted from only when the pool runs out.
 NEVER = 1 << 40
 
@@ -87,15 +98,15 @@ class KVPolicyConfig(BaseModel):
     budget: int | float | None = None
     #: Hysteresis: eviction starts above budget + buffer and goes back to budget. Under pressure: tokens that are freed
     #: at a time beyond what is needed.
-    buffer: int = Field(0, ge=0)
+    buffer: int = Field(0, ge=0, lt=TOO_MANY)
     #: Leading tokens that always stay (attention sinks).
-    sink: int = Field(0, ge=0)
+    sink: int = Field(0, ge=0, lt=TOO_MANY)
     #: Trailing tokens that always stay.
-    recent: int = Field(0, ge=0)
+    recent: int = Field(0, ge=0, lt=TOO_MANY)
     #: False: sinks and recent tokens may go like all others, for ablations. What is written or in flight stays.
     protect: bool = True
     #: Requests with a shorter prompt are never evicted from.
-    min_prompt: int = Field(0, ge=0)
+    min_prompt: int = Field(0, ge=0, lt=TOO_MANY)
     #: block: whole blocks stay or go, the same for all heads. token: each KV head keeps its own tokens, as many as all
     #: others, gathered into as few blocks as they need.
     granularity: Literal["block", "token"] = "block"
@@ -112,20 +123,20 @@ class KVPolicyConfig(BaseModel):
     #: ema: share of the old average that stays, per query.
     decay: float = Field(0.99, gt=0, lt=1)
     #: last, and policies that look at the last queries only: queries before a decision that count.
-    window: int = Field(32, ge=1)
+    window: int = Field(32, ge=1, lt=TOO_MANY)
     #: Score every n-th query position only.
-    every: int = Field(1, ge=1)
+    every: int = Field(1, ge=1, lt=TOO_MANY)
     #: How KV heads and layers of a group are reduced to one score a block. duo: the file of its gates.
     heads: str = "sum"
     layers: Reduction = "sum"
     #: snapkv: blocks in the pooling kernel, odd.
-    kernel: int = Field(3, ge=1)
+    kernel: int = Field(3, ge=1, lt=TOO_MANY)
     #: rkv: weight of attention against redundancy.
     mix: float = Field(0.1, ge=0, le=1)
     #: kvzip: tokens of the prompt that are repeated at once.
-    chunk: int = Field(2048, ge=1)
+    chunk: int = Field(2048, ge=1, lt=TOO_MANY)
     #: kvzip: token ids between the prompt and its repetition.
-    instruction: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    instruction: tuple[Annotated[int, Field(ge=0, lt=TOO_MANY)], ...] = ()
     #: random: of its hash.
     seed: int = Field(0, ge=0, lt=1 << 63)
     #: duo: gates of at least `threshold` are retrieval heads, or the share `sparsity` with the smallest gates streams.
@@ -177,12 +188,12 @@ class KVPolicyConfig(BaseModel):
     @field_validator("budget", mode="before")
     @classmethod
     def _tokens_or_ratio(cls, budget: Any) -> int | float | None:
-        tokens = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+        tokens = isinstance(budget, int) and not isinstance(budget, bool) and 0 < budget < TOO_MANY
         ratio = isinstance(budget, float) and 0 < budget < 1
         if budget is None or tokens or ratio:
             return budget
         raise ValueError(
-            f"must be a whole number of tokens above 0, or a ratio of the prompt between 0 and 1, not {budget!r}"
+            f"must be a whole number of tokens above 0, or a ratio of the prompt between 0 and 1, not {shown(budget)}"
         )
 
     @field_validator(
@@ -503,9 +514,14 @@ class KVPolicyConfig(BaseModel):
         """
         if not extra_args:
             return self
+        if not isinstance(extra_args, Mapping):
+            raise KVPolicyError(f"extra_args must be a dict of a request's own arguments, not {shown(extra_args)}")
         for key in extra_args:
-            if key not in REQUEST_FIELDS and difflib.get_close_matches(key.lower(), REQUEST_FIELDS, cutoff=0.8):
-                raise KVPolicyError(f"unknown request field {key!r}; a request may set: {nearest(key, REQUEST_FIELDS)}")
+            text = str(key)[:LONGEST_SHOWN].lower()
+            if key not in REQUEST_FIELDS and difflib.get_close_matches(text, REQUEST_FIELDS, cutoff=0.8):
+                raise KVPolicyError(
+                    f"unknown request field {shown(key)}; a request may set: {nearest(key, REQUEST_FIELDS)}"
+                )
         name = extra_args.get("kv_policy", self.name)
         if policy_named(name).name not in self.allowed:
             raise KVPolicyError(f"kv_policy {name!r} is not enabled here; enabled: {nearest(name, self.allowed)}")
@@ -616,12 +632,12 @@ def _number(value: Any) -> int | float:
     number = value
     if isinstance(value, str):
         try:
-            number = json.loads(value, parse_constant=float)
+            number = json.loads(value[:LONGEST_SHOWN], parse_constant=float)
         except json.JSONDecodeError:
             number = None
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        shown = "null" if value is None else repr(value)
-        raise KVPolicyError(f"kv_budget must be a number of tokens, or a ratio of the prompt below 1, not {shown}")
+        given = "null" if value is None else shown(value)
+        raise KVPolicyError(f"kv_budget must be a number of tokens, or a ratio of the prompt below 1, not {given}")
     return number
 
 
@@ -629,7 +645,7 @@ def _sentence(error: Mapping[str, Any]) -> str:
     where = error["loc"][0] if error["loc"] else ""
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] != "value_error":
-        message = f"{message[0].lower()}{message[1:]}, not {error['input']!r}"
+        message = f"{message[0].lower()}{message[1:]}, not {shown(error['input'])}"
     return f"{where}: {message}" if where else message
 
 
