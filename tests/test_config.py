@@ -85,6 +85,8 @@ def test_every_config_of_the_repository_parses(monkeypatch):
         config = parse(path)
         for part in config.classes.values():
             assert part.name == "full" or part.limits(128, 32768).budget > 0
+        # Bands are as many as a model with few heads allows.
+        config.for_model(4, 2, 1)
     assert {parse(path).name for path in paths} == set(POLICIES)
 
 

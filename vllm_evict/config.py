@@ -167,7 +167,10 @@ class KVPolicyConfig(BaseModel):
         if not isinstance(values, Mapping):
             return values
         if "name" not in values:
-            raise ValueError(f"a KV policy needs a name: one of {', '.join(sorted(POLICIES))}")
+            raise ValueError(
+                f"a KV policy needs a name: one of {', '.join(sorted(POLICIES))} (--kv-policy.name beside other "
+                "--kv-policy.FIELD)"
+            )
         policy = policy_named(values["name"])
         allowed = policy.options | {"name", "allow"}
         if "granularity" in values and "granularity" not in allowed:
@@ -460,6 +463,16 @@ class KVPolicyConfig(BaseModel):
             )
         for part in self.classes.values():
             part.limits(block_size, max_model_len)
+
+    def check_instruction(self, vocab_size: int) -> None:
+        """Make sure that the model knows the tokens that kvzip puts between a prompt and its repetition.
+
+        Raises:
+            KVPolicyError: naming one that it does not know, which would end the engine with the first request.
+        """
+        for token in self.instruction:
+            if token >= vocab_size:
+                raise KVPolicyError(f"instruction: {token} is no token of the model, whose ids are below {vocab_size}")
 
     def limits(self, block_size: int, prompt_len: int) -> Limits | None:
         """Blocks that a request with this prompt may keep; None if all of them.
