@@ -357,6 +357,12 @@ def test_an_instruction_that_the_model_does_not_know_is_refused_at_start(tiny):
         engine_config(tiny, {**policy, "instruction": [7, 256]})
 
 
+@pytest.mark.parametrize("additional", ["[1]", 5])
+def test_a_policy_needs_an_additional_config_that_can_carry_it(tiny, additional):
+    with pytest.raises(KVPolicyError, match="additional_config must be a dict.*, not "):
+        engine_config(tiny, additional_config=additional)
+
+
 def test_two_policies_that_differ_are_refused(tiny):
     with pytest.raises(KVPolicyError, match="two different KV policies"):
         engine_config(tiny, "h2o", additional_config={"kv_policy": "sink-window"})

@@ -662,4 +662,13 @@ def _sentence(error: Mapping[str, Any]) -> str:
     return f"{where}: {message}" if where else message
 
 
-__all__ = ["MASS_OPTIONS", "REQUEST_FIELDS", "KVPolicyConfig", "KVPolicyError", "Limits", "nearest", "policy_named"]
+__all__ = [
+    "MASS_OPTIONS",
+    "REQUEST_FIELDS",
+    "KVPolicyConfig",
+    "KVPolicyError",
+    "Limits",
+    "nearest",
+    "policy_named",
+    "shown",
+]
