@@ -200,6 +200,21 @@ def test_a_policy_without_a_name_is_refused():
 
 def test_broken_json_is_refused():
     assert "not a JSON object" in refusal('{"name": "h2o"')
+    message = refusal('{"a":' * 100_000)
+    assert "not a JSON object" in message and len(message) < 400
+
+
+def test_files_are_known_by_their_ending_in_capitals_too(tmp_path):
+    (tmp_path / "MINE.YAML").write_text("name: h2o")
+    assert parse(tmp_path / "MINE.YAML") == parse("h2o")
+
+
+def test_a_pattern_has_as_many_heads_in_each_layer():
+    duo = {"name": "duo", "heads": str(ROOT / "configs/heads/needle")}
+    assert parse({**duo, "pattern": ["01", "10"]}).head_pattern.retrieval.shape == (2, 2)
+    assert refusal({**duo, "pattern": ["01", "0"]}).startswith("pattern: must have as many digits")
+    # None is none given.
+    assert parse({**duo, "pattern": []}) == parse(duo) and len(parse(duo).pattern) == 4
 
 
 @pytest.mark.parametrize(
@@ -214,6 +229,7 @@ def test_broken_json_is_refused():
         ("name: h2o\nsink: [1]\n", "sink"),
         ("name: 3\n", "unknown KV policy 3"),
         ("1: 2\nname: h2o\n", "1"),
+        ("[" * 5000, "is not YAML"),
     ],
 )
 def test_a_bad_file_is_refused_by_path(tmp_path, text, words):

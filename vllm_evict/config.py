@@ -270,6 +270,13 @@ class KVPolicyConfig(BaseModel):
             raise ValueError(f"merge: {self.merge!r} merges tokens: it needs granularity: token")
         return self
 
+    @field_validator("pattern")
+    @classmethod
+    def _as_many_heads_in_each_layer(cls, pattern: tuple[str, ...]) -> tuple[str, ...]:
+        if len({len(row) for row in pattern}) > 1:
+            raise ValueError("must have as many digits, one for each KV head, in every row")
+        return pattern
+
     @field_validator("kernel")
     @classmethod
     def _centred(cls, kernel: int) -> int:
@@ -594,7 +601,7 @@ REQUEST_FIELDS = ("kv_policy", "kv_budget")
 def _with_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
     """duo's fields, with what its file of gates says in place of those that are not given."""
     values = dict(values)
-    if "pattern" in values:
+    if values.get("pattern"):
         return values
     heads = values.get("heads")
     if not isinstance(heads, (str, Path)) or not str(heads):
@@ -615,16 +622,16 @@ def _read(text: str) -> tuple[Any, str]:
     if text.startswith("{"):
         try:
             return json.loads(text), ""
-        except json.JSONDecodeError as error:
-            raise KVPolicyError(f"not a JSON object ({error}): {text}") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise KVPolicyError(f"not a JSON object ({error}): {text[:LONGEST_SHOWN]}") from None
     path = Path(text)
-    if path.suffix not in (".yaml", ".yml", ".json"):
+    if path.suffix.lower() not in (".yaml", ".yml", ".json"):
         return {"name": text}, ""
     try:
         value = yaml.safe_load(path.read_text())
     except OSError as error:
         raise KVPolicyError(f"{path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise KVPolicyError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(value, Mapping):
         raise KVPolicyError(f"{path} must hold the fields of one KV policy (name: ...), not {type(value).__name__}")
