@@ -538,7 +538,7 @@ requests = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=1000, deadline=None)  # a busy machine is no failure
 @given(servers, requests, st.sampled_from([16, 32, 64]), st.integers(1, 2000))
 def test_no_request_is_granted_more_than_the_pool_was_planned_for(server, extra_args, block, prompt):
     try:
