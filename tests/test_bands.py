@@ -12,6 +12,8 @@ from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.plan import Report
+from vllm_evict.core.residency import Residency
 
 BLOCK = 32
 BASE = {"budget": 320, "buffer": 64, "sink": 32, "recent": 64, "window": 24, "kernel": 3}
@@ -252,6 +254,43 @@ def test_fastgen_matches_the_oracle(engine, model, dense, bands, recovery):
     replays = replay_heads(dense, tokens, trace.steps, groups, told=told)
     assert_logprobs(output, prompt, 0, replays[0].logits)
     server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("recovery, name", [(1e-9, "sink-window"), (1.0, "full")])
+def test_what_fastgen_chose_goes_on_while_the_request_does(engine, model, caplog, recovery, name):
+    """Groups with a window of their own have no scores to wait for."""
+    policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 2, "recovery": recovery}
+    server = engine(policy, model=model, max_num_batched_tokens=192)
+    server.add(random_prompt(600, 5), max_tokens=500)
+    held = {}
+
+    def on_step(server):
+        for manager in server.managers:
+            for resident in manager.residents.values():
+                if resident.unprofiled:
+                    bound = resident.limits.bound if resident.limits else math.inf
+                    held.setdefault(resident.config.name, []).append((resident.held_blocks, bound))
+
+    with caplog.at_level("ERROR", logger="vllm.evict"):
+        server.run(on_step)
+    assert name in held and "no scores" not in caplog.text
+    # One block more than the bound is begun before a decision, as everywhere.
+    assert all(blocks <= bound + 1 for each in held.values() for blocks, bound in each)
+    assert max(blocks for blocks, _ in held[name]) >= (30 if name == "full" else 5)
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("recovery, name", [(1e-9, "sink-window"), (0.5, "h2o"), (1.0, "full")])
+def test_a_restart_is_measured_and_chosen_for_again(recovery, name):
+    policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 1, "recovery": recovery}
+    (config,) = KVPolicyConfig.parse(policy).classes.values()
+    resident = Residency(config, config.limits(BLOCK, 600), BLOCK, "fastgen", measured=True)
+    resident.profile(Report(np.arange(19), {"mass": np.ones(19)}), 600, 600)
+    assert resident.config.name == name and resident.measured == (name == "h2o")
+    resident.restart()
+    assert resident.config == config and resident.measured
 
 
 @pytest.mark.v1_only

@@ -85,6 +85,8 @@ def test_every_config_of_the_repository_parses(monkeypatch):
         config = parse(path)
         for part in config.classes.values():
             assert part.name == "full" or part.limits(128, 32768).budget > 0
+        # Bands are as many as a model with few heads allows.
+        config.for_model(4, 2, 1)
     assert {parse(path).name for path in paths} == set(POLICIES)
 
 
@@ -119,7 +121,7 @@ def test_nearest_lists_everything():
 
 
 @pytest.mark.parametrize(
-    "budget", [0, -1, -0.5, 0.0, 1.0, 1.5, 2048.0, math.nan, math.inf, True, False, "1024", "many", [1], {}]
+    "budget", [0, -1, -0.5, 0.0, 1.0, 1.5, 2048.0, 1 << 31, math.nan, math.inf, True, False, "1024", "many", [1], {}]
 )
 def test_budgets_that_make_no_sense_are_refused(budget):
     message = refusal({**H2O, "budget": budget})
@@ -171,6 +173,13 @@ def test_wrong_types_and_values_are_refused_by_field(field, value, words):
     assert "\n" not in message and "pydantic" not in message
 
 
+@pytest.mark.parametrize("field", ["budget", "buffer", "sink", "recent", "min_prompt", "window", "every"])
+def test_sizes_beyond_any_context_are_refused_in_a_line(field):
+    """Not by an overflow where they are divided into blocks."""
+    message = refusal({**H2O, field: 10**400})
+    assert message.startswith(f"{field}: ") and len(message) < 400 and "000..." in message
+
+
 def test_several_mistakes_come_in_one_message():
     message = refusal({**H2O, "buffer": -1, "heads": "min"})
     assert "buffer: " in message and "heads: " in message
@@ -191,6 +200,21 @@ def test_a_policy_without_a_name_is_refused():
 
 def test_broken_json_is_refused():
     assert "not a JSON object" in refusal('{"name": "h2o"')
+    message = refusal('{"a":' * 100_000)
+    assert "not a JSON object" in message and len(message) < 400
+
+
+def test_files_are_known_by_their_ending_in_capitals_too(tmp_path):
+    (tmp_path / "MINE.YAML").write_text("name: h2o")
+    assert parse(tmp_path / "MINE.YAML") == parse("h2o")
+
+
+def test_a_pattern_has_as_many_heads_in_each_layer():
+    duo = {"name": "duo", "heads": str(ROOT / "configs/heads/needle")}
+    assert parse({**duo, "pattern": ["01", "10"]}).head_pattern.retrieval.shape == (2, 2)
+    assert refusal({**duo, "pattern": ["01", "0"]}).startswith("pattern: must have as many digits")
+    # None is none given.
+    assert parse({**duo, "pattern": []}) == parse(duo) and len(parse(duo).pattern) == 4
 
 
 @pytest.mark.parametrize(
@@ -205,6 +229,7 @@ def test_broken_json_is_refused():
         ("name: h2o\nsink: [1]\n", "sink"),
         ("name: 3\n", "unknown KV policy 3"),
         ("1: 2\nname: h2o\n", "1"),
+        ("[" * 5000, "is not YAML"),
     ],
 )
 def test_a_bad_file_is_refused_by_path(tmp_path, text, words):
@@ -389,6 +414,29 @@ def test_budgets_that_make_no_sense_are_refused_in_requests_too(budget):
     assert "budget" in message and "\n" not in message
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" + "0" * 400, "1" + "0" * 5000, "9" * 119 + " " * 10_000])
+def test_long_texts_for_budgets_are_refused_in_a_line(text):
+    """Not by an error of JSON, whose nesting and whose digits Python limits, and not repeated."""
+    message = request_refusal(H2O, {"kv_budget": text})
+    assert "budget" in message and "number of tokens" in message and len(message) < 400
+
+
+def test_what_a_refusal_repeats_is_short():
+    message = request_refusal(H2O, {"kv_policy": "h2o" * 100_000})
+    assert message.startswith("unknown KV policy 'h2oh2o") and "...; choose one of: " in message and len(message) < 500
+    with pytest.raises(KVPolicyError, match=r"^unknown KV policy 'h2oh2o.*\.\.\.; choose"):
+        parse("h2o" * 100_000)
+
+
+@pytest.mark.parametrize("extra_args", ["kv_policy", [1], 5])
+def test_extra_args_that_are_no_dict_are_refused(extra_args):
+    assert f"must be a dict of a request's own arguments, not {extra_args!r}" in request_refusal(H2O, extra_args)
+
+
+def test_names_of_others_arguments_may_be_anything():
+    assert asked(H2O, {1: 2, None: 3, "x" * 100_000: 4}) == parse(H2O)
+
+
 @pytest.mark.parametrize("typo", ["kv_buget", "kv_budge", "kv_polcy", "kvpolicy", "kv-budget", "KV_budget"])
 def test_a_typo_is_not_silently_ignored(typo):
     message = request_refusal(H2O, {typo: 512})
@@ -490,7 +538,7 @@ requests = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=1000, deadline=None)  # a busy machine is no failure
 @given(servers, requests, st.sampled_from([16, 32, 64]), st.integers(1, 2000))
 def test_no_request_is_granted_more_than_the_pool_was_planned_for(server, extra_args, block, prompt):
     try:

@@ -147,7 +147,7 @@ SETTINGS = {
     ),
     "KV connector": (
         dict(kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
-        "leave --kv-transfer-config out",
+        "leave --kv-transfer-config and --kv-offloading-size out",
     ),
     "encoder-cache connector": (
         dict(ec_transfer_config={"ec_connector": "ExampleConnector", "ec_role": "ec_both"}),
@@ -347,6 +347,20 @@ def test_another_vllm_is_refused_with_what_to_install(tiny, monkeypatch, version
 def test_a_budget_too_small_for_the_blocks_is_refused_at_start(tiny):
     with pytest.raises(KVPolicyError, match="budget 512 is too small for blocks of 512"):
         engine_config(tiny, block_size=512)
+
+
+def test_an_instruction_that_the_model_does_not_know_is_refused_at_start(tiny):
+    """The engine would end with the first prompt that is repeated."""
+    policy = {"name": "kvzip", "budget": 512, "instruction": [7, 255]}
+    assert engine_config(tiny, policy).scheduler_config.scheduler_cls
+    with pytest.raises(KVPolicyError, match="instruction: 256 is no token of the model, whose ids are below 256"):
+        engine_config(tiny, {**policy, "instruction": [7, 256]})
+
+
+@pytest.mark.parametrize("additional", ["[1]", 5])
+def test_a_policy_needs_an_additional_config_that_can_carry_it(tiny, additional):
+    with pytest.raises(KVPolicyError, match="additional_config must be a dict.*, not "):
+        engine_config(tiny, additional_config=additional)
 
 
 def test_two_policies_that_differ_are_refused(tiny):

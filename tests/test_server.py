@@ -179,6 +179,7 @@ def test_a_bad_streamed_request_is_http_400_before_the_stream(server):
     for create in (
         lambda **options: server.client.completions.create(prompt="t1", **options),
         lambda **options: server.client.chat.completions.create(messages=[message], **options),
+        lambda **options: server.client.responses.create(input="t1", **options),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             create(model="tiny", stream=True, extra_body={"vllm_xargs": {"kv_buget": 128}})

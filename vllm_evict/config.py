@@ -22,6 +22,8 @@ REDUCTION_NAMES = get_args(Reduction)
 DEFAULT_BANDS = 4
 #: Names of head classes, in the order of their KV groups.
 RETRIEVAL, STREAMING = "retrieval", "streaming"
+#: Characters of what a client sent that an answer repeats.
+LONGEST_SHOWN = 120
 
 
 class KVPolicyError(ValueError):
@@ -30,8 +32,15 @@ class KVPolicyError(ValueError):
 
 def nearest(word: object, options: Iterable[str]) -> str:
     """The options as a list for a message, the one most like `word` first."""
-    likeness = lambda option: difflib.SequenceMatcher(None, str(word).lower(), option).ratio()  # noqa: E731
+    text = str(word)[:LONGEST_SHOWN].lower()
+    likeness = lambda option: difflib.SequenceMatcher(None, text, option).ratio()  # noqa: E731
     return ", ".join(sorted(sorted(options), key=likeness, reverse=True))
+
+
+def shown(value: object) -> str:
+    """`repr` of what somebody gave, for a message: no longer than a line."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def policy_named(name: object) -> Policy:
@@ -41,10 +50,12 @@ def policy_named(name: object) -> Policy:
         KVPolicyError: there is none; the message lists those there are.
     """
     if not isinstance(name, str) or name not in POLICIES:
-        raise KVPolicyError(f"unknown KV policy {name!r}; choose one of: {nearest(name, POLICIES)}")
+        raise KVPolicyError(f"unknown KV policy {shown(name)}; choose one of: {nearest(name, POLICIES)}")
     return POLICIES[name]
 
 
+#: No size in tokens is as large.
+TOO_MANY = 1 << 31
 #: Trigger of requests that are evicted from only when the pool runs out.
 NEVER = 1 << 40
 
@@ -87,15 +98,15 @@ class KVPolicyConfig(BaseModel):
     budget: int | float | None = None
     #: Hysteresis: eviction starts above budget + buffer and goes back to budget. Under pressure: tokens that are freed
     #: at a time beyond what is needed.
-    buffer: int = Field(0, ge=0)
+    buffer: int = Field(0, ge=0, lt=TOO_MANY)
     #: Leading tokens that always stay (attention sinks).
-    sink: int = Field(0, ge=0)
+    sink: int = Field(0, ge=0, lt=TOO_MANY)
     #: Trailing tokens that always stay.
-    recent: int = Field(0, ge=0)
+    recent: int = Field(0, ge=0, lt=TOO_MANY)
     #: False: sinks and recent tokens may go like all others, for ablations. What is written or in flight stays.
     protect: bool = True
     #: Requests with a shorter prompt are never evicted from.
-    min_prompt: int = Field(0, ge=0)
+    min_prompt: int = Field(0, ge=0, lt=TOO_MANY)
     #: block: whole blocks stay or go, the same for all heads. token: each KV head keeps its own tokens, as many as all
     #: others, gathered into as few blocks as they need.
     granularity: Literal["block", "token"] = "block"
@@ -112,20 +123,20 @@ class KVPolicyConfig(BaseModel):
     #: ema: share of the old average that stays, per query.
     decay: float = Field(0.99, gt=0, lt=1)
     #: last, and policies that look at the last queries only: queries before a decision that count.
-    window: int = Field(32, ge=1)
+    window: int = Field(32, ge=1, lt=TOO_MANY)
     #: Score every n-th query position only.
-    every: int = Field(1, ge=1)
+    every: int = Field(1, ge=1, lt=TOO_MANY)
     #: How KV heads and layers of a group are reduced to one score a block. duo: the file of its gates.
     heads: str = "sum"
     layers: Reduction = "sum"
     #: snapkv: blocks in the pooling kernel, odd.
-    kernel: int = Field(3, ge=1)
+    kernel: int = Field(3, ge=1, lt=TOO_MANY)
     #: rkv: weight of attention against redundancy.
     mix: float = Field(0.1, ge=0, le=1)
     #: kvzip: tokens of the prompt that are repeated at once.
-    chunk: int = Field(2048, ge=1)
+    chunk: int = Field(2048, ge=1, lt=TOO_MANY)
     #: kvzip: token ids between the prompt and its repetition.
-    instruction: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    instruction: tuple[Annotated[int, Field(ge=0, lt=TOO_MANY)], ...] = ()
     #: random: of its hash.
     seed: int = Field(0, ge=0, lt=1 << 63)
     #: duo: gates of at least `threshold` are retrieval heads, or the share `sparsity` with the smallest gates streams.
@@ -156,7 +167,10 @@ class KVPolicyConfig(BaseModel):
         if not isinstance(values, Mapping):
             return values
         if "name" not in values:
-            raise ValueError(f"a KV policy needs a name: one of {', '.join(sorted(POLICIES))}")
+            raise ValueError(
+                f"a KV policy needs a name: one of {', '.join(sorted(POLICIES))} (--kv-policy.name beside other "
+                "--kv-policy.FIELD)"
+            )
         policy = policy_named(values["name"])
         allowed = policy.options | {"name", "allow"}
         if "granularity" in values and "granularity" not in allowed:
@@ -177,12 +191,12 @@ class KVPolicyConfig(BaseModel):
     @field_validator("budget", mode="before")
     @classmethod
     def _tokens_or_ratio(cls, budget: Any) -> int | float | None:
-        tokens = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+        tokens = isinstance(budget, int) and not isinstance(budget, bool) and 0 < budget < TOO_MANY
         ratio = isinstance(budget, float) and 0 < budget < 1
         if budget is None or tokens or ratio:
             return budget
         raise ValueError(
-            f"must be a whole number of tokens above 0, or a ratio of the prompt between 0 and 1, not {budget!r}"
+            f"must be a whole number of tokens above 0, or a ratio of the prompt between 0 and 1, not {shown(budget)}"
         )
 
     @field_validator(
@@ -255,6 +269,13 @@ class KVPolicyConfig(BaseModel):
         if self.merge and self.granularity != "token":
             raise ValueError(f"merge: {self.merge!r} merges tokens: it needs granularity: token")
         return self
+
+    @field_validator("pattern")
+    @classmethod
+    def _as_many_heads_in_each_layer(cls, pattern: tuple[str, ...]) -> tuple[str, ...]:
+        if len({len(row) for row in pattern}) > 1:
+            raise ValueError("must have as many digits, one for each KV head, in every row")
+        return pattern
 
     @field_validator("kernel")
     @classmethod
@@ -450,6 +471,16 @@ class KVPolicyConfig(BaseModel):
         for part in self.classes.values():
             part.limits(block_size, max_model_len)
 
+    def check_instruction(self, vocab_size: int) -> None:
+        """Make sure that the model knows the tokens that kvzip puts between a prompt and its repetition.
+
+        Raises:
+            KVPolicyError: naming one that it does not know, which would end the engine with the first request.
+        """
+        for token in self.instruction:
+            if token >= vocab_size:
+                raise KVPolicyError(f"instruction: {token} is no token of the model, whose ids are below {vocab_size}")
+
     def limits(self, block_size: int, prompt_len: int) -> Limits | None:
         """Blocks that a request with this prompt may keep; None if all of them.
 
@@ -503,9 +534,14 @@ class KVPolicyConfig(BaseModel):
         """
         if not extra_args:
             return self
+        if not isinstance(extra_args, Mapping):
+            raise KVPolicyError(f"extra_args must be a dict of a request's own arguments, not {shown(extra_args)}")
         for key in extra_args:
-            if key not in REQUEST_FIELDS and difflib.get_close_matches(key.lower(), REQUEST_FIELDS, cutoff=0.8):
-                raise KVPolicyError(f"unknown request field {key!r}; a request may set: {nearest(key, REQUEST_FIELDS)}")
+            text = str(key)[:LONGEST_SHOWN].lower()
+            if key not in REQUEST_FIELDS and difflib.get_close_matches(text, REQUEST_FIELDS, cutoff=0.8):
+                raise KVPolicyError(
+                    f"unknown request field {shown(key)}; a request may set: {nearest(key, REQUEST_FIELDS)}"
+                )
         name = extra_args.get("kv_policy", self.name)
         if policy_named(name).name not in self.allowed:
             raise KVPolicyError(f"kv_policy {name!r} is not enabled here; enabled: {nearest(name, self.allowed)}")
@@ -565,7 +601,7 @@ REQUEST_FIELDS = ("kv_policy", "kv_budget")
 def _with_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
     """duo's fields, with what its file of gates says in place of those that are not given."""
     values = dict(values)
-    if "pattern" in values:
+    if values.get("pattern"):
         return values
     heads = values.get("heads")
     if not isinstance(heads, (str, Path)) or not str(heads):
@@ -586,16 +622,16 @@ def _read(text: str) -> tuple[Any, str]:
     if text.startswith("{"):
         try:
             return json.loads(text), ""
-        except json.JSONDecodeError as error:
-            raise KVPolicyError(f"not a JSON object ({error}): {text}") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise KVPolicyError(f"not a JSON object ({error}): {text[:LONGEST_SHOWN]}") from None
     path = Path(text)
-    if path.suffix not in (".yaml", ".yml", ".json"):
+    if path.suffix.lower() not in (".yaml", ".yml", ".json"):
         return {"name": text}, ""
     try:
         value = yaml.safe_load(path.read_text())
     except OSError as error:
         raise KVPolicyError(f"{path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise KVPolicyError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(value, Mapping):
         raise KVPolicyError(f"{path} must hold the fields of one KV policy (name: ...), not {type(value).__name__}")
@@ -616,12 +652,12 @@ def _number(value: Any) -> int | float:
     number = value
     if isinstance(value, str):
         try:
-            number = json.loads(value, parse_constant=float)
+            number = json.loads(value[:LONGEST_SHOWN], parse_constant=float)
         except json.JSONDecodeError:
             number = None
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        shown = "null" if value is None else repr(value)
-        raise KVPolicyError(f"kv_budget must be a number of tokens, or a ratio of the prompt below 1, not {shown}")
+        given = "null" if value is None else shown(value)
+        raise KVPolicyError(f"kv_budget must be a number of tokens, or a ratio of the prompt below 1, not {given}")
     return number
 
 
@@ -629,8 +665,17 @@ def _sentence(error: Mapping[str, Any]) -> str:
     where = error["loc"][0] if error["loc"] else ""
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] != "value_error":
-        message = f"{message[0].lower()}{message[1:]}, not {error['input']!r}"
+        message = f"{message[0].lower()}{message[1:]}, not {shown(error['input'])}"
     return f"{where}: {message}" if where else message
 
 
-__all__ = ["MASS_OPTIONS", "REQUEST_FIELDS", "KVPolicyConfig", "KVPolicyError", "Limits", "nearest", "policy_named"]
+__all__ = [
+    "MASS_OPTIONS",
+    "REQUEST_FIELDS",
+    "KVPolicyConfig",
+    "KVPolicyError",
+    "Limits",
+    "nearest",
+    "policy_named",
+    "shown",
+]

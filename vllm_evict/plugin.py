@@ -9,6 +9,7 @@ from .config import KVPolicyConfig, KVPolicyError
 #: vLLM's modules and what is added to them, in every process and idempotently. Without a policy all of it stays idle.
 HOOKS = {
     "vllm.engine.arg_utils": arguments.hook,
+    "vllm.entrypoints.openai.responses.serving": frontend.hook_responses,
     "vllm.v1.engine.async_llm": frontend.hook_async_llm,
     "vllm.v1.engine.input_processor": frontend.hook_input_processor,
     "vllm.v1.engine.output_processor": frontend.hook_output_processor,
@@ -50,6 +51,7 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     layers, kv_heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     config = config.for_model(layers, kv_heads, vllm_config.parallel_config.tensor_parallel_size)
     config.check(vllm_config.cache_config.block_size, layers, kv_heads, model.max_model_len)
+    config.check_instruction(model.get_vocab_size())
     vllm_config.additional_config["kv_policy"] = config.to_dict()
     asynchronous = vllm_config.scheduler_config.async_scheduling
     vllm_config.scheduler_config.scheduler_cls = (

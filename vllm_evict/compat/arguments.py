@@ -8,7 +8,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from ..config import KVPolicyConfig, KVPolicyError
+from ..config import KVPolicyConfig, KVPolicyError, shown
 from ..policies import POLICIES
 
 #: What users may give; other fields of a config are its own.
@@ -76,6 +76,9 @@ def _with_policy(create_engine_config: Any) -> Any:
         config = _requested(self)
         if config is None:
             return create_engine_config(self, *args, **kwargs)
+        if not isinstance(self.additional_config, dict):
+            given = shown(self.additional_config)
+            raise KVPolicyError(f"beside a KV policy additional_config must be a dict, as it carries it, not {given}")
         self.additional_config = {**self.additional_config, "kv_policy": config.to_dict()}
         vllm_config = create_engine_config(self, *args, **kwargs)
         # Here, not above: what it imports needs a vLLM whose platform is known.

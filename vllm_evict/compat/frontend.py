@@ -34,6 +34,12 @@ def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
+def _check_prompt(vllm_config: Any, prompt: Any, params: Any) -> None:
+    """The same for a prompt that is rendered; others are checked when they are."""
+    if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
+        _check_request(vllm_config, params, len(prompt["prompt_token_ids"]))
+
+
 def hook_async_llm(module: ModuleType) -> None:
     """Validate streamed requests when they are made: the generator starts only after the response has."""
     cls = module.AsyncLLM
@@ -43,11 +49,25 @@ def hook_async_llm(module: ModuleType) -> None:
 
     @functools.wraps(generate)
     def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
-            _check_request(self.vllm_config, sampling_params, len(prompt["prompt_token_ids"]))
+        _check_prompt(self.vllm_config, prompt, sampling_params)
         return generate(self, prompt, sampling_params, *args, **kwargs)
 
     cls.generate = checked
+
+
+def hook_responses(module: ModuleType) -> None:
+    """The same for /v1/responses, which asks the engine from within the stream."""
+    cls = module.OpenAIServingResponses
+    generate = cls._generate_with_builtin_tools
+    if not _once(generate):
+        return
+
+    @functools.wraps(generate)
+    def checked(self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_prompt(self.engine_client.vllm_config, engine_input, sampling_params)
+        return generate(self, request_id, engine_input, sampling_params, *args, **kwargs)
+
+    cls._generate_with_builtin_tools = checked
 
 
 def hook_input_processor(module: ModuleType) -> None:

@@ -91,7 +91,11 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --tensor-parallel-size instead"),
         (parallel.enable_dbo, "dual-batch overlap", "leave --enable-dbo out"),
         (vllm_config.speculative_config is not None, "speculative decoding", "leave --speculative-config out"),
-        (vllm_config.kv_transfer_config is not None, "a KV connector", "leave --kv-transfer-config out"),
+        (
+            vllm_config.kv_transfer_config is not None,
+            "a KV connector",
+            "leave --kv-transfer-config and --kv-offloading-size out",
+        ),
         (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
         (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
         (

@@ -91,6 +91,7 @@ class Residency:
         self.report, self.asked_at = None, 0
         if self.unprofiled is not None:
             (self.config, self.limits), self.unprofiled = self.unprofiled, None
+            self.measured = True
 
     def profile(self, report: Report, computed_tokens: int, prompt_len: int) -> None:
         """Choose the policy of this KV group, now that the prompt is computed (see `policies.fastgen`).
@@ -106,6 +107,8 @@ class Residency:
         self.unprofiled = (self.config, self.limits)
         self.config = self.config.profiled(name)
         self.limits = self.config.limits(self.block_size, prompt_len)
+        # Of what it goes by from now on there may be nothing to report.
+        self.measured = bool(self.config.policy.measures)
 
     def adopt(self, there: np.ndarray, blocks: int) -> None:
         """Start with a cached prefix of which only some blocks were taken.

@@ -183,16 +183,18 @@ def check(plan: Plan, settings: tuple[str, ...]) -> None:
             raise EvalError(
                 f"{name} cannot be {' or '.join(settings)} ({WHY_NOT[name in TASKS]}): --settings {fitting}"
             )
+    sizes = {"lengths": plan.lengths, "samples": (plan.samples,), "batch": (plan.batch,), "chunk": (plan.chunk,)}
+    if plan.limit is not None:
+        sizes["limit"] = (plan.limit,)
+    for name, values in sizes.items():
+        if not values or min(values) < 1:
+            raise EvalError(f"--{name} must be at least 1")
     if "agnostic" in settings:
         for length in plan.lengths:
             if length % plan.chunk:
                 raise EvalError(f"length {length} is no multiple of the prefill chunk of {plan.chunk}: see --chunk")
         if plan.url and not plan.tokenizer:
             raise EvalError("agnostic over HTTP has to count exactly: give the server's --tokenizer and its --chunk")
-    sizes = {"length": plan.lengths, "samples": (plan.samples,), "batch": (plan.batch,), "chunk": (plan.chunk,)}
-    for name, values in sizes.items():
-        if not values or min(values) < 1:
-            raise EvalError(f"--{name} must be at least 1")
     if not plan.depths or not all(0 <= depth <= 1 for depth in plan.depths):
         raise EvalError("depths are shares of the context, from 0 (its start) to 1 (its end)")
 

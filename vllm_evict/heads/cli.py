@@ -80,10 +80,10 @@ def show(
     contexts: Annotated[str, typer.Option(help="Contexts of the memory table, in tokens.")] = "4096,32768,131072",
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 16,
     model: Annotated[str, typer.Option(help="The model: checks the shape, and adds bytes.")] = "",
-    head_dim: Annotated[int, typer.Option(help="Without --model: adds bytes, of 16-bit keys and values.")] = 0,
-    weights: Annotated[float, typer.Option(help="Without --model: bytes of the weights, as 13.5e9.")] = 0.0,
+    head_dim: Annotated[int, typer.Option(min=0, help="Without --model: adds bytes, of 16-bit keys and values.")] = 0,
+    weights: Annotated[float, typer.Option(min=0, help="Without --model: bytes of the weights, as 13.5e9.")] = 0.0,
     ratio: Annotated[
-        float | None, typer.Option(help="Find the context where weights and KV cache are so many times less.")
+        float | None, typer.Option(min=1, help="Find the context where weights and KV cache are so many times less.")
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Write the heat map here too.")] = None,
 ) -> None:

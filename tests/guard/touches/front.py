@@ -225,6 +225,7 @@ CONFIGURATION = [
             "rswa_window",
             "get_sliding_window()",
             "get_total_num_kv_heads()",
+            "get_vocab_size()",
         ),
     ),
     Touch(
@@ -360,6 +361,21 @@ FRONT_END = [
         ("compat.frontend",),
         "makes the generator of a request; a bad one is refused before",
         first=("prompt", "sampling_params"),
+    ),
+    Touch("vllm.entrypoints.openai.responses.serving:", ("plugin",), "hooked when it is imported"),
+    Touch(
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
+        ("compat.frontend",),
+        "makes the generator of a request, which asks the engine only once it is read; a bad one is refused before",
+        first=("request_id", "engine_input", "sampling_params"),
+        replaced_by=("vllm_evict.compat.frontend:hook_responses.checked",),
+        does=("self.engine_client.generate(engine_input, sampling_params, ...)",),
+    ),
+    Touch(
+        "vllm.engine.protocol:EngineClient",
+        ("compat.frontend",),
+        "knows the server's policy",
+        has=("vllm_config: VllmConfig",),
     ),
     Touch("vllm.v1.engine.output_processor:", ("plugin",), "hooked when it is imported"),
     Touch(
