@@ -135,7 +135,8 @@ OTHERWISE = {
     "snapkv, kernel 5": Case(lambda ratio: SnapKV(ratio, 5), {"name": "snapkv", **POOLED, "kernel": 5}),
     "tova": Case(TOVAPress, {"name": "tova", **TOKENS}),
     "pyramidkv": Case(pyramid(20), {"name": "pyramidkv", **POOLED, "bands": 4}),
-    "kvzip": SAME["kvzip"],
+    # The authors' words, and how the chat template ends.
+    "kvzip": Case(kvzip, {**SAME["kvzip"].policy, "instruction": [0, 231, 0, 0, 0, 6, 5, 4]}),
 }
 
 
