@@ -280,7 +280,7 @@ def test_a_rank_may_have_no_heads_of_a_group(sets):
 @pytest.mark.v1_only
 def test_bands_of_layers_may_keep_tokens(engine, model, dense):
     """Budgets that fall with depth, in tokens."""
-    base = {**BASE, "budget": 320, "window": 24, "kernel": 7}
+    base = {**BASE, "budget": 256, "window": 24, "kernel": 7}
     policy = {"name": "pyramidkv", **base, "bands": 3}
     server = engine(policy, model=model, max_num_batched_tokens=192)
     groups = []

@@ -155,6 +155,8 @@ class KVPolicyConfig(BaseModel):
     floor: float = Field(0.2, ge=0, le=1)
     #: fastgen: share of the attention mass that a KV group's policy has to keep.
     recovery: float = Field(0.95, gt=0, le=1)
+    #: pyramidkv: layers of the model, which bands are cut from; None: as many as bands. Set by `for_model`.
+    depth: int | None = None
     #: Of one band: its budget over the mean. Set by `classes`.
     share: float | None = None
     #: Policies that requests may pick; None: all that evict; `full` as well if this is `full`, or under pressure.
@@ -400,9 +402,12 @@ class KVPolicyConfig(BaseModel):
         bands = self.bands or DEFAULT_BANDS
         if self.policy.splits == "heads":
             return [1.0] * bands
-        # Linear from 2 - 1 / beta at the first layer to 1 / beta at the last: at a band's middle, its mean.
-        fall = 2 - 2 / self.beta
-        return [1 + fall * (0.5 - (band + 0.5) / bands) for band in range(bands)]
+        # Linear from 2 - 1 / beta at the first layer to 1 / beta at the last; a band has its layers' mean. Bands take
+        # as much memory each, however many layers they have, so it is their mean that is the budget.
+        depth = self.depth or bands
+        middles = [(depth * band // bands + depth * (band + 1) // bands - 1) / 2 for band in range(bands)]
+        slope = (2 - 2 / self.beta) / max(depth - 1, 1)
+        return [1 + slope * (sum(middles) / bands - middle) for middle in middles]
 
     def for_model(self, layers: int, kv_heads: int, ranks: int) -> "KVPolicyConfig":
         """This config with what it leaves to the model filled in.
@@ -419,7 +424,7 @@ class KVPolicyConfig(BaseModel):
             what = f"{most} KV heads on each rank"
         if (self.bands or 0) > most:
             raise KVPolicyError(f"bands: {self.name!r} can't make {self.bands} of {what}, at most {most}")
-        return self.model_copy(update={"bands": self.bands or min(DEFAULT_BANDS, most)})
+        return self.model_copy(update={"bands": self.bands or min(DEFAULT_BANDS, most), "depth": layers})
 
     def profiled(self, name: str) -> "KVPolicyConfig":
         """What a KV group runs under once its policy is chosen: its own sizes, as far as that policy has them."""
@@ -565,7 +570,7 @@ class KVPolicyConfig(BaseModel):
         if name != self.name and self.policy.window_is_the_budget:
             options["recent"] = _fitting_window(POLICIES[name], options, block_size, prompt_len)
         options = {field: value for field, value in options.items() if field in POLICIES[name].options}
-        config = KVPolicyConfig.parse({**options, "name": name})
+        config = KVPolicyConfig.parse({**options, "name": name}).model_copy(update={"depth": self.depth})
         asked = config.limits(block_size, prompt_len)
         if granted is not None and (asked.budget > granted.budget or asked.trigger > granted.trigger):
             raise KVPolicyError(

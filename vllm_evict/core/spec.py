@@ -63,7 +63,9 @@ OWN_FIELDS = ("backend", "head_class", "part", "sink", "window")
 
 def policy_config(vllm_config: VllmConfig) -> KVPolicyConfig:
     """The server's policy, as it travels in vLLM's configuration."""
-    return KVPolicyConfig.parse(vllm_config.additional_config["kv_policy"])
+    model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    config = KVPolicyConfig.parse(vllm_config.additional_config["kv_policy"])
+    return config.for_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), ranks)
 
 
 # A spec reaches the engine core by pickle, which imports this module first: whoever holds one has it registered.

@@ -188,7 +188,7 @@ CONFIGURATION = [
     ),
     Touch(
         "vllm.config.parallel:ParallelConfig",
-        ("plugin", "compat.layers", "compat.refusals"),
+        ("plugin", "compat.layers", "compat.refusals", "core.spec"),
         "the worker's class is named here; what is refused; among how many ranks heads are spread",
         has=(
             "worker_cls: str",
@@ -224,6 +224,7 @@ CONFIGURATION = [
             "is_diffusion",
             "rswa_window",
             "get_sliding_window()",
+            "get_total_num_hidden_layers()",
             "get_total_num_kv_heads()",
             "get_vocab_size()",
         ),
