@@ -14,6 +14,9 @@ from .tokens import compact
 from .transfer import copied
 from .views import Views
 
+#: Of `EvictionRuntime.graph`, until somebody asks.
+_UNKNOWN = object()
+
 
 class EvictionRuntime:
     """State of one worker, between the scheduler's plans and the attention backend.
@@ -50,6 +53,7 @@ class EvictionRuntime:
         self.views = Views(groups, self.batch)
         self.copied: Any = None
         self._scheduler_output: Any = None
+        self._graph: Any = _UNKNOWN
         for group in groups:
             group.batch, group.views = self.batch, self.views
 
@@ -58,9 +62,10 @@ class EvictionRuntime:
         self.plan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.groups))
         for index, (group, plan) in enumerate(zip(self.groups, self.plan.groups)):
             group.begin(scheduler_output, plan, index)
-        self._scheduler_output, self.batch.graph = scheduler_output, None
+        self.batch.graph = None
         self.views.begin()
         self.batch.own = self._own() if self.groups[0].decodes else set()
+        self._scheduler_output, self._graph = scheduler_output, _UNKNOWN
 
     @property
     def decodes_lacking(self) -> bool:
@@ -86,12 +91,19 @@ class EvictionRuntime:
         While a graph is captured it is that one.
         """
         if not self.passes.capturing:
-            self.batch.graph = self._graph() if full else None
+            self.batch.graph = self.graph if full else None
         return self.batch.graph
 
-    def _graph(self) -> Attends | None:
+    @property
+    def graph(self) -> Attends | None:
+        """What attends in the full CUDA graph that a step of decodes fits in; None: it fits in none."""
         if self.plan is None:
             return Attends.STOCK  # a dummy run: no request of ours is in it
+        if self._graph is _UNKNOWN:
+            self._graph = self._fitting()
+        return self._graph
+
+    def _fitting(self) -> Attends | None:
         lengths = _lengths(self._scheduler_output)
         if not all(group.fits_graphs(lengths) for group in self.groups):
             return None
