@@ -49,7 +49,9 @@ def test_what_is_added_is_the_mean_step_s_difference_from_stock(host, monkeypatc
     options.cases, seen = ["stock", "h2o"], []
     runs = {
         "stock": {"cpu_seconds": [{"schedule": 0.001, "update": 0.002}, {"schedule": 0.003, "update": 0.002}]},
-        "h2o": {"cpu_seconds": [{"schedule": 0.004, "update": 0.002, "view": 0.003}, {"schedule": 0.002, "update": 0.002}]},
+        "h2o": {
+            "cpu_seconds": [{"schedule": 0.004, "update": 0.002, "view": 0.003}, {"schedule": 0.002, "update": 0.002}]
+        },
     }
 
     def in_child(what, spec, environment):
@@ -60,4 +62,6 @@ def test_what_is_added_is_the_mean_step_s_difference_from_stock(host, monkeypatc
     report = host.host(options, Path("model"), host.Shape())
     assert report["added"] == pytest.approx({"stock": 0, "h2o": 0.0025})
     assert [environment for *_, environment in seen] == [{"VLLM_PLUGINS": ""}, {}]
-    assert "| h2o | 3.00 / 3.00 / 4.00 | 2.00 / 2.00 / 2.00 |  |  | 1.50 / 1.50 / 3.00 |  | 2.50 |" in host.table(report)
+    assert "| h2o | 3.00 / 3.00 / 4.00 | 2.00 / 2.00 / 2.00 |  |  | 1.50 / 1.50 / 3.00 |  | 2.50 |" in host.table(
+        report
+    )
