@@ -104,14 +104,24 @@ class EvictionRuntime:
         return self._graph
 
     def _fitting(self) -> Attends | None:
-        lengths = _lengths(self._scheduler_output)
-        if not all(group.fits_graphs(lengths) for group in self.groups):
+        requests = self._scheduler_output.num_scheduled_tokens.keys()
+        if not all(group.fits_graphs(requests) for group in self.groups):
             return None
-        if self.batch.own.isdisjoint(lengths):
-            measured = any(not group.measured.isdisjoint(lengths) for group in self.groups)
+        if requests.isdisjoint(self.batch.own):
+            measured = any(not requests.isdisjoint(group.measured) for group in self.groups)
             return None if measured else Attends.STOCK
-        fits = self.attends_in_graphs and all(group.fits_memory(lengths) for group in self.groups)
-        return Attends.OWN if fits else None
+        return Attends.OWN if self.attends_in_graphs and self._fits_memory() else None
+
+    def _fits_memory(self) -> bool:
+        """Whether graphs in which the plugin's kernel attends have room for the longest request of the step."""
+        output, tokens = self._scheduler_output, self._scheduler_output.num_scheduled_tokens
+        new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+        computed = [request.num_computed_tokens for request in new] + cached.num_computed_tokens
+        if max(computed) + max(tokens.values()) <= min(group.graph_tokens for group in self.groups):
+            return True  # whatever they lack
+        req_ids = [request.req_id for request in new] + cached.req_ids
+        lengths = {req_id: before + tokens[req_id] for req_id, before in zip(req_ids, computed)}
+        return all(group.fits_memory(lengths) for group in self.groups)
 
     @contextmanager
     def capturing(self, attends: Attends | None) -> Iterator[None]:
@@ -143,11 +153,3 @@ class EvictionRuntime:
         reports = [group.end(all_reduce) for group in self.groups]
         self.copied = copied(self.groups[0].device) if any(reports) else None
         return reports
-
-
-def _lengths(scheduler_output: Any) -> dict[str, int]:
-    """Requests of a step, and the tokens that each has after it, evicted ones included."""
-    new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
-    computed = {request.req_id: request.num_computed_tokens for request in new}
-    computed.update(zip(cached.req_ids, cached.num_computed_tokens))
-    return {req_id: computed[req_id] + tokens for req_id, tokens in scheduler_output.num_scheduled_tokens.items()}
