@@ -1,15 +1,19 @@
 """Decodes under a policy replay full CUDA graphs, with the right kernel in them; without a GPU (graphs.py)."""
 
+import itertools
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import graphs as emulator
 import pytest
 import test_device_backends
+import torch
 from engine import V2, logprobs_of, random_prompt
 from parity import assert_like_oracle, assert_tokens_like_oracle
 from test_device_backends import BASE, BLOCK, POLICIES, check_split_heads, distinct_prompt, on, steps_with_views
 from vllm import SamplingParams
+from vllm.config import CUDAGraphMode
 from vllm.v1.worker import cpu_worker
 
 from vllm_evict.attention import device
@@ -157,6 +161,93 @@ class TestNotInAGraph:
         (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 5, "logprobs": 0})])
         assert assert_tokens_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK)
         assert replays(subject, graphs) == (0, 0, 4)
+
+
+class TestDataParallelRanks:
+    """Ranks of a mixture of experts agree on each step's size and mode. Here the other rank is made up."""
+
+    @pytest.fixture
+    def agreeing(self, replaying, graphs, monkeypatch):
+        """Engines that agree with another rank, which says so many tokens, of such a mode, and how many a request.
+
+        Step by step, `votes` are their own, `agreed` the modes that came out, `views` the graphs that views were made for.
+        """
+
+        def make(policy, others, **kwargs):
+            subject = replaying(policy, **kwargs)
+            subject.votes, subject.agreed, others = [], [], iter(others)
+
+            def exchange(tokens, mode, uniform):
+                other = next(others)
+                subject.votes.append((tokens, CUDAGraphMode(mode), uniform))
+                subject.agreed.append(CUDAGraphMode(min(mode, other[1].value)))
+                return other
+
+            (self.exchange_on_v2 if V2 else self.exchange_on_v1)(exchange, monkeypatch)
+            subject.worker.vllm_config.parallel_config.data_parallel_size = 2
+            subject.views, view = [], subject.runtime.view
+            subject.runtime.view = lambda metadata: subject.views.append(subject.runtime.batch.graph) or view(metadata)
+            return subject
+
+        return make
+
+    @staticmethod
+    def exchange_on_v2(exchange, monkeypatch):
+        from vllm.v1.worker.gpu import dp_utils
+
+        def all_reduce(votes, group):
+            tokens, mode, uniform = exchange(*votes[:3, 0].tolist())
+            votes[:3, 1] = torch.tensor([tokens, mode.value, uniform])
+            votes[3:, 1] = votes[3:, 0]
+
+        monkeypatch.setattr(dp_utils, "get_dp_group", lambda: SimpleNamespace(cpu_group=None))
+        monkeypatch.setattr(dp_utils.dist, "all_reduce", all_reduce)
+
+    @staticmethod
+    def exchange_on_v1(exchange, monkeypatch):
+        from vllm.v1.worker import gpu_model_runner
+
+        def coordinate(num_tokens_unpadded, num_tokens_padded, uniform_decode, cudagraph_mode, **_):
+            tokens, mode, _ = exchange(num_tokens_padded, cudagraph_mode, int(uniform_decode))
+            mode = min(mode.value, cudagraph_mode)
+            count = max(tokens, num_tokens_padded) if mode else num_tokens_padded
+            return False, torch.tensor([count, count]), mode
+
+        monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", coordinate)
+
+    def check(self, subject, graphs, dense, policy):
+        """All steps ran as agreed, and as if there were no other rank."""
+        prompt, replayed = random_prompt(76), []
+        note = lambda _: replayed.append(len(graphs.replayed))  # noqa: E731
+        (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 12, "logprobs": 0})], note)
+        assert assert_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK) > 0
+        full = [after > before for before, after in zip([0, *replayed], replayed)]
+        assert full == [mode == CUDAGraphMode.FULL for mode in subject.agreed]
+        assert [graph is not None for graph in subject.views] == full
+        return full
+
+    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    def test_padded_to_the_larger_rank_s_size(self, agreeing, graphs, dense, backend):
+        policy, full = POLICIES["h2o"], CUDAGraphMode.FULL
+        subject = agreeing(policy, itertools.repeat((4, full, 1)))
+        assert sum(self.check(subject, graphs, dense, policy)) == 11
+        sizes = {id(graph): key.num_tokens for key, graph in graphs.of(subject).items()}
+        assert {sizes[id(graph)] for graph in graphs.replayed} == {4}
+
+    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    def test_without_graphs_where_the_other_rank_needs_it(self, agreeing, graphs, dense, backend):
+        policy, none, full = POLICIES["h2o"], CUDAGraphMode.NONE, CUDAGraphMode.FULL
+        subject = agreeing(policy, itertools.cycle([(40, none, 0), (1, full, 1), (1, full, 1)]))
+        assert 5 < sum(self.check(subject, graphs, dense, policy)) < 11
+
+    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    def test_what_fits_no_graph_is_voted_for_as_that(self, agreeing, graphs, dense, backend, monkeypatch):
+        monkeypatch.setattr(device, "MASS_SCRATCH", 4 * 4 * 4 * dense.heads)
+        policy = {**POLICIES["h2o"], "buffer": 16}
+        subject = agreeing(policy, itertools.repeat((1, CUDAGraphMode.FULL, 1)))
+        assert 0 < sum(self.check(subject, graphs, dense, policy)) < 11
+        if V2:  # what all ranks dispatch by, once they know it of each other
+            assert all((uniform == 1) == (mode == CUDAGraphMode.FULL) for _, mode, uniform in subject.votes)
 
 
 @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)

@@ -194,7 +194,9 @@ def plain_config(**changes):
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             pipeline_parallel_size=1,
-            enable_dbo=False,
+            use_ubatching=False,
+            data_parallel_size=2,
+            distributed_executor_backend="mp",
         ),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, cache_dtype="auto", kv_cache_dtype_skip_layers=[]),
         scheduler_config=SimpleNamespace(scheduler_cls=None),
@@ -222,7 +224,10 @@ NOT_ON_A_CPU = {
     "sliding-window or chunked-local": dict(model_config__rswa_window=128),
     "context parallelism": dict(parallel_config__decode_context_parallel_size=2),
     "context parallelism: set --decode": dict(parallel_config__prefill_context_parallel_size=2),
-    "dual-batch overlap": dict(parallel_config__enable_dbo=True),
+    "dual-batch overlap or microbatches": dict(parallel_config__use_ubatching=True),
+    "data parallelism under an external launcher": dict(
+        parallel_config__distributed_executor_backend="external_launcher"
+    ),
     "non-causal attention": dict(model_config__is_mm_prefix_lm=True),
     "models with non-causal attention": dict(model_config__is_diffusion=True),
     "Mamba, linear-attention": dict(model_config__is_attention_free=True),

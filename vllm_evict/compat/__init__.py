@@ -4,6 +4,7 @@
 |---|---|---|---|
 | `arguments` | `EngineArgs` | a flag and a keyword for the policy | vLLM lets plugins add engine arguments |
 | `frontend` | `AsyncLLM`, /v1/responses, processors, loggers | 400s, usage, /metrics | vLLM has hooks |
+| `allocation` | `KVCacheManager.allocate_slots` | blocks go instead of preemption | vLLM asks before it preempts |
 | `runners` | model runners V1 and V2 | holes into block tables, batch order | SchedulerOutput tells of them |
 | `layers` | `Attention` layers after load | their backend behind a view | backends can be wrapped by configuration |
 | `layers` | layers by name, KV sharing | pages for heads of many layers, in own KV groups | KV groups can hold heads |

@@ -3,6 +3,10 @@
 vLLM captures a graph for each batch size and keeps them by descriptors. Those in which the plugin's kernel attends have
 descriptors of a class of their own, so that both lie in one table; which one a step replays is chosen where vLLM
 chooses among graphs. A step for which neither does runs like a batch that is not all decodes.
+
+Data-parallel ranks of a dense model are engines of their own. Those of a mixture of experts agree on the size and the
+mode of each step (V1: `coordinate_batch_across_dp`, V2: `sync_cudagraph_and_dp_padding`), so what a rank votes for is
+what it can do; which of our two graphs of that size it replays is its own affair.
 """
 
 from collections.abc import Callable
@@ -92,11 +96,24 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
         ) -> BatchExecutionDescriptor:
             desc = super().dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
             attends = runtime.choose_graph(desc.cg_mode == CUDAGraphMode.FULL)
-            if desc.cg_mode == CUDAGraphMode.FULL and attends is None:
-                return super().dispatch(num_reqs, num_tokens, None, *args, **kwargs)
             return _as(OwnExecution, desc) if attends is Attends.OWN else desc
 
-    initialize = runner.initialize_kv_cache
+    gather, initialize = runner.gather_batch_req_state, runner.initialize_kv_cache
+    prepare = runner.model_state.prepare_attn
+
+    @wraps(gather)
+    def gather_batch_req_state(*args: Any, **kwargs: Any) -> tuple[Any, int | None]:
+        batch, uniform_token_count = gather(*args, **kwargs)
+        # Said here, and not in `dispatch`, other data-parallel ranks hear of it: all of them run without a full graph.
+        if uniform_token_count is not None and runtime.graph is None:
+            uniform_token_count = None
+        return batch, uniform_token_count
+
+    @wraps(prepare)
+    def prepare_attn(input_batch: Any, cudagraph_mode: CUDAGraphMode, *args: Any, **kwargs: Any) -> Any:
+        if cudagraph_mode != CUDAGraphMode.FULL:
+            runtime.choose_graph(False)  # whatever was dispatched, ranks may have agreed on none
+        return prepare(input_batch, cudagraph_mode, *args, **kwargs)
 
     @wraps(initialize)
     def initialize_kv_cache(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +126,8 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
             full[:] = [each for desc in full for each in (desc, _as(OwnExecution, desc))]
         return result
 
-    runner.initialize_kv_cache = initialize_kv_cache
+    runner.gather_batch_req_state, runner.initialize_kv_cache = gather_batch_req_state, initialize_kv_cache
+    runner.model_state.prepare_attn = prepare_attn
 
 
 def _captured(mode: CUDAGraphMode, own: bool) -> Attends | None:

@@ -89,7 +89,12 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
         ),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --tensor-parallel-size instead"),
-        (parallel.enable_dbo, "dual-batch overlap", "leave --enable-dbo out"),
+        (parallel.use_ubatching, "dual-batch overlap or microbatches", "leave --enable-dbo and --ubatch-size out"),
+        (
+            parallel.data_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher",
+            "data parallelism under an external launcher, where an empty step runs the model all the same",
+            "leave data_parallel_size out, or serve with --data-parallel-size",
+        ),
         (vllm_config.speculative_config is not None, "speculative decoding", "leave --speculative-config out"),
         (
             vllm_config.kv_transfer_config is not None,

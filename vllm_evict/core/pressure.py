@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from ..compat.allocation import before_giving_up
 from .manager import EvictableManager
 from .plan import GroupPlan, Reports
 from .residency import NO_BLOCKS
@@ -23,7 +24,7 @@ SCORES_STAY_FRESH = 8
 
 
 class Pressure:
-    """Takes the place of vLLM's `KVCacheManager.allocate_slots`.
+    """Frees blocks where vLLM's `KVCacheManager.allocate_slots` finds too few.
 
     Args:
         scheduler: whose requests hold the blocks.
@@ -33,8 +34,7 @@ class Pressure:
     def __init__(self, scheduler: "EvictionMixin", managers: Sequence[EvictableManager]) -> None:
         self._scheduler, self._managers = scheduler, managers
         self._cache = scheduler.kv_cache_manager
-        self._allocate = self._cache.allocate_slots
-        self._cache.allocate_slots = self.allocate_slots
+        before_giving_up(self._cache, self.make_room)
         parts = scheduler.kv_policy.classes.values()
         self._buffer = max(part.buffer for part in parts if part.when == "pressure")
         self._warned = False
@@ -65,17 +65,19 @@ class Pressure:
             if resident is not None and resident.incarnation == incarnation and req_id in reports:
                 resident.report = reports[req_id]
 
-    def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, which frees blocks of running requests before it gives up."""
-        blocks = self._allocate(request, *args, **kwargs)
-        if blocks is not None:
-            return blocks
-        missing = sum(manager.wanted for manager in self._managers) + kwargs.get("reserved_blocks", 0)
+    def make_room(self, request: Request, reserved_blocks: int) -> bool:
+        """Free blocks of running requests, as many as `request` lacked just now; whether that was possible.
+
+        Args:
+            request: whose allocation failed.
+            reserved_blocks: of the pool, that it may not take.
+        """
+        missing = sum(manager.wanted for manager in self._managers) + reserved_blocks
         missing -= self._cache.block_pool.get_num_free_blocks()
         if request.status != RequestStatus.RUNNING:
             missing += self._cache.watermark_blocks
         if missing > 0 and self._relieve(missing):
-            return self._allocate(request, *args, **kwargs)
+            return True
         if request.status == RequestStatus.RUNNING and not self._warned:
             self._warned = True
             logger.warning(
@@ -83,7 +85,7 @@ class Pressure:
                 "or --max-num-seqs would avoid it. Said once.",
                 self._scheduler.kv_policy.name,
             )
-        return None
+        return False
 
     def _relieve(self, missing: int) -> bool:
         """Free `missing` blocks, the least important of all requests first; nothing if it can't.

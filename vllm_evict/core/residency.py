@@ -173,7 +173,7 @@ class Residency:
         else:
             if self.report is not None:
                 # What was resident then and still is, is in the report.
-                candidates = candidates[: np.searchsorted(candidates, self.report.index[-1], side="right")]
+                candidates = candidates[: candidates.searchsorted(self.report.index[-1], side="right")]
             importance = self._importance(candidates, self.report, computed_tokens)
         return candidates, self.config.policy.cost(importance), min(spare, len(candidates))
 
@@ -184,8 +184,8 @@ class Residency:
         if self.limits is None:
             return NO_BLOCKS, 0
         recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
-        first, last, held = np.searchsorted(self.resident, (self.limits.sink, recent, blocks))
-        return self.resident[first:last], int(held) - self.limits.budget
+        first, last, held = self.resident.searchsorted((self.limits.sink, recent, blocks)).tolist()
+        return self.resident[first:last], held - self.limits.budget
 
     def _importance(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
         statistics = {} if report is None else self._statistics(candidates, report, computed_tokens)
@@ -202,10 +202,12 @@ class Residency:
         """Take `victims` out of the resident blocks.
 
         Args:
-            victims: int64 [k], from `choose`.
+            victims: int64 [k], ascending, all of them resident.
             computed_tokens: all tokens computed or in flight: their steps were planned with nothing more missing.
         """
-        self.resident = np.setdiff1d(self.resident, victims, assume_unique=True)
+        stays = np.ones(len(self.resident), bool)
+        stays[self.resident.searchsorted(victims)] = False
+        self.resident = self.resident[stays]
         self.evicted_blocks += len(victims)
         if self.pure_tokens is None:
             self.pure_tokens = computed_tokens
@@ -221,7 +223,7 @@ class Residency:
             missing = max(self.known - len(report.index), 0)
             return {name: np.pad(values, (0, missing))[candidates] for name, values in report.statistics.items()}
         # The report may be older than the last holes, never younger than the candidates: all are in it.
-        at = np.searchsorted(report.index, candidates)
+        at = report.index.searchsorted(candidates)
         statistics = {name: values[at] for name, values in report.statistics.items()}
         if self.config.accumulate == "mean" and "mass" in statistics:
             statistics["mass"] = statistics["mass"] / self._age(candidates, computed_tokens)

@@ -1,6 +1,6 @@
 """What one worker knows of a KV group: which rows have holes, what to measure, what to report."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from copy import copy
 from typing import Any
 
@@ -152,13 +152,13 @@ class GroupRuntime:
         """Requests whose attention is measured."""
         return set().union(*(sums.requests for sums in (self.sums, self.tokens) if sums is not None))
 
-    def fits_graphs(self, lengths: Mapping[str, int]) -> bool:
+    def fits_graphs(self, requests: Set[str]) -> bool:
         """Whether all that a step of decodes measures can be measured in a full graph."""
         if self.prompts is not None and len(self.prompts):
             return False
-        if self.tokens is not None and not self.tokens.requests.isdisjoint(lengths):
+        if self.tokens is not None and not self.tokens.requests.isdisjoint(requests):
             return False
-        return self.sums is None or self.sums.fits_graphs(lengths)
+        return self.sums is None or self.sums.fits_graphs(requests)
 
     def fits_memory(self, lengths: Mapping[str, int]) -> bool:
         """Whether no request holds more blocks than a graph in which the plugin's kernel attends has room for."""

@@ -14,6 +14,9 @@ from .tokens import compact
 from .transfer import copied
 from .views import Views
 
+#: Of `EvictionRuntime.graph`, until somebody asks.
+_UNKNOWN = object()
+
 
 class EvictionRuntime:
     """State of one worker, between the scheduler's plans and the attention backend.
@@ -50,6 +53,7 @@ class EvictionRuntime:
         self.views = Views(groups, self.batch)
         self.copied: Any = None
         self._scheduler_output: Any = None
+        self._graph: Any = _UNKNOWN
         for group in groups:
             group.batch, group.views = self.batch, self.views
 
@@ -58,9 +62,10 @@ class EvictionRuntime:
         self.plan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.groups))
         for index, (group, plan) in enumerate(zip(self.groups, self.plan.groups)):
             group.begin(scheduler_output, plan, index)
-        self._scheduler_output, self.batch.graph = scheduler_output, None
+        self.batch.graph = None
         self.views.begin()
         self.batch.own = self._own() if self.groups[0].decodes else set()
+        self._scheduler_output, self._graph = scheduler_output, _UNKNOWN
 
     @property
     def decodes_lacking(self) -> bool:
@@ -86,20 +91,37 @@ class EvictionRuntime:
         While a graph is captured it is that one.
         """
         if not self.passes.capturing:
-            self.batch.graph = self._graph() if full else None
+            self.batch.graph = self.graph if full else None
         return self.batch.graph
 
-    def _graph(self) -> Attends | None:
+    @property
+    def graph(self) -> Attends | None:
+        """What attends in the full CUDA graph that a step of decodes fits in; None: it fits in none."""
         if self.plan is None:
             return Attends.STOCK  # a dummy run: no request of ours is in it
-        lengths = _lengths(self._scheduler_output)
-        if not all(group.fits_graphs(lengths) for group in self.groups):
+        if self._graph is _UNKNOWN:
+            self._graph = self._fitting()
+        return self._graph
+
+    def _fitting(self) -> Attends | None:
+        requests = self._scheduler_output.num_scheduled_tokens.keys()
+        if not all(group.fits_graphs(requests) for group in self.groups):
             return None
-        if self.batch.own.isdisjoint(lengths):
-            measured = any(not group.measured.isdisjoint(lengths) for group in self.groups)
+        if requests.isdisjoint(self.batch.own):
+            measured = any(not requests.isdisjoint(group.measured) for group in self.groups)
             return None if measured else Attends.STOCK
-        fits = self.attends_in_graphs and all(group.fits_memory(lengths) for group in self.groups)
-        return Attends.OWN if fits else None
+        return Attends.OWN if self.attends_in_graphs and self._fits_memory() else None
+
+    def _fits_memory(self) -> bool:
+        """Whether graphs in which the plugin's kernel attends have room for the longest request of the step."""
+        output, tokens = self._scheduler_output, self._scheduler_output.num_scheduled_tokens
+        new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+        computed = [request.num_computed_tokens for request in new] + cached.num_computed_tokens
+        if max(computed) + max(tokens.values()) <= min(group.graph_tokens for group in self.groups):
+            return True  # whatever they lack
+        req_ids = [request.req_id for request in new] + cached.req_ids
+        lengths = {req_id: before + tokens[req_id] for req_id, before in zip(req_ids, computed)}
+        return all(group.fits_memory(lengths) for group in self.groups)
 
     @contextmanager
     def capturing(self, attends: Attends | None) -> Iterator[None]:
@@ -131,11 +153,3 @@ class EvictionRuntime:
         reports = [group.end(all_reduce) for group in self.groups]
         self.copied = copied(self.groups[0].device) if any(reports) else None
         return reports
-
-
-def _lengths(scheduler_output: Any) -> dict[str, int]:
-    """Requests of a step, and the tokens that each has after it, evicted ones included."""
-    new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
-    computed = {request.req_id: request.num_computed_tokens for request in new}
-    computed.update(zip(cached.req_ids, cached.num_computed_tokens))
-    return {req_id: computed[req_id] + tokens for req_id, tokens in scheduler_output.num_scheduled_tokens.items()}

@@ -11,10 +11,11 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-        ("core.manager", "core.pressure"),
+        ("core.manager", "core.pressure", "compat.allocation"),
         "asks what a request needs, takes prefix hits, allocates, then publishes what the step will have computed; "
         "None, with nothing changed, where the pool has too little",
         first=("request",),
+        replaced_by=("vllm_evict.compat.allocation:before_giving_up.allocate_slots",),
         does=(
             "self.coordinator.get_num_blocks_to_allocate(..., apply_admission_cap=True)",
             "required_blocks = num_blocks_to_allocate + watermark_blocks",

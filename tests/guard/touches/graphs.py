@@ -55,7 +55,13 @@ GRAPHS = [
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
         ("compat.graphs", "worker.runtime"),
         "V1: chooses the graph of a step after its requests are known, before its metadata is built",
-        does=("self.cudagraph_dispatcher.dispatch(...)",),
+        does=(
+            "self.cudagraph_dispatcher.dispatch(...)",
+            "cudagraph_mode, batch_descriptor = dispatch_cudagraph(num_tokens, ...)",
+            "coordinate_batch_across_dp(..., cudagraph_mode=cudagraph_mode.value)",
+            "cudagraph_mode, batch_descriptor = dispatch_cudagraph(num_tokens_padded, "
+            "valid_modes={CUDAGraphMode(synced_cudagraph_mode)})",
+        ),
     ),
     Touch(
         "vllm.compilation.cuda_graph:CUDAGraphWrapper.__call__",
@@ -114,9 +120,29 @@ GRAPHS = [
     Touch(
         "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.dispatch",
         ("compat.graphs",),
-        "V2: chooses a step's graph; asked again as for no batch of decodes where no full one does",
+        "V2: chooses a step's graph, and again with what data-parallel ranks have agreed on",
         first=("num_reqs", "num_tokens", "uniform_token_count"),
         replaced_by=("vllm_evict.compat.graphs:install_v2.EvictionGraphs.dispatch",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state",
+        ("compat.graphs",),
+        "V2: says how many tokens all of a batch's requests have, None if they differ or no full graph will do",
+        replaced_by=("vllm_evict.compat.graphs:install_v2.gather_batch_req_state",),
+        does=("return (None, get_uniform_decode_token_count(...))",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu.dp_utils:sync_cudagraph_and_dp_padding",
+        ("compat.graphs",),
+        "V2: ranks agree on the least mode and on one count of tokens a request; where it is no graph, nothing is "
+        "dispatched again",
+        does=(
+            "tensor[2][dp_rank] = uniform_token_count or 0",
+            "synced_uniform_token_count = None",
+            "synced_cg_mode = CUDAGraphMode(int(cg_mode_across_dp.min()))",
+            "synced_cg_mode == CUDAGraphMode.NONE",
+            "synced_desc = cudagraph_manager.dispatch(num_reqs, synced_num_tokens, synced_uniform_token_count, ...)",
+        ),
     ),
     Touch(
         "vllm.v1.worker.gpu.cudagraph_utils:_is_compatible",
@@ -139,8 +165,10 @@ GRAPHS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
-        ("worker.group",),
-        "V2: a full graph's metadata has rows of padding, without tokens",
+        ("worker.group", "compat.graphs"),
+        "V2: a full graph's metadata has rows of padding, without tokens; wrapped, as it hears of the step's mode",
+        first=("input_batch", "cudagraph_mode"),
+        replaced_by=("vllm_evict.compat.graphs:install_v2.prepare_attn",),
         does=("cudagraph_mode == CUDAGraphMode.FULL", "num_reqs = input_batch.num_reqs_after_padding"),
     ),
 ]

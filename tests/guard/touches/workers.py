@@ -327,14 +327,18 @@ RUNNERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
-        ("compat.runners",),
-        "V2: calls both through the instance, and writes what is staged in between",
+        ("compat.runners", "compat.graphs"),
+        "V2: calls both through the instance, writes what is staged in between, and has metadata made for the mode that "
+        "ranks have agreed on",
         does=(
             "self.add_requests(scheduler_output)",
             "self.update_requests(scheduler_output)",
             "self.block_tables.apply_staged_writes()",
+            "batch_req_state, uniform_tok_count = self.gather_batch_req_state(...)",
+            "batch_desc, dp_sync_state = dispatch_cg_and_sync_dp(self.cudagraph_manager, num_reqs, num_toks, "
+            "uniform_tok_count, ...)",
             "block_tables, slot_mappings = self.prepare_attn(input_batch)",
-            "self.model_state.prepare_attn(...)",
+            "self.model_state.prepare_attn(input_batch, batch_desc.cg_mode, ...)",
         ),
     ),
     Touch(

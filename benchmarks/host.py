@@ -1,0 +1,226 @@
+"""What policies cost the host in each step of a large batch: the scheduler, and the worker beside its kernels.
+
+    python benchmarks/host.py [--requests 256] [--cases stock h2o]
+
+Every case is a process of its own: so many requests decode in one engine, of one small layer, and each step's time in
+the plugin's functions is taken; in "stock", with VLLM_PLUGINS empty, that of vLLM's own scheduler. `view` and `end`
+make views and fold sums up, which is torch's work on a CPU and kernels' on a GPU. There are no full CUDA graphs on a
+CPU, so the choice among them (`graph`) is made once more in each step, as a device would, and timed by itself.
+
+Times are CPU times of the engine's thread, which others on the machine don't change much; the JSON has wall time too.
+Writes a Markdown table and a JSON with hardware, versions, command and each step's times to --out.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from models import Shape, make_model
+from pressure import child_main, conditions, decoding, in_child, make_llm, progress, random_prompts, scheduler_of, write
+
+#: Most tokens of a step.
+CHUNK = 8192
+SCHEDULER, WORKER = ("schedule", "update"), ("begin", "graph", "view", "end")
+#: CPU time of the thread, and wall time, by their names in the report.
+CLOCKS = {"cpu_seconds": time.thread_time, "seconds": time.perf_counter}
+
+
+def cases(options: argparse.Namespace) -> dict[str, dict | None]:
+    """Name -> policy. Half of a prompt stays; a quarter at least, under pressure."""
+    half, quarter = {"budget": options.prompt // 2}, {"budget": options.prompt // 4, "when": "pressure"}
+    small = {"sink": 32, "recent": 64}
+    return {
+        "stock": None,
+        "full": {"name": "full"},
+        "sink-window": {"name": "sink-window", **half},
+        "h2o": {"name": "h2o", **half, **small},
+        "snapkv": {"name": "snapkv", **half, **small},
+        "h2o, pressure": {"name": "h2o", **quarter, **small},
+        "sink-window, pressure": {"name": "sink-window", **quarter},
+    }
+
+
+class Stopwatch:
+    """Time in functions, step by step.
+
+    Attributes:
+        steps: {clock: {function: seconds}} of each step.
+    """
+
+    def __init__(self) -> None:
+        self._taken = self._empty()
+        self.steps: list[dict[str, dict[str, float]]] = []
+
+    @staticmethod
+    def _empty() -> dict[str, dict[str, float]]:
+        return {clock: defaultdict(float) for clock in CLOCKS}
+
+    def timed(self, name: str, function: Callable) -> Callable:
+        """The function, with its time counted; a name may have several."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            starts = {clock: now() for clock, now in CLOCKS.items()}
+            try:
+                return function(*args, **kwargs)
+            finally:
+                for clock, now in CLOCKS.items():
+                    self._taken[clock][name] += now() - starts[clock]
+
+        return call
+
+    def step(self) -> None:
+        """What was taken until now was this step's."""
+        self.steps.append(self._taken)
+        self._taken = self._empty()
+
+
+def watch(llm: Any, stock: bool) -> Stopwatch:
+    """Have an engine's scheduler and worker timed."""
+    watch, scheduler = Stopwatch(), scheduler_of(llm)
+    scheduler.schedule = watch.timed("schedule", scheduler.schedule)
+    scheduler.update_from_output = watch.timed("update", scheduler.update_from_output)
+    if stock:
+        return watch
+    runtime = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.kv_evict
+    begin, graph = watch.timed("begin", runtime.begin), watch.timed("graph", choose_graph)
+
+    def begun(scheduler_output: Any) -> None:
+        begin(scheduler_output)
+        graph(runtime)
+
+    runtime.begin, runtime.end = begun, watch.timed("end", runtime.end)
+    for group in runtime.groups:
+        group.view = watch.timed("view", group.view)
+    return watch
+
+
+def choose_graph(runtime: Any) -> Any:
+    """Which full graph a step would replay, on a device that has them, with room for requests of any length."""
+    blocks = [group._graph_blocks for group in runtime.groups]
+    for group in runtime.groups:
+        group._graph_blocks = len(group._identity)
+    runtime.attends_in_graphs = True
+    try:
+        return runtime.graph
+    finally:
+        runtime.attends_in_graphs = False
+        for group, count in zip(runtime.groups, blocks, strict=True):
+            group._graph_blocks = count
+
+
+def host_child(spec: dict) -> dict:
+    """One case, in a process of its own."""
+    options = argparse.Namespace(**spec["options"])
+    policy, count, size = spec["policy"], options.requests, options.block_size
+    tokens = 2 * options.steps + count * options.prompt // CHUNK + 8
+    blocks = count * -(-(options.prompt + tokens) // size) + 1
+    if (policy or {}).get("when") == "pressure":  # a pool that runs out with the first blocks after the prompts
+        blocks = count * (-(-options.prompt // size) + 1) + count // 4
+    llm = make_llm(
+        spec["model"],
+        policy,
+        max_model_len=options.prompt + tokens,
+        block_size=size,
+        num_gpu_blocks_override=blocks,
+        kv_cache_memory_bytes=2 * blocks * size * Shape(**spec["shape"]).kv_bytes_per_token(),
+        max_num_seqs=count,
+        max_num_batched_tokens=CHUNK,
+        enable_prefix_caching=False,
+    )
+    prompts = random_prompts(count, options.prompt, spec["shape"]["vocab"])
+    with decoding(llm, prompts, tokens):
+        stopwatch = watch(llm, stock=policy is None)
+        for _ in range(options.steps):
+            llm.llm_engine.step()
+            stopwatch.step()
+    return {clock: [step[clock] for step in stopwatch.steps] for clock in CLOCKS}
+
+
+def host(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
+    """All cases in turn. Returns each step's times by case."""
+    chosen = {name: policy for name, policy in cases(options).items() if name in options.cases}
+    runs = {}
+    with progress() as bar:
+        task = bar.add_task("", total=len(chosen))
+        for name, policy in chosen.items():
+            bar.update(task, description=name)
+            spec = {"model": str(model), "policy": policy, "shape": asdict(shape), "options": vars(options)}
+            runs[name] = in_child("host", spec, {"VLLM_PLUGINS": ""} if policy is None else {})
+            bar.advance(task)
+    return {"policies": chosen, "runs": runs, "added": {name: added(runs, name) for name in runs}}
+
+
+def added(runs: dict[str, dict], case: str) -> float:
+    """Seconds of a mean step that are not stock vLLM's, by CPU time."""
+    total = {name: sum(mean(runs[name], part) for part in SCHEDULER + WORKER) for name in ("stock", case)}
+    return total[case] - total["stock"]
+
+
+def mean(run: dict, part: str) -> float:
+    return statistics.mean(step.get(part, 0.0) for step in run["cpu_seconds"])
+
+
+def table(report: dict) -> str:
+    parts = SCHEDULER + WORKER
+    lines = [f"| case | {' | '.join(parts)} | added to stock |", "|---|" + "---|" * (len(parts) + 1)]
+    for name, run in report["runs"].items():
+        cells = [cell([step.get(part, 0.0) for step in run["cpu_seconds"]]) for part in parts]
+        lines.append(f"| {name} | {' | '.join(cells)} | {1e3 * report['added'][name]:.2f} |")
+    return "\n".join(lines)
+
+
+def cell(seconds: list[float]) -> str:
+    """Mean, median and most of a step, in ms; empty where nothing ran."""
+    if not any(seconds):
+        return ""
+    return " / ".join(
+        f"{1e3 * value:.2f}" for value in (statistics.mean(seconds), statistics.median(seconds), max(seconds))
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=256, help="requests that decode together")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=96, help="decode steps timed in a row; each fills blocks of some")
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="only these; stock always runs, to compare with")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads of the engine"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/host"))
+    options = parser.parse_args()
+    known = list(cases(options))
+    options.cases = known if options.cases is None else ["stock", *options.cases]
+    if unknown := set(options.cases) - set(known):
+        parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+    options.out = str(options.out)
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    shape = Shape(layers=1, hidden=64, heads=2, kv_heads=2, head_dim=32, intermediate=64, vocab=256)
+    with tempfile.TemporaryDirectory() as folder:
+        report = host(options, make_model(folder, shape), shape)
+    report |= {"conditions": conditions(), "options": vars(options)}
+    title = (
+        f"{options.requests} requests decode, {options.prompt:,} tokens of prompt each: CPU ms of the engine's thread "
+        f"in a step: mean / median / most of {options.steps} steps"
+    )
+    write(Path(options.out), "host", title, table(report), report)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child_main({"host": host_child}, *sys.argv[2:])
+    else:
+        main()
