@@ -4,6 +4,7 @@ VLLM_EVICT_TEST_RUNNER=v2 runs everything on Model Runner V2 (Triton's interpret
 with vLLM's Triton kernels under the interpreter (test_device_backends.py, test_graphs.py).
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -110,6 +111,24 @@ def async_engine(engine, async_stays):
         return made
 
     return make
+
+
+@pytest.fixture
+def complaints():
+    """Warnings and errors of the plugin, as they come: list of (level, message). vLLM's loggers do not propagate."""
+    said = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            said.append((record.levelname, record.getMessage()))
+
+    handler, logger = Handler(logging.WARNING), logging.getLogger("vllm.evict")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    yield said
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 @pytest.fixture

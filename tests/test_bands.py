@@ -254,6 +254,40 @@ def test_fastgen_matches_the_oracle(engine, model, dense, bands, recovery):
     server.assert_nothing_left()
 
 
+FASTGEN = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}}
+
+
+@pytest.mark.parametrize("make", ["engine", "async_engine"])
+@pytest.mark.parametrize("recovery", [0.2, 0.65] if not V2 else [0.2])
+def test_fastgen_keeps_each_group_to_what_it_chose(request, model, complaints, make, recovery):
+    """At 0.2 some take sink-window and others h2o, at 0.65 all keep everything; workers measure what h2o needs."""
+    server = request.getfixturevalue(make)({**FASTGEN, "bands": 4, "recovery": recovery}, model=model)
+    server.add(random_prompt(600, 5), max_tokens=100 if V2 else 300)
+    chosen, held = [], []
+    in_flight = 1 if make == "async_engine" else 0
+
+    def on_step(server):
+        (one,) = server.scheduler.requests.values() or [None]
+        residents = [r for m in server.managers for r in m.residents.values()]
+        if not residents or any(r.unprofiled is None for r in residents):
+            return
+        chosen.append([r.config.name for r in residents])
+        held.append([r.held_blocks for r in residents])
+        if len(chosen) < 4:  # until workers have heard of it
+            return
+        sums = [len(group.sums) for group in server.worker.kv_evict.groups]
+        assert sums == [int(name == "h2o") for name in chosen[-1]]
+        if one.num_computed_tokens % BLOCK > 2:
+            for resident, blocks in zip(residents, held[-1]):
+                assert resident.limits is None or blocks <= resident.limits.trigger + in_flight
+
+    server.run(on_step)
+    assert len(held) >= (90 if V2 else 290) and chosen[0] == chosen[-1]
+    assert set(chosen[0]) == ({"sink-window", "h2o"} if recovery < 0.5 else {"full"})
+    assert not complaints
+    server.assert_nothing_left()
+
+
 @pytest.mark.v1_only
 def test_fastgen_chooses_anew_after_a_restart(engine, model):
     policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 2, "recovery": 0.6}

@@ -384,7 +384,7 @@ class Reconstructions:
         if job.per_token:
             sink = job.resident.limits.sink * job.resident.block_size
             repetition = Repetition(job.scores, original.num_prompt_tokens, *job.parts[0], sink)
-        resident = Residency(config, None, job.resident.block_size, config.name, measured=True)
+        resident = Residency(config, None, job.resident.block_size, config.name)
         # Only what is the prompt's own is published: what follows would be of use to nobody.
         resident.pure_tokens = job.blocks * resident.block_size
         self._hidden.add(shadow.request_id)

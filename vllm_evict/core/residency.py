@@ -34,8 +34,8 @@ class Residency:
     block_size: int
     #: Name of the request's policy: where heads are split, not that of this group's class.
     policy: str = ""
-    #: Whether workers measure it. Requests that cannot outgrow their budget are left alone.
-    measured: bool = False
+    #: Whether it may come to hold more than `limits`. Requests that cannot are not measured.
+    may_outgrow: bool = False
     #: See `policies.Blocks.key`.
     key: int = 0
     #: Counts restarts, so that what was planned before a preemption is not done after it.
@@ -58,6 +58,12 @@ class Residency:
     #: prompt's scores.
     report: Report | None = None
     asked_at: int = 0
+
+    @property
+    def measured(self) -> bool:
+        """Whether workers measure it; what a reconstruction measures, its shadow does."""
+        policy = self.config.policy
+        return self.may_outgrow and self.limits is not None and bool(policy.measures) and not policy.reconstructs
 
     @property
     def under_pressure(self) -> bool:

@@ -121,10 +121,9 @@ class EvictionMixin:
             part = classes.get(manager.kv_cache_spec.head_class, config)
             limits = part.limits(block_size, request.num_prompt_tokens)
             key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
-            resident = Residency(part, limits, block_size, config.name, key=key, whole=whole)
-            may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.bound)
-            # What a reconstruction measures, its shadow does.
-            resident.measured = bool(part.policy.measures and may_outgrow and not part.policy.reconstructs)
+            # A session may come to anything.
+            may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
+            resident = Residency(part, limits, block_size, config.name, may_outgrow, key, whole=whole)
             manager.residents[request.request_id] = resident
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> tuple[Any, int, int, bool]:
@@ -302,8 +301,13 @@ class EvictionMixin:
             if resident.config.policy.profiles:
                 computed = request.num_computed_tokens - request.num_in_flight_tokens
                 resident.profile(reports[req_id], computed, request.num_prompt_tokens)
-                if resident.limits is not None and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
-                    self._plan.groups[manager.kv_cache_group_id].track[req_id] = scoring
+                told, scoring = self._plan.groups[manager.kv_cache_group_id], None
+                if resident.measured:
+                    scoring = Scoring.of(resident.config, resident.limits.trigger)
+                if scoring is None:
+                    told.untrack.add(req_id)
+                else:
+                    told.track[req_id] = scoring
             self._evict(request, manager, reports.get(req_id))
 
     def _decide_jointly(self, plan: EvictionPlan, reports: list[Reports]) -> None:
@@ -400,6 +404,7 @@ class EvictionMixin:
         for group in self._plan.groups:
             for told in (group.holes, group.missing, group.moved, group.track, group.scored):
                 told.pop(request.request_id, None)
+            group.untrack.discard(request.request_id)
         self._plan.compactions = [c for c in self._plan.compactions if c.req_id != request.request_id]
         super()._free_request_blocks(request)
 

@@ -131,7 +131,7 @@ class GroupRuntime:
         for sums in (self.sums, self.tokens):
             if sums is None:
                 continue
-            for req_id in gone:
+            for req_id in gone | plan.untrack:
                 sums.stop(req_id)
             for req_id, scoring in plan.track.items():
                 if scoring.per_token == (sums is self.tokens):
