@@ -54,10 +54,11 @@ class Residency:
     evicted_blocks: int = 0
     #: What it was granted, once its policy has chosen another one for it.
     unprofiled: tuple[KVPolicyConfig, Limits] | None = None
-    #: Under pressure: the last scores, and the scheduler's step that asked for them. Where the policy reconstructs: the
-    #: prompt's scores.
+    #: Under pressure: the last scores, and the scheduler's step that asked for them.
     report: Report | None = None
     asked_at: int = 0
+    #: Where the policy reconstructs: scores of the prompt's first blocks; of none if it does without.
+    prompt_scores: Report | None = None
 
     @property
     def measured(self) -> bool:
@@ -94,7 +95,7 @@ class Residency:
         self.incarnation += 1
         self.started = False
         self.resident, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, 0, None, 0
-        self.report, self.asked_at = None, 0
+        self.report, self.asked_at, self.prompt_scores = None, 0, None
         if self.unprofiled is not None:
             (self.config, self.limits), self.unprofiled = self.unprofiled, None
 
