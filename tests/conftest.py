@@ -115,20 +115,18 @@ def async_engine(engine, async_stays):
 
 @pytest.fixture
 def complaints():
-    """Warnings and errors of the plugin, as they come: list of (level, message). vLLM's loggers do not propagate."""
-    said = []
+    """Warnings and errors of the plugin, as they come: list of (level, message)."""
+    said, logger = [], logging.getLogger("vllm.evict")
 
-    class Handler(logging.Handler):
-        def emit(self, record):
+    def listen(record):
+        if record.levelno >= logging.WARNING:
             said.append((record.levelname, record.getMessage()))
+        return True
 
-    handler, logger = Handler(logging.WARNING), logging.getLogger("vllm.evict")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
+    # vLLM configures its loggers anew with the first engine, and drops their handlers, but no filters.
+    logger.addFilter(listen)
     yield said
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    logger.removeFilter(listen)
 
 
 @pytest.fixture

@@ -57,13 +57,16 @@ class Pressure:
                 plan.asked[req_id] = resident.incarnation
                 resident.asked_at = scheduler.current_step
 
-    @staticmethod
-    def take_scores(manager: EvictableManager, plan: GroupPlan, reports: Reports) -> None:
+    def take_scores(self, manager: EvictableManager, plan: GroupPlan, reports: Reports) -> None:
         """Keep what was asked for in case the pool runs out."""
         for req_id, incarnation in plan.asked.items():
             resident = manager.residents.get(req_id)
-            if resident is not None and resident.incarnation == incarnation and req_id in reports:
+            if resident is None or resident.incarnation != incarnation:
+                continue
+            if req_id in reports:
                 resident.report = reports[req_id]
+            else:
+                self._scheduler.miss(req_id, resident)
 
     def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, which frees blocks of running requests before it gives up."""

@@ -23,6 +23,8 @@ class Whole:
     #: Blocks held now and at most, the step in flight included.
     held_blocks: int = 0
     peak_blocks: int = 0
+    #: Whether the log has said that scores are missing.
+    complained: bool = False
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class Residency:
     evicted_blocks: int = 0
     #: What it was granted, once its policy has chosen another one for it.
     unprofiled: tuple[KVPolicyConfig, Limits] | None = None
+    #: Reports in a row that did not come.
+    misses: int = 0
     #: Under pressure: the last scores, and the scheduler's step that asked for them.
     report: Report | None = None
     asked_at: int = 0
@@ -95,7 +99,7 @@ class Residency:
         self.incarnation += 1
         self.started = False
         self.resident, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, 0, None, 0
-        self.report, self.asked_at, self.prompt_scores = None, 0, None
+        self.report, self.asked_at, self.prompt_scores, self.misses = None, 0, None, 0
         if self.unprofiled is not None:
             (self.config, self.limits), self.unprofiled = self.unprofiled, None
 
@@ -140,7 +144,8 @@ class Residency:
 
         Args:
             computed_tokens: tokens whose step is done, not those in flight.
-            report: this request's statistics; None for policies that measure nothing.
+            report: this request's statistics; None for policies that measure nothing, or if there are none: then the
+                oldest go first.
 
         Returns:
             int64 [k], logical blocks, ascending.
@@ -172,13 +177,10 @@ class Residency:
         candidates, spare = self._candidates(computed_tokens)
         if spare <= 0:
             return NO_BLOCKS, np.empty(0), 0
-        if self.measured and self.report is None:
-            importance = candidates
-        else:
-            if self.report is not None:
-                # What was resident then and still is, is in the report.
-                candidates = candidates[: np.searchsorted(candidates, self.report.index[-1], side="right")]
-            importance = self._importance(candidates, self.report, computed_tokens)
+        if self.report is not None:
+            # What was resident then and still is, is in the report.
+            candidates = candidates[: np.searchsorted(candidates, self.report.index[-1], side="right")]
+        importance = self._importance(candidates, self.report, computed_tokens)
         return candidates, self.config.policy.cost(importance), min(spare, len(candidates))
 
     def _candidates(self, computed_tokens: int) -> tuple[np.ndarray, int]:
@@ -192,6 +194,8 @@ class Residency:
         return self.resident[first:last], int(held) - self.limits.budget
 
     def _importance(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
+        if report is None and self.config.policy.measures:
+            return candidates
         statistics = {} if report is None else self._statistics(candidates, report, computed_tokens)
         return self.config.policy.importance(Blocks(candidates, self.config, statistics, self.known, self.key))
 

@@ -29,6 +29,9 @@ from .spec import EvictableSpec, policy_config
 
 logger = init_logger("vllm.evict")
 
+#: Reports in a row that a request may miss; then its oldest blocks go first, so that its bound holds.
+MOST_MISSES = 3
+
 
 class EvictionMixin:
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
@@ -219,10 +222,10 @@ class EvictionMixin:
                 self.reconstructions.measure(plan)
             elif resident.measured:
                 scoring = Scoring.of(resident.config, resident.limits.trigger)
-                if resident.config.policy.profiles:  # its decision falls with the last tokens of the prompt
+                if resident.config.policy.profiles:
+                    # Its decision falls with its prompt's last tokens, or in any step after them if no report comes.
                     prompt = self.requests[req_id].num_prompt_tokens
-                    trigger, start = math.ceil(prompt / manager.block_size) - 1, max(prompt - scoring.window, 0)
-                    scoring = replace(scoring, trigger=trigger, start=start)
+                    scoring = replace(scoring, trigger=0, start=max(prompt - scoring.window, 0))
                 if scoring is not None:
                     plan.track[req_id] = scoring
         if self.kv_policy.policy.profiles:
@@ -295,12 +298,12 @@ class EvictionMixin:
             if resident.config.granularity == "token":
                 self._compact(request, manager)
                 continue
-            if resident.measured and req_id not in reports:
-                logger.error("no scores came back for request %s: its KV blocks stay this time", req_id)
+            report = reports.get(req_id)
+            if resident.measured and self._waits_for(report, req_id, resident):
                 continue
-            if resident.config.policy.profiles:
+            if resident.config.policy.profiles and report is not None:
                 computed = request.num_computed_tokens - request.num_in_flight_tokens
-                resident.profile(reports[req_id], computed, request.num_prompt_tokens)
+                resident.profile(report, computed, request.num_prompt_tokens)
                 told, scoring = self._plan.groups[manager.kv_cache_group_id], None
                 if resident.measured:
                     scoring = Scoring.of(resident.config, resident.limits.trigger)
@@ -308,7 +311,25 @@ class EvictionMixin:
                     told.untrack.add(req_id)
                 else:
                     told.track[req_id] = scoring
-            self._evict(request, manager, reports.get(req_id))
+            self._evict(request, manager, report)
+
+    def _waits_for(self, report: Report | None, req_id: str, resident: Residency) -> bool:
+        """Whether a request's blocks stay this time, because its scores did not come."""
+        if report is not None:
+            resident.misses = 0
+            return False
+        self.miss(req_id, resident)
+        return resident.misses < MOST_MISSES
+
+    def miss(self, req_id: str, resident: Residency) -> None:
+        """A report that was asked for did not come."""
+        resident.misses += 1
+        self.tally.miss(resident.policy)
+        if not resident.whole.complained:
+            resident.whole.complained = True
+            logger.error(
+                "no scores came back for request %s; while none come its oldest KV blocks go first. Said once.", req_id
+            )
 
     def _decide_jointly(self, plan: EvictionPlan, reports: list[Reports]) -> None:
         """Evict what a finished step calls for where KV groups share a budget."""
@@ -319,11 +340,13 @@ class EvictionMixin:
             residents = self._residents_of(req_id)
             if residents[0].incarnation != incarnation or residents[0].limits is None:
                 continue
-            if not all(req_id in group for group in reports):
-                logger.error("no scores came back for request %s: its KV blocks stay this time", req_id)
+            of_groups = [group.get(req_id) for group in reports]
+            if None in of_groups:
+                of_groups = [None] * len(of_groups)  # some have nothing to compare with
+            if self._waits_for(of_groups[0], req_id, residents[0]):
                 continue
             computed = request.num_computed_tokens - request.num_in_flight_tokens
-            chosen = choose_jointly(residents, computed, [group[req_id] for group in reports])
+            chosen = choose_jointly(residents, computed, of_groups)
             for manager, victims in zip(self.kv_managers, chosen):
                 if len(victims):
                     self.make_holes(request, manager, victims)

@@ -136,6 +136,8 @@ class GroupRuntime:
             for req_id, scoring in plan.track.items():
                 if scoring.per_token == (sums is self.tokens):
                     sums.start(req_id, scoring)
+                    # Those that it had before are missing where its next decision is foreseen.
+                    sums.count_holes(req_id, len(self.with_holes.get(req_id, ())) - len(plan.holes.get(req_id, ())))
             for req_id, holes in plan.holes.items():
                 if req_id not in plan.missing:
                     sums.count_holes(req_id, len(holes))
