@@ -56,8 +56,10 @@ class EvictionMixin:
         self.pressure = Pressure(self, self.kv_managers) if waits else None
         #: None where nobody's prompt is ever reconstructed.
         self.reconstructions = Reconstructions(self, self.kv_managers[0]) if self.kv_policy.reconstructs else None
-        #: Requests with stop strings: the front end ends them on any of their outputs.
-        self._stoppable: set[str] = set()
+        #: Requests with stop strings, which the front end ends on any of their outputs, and what it was told last of
+        #: their usage: peak, evicted blocks of each KV group.
+        self._stoppable: dict[str, tuple[int, ...]] = {}
+        self._policies = sorted(self.kv_policy.allowed)
         logger.info(self._start_up_line())
 
     def _managers(self) -> list[EvictableManager]:
@@ -105,7 +107,7 @@ class EvictionMixin:
         if request.request_id not in self.residents:
             self._admit(request)
             if request.sampling_params and request.sampling_params.stop:
-                self._stoppable.add(request.request_id)
+                self._stoppable[request.request_id] = ()
         super().add_request(request)
 
     def _admit(self, request: Request) -> None:
@@ -358,12 +360,17 @@ class EvictionMixin:
         return [manager.residents[req_id] for manager in self.kv_managers]
 
     def _send_usage(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Put usage so far on outputs that a stop string may make the last."""
+        """Put usage so far on outputs that a stop string may make the last, where it is news to the front end."""
         for client in outputs.values():
             for output in client.outputs:
-                if output.request_id in self._stoppable and output.finish_reason is None:
-                    usage = self._usage(output.request_id)
-                    output.kv_transfer_params = {USAGE_KEY: usage.as_dict()}
+                req_id = output.request_id
+                if req_id not in self._stoppable:
+                    continue
+                residents = self._residents_of(req_id)
+                usage = (residents[0].whole.peak_blocks, *(resident.evicted_blocks for resident in residents))
+                if usage != self._stoppable[req_id]:
+                    self._stoppable[req_id] = usage
+                    output.kv_transfer_params = {USAGE_KEY: KVUsage.of(residents).as_dict()}
 
     def _usage(self, req_id: str) -> KVUsage:
         return KVUsage.of(self._residents_of(req_id))
@@ -433,7 +440,7 @@ class EvictionMixin:
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
-        self._stoppable.discard(request.request_id)
+        self._stoppable.pop(request.request_id, None)
         if request.request_id not in self.residents:
             return kv_params, ec_params  # it never came in through `add_request`
         usage = self._usage(request.request_id)
@@ -456,9 +463,7 @@ class EvictionMixin:
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            held = {
-                policy: sum(manager.held[policy] for manager in self.kv_managers) for policy in self.kv_policy.allowed
-            }
+            held = {policy: sum(manager.held[policy] for manager in self.kv_managers) for policy in self._policies}
             # The only free-form field of the stats; without KV connectors (refused at start) nothing else uses it.
             stats.kv_connector_stats = {STATS_KEY: self.tally.take(held)}
         return stats
