@@ -93,7 +93,9 @@ class Pressure:
 
         And some more, so that requests are not compared anew in each step.
         """
-        holders = [(manager, request) for request in self._scheduler.running for manager in self._managers]
+        # Sessions between two turns hold blocks too.
+        requests = [*self._scheduler.running, *self._scheduler.kv_holding_waiting]
+        holders = [(manager, request) for request in requests for manager in self._managers]
         offers = [self.offer(*holder) for holder in holders]
         left = [spare for *_, spare in offers]
         if sum(left) < missing:
@@ -124,7 +126,7 @@ class Pressure:
         return math.ceil(tokens / self._managers[0].block_size)
 
     def offer(self, manager: EvictableManager, request: Request) -> tuple[np.ndarray, np.ndarray, int]:
-        """Blocks that may go of a running request in this step, their costs, and how many (see `Residency.offer`)."""
+        """Blocks that may go of a request in this step, their costs, and how many (see `Residency.offer`)."""
         resident = manager.residents[request.request_id]
         # Blocks of the step being planned may be published already: they must not see a reduced context.
         published = max(each.published_tokens(request.request_id) for each in self._managers)

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from ..config import NEVER, KVPolicyConfig, Limits
 from ..policies import Blocks
-from .plan import Report
+from .plan import Report, Scoring
 
 NO_BLOCKS = np.empty(0, dtype=np.int64)
 
@@ -17,6 +18,8 @@ NO_BLOCKS = np.empty(0, dtype=np.int64)
 class Whole:
     """What the KV groups of one request have in common."""
 
+    #: What it asks for, as `KVPolicyConfig.for_request` takes it; of a session, by all its turns.
+    asked: dict[str, Any] = field(default_factory=dict)
     #: Tokens computed while nothing was missing in any group: one eviction reduces what all later tokens are made from.
     #: None while nothing is.
     pure_tokens: int | None = None
@@ -44,6 +47,8 @@ class Residency:
     incarnation: int = 0
     #: Whether workers know it.
     started: bool = False
+    #: How they measure it; None: they do not.
+    scoring: Scoring | None = None
     #: Position of its first own query: tokens before it came out of the prefix cache.
     first_query: int = 0
     #: Resident logical blocks below `known`, ascending.
@@ -97,7 +102,7 @@ class Residency:
     def restart(self) -> None:
         """Forget all blocks: preempted, to be computed again from the first token."""
         self.incarnation += 1
-        self.started = False
+        self.started, self.scoring = False, None
         self.resident, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, 0, None, 0
         self.report, self.asked_at, self.prompt_scores, self.misses = None, 0, None, 0
         if self.unprofiled is not None:
@@ -117,6 +122,23 @@ class Residency:
         self.unprofiled = (self.config, self.limits)
         self.config = self.config.profiled(name)
         self.limits = self.config.limits(self.block_size, prompt_len)
+
+    def renew(self, config: KVPolicyConfig, prompt_len: int, computed_tokens: int) -> None:
+        """Begin the next turn of a streaming session.
+
+        Args:
+            config: what it is granted from now on; of the same policy.
+            prompt_len: tokens, with what was generated in former turns.
+            computed_tokens: those that stay. What steps in flight computed beyond them is dropped.
+        """
+        # What the former turn made due is looked at anew with this one's first step.
+        self.incarnation += 1
+        if self.pure_tokens is not None:
+            self.pure_tokens = min(self.pure_tokens, computed_tokens)
+        if self.unprofiled is not None:
+            self.unprofiled = (config, config.limits(self.block_size, prompt_len))
+            config = config.profiled(self.config.name)
+        self.config, self.limits = config, config.limits(self.block_size, prompt_len)
 
     def adopt(self, there: np.ndarray, blocks: int) -> None:
         """Start with a cached prefix of which only some blocks were taken.

@@ -185,6 +185,11 @@ class RunningSums:
             self._free.append(slot)
             self._batch = ([], *self._batch[1:])
 
+    def set_trigger(self, req_id: str, trigger: int) -> None:
+        """The next decision falls above so many blocks."""
+        if (slot := self._slots.get(req_id)) is not None:
+            self._trigger[slot] = trigger
+
     def count_holes(self, req_id: str, holes: int) -> None:
         if (slot := self._slots.get(req_id)) is not None:
             self._holes[slot] += holes
