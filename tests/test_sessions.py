@@ -314,6 +314,21 @@ def test_under_pressure(request, make):
     server.assert_nothing_left()
 
 
+@pytest.mark.v1_only
+def test_sessions_that_fill_the_pool_between_turns_make_room_for_the_next(engine):
+    policy = {"name": "h2o", "when": "pressure", "budget": 96, "buffer": 32, "sink": 32, "recent": 32}
+    server = engine(policy, blocks=42, max_num_batched_tokens=CHUNK, max_model_len=1024)
+    sessions, names = Sessions(server), ["s0", "s1", "s2"]
+    for turn, length in enumerate([380, 100]):
+        for i, name in enumerate(names):
+            sessions.send(name, random_prompt(length, 10 * turn + i), 16)
+        sessions.run()
+        evicted = sum(sessions.resident(name).evicted_blocks for name in names)
+        assert (evicted > 0) == (turn > 0) and server.free_blocks < 8
+    sessions.close(*names)
+    server.assert_nothing_left()
+
+
 # ---- What a session may keep follows its prompt, and what its turns ask for
 
 
