@@ -4,6 +4,7 @@ VLLM_EVICT_TEST_RUNNER=v2 runs everything on Model Runner V2 (Triton's interpret
 with vLLM's Triton kernels under the interpreter (test_device_backends.py, test_graphs.py).
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -110,6 +111,22 @@ def async_engine(engine, async_stays):
         return made
 
     return make
+
+
+@pytest.fixture
+def complaints():
+    """Warnings and errors of the plugin, as they come: list of (level, message)."""
+    said, logger = [], logging.getLogger("vllm.evict")
+
+    def listen(record):
+        if record.levelno >= logging.WARNING:
+            said.append((record.levelname, record.getMessage()))
+        return True
+
+    # vLLM configures its loggers anew with the first engine, and drops their handlers, but no filters.
+    logger.addFilter(listen)
+    yield said
+    logger.removeFilter(listen)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -551,3 +552,11 @@ def test_no_request_is_granted_more_than_the_pool_was_planned_for(server, extra_
     assert granted.budget <= config.limits(block, prompt).budget
     assert granted.budget >= config.for_request(extra_args, prompt, block).minimum(block)
     assert granted.trigger >= granted.budget
+
+
+def test_classes_are_made_once_and_follow_from_the_fields():
+    config = KVPolicyConfig.parse({"name": "adakv", "bands": 2})
+    assert config.classes["band-0"] is config.classes["band-0"]
+    wider = config.model_copy(update={"bands": 3})
+    assert list(wider.classes) == ["band-0", "band-1", "band-2"] and len(config.classes) == 2
+    assert config == KVPolicyConfig.parse({"name": "adakv", "bands": 2}) and pickle.loads(pickle.dumps(config)) == config

@@ -81,7 +81,7 @@ def test_windows_of_last_queries_become_exponential():
 
 def request_of(name="h2o", blocks=20, mass=None, **options):
     config = KVPolicyConfig.parse({**SERVERS[name], **options})
-    resident = Residency(config, config.limits(32, 1000), 32, measured=mass is not None)
+    resident = Residency(config, config.limits(32, 1000), 32, may_outgrow=mass is not None)
     if mass is not None:
         resident.report = Report(np.arange(len(mass)), {"mass": np.array(mass, float)})
     return resident
@@ -107,7 +107,7 @@ def test_blocks_younger_than_the_scores_stay():
 
 def test_the_oldest_go_where_no_scores_were_reported_yet():
     resident = request_of()
-    resident.measured = True
+    resident.may_outgrow = True
     blocks, cost, spare = resident.offer(20 * 32)
     assert blocks.tolist() == list(range(1, 19)) and (np.diff(cost) > 0).all() and spare == 16
 

@@ -260,3 +260,12 @@ def test_the_peak_is_what_all_groups_hold_at_once():
     one.hold(1)
     other.hold(5)
     assert (whole.held_blocks, whole.peak_blocks) == (6, 7)
+
+
+def test_a_sessions_next_turn_is_pure_only_as_far_as_the_last_one_is_kept():
+    subject = residency()
+    before = subject.incarnation
+    subject.choose(20 * BLOCK, None)
+    subject.evict(np.array([3, 4]), 20 * BLOCK)
+    subject.renew(subject.config, 1000, 20 * BLOCK - 1)
+    assert subject.pure_tokens == 20 * BLOCK - 1 and subject.incarnation == before + 1 and subject.holes == 2

@@ -468,6 +468,26 @@ def test_a_stop_string_ends_a_request_with_its_usage(engine):
     assert output.kv_usage.evicted_blocks == whole.kv_usage.evicted_blocks
 
 
+@pytest.mark.v1_only
+def test_usage_so_far_is_sent_when_it_is_news(engine):
+    """The front end keeps the last one, as a stop string may end the request with any token."""
+    server = engine(H2O, enable_prefix_caching=False)
+    sent, update = [], server.scheduler.update_from_output
+
+    def watched(*args):
+        clients = update(*args)
+        sent.extend(output.kv_transfer_params for client in clients.values() for output in client.outputs)
+        return clients
+
+    server.scheduler.update_from_output = watched
+    server.add(random_prompt(300), max_tokens=100, stop=["no such words"])
+    (output,) = server.run().values()
+    usages = [params["vllm_evict"] for params in sent[:-1] if params]
+    assert len(sent) == 100 and 2 <= len(usages) <= 100 // BLOCK + 2
+    assert all(one != other for one, other in zip(usages, usages[1:]))
+    assert usages[-1]["evicted_blocks"] == output.kv_usage.evicted_blocks > 0
+
+
 BAD = {
     "unknown policy": ({"kv_policy": "h2"}, "unknown KV policy 'h2'.*h2o"),
     "policy that is not enabled": ({"kv_policy": "full"}, "'full' is not enabled here; enabled: .*h2o"),

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -352,6 +353,11 @@ class KVPolicyConfig(BaseModel):
             fields["retrieval"] = self.retrieval.to_dict()
         return fields
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "KVPolicyConfig":
+        copied = BaseModel.model_copy(self, update=update, deep=deep)
+        copied.__dict__.pop("split_classes", None)  # they follow from what may have changed
+        return copied
+
     @property
     def policy(self) -> Policy:
         return POLICIES[self.name]
@@ -380,6 +386,11 @@ class KVPolicyConfig(BaseModel):
         """
         if self.share is not None or not self.policy.splits:
             return {"": self}
+        return self.split_classes
+
+    @cached_property
+    def split_classes(self) -> dict[str, "KVPolicyConfig"]:
+        """`classes` where heads are split. Made once: requests share them."""
         may_keep_all = ("full",) if "full" in self.allowed else ()
         if self.policy.splits != "classes":
             return {

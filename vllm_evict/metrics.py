@@ -15,6 +15,7 @@ COUNTERS = {
     "shared": ("vllm:kv_evict_blocks_shared", "Evicted KV blocks that other requests still hold."),
     "copied": ("vllm:kv_evict_blocks_copied", "KV blocks taken for kept tokens in place of shared or published ones."),
     "requests": ("vllm:kv_evict_requests", "Requests that lost at least one KV block."),
+    "missing": ("vllm:kv_evict_reports_missing", "Scores that workers were asked for and did not report."),
 }
 RESIDENT = ("vllm:kv_evict_blocks_resident", "KV blocks held by running requests.")
 
@@ -32,6 +33,10 @@ class Tally:
         counts["shared"] += evicted - freed
         counts["requests"] += first
         counts["copied"] += copied
+
+    def miss(self, policy: str) -> None:
+        """A report that did not come."""
+        self._counts[policy]["missing"] += 1
 
     def take(self, resident: dict[str, int]) -> dict[str, dict[str, int]]:
         """The counts since last time, and the blocks that running requests hold now."""

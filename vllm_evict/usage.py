@@ -13,7 +13,7 @@ USAGE_KEY = "vllm_evict"
 
 @dataclass(frozen=True, slots=True)
 class KVUsage:
-    """KV cache use of one finished request; `RequestOutput.kv_usage`.
+    """KV cache use of one finished request; `RequestOutput.kv_usage`. Of a session, up to the output that has it.
 
     Where heads are split in KV groups, blocks are those of all groups, and tokens the mean over groups.
 

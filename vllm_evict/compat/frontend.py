@@ -1,12 +1,16 @@
 """vLLM's front end: requests that ask for what they may not have, what a request's cache came to, and metrics."""
 
 import functools
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 from ..config import KVPolicyConfig, KVPolicyError
 from ..metrics import STATS_KEY, PrometheusMetrics
 from ..usage import USAGE_KEY, KVUsage
+
+#: Policy of the streaming session whose turns are being taken in, once its first turn has one: [name]. None outside.
+_session: ContextVar[list[str] | None] = ContextVar("kv_evict_session", default=None)
 
 
 def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
@@ -40,19 +44,46 @@ def _check_prompt(vllm_config: Any, prompt: Any, params: Any) -> None:
         _check_request(vllm_config, params, len(prompt["prompt_token_ids"]))
 
 
+def _check_turn(vllm_config: Any, params: Any) -> None:
+    """Refuse a turn of a streaming session that asks for another policy than its first one."""
+    from vllm.exceptions import VLLMValidationError
+
+    config, known = _server_policy(vllm_config), _session.get()
+    if config is None or known is None:
+        return
+    asked = (params.extra_args or {}).get("kv_policy")
+    if not known:
+        known.append(asked or config.name)
+    elif asked not in (None, *known):
+        raise VLLMValidationError(
+            f"kv_policy {asked!r}: a session keeps the policy of its first turn, {known[0]!r}; later turns may set "
+            f"another kv_budget",
+            parameter="vllm_xargs",
+        )
+
+
 def hook_async_llm(module: ModuleType) -> None:
     """Validate streamed requests when they are made: the generator starts only after the response has."""
     cls = module.AsyncLLM
-    generate = cls.generate
+    generate, add_session = cls.generate, cls._add_streaming_input_request
     if not _once(generate):
         return
+
+    @functools.wraps(add_session)
+    async def add_known_session(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The task that takes its turns in is made there, with a copy of this context.
+        before = _session.set([])
+        try:
+            return await add_session(self, *args, **kwargs)
+        finally:
+            _session.reset(before)
 
     @functools.wraps(generate)
     def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         _check_prompt(self.vllm_config, prompt, sampling_params)
         return generate(self, prompt, sampling_params, *args, **kwargs)
 
-    cls.generate = checked
+    cls.generate, cls._add_streaming_input_request = checked, add_known_session
 
 
 def hook_responses(module: ModuleType) -> None:
@@ -82,6 +113,10 @@ def hook_input_processor(module: ModuleType) -> None:
         request = process_inputs(self, *args, **kwargs)
         if request.sampling_params is not None:
             length = len(request.prompt_token_ids) if request.prompt_token_ids else len(request.prompt_embeds)
+            if request.resumable or _session.get() is not None:
+                length = self.model_config.max_model_len  # its prompt grows; the scheduler knows how long it is
+            if request.resumable:
+                _check_turn(self.vllm_config, request.sampling_params)
             _check_request(self.vllm_config, request.sampling_params, length)
         return request
 

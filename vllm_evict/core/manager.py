@@ -113,10 +113,8 @@ class EvictableManager(FullAttentionManager):
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         # A request's residency grows here and nowhere else, so only those that grow are looked at.
         if new_blocks and (resident := self.residents.get(request_id)):
-            blocks = len(self.req_to_blocks[request_id])
-            self._count(resident, resident.held(blocks))
-            if resident.over_trigger(blocks):
-                self._over_trigger.add(request_id)
+            self._count(resident, resident.held(len(self.req_to_blocks[request_id])))
+            self.note(request_id)
         if self.allocated is not None:
             self.allocated.extend(block.block_id for block in new_blocks)
         return new_blocks
@@ -138,6 +136,11 @@ class EvictableManager(FullAttentionManager):
     def published_tokens(self, request_id: str) -> int:
         """Tokens of a request whose blocks can be hit by others, those that the step being planned will compute too."""
         return self.num_cached_block.get(request_id, 0) * self.block_size
+
+    def note(self, request_id: str) -> None:
+        """See whether a request is over its trigger, now that it grew or that its limits changed."""
+        if self.residents[request_id].over_trigger(len(self.req_to_blocks[request_id])):
+            self._over_trigger.add(request_id)
 
     def take_over_trigger(self) -> set[str]:
         """Drain the requests that may be over their trigger once their step is done."""

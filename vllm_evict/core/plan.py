@@ -97,7 +97,9 @@ class GroupPlan:
     Attributes:
         holes: request -> logical blocks evicted since the last plan.
         missing: request -> blocks that count as missing where the next decision is foreseen, if not those of `holes`.
-        track: requests that start (again) in this step and are to be measured from now on.
+        track: requests that are to be measured from this step on, from zero.
+        untrack: requests that are not to be measured any more.
+        triggers: request -> blocks above which its next decision falls; what was measured stays.
         report: request -> statistics that the scheduler needs with this step's output.
         judged: requests of which tokens may go after this step; what was measured until then decides.
         moved: request -> {logical block: physical block}, those that got another one.
@@ -111,6 +113,8 @@ class GroupPlan:
     holes: dict[str, list[int]] = field(default_factory=dict)
     missing: dict[str, int] = field(default_factory=dict)
     track: dict[str, Scoring] = field(default_factory=dict)
+    untrack: set[str] = field(default_factory=set)
+    triggers: dict[str, int] = field(default_factory=dict)
     report: dict[str, frozenset[str]] = field(default_factory=dict)
     judged: set[str] = field(default_factory=set)
     moved: dict[str, dict[int, int]] = field(default_factory=dict)

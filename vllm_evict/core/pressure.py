@@ -57,13 +57,16 @@ class Pressure:
                 plan.asked[req_id] = resident.incarnation
                 resident.asked_at = scheduler.current_step
 
-    @staticmethod
-    def take_scores(manager: EvictableManager, plan: GroupPlan, reports: Reports) -> None:
+    def take_scores(self, manager: EvictableManager, plan: GroupPlan, reports: Reports) -> None:
         """Keep what was asked for in case the pool runs out."""
         for req_id, incarnation in plan.asked.items():
             resident = manager.residents.get(req_id)
-            if resident is not None and resident.incarnation == incarnation and req_id in reports:
+            if resident is None or resident.incarnation != incarnation:
+                continue
+            if req_id in reports:
                 resident.report = reports[req_id]
+            else:
+                self._scheduler.miss(req_id, resident)
 
     def make_room(self, request: Request, reserved_blocks: int) -> bool:
         """Free blocks of running requests, as many as `request` lacked just now; whether that was possible.
@@ -92,7 +95,9 @@ class Pressure:
 
         And some more, so that requests are not compared anew in each step.
         """
-        holders = [(manager, request) for request in self._scheduler.running for manager in self._managers]
+        # Sessions between two turns hold blocks too.
+        requests = [*self._scheduler.running, *self._scheduler.kv_holding_waiting]
+        holders = [(manager, request) for request in requests for manager in self._managers]
         offers = [self.offer(*holder) for holder in holders]
         left = [spare for *_, spare in offers]
         if sum(left) < missing:
@@ -123,7 +128,7 @@ class Pressure:
         return math.ceil(tokens / self._managers[0].block_size)
 
     def offer(self, manager: EvictableManager, request: Request) -> tuple[np.ndarray, np.ndarray, int]:
-        """Blocks that may go of a running request in this step, their costs, and how many (see `Residency.offer`)."""
+        """Blocks that may go of a request in this step, their costs, and how many (see `Residency.offer`)."""
         resident = manager.residents[request.request_id]
         # Blocks of the step being planned may be published already: they must not see a reduced context.
         published = max(each.published_tokens(request.request_id) for each in self._managers)

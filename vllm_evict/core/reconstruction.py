@@ -180,10 +180,10 @@ class Reconstructions:
 
     def want(self, request: Request, resident: Residency) -> None:
         """A request is over its trigger: evict by the scores it has, or see that it gets some."""
-        if resident.report is None:
+        if resident.prompt_scores is None:
             self._look_up(request, resident)
-        if resident.report is not None:
-            self._scheduler._evict(request, self._manager, resident.report)
+        if resident.prompt_scores is not None:
+            self._scheduler._evict(request, self._manager, resident.prompt_scores)
         elif request.request_id not in self._jobs:
             self._jobs[request.request_id] = Job(
                 request, resident, resident.incarnation, since=self._scheduler.current_step
@@ -235,9 +235,9 @@ class Reconstructions:
             self._shadow = None
             self._add_up(shadow.job, reports.get(shadow.request.request_id))
         for req_id, job in list(self._jobs.items()):
-            if job.resident.report is not None:
+            if job.resident.prompt_scores is not None:
                 self._give_up(self._jobs.pop(req_id))
-                self._scheduler._evict(job.request, self._manager, job.resident.report)
+                self._scheduler._evict(job.request, self._manager, job.resident.prompt_scores)
 
     def _add_up(self, job: Job, report: Report | None) -> None:
         """A shadow is done."""
@@ -277,9 +277,9 @@ class Reconstructions:
         scores, known = found
         if resident.config.granularity == "token":
             self._plan.scored[request.request_id] = (scores, known * resident.block_size)
-            resident.report = Report(np.arange(known), {})
+            resident.prompt_scores = Report(np.arange(known), {})
         else:
-            resident.report = Report(np.arange(known), {"mass": scores[:known]})
+            resident.prompt_scores = Report(np.arange(known), {"mass": scores[:known]})
 
     def _waits(self, job: Job) -> bool:
         return self._jobs.get(job.request.request_id) is job
@@ -300,7 +300,7 @@ class Reconstructions:
                 job.request.request_id,
                 job.request.num_prompt_tokens,
             )
-        job.resident.report = Report(np.arange(0), {"mass": np.empty(0)})
+        job.resident.prompt_scores = Report(np.arange(0), {"mass": np.empty(0)})
 
     def _give_up(self, job: Job) -> None:
         """Nobody asks for a job's scores, so far as it has any."""
@@ -320,7 +320,7 @@ class Reconstructions:
     def _begin(self, job: Job) -> bool:
         """Add the next shadow of a request, if it is time. Returns whether it was added."""
         scheduler, request, config = self._scheduler, job.request, job.resident.config
-        if job.resident.report is not None:
+        if job.resident.prompt_scores is not None:
             return False  # its decision falls with this step's output
         if request.num_computed_tokens - request.num_in_flight_tokens < request.num_prompt_tokens:
             job.since = scheduler.current_step
@@ -384,7 +384,7 @@ class Reconstructions:
         if job.per_token:
             sink = job.resident.limits.sink * job.resident.block_size
             repetition = Repetition(job.scores, original.num_prompt_tokens, *job.parts[0], sink)
-        resident = Residency(config, None, job.resident.block_size, config.name, measured=True)
+        resident = Residency(config, None, job.resident.block_size, config.name)
         # Only what is the prompt's own is published: what follows would be of use to nobody.
         resident.pure_tokens = job.blocks * resident.block_size
         self._hidden.add(shadow.request_id)

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from ..config import NEVER, KVPolicyConfig, Limits
 from ..policies import Blocks
-from .plan import Report
+from .plan import Report, Scoring
 
 NO_BLOCKS = np.empty(0, dtype=np.int64)
 
@@ -17,12 +18,16 @@ NO_BLOCKS = np.empty(0, dtype=np.int64)
 class Whole:
     """What the KV groups of one request have in common."""
 
+    #: What it asks for, as `KVPolicyConfig.for_request` takes it; of a session, by all its turns.
+    asked: dict[str, Any] = field(default_factory=dict)
     #: Tokens computed while nothing was missing in any group: one eviction reduces what all later tokens are made from.
     #: None while nothing is.
     pure_tokens: int | None = None
     #: Blocks held now and at most, the step in flight included.
     held_blocks: int = 0
     peak_blocks: int = 0
+    #: Whether the log has said that scores are missing.
+    complained: bool = False
 
 
 @dataclass(slots=True)
@@ -34,14 +39,16 @@ class Residency:
     block_size: int
     #: Name of the request's policy: where heads are split, not that of this group's class.
     policy: str = ""
-    #: Whether workers measure it. Requests that cannot outgrow their budget are left alone.
-    measured: bool = False
+    #: Whether it may come to hold more than `limits`. Requests that cannot are not measured.
+    may_outgrow: bool = False
     #: See `policies.Blocks.key`.
     key: int = 0
     #: Counts restarts, so that what was planned before a preemption is not done after it.
     incarnation: int = 0
     #: Whether workers know it.
     started: bool = False
+    #: How they measure it; None: they do not.
+    scoring: Scoring | None = None
     #: Position of its first own query: tokens before it came out of the prefix cache.
     first_query: int = 0
     #: Resident logical blocks below `known`, ascending.
@@ -54,10 +61,19 @@ class Residency:
     evicted_blocks: int = 0
     #: What it was granted, once its policy has chosen another one for it.
     unprofiled: tuple[KVPolicyConfig, Limits] | None = None
-    #: Under pressure: the last scores, and the scheduler's step that asked for them. Where the policy reconstructs: the
-    #: prompt's scores.
+    #: Reports in a row that did not come.
+    misses: int = 0
+    #: Under pressure: the last scores, and the scheduler's step that asked for them.
     report: Report | None = None
     asked_at: int = 0
+    #: Where the policy reconstructs: scores of the prompt's first blocks; of none if it does without.
+    prompt_scores: Report | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether workers measure it; what a reconstruction measures, its shadow does."""
+        policy = self.config.policy
+        return self.may_outgrow and self.limits is not None and bool(policy.measures) and not policy.reconstructs
 
     @property
     def under_pressure(self) -> bool:
@@ -86,12 +102,11 @@ class Residency:
     def restart(self) -> None:
         """Forget all blocks: preempted, to be computed again from the first token."""
         self.incarnation += 1
-        self.started = False
+        self.started, self.scoring = False, None
         self.resident, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, 0, None, 0
-        self.report, self.asked_at = None, 0
+        self.report, self.asked_at, self.prompt_scores, self.misses = None, 0, None, 0
         if self.unprofiled is not None:
             (self.config, self.limits), self.unprofiled = self.unprofiled, None
-            self.measured = True
 
     def profile(self, report: Report, computed_tokens: int, prompt_len: int) -> None:
         """Choose the policy of this KV group, now that the prompt is computed (see `policies.fastgen`).
@@ -107,8 +122,23 @@ class Residency:
         self.unprofiled = (self.config, self.limits)
         self.config = self.config.profiled(name)
         self.limits = self.config.limits(self.block_size, prompt_len)
-        # Of what it goes by from now on there may be nothing to report.
-        self.measured = bool(self.config.policy.measures)
+
+    def renew(self, config: KVPolicyConfig, prompt_len: int, computed_tokens: int) -> None:
+        """Begin the next turn of a streaming session.
+
+        Args:
+            config: what it is granted from now on; of the same policy.
+            prompt_len: tokens, with what was generated in former turns.
+            computed_tokens: those that stay. What steps in flight computed beyond them is dropped.
+        """
+        # What the former turn made due is looked at anew with this one's first step.
+        self.incarnation += 1
+        if self.pure_tokens is not None:
+            self.pure_tokens = min(self.pure_tokens, computed_tokens)
+        if self.unprofiled is not None:
+            self.unprofiled = (config, config.limits(self.block_size, prompt_len))
+            config = config.profiled(self.config.name)
+        self.config, self.limits = config, config.limits(self.block_size, prompt_len)
 
     def adopt(self, there: np.ndarray, blocks: int) -> None:
         """Start with a cached prefix of which only some blocks were taken.
@@ -136,7 +166,8 @@ class Residency:
 
         Args:
             computed_tokens: tokens whose step is done, not those in flight.
-            report: this request's statistics; None for policies that measure nothing.
+            report: this request's statistics; None for policies that measure nothing, or if there are none: then the
+                oldest go first.
 
         Returns:
             int64 [k], logical blocks, ascending.
@@ -168,13 +199,10 @@ class Residency:
         candidates, spare = self._candidates(computed_tokens)
         if spare <= 0:
             return NO_BLOCKS, np.empty(0), 0
-        if self.measured and self.report is None:
-            importance = candidates
-        else:
-            if self.report is not None:
-                # What was resident then and still is, is in the report.
-                candidates = candidates[: candidates.searchsorted(self.report.index[-1], side="right")]
-            importance = self._importance(candidates, self.report, computed_tokens)
+        if self.report is not None:
+            # What was resident then and still is, is in the report.
+            candidates = candidates[: candidates.searchsorted(self.report.index[-1], side="right")]
+        importance = self._importance(candidates, self.report, computed_tokens)
         return candidates, self.config.policy.cost(importance), min(spare, len(candidates))
 
     def _candidates(self, computed_tokens: int) -> tuple[np.ndarray, int]:
@@ -188,6 +216,8 @@ class Residency:
         return self.resident[first:last], held - self.limits.budget
 
     def _importance(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
+        if report is None and self.config.policy.measures:
+            return candidates
         statistics = {} if report is None else self._statistics(candidates, report, computed_tokens)
         return self.config.policy.importance(Blocks(candidates, self.config, statistics, self.known, self.key))
 

@@ -29,6 +29,9 @@ from .spec import EvictableSpec, policy_config
 
 logger = init_logger("vllm.evict")
 
+#: Reports in a row that a request may miss; then its oldest blocks go first, so that its bound holds.
+MOST_MISSES = 3
+
 
 class EvictionMixin:
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
@@ -53,8 +56,10 @@ class EvictionMixin:
         self.pressure = Pressure(self, self.kv_managers) if waits else None
         #: None where nobody's prompt is ever reconstructed.
         self.reconstructions = Reconstructions(self, self.kv_managers[0]) if self.kv_policy.reconstructs else None
-        #: Requests with stop strings: the front end ends them on any of their outputs.
-        self._stoppable: set[str] = set()
+        #: Requests that the front end ends, on any of their outputs: those with stop strings, and sessions. And what it
+        #: was told last of their usage: peak, evicted blocks of each KV group.
+        self._stoppable: dict[str, tuple[int, ...]] = {}
+        self._policies = sorted(self.kv_policy.allowed)
         logger.info(self._start_up_line())
 
     def _managers(self) -> list[EvictableManager]:
@@ -101,31 +106,74 @@ class EvictionMixin:
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.residents:
             self._admit(request)
-            if request.sampling_params and request.sampling_params.stop:
-                self._stoppable.add(request.request_id)
+            if request.resumable or (request.sampling_params and request.sampling_params.stop):
+                self._stoppable[request.request_id] = ()
         super().add_request(request)
 
     def _admit(self, request: Request) -> None:
         """Give a request a residency in each KV group."""
-        params = request.sampling_params
-        block_size = self.kv_managers[0].block_size
-        try:
-            config = self.kv_policy.for_request(params and params.extra_args, request.num_prompt_tokens, block_size)
-        except KVPolicyError as error:
-            # The front end has refused what it could; a request that got past it must not take the engine down.
-            logger.warning("request %s runs under the server's KV policy: %s", request.request_id, error)
-            config = self.kv_policy
-        longest = self._longest(request)
-        whole, classes = Whole(), config.classes
+        block_size, longest = self.kv_managers[0].block_size, self._longest(request)
+        asked = dict((request.sampling_params and request.sampling_params.extra_args) or {})
+        config = self._granted(request, asked)
+        whole, classes = Whole(asked), config.classes
         for manager in self.kv_managers:
             part = classes.get(manager.kv_cache_spec.head_class, config)
             limits = part.limits(block_size, request.num_prompt_tokens)
             key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
-            resident = Residency(part, limits, block_size, config.name, key=key, whole=whole)
-            may_outgrow = request.resumable or (limits and math.ceil(longest / block_size) > limits.bound)
-            # What a reconstruction measures, its shadow does.
-            resident.measured = bool(part.policy.measures and may_outgrow and not part.policy.reconstructs)
+            # A session may come to anything.
+            may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
+            resident = Residency(part, limits, block_size, config.name, may_outgrow, key, whole=whole)
             manager.residents[request.request_id] = resident
+
+    def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
+        """What a request runs under that asks for this, by its prompt so far."""
+        block_size = self.kv_managers[0].block_size
+        try:
+            return self.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
+        except KVPolicyError as error:
+            # The front end has refused what it could; a request that got past it must not take the engine down. A
+            # session's budget may be one that its prompt has to grow to first.
+            budget = request.resumable and "kv_budget" in asked
+            which = "budget" if budget else "KV policy"
+            logger.warning("request %s runs under the server's %s: %s", request.request_id, which, error)
+            if budget:
+                return self._granted(request, {key: value for key, value in asked.items() if key != "kv_budget"})
+            return self.kv_policy
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        super()._update_request_as_session(session, update)
+        self._renew(session)
+
+    def _renew(self, session: Request) -> None:
+        """Let what a session may keep follow its prompt, and what its next turn asks for."""
+        req_id, residents = session.request_id, self._residents_of(session.request_id)
+        asked, extra_args = residents[0].whole.asked, session.sampling_params and session.sampling_params.extra_args
+        extra_args, name = extra_args or {}, residents[0].policy
+        if extra_args.get("kv_policy", name) != name:
+            logger.warning("request %s: a session keeps the KV policy of its first turn, %r", req_id, name)
+        asked |= {key: value for key, value in extra_args.items() if key == "kv_budget"}
+        config = self._granted(session, asked)
+        for manager, resident, plan in zip(self.kv_managers, residents, self._plan.groups):
+            part = config.of_class(manager.kv_cache_spec.head_class)
+            resident.renew(part, session.num_prompt_tokens, session.num_computed_tokens)
+            before, resident.scoring = resident.scoring, self._scoring(session, resident)
+            if not resident.started or resident.scoring == before:
+                continue
+            if resident.scoring is None:
+                plan.untrack.add(req_id)
+            elif before is not None and replace(before, trigger=resident.scoring.trigger) == resident.scoring:
+                plan.triggers[req_id] = resident.scoring.trigger
+            else:
+                plan.track[req_id], resident.first_query = resident.scoring, session.num_computed_tokens
+
+    @staticmethod
+    def _scoring(request: Request, resident: Residency) -> Scoring | None:
+        """How workers measure a request from now on; None: not at all."""
+        scoring = Scoring.of(resident.config, resident.limits.trigger) if resident.measured else None
+        if scoring is not None and resident.config.policy.profiles:
+            # Its decision falls with its prompt's last tokens, or in any step after them if no report comes.
+            scoring = replace(scoring, trigger=0, start=max(request.num_prompt_tokens - scoring.window, 0))
+        return scoring
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> tuple[Any, int, int, bool]:
         """The request's hit, as far as the pool can hold it beside the first chunk.
@@ -213,19 +261,16 @@ class EvictionMixin:
         """Tell workers what to measure and to report in one KV group; note who has to be decided on."""
         for req_id, computed_tokens in starts:
             resident = manager.residents[req_id]
-            if resident.started:
-                continue  # the next turn of a streaming session
+            if resident.started:  # the next turn of a streaming session: what it may keep may have changed
+                manager.note(req_id)
+                continue
             resident.started, resident.first_query = True, computed_tokens
             if self.reconstructions is not None and self.reconstructions.is_shadow(req_id):
                 self.reconstructions.measure(plan)
-            elif resident.measured:
-                scoring = Scoring.of(resident.config, resident.limits.trigger)
-                if resident.config.policy.profiles:  # its decision falls with the last tokens of the prompt
-                    prompt = self.requests[req_id].num_prompt_tokens
-                    trigger, start = math.ceil(prompt / manager.block_size) - 1, max(prompt - scoring.window, 0)
-                    scoring = replace(scoring, trigger=trigger, start=start)
-                if scoring is not None:
-                    plan.track[req_id] = scoring
+                continue
+            resident.scoring = self._scoring(self.requests[req_id], resident)
+            if resident.scoring is not None:
+                plan.track[req_id] = resident.scoring
         if self.kv_policy.policy.profiles:
             self._plan_profiles(manager, plan, output)
         for req_id in manager.take_over_trigger():
@@ -296,15 +341,36 @@ class EvictionMixin:
             if resident.config.granularity == "token":
                 self._compact(request, manager)
                 continue
-            if resident.measured and req_id not in reports:
-                logger.error("no scores came back for request %s: its KV blocks stay this time", req_id)
+            report = reports.get(req_id)
+            if resident.measured and self._waits_for(report, req_id, resident):
                 continue
-            if resident.config.policy.profiles:
+            if resident.config.policy.profiles and report is not None:
                 computed = request.num_computed_tokens - request.num_in_flight_tokens
-                resident.profile(reports[req_id], computed, request.num_prompt_tokens)
-                if resident.limits is not None and (scoring := Scoring.of(resident.config, resident.limits.trigger)):
-                    self._plan.groups[manager.kv_cache_group_id].track[req_id] = scoring
-            self._evict(request, manager, reports.get(req_id))
+                resident.profile(report, computed, request.num_prompt_tokens)
+                told, resident.scoring = self._plan.groups[manager.kv_cache_group_id], self._scoring(request, resident)
+                if resident.scoring is None:
+                    told.untrack.add(req_id)
+                else:
+                    told.track[req_id] = resident.scoring
+            self._evict(request, manager, report)
+
+    def _waits_for(self, report: Report | None, req_id: str, resident: Residency) -> bool:
+        """Whether a request's blocks stay this time, because its scores did not come."""
+        if report is not None:
+            resident.misses = 0
+            return False
+        self.miss(req_id, resident)
+        return resident.misses < MOST_MISSES
+
+    def miss(self, req_id: str, resident: Residency) -> None:
+        """A report that was asked for did not come."""
+        resident.misses += 1
+        self.tally.miss(resident.policy)
+        if not resident.whole.complained:
+            resident.whole.complained = True
+            logger.error(
+                "no scores came back for request %s; while none come its oldest KV blocks go first. Said once.", req_id
+            )
 
     def _decide_jointly(self, plan: EvictionPlan, reports: list[Reports]) -> None:
         """Evict what a finished step calls for where KV groups share a budget."""
@@ -315,11 +381,13 @@ class EvictionMixin:
             residents = self._residents_of(req_id)
             if residents[0].incarnation != incarnation or residents[0].limits is None:
                 continue
-            if not all(req_id in group for group in reports):
-                logger.error("no scores came back for request %s: its KV blocks stay this time", req_id)
+            of_groups = [group.get(req_id) for group in reports]
+            if None in of_groups:
+                of_groups = [None] * len(of_groups)  # some have nothing to compare with
+            if self._waits_for(of_groups[0], req_id, residents[0]):
                 continue
             computed = request.num_computed_tokens - request.num_in_flight_tokens
-            chosen = choose_jointly(residents, computed, [group[req_id] for group in reports])
+            chosen = choose_jointly(residents, computed, of_groups)
             for manager, victims in zip(self.kv_managers, chosen):
                 if len(victims):
                     self.make_holes(request, manager, victims)
@@ -331,12 +399,17 @@ class EvictionMixin:
         return [manager.residents[req_id] for manager in self.kv_managers]
 
     def _send_usage(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Put usage so far on outputs that a stop string may make the last."""
+        """Put usage so far on outputs that the front end may make the last, where it is news to it."""
         for client in outputs.values():
             for output in client.outputs:
-                if output.request_id in self._stoppable and output.finish_reason is None:
-                    usage = self._usage(output.request_id)
-                    output.kv_transfer_params = {USAGE_KEY: usage.as_dict()}
+                req_id = output.request_id
+                if req_id not in self._stoppable:
+                    continue
+                residents = self._residents_of(req_id)
+                usage = (residents[0].whole.peak_blocks, *(resident.evicted_blocks for resident in residents))
+                if usage != self._stoppable[req_id]:
+                    self._stoppable[req_id] = usage
+                    output.kv_transfer_params = {USAGE_KEY: KVUsage.of(residents).as_dict()}
 
     def _usage(self, req_id: str) -> KVUsage:
         return KVUsage.of(self._residents_of(req_id))
@@ -398,14 +471,15 @@ class EvictionMixin:
     def _free_request_blocks(self, request: Request) -> None:
         # Its table is gone, and with it all that workers were to hear of.
         for group in self._plan.groups:
-            for told in (group.holes, group.missing, group.moved, group.track, group.scored):
+            for told in (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored):
                 told.pop(request.request_id, None)
+            group.untrack.discard(request.request_id)
         self._plan.compactions = [c for c in self._plan.compactions if c.req_id != request.request_id]
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
-        self._stoppable.discard(request.request_id)
+        self._stoppable.pop(request.request_id, None)
         if request.request_id not in self.residents:
             return kv_params, ec_params  # it never came in through `add_request`
         usage = self._usage(request.request_id)
@@ -428,9 +502,7 @@ class EvictionMixin:
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            held = {
-                policy: sum(manager.held[policy] for manager in self.kv_managers) for policy in self.kv_policy.allowed
-            }
+            held = {policy: sum(manager.held[policy] for manager in self.kv_managers) for policy in self._policies}
             # The only free-form field of the stats; without KV connectors (refused at start) nothing else uses it.
             stats.kv_connector_stats = {STATS_KEY: self.tally.take(held)}
         return stats

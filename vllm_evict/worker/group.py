@@ -114,14 +114,14 @@ class GroupRuntime:
         started = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
         if cached.resumed_req_ids:
             started += [each for each in zip(cached.req_ids, cached.new_block_ids) if each[0] in cached.resumed_req_ids]
+        for req_id, holes in plan.holes.items():
+            self.with_holes.setdefault(req_id, []).extend(holes)
         for req_id, block_ids in started:
-            # The next turn of a streaming session comes as a new request, with the holes it has; a cached prefix may
-            # have some too.
+            # The next turn of a streaming session comes as a new request, with the holes it has, those of this plan
+            # too; a cached prefix may have some.
             self.with_holes.pop(req_id, None)
             if 0 in block_ids[index]:
                 self.with_holes[req_id] = np.flatnonzero(np.equal(block_ids[index], 0)).tolist()
-        for req_id, holes in plan.holes.items():
-            self.with_holes.setdefault(req_id, []).extend(holes)
         if gone or started or plan.holes:
             self._lacks = None
         for req_id in gone if self.mergers else ():
@@ -131,11 +131,15 @@ class GroupRuntime:
         for sums in (self.sums, self.tokens):
             if sums is None:
                 continue
-            for req_id in gone:
+            for req_id in gone | plan.untrack:
                 sums.stop(req_id)
             for req_id, scoring in plan.track.items():
                 if scoring.per_token == (sums is self.tokens):
                     sums.start(req_id, scoring)
+                    # Those that it had before are missing where its next decision is foreseen.
+                    sums.count_holes(req_id, len(self.with_holes.get(req_id, ())) - len(plan.holes.get(req_id, ())))
+            for req_id, trigger in plan.triggers.items():
+                sums.set_trigger(req_id, trigger)
             for req_id, holes in plan.holes.items():
                 if req_id not in plan.missing:
                     sums.count_holes(req_id, len(holes))

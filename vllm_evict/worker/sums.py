@@ -185,6 +185,11 @@ class RunningSums:
             self._free.append(slot)
             self._batch = ([], *self._batch[1:])
 
+    def set_trigger(self, req_id: str, trigger: int) -> None:
+        """The next decision falls above so many blocks."""
+        if (slot := self._slots.get(req_id)) is not None:
+            self._trigger[slot] = trigger
+
     def count_holes(self, req_id: str, holes: int) -> None:
         if (slot := self._slots.get(req_id)) is not None:
             self._holes[slot] += holes
@@ -295,8 +300,7 @@ class RunningSums:
         mass = np.split(to_host(all_reduce(mass, self.maximise_heads) * self._scale), np.cumsum(lengths)[:-1])
         names = np.where(self._pivots[slots], "pivots", "mass").tolist()
         return {
-            req_id: Report(index, {name: values})
-            for req_id, index, name, values in zip(req_ids, resident, names, mass)
+            req_id: Report(index, {name: values}) for req_id, index, name, values in zip(req_ids, resident, names, mass)
         }
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

@@ -324,8 +324,8 @@ FRONT_END = [
     Touch(
         "vllm.v1.engine.input_processor:InputProcessor",
         ("compat.frontend",),
-        "knows the server's policy",
-        has=("vllm_config",),
+        "knows the server's policy, and the model's context",
+        has=("vllm_config", "model_config"),
     ),
     Touch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
@@ -337,8 +337,13 @@ FRONT_END = [
     Touch(
         "vllm.v1.engine:EngineCoreRequest",
         ("compat.frontend",),
-        "a request's length and extra arguments",
-        has=("prompt_token_ids: list[int] | None", "prompt_embeds", "sampling_params: SamplingParams | None"),
+        "a request's length and extra arguments, and whether it is a session's turn",
+        has=(
+            "prompt_token_ids: list[int] | None",
+            "prompt_embeds",
+            "sampling_params: SamplingParams | None",
+            "resumable: bool = False",
+        ),
     ),
     Touch(
         "vllm.sampling_params:SamplingParams",
@@ -379,6 +384,16 @@ FRONT_END = [
         ("compat.frontend",),
         "knows the server's policy",
         has=("vllm_config: VllmConfig",),
+    ),
+    Touch(
+        "vllm.v1.engine.async_llm:AsyncLLM._add_streaming_input_request",
+        ("compat.frontend",),
+        "takes the turns of a session in, in a task of its own whose context knows the session's policy",
+        replaced_by=("vllm_evict.compat.frontend:hook_async_llm.add_known_session",),
+        does=(
+            "self.input_processor.process_inputs(..., resumable=True)",
+            "asyncio.create_task(handle_inputs())",
+        ),
     ),
     Touch("vllm.v1.engine.output_processor:", ("plugin",), "hooked when it is imported"),
     Touch(

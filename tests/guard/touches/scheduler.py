@@ -18,6 +18,7 @@ SCHEDULER = [
             "current_step",
             "requests: dict[str, Request]",
             "running: list[Request]",
+            "kv_holding_waiting",
             "use_v2_model_runner",
         ),
     ),
@@ -198,8 +199,15 @@ SCHEDULER = [
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
         ("core.scheduler", "worker.group"),
-        "the next chunk of a streaming session is scheduled as a new request, with the blocks and holes that it has",
-        does=("session.status = RequestStatus.WAITING",),
+        "the next chunk of a streaming session is scheduled as a new request, with the blocks and holes that it has; "
+        "what it may keep is looked at anew",
+        first=("session", "update"),
+        replaced_by=("vllm_evict.core.scheduler:EvictionMixin._update_request_as_session",),
+        does=(
+            "session.num_prompt_tokens = len(session.prompt_token_ids)",
+            "session.sampling_params = update.sampling_params",
+            "session.status = RequestStatus.WAITING",
+        ),
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler.make_stats",

@@ -1,0 +1,463 @@
+"""Streaming input: sessions of several turns, whose blocks, holes and scores go on from one turn to the next."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engine import PLAN, V2, greedy, random_prompt
+from oracle.model import DenseLlama
+from oracle.replay import Request
+from parity import oracle_config
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.request import RequestStatus
+
+BLOCK = 32
+CHUNK = 96
+H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
+POLICIES = {
+    "h2o": H2O,
+    "h2o-mean": {**H2O, "accumulate": "mean"},
+    "snapkv": {**H2O, "name": "snapkv", "window": 24, "kernel": 3},
+    "sink-window": {"name": "sink-window", "budget": 192, "buffer": 64, "sink": 32},
+}
+TURNS = [(150, 40), (200, 70), (30, 60), (120, 50)]
+
+
+class Sessions:
+    """Sends turns to an engine, and keeps what comes back and what happened.
+
+    Attributes:
+        sent: session -> turns sent.
+        answers: session -> for each turn that ended, its tokens and their log-probabilities.
+        steps: session -> tokens of each step since it (re)started, as (position of the first, tokens).
+        told, decided: session -> {step: logical blocks} that workers were told of with it, and that were decided after it.
+        usage: session -> its `KVUsage` so far, as a dict.
+    """
+
+    def __init__(self, server, monkeypatch=None):
+        """With `monkeypatch` turns end as by a stop token, which nobody foresees: a step in flight goes on."""
+        self.ends = {}
+        if monkeypatch is not None:
+            monkeypatch.setattr("vllm.v1.core.sched.scheduler.check_stop", self._stops)
+        self._unforeseen = monkeypatch is not None
+        self.server, self.core = server, server.llm.llm_engine.engine_core
+        self.sent, self.answers, self.usage, self._open, self._pending = {}, {}, {}, {}, {}
+        self.steps, self.told, self.decided, self.restarts = {}, {}, {}, 0
+        scheduler = server.scheduler
+        schedule, update, preempt = scheduler.schedule, scheduler.update_from_output, scheduler._preempt_request
+
+        def watched_schedule(*args):
+            output = schedule(*args)
+            for req_id, holes in getattr(output, PLAN).groups[0].holes.items():
+                self._pending.setdefault(req_id, []).extend(holes)
+            for req_id, tokens in output.num_scheduled_tokens.items():
+                steps = self.steps.setdefault(req_id, [])
+                first = scheduler.requests[req_id].num_computed_tokens - tokens
+                if first == 0:
+                    steps.clear()
+                    for known in (self.told, self.decided, self._pending):
+                        known.pop(req_id, None)
+                self.told.setdefault(req_id, {})[len(steps)] = self._pending.pop(req_id, [])
+                steps.append((first, tokens))
+            output.at = {req_id: len(self.steps[req_id]) - 1 for req_id in output.num_scheduled_tokens}
+            return output
+
+        def watched_update(output, *args):
+            result = update(output, *args)
+            for req_id, holes in scheduler._plan.groups[0].holes.items():
+                if req_id in output.at:
+                    self.decided.setdefault(req_id, {})[output.at[req_id]] = sorted(holes)
+            return result
+
+        def watched_preempt(*args, **kwargs):
+            self.restarts += 1
+            return preempt(*args, **kwargs)
+
+        scheduler.schedule, scheduler.update_from_output = watched_schedule, watched_update
+        scheduler._preempt_request = watched_preempt
+
+    def _stops(self, request, max_model_len):
+        turn = len(self.answers.get(request.request_id, ()))
+        if request.num_output_tokens < self.ends[request.request_id][turn]:
+            return False
+        request.status = RequestStatus.FINISHED_STOPPED
+        return True
+
+    def send(self, name, prompt, max_tokens=16, resumable=True, **sampling):
+        self.ends.setdefault(name, []).append(max_tokens)
+        max_tokens = 1000 if self._unforeseen else max_tokens
+        self.core.add_request(self.made(name, prompt, max_tokens, resumable, **sampling))
+        self.sent[name] = self.sent.get(name, 0) + resumable
+
+    def made(self, name, prompt, max_tokens=16, resumable=True, **sampling):
+        engine = self.server.llm.llm_engine
+        params = greedy(max_tokens, logprobs=0, detokenize=False, **sampling)
+        prompt = {"prompt_token_ids": list(map(int, prompt))}
+        tasks = self.server.llm.supported_tasks
+        return engine.input_processor.process_inputs(name, prompt, params, tasks, resumable=resumable)
+
+    def close(self, *names):
+        """No more input. A request of the same name says so."""
+        for name in names:
+            self.send(name, [0], resumable=False)
+        for _ in range(4):
+            self.step()
+
+    def step(self):
+        for output in self.core.get_output().outputs:
+            tokens, logprobs = self._open.setdefault(output.request_id, ([], []))
+            tokens += output.new_token_ids
+            if output.new_logprobs is not None:
+                logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                self.answers.setdefault(output.request_id, []).append(self._open.pop(output.request_id))
+            if output.kv_transfer_params:
+                self.usage[output.request_id] = output.kv_transfer_params["vllm_evict"]
+
+    def run(self, on_step=lambda: None):
+        """Until all turns that were sent have ended."""
+        for _ in range(3000):
+            if all(len(self.answers.get(name, ())) >= sent for name, sent in self.sent.items()):
+                return
+            self.step()
+            on_step()
+        pytest.fail("turns did not end")
+
+    def tokens(self, name):
+        """All that a session has computed, and the last token, which it has not."""
+        request = self.server.scheduler.requests[name]
+        return list(request._all_token_ids)
+
+    def resident(self, name):
+        return self.server.manager.residents[name]
+
+
+def replay(dense, sessions, name, tokens, policies, prompt, from_=0):
+    """The oracle's choices and logits, given the session's steps and what was missing in each.
+
+    Args:
+        policies: (first position, policy) in force from there on.
+        from_: position of the first query that is measured.
+    """
+    steps = [(i, first, count) for i, (first, count) in enumerate(sessions.steps[name])]
+    # What a step computed beyond the end of its turn was dropped, and computed again.
+    kept = [
+        (i, first, min(count, later[0] - first)) for (i, first, count), later in zip(steps, sessions.steps[name][1:])
+    ]
+    kept = [each for each in [*kept, steps[-1]] if each[2] > 0 and each[1] < len(tokens)]
+    request, gone, logits, choices = Request(dense, oracle_config(policies[0][1], prompt)), set(), [], {}
+    for i, first, count in kept:
+        assert first == request.n
+        request.config = next(oracle_config(policy, prompt) for start, policy in reversed(policies) if start <= first)
+        request.evicted |= set(sessions.told[name][i])
+        request.n = first + count
+        out, probs = dense.forward(tokens[first : first + count], request.cache, request.mask(first), True)
+        if request.config.wants_probs and first >= from_:
+            request.accumulate(probs, first)
+        logits.append(out)
+        # As if all that was decided had taken effect.
+        told, request.evicted = request.evicted, set(gone)
+        blocks = sorted(sessions.decided.get(name, {}).get(i, []))
+        if blocks:
+            request.start = from_
+            request.replay.evicted.clear()
+            request.decide()
+            choices[i] = blocks, request.replay.evicted[0]
+        request.evicted = told
+        gone |= set(blocks)
+    return choices, torch.cat(logits)
+
+
+def assert_like_oracle(sessions, name, dense, logits, tokens, turns):
+    """Log-probabilities of all that was sampled. `turns` are the lengths of what was sent."""
+    logprobs, at = torch.log_softmax(logits.double(), -1), 0
+    for sent, (answer, got) in zip(turns, sessions.answers[name], strict=True):
+        at += sent
+        want = [logprobs[at - 1 + i, token].item() for i, token in enumerate(answer)]
+        np.testing.assert_allclose(got, want, atol=2e-3)
+        at += len(answer) - 1  # the last one is no part of the session
+    assert at == len(tokens) - 1
+
+
+def talk(sessions, turns, name="s", on_step=lambda: None, queued=False, between=lambda turn: None, seed=0):
+    """Send a session's turns, one after the other or all at once, and run them."""
+    for turn, (length, max_tokens) in enumerate(turns):
+        sessions.send(name, random_prompt(length, 100 * seed + turn), max_tokens)
+        if not queued:
+            sessions.run(on_step)
+            between(turn)
+    sessions.run(on_step)
+
+
+@pytest.fixture(scope="module")
+def dense(tiny):
+    return DenseLlama(tiny)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])
+@pytest.mark.parametrize("name", ["h2o"] if V2 else POLICIES)
+def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, name, queued):
+    server = engine(POLICIES[name], max_num_batched_tokens=CHUNK)
+    sessions, trigger, steady = Sessions(server), 8, []
+
+    def on_step():
+        request = server.scheduler.requests["s"]
+        if request.num_computed_tokens > request.num_prompt_tokens + 1:
+            steady.append(len(server.held_by("s")))
+
+    talk(sessions, TURNS, on_step=on_step, queued=queued)
+    tokens = sessions.tokens("s")
+    choices, logits = replay(dense, sessions, "s", tokens, [(0, POLICIES[name])], random_prompt(150))
+    assert len(choices) >= 5 and all(got == want for got, want in choices.values()), choices
+    assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
+    assert max(steady) <= trigger
+    assert sessions.usage["s"]["evicted_blocks"] == sum(len(got) for got, _ in choices.values())
+    sessions.close("s")
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])
+@pytest.mark.parametrize("name", ["h2o"] if V2 else ["h2o", "snapkv", "sink-window"])
+def test_with_steps_in_flight(async_engine, dense, monkeypatch, name, queued):
+    """What a step in flight computed beyond the end of its turn is dropped, and computed again over holes."""
+    server = async_engine(POLICIES[name], max_num_batched_tokens=CHUNK)
+    sessions = Sessions(server, monkeypatch)
+    talk(sessions, TURNS, queued=queued)
+    again = [first for first, _ in sessions.steps["s"]]
+    assert len(again) > len(set(again)), "nothing was computed again"
+    tokens = sessions.tokens("s")
+    choices, logits = replay(dense, sessions, "s", tokens, [(0, POLICIES[name])], random_prompt(150))
+    assert len(choices) >= 5
+    if name == "sink-window":
+        assert all(got == want for got, want in choices.values())
+    assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
+    assert len(server.held_by("s")) <= 8 + 2
+    sessions.close("s")
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("ends", [90, 91, 92])
+def test_a_turn_may_end_on_a_blocks_edge(async_engine, monkeypatch, ends):
+    """By token, what counts is settled with the step that makes a request due. If that one is dropped, nothing can be
+    decided by it, though the next turn's budget is smaller."""
+    policy = {**H2O, "budget": 160, "buffer": 0, "recent": 32, "granularity": "token"}
+    server = async_engine(policy, max_num_batched_tokens=CHUNK, max_model_len=1024)
+    sessions = Sessions(server, monkeypatch)
+    for turn, (length, max_tokens) in enumerate([(70, ends), (40, 60), (33, 40)]):
+        asked = {"extra_args": {"kv_budget": 128}} if turn else {}
+        sessions.send("s", random_prompt(length, turn), max_tokens, **asked)
+    sessions.run()
+    assert all(np.isfinite(logprobs).all() for _, logprobs in sessions.answers["s"])
+    assert len(server.held_by("s")) <= 4 + 2
+    sessions.close("s")
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("make", ["engine", "async_engine"])
+def test_preempted_turns_start_over_with_everything(request, dense, make):
+    server = request.getfixturevalue(make)(H2O, max_num_batched_tokens=CHUNK)
+    sessions = Sessions(server)
+
+    def between(turn):
+        """The next turn is under way when it is preempted."""
+        if turn in (1, 2):
+            sessions.send("s", random_prompt(60, 7), 40)
+            for _ in range(6):
+                sessions.step()
+            server.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    turns = [(150, 40), (200, 70), (50, 60)]
+    talk(sessions, turns, between=between)
+    assert sessions.restarts == 2 and len(sessions.answers["s"]) == 5
+    tokens = sessions.tokens("s")
+    choices, logits = replay(dense, sessions, "s", tokens, [(0, H2O)], random_prompt(150))
+    assert len(choices) >= 2
+    if make == "engine":
+        assert all(got == want for got, want in choices.values())
+    # Of the last turn, which started over.
+    logprobs, (answer, got) = torch.log_softmax(logits.double(), -1), sessions.answers["s"][-1]
+    at = len(tokens) - len(answer) - 1
+    want = [logprobs[at + i, token].item() for i, token in enumerate(answer)]
+    np.testing.assert_allclose(got[-20:], want[-20:], atol=2e-3)
+    sessions.close("s")
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("make", ["engine", "async_engine"])
+def test_under_pressure(request, make):
+    policy = {"name": "h2o", "when": "pressure", "budget": 96, "buffer": 32, "sink": 32, "recent": 32}
+    server = request.getfixturevalue(make)(policy, blocks=44, max_num_batched_tokens=CHUNK, max_model_len=1024)
+    sessions = Sessions(server)
+    names = [f"s{i}" for i in range(4)]
+    turns = [(100, 60), (120, 50), (40, 80)]
+    told_twice = []
+
+    def on_step():
+        for holes in server.runtime.with_holes.values():
+            told_twice.append(len(holes) != len(set(holes)))
+
+    for turn, (length, max_tokens) in enumerate(turns):
+        for i, name in enumerate(names):
+            sessions.send(name, random_prompt(length + 9 * i, 10 * turn + i), max_tokens)
+        if turn:
+            sessions.run(on_step)
+    assert told_twice and not any(told_twice)
+    assert all(np.isfinite(logprobs).all() for name in names for _, logprobs in sessions.answers[name])
+    assert sum(sessions.resident(name).evicted_blocks for name in names) > 8
+    sessions.close(*names)
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_sessions_that_fill_the_pool_between_turns_make_room_for_the_next(engine):
+    policy = {"name": "h2o", "when": "pressure", "budget": 96, "buffer": 32, "sink": 32, "recent": 32}
+    server = engine(policy, blocks=42, max_num_batched_tokens=CHUNK, max_model_len=1024)
+    sessions, names = Sessions(server), ["s0", "s1", "s2"]
+    for turn, length in enumerate([380, 100]):
+        for i, name in enumerate(names):
+            sessions.send(name, random_prompt(length, 10 * turn + i), 16)
+        sessions.run()
+        evicted = sum(sessions.resident(name).evicted_blocks for name in names)
+        assert (evicted > 0) == (turn > 0) and server.free_blocks < 8
+    sessions.close(*names)
+    server.assert_nothing_left()
+
+
+# ---- What a session may keep follows its prompt, and what its turns ask for
+
+
+@pytest.mark.parametrize("name", ["h2o"] if V2 else ["h2o", "h2o-mean"])
+def test_it_is_evicted_from_once_it_has_grown_beyond_min_prompt(engine, dense, name):
+    policy = {**POLICIES[name], "min_prompt": 300}
+    server = engine(policy, max_num_batched_tokens=CHUNK)
+    sessions, seen = Sessions(server), []
+
+    def between(turn):
+        seen.append((sessions.resident("s").evicted_blocks, len(server.runtime.sums)))
+
+    talk(sessions, TURNS, between=between)
+    # 150 tokens, then 150 + 39 + 200: from the second turn on.
+    assert seen[0] == (0, 0) and seen[1][0] > 4 and seen[1][1] == 1 and seen[3][0] > seen[1][0]
+    tokens = sessions.tokens("s")
+    choices, logits = replay(dense, sessions, "s", tokens, [(0, POLICIES[name])], random_prompt(150), from_=150 + 39)
+    assert len(choices) >= 5 and all(got == want for got, want in choices.values())
+    assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
+    sessions.close("s")
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "fastgen"])
+def test_a_ratio_is_of_the_prompt_so_far(engine, dense, name):
+    policy = {**POLICIES.get(name, H2O), "name": name, "budget": 0.5, "buffer": 32}
+    server = engine(policy, max_num_batched_tokens=CHUNK)
+    sessions, seen, prompts = Sessions(server), [], []
+
+    def between(turn):
+        prompts.append(server.scheduler.requests["s"].num_prompt_tokens)
+        seen.append({m.residents["s"].limits.budget for m in server.managers if m.residents["s"].limits})
+
+    talk(sessions, TURNS, between=between)
+    assert prompts == [150, 389, 488, 667]
+    if name != "fastgen":
+        assert seen == [{max(math.ceil(prompt / 2 / BLOCK), 4)} for prompt in prompts]
+        starts = [0, *(prompt - length for prompt, (length, _) in zip(prompts[1:], TURNS[1:]))]
+        policies = [(at, {**policy, "budget": budget * BLOCK}) for at, (budget,) in zip(starts, seen)]
+        tokens = sessions.tokens("s")
+        choices, logits = replay(dense, sessions, "s", tokens, policies, random_prompt(150))
+        assert len(choices) >= 4 and all(got == want for got, want in choices.values())
+        assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
+    sessions.close("s")
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_a_turn_may_ask_for_another_budget(engine, complaints):
+    server = engine({**H2O, "buffer": 0, "recent": 32}, max_num_batched_tokens=CHUNK)
+    sessions, held = Sessions(server), []
+    with pytest.raises(VLLMValidationError, match="above the server's 192"):
+        sessions.send("s", random_prompt(70), extra_args={"kv_budget": 512})
+    for turn, extra in enumerate([{"kv_budget": 160}, {"kv_budget": 96}, {}, {"kv_budget": 192}, {"kv_budget": 512}]):
+        made = sessions.made("s", random_prompt(70, turn), 100)
+        made.sampling_params.extra_args = extra  # past the front end
+        sessions.core.add_request(made)
+        sessions.sent["s"] = turn + 1
+        sessions.run()
+        held.append(sessions.resident("s").limits.budget)
+        # One more block may have been begun with the turn's last token.
+        assert len(server.held_by("s")) <= held[-1] + 1
+    assert held == [5, 3, 3, 6, 6]
+    assert [level for level, _ in complaints] == ["WARNING"] and "above the server's 192" in complaints[0][1]
+    sessions.send("s", random_prompt(70, 9), 10, extra_args={"kv_policy": "tova"})
+    sessions.run()
+    assert "keeps the KV policy of its first turn, 'h2o'" in complaints[1][1]
+    assert sessions.resident("s").config.name == "h2o"
+    assert sessions.usage["s"]["policy"] == "h2o"
+    sessions.close("s")
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_a_smaller_budget_holds_from_the_next_step_on(engine):
+    server = engine({**H2O, "buffer": 0, "recent": 32, "budget": 320}, max_num_batched_tokens=CHUNK)
+    sessions = Sessions(server)
+    sessions.send("s", random_prompt(320 + 5), 16)
+    sessions.run()
+    assert len(server.held_by("s")) == 10
+    # Four tokens, which begin no block.
+    sessions.send("s", random_prompt(3, 1), 2, extra_args={"kv_budget": 96})
+    sessions.run()
+    assert len(server.held_by("s")) == 3
+    sessions.close("s")
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_the_front_end_refuses_another_policy(engine):
+    """As `AsyncLLM.generate` takes a stream of inputs in."""
+    server = engine({**H2O, "budget": 0.5})
+    sent, delta = [], {"output_kind": RequestOutputKind.DELTA}
+
+    class Front(AsyncLLM):
+        def __init__(self):
+            llm = server.llm.llm_engine
+            self.vllm_config, self.model_config = llm.vllm_config, llm.model_config
+            self.input_processor = llm.input_processor
+
+        async def get_supported_tasks(self):
+            return server.llm.supported_tasks
+
+        def _run_output_handler(self):
+            pass
+
+        async def _add_request(self, request, *args):
+            sent.append(request)
+
+    async def talk(*asked):
+        sent.clear()
+
+        async def inputs():
+            for turn, extra in enumerate(asked):
+                prompt = {"prompt_token_ids": random_prompt(40, turn)}
+                yield SimpleNamespace(prompt=prompt, sampling_params=extra and greedy(8, extra_args=extra, **delta))
+
+        queue = await Front()._add_streaming_input_request("s", inputs(), greedy(8, **delta))
+        await queue._input_stream_task
+        return queue.output
+
+    # What the whole session may come to is what a budget is held against: 0.5 of 2,048.
+    asked = {"kv_policy": "tova", "kv_budget": 512}, {"kv_budget": 600}, None, {"kv_policy": "tova"}
+    assert asyncio.run(talk(*asked)) is None
+    assert [request.resumable for request in sent] == [True] * 4 + [False]
+    for asked in (({"kv_policy": "tova"}, {"kv_policy": "h2o"}), (None, {"kv_policy": "tova"}), ({"kv_budget": 1100},)):
+        cause = asyncio.run(talk(*asked)).cause
+        assert isinstance(cause, VLLMValidationError), asked
+        assert ("a session keeps the policy of its first turn" in str(cause)) == (len(asked) == 2)
+    # Another request does not know of sessions.
+    server.generate([random_prompt(100)], max_tokens=2, extra_args={"kv_policy": "tova"})
