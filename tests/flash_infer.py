@@ -96,8 +96,9 @@ class FlashInfer:
             monkeypatch.setattr(backend, f"Batch{name}WithPagedKVCacheWrapper", of_this)
         build = backend.FlashInferMetadataBuilder.build
 
-        def checked(builder, common_prefix_len, common, fast_build=False):
+        def checked(builder, common_prefix_len, common_attn_metadata, fast_build=False):
             """Plans are made of lengths on the host, kernels read those on the device."""
+            common = common_attn_metadata
             host, device = common.seq_lens_cpu_upper_bound, common.seq_lens
             assert len(host) >= common.num_reqs == len(device) == len(common.block_table_tensor)
             assert graphs.made_up or host[: common.num_reqs].tolist() == device.tolist(), "lengths on the host are others"

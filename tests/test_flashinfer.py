@@ -5,6 +5,7 @@ On each kind of kernels that vLLM chooses by the device. Like test_device_backen
 
 import pytest
 import test_device_backends
+import test_full_graphs
 import torch
 from engine import V2, logprobs_of, random_prompt
 from flash_infer import CAPABILITIES, FlashInfer
@@ -12,6 +13,7 @@ from flash_infer import backend as flashinfer
 from oracle.model import DenseLlama
 from parity import assert_like_oracle
 from test_device_backends import BASE, BLOCK, POLICIES, on
+from test_full_graphs import check_decodes_are_replayed, check_full_is_stock
 from vllm import envs
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import registry
@@ -19,7 +21,9 @@ from vllm.v1.attention.backends import registry
 from vllm_evict.worker import sums, views
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-server, dense = test_device_backends.server, test_device_backends.dense
+server, dense, replaying = test_device_backends.server, test_device_backends.dense, test_full_graphs.replaying
+#: Names of what decodes for vLLM, in graphs.
+DECODES = {"native": "flashinfer_decode", "xqa": "xqa", "trtllm": "trtllm_decode"}
 
 
 @pytest.fixture
@@ -78,3 +82,68 @@ def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, dense, n
         assert evicted > 0, "the policy never acted"
     assert subject.runtime.decodes
     subject.assert_nothing_left()
+
+
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+def test_batches_of_chunks_and_decodes_under_several_policies(server, backend, dense):
+    """Requests come one after the other and share a prefix; some are decoded by vLLM's kernel, some by the plugin's."""
+    subject = server({**POLICIES["h2o"], "allow": ["sink-window", "full"]}, enable_prefix_caching=True)
+    prefix, names = random_prompt(32, 9), ["sink-window", "h2o", "full", "h2o"]
+    requests = [
+        (prefix + random_prompt(40 + 45 * i, i), {"max_tokens": 12, "logprobs": 0, "extra_args": {"kv_policy": name}})
+        for i, name in enumerate(names)
+    ]
+    (first,), _ = subject.traced([(prefix + [1], {"max_tokens": 1})])
+    assert first.kv_usage.evicted_blocks == 0
+    outputs, traces = subject.traced(requests)
+    for name, (prompt, _), output, trace in zip(names, requests, outputs, traces):
+        assert trace.start == 32, "the prefix was to be hit"
+        policy = {**BASE, **POLICIES.get(name, {"name": name})}
+        evicted = assert_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK)
+        assert (evicted > 0) == (name != "full")
+    assert backend.mixed > 2, "batches were to be mixed"
+    kernels = {"native": {"plan", "prefill", "decode"}, "xqa": {"plan", "prefill", "xqa"}}
+    assert set(backend.calls) == kernels.get(backend.kernels, {"trtllm_decode", "trtllm_context"})
+    subject.assert_nothing_left()
+
+
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+def test_nothing_is_planned_where_the_plugin_decodes_all(server, backend, monkeypatch):
+    subject = server(POLICIES["h2o"])
+    (output,) = subject.generate([random_prompt(90)], max_tokens=12)
+    assert output.kv_usage.evicted_blocks > 0
+    chunks = 2 * 2  # of two layers
+    native = {"plan": 2, "prefill": chunks}
+    assert backend.calls == {"native": native, "xqa": native, "trtllm": {"trtllm_context": chunks}}[backend.kernels]
+
+
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+def test_lengths_on_the_host_are_exact_two_steps_ahead(server, backend, async_stays):
+    """Under async scheduling a step is built before its tokens are known; the stand-in compares lengths in each."""
+    names, tokens = ["sink-window", "h2o", "full"], []
+    for ahead in (True, False):
+        subject = server({**POLICIES["sink-window"], "allow": names[1:]}, async_scheduling=ahead)
+        assert (subject.core.batch_queue_size == 2) == ahead
+        for i, name in enumerate(names):
+            subject.add(random_prompt(100 - 25 * i, i), name, max_tokens=24, extra_args={"kv_policy": name})
+        done = {request.split("-")[0] if request not in names else request: out for request, out in subject.run().items()}
+        assert [done[name].kv_usage.evicted_blocks > 0 for name in names] == [True, True, False]
+        tokens.append(done["full"].outputs[0].token_ids)
+        subject.assert_nothing_left()
+    assert tokens[0] == tokens[1] and backend.mixed
+
+
+@pytest.mark.parametrize(
+    "backend, name", [on(kernels, name) for kernels in CAPABILITIES for name in ("h2o", "sink-window")], indirect=["backend"]
+)
+def test_every_decode_is_replayed_from_a_full_graph(replaying, graphs, dense, backend, name):
+    """vLLM's kernel on plans that are made anew before each replay, or the plugin's, for which none is."""
+    check_decodes_are_replayed(replaying, graphs, dense, name, DECODES[backend.kernels])
+    if backend.kernels == "native":
+        assert backend.calls["fast_plan"] >= (20 if name == "sink-window" else 1)
+    assert backend.calls["fast_plan"] == 0 or backend.kernels == "native"
+
+
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+def test_full_is_stock_to_the_byte_in_full_graphs(replaying, graphs, backend):
+    check_full_is_stock(replaying, graphs)
