@@ -6,6 +6,7 @@ On each kind of kernels that vLLM chooses by the device. Like test_device_backen
 import pytest
 import test_device_backends
 import test_full_graphs
+import test_warmup
 import torch
 from engine import V2, logprobs_of, random_prompt
 from flash_infer import CAPABILITIES, FlashInfer
@@ -147,3 +148,9 @@ def test_every_decode_is_replayed_from_a_full_graph(replaying, graphs, dense, ba
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_full_is_stock_to_the_byte_in_full_graphs(replaying, graphs, backend):
     check_full_is_stock(replaying, graphs)
+
+
+@pytest.mark.parametrize("backend", [on("native"), on("trtllm")], indirect=True)
+def test_kernels_are_compiled_before_requests_come(server, backend):
+    """FlashInfer takes half precision only, and tiles depend on it."""
+    test_warmup.check_served(server, "h2o", "float16")
