@@ -82,7 +82,8 @@ class FlashInfer:
         flashinfer_utils.supports_trtllm_attention.cache_clear()
         monkeypatch.setattr(envs, "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", 1 << 20, raising=False)
         monkeypatch.setattr(backend, "_get_trtllm_workspace_buffer", lambda: _workspace)
-        monkeypatch.setattr(torch.ops._C_cache_ops, "reshape_and_cache_flash", graphs.kernel(write_cache), raising=False)
+        ops = torch.ops._C_cache_ops
+        monkeypatch.setattr(ops, "reshape_and_cache_flash", graphs.kernel(write_cache), raising=False)
         if not HAS_TRITON:
             monkeypatch.setattr(backend, "_copy_page_indices_kernel", _CopyPageIndices())
         functions = {"flashinfer_xqa_batch_decode_with_kv_cache": self.xqa, "get_seq_lens": get_seq_lens}
@@ -101,7 +102,8 @@ class FlashInfer:
             common = common_attn_metadata
             host, device = common.seq_lens_cpu_upper_bound, common.seq_lens
             assert len(host) >= common.num_reqs == len(device) == len(common.block_table_tensor)
-            assert graphs.made_up or host[: common.num_reqs].tolist() == device.tolist(), "lengths on the host are others"
+            exact = host[: common.num_reqs].tolist() == device.tolist()
+            assert exact or graphs.made_up, "lengths on the host are others"
             metadata = build(builder, common_prefix_len, common, fast_build)
             self.mixed += metadata.num_decodes > 0 and metadata.num_prefills > 0
             return metadata
@@ -124,8 +126,8 @@ class FlashInfer:
         assert all(each is None for each in unused) and not return_lse and q_len_per_req == 1 and bmm2_scale == 1.0
         assert workspace_buffer is _workspace and len(query) == len(block_tables) == len(seq_lens)
         self.calls["trtllm_decode"] += 1
-        starts = torch.arange(len(query) + 1, dtype=torch.int32)
-        trtllm_decode(query, *_heads_last(kv_cache, kv_layout), out, starts, block_tables, seq_lens, max_seq_len, 1, bmm1_scale)
+        batch = out, torch.arange(len(query) + 1, dtype=torch.int32), block_tables, seq_lens, max_seq_len, 1
+        trtllm_decode(query, *_heads_last(kv_cache, kv_layout), *batch, bmm1_scale)
 
     def trtllm_batch_context_with_kv_cache(
         self, *, query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
@@ -138,7 +140,8 @@ class FlashInfer:
         pages = -(-seq_lens // keys.shape[1])
         assert cum_seq_lens_kv.diff().tolist() == pages.tolist()
         self.calls["trtllm_context"] += 1
-        paged(query, keys, values, out, cum_seq_lens_q, block_tables, seq_lens, max_kv_len, max_q_len, bmm1_scale)
+        batch = out, cum_seq_lens_q, block_tables, seq_lens, max_kv_len, max_q_len
+        trtllm_context(query, keys, values, *batch, bmm1_scale)
 
     def xqa(
         self, *, query, kv_cache, kv_cache_sf, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
@@ -148,8 +151,8 @@ class FlashInfer:
         assert kv_cache_sf is sinks is mask is q_cu_seq_lens is None and workspace_buffer is _workspace
         assert len(query) == len(block_tables) == len(seq_lens)
         self.calls["xqa"] += 1
-        starts = torch.arange(len(query) + 1, dtype=torch.int32)
-        xqa_decode(query, *_heads_last(kv_cache, kv_layout), out, starts, block_tables, seq_lens, max_seq_len, 1, bmm1_scale)
+        batch = out, torch.arange(len(query) + 1, dtype=torch.int32), block_tables, seq_lens, max_seq_len, 1
+        xqa_decode(query, *_heads_last(kv_cache, kv_layout), *batch, bmm1_scale)
 
 
 def get_seq_lens(indptr, last_page_len, page_size):
@@ -174,7 +177,8 @@ class _Paged:
         for each in (indptr, last_page_len, indices):
             assert each.dtype == torch.int32 and each.dim() == 1 and each.is_contiguous()
         assert len(indptr) == len(last_page_len) + 1 and indptr[-1] <= len(indices) and bool((indptr.diff() >= 0).all())
-        assert not disable_split_kv and pos_encoding_mode == "NONE" and data_type is rope_scale is rope_theta is block_tables is None
+        assert data_type is rope_scale is rope_theta is block_tables is None
+        assert not disable_split_kv and pos_encoding_mode == "NONE"
         assert num_qo_heads % num_kv_heads == 0 and window_left == -1 and not logits_soft_cap
         for pages, last in zip(indptr.diff().tolist(), last_page_len.tolist()):
             assert 1 <= last <= page_size if pages else last == 0
@@ -193,7 +197,8 @@ class _Paged:
     def attend(self, kernel, q, paged_kv_cache, out, q_scale, k_scale, v_scale, kv_cache_sf, starts):
         keys, values = _heads_last(paged_kv_cache, self.layout)
         assert self.planned and (q.dtype, keys.dtype, out.dtype) == self.dtypes
-        assert q_scale == k_scale == v_scale == 1.0 and kv_cache_sf is None and len(starts) == len(self.last_page_len) + 1
+        assert q_scale == k_scale == v_scale == 1.0 and kv_cache_sf is None
+        assert len(starts) == len(self.last_page_len) + 1
         pages = self.indptr, self.indices, self.last_page_len
         kernel(q, keys, values, out, starts, *pages, self.schedule, self._sm_scale)
 
@@ -223,8 +228,8 @@ class Decode(_Paged):
             self.indptr, self.last_page_len, self.indices = indptr.clone(), last_page_len.clone(), indices
             self.starts = torch.arange(len(indptr), dtype=torch.int32)
         self.calls["plan"] += 1
-        pages = dict(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=page_size, seq_lens=seq_lens)
-        self.schedule_for(get_seq_lens(indptr, last_page_len, page_size), **pages, **plan)
+        pages = dict(indptr=indptr, indices=indices, last_page_len=last_page_len, page_size=page_size)
+        self.schedule_for(get_seq_lens(indptr, last_page_len, page_size), seq_lens=seq_lens, **pages, **plan)
 
     def run(self, q, paged_kv_cache, *, q_scale, k_scale, v_scale, out, kv_cache_sf, sinks):
         assert sinks is None
@@ -317,5 +322,5 @@ def _kernel(name, function):
 
 
 decode, prefill = _kernel("flashinfer_decode", _planned), _kernel("flashinfer_prefill", _planned)
-trtllm_decode, paged = _kernel("trtllm_decode", _tabled), _kernel("trtllm_context", _tabled)
+trtllm_decode, trtllm_context = _kernel("trtllm_decode", _tabled), _kernel("trtllm_context", _tabled)
 xqa_decode = _kernel("xqa", _tabled)

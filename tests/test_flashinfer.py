@@ -7,11 +7,9 @@ import pytest
 import test_device_backends
 import test_full_graphs
 import test_warmup
-import torch
-from engine import V2, logprobs_of, random_prompt
+from engine import logprobs_of, random_prompt
 from flash_infer import CAPABILITIES, FlashInfer
 from flash_infer import backend as flashinfer
-from oracle.model import DenseLlama
 from parity import assert_like_oracle
 from test_device_backends import BASE, BLOCK, POLICIES, on
 from test_full_graphs import check_decodes_are_replayed, check_full_is_stock
@@ -94,7 +92,7 @@ def test_batches_of_chunks_and_decodes_under_several_policies(server, backend, d
         (prefix + random_prompt(40 + 45 * i, i), {"max_tokens": 12, "logprobs": 0, "extra_args": {"kv_policy": name}})
         for i, name in enumerate(names)
     ]
-    (first,), _ = subject.traced([(prefix + [1], {"max_tokens": 1})])
+    (first,), _ = subject.traced([([*prefix, 1], {"max_tokens": 1})])
     assert first.kv_usage.evicted_blocks == 0
     outputs, traces = subject.traced(requests)
     for name, (prompt, _), output, trace in zip(names, requests, outputs, traces):
@@ -127,16 +125,14 @@ def test_lengths_on_the_host_are_exact_two_steps_ahead(server, backend, async_st
         assert (subject.core.batch_queue_size == 2) == ahead
         for i, name in enumerate(names):
             subject.add(random_prompt(100 - 25 * i, i), name, max_tokens=24, extra_args={"kv_policy": name})
-        done = {request.split("-")[0] if request not in names else request: out for request, out in subject.run().items()}
+        done = subject.run()
         assert [done[name].kv_usage.evicted_blocks > 0 for name in names] == [True, True, False]
         tokens.append(done["full"].outputs[0].token_ids)
         subject.assert_nothing_left()
     assert tokens[0] == tokens[1] and backend.mixed
 
 
-@pytest.mark.parametrize(
-    "backend, name", [on(kernels, name) for kernels in CAPABILITIES for name in ("h2o", "sink-window")], indirect=["backend"]
-)
+@pytest.mark.parametrize("backend, name", MATCHED[:6], indirect=["backend"])
 def test_every_decode_is_replayed_from_a_full_graph(replaying, graphs, dense, backend, name):
     """vLLM's kernel on plans that are made anew before each replay, or the plugin's, for which none is."""
     check_decodes_are_replayed(replaying, graphs, dense, name, DECODES[backend.kernels])
