@@ -124,11 +124,13 @@ def attention(queries, keys, values, scale):
 
 def write_cache(key, value, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale):
     """Keys and values [T, Hkv, D] to their slots; those of padding are negative."""
-    assert dtype == "auto" and len(slot_mapping) <= len(key)
+    assert dtype in ("auto", "fp8") and len(slot_mapping) <= len(key)
     kept = (slot_mapping >= 0).nonzero().flatten()
     slots, block_size = slot_mapping[kept], key_cache.shape[1]
-    for cache, new in ((key_cache, key), (value_cache, value)):
-        cache[slots // block_size, slots % block_size] = new[kept]
+    for cache, new, scale in ((key_cache, key[kept], k_scale), (value_cache, value[kept], v_scale)):
+        if dtype == "fp8":
+            cache, new = cache.view(torch.float8_e4m3fn), (new / scale).to(torch.float8_e4m3fn)
+        cache[slots // block_size, slots % block_size] = new
 
 
 def _schedule(lens, starts, heads, kv_heads, dim):

@@ -123,17 +123,17 @@ class FlashInfer:
     ):  # fmt: skip
         assert self.kernels == "trtllm" and backend == "trtllm-gen" and kv_layout == "HND" and window_left == -1
         unused = sinks, o_sf_scale, max_q_len, cum_seq_lens_q, kv_cache_sf, lse
-        assert all(each is None for each in unused) and not return_lse and q_len_per_req == 1 and bmm2_scale == 1.0
+        assert all(each is None for each in unused) and not return_lse and q_len_per_req == 1
         assert workspace_buffer is _workspace and len(query) == len(block_tables) == len(seq_lens)
         self.calls["trtllm_decode"] += 1
         batch = out, torch.arange(len(query) + 1, dtype=torch.int32), block_tables, seq_lens, max_seq_len, 1
-        trtllm_decode(query, *_heads_last(kv_cache, kv_layout), *batch, bmm1_scale)
+        trtllm_decode(query, *_heads_last(kv_cache, kv_layout), *batch, bmm1_scale, bmm2_scale)
 
     def trtllm_batch_context_with_kv_cache(
         self, *, query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
         batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left, sinks, o_sf_scale, out, kv_cache_sf,
     ):  # fmt: skip
-        assert self.kernels == "trtllm" and window_left == -1 and bmm2_scale == 1.0
+        assert self.kernels == "trtllm" and window_left == -1
         assert sinks is o_sf_scale is kv_cache_sf is None and workspace_buffer is _workspace
         assert batch_size == len(block_tables) == len(seq_lens) and cum_seq_lens_q[0] == 0 == cum_seq_lens_kv[0]
         keys, values = _heads_last(kv_cache, "HND")
@@ -141,18 +141,18 @@ class FlashInfer:
         assert cum_seq_lens_kv.diff().tolist() == pages.tolist()
         self.calls["trtllm_context"] += 1
         batch = out, cum_seq_lens_q, block_tables, seq_lens, max_kv_len, max_q_len
-        trtllm_context(query, keys, values, *batch, bmm1_scale)
+        trtllm_context(query, keys, values, *batch, bmm1_scale, bmm2_scale)
 
     def xqa(
         self, *, query, kv_cache, kv_cache_sf, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
         window_left, out, sinks, kv_layout, q_len_per_req, mask, q_cu_seq_lens,
     ):  # fmt: skip
-        assert self.kernels == "xqa" and window_left == -1 and q_len_per_req == 1 and bmm2_scale == 1.0
+        assert self.kernels == "xqa" and window_left == -1 and q_len_per_req == 1
         assert kv_cache_sf is sinks is mask is q_cu_seq_lens is None and workspace_buffer is _workspace
         assert len(query) == len(block_tables) == len(seq_lens)
         self.calls["xqa"] += 1
         batch = out, torch.arange(len(query) + 1, dtype=torch.int32), block_tables, seq_lens, max_seq_len, 1
-        xqa_decode(query, *_heads_last(kv_cache, kv_layout), *batch, bmm1_scale)
+        xqa_decode(query, *_heads_last(kv_cache, kv_layout), *batch, bmm1_scale, bmm2_scale)
 
 
 def get_seq_lens(indptr, last_page_len, page_size):
@@ -197,10 +197,10 @@ class _Paged:
     def attend(self, kernel, q, paged_kv_cache, out, q_scale, k_scale, v_scale, kv_cache_sf, starts):
         keys, values = _heads_last(paged_kv_cache, self.layout)
         assert self.planned and (q.dtype, keys.dtype, out.dtype) == self.dtypes
-        assert q_scale == k_scale == v_scale == 1.0 and kv_cache_sf is None
+        assert q_scale == 1.0 and kv_cache_sf is None and q.dtype == out.dtype
         assert len(starts) == len(self.last_page_len) + 1
         pages = self.indptr, self.indices, self.last_page_len
-        kernel(q, keys, values, out, starts, *pages, self.schedule, self._sm_scale)
+        kernel(q, keys, values, out, starts, *pages, self.schedule, self._sm_scale * k_scale, v_scale)
 
 
 class Decode(_Paged):
@@ -280,15 +280,15 @@ def _heads_last(kv_cache, layout):
     return [each.transpose(1, 2) if layout == "HND" else each for each in kv_cache]
 
 
-def _planned(q, keys, values, out, starts, indptr, indices, last_page_len, schedule, scale):
+def _planned(q, keys, values, out, starts, indptr, indices, last_page_len, schedule, scale, value_scale):
     lens = get_seq_lens(indptr, last_page_len, keys.shape[1]).tolist()
     wanted = [*lens, q.shape[1], *keys.shape[1:]]
     assert schedule.tolist() == wanted, "the plan was made for other lengths or heads, or pages are others"
     pages = [indices[first:last] for first, last in zip(indptr.tolist(), indptr[1:].tolist())]
-    _attend(q, keys, values, out, starts, pages, lens, scale)
+    _attend(q, keys, values, out, starts, pages, lens, scale, value_scale)
 
 
-def _tabled(q, keys, values, out, starts, block_tables, seq_lens, max_seq_len, max_q_len, scale):
+def _tabled(q, keys, values, out, starts, block_tables, seq_lens, max_seq_len, max_q_len, scale, value_scale):
     """What reads block tables and lengths on the device."""
     for each in (block_tables, seq_lens, starts):
         assert each.dtype == torch.int32 and each.is_contiguous()
@@ -296,10 +296,10 @@ def _tabled(q, keys, values, out, starts, block_tables, seq_lens, max_seq_len, m
     lens = seq_lens.tolist()
     assert max(lens) <= max_seq_len and q.is_contiguous()
     pages = [block_tables[row, : -(-length // keys.shape[1])] for row, length in enumerate(lens)]
-    _attend(q, keys, values, out, starts, pages, lens, scale)
+    _attend(q, keys, values, out, starts, pages, lens, scale, value_scale)
 
 
-def _attend(q, keys, values, out, starts, pages, lens, scale):
+def _attend(q, keys, values, out, starts, pages, lens, scale, value_scale):
     """Causal attention, aligned to the end; rows without keys are padding, whose output nobody reads."""
     assert q.shape == out.shape and starts[-1] == len(q) and q.stride(-1) == 1 and out.is_contiguous()
     assert q.shape[2] == keys.shape[3] and keys.shape == values.shape and q.shape[1] % keys.shape[2] == 0
@@ -308,7 +308,8 @@ def _attend(q, keys, values, out, starts, pages, lens, scale):
         if length:
             assert graphs.made_up or bool(its.all()), "vLLM's null block was attended to"
             both = (each[its.long()].flatten(0, 1)[:length].float() for each in (keys, values))
-            out[first:last] = attention(q[first:last].float(), *both, scale)[0].to(out.dtype)
+            attended, _ = attention(q[first:last].float(), *both, scale)
+            out[first:last] = (attended * value_scale).to(out.dtype)
 
 
 def _kernel(name, function):

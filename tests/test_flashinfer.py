@@ -150,3 +150,11 @@ def test_full_is_stock_to_the_byte_in_full_graphs(replaying, graphs, backend):
 def test_kernels_are_compiled_before_requests_come(server, backend):
     """FlashInfer takes half precision only, and tiles depend on it."""
     test_warmup.check_served(server, "h2o", "float16")
+
+
+@pytest.mark.parametrize("backend, name", [on("trtllm", "h2o"), on("native", "keydiff")], indirect=["backend"])
+def test_fp8_caches_match_the_dense_oracle(server, backend, tiny, monkeypatch, name):
+    """Queries too, where vLLM quantises them for TensorRT-LLM's kernels."""
+    scales = {"k": 0.3, "v": 0.6} | ({"q": 0.5} if backend.kernels == "trtllm" else {})
+    test_device_backends.check_fp8_caches(server, tiny, monkeypatch, name, scales)
+    assert backend.calls["trtllm_context"] or backend.calls["prefill"]
