@@ -65,10 +65,11 @@ class FlashInfer:
         calls: of plans ("plan", "fast_plan") and of kernels ("decode", "prefill", "xqa", "trtllm_decode",
             "trtllm_context").
         mixed: batches with decodes and prefills.
+        sizes: batch sizes of decodes that memory is kept for, for graphs.
     """
 
     def __init__(self, kernels):
-        self.kernels, self.calls, self.mixed = kernels, Counter(), 0
+        self.kernels, self.calls, self.mixed, self.sizes = kernels, Counter(), 0, []
 
     def install(self, monkeypatch):
         class Device(type(current_platform)):
@@ -93,7 +94,7 @@ class FlashInfer:
         for name, function in functions.items():
             monkeypatch.setattr(backend, name, function)
         for name, wrapper in (("Decode", Decode), ("Prefill", Prefill)):
-            of_this = type(name, (wrapper,), {"calls": self.calls})
+            of_this = type(name, (wrapper,), {"calls": self.calls, "sizes": self.sizes})
             monkeypatch.setattr(backend, f"Batch{name}WithPagedKVCacheWrapper", of_this)
         build = backend.FlashInferMetadataBuilder.build
 
@@ -163,6 +164,7 @@ class _Paged:
     """What both wrappers have in common: a plan on the host, a schedule and page indices on the device."""
 
     calls: Counter
+    sizes: list[int]
 
     def __init__(self, float_workspace_buffer, kv_layout, backend, use_cuda_graph=False):
         assert kv_layout in ("NHD", "HND") and backend == "auto" and float_workspace_buffer.dtype == torch.uint8
@@ -216,6 +218,7 @@ class Decode(_Paged):
         self.last_page_len = paged_kv_last_page_len_buffer
         if use_cuda_graph:
             assert len(self.indptr) == len(self.last_page_len) + 1
+            self.sizes.append(len(self.last_page_len))
             self.starts = torch.arange(len(self.indptr), dtype=torch.int32)
 
     def plan(self, *, indptr, indices, last_page_len, page_size, seq_lens, **plan):

@@ -141,6 +141,20 @@ def test_every_decode_is_replayed_from_a_full_graph(replaying, graphs, dense, ba
     assert backend.calls["fast_plan"] == 0 or backend.kernels == "native"
 
 
+@pytest.mark.parametrize("backend", [on("native")], indirect=True)
+def test_decodes_beside_graphs_keep_no_memory_for_each_batch_size(replaying, graphs, dense, backend, monkeypatch):
+    """Measured beside vLLM's kernel they are in no graph; three are no size of one."""
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+    subject = replaying(POLICIES["h2o"])
+    requests = [(random_prompt(length), {"max_tokens": 12, "logprobs": 0}) for length in (76, 61, 58)]
+    outputs, traces = subject.traced(requests)
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        assert assert_like_oracle(dense, prompt, output, trace, POLICIES["h2o"], block_size=BLOCK)
+    assert [1, 1, 1] in subject.steps and not graphs.replayed and backend.calls["decode"] > 20
+    assert sorted(backend.sizes) == [1, 2, 4], "sizes of graphs"
+    subject.assert_nothing_left()
+
+
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_full_is_stock_to_the_byte_in_full_graphs(replaying, graphs, backend):
     check_full_is_stock(replaying, graphs)

@@ -55,13 +55,15 @@ class Passes(Protocol):
         """The scratch of `decode` in full CUDA graphs, if there is none yet."""
         ...
 
-    def metadata(self, stock: Callable[[], Any], common: Any, needed: bool) -> Any:
+    def metadata(self, builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         """A step's metadata, which the other methods are given.
 
         Args:
-            stock: makes the backend's.
+            builder: the backend's.
+            stock: has it make the backend's metadata.
             common: vLLM's `CommonAttentionMetadata` that it is made of, through the resident view.
             needed: whether the backend's kernel attends to anything.
+            in_graph: whether it is for a full CUDA graph, to capture or to replay.
         """
         ...
 
@@ -151,7 +153,7 @@ def resident_backend(
             needed = own_work is None or not own_work.is_all
             unscheduled = kv_heads is not None or not needed
             stock = partial(super().build, common_prefix_len, common_attn_metadata, fast_build or unscheduled)
-            metadata = passes.metadata(stock, common_attn_metadata, needed)
+            metadata = passes.metadata(self, stock, common_attn_metadata, needed, runtime.batch.graph is not None)
             setattr(metadata, OWN_WORK, own_work)
             return metadata
 

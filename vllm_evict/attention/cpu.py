@@ -56,7 +56,7 @@ class CPUPasses:
         """Nothing: there are no CUDA graphs."""
 
     @staticmethod
-    def metadata(stock: Callable[[], Any], common: Any, needed: bool) -> Any:
+    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         """The backend's, which has all that is read here."""
         return stock()
 

@@ -84,7 +84,7 @@ class DevicePasses:
             self._scratch = torch.empty(self._graph_bytes // 4, dtype=torch.float32, device=device)
 
     @staticmethod
-    def metadata(stock: Callable[[], Any], common: Any, needed: bool) -> Any:
+    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         """The backend's, which has all that is read here."""
         return stock()
 

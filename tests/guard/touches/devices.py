@@ -294,11 +294,12 @@ FLASHINFER = [
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.__init__",
-        ("attention.backend", "attention.passes"),
+        ("attention.backend", "attention.passes", "attention.flashinfer"),
         "plans for all heads of a layer, and asks each layer for what attends",
         first=("kv_cache_spec",),
         replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.__init__",),
         does=(
+            "self.enable_cuda_graph = self.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL",
             "self.num_qo_heads = get_num_attention_heads_from_layers(vllm_config, layer_names) or ...",
             "self.num_kv_heads = self.kv_cache_spec.num_kv_heads",
             "self.page_size = self.kv_cache_spec.block_size",
@@ -338,7 +339,19 @@ FLASHINFER = [
             "seq_lens_decode = seq_lens[:num_decodes]",
             "FlashInferTrtllmAPIDecode(..., block_tables=block_table_tensor[:num_decodes], seq_lens=seq_lens_decode, "
             "max_seq_len=max_seq_len)",
+            "use_cudagraph = self.enable_cuda_graph and pure_decode and ...",
+            "decode_wrapper = self._get_decode_wrapper(num_input_tokens, use_cudagraph, ...)",
             "fast_plan_decode(decode_wrapper, ...)",
+        ),
+    ),
+    Touch(
+        "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder._get_decode_wrapper",
+        ("attention.flashinfer",),
+        "keeps one for each batch size for graphs, and one for all else",
+        does=(
+            "decode_wrapper = self._decode_wrapper",
+            "BatchDecodeWithPagedKVCacheWrapper(..., use_cuda_graph=use_cudagraph)",
+            "self._decode_wrapper = decode_wrapper",
         ),
     ),
     Touch(
