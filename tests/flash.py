@@ -22,9 +22,8 @@ class FlashAttention:
         self.version, self.attended, self.scheduled, self.schedules, self.asked = version, 0, 0, 0, 0
 
     def install(self, monkeypatch):
-        for function in (self.flash_attn_varlen_func, self.get_scheduler_metadata):
+        for function in (self.flash_attn_varlen_func, self.get_scheduler_metadata, reshape_and_cache_flash):
             monkeypatch.setattr(flash_attn, function.__name__, graphs.kernel(function), raising=False)
-        monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", graphs.kernel(write_cache), raising=False)
         monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *_, **__: self.version)
 
     def get_scheduler_metadata(
@@ -122,7 +121,7 @@ def attention(queries, keys, values, scale):
     return output, scores.logsumexp(-1).flatten(0, 1)
 
 
-def write_cache(key, value, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale):
+def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale):
     """Keys and values [T, Hkv, D] to their slots; those of padding are negative."""
     assert dtype in ("auto", "fp8") and len(slot_mapping) <= len(key)
     kept = (slot_mapping >= 0).nonzero().flatten()

@@ -12,7 +12,7 @@ from types import ModuleType
 import graphs
 import torch
 import vllm.utils.flashinfer as flashinfer_utils
-from flash import attention, write_cache
+from flash import attention, reshape_and_cache_flash
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -84,7 +84,7 @@ class FlashInfer:
         monkeypatch.setattr(envs, "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", 1 << 20, raising=False)
         monkeypatch.setattr(backend, "_get_trtllm_workspace_buffer", lambda: _workspace)
         ops = torch.ops._C_cache_ops
-        monkeypatch.setattr(ops, "reshape_and_cache_flash", graphs.kernel(write_cache), raising=False)
+        monkeypatch.setattr(ops, "reshape_and_cache_flash", graphs.kernel(reshape_and_cache_flash), raising=False)
         if not HAS_TRITON:
             monkeypatch.setattr(backend, "_copy_page_indices_kernel", _CopyPageIndices())
         functions = {"flashinfer_xqa_batch_decode_with_kv_cache": self.xqa, "get_seq_lens": get_seq_lens}

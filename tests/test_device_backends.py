@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from engine import V2, logprobs_of, random_prompt
-from flash import FlashAttention, write_cache
+from flash import FlashAttention, reshape_and_cache_flash
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.replay import Config
@@ -283,7 +283,7 @@ def test_fp8_caches_match_the_dense_oracle(server, tiny, monkeypatch, name):
     from vllm.v1.attention.backends import triton_attn
 
     # The interpreter would round some of them wrongly.
-    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write_cache)
+    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", reshape_and_cache_flash)
     check_fp8_caches(server, tiny, monkeypatch, name, {"k": 0.3, "v": 0.6})
 
 

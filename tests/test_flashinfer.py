@@ -65,14 +65,18 @@ def test_full_is_stock(server, backend):
             assert logprobs_of(one).tolist() == logprobs_of(other).tolist()
 
 
+#: Layouts of caches, heads or tokens first.
+LAYOUTS = {"native": "LBNHC", "native-HND": "LBHNC", "xqa": "LBNHC", "trtllm": "LBHNC"}
 MATCHED = [on(kernels, name) for kernels in CAPABILITIES for name in ("h2o", "sink-window")]
 MATCHED += [on("native-HND", "h2o"), on("trtllm", "keydiff"), on("native", "scissorhands")]
 
 
 @pytest.mark.parametrize("backend, name", MATCHED, indirect=["backend"])
-def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, dense, name):
+def test_evictions_and_logprobs_match_the_dense_oracle(request, server, backend, dense, name):
     """Of a prompt longer than the budget and a chunk, and of one that outgrows its budget while it decodes."""
     subject = server(POLICIES[name])
+    layout = subject.core.vllm_config.cache_config.kv_cache_layout
+    assert layout == LAYOUTS[request.node.callspec.id.removesuffix(f"-{name}")]
     lengths = [(100, 17), (61, 14)]
     requests = [(random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in lengths]
     outputs, traces = subject.traced(requests)
