@@ -22,8 +22,8 @@ class FlashAttention:
         self.version, self.attended, self.scheduled, self.schedules, self.asked = version, 0, 0, 0, 0
 
     def install(self, monkeypatch):
-        for name in ("flash_attn_varlen_func", "get_scheduler_metadata", "reshape_and_cache_flash"):
-            monkeypatch.setattr(flash_attn, name, graphs.kernel(getattr(self, name)), raising=False)
+        for function in (self.flash_attn_varlen_func, self.get_scheduler_metadata, reshape_and_cache_flash):
+            monkeypatch.setattr(flash_attn, function.__name__, graphs.kernel(function), raising=False)
         monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *_, **__: self.version)
 
     def get_scheduler_metadata(
@@ -105,22 +105,31 @@ class FlashAttention:
             blocks = block_table[row, : -(-length // block_size)].long()
             assert last == first or graphs.made_up or bool(blocks.all()), "vLLM's null block was attended to"
             keys, values = (each[blocks].flatten(0, 1)[:length].float() for each in (k, v))
-            group = q.shape[1] // kv_heads
-            queries = q[first:last].float().unflatten(1, (kv_heads, group))
-            scores = torch.einsum("thgd,shd->hgts", queries, keys) * softmax_scale
-            seen = torch.ones(last - first, length, dtype=torch.bool).tril(length - (last - first))
-            scores.masked_fill_(~seen, -torch.inf)
-            out[first:last] = torch.einsum("hgts,shd->thgd", scores.softmax(-1), values).flatten(1, 2).to(out.dtype)
-            lse[:, first:last] = scores.logsumexp(-1).flatten(0, 1)
+            attended, lse[:, first:last] = attention(q[first:last].float(), keys, values, softmax_scale)
+            out[first:last] = attended.to(out.dtype)
         return (out, lse) if return_softmax_lse else out
 
-    def reshape_and_cache_flash(self, key, value, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale):
-        """Keys and values [T, Hkv, D] to their slots; those of padding are negative."""
-        assert dtype == "auto" and len(slot_mapping) <= len(key)
-        kept = (slot_mapping >= 0).nonzero().flatten()
-        slots, block_size = slot_mapping[kept], key_cache.shape[1]
-        for cache, new in ((key_cache, key), (value_cache, value)):
-            cache[slots // block_size, slots % block_size] = new[kept]
+
+def attention(queries, keys, values, scale):
+    """Causal, aligned to the end: output [T, H, D] and LSE [H, T] of queries [T, H, D] over keys and values [S, Hkv, D]."""
+    kv_heads, length = keys.shape[1], len(keys)
+    queries = queries.unflatten(1, (kv_heads, queries.shape[1] // kv_heads))
+    scores = torch.einsum("thgd,shd->hgts", queries, keys) * scale
+    seen = torch.ones(len(queries), length, dtype=torch.bool).tril(length - len(queries))
+    scores.masked_fill_(~seen, -torch.inf)
+    output = torch.einsum("hgts,shd->thgd", scores.softmax(-1), values).flatten(1, 2)
+    return output, scores.logsumexp(-1).flatten(0, 1)
+
+
+def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, dtype, k_scale, v_scale):
+    """Keys and values [T, Hkv, D] to their slots; those of padding are negative."""
+    assert dtype in ("auto", "fp8") and len(slot_mapping) <= len(key)
+    kept = (slot_mapping >= 0).nonzero().flatten()
+    slots, block_size = slot_mapping[kept], key_cache.shape[1]
+    for cache, new, scale in ((key_cache, key[kept], k_scale), (value_cache, value[kept], v_scale)):
+        if dtype == "fp8":
+            cache, new = cache.view(torch.float8_e4m3fn), (new / scale).to(torch.float8_e4m3fn)
+        cache[slots // block_size, slots % block_size] = new
 
 
 def _schedule(lens, starts, heads, kv_heads, dim):

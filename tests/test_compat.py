@@ -38,7 +38,7 @@ OURS = Sources(snapshot.OURS, "vllm_evict")
 #: Parts of vllm_evict that run inside vLLM's processes and may import it at once.
 INSIDE_VLLM = ("compat", "core", "worker", "attention")
 #: Modules of vLLM that can't be imported without its CUDA libraries.
-NEEDS_A_GPU = ("vllm.platforms.cuda",)
+NEEDS_A_GPU = ("vllm.platforms.cuda", "vllm.v1.attention.backends.flashinfer")
 
 
 @pytest.fixture(scope="module")

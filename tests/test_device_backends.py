@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from engine import V2, logprobs_of, random_prompt
-from flash import FlashAttention
+from flash import FlashAttention, reshape_and_cache_flash
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.replay import Config
@@ -280,36 +280,31 @@ def test_layers_with_other_numbers_of_query_heads_look_through_the_view_too(serv
 
 @pytest.mark.parametrize("backend, name", [on("triton", "h2o"), on("triton", "keydiff")], indirect=["backend"])
 def test_fp8_caches_match_the_dense_oracle(server, tiny, monkeypatch, name):
-    """Of scales that are not 1, on a platform that is taken for one that reads fp8; freed blocks are full of NaN."""
     from vllm.v1.attention.backends import triton_attn
 
+    # The interpreter would round some of them wrongly.
+    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", reshape_and_cache_flash)
+    check_fp8_caches(server, tiny, monkeypatch, name, {"k": 0.3, "v": 0.6})
+
+
+def check_fp8_caches(server, tiny, monkeypatch, name, scales):
+    """Of scales that are not 1, on a platform that is taken for one that reads fp8; freed blocks are full of NaN."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     monkeypatch.setitem(refusals.SCORED_DTYPES, "cpu", refusals.SCORED_DTYPES["cuda"])
-    monkeypatch.setattr(triton_attn, "triton_reshape_and_cache_flash", write_fp8)
     subject = server(POLICIES[name], kv_cache_dtype="fp8", enable_prefix_caching=False)
-    scales = 0.3, 0.6
     for layer in get_layers_from_vllm_config(subject.core.vllm_config, Attention).values():
-        assert layer.kv_cache.dtype == torch.uint8
-        layer._k_scale.fill_(scales[0])
-        layer._v_scale.fill_(scales[1])
-        layer._k_scale_float, layer._v_scale_float = scales
+        assert layer.kv_cache.dtype == torch.uint8 and (layer.query_quant is not None) == ("q" in scales)
+        for each, scale in scales.items():
+            getattr(layer, f"_{each}_scale").fill_(scale)
+            setattr(layer, f"_{each}_scale_float", scale)
     prompt = random_prompt(100)
     (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 12, "logprobs": 0})])
-    dense = DenseLlama(tiny, fp8_scales=scales)
+    dense = DenseLlama(tiny, fp8_scales=list(scales.values()))
     assert assert_like_oracle(dense, prompt, output, trace, POLICIES[name], block_size=BLOCK) > 0
     assert subject.runtime.decodes and any(
         cache.view(torch.float8_e4m3fn).isnan().any() for cache in subject.worker.model_runner.kv_caches
     )
     subject.assert_nothing_left()
-
-
-def write_fp8(key, value, key_cache, value_cache, slot_mapping, name, key_scale, value_scale):
-    """Keys and values [T, Hkv, D] to their slots; the interpreter would round some of them wrongly."""
-    assert name == "fp8" and len(slot_mapping) <= len(key)
-    kept = (slot_mapping >= 0).nonzero().flatten()
-    slots, block_size = slot_mapping[kept], key_cache.shape[1]
-    for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
-        cache[slots // block_size, slots % block_size] = (new[kept] / scale).to(cache.dtype)
 
 
 def fp8_layer():

@@ -212,11 +212,13 @@ def plain_config(**changes):
     return config
 
 
+#: Backends of a GPU that policies run on.
+SERVED = [AttentionBackendEnum[name] for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")]
 #: What vLLM itself refuses on a CPU, or switches off there.
 NOT_ON_A_CPU = {
     "vLLM's xpu engine": dict(device_config__device_type="xpu"),
-    "the attention backend FLASHINFER: policies run on": dict(
-        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.FLASHINFER
+    "the attention backend FLEX_ATTENTION: policies run on": dict(
+        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.FLEX_ATTENTION
     ),
     "the attention backend CPU_ATTN: policies run on": dict(
         device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.CPU_ATTN
@@ -243,7 +245,7 @@ def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
     assert what in message and ("leave" in message or "set --" in message)
 
 
-@pytest.mark.parametrize("backend", [None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN])
+@pytest.mark.parametrize("backend", [None, *SERVED])
 def test_a_gpu_may_have_what_vllm_chooses(backend, monkeypatch):
     """What that is, only layers say; batch-invariant kernels, and ROCm's, are none of ours."""
     served = plain_config(device_config__device_type="cuda", attention_config__backend=backend)
@@ -257,18 +259,18 @@ def test_a_gpu_may_have_what_vllm_chooses(backend, monkeypatch):
         refusals.check_config(served, KVPolicyConfig.parse(H2O))
 
 
-RUN_ON = "policies run on CPU_ATTN, and on a GPU on FLASH_ATTN and TRITON_ATTN (tested without one only)"
+RUN_ON = "policies run on CPU_ATTN, and on a GPU on FLASH_ATTN, FLASHINFER and TRITON_ATTN (tested without one only)"
 PER_KIND = "--attention-config.backend_per_kind.full_attention"
 
 
 @pytest.mark.parametrize(
     "setting, arguments",
     {
-        "--attention-backend": dict(attention_backend="FLASHINFER"),
-        "--attention-backend ": dict(attention_config={"backend": "flashinfer"}),
-        PER_KIND: dict(attention_config={"backend_per_kind": {"full_attention": "FLASHINFER"}}),
+        "--attention-backend": dict(attention_backend="FLEX_ATTENTION"),
+        "--attention-backend ": dict(attention_config={"backend": "flex_attention"}),
+        PER_KIND: dict(attention_config={"backend_per_kind": {"full_attention": "FLEX_ATTENTION"}}),
         f"{PER_KIND} ": dict(
-            attention_config={"backend": "TRITON_ATTN", "backend_per_kind": {"full_attention": "FLASHINFER"}}
+            attention_config={"backend": "TRITON_ATTN", "backend_per_kind": {"full_attention": "FLEX_ATTENTION"}}
         ),
     }.items(),
 )
@@ -276,7 +278,7 @@ def test_a_backend_named_by_somebody_is_refused_before_anything_is_loaded(tiny, 
     with pytest.raises(KVPolicyError) as refused:
         engine_config(tiny, **arguments)
     assert str(refused.value) == (
-        f"KV policy 'h2o' can't be used with the attention backend FLASHINFER: {RUN_ON}; set {setting.strip()} to one of "
+        f"KV policy 'h2o' can't be used with the attention backend FLEX_ATTENTION: {RUN_ON}; set {setting.strip()} to one of "
         "these, or leave --kv-policy out"
     )
     engine_config(tiny, None, **arguments)
@@ -288,8 +290,9 @@ def test_a_backend_named_by_somebody_is_refused_before_anything_is_loaded(tiny, 
         {"backend": "CPU_ATTN"},
         {"backend": "auto"},
         {"backend": "FLASH_ATTN"},
-        {"backend": "FLASHINFER", "backend_per_kind": {"full_attention": "TRITON_ATTN"}},
-        {"backend_per_kind": {"sliding_window": "FLASHINFER"}},
+        {"backend": "FLASHINFER"},
+        {"backend": "FLEX_ATTENTION", "backend_per_kind": {"full_attention": "TRITON_ATTN"}},
+        {"backend_per_kind": {"sliding_window": "FLEX_ATTENTION"}},
     ],
 )
 def test_backends_that_plain_layers_may_have_can_be_named(tiny, attention):
@@ -314,7 +317,7 @@ def test_a_policy_without_scores_may_have_any_kv_dtype(tiny):
         engine_config(tiny, {"name": "sink-window", "budget": 512}, kv_cache_dtype="fp8_e5m2")
 
 
-@pytest.mark.parametrize("backend", [None, AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN])
+@pytest.mark.parametrize("backend", [None, *SERVED])
 def test_a_gpu_may_keep_fp8_with_one_scale_for_a_layer(backend):
     """Which backend there will be, layers say; other kinds of quantised caches, and layers that differ, are refused."""
 
@@ -420,20 +423,53 @@ def test_plain_attention_is_served(impl):
 
 def test_layers_of_unknown_backends_or_with_windows_are_refused():
     policy = KVPolicyConfig.parse(UNMEASURED)
-    for backend in ("FLASHINFER", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV"):
+    for backend in ("TRITON_FLASHINFER", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV"):
         with pytest.raises(KVPolicyError) as refused:
             refusals.check_layer("layer.7", layer(backend), policy)
         assert str(refused.value) == (
             f"KV policy 'sink-window' can't be used with the attention backend {backend}, which layer.7 has: {RUN_ON}; "
             "set --attention-backend to one of these, or leave --kv-policy out"
         )
-    for backend in ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"):
+    for backend in ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"):
         refusals.check_layer("layer.7", layer(backend), policy)
     for field, value in (("sliding_window", 64), ("kv_sharing_target_layer_name", "layer.1")):
         changed = layer()
         setattr(changed, field, value)
         with pytest.raises(KVPolicyError, match=r"layer.7 .*leave --kv-policy out"):
             refusals.check_layer("layer.7", changed, policy)
+
+
+SPLIT = {
+    "duo": {"name": "duo", "pattern": ["10", "01"], "sink": 16, "recent": 64},
+    "pyramidkv": {"name": "pyramidkv", "budget": 512, "recent": 64},
+    "adakv": {"name": "adakv", "budget": 512, "recent": 64},
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_policies_that_split_heads_are_refused_where_plans_are_for_all_of_them(name):
+    """When the backend was named, before anything is loaded; when vLLM has chosen it, by the first layer."""
+    config, instead = KVPolicyConfig.parse(SPLIT[name]), "to FLASH_ATTN or TRITON_ATTN"
+    for backend in (None, *SERVED):
+        plain = plain_config(device_config__device_type="cuda", attention_config__backend=backend)
+        named = getattr(backend, "name", "CPU_ATTN")
+        if named != "FLASHINFER":
+            refusals.check_config(plain, config)
+            refusals.check_layer("layer.7", layer(named), config)
+            continue
+        why = "plans for all heads of a layer, which this policy splits; set --attention-backend " + instead
+        for where, check in {
+            "": lambda: refusals.check_config(plain, config),
+            ", which layer.7 has": lambda: refusals.check_layer("layer.7", layer(named), config),
+        }.items():
+            with pytest.raises(KVPolicyError) as refused:
+                check()
+            what = f"KV policy {name!r} can't be used with the attention backend FLASHINFER{where}"
+            assert str(refused.value) == f"{what}: it {why}"
+    per_kind = {"full_attention": AttentionBackendEnum.FLASHINFER}
+    plain = plain_config(device_config__device_type="cuda", attention_config__backend_per_kind=per_kind)
+    with pytest.raises(KVPolicyError, match=f"set {PER_KIND} {instead}"):
+        refusals.check_config(plain, config)
 
 
 def kv_cache_of_one_group():
@@ -472,6 +508,7 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
 #: Backend on a device -> what its layers have besides, where they are plain, and where they are not.
 BESIDES = {
     "FLASH_ATTN": ({"sliding_window": (-1, -1)}, {"sliding_window": (63, 0)}),
+    "FLASHINFER": ({"sliding_window": (-1, -1)}, {"sliding_window": (63, 0)}),
     "TRITON_ATTN": ({"chunk_lookback": -1}, {"chunk_lookback": 1}),
 }
 
@@ -521,6 +558,7 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
 WHO = {
     ("CPU_ATTN", False): ("lack blocks", "lack blocks"),
     ("FLASH_ATTN", False): ("are measured", ""),
+    ("FLASHINFER", False): ("are measured", ""),
     ("FLASH_ATTN", True): ("lack blocks or are measured", "lack blocks"),
 }
 
@@ -553,7 +591,7 @@ def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, spl
 
 @pytest.mark.parametrize("kernel", ["triton", "cuda", "stock", None])
 @pytest.mark.parametrize("decodes", [True, False])
-@pytest.mark.parametrize("backend", ["CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN"])
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"])
 def test_a_decode_kernel_that_is_not_run_is_one_line_that_says_what_is(monkeypatch, backend, decodes, kernel):
     found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})

@@ -89,10 +89,14 @@ CASES += [on("fa3", name) for name in (["h2o"] if V2 else ["h2o", "scissorhands"
 
 @pytest.mark.parametrize("backend, name", CASES, indirect=["backend"])
 def test_nothing_is_compiled_while_requests_wait(server, backend, name):
+    # FlashAttention takes half precision only, and tiles depend on it.
+    check_served(server, name, "float16" if backend else "float32")
+
+
+def check_served(server, name, dtype):
     start, later = Variants(), Variants()
     with start.noted():
-        # FlashAttention takes half precision only, and tiles depend on it.
-        subject = server(SERVED[name], **WARM, dtype="float16" if backend else "float32")
+        subject = server(SERVED[name], **WARM, dtype=dtype)
     with later.noted():
         for batch in requests(name == "token"):
             _, traces = subject.traced(batch)

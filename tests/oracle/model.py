@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 class DenseLlama:
     """Weights of a Hugging Face Llama directory, computed with in `dtype`.
 
-    With `fp8_scales`, of keys and values, both are attended to as float8_e4m3fn would hold them, divided by these.
+    With `fp8_scales`, of keys and values, both are attended to as float8_e4m3fn would hold them, divided by these; so are
+    queries, if there is a third scale.
     """
 
     def __init__(self, path, dtype=torch.float32, fp8_scales=None):
@@ -74,7 +75,8 @@ class DenseLlama:
             v = self._linear(h, pre + "self_attn.v_proj").view(q_len, self.kv_heads, -1)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
             if self.fp8_scales:
-                k, v = ((x / s).to(torch.float8_e4m3fn).to(x.dtype) * s for x, s in zip((k, v), self.fp8_scales))
+                held = [(x / s).to(torch.float8_e4m3fn).to(x.dtype) * s for x, s in zip((k, v, q), self.fp8_scales)]
+                k, v, q = [*held, q][:3]
             k, v = torch.cat([cache[i][0], k]), torch.cat([cache[i][1], v])  # [N, G, D]
             cache[i] = (k, v)
             group = self.heads // self.kv_heads  # query head h reads KV head h // group

@@ -4,9 +4,10 @@ Nothing here knows which backend it is: the view is made of block tables and len
 special to one lies in its `Passes`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -52,6 +53,18 @@ class Passes(Protocol):
 
     def reserve(self, device: Any) -> None:
         """The scratch of `decode` in full CUDA graphs, if there is none yet."""
+        ...
+
+    def metadata(self, builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
+        """A step's metadata, which the other methods are given.
+
+        Args:
+            builder: the backend's.
+            stock: has it make the backend's metadata.
+            common: vLLM's `CommonAttentionMetadata` that it is made of, through the resident view.
+            needed: whether the backend's kernel attends to anything.
+            in_graph: whether it is for a full CUDA graph, to capture or to replay.
+        """
         ...
 
     def dequantised(self, layer: Any, query: Any) -> Any: ...
@@ -100,12 +113,15 @@ class Passes(Protocol):
     def read(self, layer: Any, kv_cache: Any, blocks: Any, values: bool) -> tuple[Any, Any]: ...
 
 
-def resident_backend(backend: type, runtime: GroupRuntime, head_class: str = "", kv_heads: int | None = None) -> type:
+def resident_backend(
+    backend: type, runtime: GroupRuntime, passes: Passes, head_class: str = "", kv_heads: int | None = None
+) -> type:
     """A subclass of an `AttentionBackend` whose metadata builder looks through `runtime`'s view.
 
     Args:
         backend: the stock backend.
         runtime: of the KV group.
+        passes: of the backend.
         head_class: of all heads of its layers (see `KVPolicyConfig.classes`).
         kv_heads: of a layer on this rank, where heads are split: the group's pages have slots for those of many layers.
     """
@@ -134,8 +150,10 @@ def resident_backend(backend: type, runtime: GroupRuntime, head_class: str = "",
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             common_attn_metadata, own_work = runtime.view(common_attn_metadata)
             # Schedules made ahead (FlashAttention 3) are for all heads of a layer: no use to parts of it, or to nobody.
-            unscheduled = kv_heads is not None or (own_work is not None and own_work.is_all)
-            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or unscheduled)
+            needed = own_work is None or not own_work.is_all
+            unscheduled = kv_heads is not None or not needed
+            stock = partial(super().build, common_prefix_len, common_attn_metadata, fast_build or unscheduled)
+            metadata = passes.metadata(self, stock, common_attn_metadata, needed, runtime.batch.graph is not None)
             setattr(metadata, OWN_WORK, own_work)
             return metadata
 

@@ -1,6 +1,6 @@
 """vLLM's CPU attention backend: where its keys and values lie, for what runs beside its kernel or in its place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -54,6 +54,11 @@ class CPUPasses:
     @staticmethod
     def reserve(device: torch.device) -> None:
         """Nothing: there are no CUDA graphs."""
+
+    @staticmethod
+    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
+        """The backend's, which has all that is read here."""
+        return stock()
 
     @staticmethod
     def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,11 @@ class DevicePasses:
             self._scratch = torch.empty(self._graph_bytes // 4, dtype=torch.float32, device=device)
 
     @staticmethod
+    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
+        """The backend's, which has all that is read here."""
+        return stock()
+
+    @staticmethod
     def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
         """Queries in the model's dtype, as `mass`, `mass_of` and the decodes take them."""
         return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float

@@ -10,8 +10,11 @@ if TYPE_CHECKING:
 PASSES = {
     "CPU_ATTN": ("cpu", "CPUPasses"),
     "FLASH_ATTN": ("flash", "FlashPasses"),
+    "FLASHINFER": ("flashinfer", "FlashInferPasses"),
     "TRITON_ATTN": ("triton", "TritonPasses"),
 }
+#: Those whose metadata is made for all heads of a layer: policies that split heads are not for them.
+WHOLE_LAYERS = ("FLASHINFER",)
 #: vLLM's names of caches in float8_e4m3fn, with one scale for a layer's keys and one for its values.
 FP8_NAMES = ("fp8", "fp8_e4m3")
 

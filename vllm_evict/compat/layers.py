@@ -93,7 +93,7 @@ def _whole(
     store = LayerStore(passes, lambda: ((layer, layer.kv_cache) for layer in layers))
     group = _group(vllm_config, part, store, [kv_heads] * len(layers), longest)
     backends = {layer.attn_backend: None for layer in layers}
-    backends = {backend: resident_backend(backend, group, head_class) for backend in backends}
+    backends = {backend: resident_backend(backend, group, passes, head_class) for backend in backends}
     impls = {impl: working_impl(impl, passes) for impl in {type(layer.impl) for layer in layers}}
     for layer in layers:
         layer.attn_backend = backends[layer.attn_backend]
@@ -114,7 +114,7 @@ def _split(
         store = LayerStore(passes, partial(_caches_of, layers, name))
         heads = [place.heads for layer in rank for place in layer if place.group == index]
         group = _group(vllm_config, config.of_class(head_class), store, heads, longest)
-        resident = resident_backend(backend, group, head_class, first.num_kv_heads)
+        resident = resident_backend(backend, group, passes, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
         slots = HeadSlots(spec, resident, first.num_heads)
         vllm_config.compilation_config.static_forward_context[name] = slots

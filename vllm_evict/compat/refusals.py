@@ -5,7 +5,7 @@ from typing import Any
 import vllm.envs as envs
 from vllm.platforms import current_platform
 
-from ..attention.passes import FP8_NAMES, PASSES
+from ..attention.passes import FP8_NAMES, PASSES, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..policies import RUNNING
 from .environment import decode_kernel
@@ -13,15 +13,19 @@ from .environment import decode_kernel
 #: Attention backends that have been put behind a resident view.
 BACKENDS = tuple(PASSES)
 #: Those of them that run on a GPU.
-DEVICE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 #: Device -> KV cache dtypes that the score passes of its backends read.
 SCORED_DTYPES = {
     "cpu": ("auto", "float16", "bfloat16", "float32"),
     "cuda": ("auto", "float16", "bfloat16", "float32", *FP8_NAMES),
 }
 _CHOOSE = (
-    f"policies run on CPU_ATTN, and on a GPU on {' and '.join(DEVICE_BACKENDS)} (tested without one only); set "
-    "{setting} to one of these, or leave --kv-policy out"
+    f"policies run on CPU_ATTN, and on a GPU on {', '.join(DEVICE_BACKENDS[:-1])} and {DEVICE_BACKENDS[-1]} (tested "
+    "without one only); set {setting} to one of these, or leave --kv-policy out"
+)
+_WHOLE = (
+    "it plans for all heads of a layer, which this policy splits; set {setting} to "
+    f"{' or '.join(backend for backend in DEVICE_BACKENDS if backend not in WHOLE_LAYERS)}"
 )
 
 
@@ -84,6 +88,11 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             _CHOOSE.format(setting=setting),
         ),
         (
+            platform == "cuda" and backend in WHOLE_LAYERS and len(config.classes) > 1,
+            f"the attention backend {backend}",
+            _WHOLE.format(setting=setting),
+        ),
+        (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism",
             "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
@@ -144,9 +153,11 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
     """
     impl = layer.impl
     backend = layer.attn_backend.get_name()
+    what, setting = f"the attention backend {backend}, which {name} has", "--attention-backend"
     if backend not in BACKENDS:
-        what = f"the attention backend {backend}, which {name} has"
-        raise _refusal(config, what, _CHOOSE.format(setting="--attention-backend"))
+        raise _refusal(config, what, _CHOOSE.format(setting=setting))
+    if backend in WHOLE_LAYERS and len(config.classes) > 1:
+        raise _refusal(config, what, _WHOLE.format(setting=setting))
     if layer.sliding_window is not None or layer.kv_sharing_target_layer_name is not None:
         raise KVPolicyError(f"{name} has a sliding window or shares another layer's cache: leave --kv-policy out")
     if not config.statistics & RUNNING:

@@ -7,7 +7,7 @@ In code that is asked for, `...` stands for anything (see `source`).
 
 from .attention import ATTENTION, SPLIT_LAYERS
 from .blocks import BLOCKS
-from .devices import FLASH, TRITON
+from .devices import FLASH, FLASHINFER, TRITON
 from .front import ARGUMENTS, CONFIGURATION, ENTRY_POINTS, FRONT_END
 from .graphs import GRAPHS
 from .loading import LOADING
@@ -33,6 +33,7 @@ TOUCHES = [
     *ATTENTION,
     *TRITON,
     *FLASH,
+    *FLASHINFER,
     *GRAPHS,
     *LOADING,
 ]

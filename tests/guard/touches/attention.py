@@ -386,9 +386,11 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backend:CommonAttentionMetadata",
-        ("worker.group",),
+        ("worker.group", "attention.flashinfer"),
         "what the view is made of",
         has=(
+            "num_actual_tokens: int",
+            "max_query_len: int",
             "seq_lens: torch.Tensor",
             "query_start_loc: torch.Tensor",
             "query_start_loc_cpu: torch.Tensor",
