@@ -5,6 +5,7 @@ The first half reads sources (see the package `guard`), the second half runs the
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -12,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +24,7 @@ from guard.check import complaints, extract, facts
 from guard.source import Sources
 from guard.touches import NO_TOUCH, TOUCHES
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.outputs import RequestOutput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -451,6 +454,43 @@ def test_hooks_are_applied_once(name):
     plugin.HOOKS[name](module)
     plugin.register()
     assert hooked_functions(module) == before
+
+
+#: Of each hooked module: the class, and its methods that are replaced.
+HOOKED = {
+    "vllm.v1.engine.async_llm": ("AsyncLLM", ["generate"]),
+    "vllm.v1.engine.input_processor": ("InputProcessor", ["process_inputs"]),
+    "vllm.v1.engine.output_processor": ("RequestState", ["make_request_output", "_new_completion_output"]),
+    "vllm.v1.metrics.loggers": ("StatLoggerManager", ["__init__", "record"]),
+}
+
+
+@pytest.fixture(params=HOOKED)
+def traced(request, monkeypatch):
+    """(module, class, methods) as they are where a tracer has wrapped vLLM's own methods before the plugin hooks them."""
+    monkeypatch.setattr(RequestOutput, "add", RequestOutput.add)  # hooked too; to be taken back
+    name, methods = HOOKED[request.param]
+    module = importlib.import_module(request.param)
+    wrapped = {}
+    for method in methods:
+        own = inspect.unwrap(getattr(getattr(module, name), method))
+        wrapped[method] = functools.wraps(own)(lambda *args, own=own, **kwargs: own(*args, **kwargs))
+    cls = type(name, (getattr(module, name),), wrapped)
+    return request.param, types.SimpleNamespace(**{name: cls}), cls, methods
+
+
+def test_a_tracer_that_came_first_switches_nothing_off(traced):
+    name, module, cls, methods = traced
+    theirs = [vars(cls)[method] for method in methods]
+    plugin.HOOKS[name](module)
+    hooked = [vars(cls)[method] for method in methods]
+    assert hooked_functions(module).keys() == {(cls, method) for method in methods}
+    assert [function.__wrapped__ for function in hooked] == theirs
+    # Nor does one that came later make it hook again.
+    later = functools.wraps(hooked[0])(lambda *args, **kwargs: hooked[0](*args, **kwargs))
+    setattr(cls, methods[0], later)
+    plugin.HOOKS[name](module)
+    assert vars(cls)[methods[0]] is later
 
 
 # Without a policy, and with one

@@ -15,9 +15,12 @@ def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
     return None if value is None else KVPolicyConfig.parse(value)
 
 
-def _once(function: Any) -> bool:
-    """Whether a function is still vLLM's own."""
-    return not hasattr(function, "__wrapped__")
+def _once(cls: type) -> bool:
+    """Whether a class has yet to be hooked; it is marked with this. Its methods say nothing: tracers wrap them too."""
+    if "kv_evict_hooked" in vars(cls):
+        return False
+    cls.kv_evict_hooked = True
+    return True
 
 
 def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
@@ -38,7 +41,7 @@ def hook_async_llm(module: ModuleType) -> None:
     """Validate streamed requests when they are made: the generator starts only after the response has."""
     cls = module.AsyncLLM
     generate = cls.generate
-    if not _once(generate):
+    if not _once(cls):
         return
 
     @functools.wraps(generate)
@@ -54,7 +57,7 @@ def hook_input_processor(module: ModuleType) -> None:
     """Validate `kv_policy` and `kv_budget` of every request where vLLM validates the rest."""
     cls = module.InputProcessor
     process_inputs = cls.process_inputs
-    if not _once(process_inputs):
+    if not _once(cls):
         return
 
     @functools.wraps(process_inputs)
@@ -74,7 +77,7 @@ def hook_output_processor(module: ModuleType) -> None:
 
     cls = module.RequestState
     make_request_output, new_completion_output = cls.make_request_output, cls._new_completion_output
-    if not _once(make_request_output):
+    if not _once(cls):
         return
     RequestOutput.kv_usage = CompletionOutput.kv_usage = None
     RequestOutput.add = _keeping_usage(RequestOutput.add)
@@ -128,7 +131,7 @@ def hook_loggers(module: ModuleType) -> None:
     """Show the scheduler's counts on /metrics, beside vLLM's own."""
     cls = module.StatLoggerManager
     init, record = cls.__init__, cls.record
-    if not _once(init):
+    if not _once(cls):
         return
 
     @functools.wraps(init)
