@@ -1,5 +1,6 @@
 """What users may write, what it means in blocks, and what they are told when it is wrong."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -267,6 +268,36 @@ def test_allowed():
     assert parse("h2o").allowed == set(WHOLE) - {"full", "kvzip"}
     assert parse({"name": "h2o", "allow": []}).allowed == {"h2o"}
     assert parse({"name": "sink-window", "allow": ["full"]}).allowed == {"sink-window", "full"}
+
+
+PRESSED = "full, h2o, random, scissorhands, sink-window, snapkv, strided, tova"
+
+
+@pytest.mark.parametrize("name", ["rkv", "knorm", "keydiff", "pagedeviction", "kvzip"])
+def test_under_pressure_only_what_has_that_trigger_can_be_allowed(name):
+    message = refusal({**H2O, "when": "pressure", "allow": ["tova", name]})
+    assert f"allow: {name!r} has no when: pressure" in message and message.endswith(f"requests may pick: {PRESSED}")
+    assert asked({**H2O, "allow": [name]}, {"kv_policy": name}).name == name
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"duo"}))
+def test_what_a_server_starts_with_requests_can_pick(name):
+    """An entry of `allow` that every request for it would be refused with is refused itself."""
+    picked = 0
+    varied = {"when": ["budget", "pressure"], "granularity": ["block", "token"], "protect": [True, False]}
+    varied |= {"budget": [200, 0.3], "heads": ["sum", "max"], "merge": [None, "ems"]}
+    varied = {field: values for field, values in varied.items() if field in POLICIES[name].options}
+    for values in itertools.product(*varied.values()):
+        sizes = {field: 40 for field in ("sink", "recent") if field in POLICIES[name].options}
+        for allow in [None, *([other] for other in POLICIES)]:
+            try:
+                server = parse({"name": name, **sizes, **dict(zip(varied, values)), "allow": allow})
+            except KVPolicyError:
+                continue
+            for other in server.allowed:
+                assert server.for_request({"kv_policy": other}, 4000, 16).name == other
+                picked += 1
+    assert picked > 1
 
 
 def test_workers_can_measure_what_any_request_may_need_and_no_more():

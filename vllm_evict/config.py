@@ -290,6 +290,17 @@ class KVPolicyConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _allowed_have_the_trigger(self) -> "KVPolicyConfig":
+        for name in self.allow or ():
+            if self.when not in POLICIES[name].triggers:
+                others = {n for n in POLICIES if self.when in POLICIES[n].triggers and not POLICIES[n].splits}
+                raise ValueError(
+                    f"allow: {name!r} has no when: {self.when}, and a request has its server's; "
+                    f"requests may pick: {', '.join(sorted(others))}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _room_to_choose(self) -> "KVPolicyConfig":
         if self.protect and isinstance(self.budget, int) and self.budget <= self.sink + self.recent:
             raise ValueError(
