@@ -45,6 +45,16 @@ def policy_named(name: object) -> Policy:
     return POLICIES[name]
 
 
+#: Policy files that come with the package: configs/ of the repository, but those that name a file of gates.
+PRESETS = Path(__file__).parent / "configs"
+
+
+def presets() -> dict[str, Path]:
+    """Files of `PRESETS` by their names; a policy's name is the policy."""
+    files = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
+    return {name: path for name, path in files.items() if name not in POLICIES and not name.startswith("duo")}
+
+
 #: Trigger of requests that are evicted from only when the pool runs out.
 NEVER = 1 << 40
 
@@ -314,7 +324,8 @@ class KVPolicyConfig(BaseModel):
         """Make a config from what users write.
 
         Args:
-            value: a config, a dict of its fields, a policy's name, a JSON object, or the path of a YAML or JSON file.
+            value: a config, a dict of its fields, the name of a policy or preset, a JSON object, or the path of a YAML
+                or JSON file.
 
         Raises:
             KVPolicyError: with one message that says what is wrong and what is allowed.
@@ -601,7 +612,12 @@ def _read(text: str) -> tuple[Any, str]:
             raise KVPolicyError(f"not a JSON object ({error}): {text}") from None
     path = Path(text)
     if path.suffix not in (".yaml", ".yml", ".json"):
-        return {"name": text}, ""
+        if text in POLICIES:
+            return {"name": text}, ""
+        if text not in presets():
+            choice = f"choose one of: {nearest(text, POLICIES)}; or a preset: {nearest(text, presets())}"
+            raise KVPolicyError(f"unknown KV policy {text!r}; {choice}")
+        path = presets()[text]
     try:
         value = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -644,4 +660,13 @@ def _sentence(error: Mapping[str, Any]) -> str:
     return f"{where}: {message}" if where else message
 
 
-__all__ = ["MASS_OPTIONS", "REQUEST_FIELDS", "KVPolicyConfig", "KVPolicyError", "Limits", "nearest", "policy_named"]
+__all__ = [
+    "MASS_OPTIONS",
+    "REQUEST_FIELDS",
+    "KVPolicyConfig",
+    "KVPolicyError",
+    "Limits",
+    "nearest",
+    "policy_named",
+    "presets",
+]
