@@ -5,11 +5,14 @@ The first half reads sources (see the package `guard`), the second half runs the
 
 import argparse
 import ast
+import copy
+import dataclasses
 import functools
 import importlib
 import inspect
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -23,7 +26,8 @@ from guard import snapshot, source
 from guard.check import complaints, extract, facts
 from guard.source import Sources
 from guard.touches import NO_TOUCH, TOUCHES
-from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs, get_kwargs
+from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
 from vllm.outputs import RequestOutput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -32,7 +36,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict import KVPolicyConfig, KVPolicyError, plugin
-from vllm_evict.compat import versions
+from vllm_evict.compat import arguments, frontend, versions
 from vllm_evict.compat.late import when_imported
 from vllm_evict.core.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from vllm_evict.worker.cpu import CPUEvictionWorker
@@ -552,6 +556,80 @@ def test_a_wrong_policy_is_refused_when_the_engine_is_configured(configured):
         configured(kv_policy="h3o")
 
 
+# The field
+
+
+@dataclasses.dataclass
+class LaterArgs(AsyncEngineArgs):
+    """Made after the plugin has extended vLLM's classes, as others make theirs."""
+
+    seats: int = 3
+
+
+@pytest.fixture(params=[EngineArgs, AsyncEngineArgs, LaterArgs])
+def arguments_class(request):
+    return request.param
+
+
+COPIES = {
+    "replace": lambda args: dataclasses.replace(args, seed=7),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda args: pickle.loads(pickle.dumps(args)),
+    "asdict": lambda args: type(args)(**dataclasses.asdict(args)),
+    "vars": lambda args: type(args).from_cli_args(argparse.Namespace(**vars(args))),
+    "fields": lambda args: type(args)(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}),
+}
+
+
+@pytest.mark.parametrize("policy", ["sink-window", {"name": "h2o", "budget": 1024}, KVPolicyConfig(name="h2o")])
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_engine_arguments_keeps_the_policy(tiny, arguments_class, way, policy):
+    copied = COPIES[way](arguments_class(model=str(tiny), kv_policy=policy))
+    assert type(copied) is arguments_class and copied.kv_policy == policy
+
+
+def test_the_policy_is_a_field_like_any_other(tiny, arguments_class):
+    model = str(tiny)
+    (field,) = [field for field in dataclasses.fields(arguments_class) if field.name == "kv_policy"]
+    assert field.default is None and arguments_class.kv_policy is None and arguments_class(model).kv_policy is None
+    parameter = inspect.signature(arguments_class).parameters["kv_policy"]
+    assert parameter.kind == parameter.KEYWORD_ONLY and parameter.default is None
+    without, given = arguments_class(model), arguments_class(model, kv_policy="h2o")
+    assert given != without and given == arguments_class(model, kv_policy="h2o")
+    assert "kv_policy='h2o'" in repr(given) and "kv_policy=None" in repr(without)
+    assert get_non_default_args(given)["kv_policy"] == "h2o" and "kv_policy" not in get_non_default_args(without)
+
+
+def test_fields_of_vllms_own_come_where_they_came(tiny, arguments_class):
+    """Positional arguments still mean what they meant."""
+    own = [parameter for parameter in inspect.signature(arguments_class).parameters if parameter != "kv_policy"]
+    assert own == [field.name for field in dataclasses.fields(arguments_class) if field.name != "kv_policy"]
+    made = arguments_class(str(tiny), "a second value")
+    assert (made.model, getattr(made, own[1]), made.kv_policy) == (str(tiny), "a second value", None)
+
+
+def test_vllm_could_make_a_flag_of_the_fields_type():
+    kwargs = get_kwargs(type("One", (), {"__dataclass_fields__": {"kv_policy": arguments._FIELD}}))["kv_policy"]
+    assert kwargs["default"] is None
+    assert kwargs["type"]("h2o") == "h2o" and kwargs["type"]('{"name": "h2o"}') == {"name": "h2o"}
+
+
+def test_ray_serve_llm_takes_it_among_its_engine_kwargs(tiny):
+    """What ray.llm's vllm_models.py and vllm_engine.py do, without Ray: sort keywords by field, make arguments and
+    configuration in one process, send both to another, and read the arguments' `__dict__` there."""
+    engine_kwargs = {"kv_policy": {"name": "adakv", "budget": 1024}, "max_model_len": 2048}
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert engine_kwargs.keys() <= known, "Unknown engine argument"
+    made = AsyncEngineArgs(model=str(tiny), **engine_kwargs)
+    args, config = pickle.loads(pickle.dumps((made, made.create_engine_config())))
+    assert vars(args)["kv_policy"] == engine_kwargs["kv_policy"]
+    assert config.additional_config["kv_policy"]["name"] == "adakv"
+    assert config.parallel_config.worker_cls.startswith("vllm_evict.")
+    again = dataclasses.replace(args).create_engine_config()
+    assert again.additional_config == config.additional_config
+
+
 # The flag
 
 
@@ -648,8 +726,12 @@ def tell(value): print("RESULT", json.dumps(value))
 
 CASES = {
     "EngineArgs": """
+from dataclasses import dataclass, replace
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-tell([args(model=model, kv_policy=policy).kv_policy for args in (AsyncEngineArgs, EngineArgs)])
+@dataclass
+class Later(EngineArgs):
+    pass
+tell([replace(args(model=model, kv_policy=policy)).kv_policy for args in (AsyncEngineArgs, EngineArgs, Later)])
 """,
     "LLM": """
 from vllm import LLM
@@ -701,7 +783,7 @@ def fresh(tmp_path_factory):
         process.communicate()
 
 
-@pytest.mark.parametrize("case, times", [("EngineArgs", 2), ("LLM", 1)])
+@pytest.mark.parametrize("case, times", [("EngineArgs", 3), ("LLM", 1)])
 def test_the_keyword_works_in_a_fresh_process(fresh, case, times):
     assert fresh(case) == [{"name": "h2o", "budget": 1024}] * times
 

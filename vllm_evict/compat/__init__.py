@@ -2,7 +2,7 @@
 
 | module | touches | why | until |
 |---|---|---|---|
-| `arguments` | `EngineArgs` | a flag and a keyword for the policy | vLLM lets plugins add engine arguments |
+| `arguments` | `EngineArgs` | a flag and a field for the policy | vLLM lets plugins add engine arguments |
 | `frontend` | `AsyncLLM`, `InputProcessor`, `RequestState`, loggers | 400s, usage, /metrics | vLLM has hooks for them |
 | `runners` | model runners V1 and V2 | holes into block tables, batch order | SchedulerOutput tells of them |
 | `layers` | `Attention` layers after load | their backend behind a view | backends can be wrapped by configuration |

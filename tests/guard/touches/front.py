@@ -57,14 +57,16 @@ ARGUMENTS = [
     Touch(
         "vllm.engine.arg_utils:EngineArgs",
         ("compat.arguments",),
-        "gets `kv_policy`, as a keyword and as an attribute",
+        "gets `kv_policy`, as a field",
+        kind="dataclass",
         has=("additional_config",),
         takes_attributes=True,
     ),
     Touch(
         "vllm.engine.arg_utils:AsyncEngineArgs",
         ("compat.arguments",),
-        "has an __init__ of its own, which needs the keyword too",
+        "has fields and an __init__ of its own, which need it too",
+        kind="dataclass",
         bases=("EngineArgs",),
     ),
     Touch(
@@ -85,9 +87,8 @@ ARGUMENTS = [
     Touch(
         "vllm.engine.arg_utils:EngineArgs.from_cli_args",
         ("compat.arguments",),
-        "takes dataclass fields from the namespace; `kv_policy` is none and is added",
+        "takes dataclass fields from the namespace: `kv_policy` too",
         kind="classmethod",
-        replaced_by=("vllm_evict.compat.arguments:_with_namespace.with_namespace",),
         does=("dataclasses.fields(cls)", "return engine_args"),
     ),
     Touch(
