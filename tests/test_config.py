@@ -431,6 +431,19 @@ def test_an_unknown_policy_is_refused_in_requests(policy):
     assert "unknown KV policy" in request_refusal(H2O, {"kv_policy": policy})
 
 
+@pytest.mark.parametrize("value", [True, False, 1, 0, 1.0])
+def test_a_request_may_ask_for_its_usage(value):
+    assert asked(H2O, {"kv_usage": value}) == parse(H2O)
+    assert asked(H2O, {"kv_usage": value, "kv_budget": 512}) == asked(H2O, {"kv_budget": 512})
+
+
+@pytest.mark.parametrize("value", [2, 0.5, "true", "1", None, [1]])
+def test_it_does_so_with_yes_or_no(value):
+    for server in (H2O, "full"):
+        message = request_refusal(server, {"kv_usage": value})
+        assert message == f"kv_usage must be true or false (1 or 0), not {value!r}"
+
+
 def test_a_policy_that_is_not_enabled_is_refused_with_those_that_are():
     assert "'full' is not enabled here; enabled: " in request_refusal(H2O, {"kv_policy": "full"})
     message = request_refusal({**H2O, "allow": []}, {"kv_policy": "sink-window"})

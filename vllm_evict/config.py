@@ -513,7 +513,7 @@ class KVPolicyConfig(BaseModel):
         return self.limits(block_size, max_model_len).bound
 
     def for_request(self, extra_args: Mapping[str, Any] | None, prompt_len: int, block_size: int) -> "KVPolicyConfig":
-        """This config as one request changes it by `kv_policy` and `kv_budget`.
+        """This config as one request changes it by `kv_policy` and `kv_budget`; `kv_usage` changes nothing.
 
         A request that picks another policy keeps what the server says of budget, buffer, sinks, recent window,
         protection and shortest prompt, and those options of scoring in which the server differs from its own policy's
@@ -528,6 +528,10 @@ class KVPolicyConfig(BaseModel):
         for key in extra_args:
             if key not in REQUEST_FIELDS and difflib.get_close_matches(key.lower(), REQUEST_FIELDS, cutoff=0.8):
                 raise KVPolicyError(f"unknown request field {key!r}; a request may set: {nearest(key, REQUEST_FIELDS)}")
+        usage = extra_args.get("kv_usage", False)
+        # vLLM's models of requests make a number of a bool.
+        if not isinstance(usage, (bool, int, float)) or usage not in (0, 1):
+            raise KVPolicyError(f"kv_usage must be true or false (1 or 0), not {usage!r}")
         name = extra_args.get("kv_policy", self.name)
         if policy_named(name).name not in self.allowed:
             raise KVPolicyError(f"kv_policy {name!r} is not enabled here; enabled: {nearest(name, self.allowed)}")
@@ -581,7 +585,7 @@ class KVPolicyConfig(BaseModel):
 
 
 #: What a request may set, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
-REQUEST_FIELDS = ("kv_policy", "kv_budget")
+REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_usage")
 
 
 def _with_pattern(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,10 @@ from typing import Any
 
 from ..config import KVPolicyConfig, KVPolicyError
 from ..metrics import STATS_KEY, PrometheusMetrics
-from ..usage import USAGE_KEY, KVUsage
+from ..usage import SHOWN_KEY, USAGE_KEY, KVUsage
+
+# Below vLLM's own, which says where lines go; its module can't be imported yet.
+logger = logging.getLogger("vllm.evict")
 
 
 def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
@@ -54,7 +57,7 @@ def hook_async_llm(module: ModuleType) -> None:
 
 
 def hook_input_processor(module: ModuleType) -> None:
-    """Validate `kv_policy` and `kv_budget` of every request where vLLM validates the rest."""
+    """Validate `kv_policy`, `kv_budget` and `kv_usage` of every request where vLLM validates the rest."""
     cls = module.InputProcessor
     process_inputs = cls.process_inputs
     if not _once(cls):
@@ -72,7 +75,11 @@ def hook_input_processor(module: ModuleType) -> None:
 
 
 def hook_output_processor(module: ModuleType) -> None:
-    """Hand a finished request's `KVUsage` to its output: `RequestOutput.kv_usage`, and on each completion (n > 1)."""
+    """Hand a finished request's `KVUsage` to its output: `RequestOutput.kv_usage`, and on each completion (n > 1).
+
+    For clients of a server it stays in the output's transfer parameters if they ask for it, as responses show those:
+    `{"kv_usage": {...}}`, with n > 1 a list in the order of the choices.
+    """
     from vllm.outputs import CompletionOutput, RequestOutput
 
     cls = module.RequestState
@@ -93,15 +100,21 @@ def hook_output_processor(module: ModuleType) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        shown = False
         if kv_transfer_params and USAGE_KEY in kv_transfer_params:
             params = dict(kv_transfer_params)
             self.kv_usage = KVUsage(**params.pop(USAGE_KEY))
+            shown = params.pop(SHOWN_KEY, False) and finish_reason is not None
             kv_transfer_params = params or None
         output = make_request_output(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
         )
         if isinstance(output, RequestOutput):
             output.kv_usage = output.outputs[0].kv_usage
+            if shown:
+                usages = [completion.kv_usage and completion.kv_usage.as_dict() for completion in output.outputs]
+                shown = {SHOWN_KEY: usages if len(usages) > 1 else usages[0]}
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), **shown}
         return output
 
     @functools.wraps(new_completion_output)
