@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import json
+import logging
 import os
 import pickle
 import re
@@ -29,6 +30,7 @@ from guard.touches import NO_TOUCH, TOUCHES
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs, get_kwargs
 from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -332,6 +334,29 @@ def test_other_releases_are_refused_and_the_message_says_what_to_install(version
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture
+def warned(caplog):
+    """Lines that the plugin's log has of level warning and above; what is said once can be said again."""
+    for once in (versions._warn_not_run, frontend._warn_without_policy):
+        once.cache_clear()
+    logger = logging.getLogger("vllm.evict")
+    logger.addHandler(caplog.handler)  # vLLM's loggers don't hand theirs on
+    yield lambda: [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("version, lines", [("0.32.0", 0), ("0.32.0+cpu", 0), ("0.33.0", 1), ("0.33.0+cu130", 1)])
+def test_a_release_that_was_only_looked_at_is_said_once(warned, version, lines):
+    versions.check(version)
+    versions.check(version)
+    wanted = f"checked against the sources of vLLM {version}, not run on it; it has been run on vLLM 0.32.0"
+    assert len(warned()) == lines and all(wanted in line for line in warned())
+
+
+def test_only_what_runs_here_is_said_to_have_been_run():
+    assert {version.partition("+")[0] for version in [vllm.__version__]} == set(versions.RUN) <= set(versions.TESTED)
+
+
 def test_an_untested_release_is_refused_only_when_a_policy_is_asked_for(tiny, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     EngineArgs(model=str(tiny)).create_engine_config()
@@ -512,6 +537,25 @@ def test_without_a_policy_everything_is_vllms_own(configured):
     assert config.scheduler_config.get_scheduler_cls().__module__.startswith("vllm.")
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert config.additional_config == {}
+
+
+@pytest.mark.parametrize("extra_args", [{"kv_policy": "h2o"}, {"kv_budget": 64}, {"kv_usage": 1}, {"kv_policy": "x"}])
+def test_a_request_for_a_policy_where_there_is_none_is_said_once_and_served(configured, warned, extra_args):
+    for _ in range(2):
+        frontend._check_request(configured(), SamplingParams(extra_args=extra_args), 100)
+    (line,) = warned()
+    assert "kv_policy or kv_budget or kv_usage" in line and "no KV policy" in line and "--kv-policy" in line
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {"kv_buget": 1}])
+def test_what_is_nothing_of_ours_is_not_said(configured, warned, extra_args):
+    frontend._check_request(configured(), SamplingParams(extra_args=extra_args), 100)
+    assert not warned()
+
+
+def test_a_request_for_a_policy_where_there_is_one_is_not_said(configured, warned):
+    frontend._check_request(configured(kv_policy="full"), SamplingParams(extra_args={"kv_policy": "h2o"}), 5000)
+    assert not warned()
 
 
 def test_a_policy_travels_in_the_configuration_and_names_the_worker(configured):

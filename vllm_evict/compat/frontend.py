@@ -1,10 +1,11 @@
 """vLLM's front end: requests that ask for what they may not have, what a request's cache came to, and metrics."""
 
 import functools
+import logging
 from types import ModuleType
 from typing import Any
 
-from ..config import KVPolicyConfig, KVPolicyError
+from ..config import REQUEST_FIELDS, KVPolicyConfig, KVPolicyError
 from ..metrics import STATS_KEY, PrometheusMetrics
 from ..usage import SHOWN_KEY, USAGE_KEY, KVUsage
 
@@ -30,14 +31,28 @@ def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
     """Refuse a request that asks for what it may not have: HTTP 400 on a server, `VLLMValidationError` offline."""
     from vllm.exceptions import VLLMValidationError
 
-    config = _server_policy(vllm_config)
     extra_args = getattr(params, "extra_args", None)
-    if config is None or not extra_args:
+    if not extra_args:
+        return
+    config = _server_policy(vllm_config)
+    if config is None:
+        if not extra_args.keys().isdisjoint(REQUEST_FIELDS):
+            _warn_without_policy()
         return
     try:
         config.for_request(extra_args, prompt_len, vllm_config.cache_config.block_size)
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+
+@functools.cache
+def _warn_without_policy() -> None:
+    """Once. Stock vLLM takes any xargs, and without a policy the plugin changes nothing: so it is no HTTP 400."""
+    logger.warning(
+        "a request has %s in its extra_args, and this engine has no KV policy: nothing is evicted, and there is no "
+        "usage. Start it with --kv-policy (full lets requests pick one)",
+        " or ".join(REQUEST_FIELDS),
+    )
 
 
 def hook_async_llm(module: ModuleType) -> None:
