@@ -22,6 +22,8 @@ except ImportError as error:
 # Installed inside the package: vLLM looks for a top-level `triton_kernels` of another project. In a checkout the link
 # vllm_evict/triton_kernels leads there, so that any checkout imports its own.
 TRITON_KERNELS = "vllm_evict.triton_kernels"
+# Policy files, by a link too. Those of duo name a file of gates in a checkout.
+CONFIGS = "vllm_evict.configs"
 CUDA = "vllm_evict._C_cuda"
 # Machine code for A100 and Hopper, and PTX for what comes after.
 CUDA_TARGETS = (
@@ -104,8 +106,14 @@ def extensions() -> list[Extension]:
 
 
 setup(
-    packages=[*find_packages(include=["vllm_evict", "vllm_evict.*"], exclude=[TRITON_KERNELS]), TRITON_KERNELS],
-    package_dir={TRITON_KERNELS: "triton_kernels"},
+    packages=[
+        *find_packages(include=["vllm_evict", "vllm_evict.*"], exclude=[TRITON_KERNELS]),
+        TRITON_KERNELS,
+        CONFIGS,
+    ],
+    package_dir={TRITON_KERNELS: "triton_kernels", CONFIGS: "configs"},
+    package_data={CONFIGS: ["*.yaml"]},
+    exclude_package_data={CONFIGS: ["duo*"]},
     ext_modules=extensions(),
     cmdclass={"build_ext": OptionalBuild},
 )

@@ -5,13 +5,19 @@ The first half reads sources (see the package `guard`), the second half runs the
 
 import argparse
 import ast
+import copy
+import dataclasses
+import functools
 import importlib
 import inspect
 import json
+import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +27,10 @@ from guard import snapshot, source
 from guard.check import complaints, extract, facts
 from guard.source import Sources
 from guard.touches import NO_TOUCH, TOUCHES
-from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs, get_kwargs
+from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -29,7 +38,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict import KVPolicyConfig, KVPolicyError, plugin
-from vllm_evict.compat import versions
+from vllm_evict.compat import arguments, frontend, versions
 from vllm_evict.compat.late import when_imported
 from vllm_evict.core.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from vllm_evict.worker.cpu import CPUEvictionWorker
@@ -325,6 +334,29 @@ def test_other_releases_are_refused_and_the_message_says_what_to_install(version
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture
+def warned(monkeypatch):
+    """What the plugin warns of; what is said once can be said again."""
+    for once in (versions._warn_not_run, frontend._warn_without_policy):
+        once.cache_clear()
+    lines = []
+    # No handler: vLLM sets its loggers up anew when it configures an engine.
+    monkeypatch.setattr(logging.getLogger("vllm.evict"), "warning", lambda text, *args: lines.append(text % args))
+    return lambda: lines
+
+
+@pytest.mark.parametrize("version, lines", [("0.32.0", 0), ("0.32.0+cpu", 0), ("0.33.0", 1), ("0.33.0+cu130", 1)])
+def test_a_release_that_was_only_looked_at_is_said_once(warned, version, lines):
+    versions.check(version)
+    versions.check(version)
+    wanted = f"checked against the sources of vLLM {version}, not run on it; it has been run on vLLM 0.32.0"
+    assert len(warned()) == lines and all(wanted in line for line in warned())
+
+
+def test_only_what_runs_here_is_said_to_have_been_run():
+    assert {version.partition("+")[0] for version in [vllm.__version__]} == set(versions.RUN) <= set(versions.TESTED)
+
+
 def test_an_untested_release_is_refused_only_when_a_policy_is_asked_for(tiny, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     EngineArgs(model=str(tiny)).create_engine_config()
@@ -453,6 +485,43 @@ def test_hooks_are_applied_once(name):
     assert hooked_functions(module) == before
 
 
+#: Of each hooked module: the class, and its methods that are replaced.
+HOOKED = {
+    "vllm.v1.engine.async_llm": ("AsyncLLM", ["generate"]),
+    "vllm.v1.engine.input_processor": ("InputProcessor", ["process_inputs"]),
+    "vllm.v1.engine.output_processor": ("RequestState", ["make_request_output", "_new_completion_output"]),
+    "vllm.v1.metrics.loggers": ("StatLoggerManager", ["__init__", "record"]),
+}
+
+
+@pytest.fixture(params=HOOKED)
+def traced(request, monkeypatch):
+    """(module, class, methods) as they are where a tracer has wrapped vLLM's own methods before the plugin hooks them."""
+    monkeypatch.setattr(RequestOutput, "add", RequestOutput.add)  # hooked too; to be taken back
+    name, methods = HOOKED[request.param]
+    module = importlib.import_module(request.param)
+    wrapped = {}
+    for method in methods:
+        own = inspect.unwrap(getattr(getattr(module, name), method))
+        wrapped[method] = functools.wraps(own)(lambda *args, own=own, **kwargs: own(*args, **kwargs))
+    cls = type(name, (getattr(module, name),), wrapped)
+    return request.param, types.SimpleNamespace(**{name: cls}), cls, methods
+
+
+def test_a_tracer_that_came_first_switches_nothing_off(traced):
+    name, module, cls, methods = traced
+    theirs = [vars(cls)[method] for method in methods]
+    plugin.HOOKS[name](module)
+    hooked = [vars(cls)[method] for method in methods]
+    assert hooked_functions(module).keys() == {(cls, method) for method in methods}
+    assert [function.__wrapped__ for function in hooked] == theirs
+    # Nor does one that came later make it hook again.
+    later = functools.wraps(hooked[0])(lambda *args, **kwargs: hooked[0](*args, **kwargs))
+    setattr(cls, methods[0], later)
+    plugin.HOOKS[name](module)
+    assert vars(cls)[methods[0]] is later
+
+
 # Without a policy, and with one
 
 
@@ -468,6 +537,25 @@ def test_without_a_policy_everything_is_vllms_own(configured):
     assert config.scheduler_config.get_scheduler_cls().__module__.startswith("vllm.")
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     assert config.additional_config == {}
+
+
+@pytest.mark.parametrize("extra_args", [{"kv_policy": "h2o"}, {"kv_budget": 64}, {"kv_usage": 1}, {"kv_policy": "x"}])
+def test_a_request_for_a_policy_where_there_is_none_is_said_once_and_served(configured, warned, extra_args):
+    for _ in range(2):
+        frontend._check_request(configured(), SamplingParams(extra_args=extra_args), 100)
+    (line,) = warned()
+    assert "kv_policy or kv_budget or kv_usage" in line and "no KV policy" in line and "--kv-policy" in line
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {"kv_buget": 1}])
+def test_what_is_nothing_of_ours_is_not_said(configured, warned, extra_args):
+    frontend._check_request(configured(), SamplingParams(extra_args=extra_args), 100)
+    assert not warned()
+
+
+def test_a_request_for_a_policy_where_there_is_one_is_not_said(configured, warned):
+    frontend._check_request(configured(kv_policy="full"), SamplingParams(extra_args={"kv_policy": "h2o"}), 5000)
+    assert not warned()
 
 
 def test_a_policy_travels_in_the_configuration_and_names_the_worker(configured):
@@ -510,6 +598,82 @@ def test_two_different_policies_are_refused(configured):
 def test_a_wrong_policy_is_refused_when_the_engine_is_configured(configured):
     with pytest.raises(KVPolicyError, match="unknown KV policy 'h3o'"):
         configured(kv_policy="h3o")
+
+
+# The field
+
+
+@dataclasses.dataclass
+class LaterArgs(AsyncEngineArgs):
+    """Made after the plugin has extended vLLM's classes, as others make theirs."""
+
+    seats: int = 3
+
+
+@pytest.fixture(params=[EngineArgs, AsyncEngineArgs, LaterArgs])
+def arguments_class(request):
+    return request.param
+
+
+COPIES = {
+    "replace": lambda args: dataclasses.replace(args, seed=7),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda args: pickle.loads(pickle.dumps(args)),
+    # Nested configurations become dicts too, which vLLM does not take back.
+    "asdict": lambda args: type(args)(args.model, kv_policy=dataclasses.asdict(args)["kv_policy"]),
+    "vars": lambda args: type(args).from_cli_args(argparse.Namespace(**vars(args))),
+    "fields": lambda args: type(args)(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)}),
+}
+
+
+@pytest.mark.parametrize("policy", ["sink-window", {"name": "h2o", "budget": 1024}, KVPolicyConfig(name="h2o")])
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_engine_arguments_keeps_the_policy(tiny, arguments_class, way, policy):
+    copied = COPIES[way](arguments_class(model=str(tiny), kv_policy=policy))
+    assert type(copied) is arguments_class and copied.kv_policy == policy
+
+
+def test_the_policy_is_a_field_like_any_other(tiny, arguments_class):
+    model = str(tiny)
+    (field,) = [field for field in dataclasses.fields(arguments_class) if field.name == "kv_policy"]
+    assert field.default is None and arguments_class.kv_policy is None and arguments_class(model).kv_policy is None
+    parameter = inspect.signature(arguments_class).parameters["kv_policy"]
+    assert parameter.kind == parameter.KEYWORD_ONLY and parameter.default is None
+    without, given = arguments_class(model), arguments_class(model, kv_policy="h2o")
+    assert given != without and given == arguments_class(model, kv_policy="h2o")
+    assert "kv_policy='h2o'" in repr(given) and "kv_policy=None" in repr(without)
+    if arguments_class is EngineArgs:  # what vLLM logs at start; its function takes no other class
+        assert get_non_default_args(given)["kv_policy"] == "h2o" and "kv_policy" not in get_non_default_args(without)
+
+
+def test_fields_of_vllms_own_come_where_they_came(tiny, arguments_class):
+    """Positional arguments still mean what they meant."""
+    own = [parameter for parameter in inspect.signature(arguments_class).parameters if parameter != "kv_policy"]
+    assert own == [field.name for field in dataclasses.fields(arguments_class) if field.name != "kv_policy"]
+    made = arguments_class(str(tiny), "a second value")
+    assert (made.model, getattr(made, own[1]), made.kv_policy) == (str(tiny), "a second value", None)
+
+
+def test_vllm_could_make_a_flag_of_the_fields_type():
+    kwargs = get_kwargs(type("One", (), {"__dataclass_fields__": {"kv_policy": arguments._FIELD}}))["kv_policy"]
+    assert kwargs["default"] is None
+    assert kwargs["type"]("h2o") == "h2o" and kwargs["type"]('{"name": "h2o"}') == {"name": "h2o"}
+
+
+def test_ray_serve_llm_takes_it_among_its_engine_kwargs(tiny):
+    """What ray.llm's vllm_models.py and vllm_engine.py do, without Ray: sort keywords by field, make arguments and
+    configuration in one process, send both to another, and read the arguments' `__dict__` there."""
+    engine_kwargs = {"kv_policy": {"name": "adakv", "budget": 1024}, "max_model_len": 2048}
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert engine_kwargs.keys() <= known, "Unknown engine argument"
+    made = AsyncEngineArgs(model=str(tiny), **engine_kwargs)
+    args, config = pickle.loads(pickle.dumps((made, made.create_engine_config())))
+    assert vars(args)["kv_policy"] == engine_kwargs["kv_policy"]
+    assert config.additional_config["kv_policy"]["name"] == "adakv"
+    assert config.parallel_config.worker_cls.startswith("vllm_evict.")
+    again = dataclasses.replace(args).create_engine_config()
+    assert again.additional_config == config.additional_config
 
 
 # The flag
@@ -608,8 +772,12 @@ def tell(value): print("RESULT", json.dumps(value))
 
 CASES = {
     "EngineArgs": """
+from dataclasses import dataclass, replace
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-tell([args(model=model, kv_policy=policy).kv_policy for args in (AsyncEngineArgs, EngineArgs)])
+@dataclass
+class Later(EngineArgs):
+    pass
+tell([replace(args(model=model, kv_policy=policy)).kv_policy for args in (AsyncEngineArgs, EngineArgs, Later)])
 """,
     "LLM": """
 from vllm import LLM
@@ -661,7 +829,7 @@ def fresh(tmp_path_factory):
         process.communicate()
 
 
-@pytest.mark.parametrize("case, times", [("EngineArgs", 2), ("LLM", 1)])
+@pytest.mark.parametrize("case, times", [("EngineArgs", 3), ("LLM", 1)])
 def test_the_keyword_works_in_a_fresh_process(fresh, case, times):
     assert fresh(case) == [{"name": "h2o", "budget": 1024}] * times
 

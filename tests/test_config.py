@@ -1,5 +1,6 @@
 """What users may write, what it means in blocks, and what they are told when it is wrong."""
 
+import itertools
 import json
 import math
 import pickle
@@ -295,6 +296,36 @@ def test_allowed():
     assert parse({"name": "sink-window", "allow": ["full"]}).allowed == {"sink-window", "full"}
 
 
+PRESSED = "full, h2o, random, scissorhands, sink-window, snapkv, strided, tova"
+
+
+@pytest.mark.parametrize("name", ["rkv", "knorm", "keydiff", "pagedeviction", "kvzip"])
+def test_under_pressure_only_what_has_that_trigger_can_be_allowed(name):
+    message = refusal({**H2O, "when": "pressure", "allow": ["tova", name]})
+    assert f"allow: {name!r} has no when: pressure" in message and message.endswith(f"requests may pick: {PRESSED}")
+    assert asked({**H2O, "allow": [name]}, {"kv_policy": name}).name == name
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"duo"}))
+def test_what_a_server_starts_with_requests_can_pick(name):
+    """An entry of `allow` that every request for it would be refused with is refused itself."""
+    picked = 0
+    varied = {"when": ["budget", "pressure"], "granularity": ["block", "token"], "protect": [True, False]}
+    varied |= {"budget": [200, 0.3], "heads": ["sum", "max"], "merge": [None, "ems"]}
+    varied = {field: values for field, values in varied.items() if field in POLICIES[name].options}
+    for values in itertools.product(*varied.values()):
+        sizes = {field: 40 for field in ("sink", "recent") if field in POLICIES[name].options}
+        for allow in [None, *([other] for other in POLICIES)]:
+            try:
+                server = parse({"name": name, **sizes, **dict(zip(varied, values)), "allow": allow})
+            except KVPolicyError:
+                continue
+            for other in server.allowed:
+                assert server.for_request({"kv_policy": other}, 4000, 16).name == other
+                picked += 1
+    assert picked > 1
+
+
 def test_workers_can_measure_what_any_request_may_need_and_no_more():
     assert parse("h2o").statistics == parse("sink-window").statistics == parse("full").statistics == RUNNING | CACHED
     assert not parse({"name": "sink-window", "allow": ["full", "random", "strided"]}).statistics
@@ -447,6 +478,19 @@ def test_a_typo_is_not_silently_ignored(typo):
 @pytest.mark.parametrize("policy", ["h20", "none", None, 3, ["h2o"]])
 def test_an_unknown_policy_is_refused_in_requests(policy):
     assert "unknown KV policy" in request_refusal(H2O, {"kv_policy": policy})
+
+
+@pytest.mark.parametrize("value", [True, False, 1, 0, 1.0])
+def test_a_request_may_ask_for_its_usage(value):
+    assert asked(H2O, {"kv_usage": value}) == parse(H2O)
+    assert asked(H2O, {"kv_usage": value, "kv_budget": 512}) == asked(H2O, {"kv_budget": 512})
+
+
+@pytest.mark.parametrize("value", [2, 0.5, "true", "1", None, [1]])
+def test_it_does_so_with_yes_or_no(value):
+    for server in (H2O, "full"):
+        message = request_refusal(server, {"kv_usage": value})
+        assert message == f"kv_usage must be true or false (1 or 0), not {value!r}"
 
 
 def test_a_policy_that_is_not_enabled_is_refused_with_those_that_are():

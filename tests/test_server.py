@@ -46,7 +46,7 @@ class Server:
     def complete(self, prompt=PROMPT, max_tokens=40, xargs=None, **options):
         body = {"ignore_eos": True} | ({"vllm_xargs": xargs} if xargs is not None else {})
         return self.client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body=body, **options
+            model="tiny", prompt=prompt, max_tokens=max_tokens, extra_body=body, **{"temperature": 0, **options}
         )
 
     def metrics(self):
@@ -162,6 +162,8 @@ BAD = [
     ({"kv_budget": [1, 2]}, "[1, 2]"),
     ({"kv_buget": 128}, "'kv_buget'"),
     ({"kv_policy": "full", "kv_budget": 64}, "takes no kv_budget"),
+    ({"kv_usage": "yes"}, "kv_usage must be true or false"),
+    ({"kv_usage": 2}, "kv_usage must be true or false"),
 ]
 
 
@@ -209,6 +211,71 @@ def test_many_clients_with_policies_of_their_own(server):
         )
         assert server.metrics()["blocks_resident", policy] == 0
     assert moved["requests_total", "full"] == 0
+
+
+USAGE = {
+    "policy": "h2o",
+    "budget_tokens": 256,
+    "peak_resident_blocks": 13,
+    "peak_resident_tokens": 416,
+    "evicted_blocks": 5,
+    "evicted_tokens": 160,
+}
+
+
+@pytest.mark.parametrize("asks", [True, 1])
+def test_a_completion_has_its_usage_if_it_asks(server, asks):
+    prompt = " ".join(WORDS[7:407])
+    assert server.complete(prompt, xargs={"kv_usage": asks}).kv_transfer_params == {"kv_usage": USAGE}
+    for xargs in (None, {"kv_usage": False}, {"kv_policy": "h2o"}):
+        assert server.complete(prompt, xargs=xargs).kv_transfer_params is None
+
+
+def test_a_stop_string_does_not_take_the_usage_away(server):
+    stop = server.complete(xargs={"kv_policy": "full"}).choices[0].text.split()[20]
+    answer = server.complete(xargs={"kv_usage": True, "kv_policy": "full"}, stop=[stop])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.kv_transfer_params["kv_usage"]["policy"] == "full"
+
+
+def test_each_choice_has_its_usage(server):
+    answer = server.complete(xargs={"kv_usage": True}, n=3, temperature=1)
+    usages = answer.kv_transfer_params["kv_usage"]
+    assert len(usages) == len(answer.choices) == 3
+    for usage in usages:
+        assert usage["policy"] == "h2o" and usage["evicted_blocks"] >= 5
+
+
+def test_of_many_prompts_vllm_hands_on_the_firsts(server):
+    answer = server.complete([" ".join(WORDS[11:411]), "t1 t2"], xargs={"kv_usage": True})
+    assert len(answer.choices) == 2 and answer.kv_transfer_params["kv_usage"]["evicted_blocks"] == 5
+
+
+def test_a_chat_has_its_usage_if_it_asks(server):
+    def ask(**xargs):
+        return server.client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": " ".join(WORDS[:400])}],
+            max_tokens=40,
+            extra_body={"ignore_eos": True, "vllm_xargs": xargs},
+        )
+
+    usage = ask(kv_usage=True, kv_policy="sink-window", kv_budget=192).kv_transfer_params["kv_usage"]
+    assert (usage["policy"], usage["budget_tokens"]) == ("sink-window", 192) and usage["evicted_blocks"] >= 7
+    assert ask().kv_transfer_params is None
+
+
+def test_a_response_has_its_usage_if_it_asks_streamed_or_not(server):
+    body = {"model": "tiny", "input": " ".join(WORDS[:300]), "max_output_tokens": 20, "store": False}
+    body["extra_body"] = {"vllm_xargs": {"kv_usage": True}}
+    assert server.client.responses.create(**body).kv_transfer_params["kv_usage"]["policy"] == "h2o"
+    *_, last = server.client.responses.create(**body, stream=True)
+    assert last.response.kv_transfer_params["kv_usage"]["policy"] == "h2o"
+
+
+def test_a_stream_of_this_release_has_no_place_for_usage(server):
+    chunks = list(server.complete(xargs={"kv_usage": True}, stream=True))
+    assert len(chunks) > 30 and not any(getattr(chunk, "kv_transfer_params", None) for chunk in chunks)
 
 
 def test_a_client_that_hangs_up_leaves_nothing_behind(server):

@@ -55,6 +55,16 @@ def policy_named(name: object) -> Policy:
     return POLICIES[name]
 
 
+#: Policy files that come with the package: configs/ of the repository, but those that name a file of gates.
+PRESETS = Path(__file__).parent / "configs"
+
+
+def presets() -> dict[str, Path]:
+    """Files of `PRESETS` by their names; a policy's name is the policy."""
+    files = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
+    return {name: path for name, path in files.items() if name not in POLICIES and not name.startswith("duo")}
+
+
 #: No size in tokens is as large.
 TOO_MANY = 1 << 31
 #: Trigger of requests that are evicted from only when the pool runs out.
@@ -314,6 +324,17 @@ class KVPolicyConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _allowed_have_the_trigger(self) -> "KVPolicyConfig":
+        for name in self.allow or ():
+            if self.when not in POLICIES[name].triggers:
+                others = {n for n in POLICIES if self.when in POLICIES[n].triggers and not POLICIES[n].splits}
+                raise ValueError(
+                    f"allow: {name!r} has no when: {self.when}, and a request has its server's; "
+                    f"requests may pick: {', '.join(sorted(others))}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _room_to_choose(self) -> "KVPolicyConfig":
         if self.protect and isinstance(self.budget, int) and self.budget <= self.sink + self.recent:
             raise ValueError(
@@ -327,7 +348,8 @@ class KVPolicyConfig(BaseModel):
         """Make a config from what users write.
 
         Args:
-            value: a config, a dict of its fields, a policy's name, a JSON object, or the path of a YAML or JSON file.
+            value: a config, a dict of its fields, the name of a policy or preset, a JSON object, or the path of a YAML
+                or JSON file.
 
         Raises:
             KVPolicyError: with one message that says what is wrong and what is allowed.
@@ -538,7 +560,7 @@ class KVPolicyConfig(BaseModel):
         return self.limits(block_size, max_model_len).bound
 
     def for_request(self, extra_args: Mapping[str, Any] | None, prompt_len: int, block_size: int) -> "KVPolicyConfig":
-        """This config as one request changes it by `kv_policy` and `kv_budget`.
+        """This config as one request changes it by `kv_policy` and `kv_budget`; `kv_usage` changes nothing.
 
         A request that picks another policy keeps what the server says of budget, buffer, sinks, recent window,
         protection and shortest prompt, and those options of scoring in which the server differs from its own policy's
@@ -558,6 +580,10 @@ class KVPolicyConfig(BaseModel):
                 raise KVPolicyError(
                     f"unknown request field {shown(key)}; a request may set: {nearest(key, REQUEST_FIELDS)}"
                 )
+        usage = extra_args.get("kv_usage", False)
+        # vLLM's models of requests make a number of a bool.
+        if not isinstance(usage, (bool, int, float)) or usage not in (0, 1):
+            raise KVPolicyError(f"kv_usage must be true or false (1 or 0), not {usage!r}")
         name = extra_args.get("kv_policy", self.name)
         if policy_named(name).name not in self.allowed:
             raise KVPolicyError(f"kv_policy {name!r} is not enabled here; enabled: {nearest(name, self.allowed)}")
@@ -611,7 +637,7 @@ class KVPolicyConfig(BaseModel):
 
 
 #: What a request may set, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
-REQUEST_FIELDS = ("kv_policy", "kv_budget")
+REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_usage")
 
 
 def _with_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -642,7 +668,12 @@ def _read(text: str) -> tuple[Any, str]:
             raise KVPolicyError(f"not a JSON object ({error}): {text[:LONGEST_SHOWN]}") from None
     path = Path(text)
     if path.suffix.lower() not in (".yaml", ".yml", ".json"):
-        return {"name": text}, ""
+        if text in POLICIES:
+            return {"name": text}, ""
+        if text not in presets():
+            choice = f"choose one of: {nearest(text, POLICIES)}; or a preset: {nearest(text, presets())}"
+            raise KVPolicyError(f"unknown KV policy {shown(text)}; {choice}")
+        path = presets()[text]
     try:
         value = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -693,5 +724,6 @@ __all__ = [
     "Limits",
     "nearest",
     "policy_named",
+    "presets",
     "shown",
 ]

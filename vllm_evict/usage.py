@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 #: Key that carries a `KVUsage` through vLLM's per-request transfer parameters.
 USAGE_KEY = "vllm_evict"
+#: Key beside it where the request asked for its usage (`kv_usage`), and of the usage in what clients get then.
+SHOWN_KEY = "kv_usage"
 
 
 @dataclass(frozen=True, slots=True)

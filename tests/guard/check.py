@@ -52,6 +52,7 @@ def _facts_of_class(touch: Touch, sources: Sources, found: Found) -> Facts:
         "has": {_name(item): source.attribute(sources, found, _name(item)) for item in touch.has},
         "takes_attributes": source.takes_attributes(sources, found),
         "abstract": source.abstract_methods(sources, found),
+        **({"decorators": source.decorators(found.node)} if touch.kind else {}),
     }
 
 

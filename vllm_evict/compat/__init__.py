@@ -2,7 +2,7 @@
 
 | module | touches | why | until |
 |---|---|---|---|
-| `arguments` | `EngineArgs` | a flag and a keyword for the policy | vLLM lets plugins add engine arguments |
+| `arguments` | `EngineArgs` | a flag and a field for the policy | vLLM lets plugins add engine arguments |
 | `frontend` | `AsyncLLM`, /v1/responses, processors, loggers | 400s, usage, /metrics | vLLM has hooks |
 | `allocation` | `KVCacheManager.allocate_slots` | blocks go instead of preemption | vLLM asks before it preempts |
 | `runners` | model runners V1 and V2 | holes into block tables, batch order | SchedulerOutput tells of them |

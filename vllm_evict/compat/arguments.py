@@ -4,33 +4,57 @@ The policy travels as `VllmConfig.additional_config["kv_policy"]`, the channel t
 """
 
 import argparse
+import dataclasses
 import functools
+import inspect
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ..config import KVPolicyConfig, KVPolicyError, shown
+from ..config import KVPolicyConfig, KVPolicyError, presets, shown
 from ..policies import POLICIES
 
 #: What users may give; other fields of a config are its own.
 _OPTIONS = frozenset({"name", "allow"}).union(*(policy.options for policy in POLICIES.values()))
 FIELDS = tuple(field for field in KVPolicyConfig.model_fields if field in _OPTIONS)
-HELP = f"""KV eviction policy: a name ({", ".join(sorted(POLICIES))}), a JSON object such as
-'{{"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}}' (or --kv-policy.name h2o --kv-policy.budget 2048), or the
-path of a YAML file. Blocks above the budget go back to the pool while a request runs. Sizes are tokens; the budget may
-be a ratio of the prompt below 1. Fields: {", ".join(FIELDS)}."""
+HELP = f"""KV eviction policy: a name ({", ".join(sorted(POLICIES))}), a preset ({", ".join(presets())}), a JSON object
+such as '{{"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}}' (or --kv-policy.name h2o --kv-policy.budget
+2048), or the path of a YAML file. Blocks above the budget go back to the pool while a request runs. Sizes are tokens;
+the budget may be a ratio of the prompt below 1. Fields: {", ".join(FIELDS)}."""
+
+
+@dataclass(kw_only=True)
+class _Added:
+    kv_policy: KVPolicyConfig | dict[str, Any] | str | None = None
+
+
+(_FIELD,) = dataclasses.fields(_Added)
 
 
 def hook(module: ModuleType) -> None:
     """Extend `vllm.engine.arg_utils`; once."""
     base = module.EngineArgs
-    if hasattr(base, "kv_policy"):
+    if _FIELD.name in base.__dataclass_fields__:
         return
-    base.kv_policy = None
     for cls in (base, module.AsyncEngineArgs):
-        cls.__init__ = _with_keyword(cls.__init__)
+        _add_field(cls)
     base.add_cli_args = staticmethod(_with_flag(base.add_cli_args))
-    base.from_cli_args = classmethod(_with_namespace(base.from_cli_args.__func__))
     base.create_engine_config = _with_policy(base.create_engine_config)
+
+
+def _add_field(cls: type) -> None:
+    """Make `kv_policy` a field like those that the class was made with.
+
+    Whatever lists the fields of engine arguments or copies them (`dataclasses.replace`, `from_cli_args`, vLLM's log of
+    what is not default, Ray Serve LLM) then knows it, and so do subclasses.
+    """
+    cls.__dataclass_fields__[_FIELD.name] = _FIELD
+    cls.__annotations__[_FIELD.name] = _FIELD.type
+    cls.kv_policy = None
+    cls.__init__ = _with_keyword(cls.__init__)
+    # Their code names each field.
+    made = dataclasses.make_dataclass(cls.__name__, [(f.name, f.type, f) for f in dataclasses.fields(cls)], init=False)
+    cls.__repr__, cls.__eq__ = made.__repr__, made.__eq__
 
 
 def _with_keyword(init: Any) -> Any:
@@ -39,6 +63,9 @@ def _with_keyword(init: Any) -> Any:
         self.kv_policy = kv_policy
         init(self, *args, **kwargs)
 
+    signature = inspect.signature(init)
+    keyword = inspect.Parameter(_FIELD.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_FIELD.type)
+    __init__.__signature__ = signature.replace(parameters=[*signature.parameters.values(), keyword])
     return __init__
 
 
@@ -58,16 +85,6 @@ def _argument(text: str) -> KVPolicyConfig:
         return KVPolicyConfig.parse(text)
     except KVPolicyError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _with_namespace(from_cli_args: Any) -> Any:
-    @functools.wraps(from_cli_args)
-    def with_namespace(cls: type, args: argparse.Namespace) -> Any:
-        engine_args = from_cli_args(cls, args)
-        engine_args.kv_policy = getattr(args, "kv_policy", None)
-        return engine_args
-
-    return with_namespace
 
 
 def _with_policy(create_engine_config: Any) -> Any:

@@ -1,13 +1,17 @@
 """vLLM's front end: requests that ask for what they may not have, what a request's cache came to, and metrics."""
 
 import functools
+import logging
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from ..config import KVPolicyConfig, KVPolicyError
+from ..config import REQUEST_FIELDS, KVPolicyConfig, KVPolicyError
 from ..metrics import STATS_KEY, PrometheusMetrics
-from ..usage import USAGE_KEY, KVUsage
+from ..usage import SHOWN_KEY, USAGE_KEY, KVUsage
+
+# Below vLLM's own, which says where lines go; its module can't be imported yet.
+logger = logging.getLogger("vllm.evict")
 
 #: Policy of the streaming session whose turns are being taken in, once its first turn has one: [name]. None outside.
 _session: ContextVar[list[str] | None] = ContextVar("kv_evict_session", default=None)
@@ -19,18 +23,25 @@ def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
     return None if value is None else KVPolicyConfig.parse(value)
 
 
-def _once(function: Any) -> bool:
-    """Whether a function is still vLLM's own."""
-    return not hasattr(function, "__wrapped__")
+def _once(cls: type) -> bool:
+    """Whether a class has yet to be hooked; it is marked with this. Its methods say nothing: tracers wrap them too."""
+    if "kv_evict_hooked" in vars(cls):
+        return False
+    cls.kv_evict_hooked = True
+    return True
 
 
 def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
     """Refuse a request that asks for what it may not have: HTTP 400 on a server, `VLLMValidationError` offline."""
     from vllm.exceptions import VLLMValidationError
 
-    config = _server_policy(vllm_config)
     extra_args = getattr(params, "extra_args", None)
-    if config is None or not extra_args:
+    if not extra_args:
+        return
+    config = _server_policy(vllm_config)
+    if config is None:
+        if not set(extra_args).isdisjoint(REQUEST_FIELDS):
+            _warn_without_policy()
         return
     try:
         config.for_request(extra_args, prompt_len, vllm_config.cache_config.block_size)
@@ -62,11 +73,21 @@ def _check_turn(vllm_config: Any, params: Any) -> None:
         )
 
 
+@functools.cache
+def _warn_without_policy() -> None:
+    """Once. Stock vLLM takes any xargs, and without a policy the plugin changes nothing: so it is no HTTP 400."""
+    logger.warning(
+        "a request has %s in its extra_args, and this engine has no KV policy: nothing is evicted, and there is no "
+        "usage. Start it with --kv-policy (full lets requests pick one)",
+        " or ".join(REQUEST_FIELDS),
+    )
+
+
 def hook_async_llm(module: ModuleType) -> None:
     """Validate streamed requests when they are made: the generator starts only after the response has."""
     cls = module.AsyncLLM
     generate, add_session = cls.generate, cls._add_streaming_input_request
-    if not _once(generate):
+    if not _once(cls):
         return
 
     @functools.wraps(add_session)
@@ -90,7 +111,7 @@ def hook_responses(module: ModuleType) -> None:
     """The same for /v1/responses, which asks the engine from within the stream."""
     cls = module.OpenAIServingResponses
     generate = cls._generate_with_builtin_tools
-    if not _once(generate):
+    if not _once(cls):
         return
 
     @functools.wraps(generate)
@@ -102,10 +123,10 @@ def hook_responses(module: ModuleType) -> None:
 
 
 def hook_input_processor(module: ModuleType) -> None:
-    """Validate `kv_policy` and `kv_budget` of every request where vLLM validates the rest."""
+    """Validate `kv_policy`, `kv_budget` and `kv_usage` of every request where vLLM validates the rest."""
     cls = module.InputProcessor
     process_inputs = cls.process_inputs
-    if not _once(process_inputs):
+    if not _once(cls):
         return
 
     @functools.wraps(process_inputs)
@@ -124,12 +145,16 @@ def hook_input_processor(module: ModuleType) -> None:
 
 
 def hook_output_processor(module: ModuleType) -> None:
-    """Hand a finished request's `KVUsage` to its output: `RequestOutput.kv_usage`, and on each completion (n > 1)."""
+    """Hand a finished request's `KVUsage` to its output: `RequestOutput.kv_usage`, and on each completion (n > 1).
+
+    For clients of a server it stays in the output's transfer parameters if they ask for it, as responses show those:
+    `{"kv_usage": {...}}`, with n > 1 a list in the order of the choices.
+    """
     from vllm.outputs import CompletionOutput, RequestOutput
 
     cls = module.RequestState
     make_request_output, new_completion_output = cls.make_request_output, cls._new_completion_output
-    if not _once(make_request_output):
+    if not _once(cls):
         return
     RequestOutput.kv_usage = CompletionOutput.kv_usage = None
     RequestOutput.add = _keeping_usage(RequestOutput.add)
@@ -148,12 +173,18 @@ def hook_output_processor(module: ModuleType) -> None:
         if kv_transfer_params and USAGE_KEY in kv_transfer_params:
             params = dict(kv_transfer_params)
             self.kv_usage = KVUsage(**params.pop(USAGE_KEY))
+            self.kv_usage_shown = params.pop(SHOWN_KEY, False)
             kv_transfer_params = params or None
         output = make_request_output(
             self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
         )
         if isinstance(output, RequestOutput):
             output.kv_usage = output.outputs[0].kv_usage
+            # With a stop string the last output may come without news of its usage.
+            if finish_reason is not None and getattr(self, "kv_usage_shown", False):
+                usages = [completion.kv_usage and completion.kv_usage.as_dict() for completion in output.outputs]
+                shown = {SHOWN_KEY: usages if len(usages) > 1 else usages[0]}
+                output.kv_transfer_params = {**(output.kv_transfer_params or {}), **shown}
         return output
 
     @functools.wraps(new_completion_output)
@@ -183,7 +214,7 @@ def hook_loggers(module: ModuleType) -> None:
     """Show the scheduler's counts on /metrics, beside vLLM's own."""
     cls = module.StatLoggerManager
     init, record = cls.__init__, cls.record
-    if not _once(init):
+    if not _once(cls):
         return
 
     @functools.wraps(init)

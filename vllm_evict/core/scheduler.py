@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from ..compat.environment import poison_mode
 from ..config import KVPolicyConfig, KVPolicyError
 from ..metrics import STATS_KEY, Tally
-from ..usage import USAGE_KEY, KVUsage
+from ..usage import SHOWN_KEY, USAGE_KEY, KVUsage
 from .manager import EvictableManager
 from .plan import PLAN, REPORTS, Compaction, EvictionPlan, GroupPlan, Report, Reports, Scoring
 from .pressure import Pressure
@@ -409,10 +409,14 @@ class EvictionMixin:
                 usage = (residents[0].whole.peak_blocks, *(resident.evicted_blocks for resident in residents))
                 if usage != self._stoppable[req_id]:
                     self._stoppable[req_id] = usage
-                    output.kv_transfer_params = {USAGE_KEY: KVUsage.of(residents).as_dict()}
+                    output.kv_transfer_params = self._usage(self.requests[req_id])
 
-    def _usage(self, req_id: str) -> KVUsage:
-        return KVUsage.of(self._residents_of(req_id))
+    def _usage(self, request: Request) -> dict[str, Any]:
+        """Its usage as it travels to the front end."""
+        usage = {USAGE_KEY: KVUsage.of(self._residents_of(request.request_id)).as_dict()}
+        params = request.sampling_params
+        shown = params and (params.extra_args or {}).get(SHOWN_KEY)
+        return usage | ({SHOWN_KEY: True} if shown else {})
 
     def _evict(self, request: Request, manager: EvictableManager, report: Report | None) -> None:
         resident = manager.residents[request.request_id]
@@ -482,10 +486,10 @@ class EvictionMixin:
         self._stoppable.pop(request.request_id, None)
         if request.request_id not in self.residents:
             return kv_params, ec_params  # it never came in through `add_request`
-        usage = self._usage(request.request_id)
+        usage = self._usage(request)
         for manager in self.kv_managers:
             del manager.residents[request.request_id]
-        return {**(kv_params or {}), USAGE_KEY: usage.as_dict()}, ec_params
+        return {**(kv_params or {}), **usage}, ec_params
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
         finished = super().finish_requests(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""`vllm-evict eval`, `vllm-evict plot`, and the group `vllm-evict heads`."""
+"""`vllm-evict eval`, `plot`, `policies`, and the group `heads`."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .. import __version__
+from ..config import KVPolicyError
 from ..heads import HeadsError
 from ..heads.cli import app as heads
 from . import EvalError
@@ -38,6 +40,21 @@ def numbers(text: str, kind: type, what: str) -> tuple[Any, ...]:
         return tuple(kind(entry) for entry in split_list(text))
     except ValueError:
         raise EvalError(f"{what} must be numbers separated by commas, not {text!r}") from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"vllm-evict {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)] = (
+        False
+    ),
+) -> None:
+    pass
 
 
 @app.command("eval")
@@ -112,6 +129,19 @@ def plot(folder: Annotated[Path, typer.Argument(help="Results folder of an evalu
     _tell(report.write(report.load(folder), folder, console), console)
 
 
+@app.command()
+def policies(
+    policy: Annotated[str, typer.Argument(help="YAML or JSON file, JSON object, or a name.", show_default=False)] = "",
+) -> None:
+    """List policies and presets; of one policy or file, check it and print all its fields."""
+    from . import listing
+
+    if policy:
+        listing.show_one(policy, _console())
+    else:
+        listing.show_all(_console())
+
+
 def _console() -> Console:
     """Standard output; wide enough for every column where it is no terminal."""
     console = Console()
@@ -137,6 +167,6 @@ def main() -> None:
     """The command, with what a user got wrong as one line on stderr and exit status 2."""
     try:
         app()
-    except (EvalError, HeadsError) as error:
+    except (EvalError, HeadsError, KVPolicyError) as error:
         print(f"vllm-evict: {error}", file=sys.stderr)
         sys.exit(2)

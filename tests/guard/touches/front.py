@@ -57,14 +57,16 @@ ARGUMENTS = [
     Touch(
         "vllm.engine.arg_utils:EngineArgs",
         ("compat.arguments",),
-        "gets `kv_policy`, as a keyword and as an attribute",
+        "gets `kv_policy`, as a field",
+        kind="dataclass",
         has=("additional_config",),
         takes_attributes=True,
     ),
     Touch(
         "vllm.engine.arg_utils:AsyncEngineArgs",
         ("compat.arguments",),
-        "has an __init__ of its own, which needs the keyword too",
+        "has fields and an __init__ of its own, which need it too",
+        kind="dataclass",
         bases=("EngineArgs",),
     ),
     Touch(
@@ -85,9 +87,8 @@ ARGUMENTS = [
     Touch(
         "vllm.engine.arg_utils:EngineArgs.from_cli_args",
         ("compat.arguments",),
-        "takes dataclass fields from the namespace; `kv_policy` is none and is added",
+        "takes dataclass fields from the namespace: `kv_policy` too",
         kind="classmethod",
-        replaced_by=("vllm_evict.compat.arguments:_with_namespace.with_namespace",),
         does=("dataclasses.fields(cls)", "return engine_args"),
     ),
     Touch(
@@ -405,9 +406,30 @@ FRONT_END = [
     Touch(
         "vllm.outputs:RequestOutput",
         ("compat.frontend",),
-        "gets `kv_usage`",
-        has=("outputs",),
+        "gets `kv_usage`, and keeps it in its transfer parameters for clients that ask",
+        has=("outputs", "kv_transfer_params"),
         takes_attributes=True,
+    ),
+    Touch(
+        "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
+        ("compat.frontend",),
+        "shows clients the transfer parameters",
+        does=("ChatCompletionResponse(..., kv_transfer_params=final_res.kv_transfer_params)",),
+    ),
+    Touch(
+        "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
+        ("compat.frontend",),
+        "shows clients those of the first prompt",
+        does=(
+            "kv_transfer_params = final_res_batch[0].kv_transfer_params",
+            "CompletionResponse(..., kv_transfer_params=kv_transfer_params)",
+        ),
+    ),
+    Touch(
+        "vllm.entrypoints.openai.responses.context:SimpleContext.append_output",
+        ("compat.frontend",),
+        "keeps those of the last output for the response",
+        does=("self.kv_transfer_params = output.kv_transfer_params",),
     ),
     Touch("vllm.outputs:CompletionOutput", ("compat.frontend",), "gets `kv_usage`", takes_attributes=True),
     Touch(

@@ -1,0 +1,178 @@
+"""The command `vllm-evict` and the policy files that come with it, from a checkout and from a wheel."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_evict import KVPolicyConfig, KVPolicyError, __version__, cli
+from vllm_evict.config import presets
+from vllm_evict.eval import cli as command
+from vllm_evict.policies import POLICIES
+
+pytestmark = pytest.mark.v1_only
+ROOT = Path(__file__).parent.parent
+PRESETS = {"h2o-20", "h2o-last", "h2o-mean", "h2o-pressure", "streaming-llm"}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """`run(*words)`: exit status, standard output and standard error of the command."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["vllm-evict", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return stopped.value.code, *capsys.readouterr()
+
+    return run
+
+
+def fields(output):
+    """Rows of a table of two columns, without its head."""
+    return dict(line.split(None, 1) for line in output.rstrip().splitlines()[1:])
+
+
+def test_version(run):
+    assert run("--version") == (0, f"vllm-evict {__version__}\n", "")
+
+
+def test_policies_and_presets_are_listed(run):
+    status, output, _ = run("policies")
+    firsts = [line.split()[0] for line in output.splitlines() if not line.startswith(" ")]
+    assert status == 0 and firsts == ["policy", *sorted(POLICIES), "preset", *sorted(PRESETS)]
+    (line,) = (line for line in output.splitlines() if line.startswith("h2o-pressure"))
+    assert line.split(None, 1)[1].split() == ["h2o", "when=pressure,", "budget=1024,", "accumulate=ema"]
+    for name, policy in POLICIES.items():
+        (line,) = (line for line in output.splitlines() if line.split()[0] == name)
+        assert policy.paper[:40] in line and all(statistic in line for statistic in policy.measures)
+        assert ("budget" in line) == bool(policy.options) and ("pressure" in line) == (
+            bool(policy.options) and "pressure" in policy.triggers
+        )
+
+
+def test_one_policy_is_shown_with_what_was_left_out(run, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: snapkv\nbudget: 0.3\n")
+    for policy in (file, '{"name": "snapkv", "budget": 0.3}', "snapkv", "h2o-pressure", "full"):
+        status, output, _ = run("policies", policy)
+        assert status == 0
+        shown = {field: value.strip() for field, value in fields(output).items()}
+        assert shown == {field: str(value) for field, value in KVPolicyConfig.parse(policy).to_dict().items()}
+    assert fields(run("policies", file)[1])["kernel"].strip() == "3"
+
+
+@pytest.mark.parametrize("policy", ["h3o", '{"name": "h2o", "buget": 1}', "nowhere.yaml", '{"name": h2o}'])
+def test_a_wrong_policy_is_one_line_and_status_2(run, policy):
+    with pytest.raises(KVPolicyError) as error:
+        KVPolicyConfig.parse(policy)
+    assert run("policies", policy) == (2, "", f"vllm-evict: {error.value}\n")
+
+
+@pytest.mark.parametrize(
+    "words, package",
+    [
+        (["--version"], "typer"),
+        (["eval", "--help"], "rich"),
+        (["heads", "show", ROOT / "configs/heads/needle", "--png", os.devnull], "matplotlib"),
+    ],
+)
+def test_a_missing_package_is_one_line_that_says_what_to_install(run, monkeypatch, words, package):
+    for name in list(sys.modules):
+        if name.partition(".")[0] == package or name.startswith(("vllm_evict.eval", "vllm_evict.heads.cli")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    status, _, errors = run(*words)
+    (line,) = errors.splitlines()
+    assert status == 2
+    assert line.startswith(f"vllm-evict: needs the package {package}") and "'.[eval]'" in line
+
+
+def test_what_else_is_missing_is_not_hidden(monkeypatch):
+    def broken():
+        raise ModuleNotFoundError("No module named 'vllm_evict.lost'", name="vllm_evict.lost")
+
+    monkeypatch.setattr(command, "main", broken)
+    with pytest.raises(ModuleNotFoundError, match="lost"):
+        cli.main()
+
+
+def test_the_packages_are_those_of_the_extra():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(project["optional-dependencies"]["eval"]) == cli.PACKAGES
+
+
+def test_presets_are_the_files_of_configs_that_no_policy_is_called_after():
+    files = {path.stem: path for path in (ROOT / "configs").glob("*.yaml")}
+    assert set(presets()) == PRESETS == files.keys() - POLICIES.keys() - {"duo-needle"}
+    for name in PRESETS:
+        assert KVPolicyConfig.parse(name) == KVPolicyConfig.parse(files[name]) != KVPolicyConfig.parse("h2o")
+
+
+def test_a_policys_name_is_the_policy(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm_evict.config.PRESETS", tmp_path)
+    for name in ("h2o", "mine"):
+        (tmp_path / f"{name}.yaml").write_text("name: tova")
+    assert [KVPolicyConfig.parse(name).name for name in ("h2o", "mine")] == ["h2o", "tova"]
+
+
+def test_an_unknown_name_is_answered_with_policies_and_presets():
+    with pytest.raises(KVPolicyError) as error:
+        KVPolicyConfig.parse("h2o-presure")
+    named, _, preset = str(error.value).partition("; or a preset: ")
+    assert set(named.partition("choose one of: ")[2].split(", ")) == set(POLICIES)
+    assert preset.split(", ")[0] == "h2o-pressure" and set(preset.split(", ")) == PRESETS
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A fresh folder that a wheel of this checkout was installed into."""
+    folder = tmp_path_factory.mktemp("wheel")
+    left_out = (
+        ".*",
+        "*.so",
+        "out",
+        "build",
+        "*.egg-info",
+        "csrc",
+        "docs",
+        "tests",
+        "examples",
+        "benchmarks",
+        "__pycache__",
+    )
+    shutil.copytree(ROOT, folder / "checkout", symlinks=True, ignore=shutil.ignore_patterns(*left_out))
+    install = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", folder / "target"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *install, folder / "checkout"],
+        env={**os.environ, "VLLM_EVICT_NO_EXT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return folder / "target"
+
+
+def test_a_wheel_has_the_presets_and_the_command(installed, tmp_path):
+    assert {path.stem for path in (installed / "vllm_evict/configs").iterdir()} >= PRESETS
+    assert not list((installed / "vllm_evict/configs").glob("duo*"))
+    code = (
+        "import vllm_evict; from vllm_evict import triton_kernels; from vllm_evict.compat import arguments;"
+        "print(vllm_evict.__file__, vllm_evict.KVPolicyConfig.parse('h2o-pressure').when,"
+        " 'h2o-pressure' in arguments.HELP)"
+    )
+    inside = {
+        "env": {**os.environ, "PYTHONPATH": str(installed)},
+        "cwd": tmp_path,
+        "capture_output": True,
+        "text": True,
+    }
+    done = subprocess.run([sys.executable, "-c", code], **inside)
+    assert done.stdout.split() == [str(installed / "vllm_evict/__init__.py"), "pressure", "True"], done.stderr[-2000:]
+    done = subprocess.run([installed / "bin/vllm-evict", "policies", "h2o-pressure"], **inside)
+    assert done.returncode == 0 and fields(done.stdout)["when"].strip() == "pressure", done.stderr[-2000:]

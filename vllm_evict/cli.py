@@ -1,0 +1,23 @@
+"""The command `vllm-evict`, whose packages come with the extra `eval` and may be missing."""
+
+import sys
+
+#: The packages of that extra.
+PACKAGES = frozenset({"datasets", "httpx", "matplotlib", "openai", "rich", "tqdm", "typer"})
+
+
+def main() -> None:
+    """Run `eval.cli.main`; one line on stderr and exit status 2 if a package is missing."""
+    try:
+        from .eval.cli import main as command
+
+        command()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in PACKAGES:
+            raise
+        print(
+            f"vllm-evict: needs the package {error.name}: in a checkout of vllm_evict, "
+            "pip install --no-build-isolation '.[eval]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
