@@ -487,7 +487,8 @@ def test_hooks_are_applied_once(name):
 
 #: Of each hooked module: the class, and its methods that are replaced.
 HOOKED = {
-    "vllm.v1.engine.async_llm": ("AsyncLLM", ["generate"]),
+    "vllm.entrypoints.openai.responses.serving": ("OpenAIServingResponses", ["_generate_with_builtin_tools"]),
+    "vllm.v1.engine.async_llm": ("AsyncLLM", ["generate", "_add_streaming_input_request"]),
     "vllm.v1.engine.input_processor": ("InputProcessor", ["process_inputs"]),
     "vllm.v1.engine.output_processor": ("RequestState", ["make_request_output", "_new_completion_output"]),
     "vllm.v1.metrics.loggers": ("StatLoggerManager", ["__init__", "record"]),
