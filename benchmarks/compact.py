@@ -9,7 +9,6 @@ which varies: medians of rounds, with the least and the greatest. Prints JSON.
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -17,6 +16,7 @@ import sys
 import time
 
 import torch
+from pressure import to_json
 
 from vllm_evict.attention.compact import compact
 
@@ -98,7 +98,7 @@ def main() -> None:
             for fraction in (0.1, 0.5, 0.9)
         ],
     }
-    text = json.dumps(report, indent=1)
+    text = to_json(report)
     print(text)
     if options.json:
         with open(options.json, "w") as file:

@@ -28,10 +28,10 @@ from models import Shape, make_model
 from pressure import child_main, conditions, greedy, in_child, make_llm, progress, random_prompts, scheduler_of, write
 
 SINK, RECENT = 128, 256
-#: Name -> shape, one layer's pattern, ratio to stock that is wanted at the longest context.
+#: Name -> shape, one layer's pattern.
 LATENCY = {
-    "MHA, 25 % retrieval": (Shape(layers=2, heads=32, kv_heads=32, max_len=1 << 16), "1" * 8 + "0" * 24, 2.18),
-    "GQA, 50 % retrieval": (Shape(layers=2, heads=32, kv_heads=8, max_len=1 << 16), "1010" * 2, 1.5),
+    "MHA, 25 % retrieval": (Shape(layers=2, heads=32, kv_heads=32, max_len=1 << 16), "1" * 8 + "0" * 24),
+    "GQA, 50 % retrieval": (Shape(layers=2, heads=32, kv_heads=8, max_len=1 << 16), "1010" * 2),
 }
 #: Name -> shape with the layers and heads of the model, its published pattern, share of heads that stream.
 _TINY = {"hidden": 64, "head_dim": 32, "intermediate": 64, "max_len": 1 << 16}
@@ -79,7 +79,7 @@ def latency(options: argparse.Namespace) -> dict:
     runs: dict[str, list[dict]] = {name: [] for name in LATENCY}
     with progress() as bar:
         task = bar.add_task("", total=2 * len(LATENCY) * options.rounds)
-        for name, (shape, row, _) in LATENCY.items():
+        for name, (shape, row) in LATENCY.items():
             with tempfile.TemporaryDirectory() as model:
                 make_model(model, shape)
                 duo = {"name": "duo", "pattern": [row] * shape.layers, "sink": SINK, "recent": RECENT}
@@ -98,9 +98,9 @@ def latency(options: argparse.Namespace) -> dict:
 
 def latency_table(report: dict) -> str:
     contexts = report["options"]["contexts"]
-    lines = ["| model | " + " | ".join(f"{context:,}" for context in contexts) + " | wanted |"]
-    lines.append("|---|" + "---:|" * (len(contexts) + 1))
-    for name, (*_, wanted) in LATENCY.items():
+    lines = ["| model | " + " | ".join(f"{context:,}" for context in contexts) + " |"]
+    lines.append("|---|" + "---:|" * len(contexts))
+    for name in LATENCY:
         cells = []
         for context in map(str, contexts):
             pairs = report["runs"][name]
@@ -110,7 +110,7 @@ def latency_table(report: dict) -> str:
             ratios = [stock / duo for stock, duo in zip(ms["stock"], ms["duo"])]
             stock, duo = (statistics.median(ms[case]) for case in ("stock", "duo"))
             cells.append(f"{statistics.median(ratios):.2f}x ({stock:.1f} / {duo:.1f} ms)")
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {wanted}x |")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

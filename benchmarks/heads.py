@@ -10,7 +10,6 @@ Prints a table and writes it as JSON, with hardware, versions and command, to --
 """
 
 import argparse
-import json
 import platform
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from pressure import to_json
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -99,7 +99,7 @@ def main() -> None:
     }
     print(about)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**about, "rows": rows}, indent=1))
+    args.out.write_text(to_json({**about, "rows": rows}) + "\n")
 
 
 def cell(row: dict) -> str:

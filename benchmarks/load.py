@@ -47,8 +47,6 @@ MODEL = Path(__file__).resolve().parents[1] / "examples" / "needle" / "model"
 KV_BYTES = 2 * 4 * 2 * 64 * 2  # of a token: keys and values, layers, KV heads, head size, bfloat16
 QUESTION = 8  # tokens of a question, with what the chat template puts after it
 CHUNK = 512  # most tokens of a step
-#: What cases under pressure should reach.
-WANTED_RATIO, WANTED_PREEMPTIONS = 2.0, 0
 #: How long a case took, by names in `Run`.
 CLOCKS = ("seconds", "cpu_seconds", "steps")
 

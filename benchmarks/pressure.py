@@ -45,12 +45,8 @@ ENVIRONMENT = {
 }
 #: Most tokens of a step.
 CHUNK = 2048
-#: Ratio to stock that a case should reach.
-WANTED = {"sink-window": 4.0, "h2o": 3.5, "h2o, never evicting": 0.97}
 #: Wall time and this process's CPU time, by their names in `Run`.
 CLOCKS = ("seconds", "cpu_seconds")
-#: Share of a decode step that running sums may take.
-WANTED_SHARE = 0.10
 
 
 @dataclass
@@ -213,9 +209,9 @@ def ratios(results: dict[str, list[dict]], clock: str) -> dict[str, list[float]]
 
 def pressure_table(report: dict) -> str:
     lines = [
-        "| policy | ratio to stock (rounds) | wanted | by CPU time | output tokens/s | requests at once | peak blocks "
+        "| policy | ratio to stock (rounds) | by CPU time | output tokens/s | requests at once | peak blocks "
         "| evicted blocks | preemptions |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, raw in report["runs"].items():
         runs = [Run(**run) for run in raw]
@@ -224,9 +220,8 @@ def pressure_table(report: dict) -> str:
             return statistics.median(getattr(run, key) for run in runs)
 
         wall, cpu = (spread(report["ratios"][clock][name], ".2f") for clock in CLOCKS)
-        wanted = f"≥ {WANTED[name]:g}" if name in WANTED else ""
         lines.append(
-            f"| {name} | {wall} | {wanted} | {cpu} | {median('tokens_per_second'):.0f} | {median('peak_requests'):.0f} "
+            f"| {name} | {wall} | {cpu} | {median('tokens_per_second'):.0f} | {median('peak_requests'):.0f} "
             f"| {median('peak_blocks'):.0f} | {median('evicted_blocks'):.0f} | {median('preemptions'):.0f} |"
         )
     return "\n".join(lines)
@@ -345,15 +340,15 @@ def shares(timings: dict[str, list[dict]], clock: str) -> list[float]:
 def step_table(report: dict) -> str:
     names = list(STEP_CASES)
     lines = [
-        "| requests | " + " | ".join(f"{name}, ms" for name in names) + " | share that is sums (rounds) | wanted "
+        "| requests | " + " | ".join(f"{name}, ms" for name in names) + " | share that is sums (rounds) "
         "| by CPU time |",
-        "|---|" + "---|" * (len(names) + 3),
+        "|---|" + "---|" * (len(names) + 2),
     ]
     for batch, timings in report["runs"].items():
         ms = [1e3 * statistics.median(statistics.mean(run["seconds"]) for run in timings[name]) for name in names]
         wall, cpu = (spread(report["shares"][clock][batch], ".1%") for clock in CLOCKS)
         cells = " | ".join(f"{value:.2f}" for value in ms)
-        lines.append(f"| {batch} | {cells} | {wall} | ≤ {WANTED_SHARE:.0%} | {cpu} |")
+        lines.append(f"| {batch} | {cells} | {wall} | {cpu} |")
     return "\n".join(lines)
 
 
@@ -398,9 +393,22 @@ def conditions() -> dict:
     }
 
 
+def to_json(value: Any, indent: str = "") -> str:
+    """JSON with a line for whatever is short, and for each list of samples however long."""
+    flat, inner = json.dumps(value), indent + " "
+    if isinstance(value, dict) and len(indent + flat) > 120:
+        lines = [f"{json.dumps(str(key))}: {to_json(item, inner)}" for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value) and len(indent + flat) > 120:
+        lines = [to_json(item, inner) for item in value]
+    else:
+        return flat
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{closing}"
+
+
 def write(folder: Path, name: str, title: str, table: str, report: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(to_json(report) + "\n")
     facts = report["conditions"]
     text = "\n".join(
         [

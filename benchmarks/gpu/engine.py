@@ -60,7 +60,7 @@ sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolv
 
 from engine_rows import FILL, ROWS, STOCK, Plan, RowError, Runs, require
 from models import write_config
-from pressure import ENVIRONMENT
+from pressure import ENVIRONMENT, to_json
 
 NO_GPU = {"name": "none: a dry run", "free": 1 << 40, "shared": True}
 #: Seconds of a row's first round, starts of its engines included, by estimate.
@@ -343,8 +343,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(name, flush=True)
         options.rounds = wanted_rounds or (1 if options.dry_run or name == "latency" else 3)
         report["rows"][name] = run_row(name, options, clock, gpu)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+        options.out.write_text(to_json(report) + "\n")
+    options.out.write_text(to_json(report) + "\n")
     print(f"written: {options.out}")
     if any("error" in row for row in report["rows"].values()):
         sys.exit(1)
