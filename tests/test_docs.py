@@ -77,8 +77,8 @@ def test_policies_of_commands_are_policies(monkeypatch):
     assert len(found) >= 5
 
 
-def test_the_readme_has_every_field_and_no_other():
-    rows = cells("README.md", "| field | meaning |")
+def test_policies_have_every_field_and_no_other():
+    rows = cells("docs/policies.md", "| field | meaning |")
     assert {name for first, _ in rows for name in names(first)} <= set(FIELDS)
     assert set(FIELDS) <= {name for row in rows for cell in row for name in names(cell)}
     assert HELP.endswith(f"Fields: {', '.join(FIELDS)}.") and "share" not in FIELDS
