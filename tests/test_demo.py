@@ -1,5 +1,6 @@
 """The demo's own checks: what they let through, and what they do not. `make demo` runs the rest."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,15 @@ def results(demo):
     evicting = replace(full, preemptions=0, peak_requests=16, evicted_blocks=512)
     runs = {name: full if name == "full" else evicting for name in demo.POLICIES}
     return runs, {"full": 16, "sink-window": 3, "h2o": 3, demo.LAST: 10}
+
+
+def test_the_offline_example():
+    """On the embedded model: one request by the engine's policy, one by its own."""
+    example = Path(__file__).parents[1] / "examples/offline.py"
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=300)
+    first, second = (line for line in done.stdout.splitlines() if "KVUsage" in line)
+    assert "policy='h2o', budget_tokens=512" in first and "policy='sink-window', budget_tokens=256" in second
+    assert "evicted_blocks=0" not in done.stdout and not done.returncode
 
 
 def test_a_good_run_passes(demo):

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
@@ -100,6 +101,14 @@ def test_the_log_says_what_the_server_does(server):
     # `full` may be picked, so nothing bounds what requests hold.
     assert "hold all their blocks" in line
     assert "requests may use full, h2o, sink-window" in line
+
+
+def test_the_example_of_a_client(server):
+    example = Path(__file__).parents[1] / "examples/online_client.py"
+    done = subprocess.run([sys.executable, example, f"{server.address}/v1"], capture_output=True, text=True, timeout=120)
+    first, second, third = done.stdout.splitlines()
+    assert first.startswith("the server: ") and "sink-window" in second and first.endswith("+ 64 tokens")
+    assert "unknown KV policy 'nothing-of-the-kind'; choose one of: " in third and not done.returncode
 
 
 def test_completions_are_evicted_from_and_metrics_move(server):
