@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from vllm_evict import KVPolicyConfig, KVPolicyError, __version__, cli
-from vllm_evict.config import presets
 from vllm_evict.eval import cli as command
 from vllm_evict.policies import POLICIES
+from vllm_evict.sources import presets
 
 pytestmark = pytest.mark.v1_only
 ROOT = Path(__file__).parent.parent
@@ -114,7 +114,7 @@ def test_presets_are_the_files_of_configs_that_no_policy_is_called_after():
 
 
 def test_a_policys_name_is_the_policy(tmp_path, monkeypatch):
-    monkeypatch.setattr("vllm_evict.config.PRESETS", tmp_path)
+    monkeypatch.setattr("vllm_evict.sources.PRESETS", tmp_path)
     for name in ("h2o", "mine"):
         (tmp_path / f"{name}.yaml").write_text("name: tova")
     assert [KVPolicyConfig.parse(name).name for name in ("h2o", "mine")] == ["h2o", "tova"]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_evict.config import KVPolicyConfig, KVPolicyError, Limits, nearest
+from vllm_evict.config import KVPolicyConfig, KVPolicyError, Limits
+from vllm_evict.errors import nearest
 from vllm_evict.policies import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, POLICIES, REDUCTIONS, RUNNING
 
 ROOT = Path(__file__).parents[1]

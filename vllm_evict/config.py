@@ -3,18 +3,19 @@
 import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from .heads.pattern import HeadPattern, HeadsError
+from .errors import LONGEST_SHOWN, KVPolicyError, nearest, sentence, shown
+from .heads.pattern import HeadPattern
 from .policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES, TOKEN_OPTIONS, Policy
+from .sources import read, with_pattern
 
 Reduction = Literal["sum", "mean", "max"]
 REDUCTION_NAMES = get_args(Reduction)
@@ -23,25 +24,6 @@ REDUCTION_NAMES = get_args(Reduction)
 DEFAULT_BANDS = 4
 #: Names of head classes, in the order of their KV groups.
 RETRIEVAL, STREAMING = "retrieval", "streaming"
-#: Characters of what a client sent that an answer repeats.
-LONGEST_SHOWN = 120
-
-
-class KVPolicyError(ValueError):
-    """Something a user can get wrong; the message says what is allowed."""
-
-
-def nearest(word: object, options: Iterable[str]) -> str:
-    """The options as a list for a message, the one most like `word` first."""
-    text = str(word)[:LONGEST_SHOWN].lower()
-    likeness = lambda option: difflib.SequenceMatcher(None, text, option).ratio()  # noqa: E731
-    return ", ".join(sorted(sorted(options), key=likeness, reverse=True))
-
-
-def shown(value: object) -> str:
-    """`repr` of what somebody gave, for a message: no longer than a line."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def policy_named(name: object) -> Policy:
@@ -53,16 +35,6 @@ def policy_named(name: object) -> Policy:
     if not isinstance(name, str) or name not in POLICIES:
         raise KVPolicyError(f"unknown KV policy {shown(name)}; choose one of: {nearest(name, POLICIES)}")
     return POLICIES[name]
-
-
-#: Policy files that come with the package: configs/ of the repository, but those that name a file of gates.
-PRESETS = Path(__file__).parent / "configs"
-
-
-def presets() -> dict[str, Path]:
-    """Files of `PRESETS` by their names; a policy's name is the policy."""
-    files = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
-    return {name: path for name, path in files.items() if name not in POLICIES and not name.startswith("duo")}
 
 
 #: No size in tokens is as large.
@@ -195,7 +167,7 @@ class KVPolicyConfig(BaseModel):
             if field not in allowed:
                 raise ValueError(f"policy {policy.name!r} has no field {field!r}; it has: {nearest(field, allowed)}")
         if policy.splits == "classes":
-            return _with_pattern(values)
+            return with_pattern(values)
         defaults = dict(policy.defaults)
         if policy.window_is_the_budget and "budget" in values:
             defaults["recent"] = 0
@@ -358,13 +330,13 @@ class KVPolicyConfig(BaseModel):
             return value
         source = ""
         if isinstance(value, (str, Path)):
-            value, source = _read(str(value).strip())
+            value, source = read(str(value).strip())
         if not isinstance(value, Mapping):
             raise KVPolicyError(f"{source}a KV policy is a name, a dict of its fields or a path, not {value!r}")
         try:
             return cls(**value)
         except ValidationError as error:
-            raise KVPolicyError(source + "; ".join(map(_sentence, error.errors()))) from None
+            raise KVPolicyError(source + "; ".join(map(sentence, error.errors()))) from None
         except TypeError:
             raise KVPolicyError(f"{source}field names must be strings: {list(value)}") from None
 
@@ -640,51 +612,6 @@ class KVPolicyConfig(BaseModel):
 REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_usage")
 
 
-def _with_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
-    """duo's fields, with what its file of gates says in place of those that are not given."""
-    values = dict(values)
-    if values.get("pattern"):
-        return values
-    heads = values.get("heads")
-    if not isinstance(heads, (str, Path)) or not str(heads):
-        raise ValueError(
-            f"policy {values['name']!r} needs heads: the path of a file of gates, as `vllm-evict heads train` writes "
-            f"it, not {heads!r}"
-        )
-    try:
-        read = HeadPattern.read(heads, values.get("threshold"), values.get("sparsity"))
-    except HeadsError as error:
-        raise ValueError(str(error)) from None
-    pattern = tuple("".join("1" if head else "0" for head in layer) for layer in read.retrieval)
-    return {"sink": read.sink, "recent": read.recent, **values, "heads": str(heads), "pattern": pattern}
-
-
-def _read(text: str) -> tuple[Any, str]:
-    """The value behind a string, and the words that say where it came from."""
-    if text.startswith("{"):
-        try:
-            return json.loads(text), ""
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise KVPolicyError(f"not a JSON object ({error}): {text[:LONGEST_SHOWN]}") from None
-    path = Path(text)
-    if path.suffix.lower() not in (".yaml", ".yml", ".json"):
-        if text in POLICIES:
-            return {"name": text}, ""
-        if text not in presets():
-            choice = f"choose one of: {nearest(text, POLICIES)}; or a preset: {nearest(text, presets())}"
-            raise KVPolicyError(f"unknown KV policy {shown(text)}; {choice}")
-        path = presets()[text]
-    try:
-        value = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise KVPolicyError(f"{path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise KVPolicyError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(value, Mapping):
-        raise KVPolicyError(f"{path} must hold the fields of one KV policy (name: ...), not {type(value).__name__}")
-    return value, f"{path}: "
-
-
 def _fitting_window(policy: Policy, options: Mapping[str, Any], block_size: int, prompt_len: int) -> int:
     """The policy's own recent window, or half of what a smaller budget leaves beside sinks and one block."""
     budget = options["budget"]
@@ -708,22 +635,11 @@ def _number(value: Any) -> int | float:
     return number
 
 
-def _sentence(error: Mapping[str, Any]) -> str:
-    where = error["loc"][0] if error["loc"] else ""
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] != "value_error":
-        message = f"{message[0].lower()}{message[1:]}, not {shown(error['input'])}"
-    return f"{where}: {message}" if where else message
-
-
 __all__ = [
     "MASS_OPTIONS",
     "REQUEST_FIELDS",
     "KVPolicyConfig",
     "KVPolicyError",
     "Limits",
-    "nearest",
     "policy_named",
-    "presets",
-    "shown",
 ]

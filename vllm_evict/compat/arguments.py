@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ..config import KVPolicyConfig, KVPolicyError, presets, shown
+from ..config import KVPolicyConfig
+from ..errors import KVPolicyError, shown
 from ..policies import POLICIES
+from ..sources import presets
 
 #: What users may give; other fields of a config are its own.
 _OPTIONS = frozenset({"name", "allow"}).union(*(policy.options for policy in POLICIES.values()))

@@ -2,7 +2,7 @@
 
 import os
 
-from ..config import KVPolicyError
+from ..errors import KVPolicyError
 
 
 def poison_mode() -> bool:

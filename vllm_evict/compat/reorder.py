@@ -25,7 +25,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLine
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
-from ..config import KVPolicyError
+from ..errors import KVPolicyError
 
 #: What to load with instead: formats that go through the weight loaders, or need no weights.
 FORMATS = "use --load-format auto, safetensors, pt or dummy"

@@ -5,7 +5,7 @@ import logging
 
 from packaging.version import Version
 
-from ..config import KVPolicyError
+from ..errors import KVPolicyError
 
 #: Releases whose sources hold all that is relied on (tests/test_compat.py).
 TESTED = ("0.32.0", "0.33.0")

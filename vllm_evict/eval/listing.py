@@ -4,8 +4,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import KVPolicyConfig, presets
+from ..config import KVPolicyConfig
 from ..policies import POLICIES
+from ..sources import presets
 
 
 def show_all(console: Console) -> None:
