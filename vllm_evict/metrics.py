@@ -1,6 +1,8 @@
 """Eviction on vLLM's own /metrics: counted by the scheduler, shown by the front end."""
 
 from collections import defaultdict
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -46,17 +48,33 @@ class Tally:
 
 
 class PrometheusMetrics:
-    """Front-end side: one time series a policy and engine, labelled like vLLM's own."""
+    """Front-end side: one time series a policy and engine, labelled like vLLM's own and there from the start.
 
-    def __init__(self, model_name: str) -> None:
-        labels = ["model_name", "engine", "policy"]
-        self._model_name = model_name
-        self._counters = {key: Counter(name, text, labels) for key, (name, text) in COUNTERS.items()}
-        self._resident = Gauge(*RESIDENT, labels, multiprocess_mode="mostrecent")
+    Args:
+        model_name: as served.
+        engines: indices of the engines.
+        policies: that requests may run under.
+    """
 
-    def record(self, counts: dict[str, dict[str, Any]], engine: int) -> None:
+    def __init__(self, model_name: str, engines: Iterable[int], policies: Iterable[str]) -> None:
+        labels, self._model_name = ["model_name", "engine", "policy"], model_name
+        self._metrics: dict[str, Any] = {key: Counter(*named, labels) for key, named in COUNTERS.items()}
+        self._metrics["resident"] = Gauge(*RESIDENT, labels, multiprocess_mode="mostrecent")
+        self._series: dict[tuple[int, str], dict[str, Any]] = {}
+        for engine, policy in product(engines, policies):
+            self._of(engine, policy)
+
+    def record(self, counts: dict[str, dict[str, int]], engine: int) -> None:
         for policy, values in counts.items():
-            labels = (self._model_name, str(engine), policy)
-            for key, counter in self._counters.items():
-                counter.labels(*labels).inc(values[key])
-            self._resident.labels(*labels).set(values["resident"])
+            series = self._of(engine, policy)
+            for key in COUNTERS:
+                if values[key]:
+                    series[key].inc(values[key])
+            series["resident"].set(values["resident"])
+
+    def _of(self, engine: int, policy: str) -> dict[str, Any]:
+        """Its series, by key of the counts."""
+        if (engine, policy) not in self._series:
+            labels = self._model_name, str(engine), policy
+            self._series[engine, policy] = {key: metric.labels(*labels) for key, metric in self._metrics.items()}
+        return self._series[engine, policy]

@@ -221,9 +221,10 @@ def hook_loggers(module: ModuleType) -> None:
     def with_metrics(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, vllm_config, *args, **kwargs)
         self.kv_evict_metrics = None
-        if _server_policy(vllm_config) is not None:
+        if (policy := _server_policy(vllm_config)) is not None:
             # After vLLM's Prometheus logger, which unregisters every metric called vllm:*.
-            self.kv_evict_metrics = PrometheusMetrics(vllm_config.model_config.served_model_name)
+            name = vllm_config.model_config.served_model_name
+            self.kv_evict_metrics = PrometheusMetrics(name, self.engine_indexes, sorted(policy.allowed))
 
     @functools.wraps(record)
     def recorded(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:

@@ -482,7 +482,7 @@ FRONT_END = [
         "makes our metrics, after vLLM's Prometheus logger has unregistered what was there",
         first=("vllm_config",),
         replaced_by=("vllm_evict.compat.frontend:hook_loggers.with_metrics",),
-        does=("PrometheusStatLogger(vllm_config, ...)",),
+        does=("self.engine_indexes = ...", "PrometheusStatLogger(vllm_config, ...)"),
     ),
     Touch(
         "vllm.v1.metrics.loggers:StatLoggerManager.record",
