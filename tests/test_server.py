@@ -111,6 +111,19 @@ def test_the_example_of_a_client(server):
     assert "unknown KV policy 'nothing-of-the-kind'; choose one of: " in third and not done.returncode
 
 
+def test_the_dashboard_asks_for_metrics_that_are_there(server):
+    text = urllib.request.urlopen(f"{server.address}/metrics").read().decode()
+    labels = {name: set(re.findall(r'(\w+)="', inside)) for name, inside in re.findall(r"^([\w:]+)\{([^}]*)\}", text, re.M)}
+    board = (Path(__file__).parents[1] / "examples/grafana.json").read_text()
+    asked = {query for panel in json.loads(board)["panels"] for target in panel["targets"] for query in [target["expr"]]}
+    for query in asked:
+        (name,) = re.findall(r"vllm:\w+", query)
+        by = re.findall(r"by \((\w+)\)", query)
+        assert {*by, *re.findall(r"(\w+)=~", query)} <= labels[name], query
+    ours = {name for name in labels if name.startswith("vllm:kv_evict") and not name.endswith("_created")}
+    assert ours == set(re.findall(r"vllm:kv_evict\w+", " ".join(asked)))
+
+
 def test_completions_are_evicted_from_and_metrics_move(server):
     before = server.metrics()
     answer = server.complete()
