@@ -565,6 +565,52 @@ def test_a_ratio_is_of_the_requests_own_prompt():
     assert asked(server, {"kv_budget": 1500}, prompt=4000).budget == 1500
 
 
+def test_a_request_may_set_its_sinks_and_recent_window():
+    config = asked(H2O, {"kv_sink": 500, "kv_recent": "100"})
+    assert (config.budget, config.sink, config.recent) == (parse(H2O).budget, 500, 100)
+    limits = config.limits(32, 5000)
+    assert (limits.sink, limits.recent, limits.budget) == (16, 100, parse(H2O).limits(32, 5000).budget)
+    assert asked(H2O, {"kv_policy": "tova", "kv_sink": 0}).sink == 0
+    # Beside a smaller budget, and not without room for a block that can go.
+    assert asked(H2O, {"kv_budget": 512, "kv_sink": 200, "kv_recent": 256}).sink == 200
+    assert "budget 512 leaves nothing to choose" in request_refusal(H2O, {"kv_budget": 512, "kv_sink": 500})
+    above = request_refusal({**H2O, "budget": 0.25}, {"kv_sink": 1000, "kv_recent": 64}, prompt=2000)
+    assert above == "kv_sink 1000, kv_recent 64 comes to 1120 tokens of this request's cache, above the server's 512"
+
+
+def test_sinks_take_from_a_window_that_is_the_budget():
+    server = {"name": "sink-window", "sink": 64, "recent": 1024}
+    granted = parse(server).limits(32, 5000)
+    config = asked(server, {"kv_sink": 640})
+    assert config.limits(32, 5000) == Limits(granted.budget, granted.trigger, 20, 0)
+    assert asked(server, {"kv_sink": 640, "kv_recent": 256}).limits(32, 5000).budget == 20 + 8 + 1
+    assert "above the server's 1120" in request_refusal(server, {"kv_recent": 1100})
+    picked = asked(server, {"kv_policy": "h2o", "kv_sink": 640, "kv_recent": 96})
+    assert (picked.sink, picked.recent, picked.limits(32, 5000).budget) == (640, 96, granted.budget)
+    assert asked(H2O, {"kv_policy": "sink-window", "kv_recent": 96}).limits(32, 5000).budget == 1 + 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("server", "extra_args", "reason"),
+    [
+        (H2O, {"kv_sink": -1}, "kv_sink must be a whole number of tokens, 0 or more, not -1"),
+        (H2O, {"kv_recent": 0.5}, "kv_recent must be a whole number of tokens, 0 or more, not 0.5"),
+        (H2O, {"kv_sink": "64.0"}, "kv_sink must be a whole number of tokens, 0 or more, not '64.0'"),
+        (H2O, {"kv_sink": None}, "kv_sink must be a whole number of tokens, 0 or more, not null"),
+        (H2O, {"kv_sinks": 64}, "unknown request field 'kv_sinks'; a request may set: "),
+        ({**H2O, "protect": False}, {"kv_sink": 64}, "kv_sink can't be set here: the server protects no tokens"),
+        ("full", {"kv_recent": 64}, "kv_policy 'full' keeps everything: it takes no kv_recent"),
+        (
+            {"name": "duo", "pattern": ["10", "01"], "retrieval": "h2o"},
+            {"kv_sink": 64},
+            "kv_policy 'duo' takes no kv_sink: what streaming heads keep is the server's",
+        ),
+    ],
+)
+def test_sinks_and_windows_that_a_request_may_not_have(server, extra_args, reason):
+    assert request_refusal(server, extra_args).startswith(reason)
+
+
 servers = st.fixed_dictionaries(
     {
         "name": st.sampled_from(sorted(set(WHOLE) - {"full", "kvzip"})),
@@ -580,6 +626,8 @@ requests = st.fixed_dictionaries(
     optional={
         "kv_policy": st.sampled_from(sorted(set(POLICIES) - {"full"})),
         "kv_budget": st.one_of(st.integers(100, 500), st.floats(0.01, 0.99)),
+        "kv_sink": st.integers(0, 300),
+        "kv_recent": st.integers(0, 300),
     },
 )
 

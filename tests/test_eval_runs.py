@@ -337,7 +337,7 @@ def test_over_http(server, tmp_path):
     chunked = [r for r in run(Plan(**(plan.__dict__ | known)), print) if r["setting"] == "agnostic"]
     assert len(chunked) == 12 and {r["prompt_tokens"] for r in chunked} == {512 + 8}
     before = (tmp_path / rows.FILE).read_text()
-    with pytest.raises(EvalError, match=r"refuses h2o at 512: kv_budget 512 is 512 tokens .* above the server's 256"):
+    with pytest.raises(EvalError, match=r"refuses h2o at 512: kv_budget 512 comes to 512 tokens .* above the server's 256"):
         run(Plan(**(plan.__dict__ | {"policies": "full,h2o", "budgets": (512,)})), print)
     assert (tmp_path / rows.FILE).read_text() == before, "rows were lost"
     both = run(Plan(**(plan.__dict__ | known | {"settings": ("agnostic", "served"), "seed": 1, "samples": 1})), print)

@@ -501,6 +501,7 @@ BAD = {
     "null": ({"kv_budget": None}, "null"),
     "a ratio above 1": ({"kv_budget": 1.5}, "between 0 and 1"),
     "a typo": ({"kv_buget": 128}, "'kv_buget'.*kv_budget"),
+    "sinks that are the budget": ({"kv_sink": 160}, "budget 192 leaves nothing to choose.*160 . 64"),
 }
 
 
@@ -520,6 +521,26 @@ def test_bad_requests_are_refused_with_the_reason_and_the_engine_goes_on(engine)
     with pytest.raises(VLLMValidationError, match="'kv_buget'"):
         server.generate([random_prompt(50)], extra_args={"kv_buget": 128})
     assert server.generate([random_prompt(400)], max_tokens=2, **on("sink-window"))[0].kv_usage.evicted_blocks > 0
+
+
+@pytest.mark.v1_only
+def test_a_request_pins_the_start_of_its_prompt(engine):
+    """A system prompt, say: `kv_sink` tokens stay, whatever they draw, within the server's budget."""
+    server = engine(H2O)
+    kept = {}
+
+    def check(server):
+        for request in server.scheduler.running:
+            table = server.manager.req_to_blocks[request.request_id]
+            kept[request.request_id] = [index for index, block in enumerate(table) if not block.is_null]
+
+    pinned = server.add(prompt := random_prompt(400), max_tokens=60, extra_args={"kv_sink": 96, "kv_recent": 32})
+    plain = server.add(prompt, max_tokens=60)
+    usage = {req_id: output.kv_usage for req_id, output in server.run(check).items()}
+    assert usage[pinned].budget_tokens == usage[plain].budget_tokens and usage[pinned].evicted_blocks > 0
+    held = {name: next(blocks for req_id, blocks in kept.items() if req_id.startswith(name)) for name in (pinned, plain)}
+    assert held[pinned][: 96 // BLOCK] == list(range(96 // BLOCK)) != held[plain][: 96 // BLOCK]
+    server.assert_nothing_left()
 
 
 @pytest.mark.v1_only

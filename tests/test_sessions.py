@@ -380,19 +380,21 @@ def test_a_ratio_is_of_the_prompt_so_far(engine, dense, name):
 @pytest.mark.v1_only
 def test_a_turn_may_ask_for_another_budget(engine, complaints):
     server = engine({**H2O, "buffer": 0, "recent": 32}, max_num_batched_tokens=CHUNK)
-    sessions, held = Sessions(server), []
+    sessions, held, sinks = Sessions(server), [], []
     with pytest.raises(VLLMValidationError, match="above the server's 192"):
         sessions.send("s", random_prompt(70), extra_args={"kv_budget": 512})
-    for turn, extra in enumerate([{"kv_budget": 160}, {"kv_budget": 96}, {}, {"kv_budget": 192}, {"kv_budget": 512}]):
+    turns = {"kv_budget": 160}, {"kv_budget": 96}, {}, {"kv_budget": 192, "kv_sink": 64}, {"kv_budget": 512}
+    for turn, extra in enumerate(turns):
         made = sessions.made("s", random_prompt(70, turn), 100)
         made.sampling_params.extra_args = extra  # past the front end
         sessions.core.add_request(made)
         sessions.sent["s"] = turn + 1
         sessions.run()
         held.append(sessions.resident("s").limits.budget)
+        sinks.append(sessions.resident("s").limits.sink)
         # One more block may have been begun with the turn's last token.
         assert len(server.held_by("s")) <= held[-1] + 1
-    assert held == [5, 3, 3, 6, 6]
+    assert held == [5, 3, 3, 6, 6] and sinks == [1, 1, 1, 2, 1], "what can't be granted is the server's, all of it"
     assert [level for level, _ in complaints] == ["WARNING"] and "above the server's 192" in complaints[0][1]
     sessions.send("s", random_prompt(70, 9), 10, extra_args={"kv_policy": "tova"})
     sessions.run()

@@ -532,7 +532,7 @@ class KVPolicyConfig(BaseModel):
         return self.limits(block_size, max_model_len).bound
 
     def for_request(self, extra_args: Mapping[str, Any] | None, prompt_len: int, block_size: int) -> "KVPolicyConfig":
-        """This config as one request changes it by `kv_policy` and `kv_budget`; `kv_usage` changes nothing.
+        """This config as one request changes it by `REQUEST_FIELDS`; `kv_usage` changes nothing.
 
         A request that picks another policy keeps what the server says of budget, buffer, sinks, recent window,
         protection and shortest prompt, and those options of scoring in which the server differs from its own policy's
@@ -559,34 +559,66 @@ class KVPolicyConfig(BaseModel):
         name = extra_args.get("kv_policy", self.name)
         if policy_named(name).name not in self.allowed:
             raise KVPolicyError(f"kv_policy {name!r} is not enabled here; enabled: {nearest(name, self.allowed)}")
-        if "kv_budget" not in extra_args and name == self.name:
+        sizes = {field: _number(field, extra_args[field]) for field in REQUEST_SIZES if field in extra_args}
+        if not sizes and name == self.name:
             return self
         if name == "full":
-            if "kv_budget" in extra_args:
-                raise KVPolicyError("kv_policy 'full' keeps everything: it takes no kv_budget")
+            if sizes:
+                raise KVPolicyError(f"kv_policy 'full' keeps everything: it takes no {next(iter(sizes))}")
             return KVPolicyConfig(name="full")
         if self.policy.splits == "classes":
-            if self.retrieval is None or self.retrieval.name == "full":
-                raise KVPolicyError(f"kv_policy {name!r} takes no kv_budget here: its retrieval heads keep everything")
-            budget = {"kv_budget": extra_args["kv_budget"]}
-            return self.model_copy(update={"retrieval": self.retrieval.for_request(budget, prompt_len, block_size)})
+            return self._with_retrieval(sizes, prompt_len, block_size)
         granted = self.limits(block_size, prompt_len)
-        options = self.to_dict() if name == self.name else self._handed_to(POLICIES[name], block_size, prompt_len)
-        if "kv_budget" in extra_args:
-            options["budget"] = _number(extra_args["kv_budget"])
-            if POLICIES[name].window_is_the_budget:
-                options.pop("recent", None)
-        if name != self.name and self.policy.window_is_the_budget:
-            options["recent"] = _fitting_window(POLICIES[name], options, block_size, prompt_len)
-        options = {field: value for field, value in options.items() if field in POLICIES[name].options}
+        options = self._resized(POLICIES[name], sizes, granted, prompt_len, block_size)
         config = KVPolicyConfig.parse({**options, "name": name}).model_copy(update={"depth": self.depth})
         asked = config.limits(block_size, prompt_len)
         if granted is not None and (asked.budget > granted.budget or asked.trigger > granted.trigger):
+            what = ", ".join(f"{field} {extra_args[field]}" for field in sizes) or f"kv_policy {name}"
             raise KVPolicyError(
-                f"kv_budget {extra_args.get('kv_budget')} is {asked.budget * block_size} tokens of this request's "
-                f"cache, above the server's {granted.budget * block_size}"
+                f"{what} comes to {asked.budget * block_size} tokens of this request's cache, above the server's "
+                f"{granted.budget * block_size}"
             )
         return config
+
+    def _with_retrieval(self, sizes: Mapping[str, int | float], prompt_len: int, block_size: int) -> "KVPolicyConfig":
+        """duo, with another budget of its retrieval heads."""
+        for field in sizes:
+            if field != "kv_budget":
+                raise KVPolicyError(
+                    f"kv_policy {self.name!r} takes no {field}: what streaming heads keep is the server's"
+                )
+        if self.retrieval is None or self.retrieval.name == "full":
+            raise KVPolicyError(f"kv_policy {self.name!r} takes no kv_budget here: its retrieval heads keep everything")
+        return self.model_copy(update={"retrieval": self.retrieval.for_request(sizes, prompt_len, block_size)})
+
+    def _resized(
+        self,
+        policy: Policy,
+        sizes: Mapping[str, int | float],
+        granted: Limits | None,
+        prompt_len: int,
+        block_size: int,
+    ) -> dict[str, Any]:
+        """Options of a policy, this one's or another's, for a request that sets `sizes`."""
+        options = self.to_dict() if policy.name == self.name else self._handed_to(policy, block_size, prompt_len)
+        asked = {field.removeprefix("kv_"): size for field, size in sizes.items()}
+        for field in asked:
+            if field not in policy.options:
+                raise KVPolicyError(f"kv_policy {policy.name!r} takes no kv_{field}: it has no {field}")
+            if field != "budget" and not options.get("protect", True):
+                raise KVPolicyError(f"kv_{field} can't be set here: the server protects no tokens (protect: false)")
+        if policy.window_is_the_budget and "recent" in asked:
+            options.pop("budget", None)
+        elif policy.window_is_the_budget:
+            # More sinks leave less of a window.
+            if granted is not None and "sink" in asked:
+                options["budget"] = granted.budget * block_size
+            if options.get("budget") is not None or "budget" in asked:
+                options.pop("recent", None)
+        options |= asked
+        if policy.name != self.name and self.policy.window_is_the_budget and "recent" not in asked:
+            options["recent"] = _fitting_window(policy, options, block_size, prompt_len)
+        return {field: value for field, value in options.items() if field in policy.options}
 
     def _handed_to(self, policy: Policy, block_size: int, prompt_len: int) -> dict[str, Any]:
         """Options of another policy that follow from this config; see `for_request`."""
@@ -609,7 +641,10 @@ class KVPolicyConfig(BaseModel):
 
 
 #: What a request may set, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
-REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_usage")
+REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_usage")
+#: Those of them that are sizes.
+REQUEST_SIZES = ("kv_budget", "kv_sink", "kv_recent")
+SIZE = "a whole number of tokens, 0 or more"
 
 
 def _fitting_window(policy: Policy, options: Mapping[str, Any], block_size: int, prompt_len: int) -> int:
@@ -621,23 +656,27 @@ def _fitting_window(policy: Policy, options: Mapping[str, Any], block_size: int,
     return min(policy.defaults["recent"], max(room, 0) * block_size // 2)
 
 
-def _number(value: Any) -> int | float:
-    """A number that may have come as text: HTTP clients send both."""
+def _number(field: str, value: Any) -> int | float:
+    """One of `REQUEST_SIZES`, which may have come as text: HTTP clients send both."""
     number = value
     if isinstance(value, str):
         try:
             number = json.loads(value[:LONGEST_SHOWN], parse_constant=float)
         except json.JSONDecodeError:
             number = None
+    given = "null" if value is None else shown(value)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        given = "null" if value is None else shown(value)
-        raise KVPolicyError(f"kv_budget must be a number of tokens, or a ratio of the prompt below 1, not {given}")
+        allowed = "a number of tokens, or a ratio of the prompt below 1" if field == "kv_budget" else SIZE
+        raise KVPolicyError(f"{field} must be {allowed}, not {given}")
+    if field != "kv_budget" and not (isinstance(number, int) and 0 <= number < TOO_MANY):
+        raise KVPolicyError(f"{field} must be {SIZE}, not {given}")
     return number
 
 
 __all__ = [
     "MASS_OPTIONS",
     "REQUEST_FIELDS",
+    "REQUEST_SIZES",
     "KVPolicyConfig",
     "KVPolicyError",
     "Limits",

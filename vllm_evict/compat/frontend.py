@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-from ..config import REQUEST_FIELDS, KVPolicyConfig, KVPolicyError
+from ..config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyError
 from ..metrics import STATS_KEY, PrometheusMetrics
 from ..usage import SHOWN_KEY, USAGE_KEY, KVUsage
 
@@ -68,7 +68,7 @@ def _check_turn(vllm_config: Any, params: Any) -> None:
     elif asked not in (None, *known):
         raise VLLMValidationError(
             f"kv_policy {asked!r}: a session keeps the policy of its first turn, {known[0]!r}; later turns may set "
-            f"another kv_budget",
+            f"another {' or '.join(REQUEST_SIZES)}",
             parameter="vllm_xargs",
         )
 
@@ -123,7 +123,7 @@ def hook_responses(module: ModuleType) -> None:
 
 
 def hook_input_processor(module: ModuleType) -> None:
-    """Validate `kv_policy`, `kv_budget` and `kv_usage` of every request where vLLM validates the rest."""
+    """Validate what every request asks for (`REQUEST_FIELDS`) where vLLM validates the rest."""
     cls = module.InputProcessor
     process_inputs = cls.process_inputs
     if not _once(cls):

@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ..compat.environment import poison_mode
-from ..config import KVPolicyConfig, KVPolicyError
+from ..config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError
 from ..metrics import STATS_KEY, Tally
 from ..usage import SHOWN_KEY, USAGE_KEY, KVUsage
 from .manager import EvictableManager
@@ -132,12 +132,12 @@ class EvictionMixin:
             return self.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
         except KVPolicyError as error:
             # The front end has refused what it could; a request that got past it must not take the engine down. A
-            # session's budget may be one that its prompt has to grow to first.
-            budget = request.resumable and "kv_budget" in asked
-            which = "budget" if budget else "KV policy"
+            # session's sizes may be some that its prompt has to grow to first.
+            sizes = request.resumable and not asked.keys().isdisjoint(REQUEST_SIZES)
+            which = "budget, sinks and window" if sizes else "KV policy"
             logger.warning("request %s runs under the server's %s: %s", request.request_id, which, error)
-            if budget:
-                return self._granted(request, {key: value for key, value in asked.items() if key != "kv_budget"})
+            if sizes:
+                return self._granted(request, {key: asked[key] for key in asked.keys() - {*REQUEST_SIZES}})
             return self.kv_policy
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
@@ -151,7 +151,7 @@ class EvictionMixin:
         extra_args, name = extra_args or {}, residents[0].policy
         if extra_args.get("kv_policy", name) != name:
             logger.warning("request %s: a session keeps the KV policy of its first turn, %r", req_id, name)
-        asked |= {key: value for key, value in extra_args.items() if key == "kv_budget"}
+        asked |= {key: extra_args[key] for key in REQUEST_SIZES if key in extra_args}
         config = self._granted(session, asked)
         for manager, resident, plan in zip(self.kv_managers, residents, self._plan.groups):
             part = config.of_class(manager.kv_cache_spec.head_class)
