@@ -4,10 +4,12 @@ VLLM_EVICT_TEST_RUNNER=v2 runs everything on Model Runner V2 (Triton's interpret
 with vLLM's Triton kernels under the interpreter (test_device_backends.py, test_graphs.py).
 """
 
+import gc
 import logging
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -48,6 +50,21 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("v1_only"):
                 item.add_marker(pytest.mark.skip(reason="v1_only"))
+
+
+#: Engines that end thaw what is frozen.
+no_thaw = patch("gc.unfreeze")
+
+
+def pytest_collection_finish():
+    # A million objects of vLLM's and torch's modules, which the garbage collector traversed half a second each time.
+    gc.freeze()
+    no_thaw.start()
+
+
+def pytest_unconfigure():
+    no_thaw.stop()
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
