@@ -39,6 +39,8 @@ from oracle.tiny import make_tiny_llama  # noqa: E402
 from vllm_evict.worker.views import Views  # noqa: E402
 
 GARBAGE = 2**30
+#: Files that take minutes; they are begun first.
+LONG = {"test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"}
 
 
 def pytest_configure(config):
@@ -46,6 +48,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONG)
     if RUNNER == "v2":
         for item in items:
             if item.get_closest_marker("v1_only"):
