@@ -22,7 +22,8 @@ demo: $(READY)  ## what policies save and lose in a small pool, then a server wi
 	@$(BIN)/python examples/demo.py
 
 # Two processes side by side, a file at a time: the models are tiny, and engines start and stop more than they compute.
-PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
+# The longest files come first (conftest.py), so that both end together.
+PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 test: $(READY)  ## all tests, then the end-to-end tests again on Model Runner V2, backends of a device, then ruff
 	$(PYTEST)
 	VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) $(END_TO_END) -m "not v1_only"

@@ -4,10 +4,12 @@ VLLM_EVICT_TEST_RUNNER=v2 runs everything on Model Runner V2 (Triton's interpret
 with vLLM's Triton kernels under the interpreter (test_device_backends.py, test_graphs.py).
 """
 
+import gc
 import logging
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -37,6 +39,8 @@ from oracle.tiny import make_tiny_llama  # noqa: E402
 from vllm_evict.worker.views import Views  # noqa: E402
 
 GARBAGE = 2**30
+#: Files that take minutes; they are begun first.
+LONG = {"test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"}
 
 
 def pytest_configure(config):
@@ -44,10 +48,26 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONG)
     if RUNNER == "v2":
         for item in items:
             if item.get_closest_marker("v1_only"):
                 item.add_marker(pytest.mark.skip(reason="v1_only"))
+
+
+#: Engines that end thaw what is frozen.
+no_thaw = patch("gc.unfreeze")
+
+
+def pytest_collection_finish():
+    # A million objects of vLLM's and torch's modules, which the garbage collector traversed half a second each time.
+    gc.freeze()
+    no_thaw.start()
+
+
+def pytest_unconfigure():
+    no_thaw.stop()
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

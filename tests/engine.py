@@ -1,5 +1,6 @@
 """One vLLM engine inside the test process, stepped by hand."""
 
+import functools
 import gc
 import itertools
 import os
@@ -8,11 +9,14 @@ from unittest.mock import patch
 
 import numpy as np
 from vllm import LLM, SamplingParams
+from vllm.platforms.cpu import CpuPlatform
 
 from vllm_evict.core.plan import PLAN
 
 #: Whether this run is on Model Runner V2 (see conftest.py).
 V2 = os.environ.get("VLLM_EVICT_TEST_RUNNER") == "v2"
+
+_register_kernels_once = staticmethod(functools.cache(CpuPlatform.register_triton_kernel_overrides))
 
 
 @dataclass
@@ -47,6 +51,9 @@ class Engine:
         kwargs: engine arguments; the defaults make a small pool of 32-token blocks and short prefill chunks.
     """
 
+    #: Whether what the first one imported is left to the garbage collector no more.
+    frozen = False
+
     def __init__(self, model, kv_policy=None, *, blocks=512, **kwargs):
         defaults = dict(
             dtype="float32",
@@ -62,7 +69,10 @@ class Engine:
         )
         policy = {} if kv_policy is None else {"kv_policy": kv_policy}
         # Engines collect the whole heap nine times between start and end: half a second each, once is enough (`close`).
-        with patch("gc.collect"):
+        # They freeze it with themselves in it (that they thaw it again is off: conftest.py), and scan all modules for
+        # kernels, which does nothing the second time.
+        register = patch.object(CpuPlatform, "register_triton_kernel_overrides", _register_kernels_once)
+        with patch("gc.collect"), patch("gc.freeze"), register:
             self.llm = LLM(str(model), **{**defaults, **kwargs}, **policy)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
@@ -143,6 +153,10 @@ class Engine:
             del self.llm, self.core, self.scheduler, self.pool
             cleanup_dist_env_and_memory()
         gc.collect()
+        if not Engine.frozen:
+            # Only once: tests may still hold parts of an engine, which would never be collected.
+            gc.freeze()
+            Engine.frozen = True
 
     def generate(self, prompts, params=None, **sampling):
         """Outputs of token-id prompts, greedy by default."""
