@@ -90,12 +90,11 @@ def test_a_case_that_fails_takes_no_other_with_it(run, monkeypatch, tmp_path):
     """An engine that refuses, a process that dies, one that hangs; the kernels' tests still run."""
     child = tmp_path / "check_child.py"
     child.write_text(
-        "import json, os, sys, time\n"
-        f"sys.argv[0] = {str(FOLDER / 'gpu' / 'check_child.py')!r}\n"
+        "import json, os, runpy, sys, time\n"
         "check = json.load(open(sys.argv[1]))['check']\n"
         "if check == 'dies': os.abort()\n"
         "if check == 'hangs': print('here', flush=True); time.sleep(600)\n"
-        "exec(compile(open(sys.argv[0]).read().replace('__file__', 'sys.argv[0]'), sys.argv[0], 'exec'))\n"
+        f"runpy.run_path({str(check.CHILD)!r}, run_name='__main__')\n"
     )
     monkeypatch.setattr(check, "CHILD", child)
     monkeypatch.setattr(check, "KERNELS", ("test_fold.py",))

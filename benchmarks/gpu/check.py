@@ -12,9 +12,9 @@ covering   h2o with a budget that no request outgrows, and, within 0.1 in log-pr
 measured   h2o whose requests could outgrow it, so that they are measured, and never do.
 oracle     h2o, one request: log-probabilities after evictions against a dense Llama in float32, and the blocks that
            went against those that it chooses.
-h2o, h2o by token, snapkv, keydiff, sink-window, duo
-           a budget of a quarter of the prompt, for duo half of the heads: evictions, blocks held and given back,
-           needles found, and again with the prefix cache that the first pass has left.
+h2o, snapkv, snapkv by token, keydiff, sink-window, duo
+           a budget of a quarter of the prompt (keydiff: a half; duo: half of the heads keep all): evictions, blocks
+           held and given back, needles found, and again with the prefix cache that the first pass has left.
 mixed      requests under full beside such that are evicted from, on the same cached prefixes.
 pressure   h2o, `when: pressure`, in a pool for half of the requests: all end, none is preempted.
 waits      h2o, with vLLM told to fail a step that waits for the device or compiles a kernel.
@@ -46,19 +46,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent
-CHILD = FOLDER / "check_child.py"
-sys.path += [str(FOLDER.parent), str(FOLDER)]
+sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from machine import the_gpu
 from pressure import ENVIRONMENT, conditions, to_json
 
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = Path(__file__).with_name("check_child.py")
 OK, FAIL, SKIPPED, LEFT_OUT = "OK", "FAIL", "skipped", "left out"
 EAGER, GRAPHS = "eager", "graphs"
 #: Documents, tokens of each and of what is said to it: the last one is never computed, and the others are 34 blocks.
 LOAD = {"requests": 12, "context": 1024, "output": 57, "chunk": 1056, "blocks": 1024, "cached": True}
 TOKENS = 1024 + 8 + 57
-HEADS = str(FOLDER.parents[1] / "configs" / "heads" / "needle")
+HEADS = str(ROOT / "configs" / "heads" / "needle")
 KEPT = {"budget": 256, "buffer": 0, "sink": 32, "recent": 64}
 H2O = {"name": "h2o", "accumulate": "last", "window": 16, **KEPT}
 POISON = {"VLLM_EVICT_POISON": "1"}
@@ -99,7 +99,7 @@ class Case:
 def evicts(name: str, policy: dict[str, Any], found: int, again: int, **wanted: Any) -> Case:
     """`found`, `again`: needles on the CPU engine, in the first pass and in the second."""
     counts = {"found": around(found), "found again": around(again)}
-    wanted = {"kept": KEPT["budget"], "measures": True, **counts, **wanted}
+    wanted = {"kept": KEPT["budget"], "measures": True, "decides": True, **counts, **wanted}
     return Case(name, "evicts", policy, wanted, environment=POISON)
 
 
@@ -139,7 +139,7 @@ CASES = [
         kept=TOKENS - 1 + 32 + 64 + 32,
         measures=False,
     ),
-    evicts("h2o by token", H2O | {"granularity": "token"}, 12, 12, measures=False),
+    evicts("snapkv by token", {"name": "snapkv", "granularity": "token", "kernel": 7, **KEPT}, 12, 12, decides=False),
     Case("measured", "same", H2O | {"budget": TOKENS - 1}, ALL | {"close": 0.1}, **SAME),
     Case("covering", "same", H2O | {"budget": TOKENS}, ALL, **SAME),
     replace(
@@ -148,8 +148,9 @@ CASES = [
         engine={"jit_monitor_mode": "error"},
     ),
     evicts("snapkv", {"name": "snapkv", **KEPT}, 12, 12),
-    evicts("keydiff", {"name": "keydiff", **KEPT}, 4, 4, measures=False),
-    evicts("sink-window", {"name": "sink-window", "sink": 32, "recent": 192, "buffer": 0}, 0, 0, measures=False),
+    # What keys alone tell is no more than this at a half of the prompt, and needles are in sight of a window or not.
+    evicts("keydiff", {"name": "keydiff", **KEPT, "budget": 512}, 7, 7, kept=512, measures=False),
+    evicts("sink-window", {"name": "sink-window", "sink": 32, "recent": 192, "buffer": 0}, 2, 2, measures=False),
 ]
 #: How many cases, from the first, run behind all backends and in both modes before any other begins.
 TELLING = 4
@@ -183,7 +184,7 @@ def unserved(case: Case) -> str:
 
     if case.name == "duo" and case.backend in WHOLE_LAYERS:
         return f"policies that split heads are not for {case.backend}"
-    if case.name in ("oracle", "kernels") and not (FOLDER.parents[1] / "tests" / "oracle").is_dir():
+    if case.name in ("oracle", "kernels") and not (ROOT / "tests" / "oracle").is_dir():
         return "there is no tests/ here"
     if case.name == "kernels" and find_spec("pytest") is None:
         return "there is no pytest here"
