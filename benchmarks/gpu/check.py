@@ -144,7 +144,7 @@ CASES = [
     Case("covering", "same", H2O | {"budget": TOKENS}, ALL, **SAME),
     replace(
         evicts("waits", H2O, 12, 12),
-        environment=POISON | {"VLLM_GPU_SYNC_CHECK": "error"},
+        environment={"VLLM_GPU_SYNC_CHECK": "error"},  # to fill blocks with NaN waits
         engine={"jit_monitor_mode": "error"},
     ),
     evicts("snapkv", {"name": "snapkv", **KEPT}, 12, 12),
@@ -241,12 +241,17 @@ class Check:
                 "attention_config": {"backend": case.backend},
                 # The pool's size is given: this is only what has to be free at start, beside other engines.
                 "gpu_memory_utilization": 0.05,
-                "compilation_config": {"max_cudagraph_capture_size": spec["requests"]},
             }
+        if spec["graphs"]:
+            # Few of them, the largest for all requests at once.
+            sizes = [size for size in (1, 4, 8) if size < spec["requests"]] + [spec["requests"]]
+            spec["engine"]["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         environment = {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO", **os.environ, **case.environment}
         left = self.end - time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             given_spec, answer, log = Path(folder, "spec.json"), Path(folder, "answer.json"), Path(folder, "log")
+            # Cases side by side would write the same files of torch.compile's cache.
+            environment["VLLM_CACHE_ROOT"] = str(Path(folder, "cache"))
             given_spec.write_text(json.dumps(spec))
             limit = case.limit or self.options.limit
             with log.open("w") as file:

@@ -8,13 +8,13 @@ import json
 import math
 import sys
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from engine_child import Engine
+from engine_child import Engine, after
 from load import KV_BYTES, MODEL, QUESTION, has_found, needles
 from pressure import greedy, scheduler_of
 
@@ -55,6 +55,10 @@ class Checked:
         self.engine = Engine({"model": str(MODEL), "policy": spec["policy"], "engine": engine, "vocab": 0})
         self.llm = self.engine.llm
         self.tokenizer, self.batch = needles(argparse.Namespace(**spec), seed=0)
+        #: What full CUDA graphs attended with -> steps.
+        self.graphs: Counter[str] = Counter()
+        if self.engine.plugin is not None:
+            after(self.engine.plugin, "choose_graph", lambda chosen, *_: self.graphs.update([chosen and chosen.value]))
         self.pool = scheduler_of(self.llm).kv_cache_manager.block_pool
         self.usable = self.pool.get_num_free_blocks()
         self.wrong = Wrong()
@@ -73,7 +77,8 @@ class Checked:
         extra = [{}] * len(prompts) if policies is None else [{"extra_args": {"kv_policy": name}} for name in policies]
         sampling = [greedy(self.spec["output"], logprobs=0, **each) for each in extra]
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
-        self.llm.llm_engine.step()  # workers hear that the last request has ended
+        for _ in range(self.steps_in_flight + 1):  # workers hear that the last request has ended
+            self.llm.llm_engine.step()
         finite = all(math.isfinite(value) for output in outputs for value in logprobs(output))
         self.wrong.unless(finite, "a log-probability is no number")
         short = sum(len(output.outputs[0].token_ids) < self.spec["output"] for output in outputs)
@@ -116,8 +121,14 @@ class Checked:
             self.wrong.unless(counts["decisions"] > 0, "the scheduler decided nothing")
             sums = counts["measured_requests"]
             self.wrong.unless((sums > 0) == measures, f"running sums of {sums} requests")
-        if self.engine.plugin.groups[0].decodes:
-            self.wrong.unless(counts["own_decode_steps"] > 0, "no step was decoded by the plugin's kernel")
+            self.wrong.unless(counts["steps_with_holes"] > 0, "no step went over a table with holes")
+            # Who is not measured is vLLM's kernel's on a device.
+            own = measures and self.engine.plugin.groups[0].decodes
+            self.wrong.unless(not own or counts["own_decode_steps"] > 0, "no step was decoded by the plugin's kernel")
+            kind = "own" if measures else "stock"
+            replayed = self.graphs[kind] + (self.graphs["own"] if len(self.engine.plugin.groups) > 1 else 0)
+            graphs = not self.spec["graphs"] or replayed > 0
+            self.wrong.unless(graphs, f"no step replayed a full CUDA graph in which {kind} kernels attend")
 
     def check_found(self, name: str, found: int) -> None:
         """As many needles as `wanted` says: [at least, at most]."""
@@ -327,6 +338,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     found = CHECKS[spec["check"]](checked)
     backend, wanted = facts["attention_backend"].split()[0], spec["backend"]
     checked.wrong.unless(backend == wanted, f"attention backend {backend} in the place of {wanted}")
+    graphs = facts["cudagraph_mode"] != "NONE"
+    checked.wrong.unless(graphs == spec["graphs"], f"CUDA graphs: {facts['cudagraph_mode']}")
     checked.wrong.unless(facts["plugin_loaded"] == (spec["policy"] is not None), "the plugin is where it should not be")
     return {"facts": facts, "found": found, "wrong": checked.wrong}
 
