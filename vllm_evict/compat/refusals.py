@@ -56,7 +56,8 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     text = model.hf_text_config
     fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
     windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
-    capability = tuple(current_platform.get_device_capability() or FP8_CAPABILITY)
+    reads_fp8 = platform == "cuda" and cache.cache_dtype in FP8_NAMES
+    capability = tuple((current_platform.get_device_capability() if reads_fp8 else None) or FP8_CAPABILITY)
     return [
         (
             platform not in ("cpu", "cuda"),
@@ -122,10 +123,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         ),
         (
             # Scores, and decodes of split heads, are our kernels'.
-            (config.statistics or len(config.classes) > 1)
-            and platform == "cuda"
-            and cache.cache_dtype in FP8_NAMES
-            and capability < FP8_CAPABILITY,
+            (config.statistics or len(config.classes) > 1) and capability < FP8_CAPABILITY,
             f"KV cache dtype {cache.cache_dtype!r} on a GPU of compute capability {'.'.join(map(str, capability))}",
             "Triton has its numbers from 8.9 on; use --kv-cache-dtype auto",
         ),
