@@ -8,7 +8,7 @@ there is no GPU, behind CPU_ATTN. Cases, the most telling first:
 
 stock      vLLM without the plugin: what others are held against. If it fails, these are skipped.
 full       says what stock says, log-probabilities to the bit. So does
-covering   h2o with a budget that no request outgrows, and, within 0.1 in log-probabilities,
+covering   h2o with a budget that no request outgrows, and, within 0.15 in log-probabilities,
 measured   h2o whose requests could outgrow it, so that they are measured, and never do.
 oracle     h2o, one request: log-probabilities after evictions against a dense Llama in float32, and the blocks that
            went against those that it chooses.
@@ -140,7 +140,7 @@ CASES = [
         measures=False,
     ),
     evicts("snapkv by token", {"name": "snapkv", "granularity": "token", "kernel": 7, **KEPT}, 12, 12, decides=False),
-    Case("measured", "same", H2O | {"budget": TOKENS - 1}, ALL | {"close": 0.1}, **SAME),
+    Case("measured", "same", H2O | {"budget": TOKENS - 1}, ALL | {"close": 0.15}, **SAME),
     Case("covering", "same", H2O | {"budget": TOKENS}, ALL, **SAME),
     replace(
         evicts("waits", H2O, 12, 12),
