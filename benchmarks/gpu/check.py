@@ -232,20 +232,7 @@ class Check:
         return outcome
 
     def _run(self, case: Case, given: dict[str, Any] | None) -> dict[str, Any]:
-        spec = {**LOAD, **case.load, "check": case.check, "policy": case.policy, "wanted": case.wanted}
-        spec |= {"backend": case.backend, "graphs": case.mode == GRAPHS, "files": KERNELS}
-        spec["engine"] = dict(case.engine)
-        spec["given"] = given and given["found"]
-        if case.backend not in ("", "CPU_ATTN"):
-            spec["engine"] |= {
-                "attention_config": {"backend": case.backend},
-                # The pool's size is given: this is only what has to be free at start, beside other engines.
-                "gpu_memory_utilization": 0.05,
-            }
-        if spec["graphs"]:
-            # Few of them, the largest for all requests at once.
-            sizes = [size for size in (1, 4, 8) if size < spec["requests"]] + [spec["requests"]]
-            spec["engine"]["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        spec = specification(case, given)
         environment = {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO", **os.environ, **case.environment}
         left = self.end - time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -271,6 +258,21 @@ class Check:
 
     def write(self) -> None:
         self.options.out.write_text(to_json(self.report | {"cases": self.outcomes}) + "\n")
+
+
+def specification(case: Case, given: dict[str, Any] | None) -> dict[str, Any]:
+    """What `check_child.run` is told; `given` is the outcome of the case that it needs."""
+    spec = {**LOAD, **case.load, "check": case.check, "policy": case.policy, "wanted": case.wanted}
+    spec |= {"backend": case.backend, "graphs": case.mode == GRAPHS, "files": KERNELS}
+    spec |= {"engine": dict(case.engine), "given": given and given["found"]}
+    if case.backend not in ("", "CPU_ATTN"):
+        # The pool's size is given: utilization is only what has to be free at start, beside other engines.
+        spec["engine"] |= {"attention_config": {"backend": case.backend}, "gpu_memory_utilization": 0.05}
+    if spec["graphs"]:
+        # Few of them, the largest for all requests at once.
+        sizes = [size for size in (1, 4, 8) if size < spec["requests"]] + [spec["requests"]]
+        spec["engine"]["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    return spec
 
 
 def wait(command: list[str], environment: dict[str, str], log: Any, seconds: float) -> int | None:
