@@ -12,7 +12,7 @@ SET_UP := pyproject.toml setup.py scripts/setup.sh packaging/constraints.txt pac
 # Tests that run an engine run once for each of vLLM's model runners.
 END_TO_END := $(shell grep -lE '^(from|import) engine\b' tests/test_*.py)
 
-.PHONY: help demo test lint bench bench-gpu quality clean
+.PHONY: help demo test lint bench bench-gpu check-gpu quality clean
 .DELETE_ON_ERROR:
 
 help:  ## show this
@@ -47,6 +47,9 @@ bench-gpu:  ## kernels, then engines against stock vLLM, on a GPU; nothing witho
 	@$(GPU_PYTHON) benchmarks/gpu/kernels.py --json out/gpu/kernels.json
 	@for row in $(ROWS); do \
 		$(GPU_PYTHON) benchmarks/gpu/engine.py --rows $$row --out out/gpu/$$row.json || failed=1; done; [ -z "$$failed" ]
+
+check-gpu:  ## whether a GPU evicts rightly: engines behind each attention backend, against what is known (results in out/gpu)
+	@$(GPU_PYTHON) benchmarks/gpu/check.py
 
 # Every policy there is; sinks and recent window of 32 tokens each, 20 prompts a cell. The depths are no round fractions
 # of the length: `strided` keeps those.

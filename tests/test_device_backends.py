@@ -398,6 +398,13 @@ def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
     assert seen == [torch.float32, query.dtype, query.dtype] and torch.equal(output, query.float() / 3)
 
 
+def test_split_heads_put_zeros_out_where_nobody_is_served():
+    """As stock backends do while vLLM profiles: outputs are memory that nobody has written."""
+    output = torch.full((3, 2, 16), torch.nan)
+    impl = split.split_impl(object, [], TritonPasses())()
+    assert impl.forward(None, output, output, output, None, None, output) is output and not output.any()
+
+
 def test_own_work_is_done_with_queries_in_the_model_s_dtype():
     seen, layer = [], fp8_layer()
 

@@ -122,6 +122,7 @@ def test_dry_run_evicts_where_it_should_and_nowhere_else(dry):
             run = round_["batch"]
             evicts = case in EVICTING.get(name, ())
             assert (run["evicted_blocks"] > 0) == (run["decisions"] > 0) == (run["own_decode_steps"] > 0) == evicts
+            assert (run["steps_with_holes"] > 0) == evicts
             measures = case in ("h2o that could", "h2o", "snapkv")
             assert (run["measured_requests"] > 0) == measures, (name, case)
             assert 0 < run["prefill_seconds"] < run["seconds"] and run["tokens_per_second"] > 0
@@ -202,8 +203,12 @@ def test_a_row_in_which_a_policy_did_not_act_is_an_error(dry):
         broken(dry, "pressure", lambda runs: runs["snapkv"][0]["batch"].update(evicted_blocks_by_usage=1))
     with pytest.raises(rows.RowError, match="1 tokens"):
         broken(dry, "pressure", lambda runs: runs["snapkv"][0]["batch"].update(output_tokens=1))
-    with pytest.raises(rows.RowError, match="no step was decoded"):
-        broken(dry, "latency", lambda runs: runs["h2o"][0]["batch 1"]["512"].update(own_decode_steps=0))
+    for case, of_holes, of_own in (("h2o", 0, 1), ("h2o", 1, 0), ("sink-window", 0, 1)):
+        counts = {"steps_with_holes": of_holes, "own_decode_steps": of_own}
+        with pytest.raises(rows.RowError, match=f"^{case}: no step (went over|was decoded by)"):
+            broken(dry, "latency", lambda runs: runs[case][0]["batch 1"]["512"].update(counts))
+    # On a GPU vLLM's kernel decodes requests that lack blocks, unless they are measured.
+    assert broken(dry, "latency", lambda runs: runs["sink-window"][0]["batch 1"]["512"].update(own_decode_steps=0))
     with pytest.raises(rows.RowError, match="the profiler saw nothing of: view"):
         broken(dry, "step", lambda runs: runs["h2o"][0]["step"]["traced"]["parts"].pop("view"))
 
@@ -219,6 +224,14 @@ def test_on_a_gpu_figures_are_held_against_what_is_wanted(dry):
     assert (device.value, device.wanted, device.met) == (20.0, ("<=", 30.0), True)
     assert (waits.value, waits.wanted, waits.met) == (3, ("<=", 0.0), False)
     assert ": met" in device.said(False) and ": missed" in waits.said(False)
+
+    def in_a_graph(runs):
+        on_gpu(runs)
+        del runs["h2o"][0]["step"]["traced"]["parts"]["attention"]
+
+    attention = broken(dry, "step", in_a_graph)[3]
+    assert attention.figure.endswith("the plugin's attention") and attention.value is None
+    assert broken(dry, "step", on_gpu)[3].value == 5.0
 
     def slow(runs):
         runs["h2o"][0]["batch"]["seconds"] = runs["stock"][0]["batch"]["seconds"] / 2

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import vllm
 from oracle.tiny import make_tiny_llama
 from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.attention.mass import kernel_path
@@ -340,6 +342,18 @@ def test_a_gpu_may_keep_fp8_with_one_scale_for_a_layer(backend):
     check("fp8", UNMEASURED, ["0"])
     with pytest.raises(KVPolicyError, match="differ between layers: leave --kv-cache-dtype-skip-layers out"):
         check("fp8", skipped=["0", "sliding_window"])
+
+
+@pytest.mark.parametrize("capability, served", [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_kernels_read_fp8_from_ada_on(monkeypatch, capability, served):
+    """Triton compiles none that do for Ampere; nobody's kernel reads it for policies without scores but vLLM's."""
+    platform = SimpleNamespace(is_rocm=lambda: False, get_device_capability=lambda: DeviceCapability(*capability))
+    monkeypatch.setattr(refusals, "current_platform", platform)
+    config = plain_config(device_config__device_type="cuda", cache_config__cache_dtype="fp8")
+    for policy in (H2O, {"name": "duo", "pattern": ["10"]}):
+        with nullcontext() if served else pytest.raises(KVPolicyError, match=r"'fp8' on a GPU of .* 8\.0: .* 8\.9"):
+            refusals.check_config(config, KVPolicyConfig.parse(policy))
+    refusals.check_config(config, KVPolicyConfig.parse(UNMEASURED))
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.33.0rc1", "1.0"])

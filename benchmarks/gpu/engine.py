@@ -59,6 +59,7 @@ import torch
 sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from engine_rows import FILL, ROWS, STOCK, Plan, RowError, Runs, require
+from machine import the_gpu
 from models import write_config
 from pressure import ENVIRONMENT, to_json
 
@@ -245,25 +246,6 @@ def check_facts(plan: Plan, facts: dict[str, dict], alone: bool) -> None:
 
 
 # ---- reports
-
-
-def the_gpu() -> dict[str, Any]:
-    """Name, driver and memory in bytes, without a context on it. `shared`: whether several processes may use it."""
-    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    fields = "name,driver_version,memory.total,memory.free,compute_mode"
-    command = ["nvidia-smi", "-i", index, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-        name, driver, total, free, mode = (part.strip() for part in said.splitlines()[0].split(","))
-        memory = {"total": int(total) * 2**20, "free": int(free) * 2**20}
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        print(f"nvidia-smi does not say what GPU this is ({error}): engines run one at a time")
-        # In a process that ends at once, since it takes memory on the GPU.
-        ask = "import torch; print(torch.cuda.get_device_name(), *torch.cuda.mem_get_info(), sep='|')"
-        said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
-        name, free, total = said.strip().split("|")
-        return {"name": name, "driver": "unknown", "total": int(total), "free": int(free), "shared": False}
-    return {"name": name, "driver": driver, **memory, "shared": mode == "Default"}
 
 
 def run_row(name: str, options: argparse.Namespace, clock: Clock, gpu: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ COUNTED = (
     "decisions",
     "evicted_blocks",
     "measured_requests",
+    "steps_with_holes",
     "own_decode_steps",
 )
 #: Of what the plugin does in a step, in a profiler's trace.
@@ -188,19 +190,20 @@ class Counts:
     def __init__(self, scheduler: Any, plugin: Any) -> None:
         self.prefills = False
         self._counts: Counter[str] = Counter()
-        _after(scheduler, "schedule", self._planned)
-        _after(scheduler, "_preempt_request", self._preempted)
+        after(scheduler, "schedule", self._planned)
+        after(scheduler, "_preempt_request", self._preempted)
         if plugin is not None:
             self._sums = [group.sums for group in plugin.groups if group.sums is not None]
-            _after(scheduler, "make_holes", self._decided)
+            after(scheduler, "make_holes", self._decided)
             for group in plugin.groups:
-                _after(group, "view", self._viewed)
+                after(group, "view", partial(self._viewed, group))
 
     def take(self) -> dict[str, int]:
         """Counts by name, from zero again.
 
         decisions: times that a request lost blocks. measured_requests: most that had running sums at once.
-        own_decode_steps: steps in which the plugin's kernel decoded.
+        steps_with_holes: steps in which attention looked through a view of tables with holes. own_decode_steps: steps
+        in which the plugin's kernel decoded; on a GPU that is requests that are measured, and split heads.
         """
         taken = {name: self._counts[name] for name in COUNTED}
         self._counts.clear()
@@ -218,14 +221,15 @@ class Counts:
         self._counts["decisions"] += 1
         self._counts["evicted_blocks"] += len(victims)
 
-    def _viewed(self, viewed: tuple[Any, Any], *_: Any, **__: Any) -> None:
-        work = viewed[1]
+    def _viewed(self, group: Any, viewed: tuple[Any, Any], metadata: Any) -> None:
+        seen, work = viewed
         measured = max((len(sums) for sums in self._sums), default=0)
         self._counts["measured_requests"] = max(self._counts["measured_requests"], measured)
+        self._counts["steps_with_holes"] += bool(group.with_holes) and seen is not metadata
         self._counts["own_decode_steps"] += work is not None and len(work.rows) > 0
 
 
-def _after(owner: Any, name: str, look: Callable[..., None]) -> None:
+def after(owner: Any, name: str, look: Callable[..., None]) -> None:
     """Let `look` see each result of a method of this one object, and its arguments."""
     call = getattr(owner, name)
 

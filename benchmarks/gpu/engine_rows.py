@@ -283,8 +283,9 @@ def check_pressure(plan: Plan, runs: Runs) -> None:
 
 def check_acted(plan: Plan, case: str, counts: dict[str, Any]) -> None:
     require(counts["evicted_blocks"] > 0 and counts["decisions"] > 0, f"{case}: nothing was evicted")
-    require(counts["own_decode_steps"] > 0, f"{case}: no step was decoded over a table with holes")
+    require(counts["steps_with_holes"] > 0, f"{case}: no step went over a table with holes")
     measures = plan.cases[case]["name"] != "sink-window"
+    require(not measures or counts["own_decode_steps"] > 0, f"{case}: no step was decoded by the plugin's kernel")
     sums = counts["measured_requests"]
     require((sums > 0) == measures, f"{case}: running sums of {sums} requests")
 
@@ -319,9 +320,11 @@ def of_step(plan: Plan, runs: Runs) -> list[Line]:
     for each in rounds:
         check_acted(plan, case, each["traced"])
         check_acted(plan, case, each["waits"])
-        missing = {"begin", "view", "end", ATTENTION} - each["traced"]["parts"].keys()
+        missing = {"begin", "view", "end"} - each["traced"]["parts"].keys()
         require(not missing, f"the profiler saw nothing of: {', '.join(sorted(missing))}")
     on_gpu = rounds[0]["waits"]["plugin"] is not None
+    # A full CUDA graph launches its kernels without us.
+    marked = on_gpu and all(ATTENTION in each["traced"]["parts"] for each in rounds)
 
     def a_step(key: str, attention: bool) -> list[float]:
         """Of one decode step: the sum over the plugin's parts, attention alone or all others."""
@@ -345,7 +348,7 @@ def of_step(plan: Plan, runs: Runs) -> list[Line]:
         line("device us a step, view and bookkeeping", device if on_gpu else [], 30.0, **seen),
         line("waits for the device by the plugin", waits, 0.0),
         line("host us a step, view and bookkeeping", a_step("host_us", attention=False)),
-        line("device us a step, the plugin's attention", a_step("device_us", attention=True) if on_gpu else []),
+        line("device us a step, the plugin's attention", a_step("device_us", attention=True) if marked else []),
         line("ms a step", [1e3 * statistics.median(each["seconds"]) for each in rounds]),
     ]
 

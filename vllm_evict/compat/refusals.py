@@ -19,6 +19,8 @@ SCORED_DTYPES = {
     "cpu": ("auto", "float16", "bfloat16", "float32"),
     "cuda": ("auto", "float16", "bfloat16", "float32", *FP8_NAMES),
 }
+#: The least for which Triton compiles kernels that read float8_e4m3: Ada.
+FP8_CAPABILITY = (8, 9)
 _CHOOSE = (
     f"policies run on CPU_ATTN, and on a GPU on {', '.join(DEVICE_BACKENDS[:-1])} and {DEVICE_BACKENDS[-1]} (tested "
     "without one only); set {setting} to one of these, or leave --kv-policy out"
@@ -54,6 +56,8 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     text = model.hf_text_config
     fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
     windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    reads_fp8 = platform == "cuda" and cache.cache_dtype in FP8_NAMES
+    capability = tuple((current_platform.get_device_capability() if reads_fp8 else None) or FP8_CAPABILITY)
     return [
         (
             platform not in ("cpu", "cuda"),
@@ -116,6 +120,12 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             config.statistics and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
             f"KV cache dtype {cache.cache_dtype!r}, which the score pass can't read on vLLM's {platform} engine",
             f'use --kv-cache-dtype auto{fp8}, or a policy without scores with "allow": [] (sink-window)',
+        ),
+        (
+            # Scores, and decodes of split heads, are our kernels'.
+            (config.statistics or len(config.classes) > 1) and capability < FP8_CAPABILITY,
+            f"KV cache dtype {cache.cache_dtype!r} on a GPU of compute capability {'.'.join(map(str, capability))}",
+            "Triton has its numbers from 8.9 on; use --kv-cache-dtype auto",
         ),
         (
             config.statistics and set(cache.kv_cache_dtype_skip_layers) - {"sliding_window"},

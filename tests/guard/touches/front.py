@@ -284,6 +284,13 @@ CONFIGURATION = [
         calls=("is_rocm()",),
     ),
     Touch(
+        "vllm.platforms.interface:Platform.get_device_capability",
+        ("compat.refusals",),
+        "which GPUs our kernels read fp8 caches on; None where there is no GPU",
+        calls=("get_device_capability()",),
+        does=("return None",),
+    ),
+    Touch(
         "vllm.v1.attention.backends.rocm_aiter_fa:AiterFlashAttentionBackend.get_name",
         ("compat.refusals",),
         "another backend of a name that is served, on ROCm only",

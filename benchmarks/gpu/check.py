@@ -1,0 +1,364 @@
+"""Whether eviction is right on this machine: real vLLM engines behind each attention backend that its device has.
+
+    python benchmarks/gpu/check.py [--seconds 480] [--cases stock full h2o] [--out out/gpu/check.json]
+
+The model is examples/needle/model, in bfloat16: it finds every needle with full attention, and none in what is gone. On
+a GPU cases run behind FLASH_ATTN, TRITON_ATTN and, where it is installed, FLASHINFER, eager and with CUDA graphs; where
+there is no GPU, behind CPU_ATTN. Cases, the most telling first:
+
+stock      vLLM without the plugin: what others are held against. If it fails, these are skipped.
+full       says what stock says, log-probabilities to the bit. So does
+covering   h2o with a budget that no request outgrows, and, within 0.15 in log-probabilities,
+measured   h2o whose requests could outgrow it, so that they are measured, and never do.
+oracle     h2o, one request: log-probabilities after evictions against a dense Llama in float32, and the blocks that
+           went against those that it chooses.
+h2o, snapkv, snapkv by token, keydiff, sink-window, duo
+           a budget of a quarter of the prompt (keydiff: a half; duo: half of the heads keep all): evictions, blocks
+           held and given back, needles found, and again with the prefix cache that the first pass has left.
+mixed      requests under full beside such that are evicted from, on the same cached prefixes.
+pressure   h2o, `when: pressure`, in a pool for half of the requests: all end, none is preempted.
+waits      h2o, with vLLM told to fail a step that waits for the device or compiles a kernel.
+kernels    the tests of the Triton and CUDA kernels, on the device (pytest and tests/ have to be there).
+
+Freed blocks are full of NaN (VLLM_EVICT_POISON=1). How many needles a policy may find was measured on vLLM's CPU
+engine, with the same documents; two more or less are right. Each case is a process of its own, has --limit seconds, and
+is a line when it is done: OK, FAIL or skipped, with the reason. With --seconds no case begins when they are over, and
+those at work are ended; what was left out is named. Status 1 if any failed, or none was OK.
+
+Writes a JSON with the machine, versions, command and all that was found to --out, after every case, and what engines
+log beside it.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+from machine import the_gpu
+from pressure import ENVIRONMENT, conditions, to_json
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = Path(__file__).with_name("check_child.py")
+OK, FAIL, SKIPPED, LEFT_OUT = "OK", "FAIL", "skipped", "left out"
+EAGER, GRAPHS = "eager", "graphs"
+#: Documents, tokens of each and of what is said to it: the last one is never computed, and the others are 34 blocks.
+LOAD = {"requests": 12, "context": 1024, "output": 57, "chunk": 1056, "blocks": 1024, "cached": True}
+TOKENS = 1024 + 8 + 57
+HEADS = str(ROOT / "configs" / "heads" / "needle")
+KEPT = {"budget": 256, "buffer": 0, "sink": 32, "recent": 64}
+H2O = {"name": "h2o", "accumulate": "last", "window": 16, **KEPT}
+POISON = {"VLLM_EVICT_POISON": "1"}
+#: Seconds that a case needs at least: none begins with less.
+LEAST = 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine and what is checked of it (`check_child.CHECKS`).
+
+    Attributes:
+        wanted: what is right.
+        load: other than `LOAD`.
+        environment, engine: of it alone; further arguments of the engine.
+        limit: seconds, if others than `--limit`.
+        needs: a case of the same backend and mode whose findings it is given.
+        backend, mode: empty where there is no engine.
+    """
+
+    name: str
+    check: str
+    policy: dict[str, Any] | None = None
+    wanted: dict[str, Any] = field(default_factory=dict)
+    load: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    limit: float = 0
+    needs: str = ""
+    backend: str = ""
+    mode: str = ""
+
+    @property
+    def title(self) -> str:
+        return " ".join(part for part in (self.backend, self.mode, self.name) if part)
+
+
+def evicts(name: str, policy: dict[str, Any], found: int, again: int, **wanted: Any) -> Case:
+    """`found`, `again`: needles on the CPU engine, in the first pass and in the second."""
+    counts = {"found": around(found), "found again": around(again)}
+    wanted = {"kept": KEPT["budget"], "measures": True, "decides": True, **counts, **wanted}
+    return Case(name, "evicts", policy, wanted, environment=POISON)
+
+
+def around(found: int) -> tuple[int, int]:
+    return max(found - 2, 0), min(found + 2, LOAD["requests"])
+
+
+ALL = {"found": (LOAD["requests"],) * 2}
+SAME = {"needs": "stock", "load": {"cached": False}}
+CASES = [
+    Case("stock", "stock", None, ALL, {"cached": False}, {"VLLM_PLUGINS": ""}),
+    Case("full", "same", {"name": "full"}, ALL, **SAME),
+    evicts("h2o", H2O, 12, 12),
+    Case(
+        "oracle",
+        "oracle",
+        H2O | {"budget": 128, "recent": 32},
+        {"error": 0.05, "control": 0.1, "alike": 0.9},
+        {"requests": 1, "context": 600, "output": 97, "chunk": 256, "cached": False},
+        POISON,
+    ),
+    Case("kernels", "kernels"),
+    Case(
+        "pressure",
+        "under_pressure",
+        H2O | {"when": "pressure"},
+        {"found": around(12)},
+        {"chunk": 512, "blocks": 6 * 35, "cached": False},
+        POISON,
+    ),
+    Case("mixed", "mixed", H2O | {"allow": ["full"]}, {"found": (6, 6)}, environment=POISON),
+    # Half of the heads keep all, the others sinks, window and the block that is being written.
+    evicts(
+        "duo",
+        {"name": "duo", "heads": HEADS, "sparsity": 0.5, "sink": 32, "recent": 64},
+        *(12, 12),
+        kept=TOKENS - 1 + 32 + 64 + 32,
+        measures=False,
+    ),
+    evicts("snapkv by token", {"name": "snapkv", "granularity": "token", "kernel": 7, **KEPT}, 12, 12, decides=False),
+    Case("measured", "same", H2O | {"budget": TOKENS - 1}, ALL | {"close": 0.15}, **SAME),
+    Case("covering", "same", H2O | {"budget": TOKENS}, ALL, **SAME),
+    replace(
+        evicts("waits", H2O, 12, 12),
+        environment={"VLLM_GPU_SYNC_CHECK": "error"},  # to fill blocks with NaN waits
+        engine={"jit_monitor_mode": "error"},
+    ),
+    evicts("snapkv", {"name": "snapkv", **KEPT}, 12, 12),
+    # What keys alone tell is no more than this at a half of the prompt, and needles are in sight of a window or not.
+    evicts("keydiff", {"name": "keydiff", **KEPT, "budget": 512}, 7, 7, kept=512, measures=False),
+    evicts("sink-window", {"name": "sink-window", "sink": 32, "recent": 192, "buffer": 0}, 2, 2, measures=False),
+]
+#: How many cases, from the first, run behind all backends and in both modes before any other begins.
+TELLING = 4
+KERNELS = ("test_triton_*.py", "test_fold.py", "test_cuda_kernels.py", "test_xformers.py")
+
+
+def places() -> list[tuple[str, str]]:
+    """Backends of the device, with the modes that each has."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return [("CPU_ATTN", EAGER)]
+    backends = ["FLASH_ATTN", "TRITON_ATTN"] + ["FLASHINFER"] * (find_spec("flashinfer") is not None)
+    return [(backend, mode) for backend in backends for mode in (EAGER, GRAPHS)]
+
+
+def ordered(cases: list[Case], where: list[tuple[str, str]]) -> Iterator[Case]:
+    """All cases, the most telling first."""
+    for some in (cases[:TELLING], cases[TELLING:]):
+        for name in [case.name for case in some if case.check == "kernels"]:
+            yield next(case for case in some if case.name == name)
+        for backend, mode in where:
+            for case in some:
+                if case.check != "kernels":
+                    yield replace(case, backend=backend, mode=mode)
+
+
+def unserved(case: Case) -> str:
+    """Why a case can't be; empty if it can."""
+    from vllm_evict.attention.passes import WHOLE_LAYERS
+
+    if case.name == "duo" and case.backend in WHOLE_LAYERS:
+        return f"policies that split heads are not for {case.backend}"
+    if case.name in ("oracle", "kernels") and not (ROOT / "tests" / "oracle").is_dir():
+        return "there is no tests/ here"
+    if case.name == "kernels" and find_spec("pytest") is None:
+        return "there is no pytest here"
+    return ""
+
+
+class Check:
+    """All cases of one call.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.end = options, time.monotonic() + options.seconds
+        self.report: dict[str, Any] = {}
+        self.outcomes: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+
+    def all(self, cases: list[Case], jobs: int) -> None:
+        """Run them, `jobs` at once; those that need another begin when that is done."""
+        done: dict[str, Future] = {}
+        with ThreadPoolExecutor(jobs) as pool:
+            for case in cases:
+                needed = done.get(replace(case, name=case.needs).title) if case.needs else None
+                done[case.title] = pool.submit(self._one, case, needed)
+
+    def _one(self, case: Case, needed: Future | None) -> dict[str, Any]:
+        start = time.monotonic()
+        given = needed.result() if needed is not None else None
+        if reason := unserved(case):
+            outcome = {"status": SKIPPED, "reason": reason}
+        elif case.needs and (given is None or given["status"] != OK):
+            outcome = {"status": SKIPPED, "reason": f"{case.needs} is not there to compare with"}
+        elif self.end - time.monotonic() < LEAST:
+            outcome = {"status": LEFT_OUT, "reason": "--seconds are over"}
+        else:
+            start = time.monotonic()
+            outcome = self._run(case, given)
+        outcome = {"case": case.title, **outcome, "seconds": round(time.monotonic() - start, 1)}
+        with self._lock:
+            self.outcomes.append(outcome)
+            self.write()
+            print(line(outcome), flush=True)
+        return outcome
+
+    def _run(self, case: Case, given: dict[str, Any] | None) -> dict[str, Any]:
+        spec = specification(case, given)
+        environment = {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO", **os.environ, **case.environment}
+        left = self.end - time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            given_spec, answer, log = Path(folder, "spec.json"), Path(folder, "answer.json"), Path(folder, "log")
+            # Cases side by side would write the same files of torch.compile's cache.
+            environment["VLLM_CACHE_ROOT"] = str(Path(folder, "cache"))
+            given_spec.write_text(json.dumps(spec))
+            limit = case.limit or self.options.limit
+            with log.open("w") as file:
+                command = [sys.executable, str(CHILD), str(given_spec), str(answer)]
+                ended = wait(command, environment, file, min(limit, left))
+            words = log.read_text(errors="replace")
+            with self._lock, self.options.log.open("a") as file:
+                file.write(f"---- {case.title}\n{words}\n")
+            if ended is None and left < limit:
+                return {"status": LEFT_OUT, "reason": "ended: --seconds were over"}
+            if ended is None:
+                return {"status": FAIL, "reason": f"it took more than {limit:g} s{last(words)}"}
+            if not answer.exists():
+                return {"status": FAIL, "reason": f"its process died, status {ended}{last(words)}"}
+            result = json.loads(answer.read_text())
+        return judged(case, result)
+
+    def write(self) -> None:
+        self.options.out.write_text(to_json(self.report | {"cases": self.outcomes}) + "\n")
+
+
+def specification(case: Case, given: dict[str, Any] | None) -> dict[str, Any]:
+    """What `check_child.run` is told; `given` is the outcome of the case that it needs."""
+    spec = {**LOAD, **case.load, "check": case.check, "policy": case.policy, "wanted": case.wanted}
+    spec |= {"backend": case.backend, "graphs": case.mode == GRAPHS, "files": KERNELS}
+    spec |= {"engine": dict(case.engine), "given": given and given["found"]}
+    if case.backend not in ("", "CPU_ATTN"):
+        # The pool's size is given: utilization is only what has to be free at start, beside other engines.
+        spec["engine"] |= {"attention_config": {"backend": case.backend}, "gpu_memory_utilization": 0.05}
+    if spec["graphs"]:
+        # Few of them, the largest for all requests at once.
+        sizes = [size for size in (1, 4, 8) if size < spec["requests"]] + [spec["requests"]]
+        spec["engine"]["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    return spec
+
+
+def wait(command: list[str], environment: dict[str, str], log: Any, seconds: float) -> int | None:
+    """Status of a process with its own children; None if it had to be ended."""
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        return process.wait(max(seconds, 0))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return None
+
+
+def last(words: str) -> str:
+    lines = [each.strip() for each in words.splitlines() if each.strip()]
+    return f"; the last it said: {lines[-1][:300]}" if lines else ""
+
+
+def judged(case: Case, result: dict[str, Any]) -> dict[str, Any]:
+    """Status of a case whose process has answered, and what it found."""
+    if "error" in result:
+        # Whatever keeps stock vLLM from running is no fault of the plugin's.
+        status, reason = (SKIPPED, "stock vLLM fails: ") if case.check == "stock" else (FAIL, "")
+        return {"status": status, "reason": reason + result["error"]}
+    found = {name: result[name] for name in ("found", "facts") if name in result}
+    if result["wrong"]:
+        return {"status": FAIL, "reason": "; ".join(result["wrong"]), **found}
+    return {"status": OK, "reason": "", **found}
+
+
+def line(outcome: dict[str, Any]) -> str:
+    figures = {name: value for name, value in outcome.get("found", {}).items() if isinstance(value, bool | int | float)}
+    said = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+    reason = ": ".join(part for part in (outcome["reason"], said) if part)
+    return f"{outcome['status']:<8} {outcome['case']:<34} {reason} ({outcome['seconds']:.0f} s)"
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [case.name for case in CASES]
+    every = {"nargs": "+", "metavar": "CASE", "choices": names, "help": ", ".join(names)}
+    parser.add_argument("--cases", **every)
+    parser.add_argument("--backends", nargs="+", metavar="BACKEND", help="only these, such as TRITON_ATTN")
+    parser.add_argument("--modes", nargs="+", choices=(EAGER, GRAPHS), help="only this one")
+    parser.add_argument("--seconds", type=float, default=1800, help="limit for all cases of this call")
+    parser.add_argument("--limit", type=float, default=240, help="seconds of one case")
+    parser.add_argument("--jobs", type=int, help="cases at once; on a GPU a fourth of the CPUs, four at most")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu/check.json"), help="JSON with all that was found")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    if not any(point.name == "vllm_evict" for point in entry_points(group="vllm.general_plugins")):
+        sys.exit("vllm_evict is not installed for this Python: pip install --no-build-isolation --no-deps .")
+    where = places()
+    on_gpu = where[0][0] != "CPU_ATTN"
+    gpu = the_gpu() if on_gpu else None
+    where = [
+        (backend, mode)
+        for backend, mode in where
+        if backend in (options.backends or [backend]) and mode in (options.modes or [mode])
+    ]
+    chosen = [case for case in CASES if case.name in (options.cases or [case.name])]
+    # What they are compared with comes along; on a CPU the tests of kernels are those of the project.
+    needed = {case.needs for case in chosen} - {case.name for case in chosen}
+    chosen = [case for case in CASES if case in chosen or case.name in needed]
+    if not on_gpu and not options.cases:
+        chosen = [case for case in chosen if case.check != "kernels"]
+    check = Check(options)
+    check.report = {"gpu": gpu, **conditions(), "limit": options.limit, "seconds": options.seconds}
+    options.log = options.out.with_suffix(".log")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.log.write_text("")
+    print(gpu["name"] if gpu else "no GPU here: vLLM's CPU engine", flush=True)
+    jobs = options.jobs or (max(min(len(os.sched_getaffinity(0)) // 4, 4), 1) if gpu and gpu["shared"] else 1)
+    check.all(list(ordered(chosen, where)), jobs)
+    by_status = {status: [o["case"] for o in check.outcomes if o["status"] == status] for status in (OK, FAIL, SKIPPED)}
+    left_out = [outcome["case"] for outcome in check.outcomes if outcome["status"] == LEFT_OUT]
+    print(", ".join(f"{len(cases)} {status}" for status, cases in by_status.items()))
+    if left_out:
+        print(f"left out, --seconds were over: {', '.join(left_out)}")
+    print(f"written: {options.out}")
+    if by_status[FAIL] or not by_status[OK]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

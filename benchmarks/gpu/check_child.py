@@ -1,0 +1,360 @@
+"""One case of benchmarks/gpu/check.py, in a process of its own: what an engine does, and what of it is wrong.
+
+As a script: python check_child.py SPECIFICATION ANSWER, both of JSON.
+"""
+
+import argparse
+import json
+import math
+import sys
+import traceback
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+from engine_child import Engine, after
+from load import KV_BYTES, MODEL, QUESTION, has_found, needles
+from pressure import greedy, scheduler_of
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+BLOCK = 32
+#: Most that log-probabilities are off stock's, in bfloat16, where stock is not the same to the bit with itself.
+CLOSE = 0.15
+
+
+class Wrong(list[str]):
+    """What is not as it should be, a sentence each."""
+
+    def unless(self, right: bool, sentence: str) -> None:
+        if not right:
+            self.append(sentence)
+
+
+class Checked:
+    """An engine with the needle model, and its documents.
+
+    Args:
+        spec: of `check.py`: `policy`, `backend`, `graphs`, `requests`, `context`, `output`, `chunk`, `blocks`, `cached`
+            (whether there is a prefix cache), `engine` (further arguments).
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        engine = {
+            "dtype": "bfloat16",
+            "max_model_len": spec["context"] + QUESTION + spec["output"],
+            "block_size": BLOCK,
+            "kv_cache_memory_bytes": spec["blocks"] * BLOCK * KV_BYTES,
+            "max_num_seqs": spec["requests"],
+            "max_num_batched_tokens": spec["chunk"],
+            "enable_prefix_caching": spec["cached"],
+            "enforce_eager": not spec["graphs"],
+            **spec["engine"],
+        }
+        self.engine = Engine({"model": str(MODEL), "policy": spec["policy"], "engine": engine, "vocab": 0})
+        self.llm = self.engine.llm
+        self.tokenizer, self.batch = needles(argparse.Namespace(**spec), seed=0)
+        #: What full CUDA graphs attended with -> steps.
+        self.graphs: Counter[str] = Counter()
+        if self.engine.plugin is not None:
+            after(self.engine.plugin, "choose_graph", lambda chosen, *_: self.graphs.update([chosen and chosen.value]))
+        self.pool = scheduler_of(self.llm).kv_cache_manager.block_pool
+        self.usable = self.pool.get_num_free_blocks()
+        self.wrong = Wrong()
+
+    @property
+    def steps_in_flight(self) -> int:
+        return 1 + bool(self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+
+    def ask(self, policies: list[str] | None = None) -> list[Any]:
+        """Outputs for all documents at once; whatever comes, all log-probabilities are numbers and all blocks are back.
+
+        Args:
+            policies: that each request asks for; None: the server's.
+        """
+        prompts = [{"prompt_token_ids": ids} for _, ids in self.batch]
+        extra = [{}] * len(prompts) if policies is None else [{"extra_args": {"kv_policy": name}} for name in policies]
+        sampling = [greedy(self.spec["output"], logprobs=0, **each) for each in extra]
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        for _ in range(self.steps_in_flight + 1):  # workers hear that the last request has ended
+            self.llm.llm_engine.step()
+        finite = all(math.isfinite(value) for output in outputs for value in logprobs(output))
+        self.wrong.unless(finite, "a log-probability is no number")
+        short = sum(len(output.outputs[0].token_ids) < self.spec["output"] for output in outputs)
+        self.wrong.unless(not short, f"{short} requests ended early")
+        free = self.pool.get_num_free_blocks()
+        self.wrong.unless(free == self.usable, f"{self.usable - free} blocks did not come back to the pool")
+        for group in self.engine.plugin.groups if self.engine.plugin else ():
+            left = [len(sums) for sums in (group.with_holes, group.sums, group.tokens) if sums is not None]
+            self.wrong.unless(not any(left), f"holes or sums of {max(left)} requests were left in a worker")
+        return outputs
+
+    def found(self, outputs: list[Any]) -> int:
+        """Answers that hold the number of their document."""
+        answers = zip(self.batch, outputs, strict=True)
+        return sum(has_found(self.tokenizer, sample, list(o.outputs[0].token_ids)) for (sample, _), o in answers)
+
+    def check_usage(self, outputs: list[Any], kept: int, groups: int = 1) -> dict[str, Any]:
+        """Each request lost blocks, held no more than it may, and ended with what its budget says.
+
+        Args:
+            kept: tokens of the budget, over KV groups.
+        """
+        usages = [output.kv_usage for output in outputs]
+        tokens = self.spec["context"] + QUESTION + self.spec["output"] - 1  # the last one is never computed
+        budget, all_blocks = -(-kept // BLOCK), -(-tokens // BLOCK) * groups
+        ahead = groups * (-(-self.spec["chunk"] * self.steps_in_flight // BLOCK) + 1)
+        evicted, peak = [usage.evicted_blocks for usage in usages], max(u.peak_resident_blocks for u in usages)
+        self.wrong.unless(min(evicted) > 0, f"{evicted.count(0)} of {len(evicted)} requests lost no block")
+        self.wrong.unless(peak <= budget + ahead, f"a request held {peak} blocks, {budget} + {ahead} are allowed")
+        at_end = all_blocks - min(evicted)
+        most = budget + groups * (1 + self.steps_in_flight)
+        self.wrong.unless(at_end <= most, f"a request ended with {at_end} blocks, at most {most} are right")
+        return {"evicted_blocks": sum(evicted), "peak_blocks": peak, "bound": budget + ahead, "blocks_at_end": at_end}
+
+    def check_acted(self, measures: bool = True, decides: bool = True) -> None:
+        """The plugin's parts were in use; those that `Counts` knows of, which is not tokens."""
+        counts = self.engine.counts.take()
+        self.wrong.unless(counts["preemptions"] == 0, f"{counts['preemptions']} preemptions")
+        if decides:
+            self.wrong.unless(counts["decisions"] > 0, "the scheduler decided nothing")
+            sums = counts["measured_requests"]
+            self.wrong.unless((sums > 0) == measures, f"running sums of {sums} requests")
+            self.wrong.unless(counts["steps_with_holes"] > 0, "no step went over a table with holes")
+            # Who is not measured is vLLM's kernel's on a device.
+            own = measures and self.engine.plugin.groups[0].decodes
+            self.wrong.unless(not own or counts["own_decode_steps"] > 0, "no step was decoded by the plugin's kernel")
+            kind = "own" if measures else "stock"
+            replayed = self.graphs[kind] + (self.graphs["own"] if len(self.engine.plugin.groups) > 1 else 0)
+            graphs = not self.spec["graphs"] or replayed > 0
+            self.wrong.unless(graphs, f"no step replayed a full CUDA graph in which {kind} kernels attend")
+
+    def check_found(self, name: str, found: int) -> None:
+        """As many needles as `wanted` says: [at least, at most]."""
+        least, most = self.spec["wanted"][name]
+        counted = f"{name}: {found} of {len(self.batch)} needles"
+        self.wrong.unless(least <= found <= most, f"{counted}, {least} to {most} are right")
+
+
+def logprobs(output: Any) -> list[float]:
+    """Of the tokens of an output, natural logarithms."""
+    completion = output.outputs[0]
+    return [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+
+
+def said(outputs: list[Any]) -> dict[str, list]:
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    return {"tokens": tokens, "logprobs": [logprobs(output) for output in outputs]}
+
+
+# ---- checks: engine -> what was found
+
+
+def stock(checked: Checked) -> dict[str, Any]:
+    """What vLLM says without the plugin, and whether it says it again."""
+    outputs, again = checked.ask(), checked.ask()
+    found = checked.found(outputs)
+    checked.check_found("found", found)
+    return {"found": found, "said": said(outputs), "steady": said(outputs) == said(again)}
+
+
+def same(checked: Checked) -> dict[str, Any]:
+    """What stock said, to the bit; or, `wanted` to be "close", as long as it says the same tokens."""
+    want, outputs = checked.spec["given"]["said"], checked.ask()
+    got, found = said(outputs), checked.found(outputs)
+    checked.check_found("found", found)
+    off, agree = 0.0, 0
+    for tokens, logs, wanted, wanted_logs in zip(*got.values(), *want.values(), strict=True):
+        differs = (at for at, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1])
+        until = next(differs, len(tokens))
+        agree += until == len(tokens)
+        off = max([off, *(abs(a - b) for a, b in zip(logs[:until], wanted_logs))])
+    result = {"found": found, "same_tokens": agree, "requests": len(outputs), "largest_difference": off}
+    usages = [output.kv_usage.evicted_blocks for output in outputs]
+    checked.wrong.unless(not any(usages), f"{sum(usages)} blocks were evicted, wanted none")
+    tolerance, sums = checked.spec["wanted"].get("close"), checked.engine.counts.take()["measured_requests"]
+    checked.wrong.unless((sums > 0) == (tolerance is not None), f"running sums of {sums} requests")
+    if tolerance is not None or not checked.spec["given"]["steady"]:
+        tolerance = CLOSE if tolerance is None else tolerance
+        checked.wrong.unless(off <= tolerance, f"log-probabilities are {off:.3g} off stock's, {tolerance:g} is allowed")
+    else:
+        checked.wrong.unless(got == want, f"{agree} of {len(outputs)} requests say what stock says; off by {off:.3g}")
+    return result
+
+
+def evicts(checked: Checked) -> dict[str, Any]:
+    """A tight budget: what it finds, what it holds, and that what is cached stays right."""
+    wanted, groups = checked.spec["wanted"], len(checked.engine.plugin.groups)
+    outputs = checked.ask()
+    result = {"found": checked.found(outputs), **checked.check_usage(outputs, wanted["kept"], groups)}
+    checked.check_acted(wanted["measures"], wanted["decides"])
+    # The same prompts again hit what is pure of them, and lose the rest again.
+    outputs = checked.ask()
+    result["cached_tokens"] = sum(output.num_cached_tokens for output in outputs)
+    result["found again"] = checked.found(outputs)
+    checked.wrong.unless(result["cached_tokens"] > 0, "the prefix cache was never hit")
+    for name in ("found", "found again"):
+        checked.check_found(name, result[name])
+    return result
+
+
+def mixed(checked: Checked) -> dict[str, Any]:
+    """Requests that keep all and such that do not, in one batch, on prefixes that the latter have published."""
+    policy = checked.spec["policy"]["name"]
+    checked.ask()
+    names = ["full" if index % 2 else policy for index in range(len(checked.batch))]
+    outputs = checked.ask(names)
+    full = [output for output, name in zip(outputs, names, strict=True) if name == "full"]
+    lost = sum(output.kv_usage.evicted_blocks for output in full)
+    checked.wrong.unless(not lost, f"requests under full lost {lost} blocks")
+    hit = sum(output.num_cached_tokens for output in full)
+    checked.wrong.unless(hit > 0, "requests under full never hit the prefix cache")
+    batch = checked.batch
+    checked.batch = [each for each, name in zip(batch, names, strict=True) if name == "full"]
+    found = checked.found(full)
+    checked.check_found("found", found)
+    return {"found": found, "cached_tokens": hit}
+
+
+def under_pressure(checked: Checked) -> dict[str, Any]:
+    """More than the pool holds: all end, nobody is preempted."""
+    outputs = checked.ask()
+    found, lost = checked.found(outputs), sum(output.kv_usage.evicted_blocks for output in outputs)
+    checked.wrong.unless(lost > 0, "nothing was evicted: the pool was not too small")
+    checked.check_acted()
+    checked.check_found("found", found)
+    return {"found": found, "evicted_blocks": lost, "pool_blocks": checked.usable}
+
+
+def oracle(checked: Checked) -> dict[str, Any]:
+    """Log-probabilities and decisions of one request against a dense Llama in float32 (tests/oracle), with holes from
+    the very steps with which workers were told of them."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import torch
+    from oracle.model import DenseLlama
+    from oracle.replay import Config, replay_told
+
+    steps = Steps(scheduler_of(checked.llm))
+    (output,) = checked.ask()
+    checked.check_acted()
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    counts, told, decided = steps.of_request(len(tokens) - 1)
+    policy, kept = checked.spec["policy"], {"accumulate", "window", "budget", "buffer", "sink", "recent"}
+    config = Config(policy["name"], BLOCK, **{key: value for key, value in policy.items() if key in kept})
+    dense, first = DenseLlama(MODEL), len(output.prompt_token_ids) - 1
+    replayed = replay_told(dense, tokens, counts, config, told, decided)
+    full = replay_told(dense, tokens, counts, Config("full", BLOCK), [[]] * len(counts), [[]] * len(counts))
+
+    def error(replay: Any) -> float:
+        logs = torch.log_softmax(replay.logits.double(), -1)
+        want = [logs[first + at, token].item() for at, token in enumerate(output.outputs[0].token_ids)]
+        return sum(abs(a - b) for a, b in zip(logprobs(output), want, strict=True)) / len(want)
+
+    chosen = [(set(ours), set(its)) for ours, its in zip(decided[:-1], replayed.evicted[:-1], strict=True) if ours]
+    alike = sum(len(ours & its) for ours, its in chosen) / max(sum(len(ours) for ours, _ in chosen), 1)
+    result = {"mean_error": error(replayed), "without_eviction": error(full), "decisions": len(chosen), "alike": alike}
+    limits = checked.spec["wanted"]
+    off = f"log-probabilities are {result['mean_error']:.3g} off the oracle's on average"
+    checked.wrong.unless(result["mean_error"] <= limits["error"], f"{off}, {limits['error']:g} is allowed")
+    control = result["without_eviction"] > limits["control"]
+    checked.wrong.unless(control, "what was evicted makes no difference: this says nothing")
+    checked.wrong.unless(alike >= limits["alike"], f"{alike:.0%} of the blocks that went are the oracle's choice")
+    return result
+
+
+class Steps:
+    """What each step of one request was: its tokens, the holes that came with it, those decided after it."""
+
+    def __init__(self, scheduler: Any) -> None:
+        from vllm_evict.core.plan import PLAN
+
+        self._tokens: list[int] = []
+        self._told: list[list[int]] = []
+        self._decided: dict[int, list[int]] = defaultdict(list)
+        schedule, make_holes = scheduler.schedule, scheduler.make_holes
+
+        def watched_schedule(*args: Any, **kwargs: Any) -> Any:
+            planned = schedule(*args, **kwargs)
+            for req_id, tokens in planned.num_scheduled_tokens.items():
+                self._tokens.append(tokens)
+                self._told.append(list(getattr(planned, PLAN).groups[0].holes.get(req_id, [])))
+            return planned
+
+        def watched_holes(request: Any, manager: Any, victims: Any) -> Any:
+            done = request.num_computed_tokens - request.num_in_flight_tokens
+            self._decided[done] += [int(victim) for victim in victims]
+            return make_holes(request, manager, victims)
+
+        scheduler.schedule, scheduler.make_holes = watched_schedule, watched_holes
+
+    def of_request(self, computed: int) -> tuple[list[int], list[list[int]], list[list[int]]]:
+        """Steps up to so many computed tokens: one that is planned after the last token is computed for nothing."""
+        counts, decided, done = [], [], 0
+        for tokens in self._tokens:
+            if done == computed:
+                break
+            done += tokens
+            counts.append(tokens)
+            decided.append(sorted(self._decided.get(done, [])))
+        return counts, self._told[: len(counts)], decided
+
+
+CHECKS = {check.__name__: check for check in (stock, same, evicts, mixed, under_pressure, oracle)}
+
+
+def kernels(spec: dict[str, Any]) -> dict[str, Any]:
+    """Tests of the kernels alone, on this device."""
+    import importlib.util
+
+    import pytest
+
+    class Counter:
+        def __init__(self) -> None:
+            self.outcomes: dict[str, list[str]] = defaultdict(list)
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                self.outcomes[report.outcome].append(report.nodeid)
+
+    counter = Counter()
+    parallel = ["-n", "4", "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
+    files = sorted(str(path) for pattern in spec["files"] for path in (ROOT / "tests").glob(pattern))
+    sys.path = [path for path in sys.path if path not in (str(FOLDER), str(FOLDER.parent))]  # they have an engine.py
+    status = int(pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *parallel, *files], [counter]))
+    counts = {outcome: len(ids) for outcome, ids in counter.outcomes.items()}
+    failed = counter.outcomes["failed"]
+    wrong = Wrong()
+    wrong.unless(not failed, f"{len(failed)} tests failed: {', '.join(failed[:3])}{' …' * (len(failed) > 3)}")
+    wrong.unless(bool(failed) or status == 0, f"pytest left with status {status}")
+    wrong.unless(counts.get("passed", 0) > 0, "no test ran")
+    return {"found": counts | {"failures": failed}, "wrong": wrong}
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    if spec["check"] == "kernels":
+        return kernels(spec)
+    checked = Checked(spec)
+    facts = checked.engine.facts()
+    found = CHECKS[spec["check"]](checked)
+    backend, wanted = facts["attention_backend"].split()[0], spec["backend"]
+    checked.wrong.unless(backend == wanted, f"attention backend {backend} in the place of {wanted}")
+    graphs = facts["cudagraph_mode"] != "NONE"
+    checked.wrong.unless(graphs == spec["graphs"], f"CUDA graphs: {facts['cudagraph_mode']}")
+    checked.wrong.unless(facts["plugin_loaded"] == (spec["policy"] is not None), "the plugin is where it should not be")
+    return {"facts": facts, "found": found, "wrong": checked.wrong}
+
+
+def main(spec: str, answer: str) -> None:
+    try:
+        result = run(json.loads(Path(spec).read_text()))
+    except BaseException as error:
+        traceback.print_exc()
+        result = {"error": f"{type(error).__name__}: {error}"}
+    Path(answer).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
