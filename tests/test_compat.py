@@ -487,6 +487,14 @@ def test_hooks_are_applied_once(name):
 
 #: Of each hooked module: the class, and its methods that are replaced.
 HOOKED = {
+    "vllm.entrypoints.openai.chat_completion.protocol": (
+        "ChatCompletionRequest",
+        ["to_beam_search_params", "to_sampling_params"],
+    ),
+    "vllm.entrypoints.openai.completion.protocol": (
+        "CompletionRequest",
+        ["to_beam_search_params", "to_sampling_params"],
+    ),
     "vllm.entrypoints.openai.responses.serving": ("OpenAIServingResponses", ["_generate_with_builtin_tools"]),
     "vllm.v1.engine.async_llm": ("AsyncLLM", ["generate", "_add_streaming_input_request"]),
     "vllm.v1.engine.input_processor": ("InputProcessor", ["process_inputs"]),
@@ -712,6 +720,17 @@ def test_the_flag_takes_what_users_write(parser, tmp_path, monkeypatch, argument
     assert namespace.kv_policy == policy
     for cls in (EngineArgs, AsyncEngineArgs):
         assert cls.from_cli_args(namespace).kv_policy == policy
+
+
+@pytest.mark.parametrize("key", ["kv-policy", "kv_policy"])
+@pytest.mark.parametrize("written", ["h2o.yaml", '{"name": "h2o", "budget": 2048}', {"name": "h2o", "budget": 2048}])
+def test_vllms_config_file_may_hold_it(parser, tmp_path, monkeypatch, key, written):
+    monkeypatch.chdir(tmp_path)
+    Path("h2o.yaml").write_text("name: h2o\nbudget: 2048\n")
+    Path("serve.yaml").write_text(json.dumps({"model": str(tmp_path), key: written}))
+    assert parser.parse_args(["--config", "serve.yaml"]).kv_policy == H2O
+    # The command line comes after the file.
+    assert parser.parse_args(["--config", "serve.yaml", "--kv-policy", "tova"]).kv_policy.name == "tova"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,8 @@ logger = logging.getLogger("vllm.evict")
 
 #: Policy of the streaming session whose turns are being taken in, once its first turn has one: [name]. None outside.
 _session: ContextVar[list[str] | None] = ContextVar("kv_evict_session", default=None)
+#: What a client's beam search asks for, in the task that answers it; vLLM hands it to none of the requests it makes.
+_beam_xargs: ContextVar[dict[str, Any] | None] = ContextVar("kv_evict_beam_xargs", default=None)
 
 
 def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
@@ -101,10 +104,34 @@ def hook_async_llm(module: ModuleType) -> None:
 
     @functools.wraps(generate)
     def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        if (xargs := _beam_xargs.get()) and not sampling_params.extra_args:
+            sampling_params = sampling_params.clone()
+            sampling_params.extra_args = dict(xargs)
         _check_prompt(self.vllm_config, prompt, sampling_params)
         return generate(self, prompt, sampling_params, *args, **kwargs)
 
     cls.generate, cls._add_streaming_input_request = checked, add_known_session
+
+
+def hook_protocol(name: str) -> Callable[[ModuleType], None]:
+    """Of the module of the OpenAI request `name`: what its beam search asks of the engine gets its `vllm_xargs`."""
+
+    def noting(convert: Any, beams: bool) -> Any:
+        @functools.wraps(convert)
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _beam_xargs.set(self.vllm_xargs if beams else None)
+            return convert(self, *args, **kwargs)
+
+        return noted
+
+    def hook(module: ModuleType) -> None:
+        cls = getattr(module, name)
+        to_beam_search_params, to_sampling_params = cls.to_beam_search_params, cls.to_sampling_params
+        if _once(cls):
+            cls.to_beam_search_params = noting(to_beam_search_params, beams=True)
+            cls.to_sampling_params = noting(to_sampling_params, beams=False)
+
+    return hook
 
 
 def hook_responses(module: ModuleType) -> None:
