@@ -28,7 +28,10 @@ from guard.check import complaints, extract, facts
 from guard.source import Sources
 from guard.touches import NO_TOUCH, TOUCHES
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs, get_kwargs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -565,6 +568,22 @@ def test_what_is_nothing_of_ours_is_not_said(configured, warned, extra_args):
 def test_a_request_for_a_policy_where_there_is_one_is_not_said(configured, warned):
     frontend._check_request(configured(kv_policy="full"), SamplingParams(extra_args={"kv_policy": "h2o"}), 5000)
     assert not warned()
+
+
+@pytest.mark.parametrize("make", [CompletionRequest, ChatCompletionRequest])
+def test_beams_get_what_their_search_asks_of_the_policy_and_nothing_else(configured, make):
+    asks = {"prompt": "t1"} if make is CompletionRequest else {"messages": [{"role": "user", "content": "t1"}]}
+    prompt, params = {"prompt_token_ids": [1] * 100}, SamplingParams()
+    served = configured(kv_policy={"name": "h2o", "budget": 1024})
+    make(**asks, vllm_xargs={"kv_budget": 512, "other": 1}).to_beam_search_params(3)
+    assert frontend._of_beam(served, prompt, params).extra_args == {"kv_budget": 512} and not params.extra_args
+    assert frontend._of_beam(configured(), prompt, params) is params
+    make(**asks, vllm_xargs={"kv_buget": 512}).to_beam_search_params(3)
+    with pytest.raises(VLLMValidationError, match="'kv_buget'"):
+        frontend._of_beam(served, prompt, params)
+    # What comes next in the same task is no beam.
+    make(**asks).to_sampling_params(3)
+    assert frontend._of_beam(served, prompt, params) is params
 
 
 def test_a_policy_travels_in_the_configuration_and_names_the_worker(configured):

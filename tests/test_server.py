@@ -247,8 +247,9 @@ def test_beams_have_what_their_search_asks_for(server):
         moved = server.moved(before)
         # Later tokens hit what the first one's request has published, and end with the step that computes the rest.
         assert moved["requests_total", "sink-window"] == 1 and moved["requests_total", "h2o"] == 0
-        with pytest.raises(openai.BadRequestError, match="above the server's 256"):
-            ask({"kv_budget": 512}, words, chat)
+        for bad, reason in (({"kv_budget": 512}, "above the server's 256"), ({"kv_buget": 128}, "'kv_buget'")):
+            with pytest.raises(openai.BadRequestError, match=reason):
+                ask(bad, words, chat)
     assert server.complete(xargs={"kv_usage": True}).kv_transfer_params["kv_usage"]["policy"] == "h2o"
 
 

@@ -58,6 +58,19 @@ def _check_prompt(vllm_config: Any, prompt: Any, params: Any) -> None:
         _check_request(vllm_config, params, len(prompt["prompt_token_ids"]))
 
 
+def _of_beam(vllm_config: Any, prompt: Any, params: Any) -> Any:
+    """Parameters of a request that a beam search makes, with what its client asks of the policy; others as they are."""
+    xargs = _beam_xargs.get()
+    if not xargs or _server_policy(vllm_config) is None:
+        return params
+    params = params.clone()
+    params.extra_args = xargs
+    _check_prompt(vllm_config, prompt, params)
+    # What else there is goes where vLLM lets it go: nowhere.
+    params.extra_args = {field: value for field, value in xargs.items() if field in REQUEST_FIELDS}
+    return params
+
+
 def _check_turn(vllm_config: Any, params: Any) -> None:
     """Refuse a turn of a streaming session that asks for another policy than its first one."""
     from vllm.exceptions import VLLMValidationError
@@ -104,9 +117,7 @@ def hook_async_llm(module: ModuleType) -> None:
 
     @functools.wraps(generate)
     def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        if (xargs := _beam_xargs.get()) and not sampling_params.extra_args:
-            sampling_params = sampling_params.clone()
-            sampling_params.extra_args = dict(xargs)
+        sampling_params = _of_beam(self.vllm_config, prompt, sampling_params)
         _check_prompt(self.vllm_config, prompt, sampling_params)
         return generate(self, prompt, sampling_params, *args, **kwargs)
 
