@@ -276,6 +276,11 @@ CONFIGURATION = [
         ("compat.refusals",),
         "refused: our decode kernel splits keys by what the batch holds",
     ),
+    Touch(
+        "vllm.envs:VLLM_USE_RUST_FRONTEND",
+        ("compat.refusals",),
+        "refused: its clients speak to the engine core, past all that is hooked here",
+    ),
     Touch("vllm.platforms:current_platform", ("compat.refusals",), "ROCm calls its device cuda"),
     Touch(
         "vllm.platforms.interface:Platform.is_rocm",
