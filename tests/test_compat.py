@@ -575,14 +575,14 @@ def test_beams_get_what_their_search_asks_of_the_policy_and_nothing_else(configu
     asks = {"prompt": "t1"} if make is CompletionRequest else {"messages": [{"role": "user", "content": "t1"}]}
     prompt, params = {"prompt_token_ids": [1] * 100}, SamplingParams()
     served = configured(kv_policy={"name": "h2o", "budget": 1024})
-    make(**asks, vllm_xargs={"kv_budget": 512, "other": 1}).to_beam_search_params(3)
+    make(**asks, vllm_xargs={"kv_budget": 512, "other": 1}).to_beam_search_params(3, {})
     assert frontend._of_beam(served, prompt, params).extra_args == {"kv_budget": 512} and not params.extra_args
     assert frontend._of_beam(configured(), prompt, params) is params
-    make(**asks, vllm_xargs={"kv_buget": 512}).to_beam_search_params(3)
+    make(**asks, vllm_xargs={"kv_buget": 512}).to_beam_search_params(3, {})
     with pytest.raises(VLLMValidationError, match="'kv_buget'"):
         frontend._of_beam(served, prompt, params)
     # What comes next in the same task is no beam.
-    make(**asks).to_sampling_params(3)
+    make(**asks).to_sampling_params(3, {})
     assert frontend._of_beam(served, prompt, params) is params
 
 
