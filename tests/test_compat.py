@@ -28,7 +28,10 @@ from guard.check import complaints, extract, facts
 from guard.source import Sources
 from guard.touches import NO_TOUCH, TOUCHES
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs, get_kwargs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -40,6 +43,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_evict import KVPolicyConfig, KVPolicyError, plugin
 from vllm_evict.compat import arguments, frontend, versions
 from vllm_evict.compat.late import when_imported
+from vllm_evict.config import REQUEST_FIELDS
 from vllm_evict.core.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from vllm_evict.worker.cpu import CPUEvictionWorker
 
@@ -487,6 +491,14 @@ def test_hooks_are_applied_once(name):
 
 #: Of each hooked module: the class, and its methods that are replaced.
 HOOKED = {
+    "vllm.entrypoints.openai.chat_completion.protocol": (
+        "ChatCompletionRequest",
+        ["to_beam_search_params", "to_sampling_params"],
+    ),
+    "vllm.entrypoints.openai.completion.protocol": (
+        "CompletionRequest",
+        ["to_beam_search_params", "to_sampling_params"],
+    ),
     "vllm.entrypoints.openai.responses.serving": ("OpenAIServingResponses", ["_generate_with_builtin_tools"]),
     "vllm.v1.engine.async_llm": ("AsyncLLM", ["generate", "_add_streaming_input_request"]),
     "vllm.v1.engine.input_processor": ("InputProcessor", ["process_inputs"]),
@@ -545,7 +557,7 @@ def test_a_request_for_a_policy_where_there_is_none_is_said_once_and_served(conf
     for _ in range(2):
         frontend._check_request(configured(), SamplingParams(extra_args=extra_args), 100)
     (line,) = warned()
-    assert "kv_policy or kv_budget or kv_usage" in line and "no KV policy" in line and "--kv-policy" in line
+    assert " or ".join(REQUEST_FIELDS) in line and "no KV policy" in line and "--kv-policy" in line
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {"kv_buget": 1}])
@@ -557,6 +569,22 @@ def test_what_is_nothing_of_ours_is_not_said(configured, warned, extra_args):
 def test_a_request_for_a_policy_where_there_is_one_is_not_said(configured, warned):
     frontend._check_request(configured(kv_policy="full"), SamplingParams(extra_args={"kv_policy": "h2o"}), 5000)
     assert not warned()
+
+
+@pytest.mark.parametrize("make", [CompletionRequest, ChatCompletionRequest])
+def test_beams_get_what_their_search_asks_of_the_policy_and_nothing_else(configured, make):
+    asks = {"prompt": "t1"} if make is CompletionRequest else {"messages": [{"role": "user", "content": "t1"}]}
+    prompt, params = {"prompt_token_ids": [1] * 100}, SamplingParams()
+    served = configured(kv_policy={"name": "h2o", "budget": 1024})
+    make(**asks, vllm_xargs={"kv_budget": 512, "other": 1}).to_beam_search_params(3, {})
+    assert frontend._of_beam(served, prompt, params).extra_args == {"kv_budget": 512} and not params.extra_args
+    assert frontend._of_beam(configured(), prompt, params) is params
+    make(**asks, vllm_xargs={"kv_buget": 512}).to_beam_search_params(3, {})
+    with pytest.raises(VLLMValidationError, match="'kv_buget'"):
+        frontend._of_beam(served, prompt, params)
+    # What comes next in the same task is no beam.
+    make(**asks).to_sampling_params(3, {})
+    assert frontend._of_beam(served, prompt, params) is params
 
 
 def test_a_policy_travels_in_the_configuration_and_names_the_worker(configured):
@@ -712,6 +740,17 @@ def test_the_flag_takes_what_users_write(parser, tmp_path, monkeypatch, argument
     assert namespace.kv_policy == policy
     for cls in (EngineArgs, AsyncEngineArgs):
         assert cls.from_cli_args(namespace).kv_policy == policy
+
+
+@pytest.mark.parametrize("key", ["kv-policy", "kv_policy"])
+@pytest.mark.parametrize("written", ["h2o.yaml", '{"name": "h2o", "budget": 2048}', {"name": "h2o", "budget": 2048}])
+def test_vllms_config_file_may_hold_it(parser, tmp_path, monkeypatch, key, written):
+    monkeypatch.chdir(tmp_path)
+    Path("h2o.yaml").write_text("name: h2o\nbudget: 2048\n")
+    Path("serve.yaml").write_text(json.dumps({"model": str(tmp_path), key: written}))
+    assert parser.parse_args(["--config", "serve.yaml"]).kv_policy == H2O
+    # The command line comes after the file.
+    assert parser.parse_args(["--config", "serve.yaml", "--kv-policy", "tova"]).kv_policy.name == "tova"
 
 
 @pytest.mark.parametrize(

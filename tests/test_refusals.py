@@ -261,6 +261,13 @@ def test_a_gpu_may_have_what_vllm_chooses(backend, monkeypatch):
         refusals.check_config(served, KVPolicyConfig.parse(H2O))
 
 
+def test_the_rust_front_end_is_refused(tiny, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(KVPolicyError, match="Rust front end.*: unset VLLM_USE_RUST_FRONTEND$"):
+        engine_config(tiny)
+    assert engine_config(tiny, None).scheduler_config.scheduler_cls is None
+
+
 RUN_ON = "policies run on CPU_ATTN, and on a GPU on FLASH_ATTN, FLASHINFER and TRITON_ATTN (tested without one only)"
 PER_KIND = "--attention-config.backend_per_kind.full_attention"
 

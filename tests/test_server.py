@@ -13,12 +13,16 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
 pytestmark = pytest.mark.v1_only
 
 POLICY = {"name": "h2o", "budget": 256, "buffer": 32, "sink": 32, "recent": 64, "allow": ["sink-window", "full"]}
+ENGINE = ["--kv-policy", json.dumps(POLICY), "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+ENGINE += ["--max-model-len", "2048", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
+ENGINE += ["--num-gpu-blocks-override", "128", "--kv-cache-memory-bytes", str(64 << 20)]
 WORDS = [f"t{i * 7 % 256}" for i in range(600)]
 PROMPT = " ".join(WORDS[:400])
 
@@ -69,9 +73,7 @@ def server(tiny, tmp_path_factory):
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log.txt"
     command = vllm("serve", str(tiny), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port))
-    command += ["--kv-policy", json.dumps(POLICY), "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
-    command += ["--max-model-len", "2048", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
-    command += ["--num-gpu-blocks-override", "128", "--kv-cache-memory-bytes", str(64 << 20)]
+    command += [*ENGINE, "--enable-scale-out"]
     with open(log, "w") as output:
         process = subprocess.Popen(
             command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -210,6 +212,60 @@ def test_a_bad_streamed_request_is_http_400_before_the_stream(server):
         assert "'kv_buget'" in refused.value.message
 
 
+MESSAGES = [{"role": "user", "content": PROMPT}]
+TOKENS = {"token_ids": [i * 7 % 256 for i in range(400)], "sampling_params": {"max_tokens": 40, "ignore_eos": True}}
+#: Ways to the engine that the clients above don't take: what they are asked, and whether they have a place for usage.
+ENDPOINTS = {
+    "/v1/messages": ({"messages": MESSAGES, "max_tokens": 40}, True),
+    "/v1/chat/completions/batch": ({"messages": [MESSAGES, MESSAGES], "max_tokens": 40}, False),
+    "/inference/v1/generate": (TOKENS, True),
+    "/invocations": ({"prompt": PROMPT, "max_tokens": 40}, True),
+}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_other_ways_to_the_engine_take_the_same(server, path):
+    body, shows_usage = ENDPOINTS[path]
+
+    def ask(xargs, **options):
+        request = {"model": "tiny", **body, **options}
+        if "sampling_params" in request:
+            request["sampling_params"] = {**request["sampling_params"], "extra_args": xargs}
+        else:
+            request["vllm_xargs"] = xargs
+        return httpx.post(f"{server.address}{path}", json=request, timeout=120)
+
+    before = server.metrics()
+    answer = ask({"kv_usage": True, "kv_budget": 160})
+    assert answer.status_code == 200
+    assert server.moved(before)["blocks_evicted_total", "h2o"] >= 8
+    if shows_usage:
+        assert answer.json()["kv_transfer_params"]["kv_usage"]["budget_tokens"] == 160
+    for options in ({}, {"stream": True}) if shows_usage else ({},):
+        refused = ask({"kv_budget": 512}, **options)
+        assert refused.status_code == 400 and "above the server's 256" in refused.json()["error"]["message"]
+
+
+def test_beams_have_what_their_search_asks_for(server):
+    def ask(xargs, words, chat):
+        text = " ".join(words)
+        body = {"model": "tiny", "n": 2, "max_tokens": 3, "extra_body": {"use_beam_search": True, "vllm_xargs": xargs}}
+        if chat:
+            return server.client.chat.completions.create(messages=[{"role": "user", "content": text}], **body)
+        return server.client.completions.create(prompt=text, **body)
+
+    for chat, words in ((False, WORDS[3:403]), (True, WORDS[5:405])):
+        before = server.metrics()
+        assert len(ask({"kv_policy": "sink-window", "kv_budget": 192}, words, chat).choices) == 2
+        moved = server.moved(before)
+        # Later tokens hit what the first one's request has published, and end with the step that computes the rest.
+        assert moved["requests_total", "sink-window"] == 1 and moved["requests_total", "h2o"] == 0
+        for bad, reason in (({"kv_budget": 512}, "above the server's 256"), ({"kv_buget": 128}, "'kv_buget'")):
+            with pytest.raises(openai.BadRequestError, match=reason):
+                ask(bad, words, chat)
+    assert server.complete(xargs={"kv_usage": True}).kv_transfer_params["kv_usage"]["policy"] == "h2o"
+
+
 def test_many_clients_with_policies_of_their_own(server):
     before = server.metrics()
     wishes = [None, {"kv_policy": "sink-window"}, {"kv_policy": "full"}, {"kv_budget": 160}, {"kv_buget": 1}] * 4
@@ -313,6 +369,31 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(server):
         server.complete("t1", max_tokens=1)
         time.sleep(0.2)
     assert server.metrics()["blocks_resident", "h2o"] == 0
+
+
+def test_a_batch_file_has_a_bad_line_answered_by_its_own_error(tiny, tmp_path):
+    """`vllm run-batch`, without a server."""
+    wishes = {"plain": None, "asks": {"kv_usage": True, "kv_budget": 192}, "wrong": {"kv_budget": 512}}
+    body = {"model": str(tiny), "messages": MESSAGES, "max_tokens": 20, "ignore_eos": True}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {**body, "vllm_xargs": xargs}}
+        for name, xargs in wishes.items()
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = vllm("run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+    done = subprocess.run(
+        [*command, "--model", str(tiny), *ENGINE], env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = {(line := json.loads(text))["custom_id"]: line for text in (tmp_path / "out.jsonl").open()}
+    assert {name: line["response"]["status_code"] for name, line in answers.items()} == {
+        "plain": 200,
+        "asks": 200,
+        "wrong": 400,
+    }
+    assert "above the server's 256" in answers["wrong"]["error"]["error"]["message"]
+    usage = answers["asks"]["response"]["body"]["kv_transfer_params"]["kv_usage"]
+    assert usage["budget_tokens"] == 192 and usage["evicted_blocks"] >= 7
 
 
 def test_help_shows_the_flag():

@@ -9,6 +9,8 @@ from .config import KVPolicyConfig, KVPolicyError
 #: vLLM's modules and what is added to them, in every process and idempotently. Without a policy all of it stays idle.
 HOOKS = {
     "vllm.engine.arg_utils": arguments.hook,
+    "vllm.entrypoints.openai.chat_completion.protocol": frontend.hook_protocol("ChatCompletionRequest"),
+    "vllm.entrypoints.openai.completion.protocol": frontend.hook_protocol("CompletionRequest"),
     "vllm.entrypoints.openai.responses.serving": frontend.hook_responses,
     "vllm.v1.engine.async_llm": frontend.hook_async_llm,
     "vllm.v1.engine.input_processor": frontend.hook_input_processor,

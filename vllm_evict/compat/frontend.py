@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,8 @@ logger = logging.getLogger("vllm.evict")
 
 #: Policy of the streaming session whose turns are being taken in, once its first turn has one: [name]. None outside.
 _session: ContextVar[list[str] | None] = ContextVar("kv_evict_session", default=None)
+#: What a client's beam search asks for, in the task that answers it; vLLM hands it to none of the requests it makes.
+_beam_xargs: ContextVar[dict[str, Any] | None] = ContextVar("kv_evict_beam_xargs", default=None)
 
 
 def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
@@ -53,6 +56,19 @@ def _check_prompt(vllm_config: Any, prompt: Any, params: Any) -> None:
     """The same for a prompt that is rendered; others are checked when they are."""
     if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
         _check_request(vllm_config, params, len(prompt["prompt_token_ids"]))
+
+
+def _of_beam(vllm_config: Any, prompt: Any, params: Any) -> Any:
+    """Parameters of a request that a beam search makes, with what its client asks of the policy; others as they are."""
+    xargs = _beam_xargs.get()
+    if not xargs or _server_policy(vllm_config) is None:
+        return params
+    params = params.clone()
+    params.extra_args = xargs
+    _check_prompt(vllm_config, prompt, params)
+    # What else there is goes where vLLM lets it go: nowhere.
+    params.extra_args = {field: value for field, value in xargs.items() if field in REQUEST_FIELDS}
+    return params
 
 
 def _check_turn(vllm_config: Any, params: Any) -> None:
@@ -101,10 +117,32 @@ def hook_async_llm(module: ModuleType) -> None:
 
     @functools.wraps(generate)
     def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        sampling_params = _of_beam(self.vllm_config, prompt, sampling_params)
         _check_prompt(self.vllm_config, prompt, sampling_params)
         return generate(self, prompt, sampling_params, *args, **kwargs)
 
     cls.generate, cls._add_streaming_input_request = checked, add_known_session
+
+
+def hook_protocol(name: str) -> Callable[[ModuleType], None]:
+    """Of the module of the OpenAI request `name`: what its beam search asks of the engine gets its `vllm_xargs`."""
+
+    def noting(convert: Any, beams: bool) -> Any:
+        @functools.wraps(convert)
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            _beam_xargs.set(self.vllm_xargs if beams else None)
+            return convert(self, *args, **kwargs)
+
+        return noted
+
+    def hook(module: ModuleType) -> None:
+        cls = getattr(module, name)
+        to_beam_search_params, to_sampling_params = cls.to_beam_search_params, cls.to_sampling_params
+        if _once(cls):
+            cls.to_beam_search_params = noting(to_beam_search_params, beams=True)
+            cls.to_sampling_params = noting(to_sampling_params, beams=False)
+
+    return hook
 
 
 def hook_responses(module: ModuleType) -> None:

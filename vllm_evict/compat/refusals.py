@@ -69,6 +69,11 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "VLLM_BATCH_INVARIANT, as its decode kernel splits keys by what the batch holds",
             "unset it, or leave --kv-policy out",
         ),
+        (
+            envs.VLLM_USE_RUST_FRONTEND,
+            "vLLM's Rust front end, which takes what requests ask for unseen, and has no metrics of ours",
+            "unset VLLM_USE_RUST_FRONTEND",
+        ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         (model.use_mla, "multi-head latent attention (MLA)", without),
         (

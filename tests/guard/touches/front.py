@@ -276,6 +276,11 @@ CONFIGURATION = [
         ("compat.refusals",),
         "refused: our decode kernel splits keys by what the batch holds",
     ),
+    Touch(
+        "vllm.envs:VLLM_USE_RUST_FRONTEND",
+        ("compat.refusals",),
+        "refused: its clients speak to the engine core, past all that is hooked here",
+    ),
     Touch("vllm.platforms:current_platform", ("compat.refusals",), "ROCm calls its device cuda"),
     Touch(
         "vllm.platforms.interface:Platform.is_rocm",
@@ -377,6 +382,34 @@ FRONT_END = [
         ("compat.frontend",),
         "makes the generator of a request; a bad one is refused before",
         first=("prompt", "sampling_params"),
+    ),
+    Touch(
+        "vllm.sampling_params:SamplingParams.clone",
+        ("compat.frontend",),
+        "a beam search has one for all requests that it makes; those that a client's beams make get its arguments",
+        calls=("params.clone()",),
+    ),
+    Touch("vllm.entrypoints.openai.chat_completion.protocol:", ("plugin",), "hooked when it is imported"),
+    Touch("vllm.entrypoints.openai.completion.protocol:", ("plugin",), "hooked when it is imported"),
+    *(
+        Touch(
+            f"vllm.entrypoints.openai.{module}.protocol:{name}.{method}",
+            ("compat.frontend",),
+            why,
+            replaced_by=("vllm_evict.compat.frontend:hook_protocol.noting.noted",),
+            does=does,
+        )
+        for module, name in (("chat_completion", "ChatCompletionRequest"), ("completion", "CompletionRequest"))
+        for method, why, does in (
+            ("to_beam_search_params", "drops `vllm_xargs`, which beams are to have", ("return BeamSearchParams(...)",)),
+            ("to_sampling_params", "keeps `vllm_xargs`: no beams", ("self.vllm_xargs if self.vllm_xargs else {}",)),
+        )
+    ),
+    Touch(
+        "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search",
+        ("compat.frontend",),
+        "asks the engine for each token of each beam, in the task that answers the client or in one that it makes",
+        does=("asyncio.create_task(collect_from_async_generator(self.engine_client.generate(...)))",),
     ),
     Touch("vllm.entrypoints.openai.responses.serving:", ("plugin",), "hooked when it is imported"),
     Touch(
