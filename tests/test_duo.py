@@ -158,6 +158,9 @@ def test_a_window_that_covers_the_sequence_is_stock(duo, engine, model, heads):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), atol=1e-4)
         assert one.kv_usage.evicted_blocks == 0
+    with pytest.raises(KVPolicyError, match="reload with is_checkpoint_format=True"):
+        split.llm.collective_rpc("reload_weights", kwargs={"is_checkpoint_format": False})
+    stock.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": [], "is_checkpoint_format": False})
 
 
 @pytest.mark.parametrize("tokens", [200] if V2 else [200, 1500])

@@ -28,7 +28,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict import KVPolicyError
 from vllm_evict.compat import reorder
-from vllm_evict.compat.reorder import Part, reordering
+from vllm_evict.compat.reorder import Part, check_reload, reordering
 
 pytestmark = pytest.mark.v1_only
 
@@ -203,6 +203,17 @@ def test_lora_is_refused():
         pytest.fail("not reached")
 
 
+def test_weights_that_come_past_the_loaders_are_refused():
+    config = SimpleNamespace(lora_config=None, weight_transfer_config=SimpleNamespace(backend="sparse_nccl"))
+    with pytest.raises(KVPolicyError, match="'sparse_nccl' transfers.*use nccl or ipc"), reordering(config, ORDER):
+        pytest.fail("not reached")
+    check_reload()
+    check_reload(None, "path", is_checkpoint_format=True)
+    for args, kwargs in (((iter(()), None, False), {}), ((), {"is_checkpoint_format": False})):
+        with pytest.raises(KVPolicyError, match="reload with is_checkpoint_format=True"):
+            check_reload(*args, **kwargs)
+
+
 def test_a_loader_that_builds_models_itself_is_refused(load, checkpoint, monkeypatch):
     from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -226,10 +237,13 @@ def test_a_loader_that_passes_weight_loaders_by_is_refused(load, checkpoint, mon
         load(checkpoint("llama"), ORDER)
 
 
+AUTO = SimpleNamespace(load_format="auto")
+
+
 def test_a_second_model_is_refused(monkeypatch):
     monkeypatch.setattr(base_loader, "initialize_model", lambda *args, **kwargs: nn.Module())
     monkeypatch.setattr(reorder, "get_layers_from_vllm_config", lambda *args: {})
-    config = SimpleNamespace(lora_config=None, load_config=SimpleNamespace(load_format="auto"))
+    config = SimpleNamespace(lora_config=None, weight_transfer_config=None, load_config=AUTO)
     with reordering(config, ORDER[:0]):
         base_loader.initialize_model()
         with pytest.raises(KVPolicyError, match="second model"):
@@ -237,7 +251,7 @@ def test_a_second_model_is_refused(monkeypatch):
 
 
 def test_an_error_of_the_loader_is_not_hidden():
-    config = SimpleNamespace(lora_config=None, load_config=SimpleNamespace(load_format="auto"))
+    config = SimpleNamespace(lora_config=None, weight_transfer_config=None, load_config=AUTO)
     with pytest.raises(RuntimeError, match="disk"), reordering(config, ORDER):
         raise RuntimeError("disk")
 

@@ -29,6 +29,8 @@ from ..errors import KVPolicyError
 
 #: What to load with instead: formats that go through the weight loaders, or need no weights.
 FORMATS = "use --load-format auto, safetensors, pt or dummy"
+#: How trained weights may come to a server that is running: those that go through the weight loaders.
+TRANSFERS = ("nccl", "ipc")
 #: Attention modules whose projection has q, k and v of each KV head side by side. Their weights come whole, so that the
 #: loader can't know.
 INTERLEAVED = ("InternLM2Attention",)
@@ -68,6 +70,12 @@ def reordering(vllm_config: VllmConfig, order: np.ndarray) -> Iterator[None]:
             "KV heads can't be split with LoRA, whose adapters are trained for the heads' own order: "
             "leave --enable-lora out"
         )
+    transfer = vllm_config.weight_transfer_config
+    if transfer is not None and transfer.backend not in TRANSFERS:
+        raise KVPolicyError(
+            f"KV heads can't be split with weights that {transfer.backend!r} transfers, past their loaders: use "
+            f"{' or '.join(TRANSFERS)} as the backend of --weight-transfer-config"
+        )
     load_format = str(vllm_config.load_config.load_format)
     models: list[Awaited] = []
     initialize = base_loader.initialize_model
@@ -94,6 +102,19 @@ def reordering(vllm_config: VllmConfig, order: np.ndarray) -> Iterator[None]:
         raise KVPolicyError(
             f"KV heads can't be split: --load-format {load_format} did not load {name}{shard and f' ({shard})'} "
             f"through its weight loader; {FORMATS}"
+        )
+
+
+def check_reload(weights_iterator: Any = None, weights_path: Any = None, is_checkpoint_format: bool = True) -> None:
+    """Of a model whose heads are in another order; arguments of vLLM's `reload_weights`.
+
+    Raises:
+        KVPolicyError: weights would be put in as they are.
+    """
+    if not is_checkpoint_format:
+        raise KVPolicyError(
+            "weights in kernel format have their heads in the checkpoint's order, and this policy has them in another: "
+            "reload with is_checkpoint_format=True"
         )
 
 

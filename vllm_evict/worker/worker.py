@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 from ..compat import layers, runners
-from ..compat.reorder import reordering
+from ..compat.reorder import check_reload, reordering
 from ..core.plan import REPORTS, Reports
 from ..core.spec import policy_config
 from .runtime import EvictionRuntime
@@ -24,12 +24,18 @@ class EvictionWorkerMixin:
     kv_evict: EvictionRuntime | None = None
     _reports: list[Reports] = []
     _copied: Any = None
+    _reordered = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         placed = layers.layout(self.vllm_config, policy_config(self.vllm_config))
-        reordered = placed is not None and placed.order is not None
-        with reordering(self.vllm_config, placed.order) if reordered else nullcontext():
+        self._reordered = placed is not None and placed.order is not None
+        with reordering(self.vllm_config, placed.order) if self._reordered else nullcontext():
             super().load_model(*args, **kwargs)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        if self._reordered:
+            check_reload(*args, **kwargs)
+        super().reload_weights(*args, **kwargs)
 
     def get_kv_cache_spec(self) -> Any:
         # The first call after the model is loaded and the block size is settled; specs are what it changes.

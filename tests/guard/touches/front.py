@@ -128,6 +128,7 @@ CONFIGURATION = [
         has=(
             "load_config: LoadConfig",
             "lora_config",
+            "weight_transfer_config",
             "model_config: ModelConfig",
             "cache_config: CacheConfig",
             "parallel_config: ParallelConfig",

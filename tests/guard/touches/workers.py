@@ -68,6 +68,25 @@ WORKERS = [
         does=("self.model_runner.load_model(...)",),
     ),
     Touch(
+        "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+        ("worker.worker", "compat.reorder"),
+        "refused in kernel format, where heads are in another order; the CPU's inherits it",
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.reload_weights",),
+        does=("self.model_runner.reload_weights(*args, **kwargs)",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
+        ("compat.reorder",),
+        "its arguments",
+        first=("weights_iterator", "weights_path", "is_checkpoint_format"),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights",
+        ("compat.reorder",),
+        "its arguments",
+        first=("weights_iterator", "weights_path", "is_checkpoint_format"),
+    ),
+    Touch(
         "vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
         ("worker.worker",),
         "as the CPU's",
