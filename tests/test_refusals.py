@@ -363,6 +363,15 @@ def test_kernels_read_fp8_from_ada_on(monkeypatch, capability, served):
     refusals.check_config(config, KVPolicyConfig.parse(UNMEASURED))
 
 
+@pytest.mark.parametrize("policy, served", [(H2O, False), ({"name": "duo", "pattern": ["10"]}, False), (UNMEASURED, True)])
+def test_kernels_are_for_ampere_and_newer(monkeypatch, policy, served):
+    platform = SimpleNamespace(is_rocm=lambda: False, get_device_capability=lambda: DeviceCapability(7, 5))
+    monkeypatch.setattr(refusals, "current_platform", platform)
+    config = plain_config(device_config__device_type="cuda")
+    with nullcontext() if served else pytest.raises(KVPolicyError, match=r"a GPU of compute capability 7\.5: .* 8\.0"):
+        refusals.check_config(config, KVPolicyConfig.parse(policy))
+
+
 @pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.33.0rc1", "1.0"])
 def test_another_vllm_is_refused_with_what_to_install(tiny, monkeypatch, version):
     monkeypatch.setattr(vllm, "__version__", version)

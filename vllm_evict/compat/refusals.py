@@ -19,8 +19,9 @@ SCORED_DTYPES = {
     "cpu": ("auto", "float16", "bfloat16", "float32"),
     "cuda": ("auto", "float16", "bfloat16", "float32", *FP8_NAMES),
 }
-#: The least for which Triton compiles kernels that read float8_e4m3: Ada.
-FP8_CAPABILITY = (8, 9)
+#: The least compute capability of GPUs that our kernels were compiled for (before Ampere some lack shared memory), and
+#: for which Triton compiles those that read float8_e4m3 (Ada).
+LEAST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 _CHOOSE = (
     f"policies run on CPU_ATTN, and on a GPU on {', '.join(DEVICE_BACKENDS[:-1])} and {DEVICE_BACKENDS[-1]} (tested "
     "without one only); set {setting} to one of these, or leave --kv-policy out"
@@ -56,8 +57,10 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     text = model.hf_text_config
     fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
     windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
-    reads_fp8 = platform == "cuda" and cache.cache_dtype in FP8_NAMES
-    capability = tuple((current_platform.get_device_capability() if reads_fp8 else None) or FP8_CAPABILITY)
+    # Scores, and decodes of split heads, are our kernels'.
+    has_kernels = platform == "cuda" and bool(config.statistics or len(config.classes) > 1)
+    capability = tuple((current_platform.get_device_capability() if has_kernels else None) or FP8_CAPABILITY)
+    gpu = f"a GPU of compute capability {'.'.join(map(str, capability))}"
     return [
         (
             platform not in ("cpu", "cuda"),
@@ -127,9 +130,13 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             f'use --kv-cache-dtype auto{fp8}, or a policy without scores with "allow": [] (sink-window)',
         ),
         (
-            # Scores, and decodes of split heads, are our kernels'.
-            (config.statistics or len(config.classes) > 1) and capability < FP8_CAPABILITY,
-            f"KV cache dtype {cache.cache_dtype!r} on a GPU of compute capability {'.'.join(map(str, capability))}",
+            capability < LEAST_CAPABILITY,
+            gpu,
+            'kernels that score or split heads need 8.0 (Ampere) or newer; use sink-window with "allow": []',
+        ),
+        (
+            cache.cache_dtype in FP8_NAMES and capability < FP8_CAPABILITY,
+            f"KV cache dtype {cache.cache_dtype!r} on {gpu}",
             "Triton has its numbers from 8.9 on; use --kv-cache-dtype auto",
         ),
         (
