@@ -82,7 +82,7 @@ class Passes:
 
     def mass(self, layer, query, kv_cache, metadata, weights, out, per_token=False):
         total = 1.0 if weights is None else weights.sum()
-        out += total * torch.arange(1.0, out.shape[2] + 1)
+        out += HEADS // out.shape[1] * total * torch.arange(1.0, out.shape[2] + 1)
 
     def mass_of(self, layer, query, kv_cache, metadata, queries, width):
         return on_device(torch.rand(len(queries.tokens), HEADS, width, generator=torch.Generator().manual_seed(0)))
@@ -91,7 +91,7 @@ class Passes:
         if out is not None:
             assert (rows >= -1).all() and len(rows) <= len(out)
             of_row = 1.0 if weights is None else weights[: len(out), None, None]
-            out += of_row * torch.arange(1.0, out.shape[2] + 1)
+            out += HEADS // out.shape[1] * of_row * torch.arange(1.0, out.shape[2] + 1)
 
 
 def steps(policy, wrap, in_graphs=False, **options):
@@ -120,7 +120,7 @@ def steps(policy, wrap, in_graphs=False, **options):
     group.reserve()
     memory = group._graph_memory
     if memory.mass is not None:
-        memory.mass = MassBuffers(*(each if each is None else wrap(each) for each in memory.mass))
+        memory.mass = MassBuffers(*(wrap(each) if isinstance(each, torch.Tensor) else each for each in memory.mass))
     if group.sums is not None:
         group.sums._sums = wrap(group.sums._sums)
     if group.tokens is not None:
@@ -170,9 +170,9 @@ def steps(policy, wrap, in_graphs=False, **options):
         if work is not None:
             for _ in range(LAYERS):
                 # A graph was captured on the memory of a whole batch, whatever the step.
-                mass = memory.mass.part(4) if padding and memory.mass else None
+                mass = memory.mass.part(4)._replace(lens=work.seq_lens) if padding and memory.mass else None
                 work = OwnWork.of_graph(mass, memory.rows, work.seq_lens) if padding else work
-                work.do(Passes(), None, None, None, metadata, None)
+                work.do(Passes(), None, torch.zeros(1, 2 * HEADS, DIM), None, metadata, None)
         found += runtime.end(lambda values, maximise: values)
     if "r" in (group.tokens or ()):
         told += group.tokens.judged("r", LENGTH - 1)
@@ -181,10 +181,11 @@ def steps(policy, wrap, in_graphs=False, **options):
 
 POLICIES = ["h2o", "snapkv", "scissorhands", "tova", "rkv", "keydiff", "sink-window"]
 #: Those whose decodes may be in full CUDA graphs in which the plugin's kernel attends.
-FITTING = ["h2o", "snapkv", "tova", "rkv", "keydiff"]
+FITTING = ["h2o", "snapkv", "scissorhands", "tova", "rkv", "keydiff"]
 CASES = [(each, False, {}) for each in POLICIES] + [(each, True, {}) for each in FITTING]
 #: The query of the second step counts, or that of the third; with a maximum over heads; for half.
 CASES += [("h2o", True, {"every": 7}), ("h2o", True, {"every": 4, "heads": "max"})]
+CASES += [("h2o", True, {"layers": "max"}), ("scissorhands", True, {"layers": "max"})]
 CASES += [("h2o", True, {"accumulate": "ema", "decay": 0.5})]
 
 

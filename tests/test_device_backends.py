@@ -81,6 +81,7 @@ def backend(request, monkeypatch):
     """
     from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.resident_view import resident_view
+    from vllm_evict.triton_kernels.take import take
 
     flash = None
     if request.param == "triton":
@@ -101,6 +102,7 @@ def backend(request, monkeypatch):
             monkeypatch.setattr(builder, "__init__", before_graphs_are_settled(builder.__init__))
     monkeypatch.setattr(views, "resident_view", resident_view)
     monkeypatch.setattr(sums, "fold", fold)
+    monkeypatch.setattr(sums, "take", take)
     monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
     selector._cached_get_attn_backend.cache_clear()
     yield flash

@@ -33,6 +33,7 @@ def backend(request, monkeypatch):
     """
     from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.resident_view import resident_view
+    from vllm_evict.triton_kernels.take import take
 
     kernels, _, layout = request.param.partition("-")
     package = FlashInfer(kernels)
@@ -41,6 +42,7 @@ def backend(request, monkeypatch):
         monkeypatch.setattr(envs, "VLLM_KV_CACHE_LAYOUT", layout, raising=False)
     monkeypatch.setattr(views, "resident_view", resident_view)
     monkeypatch.setattr(sums, "fold", fold)
+    monkeypatch.setattr(sums, "take", take)
     name = f"{flashinfer.__name__}.FlashInferBackend"
     monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
     selector._cached_get_attn_backend.cache_clear()

@@ -52,16 +52,21 @@ def replays(subject, graphs):
     return len(graphs.replayed) - own, own, sum(set(step) == {1} for step in subject.steps)
 
 
-#: By block, with what is made of mass: over heads, of some queries, of the last ones, fading.
+#: By block, with what is made of mass: over heads, over layers, of some queries, of the last ones, fading, counted.
 MEASURED = {
     "h2o": POLICIES["h2o"],
     "h2o-max": {**POLICIES["h2o"], "heads": "max"},
     "h2o-every": {**POLICIES["h2o"], "every": 3},
     "h2o-ema": {**POLICIES["h2o"], "accumulate": "ema", "decay": 0.8, "heads": "mean"},
     "snapkv": {"name": "snapkv", **BASE, "window": 4},
+    "h2o-layers": {**POLICIES["h2o"], "layers": "max"},
+    "scissorhands": POLICIES["scissorhands"],
 }
+#: Those of which a layer's mass is looked at before it is taken in.
+BY_LAYER = {"h2o-layers", "scissorhands"}
 CASES = [on("triton", name) for name in (MEASURED if V2 else ["h2o"])] + [on("triton", "sink-window")]
-CASES += [on("fa3", "h2o"), on("fa3", "keydiff")] if V2 else [on("fa3", "h2o-max"), on("fa2", "sink-window")]
+CASES += [on("fa3", name) for name in (["h2o", "keydiff"] if V2 else ["h2o-max", *sorted(BY_LAYER)])]
+CASES += [] if V2 else [on("fa2", "sink-window")]
 
 
 @pytest.mark.parametrize("backend, name", CASES, indirect=["backend"])
@@ -77,6 +82,7 @@ def check_decodes_are_replayed(replaying, graphs, dense, name, stock_kernel):
         launched, own = Counter(graph.names), type(key).__name__.startswith("Own")
         assert launched[stock_kernel] == (0 if own else 2)
         assert [launched[kernel] for kernel in OWN] == ([2, 2] if own else [0, 0])
+        assert launched["_take"] == (2 if own and name in BY_LAYER else 0)
     assert len(graphs.captured) == (6 if name in MEASURED else 3), "sizes 1, 2 and 4"
     lengths = [(100, 17), (61, 14), (20, 26)]
     requests = [(random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in lengths]
@@ -125,9 +131,10 @@ class TestNotInAGraph:
     """What full graphs can't hold runs without one, and gives what it should."""
 
     @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
-    def test_queries_that_are_looked_at_one_by_one(self, replaying, graphs, dense, backend):
-        subject = replaying(POLICIES["scissorhands"])
-        self.check(subject, graphs, dense, POLICIES["scissorhands"], replayed=0)
+    def test_queries_that_the_server_s_own_policy_does_not_test(self, replaying, graphs, dense, backend):
+        subject = replaying({**POLICIES["h2o"], "allow": ["scissorhands"]})
+        request = {"extra_args": {"kv_policy": "scissorhands"}}
+        self.check(subject, graphs, dense, {**POLICIES["scissorhands"], "window": 256}, replayed=0, **request)
 
     @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
     def test_requests_that_the_graphs_scratch_has_no_room_for(self, replaying, graphs, dense, backend, monkeypatch):
@@ -140,22 +147,15 @@ class TestNotInAGraph:
         self.check(subject, graphs, dense, policy, replayed=None)
 
     @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
-    def test_a_maximum_over_layers(self, replaying, graphs, dense, backend):
-        policy = {**POLICIES["h2o"], "layers": "max"}
-        subject = replaying(policy)
-        assert len(graphs.captured) == 3
-        self.check(subject, graphs, dense, policy, replayed=0)
-
-    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
     def test_mass_beside_a_kernel_of_vllm_s(self, replaying, graphs, dense, backend, monkeypatch):
         monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
         subject = replaying(POLICIES["h2o"])
         assert len(graphs.captured) == 3
         self.check(subject, graphs, dense, POLICIES["h2o"], replayed=0)
 
-    def check(self, subject, graphs, dense, policy, replayed):
+    def check(self, subject, graphs, dense, policy, replayed, **request):
         prompt = random_prompt(76)
-        (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 26, "logprobs": 0})])
+        (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 26, "logprobs": 0, **request})])
         assert assert_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK) > 0
         stock, own, decodes = replays(subject, graphs)
         assert not stock and decodes == 25
@@ -298,29 +298,26 @@ def test_a_crowd_of_policies_gets_the_same_with_and_without(replaying, graphs, b
 
 
 @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
-def test_memory_for_graphs_is_profiled_before_the_cache_is_there(replaying, graphs, dense, tmp_path, monkeypatch, backend):
-    """As a GPU's worker does it, with a cache of a few blocks that goes again. What graphs share is taken once."""
-    available, profiled = cpu_worker.CPUWorker.determine_available_memory, []
+def test_graphs_are_profiled_before_the_cache_is_there(replaying, graphs, dense, tmp_path, monkeypatch, backend):
+    """As a GPU's worker does it, with a cache of a few blocks that goes again. What graphs share is there before that,
+    so that it does not look like the price of each, and stays."""
+    available, there = cpu_worker.CPUWorker.determine_available_memory, []
+
+    def shared(runtime):
+        memory = (group._graph_memory for group in runtime.groups)
+        views = (view.table.data_ptr() for group in runtime.groups for view in [runtime.views.memory(group)])
+        return [runtime.passes._scratch.data_ptr(), *(each.rows.data_ptr() for each in memory), *views]
 
     def profiling(worker):
+        there.append(shared(worker.kv_evict))
         found = available(worker)
-        monkeypatch.setattr(device.DevicePasses, "reserve", reserving(profiled, device.DevicePasses.reserve))
         with patch.object(emulator, "made_up", True):
             worker.model_runner.profile_cudagraph_memory()
         return found
 
-    def reserving(log, reserve):
-        def reserved(self, where):
-            before = self._scratch
-            reserve(self, where)
-            if self._scratch is not before:
-                log.append(self._scratch)
-
-        return reserved
-
     monkeypatch.setattr(cpu_worker.CPUWorker, "determine_available_memory", profiling)
     subject, _ = check_split_heads(replaying, dense, tmp_path)
-    assert len(profiled) == 1 and replays(subject, graphs)[1] > 0
+    assert there == [shared(subject.worker.kv_evict)] and replays(subject, graphs)[1] > 0
 
 
 @pytest.mark.skipif(not V2, reason="Model Runner V2's")

@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 import torch
 
-from .sums import MassBuffers
+from .sums import MassBuffers, RunningSums
 from .transfer import to_device
 
 
@@ -27,8 +27,9 @@ class GraphMemory:
 
     Args:
         requests: most in a batch.
-        heads: rows of mass a request; 0 if nothing is measured.
         blocks: resident blocks of the longest request that such a graph takes.
+        sums: what measures by block; None if nothing does.
+        tests: whether queries may be tested for pivotal blocks.
         device: where the KV cache is.
 
     Attributes:
@@ -36,10 +37,18 @@ class GraphMemory:
         mass: what is measured by block; None if nothing is.
     """
 
-    def __init__(self, requests: int, heads: int, blocks: int, device: torch.device) -> None:
+    def __init__(self, requests: int, blocks: int, sums: RunningSums | None, tests: bool, device: torch.device) -> None:
         self.rows = torch.full((requests,), -1, dtype=torch.int32, device=device)
-        self.mass = MassBuffers.make(requests, heads, blocks, device) if heads else None
+        self.mass: MassBuffers | None = None
+        if sums is not None:
+            ones = torch.ones(requests, device=device)
+            self.mass = sums.buffers(requests, blocks, torch.zeros_like(self.rows), ones, tests)
         self._live = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        tensors = [self.rows, *(each for each in self.mass or () if isinstance(each, torch.Tensor))]
+        return sum(each.nbytes for each in tensors)
 
     def use(self, live: int) -> None:
         """The batch has so many requests; the rest of a graph's rows is padding."""

@@ -16,6 +16,8 @@ from .transfer import fetched, to_device
 
 #: Steps in flight at most, and with them decisions that are due and not yet carried out.
 IN_FLIGHT = 3
+#: Pages that are added where they run out: one for so many, and at least so many.
+GROWTH, LEAST = 4, 16
 
 
 class Store(Protocol):
@@ -96,6 +98,8 @@ class TokenSums(RunningSums):
         #: float32 [L, P, Hkv, block_size]; page 0 is nobody's, and stays zero.
         self._pages = torch.zeros(layers, 1, kv_heads, block_size, device=device)
         self._unused: list[int] = []
+        #: Whether more pages were needed than `hold` was told.
+        self.outgrown = False
         #: Pages of each slot's request, in order, and how many.
         self._table = np.zeros((requests, blocks), np.int64)
         self._held = np.zeros(requests, np.int64)
@@ -106,6 +110,21 @@ class TokenSums(RunningSums):
         self._left: dict[int, torch.Tensor] = {}
         #: Request -> {position of its newest token: scores}, of steps that called for a decision.
         self._judged: dict[str, dict[int, torch.Tensor]] = {}
+
+    @property
+    def pages(self) -> int:
+        """Blocks that there is memory for."""
+        return self._pages.shape[1] - 1
+
+    @property
+    def kept_bytes(self) -> int:
+        return super().kept_bytes + self._pages.nbytes
+
+    def hold(self, blocks: int) -> None:
+        """Pages for so many blocks, before any request has one."""
+        layers, _, *page = self._pages.shape
+        self._pages = self._pages.new_zeros(layers, blocks + 1, *page)
+        self._unused = list(range(blocks, 0, -1))
 
     def start(self, req_id: str, scoring: Scoring) -> None:
         super().start(req_id, scoring)
@@ -197,10 +216,12 @@ class TokenSums(RunningSums):
             self._pages.index_fill_(1, self._to_device(np.concatenate(taken)), 0)
 
     def _grow(self) -> None:
-        """Twice as many pages."""
-        pages = self._pages.shape[1]
-        self._pages = torch.cat((self._pages, torch.zeros_like(self._pages)), 1)
-        self._unused.extend(range(2 * pages - 1, pages - 1, -1))
+        """More pages, with those there are: requests that share blocks have sums of their own for each."""
+        self.outgrown = True
+        layers, pages, *page = self._pages.shape
+        more = max(pages // GROWTH, LEAST)
+        self._pages = torch.cat((self._pages, self._pages.new_zeros(layers, more, *page)), 1)
+        self._unused.extend(range(pages + more - 1, pages - 1, -1))
 
     def _fade(self, slots: np.ndarray, counted: np.ndarray) -> None:
         """What exponential means forget with so many queries that count (int64 [K])."""

@@ -97,10 +97,12 @@ class OwnWork:
             if out is not None and not self.is_all:
                 passes.mass(layer, query, kv_cache, metadata, self._stock_weights(weights), out, **how)
 
+        kv_heads = passes.kv_heads(kv_cache)
         if self.mass is not None:
-            self.mass.add(weigh, partial(passes.mass_of, layer, query, kv_cache, metadata))
+            weigh_each = partial(passes.mass_of, layer, query, kv_cache, metadata)
+            self.mass.add(weigh, kv_heads, query.shape[1] // kv_heads, weigh_each)
         if self.tokens is not None:
-            self.tokens.add(partial(weigh, per_token=True), passes.kv_heads(kv_cache))
+            self.tokens.add(partial(weigh, per_token=True), kv_heads)
         if self.mass is None and self.tokens is None:
             weigh(None, None)
         if self.prompts is not None:
@@ -135,8 +137,10 @@ def do_together(passes: Any, layer: Any, query: torch.Tensor, shares: Sequence[S
         attend(None, None)
         return True
     ((share, step),) = measuring
+    kv_heads = passes.kv_heads(share.kv_cache)
     if step is share.work.tokens:
-        step.add(partial(attend, per_token=True), passes.kv_heads(share.kv_cache))
+        step.add(partial(attend, per_token=True), kv_heads)
     else:
-        step.add(attend, partial(passes.mass_of, layer, share.query, share.kv_cache, share.metadata))
+        weigh_each = partial(passes.mass_of, layer, share.query, share.kv_cache, share.metadata)
+        step.add(attend, kv_heads, share.query.shape[1] // kv_heads, weigh_each)
     return True

@@ -1,0 +1,101 @@
+"""Memory of a device that a worker's policies take beside vLLM's KV cache, told to vLLM before it sizes its pool.
+
+What is there from start to end is allocated before vLLM profiles (`EvictionRuntime.reserve`), so vLLM finds it taken.
+What a step takes, and what a decision or a report takes for a moment, is taken while it profiles
+(`compat.runners.profiling`). What grows with the pool comes out of the memory that vLLM finds for the pool.
+"""
+
+from collections.abc import Iterable
+from math import ceil
+from typing import NamedTuple
+
+from ..policies import CACHED
+from . import sums
+from .group import GroupRuntime
+from .prompts import SCRATCH
+from .runtime import EvictionRuntime
+
+MIB = 1 << 20
+#: Bytes of numbers that are kept about a token, layer and KV head: a sum, its position once a decision has left it, and
+#: a copy of the sum for a decision that is due. Of a reconstructed prompt: scores, the request's own, and positions.
+OF_TOKEN = 12
+#: Of numbers that a decision by token makes of them, in float64 with what it is made from: for each candidate.
+OF_CANDIDATE = 72
+#: Of float32 numbers in the dimensions of a key that statistics of keys, values and merging make of a token: four of
+#: each kind at once, and as many for redundancy and merging, which compare them.
+OF_DIMENSION = 16
+#: What is done some at a time, so that it takes no more than about so much: pairs of keys that are compared
+#: (`attention.alike`), tokens that are moved (`triton_kernels.compact`).
+AT_A_TIME = 128 * MIB
+
+
+class Needs(NamedTuple):
+    """Bytes on a device, at most.
+
+    Attributes:
+        step: while layers run, beside their activations.
+        between: for a moment, before the first layer runs or after the last.
+        block: for each block that requests hold.
+        blocks: that they hold, if they share none.
+    """
+
+    step: int = 0
+    between: int = 0
+    block: int = 0
+    blocks: int = 0
+
+    def left(self, available: int, block_bytes: int) -> int:
+        """What of the memory for a pool is left for its blocks, of so many bytes each, beside what is kept of them."""
+        blocks = available // (block_bytes + self.block) + 1
+        return available - self.block * min(blocks, self.blocks)
+
+
+def needs(groups: Iterable[GroupRuntime], head_size: int, itemsize: int) -> Needs:
+    """Of all KV groups of a worker, whose keys have so many dimensions and bytes each."""
+    each = [_needs(group, head_size, itemsize) for group in groups]
+    step, between, block, blocks = zip(*each)
+    return Needs(sum(step), max(between), sum(block), max(blocks))
+
+
+def _needs(group: GroupRuntime, head_size: int, itemsize: int) -> Needs:
+    layers, kv_heads = group.shape
+    blocks, numbers = group.held_blocks * group.max_requests, group.held_blocks * group.block_size * kv_heads
+    rows = numbers * head_size  # of the longest request, in one layer
+    step = between = block = 0
+    if group.sums is not None:
+        step += 4 * blocks * group.sums.heads * (2 if group.sums.maximise_layers else 1)
+        # Reports: both indices of each block, and sums in float32 and float64.
+        between = blocks * (16 + 16 * group.sums.heads)
+        if "pivots" in group.statistics:
+            step += sums.PIVOT_SCRATCH
+    if group.statistics & CACHED:
+        between = max(between, rows * (2 * itemsize + OF_DIMENSION) + AT_A_TIME)
+    if group.by_token:
+        decision = layers * numbers * OF_CANDIDATE + AT_A_TIME
+        if group.merges:
+            decision += layers * rows * 8  # kept keys and values of all layers
+        between = max(between, decision + rows * (2 * itemsize + OF_DIMENSION))
+    if group.tokens is not None:
+        step += 4 * numbers * group.max_requests
+    if group.prompts is not None:
+        step += rows * (itemsize + OF_DIMENSION) + 4 * SCRATCH
+    if group.tokens is not None or group.prompts is not None:
+        block = OF_TOKEN * layers * kv_heads * group.block_size
+    return Needs(step, between, block, blocks)
+
+
+def kept_bytes(runtime: EvictionRuntime) -> int:
+    """Of all that a worker's policies keep on the device from start to end."""
+    return runtime.passes.scratch_bytes + sum(group.kept_bytes for group in runtime.groups)
+
+
+def described(name: str, runtime: EvictionRuntime, beside: Needs) -> str:
+    """What is set aside, for the log, once there is a pool."""
+    line = f"KV policy {name}: {_size(kept_bytes(runtime))} of device memory are set aside beside the KV cache"
+    if beside.block:
+        line += f", those of sums for {sum(group.pages for group in runtime.groups)} blocks by token among them"
+    return f"{line}; a step takes up to {_size(beside.step)} more, a decision or report {_size(beside.between)}"
+
+
+def _size(count: int) -> str:
+    return f"{ceil(count / MIB)} MiB"
