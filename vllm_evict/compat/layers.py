@@ -228,10 +228,12 @@ def settle(
         group.decodes = decodes
 
 
-def key_size(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Dimensions of a key of the widest layer, and bytes of each."""
+def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
+    """Of the widest layer: dimensions of a key, bytes of each, and bytes of the most queries of a step."""
     layers = get_layers_from_vllm_config(vllm_config, Attention).values()
-    return max(layer.impl.head_size for layer in layers), max(layer.dtype.itemsize for layer in layers)
+    dims, itemsize = max(layer.impl.head_size for layer in layers), max(layer.dtype.itemsize for layer in layers)
+    heads = max(layer.num_heads for layer in layers)
+    return dims, itemsize, vllm_config.scheduler_config.max_num_batched_tokens * heads * dims * itemsize
 
 
 def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:

@@ -241,6 +241,7 @@ class GroupRuntime:
         metadata.block_table_tensor, metadata.seq_lens = table, lens
         if self.batch.graph is Attends.STOCK:
             return metadata, None
+        lens.clamp_(max=self.graph_tokens)  # made up, as long as vLLM likes
         memory = self._graph_memory
         memory.use(rows)
         metadata.max_seq_len = self.graph_tokens

@@ -50,24 +50,32 @@ class Needs(NamedTuple):
         return available - self.block * min(blocks, self.blocks)
 
 
-def needs(groups: Iterable[GroupRuntime], head_size: int, itemsize: int) -> Needs:
-    """Of all KV groups of a worker, whose keys have so many dimensions and bytes each."""
-    each = [_needs(group, head_size, itemsize) for group in groups]
+def needs(groups: Iterable[GroupRuntime], head_size: int, itemsize: int, queries: int) -> Needs:
+    """Of all KV groups of a worker.
+
+    Args:
+        groups: its.
+        head_size, itemsize: dimensions of a key, and bytes of each.
+        queries: bytes of a layer's, in the largest step.
+    """
+    each = [_needs(group, head_size, itemsize, queries) for group in groups]
     step, between, block, blocks = zip(*each)
     return Needs(sum(step), max(between), sum(block), max(blocks))
 
 
-def _needs(group: GroupRuntime, head_size: int, itemsize: int) -> Needs:
+def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> Needs:
     layers, kv_heads = group.shape
     blocks, numbers = group.held_blocks * group.max_requests, group.held_blocks * group.block_size * kv_heads
     rows = numbers * head_size  # of the longest request, in one layer
     step = between = block = 0
     if group.sums is not None:
-        step += 4 * blocks * group.sums.heads * (2 if group.sums.maximise_layers else 1)
-        # Reports: both indices of each block, and sums in float32 and float64.
-        between = blocks * (16 + 16 * group.sums.heads)
-        if "pivots" in group.statistics:
-            step += sums.PIVOT_SCRATCH
+        tests = "pivots" in group.statistics
+        by_layer = group.sums.kv_heads if tests or group.sums.maximise_layers else 0
+        # Queries in another dtype, or their LSE; of those that are looked at one by one copies, and outputs.
+        step += 4 * blocks * (group.sums.heads + by_layer) + queries * (3 if tests else 1)
+        step += sums.PIVOT_SCRATCH if tests else 0
+        # Reports: both indices of each block, sums in float32 and float64, and what they are reduced to.
+        between = blocks * (32 + 16 * group.sums.heads)
     if group.statistics & CACHED:
         between = max(between, rows * (2 * itemsize + OF_DIMENSION) + AT_A_TIME)
     if group.by_token:
@@ -76,7 +84,7 @@ def _needs(group: GroupRuntime, head_size: int, itemsize: int) -> Needs:
             decision += layers * rows * 8  # kept keys and values of all layers
         between = max(between, decision + rows * (2 * itemsize + OF_DIMENSION))
     if group.tokens is not None:
-        step += 4 * numbers * group.max_requests
+        step += 8 * numbers * group.max_requests  # in the order of the batch, and in that of pages
     if group.prompts is not None:
         step += rows * (itemsize + OF_DIMENSION) + 4 * SCRATCH
     if group.tokens is not None or group.prompts is not None:

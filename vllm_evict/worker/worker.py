@@ -44,7 +44,7 @@ class EvictionWorkerMixin:
         if not self.kv_evict.passes.compiles:
             return super().determine_available_memory()
         self.kv_evict.reserve()
-        self._needs = needs(self.kv_evict.groups, *layers.key_size(self.vllm_config))
+        self._needs = needs(self.kv_evict.groups, *layers.sizes(self.vllm_config))
         with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
             available = super().determine_available_memory()
         return self._needs.left(available, layers.block_bytes(self.kv_evict, self.get_kv_cache_spec()))
