@@ -17,6 +17,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker import cpu_worker
 
 from vllm_evict.attention import device
+from vllm_evict.worker import tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 FIXTURES = "backend", "server", "dense", "view_launches"
@@ -110,6 +111,32 @@ def test_split_heads_are_decoded_by_one_call_in_a_graph(replaying, graphs, dense
     assert view_launches == [(1, 2)] * (1 + steps_with_views(trace, decodes=True)), "the first compiles it"
 
 
+@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+def test_decodes_by_token_are_replayed(replaying, graphs, dense, backend):
+    """Two requests that are measured, one of which loses tokens while it decodes, and one that is not."""
+    policy = {**POLICIES["h2o"], "granularity": "token", "allow": ["keydiff"]}
+    subject = replaying(policy)
+    for key, graph in graphs.of(subject).items():
+        launched, own = Counter(graph.names), type(key).__name__.startswith("Own")
+        assert [launched[kernel] for kernel in (*OWN, "_put", "_take")] == ([2, 2, 2, 0] if own else [0, 0, 0, 0])
+    named = [("h2o", 100, 14), ("h2o", 50, 6), ("keydiff", 94, 5)]
+    requests = [
+        (distinct_prompt(length), {"max_tokens": count, "logprobs": 0, "extra_args": {"kv_policy": name}})
+        for name, length, count in named
+    ]
+    outputs, traces = subject.traced(requests)
+    decided = []
+    for (name, *_), (prompt, _), output, trace in zip(named, requests, outputs, traces):
+        (request,) = assert_tokens_like_oracle(
+            dense, prompt, output, trace, {**policy, "name": name}, block_size=BLOCK
+        )
+        decided.append(len(request.kept))
+    assert decided[0] > 1
+    stock, own, decodes = replays(subject, graphs)
+    assert not stock and own == decodes > 6
+    subject.assert_nothing_left()
+
+
 @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa2")], indirect=True)
 def test_full_is_stock_to_the_byte(replaying, graphs, backend):
     check_full_is_stock(replaying, graphs)
@@ -162,13 +189,20 @@ class TestNotInAGraph:
         assert own == replayed if replayed is not None else 0 < own < decodes
         subject.assert_nothing_left()
 
-    @pytest.mark.parametrize("backend", [on("triton")], indirect=True)
-    def test_mass_by_token(self, replaying, graphs, dense, backend):
-        policy, prompt = {**POLICIES["h2o"], "granularity": "token"}, distinct_prompt(100)
+    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    def test_sums_by_token_that_had_to_grow(self, replaying, graphs, dense, backend, monkeypatch):
+        """From then on; the log says so once."""
+        hold, said = tokens.TokenSums.hold, []
+        monkeypatch.setattr(tokens.TokenSums, "hold", lambda sums, blocks: hold(sums, 6))
+        monkeypatch.setattr(tokens.logger, "warning", said.append)
+        policy = {**POLICIES["h2o"], "granularity": "token"}
         subject = replaying(policy)
-        (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 5, "logprobs": 0})])
-        assert assert_tokens_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK)
-        assert replays(subject, graphs) == (0, 0, 4)
+        for prompt in (distinct_prompt(66, 1), distinct_prompt(100)):
+            (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 4, "logprobs": 0})])
+            assert assert_tokens_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK)
+            assert replays(subject, graphs)[:2] == (0, 3), "the first one's"
+        (line,) = said
+        assert line.startswith("Requests share so many blocks")
 
 
 class TestDataParallelRanks:

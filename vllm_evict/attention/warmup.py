@@ -69,8 +69,9 @@ def warm_up(
     """
     runtime.views.warm_up(tables)
     for group in runtime.groups:
-        if group.sums is not None:
-            group.sums.warm_up("pivots" in group.statistics)
+        for sums in (group.sums, group.tokens):
+            if sums is not None:
+                sums.warm_up("pivots" in group.statistics)
     # Scratch is made for powers of two (`DevicePasses`).
     rows, widths = ([1 << power for power in range((most - 1).bit_length() + 1)] for most in (queries, blocks))
     done = set()

@@ -166,8 +166,8 @@ class GroupRuntime:
         """Whether all that a step of decodes measures can be measured in a full graph."""
         if self.prompts is not None and len(self.prompts):
             return False
-        if self.tokens is not None and not self.tokens.requests.isdisjoint(requests):
-            return False
+        if self.tokens is not None:
+            return self.tokens.fit_graphs(requests) and self.sums.requests.isdisjoint(requests)
         return self._tests or self.sums is None or not self.sums.test(requests)
 
     def fits_memory(self, lengths: Mapping[str, int]) -> bool:
@@ -187,7 +187,7 @@ class GroupRuntime:
         self.views.memory(self)
         if in_graphs and self._graph_memory is None:
             sizes = self.max_requests, self._graph_blocks
-            self._graph_memory = GraphMemory(*sizes, self.sums, self._tests, self.device)
+            self._graph_memory = GraphMemory(*sizes, self.sums, self.tokens, self._tests, self.device)
 
     def hold(self, pool: int) -> None:
         """There are so many blocks in the pool: memory for what is kept of each."""
@@ -246,7 +246,8 @@ class GroupRuntime:
         memory.use(rows)
         metadata.max_seq_len = self.graph_tokens
         mass = None if memory.mass is None else memory.mass.part(rows)._replace(lens=lens)
-        return metadata, OwnWork.of_graph(mass, memory.rows[:rows], lens)
+        tokens = None if memory.tokens is None else self.tokens.captured(memory.tokens.part(rows), lens)
+        return metadata, OwnWork.of_graph(mass, memory.rows[:rows], lens, tokens)
 
     def _graph_view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         """`_view` for a step that replays a full graph: all that the graph reads is written. Rows may be padding."""
@@ -265,14 +266,16 @@ class GroupRuntime:
         self._resident(table, held)
         if self.batch.graph is Attends.STOCK:
             return metadata, None
-        memory, step = self._graph_memory, None
+        memory, step, tokens = self._graph_memory, None, None
         memory.use(live)
-        if memory.mass is not None:
-            width = -(-longest // self.block_size)
-            starts = np.arange(live + 1, dtype=np.int32)
+        width, starts = -(-longest // self.block_size), np.arange(live + 1, dtype=np.int32)
+        if memory.tokens is not None:
+            buffers = memory.tokens.part(live, width)
+            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens[:live], buffers)
+        elif memory.mass is not None:
             buffers = memory.mass.part(live, width)
             step = self.sums.step(req_ids, starts, seq_lens, logical[:live, :width], lens[:live], buffers)
-        return metadata, OwnWork.of_graph(step, memory.rows[:rows], lens)
+        return metadata, OwnWork.of_graph(step, memory.rows[:rows], lens, tokens)
 
     def _view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         measuring = self.sums is not None and len(self.sums) > 0
@@ -309,7 +312,7 @@ class GroupRuntime:
             step = self.sums.step(req_ids, starts, seq_lens, logical, lens)
         tokens = None
         if by_token:
-            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held)
+            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens)
         prompts = self.prompts.step(req_ids, starts, seq_lens) if repeating else None
         if step is None and tokens is None and prompts is None and not len(own):
             return metadata, None

@@ -84,7 +84,7 @@ def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> 
             decision += layers * rows * 8  # kept keys and values of all layers
         between = max(between, decision + rows * (2 * itemsize + OF_DIMENSION))
     if group.tokens is not None:
-        step += 8 * numbers * group.max_requests  # in the order of the batch, and in that of pages
+        step += 4 * numbers * group.max_requests
     if group.prompts is not None:
         step += rows * (itemsize + OF_DIMENSION) + 4 * SCRATCH
     if group.tokens is not None or group.prompts is not None:
