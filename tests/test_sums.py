@@ -250,11 +250,12 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
     assert reports["b"].statistics["mass"].tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("accumulate", ["last", "ema"])
 @pytest.mark.parametrize("layers", ["sum", "max"])
-def test_pivots_of_one_query_each_follow_from_its_own_mass(layers):
+def test_pivots_of_one_query_each_follow_from_its_own_mass(layers, accumulate):
     """The mass of two query heads on each of a KV head's blocks, of a request with a hole and one that sums up mass."""
     sums = RunningSums(2, HEADS, 1, 10, BLOCK, "sum", layers)
-    sums.start("a", scoring("last", window=2, trigger=1, statistic="pivots"))
+    sums.start("a", scoring(accumulate, window=2, trigger=1, statistic="pivots"))
     sums.start("b", scoring())
     sums.count_holes("a", 1)
     logical = torch.tensor([[0, 2, 3], [0, 1, -1]], dtype=torch.int32)

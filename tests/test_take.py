@@ -67,6 +67,15 @@ def test_sums_maxima_and_counts(take, shape, maximise, by_head, tests):
     assert not layer.any(), "the next layer starts from zeros"
 
 
+@BY
+def test_what_is_just_even_does_not_count(take):
+    """A quarter of each query's attention on each of four blocks."""
+    mass, lens = torch.zeros(1, 1, 4, device=DEVICE), torch.tensor([64], dtype=torch.int32, device=DEVICE)
+    layer = torch.tensor([[[1.0, 1.0, 1.001, 0.999]]], device=DEVICE)
+    take(mass, layer, lens, BLOCK, tested=torch.ones_like(lens), share=0.25)
+    assert mass.tolist() == [[[0, 0, 1, 0]]]
+
+
 @without_triton
 def test_what_does_not_fit_is_refused():
     mass, layer, lens = batch(2, 2, [40, 16])

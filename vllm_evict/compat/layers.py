@@ -142,6 +142,8 @@ def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, 
     Returns:
         Resident blocks of the longest request in full CUDA graphs in which it attends; 0: in none.
     """
+    if not passes.compiles:  # nor is it known yet what the CPU's kernels can read
+        return 0
     measures, requests = bool(config.statistics & RUNNING), vllm_config.scheduler_config.max_num_seqs
     decodes = decode_kernel() != "stock" and all(map(passes.can_decode, layers.values()))
     decodes &= measures or len(config.classes) > 1

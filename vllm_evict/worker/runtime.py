@@ -73,9 +73,10 @@ class EvictionRuntime:
         for group in self.groups:
             group.reserve(self.attends_in_graphs)
 
-    def hold(self, pool: int) -> None:
-        """Memory for what is kept of each of the pool's blocks."""
-        for group in self.groups:
+    def hold(self, pool: int, tables: Sequence[torch.Tensor]) -> None:
+        """Memory for what is kept of each of the pool's blocks, and views as wide as vLLM's block tables."""
+        for group, table in zip(self.groups, tables):
+            self.views.memory(group, table.shape)
             group.hold(pool)
 
     @property

@@ -55,7 +55,8 @@ class EvictionWorkerMixin:
         layers.settle(self.vllm_config, config, self.kv_evict, kv_cache_config)
         if self.kv_evict.passes.compiles:
             self.kv_evict.reserve()
-            self.kv_evict.hold(kv_cache_config.num_blocks)
+            tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+            self.kv_evict.hold(kv_cache_config.num_blocks, tables)
         if self.rank == 0:
             logger.info(layers.described(self.vllm_config, config, self.kv_evict))
             if self.kv_evict.passes.compiles:
