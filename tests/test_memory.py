@@ -175,13 +175,13 @@ def test_vllm_is_told_before_it_sizes_its_pool(server, monkeypatch):
     needs = subject.worker._needs
     assert order == [("profiled", True), ("ran", 1), max(needs.step, needs.between)]
     (told,) = (line for line in said if "set aside" in line)
-    pages = subject.runtime.pages
-    assert (
-        f"sums for {pages} blocks by token" in told
-        and f"{-(-memory.kept_bytes(subject.worker.kv_evict) // memory.MIB)} MiB" in told
-    )
+    runtime, blocks = subject.worker.kv_evict, subject.runtime.pages
+    kept = memory.kept_bytes(runtime) + needs.block * blocks - 4 * runtime.groups[0].tokens._pages.numel()
+    sizes = [-(-size // memory.MIB) for size in (kept, needs.block * blocks)]
+    assert "{} MiB of device memory are set aside beside the KV cache, {} MiB of them".format(*sizes) in told
+    assert f"scores by token of {blocks} blocks" in told
     specs = subject.worker.get_kv_cache_spec()
-    page = layers.block_bytes(subject.worker.kv_evict, specs)
+    page = layers.block_bytes(runtime, specs)
     assert page == sum(cache.nbytes for cache in subject.worker.model_runner.kv_caches) // subject.pool.num_gpu_blocks
     assert needs.left(256 << 20, page) < 256 << 20
 

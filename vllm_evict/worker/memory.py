@@ -21,8 +21,7 @@ MIB = 1 << 20
 OF_TOKEN = 12
 #: Of numbers that a decision by token makes of them, in float64 with what it is made from: for each candidate.
 OF_CANDIDATE = 72
-#: Of float32 numbers in the dimensions of a key that statistics of keys, values and merging make of a token: four of
-#: each kind at once, and as many for redundancy and merging, which compare them.
+#: Of what statistics of keys and values, and merging, make of each number of a token's key: four in float32 at once.
 OF_DIMENSION = 16
 #: What is done some at a time, so that it takes no more than about so much: pairs of keys that are compared
 #: (`attention.alike`), tokens that are moved (`triton_kernels.compact`).
@@ -97,11 +96,14 @@ def kept_bytes(runtime: EvictionRuntime) -> int:
     return runtime.passes.scratch_bytes + sum(group.kept_bytes for group in runtime.groups)
 
 
-def described(name: str, runtime: EvictionRuntime, beside: Needs) -> str:
-    """What is set aside, for the log, once there is a pool."""
-    line = f"KV policy {name}: {_size(kept_bytes(runtime))} of device memory are set aside beside the KV cache"
+def described(name: str, runtime: EvictionRuntime, beside: Needs, pool: int) -> str:
+    """What is set aside, for the log, once there is a pool of so many blocks."""
+    blocks = min(pool, beside.blocks)
+    taken = sum(group.tokens.nbytes for group in runtime.groups if group.tokens is not None)
+    kept = kept_bytes(runtime) + beside.block * blocks - taken
+    line = f"KV policy {name}: {_size(kept)} of device memory are set aside beside the KV cache"
     if beside.block:
-        line += f", those of sums for {sum(group.pages for group in runtime.groups)} blocks by token among them"
+        line += f", {_size(beside.block * blocks)} of them for scores by token of {blocks} blocks"
     return f"{line}; a step takes up to {_size(beside.step)} more, a decision or report {_size(beside.between)}"
 
 

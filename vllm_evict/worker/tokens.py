@@ -135,8 +135,13 @@ class TokenSums(RunningSums):
         return self._pages.shape[1] - 1
 
     @property
+    def nbytes(self) -> int:
+        """Of the pages."""
+        return self._pages.nbytes
+
+    @property
     def kept_bytes(self) -> int:
-        return super().kept_bytes + self._pages.nbytes
+        return super().kept_bytes + self.nbytes
 
     def hold(self, blocks: int) -> None:
         """Pages for so many blocks, before any request has one."""

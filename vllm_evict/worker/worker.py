@@ -60,7 +60,7 @@ class EvictionWorkerMixin:
         if self.rank == 0:
             logger.info(layers.described(self.vllm_config, config, self.kv_evict))
             if self.kv_evict.passes.compiles:
-                logger.info(described(config.name, self.kv_evict, self._needs))
+                logger.info(described(config.name, self.kv_evict, self._needs, kv_cache_config.num_blocks))
             if (line := layers.unheeded(self.vllm_config, self.kv_evict)) is not None:
                 logger.warning(line)
 
