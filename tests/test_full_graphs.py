@@ -137,6 +137,39 @@ def test_decodes_by_token_are_replayed(replaying, graphs, dense, backend):
     subject.assert_nothing_left()
 
 
+@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+@pytest.mark.parametrize("name", [*sorted(BY_LAYER), "token"])
+def test_decisions_go_by_the_numbers_that_steps_without_graphs_measure(replaying, graphs, backend, name):
+    """Which tokens go may not show it. Most queries of this request are decodes."""
+    policy, told = MEASURED.get(name, {**POLICIES["h2o"], "granularity": "token"}), []
+    subject = replaying(policy)
+    sums = subject.runtime.tokens if name == "token" else subject.runtime.sums
+    judge, report = sums.judge if name == "token" else None, sums.report
+
+    def judged(req_id):
+        judge(req_id)
+        told.append(sums._judged[req_id][int(sums._newest[sums._slots[req_id]])].clone())
+
+    def reported(*args):
+        reports = report(*args)
+        told.extend(torch.from_numpy(values) for each in reports.values() for values in each.statistics.values())
+        return reports
+
+    sums.judge, sums.report = judged, reported
+
+    def run():
+        told.clear()
+        subject.generate([distinct_prompt(50)], max_tokens=34)
+        return list(told)
+
+    with graphs.without(subject):
+        want = run()
+    assert not graphs.replayed
+    got = run()
+    assert len(graphs.replayed) == 33 and len(got) == len(want) > 1
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa2")], indirect=True)
 def test_full_is_stock_to_the_byte(replaying, graphs, backend):
     check_full_is_stock(replaying, graphs)

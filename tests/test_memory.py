@@ -200,3 +200,18 @@ def test_pages_that_run_out_are_added():
         sums.token_step(["a", "b"], starts, lens, lens, torch.from_numpy(lens))
         assert sums.outgrown == (length > 16)
     assert 6 <= sums.pages <= 3 + 16 + 16
+
+
+def test_what_a_step_takes_is_held_while_vllm_s_own_runs():
+    """What is taken in between comes when that has ended, and its memory with it."""
+
+    class Runner:
+        def profile_run(self, randomize_inputs=False):
+            torch.empty(100 + randomize_inputs, dtype=torch.uint8)
+
+    runner, most = Runner(), []
+    for step, between in ((1000, 300), (200, 700)):
+        with runners.profiling(runner, step, between, torch.device("cpu")), Peak() as peak:
+            runner.profile_run(randomize_inputs=True)
+        most.append(peak.most)
+    assert most == [1101, 700] and vars(runner) == {}
