@@ -123,7 +123,8 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
         gc.collect()
         runtime.views.tables = ()  # vLLM's own, of the step
         taken = reachable(runtime) - kept
-        most = needs.block * len(subject.held_blocks()) + needs.step
+        addresses = 8 * group.shape[1]  # of layers whose tokens have moved
+        most = needs.block * len(subject.held_blocks()) + needs.step + addresses
         assert taken <= most, f"{taken} bytes beside {kept}, at most {most}"
         held.append(taken)
 
