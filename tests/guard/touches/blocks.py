@@ -338,7 +338,7 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheSpec",
-        ("core.spec",),
+        ("core.spec", "compat.layers"),
         "the specs that ours may meet",
         has=("block_size: int", "page_size_bytes", "is_uniform_with_collection()"),
     ),
