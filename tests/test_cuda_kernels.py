@@ -413,13 +413,20 @@ def test_passes_decode_in_cuda_where_it_is_asked_for(on_hopper, monkeypatch, ker
     calls.clear()
     assert_close(passes.decode_with(batch, out), expected, TOLERANCE[BF16])
     assert_close(out, expected_mass)
-    (plan,) = passes._cuda._plans.values()
-    assert len(calls) == 1 and plan.max_blocks == 32 and len(plan.partial) == 4
+    ((plan, at_once),) = passes._plans.values()
+    assert len(calls) == 1 and plan.max_blocks == 32 and len(plan.partial) == at_once == 4
+    assert plan.partial.untyped_storage().data_ptr() == passes._scratch.data_ptr()
     passes.decode_with(batch, None)
-    assert passes._cuda._plans == {(4, 2, 64, 16, BF16, 4): plan} and len(calls) == 2
+    assert len(calls) == 2
     # What the kernel does not take is Triton's.
     passes.decode_with(CudaBatch(kernels, [1], [20], dtype=F32), None)
     assert len(calls) == 2
+    # Without room for all requests at once it is called for some at a time.
+    one, out = Passes(), batch.new_out(2)
+    monkeypatch.setattr(one, "scratch_bytes", sum(each.nbytes for each in plan[2:5]) // 2)
+    assert_close(one.decode_with(batch, out), expected, TOLERANCE[BF16])
+    assert_close(out, expected_mass)
+    assert len(calls) == 2 + -(-len(batch.rows) // 2)
 
 
 def test_triton_decodes_unless_cuda_is_asked_for(on_hopper, monkeypatch):

@@ -417,13 +417,16 @@ def work_of(rows, q_lens, weights=None, lens=None):
     if weights is not None:
         for name in weights:
             sums.start(name, Scoring("sum", 0.9, 1, 1, 100))
-        mass = sums.step([f"r{i}" for i in range(len(q_lens))], starts, lens.numpy(), logical)
+        mass = sums.step([f"r{i}" for i in range(len(q_lens))], starts, lens.numpy(), logical, lens)
     return OwnWork(mass, np.array(rows, np.int64), starts, lens)
 
 
 class Recorder:
     def __init__(self):
         self.calls = []
+
+    def kv_heads(self, kv_cache):
+        return 1
 
     def mass(self, layer, query, kv_cache, metadata, weights, out):
         self.calls.append(("mass", None if weights is None else weights.tolist()))
@@ -448,7 +451,7 @@ class Recorder:
 )
 def test_work_is_divided(rows, q_lens, measured, is_all, calls):
     work, recorder = work_of(rows, q_lens, measured), Recorder()
-    work.do(recorder, None, None, None, None, None)
+    work.do(recorder, None, torch.zeros(sum(q_lens), 2, 16), None, None, None)
     assert recorder.calls == calls and work.is_all == is_all
     assert work.stock_lens.tolist() == [1 if row in rows else 50 for row in range(len(q_lens))]
 

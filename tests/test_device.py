@@ -18,6 +18,7 @@ from vllm_evict.worker.group import GroupRuntime
 from vllm_evict.worker.prompts import PromptScores
 from vllm_evict.worker.runtime import EvictionRuntime
 from vllm_evict.worker.sums import MassBuffers
+from vllm_evict.worker.tokens import TokenBuffers, TokenStep
 from vllm_evict.worker.work import OwnWork
 
 pytestmark = pytest.mark.v1_only
@@ -82,7 +83,7 @@ class Passes:
 
     def mass(self, layer, query, kv_cache, metadata, weights, out, per_token=False):
         total = 1.0 if weights is None else weights.sum()
-        out += total * torch.arange(1.0, out.shape[2] + 1)
+        out += HEADS // out.shape[1] * total * torch.arange(1.0, out.shape[2] + 1)
 
     def mass_of(self, layer, query, kv_cache, metadata, queries, width):
         return on_device(torch.rand(len(queries.tokens), HEADS, width, generator=torch.Generator().manual_seed(0)))
@@ -91,7 +92,7 @@ class Passes:
         if out is not None:
             assert (rows >= -1).all() and len(rows) <= len(out)
             of_row = 1.0 if weights is None else weights[: len(out), None, None]
-            out += of_row * torch.arange(1.0, out.shape[2] + 1)
+            out += HEADS // out.shape[1] * of_row * torch.arange(1.0, out.shape[2] + 1)
 
 
 def steps(policy, wrap, in_graphs=False, **options):
@@ -119,8 +120,10 @@ def steps(policy, wrap, in_graphs=False, **options):
     group.decodes = True
     group.reserve()
     memory = group._graph_memory
+    if memory.tokens is not None:
+        memory.tokens = TokenBuffers(*map(wrap, memory.tokens))
     if memory.mass is not None:
-        memory.mass = MassBuffers(*(each if each is None else wrap(each) for each in memory.mass))
+        memory.mass = MassBuffers(*(wrap(each) if isinstance(each, torch.Tensor) else each for each in memory.mass))
     if group.sums is not None:
         group.sums._sums = wrap(group.sums._sums)
     if group.tokens is not None:
@@ -168,11 +171,15 @@ def steps(policy, wrap, in_graphs=False, **options):
         metadata, work = group.view(metadata)
         assert metadata.seq_lens_cpu_upper_bound.tolist() == metadata.seq_lens.as_subclass(torch.Tensor).tolist()
         if work is not None:
-            for _ in range(LAYERS):
+            for layer in range(LAYERS):
                 # A graph was captured on the memory of a whole batch, whatever the step.
-                mass = memory.mass.part(4) if padding and memory.mass else None
-                work = OwnWork.of_graph(mass, memory.rows, work.seq_lens) if padding else work
-                work.do(Passes(), None, None, None, metadata, None)
+                mass = memory.mass.part(4)._replace(lens=work.seq_lens) if padding and memory.mass else None
+                drawn = None
+                if padding and memory.tokens:
+                    drawn = TokenStep(group.tokens._pages, memory.tokens, work.seq_lens)
+                    drawn._layer = layer
+                work = OwnWork.of_graph(mass, memory.rows, work.seq_lens, drawn) if padding else work
+                work.do(Passes(), None, torch.zeros(1, 2 * HEADS, DIM), None, metadata, None)
         found += runtime.end(lambda values, maximise: values)
     if "r" in (group.tokens or ()):
         told += group.tokens.judged("r", LENGTH - 1)
@@ -181,10 +188,11 @@ def steps(policy, wrap, in_graphs=False, **options):
 
 POLICIES = ["h2o", "snapkv", "scissorhands", "tova", "rkv", "keydiff", "sink-window"]
 #: Those whose decodes may be in full CUDA graphs in which the plugin's kernel attends.
-FITTING = ["h2o", "snapkv", "tova", "rkv", "keydiff"]
+FITTING = ["h2o", "snapkv", "scissorhands", "tova", "rkv", "keydiff"]
 CASES = [(each, False, {}) for each in POLICIES] + [(each, True, {}) for each in FITTING]
 #: The query of the second step counts, or that of the third; with a maximum over heads; for half.
 CASES += [("h2o", True, {"every": 7}), ("h2o", True, {"every": 4, "heads": "max"})]
+CASES += [("h2o", True, {"layers": "max"}), ("scissorhands", True, {"layers": "max"})]
 CASES += [("h2o", True, {"accumulate": "ema", "decay": 0.5})]
 
 
@@ -207,8 +215,9 @@ def test_no_step_waits_for_the_device(policy, in_graphs, options, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova", "rkv", "keydiff"])
+@pytest.mark.parametrize("in_graphs", [False, True])
 @pytest.mark.parametrize("options", [{}, {"sets": "all"}, {"merge": "d2o"}, {"merge": "ems"}], ids=str)
-def test_by_token_only_a_decision_waits_and_once(policy, options, monkeypatch):
+def test_by_token_only_a_decision_waits_and_once(policy, options, in_graphs, monkeypatch):
     """For what its policy judges by; steps do not, and neither does what is kept, merged and moved."""
     options = {**options, "granularity": "token"}
     (_, expected), waits = steps(policy, lambda tensor: tensor, **options), []
@@ -216,7 +225,7 @@ def test_by_token_only_a_decision_waits_and_once(policy, options, monkeypatch):
     monkeypatch.setattr(sums, "fold", launched)
     for module in (sums, tokens):
         monkeypatch.setattr(module, "to_device", lambda array, device: on_device(torch.from_numpy(array)))
-    _, got = steps(policy, on_device, **options)
+    _, got = steps(policy, on_device, in_graphs, **options)
     assert len(waits) == 1 and len(got) == len(expected) > LAYERS + 1
     for one, other in zip(got, expected):
         if isinstance(other, list):

@@ -36,7 +36,7 @@ from vllm_evict.attention.flash import FlashPasses
 from vllm_evict.attention.queries import Queries
 from vllm_evict.attention.triton import TritonPasses
 from vllm_evict.compat import refusals
-from vllm_evict.worker import sums, views
+from vllm_evict.worker import sums, tokens, views
 from vllm_evict.worker.work import Share
 
 # numpy's, where a masked row divides 0 by 0.
@@ -80,7 +80,9 @@ def backend(request, monkeypatch):
     FlashAttention has the version that the parameter says, and its stand-in is the fixture's value.
     """
     from vllm_evict.triton_kernels.fold import fold
+    from vllm_evict.triton_kernels.put import put
     from vllm_evict.triton_kernels.resident_view import resident_view
+    from vllm_evict.triton_kernels.take import take
 
     flash = None
     if request.param == "triton":
@@ -101,6 +103,8 @@ def backend(request, monkeypatch):
             monkeypatch.setattr(builder, "__init__", before_graphs_are_settled(builder.__init__))
     monkeypatch.setattr(views, "resident_view", resident_view)
     monkeypatch.setattr(sums, "fold", fold)
+    monkeypatch.setattr(sums, "take", take)
+    monkeypatch.setattr(tokens, "put", put)
     monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
     selector._cached_get_attn_backend.cache_clear()
     yield flash

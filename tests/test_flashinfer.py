@@ -17,7 +17,7 @@ from vllm import envs
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import registry
 
-from vllm_evict.worker import sums, views
+from vllm_evict.worker import sums, tokens, views
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 server, dense, replaying = test_device_backends.server, test_device_backends.dense, test_full_graphs.replaying
@@ -32,7 +32,9 @@ def backend(request, monkeypatch):
     They are "native", in either layout ("native-HND"), "xqa" or "trtllm".
     """
     from vllm_evict.triton_kernels.fold import fold
+    from vllm_evict.triton_kernels.put import put
     from vllm_evict.triton_kernels.resident_view import resident_view
+    from vllm_evict.triton_kernels.take import take
 
     kernels, _, layout = request.param.partition("-")
     package = FlashInfer(kernels)
@@ -41,6 +43,8 @@ def backend(request, monkeypatch):
         monkeypatch.setattr(envs, "VLLM_KV_CACHE_LAYOUT", layout, raising=False)
     monkeypatch.setattr(views, "resident_view", resident_view)
     monkeypatch.setattr(sums, "fold", fold)
+    monkeypatch.setattr(sums, "take", take)
+    monkeypatch.setattr(tokens, "put", put)
     name = f"{flashinfer.__name__}.FlashInferBackend"
     monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
     selector._cached_get_attn_backend.cache_clear()

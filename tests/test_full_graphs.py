@@ -17,6 +17,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker import cpu_worker
 
 from vllm_evict.attention import device
+from vllm_evict.worker import tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 FIXTURES = "backend", "server", "dense", "view_launches"
@@ -52,16 +53,21 @@ def replays(subject, graphs):
     return len(graphs.replayed) - own, own, sum(set(step) == {1} for step in subject.steps)
 
 
-#: By block, with what is made of mass: over heads, of some queries, of the last ones, fading.
+#: By block, with what is made of mass: over heads, over layers, of some queries, of the last ones, fading, counted.
 MEASURED = {
     "h2o": POLICIES["h2o"],
     "h2o-max": {**POLICIES["h2o"], "heads": "max"},
     "h2o-every": {**POLICIES["h2o"], "every": 3},
     "h2o-ema": {**POLICIES["h2o"], "accumulate": "ema", "decay": 0.8, "heads": "mean"},
     "snapkv": {"name": "snapkv", **BASE, "window": 4},
+    "h2o-layers": {**POLICIES["h2o"], "layers": "max"},
+    "scissorhands": POLICIES["scissorhands"],
 }
+#: Those of which a layer's mass is looked at before it is taken in.
+BY_LAYER = {"h2o-layers", "scissorhands"}
 CASES = [on("triton", name) for name in (MEASURED if V2 else ["h2o"])] + [on("triton", "sink-window")]
-CASES += [on("fa3", "h2o"), on("fa3", "keydiff")] if V2 else [on("fa3", "h2o-max"), on("fa2", "sink-window")]
+CASES += [on("fa3", name) for name in (["h2o", "keydiff"] if V2 else ["h2o-max", *sorted(BY_LAYER)])]
+CASES += [] if V2 else [on("fa2", "sink-window")]
 
 
 @pytest.mark.parametrize("backend, name", CASES, indirect=["backend"])
@@ -77,6 +83,7 @@ def check_decodes_are_replayed(replaying, graphs, dense, name, stock_kernel):
         launched, own = Counter(graph.names), type(key).__name__.startswith("Own")
         assert launched[stock_kernel] == (0 if own else 2)
         assert [launched[kernel] for kernel in OWN] == ([2, 2] if own else [0, 0])
+        assert launched["_take"] == (2 if own and name in BY_LAYER else 0)
     assert len(graphs.captured) == (6 if name in MEASURED else 3), "sizes 1, 2 and 4"
     lengths = [(100, 17), (61, 14), (20, 26)]
     requests = [(random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in lengths]
@@ -104,6 +111,65 @@ def test_split_heads_are_decoded_by_one_call_in_a_graph(replaying, graphs, dense
     assert view_launches == [(1, 2)] * (1 + steps_with_views(trace, decodes=True)), "the first compiles it"
 
 
+@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+def test_decodes_by_token_are_replayed(replaying, graphs, dense, backend):
+    """Two requests that are measured, one of which loses tokens while it decodes, and one that is not."""
+    policy = {**POLICIES["h2o"], "granularity": "token", "allow": ["keydiff"]}
+    subject = replaying(policy)
+    for key, graph in graphs.of(subject).items():
+        launched, own = Counter(graph.names), type(key).__name__.startswith("Own")
+        assert [launched[kernel] for kernel in (*OWN, "_put", "_take")] == ([2, 2, 2, 0] if own else [0, 0, 0, 0])
+    named = [("h2o", 100, 14), ("h2o", 50, 6), ("keydiff", 94, 5)]
+    requests = [
+        (distinct_prompt(length), {"max_tokens": count, "logprobs": 0, "extra_args": {"kv_policy": name}})
+        for name, length, count in named
+    ]
+    outputs, traces = subject.traced(requests)
+    decided = []
+    for (name, *_), (prompt, _), output, trace in zip(named, requests, outputs, traces):
+        (request,) = assert_tokens_like_oracle(
+            dense, prompt, output, trace, {**policy, "name": name}, block_size=BLOCK
+        )
+        decided.append(len(request.kept))
+    assert decided[0] > 1
+    stock, own, decodes = replays(subject, graphs)
+    assert not stock and own == decodes > 6
+    subject.assert_nothing_left()
+
+
+@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+@pytest.mark.parametrize("name", [*sorted(BY_LAYER), "token"])
+def test_decisions_go_by_the_numbers_that_steps_without_graphs_measure(replaying, graphs, backend, name):
+    """Which tokens go may not show it. Most queries of this request are decodes."""
+    policy, told = MEASURED.get(name, {**POLICIES["h2o"], "granularity": "token"}), []
+    subject = replaying(policy)
+    sums = subject.runtime.tokens if name == "token" else subject.runtime.sums
+    judge, report = sums.judge if name == "token" else None, sums.report
+
+    def judged(req_id):
+        judge(req_id)
+        told.append(sums._judged[req_id][int(sums._newest[sums._slots[req_id]])].clone())
+
+    def reported(*args):
+        reports = report(*args)
+        told.extend(torch.from_numpy(values) for each in reports.values() for values in each.statistics.values())
+        return reports
+
+    sums.judge, sums.report = judged, reported
+
+    def run():
+        told.clear()
+        subject.generate([distinct_prompt(50)], max_tokens=34)
+        return list(told)
+
+    with graphs.without(subject):
+        want = run()
+    assert not graphs.replayed
+    got = run()
+    assert len(graphs.replayed) == 33 and len(got) == len(want) > 1
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa2")], indirect=True)
 def test_full_is_stock_to_the_byte(replaying, graphs, backend):
     check_full_is_stock(replaying, graphs)
@@ -125,9 +191,10 @@ class TestNotInAGraph:
     """What full graphs can't hold runs without one, and gives what it should."""
 
     @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
-    def test_queries_that_are_looked_at_one_by_one(self, replaying, graphs, dense, backend):
-        subject = replaying(POLICIES["scissorhands"])
-        self.check(subject, graphs, dense, POLICIES["scissorhands"], replayed=0)
+    def test_queries_that_the_server_s_own_policy_does_not_test(self, replaying, graphs, dense, backend):
+        subject = replaying({**POLICIES["h2o"], "allow": ["scissorhands"]})
+        request = {"extra_args": {"kv_policy": "scissorhands"}}
+        self.check(subject, graphs, dense, {**POLICIES["scissorhands"], "window": 256}, replayed=0, **request)
 
     @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
     def test_requests_that_the_graphs_scratch_has_no_room_for(self, replaying, graphs, dense, backend, monkeypatch):
@@ -140,35 +207,35 @@ class TestNotInAGraph:
         self.check(subject, graphs, dense, policy, replayed=None)
 
     @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
-    def test_a_maximum_over_layers(self, replaying, graphs, dense, backend):
-        policy = {**POLICIES["h2o"], "layers": "max"}
-        subject = replaying(policy)
-        assert len(graphs.captured) == 3
-        self.check(subject, graphs, dense, policy, replayed=0)
-
-    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
     def test_mass_beside_a_kernel_of_vllm_s(self, replaying, graphs, dense, backend, monkeypatch):
         monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
         subject = replaying(POLICIES["h2o"])
         assert len(graphs.captured) == 3
         self.check(subject, graphs, dense, POLICIES["h2o"], replayed=0)
 
-    def check(self, subject, graphs, dense, policy, replayed):
+    def check(self, subject, graphs, dense, policy, replayed, **request):
         prompt = random_prompt(76)
-        (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 26, "logprobs": 0})])
+        (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 26, "logprobs": 0, **request})])
         assert assert_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK) > 0
         stock, own, decodes = replays(subject, graphs)
         assert not stock and decodes == 25
         assert own == replayed if replayed is not None else 0 < own < decodes
         subject.assert_nothing_left()
 
-    @pytest.mark.parametrize("backend", [on("triton")], indirect=True)
-    def test_mass_by_token(self, replaying, graphs, dense, backend):
-        policy, prompt = {**POLICIES["h2o"], "granularity": "token"}, distinct_prompt(100)
+    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    def test_sums_by_token_that_had_to_grow(self, replaying, graphs, dense, backend, monkeypatch):
+        """From then on; the log says so once."""
+        hold, said = tokens.TokenSums.hold, []
+        monkeypatch.setattr(tokens.TokenSums, "hold", lambda sums, blocks: hold(sums, 6))
+        monkeypatch.setattr(tokens.logger, "warning", said.append)
+        policy = {**POLICIES["h2o"], "granularity": "token"}
         subject = replaying(policy)
-        (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 5, "logprobs": 0})])
-        assert assert_tokens_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK)
-        assert replays(subject, graphs) == (0, 0, 4)
+        for prompt in (distinct_prompt(66, 1), distinct_prompt(100)):
+            (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 4, "logprobs": 0})])
+            assert assert_tokens_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK)
+            assert replays(subject, graphs)[:2] == (0, 3), "the first one's"
+        (line,) = said
+        assert line.startswith("Requests share so many blocks")
 
 
 class TestDataParallelRanks:
@@ -298,29 +365,26 @@ def test_a_crowd_of_policies_gets_the_same_with_and_without(replaying, graphs, b
 
 
 @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
-def test_memory_for_graphs_is_profiled_before_the_cache_is_there(replaying, graphs, dense, tmp_path, monkeypatch, backend):
-    """As a GPU's worker does it, with a cache of a few blocks that goes again. What graphs share is taken once."""
-    available, profiled = cpu_worker.CPUWorker.determine_available_memory, []
+def test_graphs_are_profiled_before_the_cache_is_there(replaying, graphs, dense, tmp_path, monkeypatch, backend):
+    """As a GPU's worker does it, with a cache of a few blocks that goes again. What graphs share is there before that,
+    so that it does not look like the price of each, and stays."""
+    available, there = cpu_worker.CPUWorker.determine_available_memory, []
+
+    def shared(runtime):
+        memory = (group._graph_memory for group in runtime.groups)
+        views = (view.table.data_ptr() for group in runtime.groups for view in [runtime.views.memory(group)])
+        return [runtime.passes._scratch.data_ptr(), *(each.rows.data_ptr() for each in memory), *views]
 
     def profiling(worker):
+        there.append(shared(worker.kv_evict))
         found = available(worker)
-        monkeypatch.setattr(device.DevicePasses, "reserve", reserving(profiled, device.DevicePasses.reserve))
         with patch.object(emulator, "made_up", True):
             worker.model_runner.profile_cudagraph_memory()
         return found
 
-    def reserving(log, reserve):
-        def reserved(self, where):
-            before = self._scratch
-            reserve(self, where)
-            if self._scratch is not before:
-                log.append(self._scratch)
-
-        return reserved
-
     monkeypatch.setattr(cpu_worker.CPUWorker, "determine_available_memory", profiling)
     subject, _ = check_split_heads(replaying, dense, tmp_path)
-    assert len(profiled) == 1 and replays(subject, graphs)[1] > 0
+    assert there == [shared(subject.worker.kv_evict)] and replays(subject, graphs)[1] > 0
 
 
 @pytest.mark.skipif(not V2, reason="Model Runner V2's")

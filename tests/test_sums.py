@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from vllm_evict.core.plan import Scoring
+from vllm_evict.worker import sums as worker_sums
 from vllm_evict.worker.sums import RunningSums
 
 BLOCK = 4
@@ -104,7 +105,8 @@ class Batch:
         seq_lens = np.array([self.length[req_id] for req_id in batch], np.int32)
         probabilities = [rng.random((LAYERS, HEADS, count, len(blocks))) for count, blocks in zip(lens, resident)]
 
-        step = self.subject.step(batch, starts, seq_lens, logical)
+        lens = [len_ - BLOCK * len(self.gone[req_id]) for req_id, len_ in zip(batch, seq_lens)]
+        step = self.subject.step(batch, starts, seq_lens, logical, torch.tensor(lens, dtype=torch.int32))
         counted = {
             req_id: self.slow[req_id].step(first, p, blocks, self.layers)
             for req_id, first, p, blocks in zip(batch, firsts, probabilities, resident)
@@ -124,7 +126,7 @@ class Batch:
                 out[row, :, : mass.shape[1]] += torch.from_numpy(mass).float()
 
         for layer in range(LAYERS):
-            step.add(lambda weights, out, layer=layer: mass_pass(layer, weights, out))
+            step.add(lambda weights, out, layer=layer: mass_pass(layer, weights, out), HEADS, 2)
         self.subject.fold(step)
 
     def check(self, req_ids):
@@ -172,7 +174,8 @@ def add_mass(sums, req_ids, lens, seq_lens, value=1.0, width=6):
     """One step in which every counted query puts `value` on each of `width` blocks."""
     starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
     logical = torch.arange(width, dtype=torch.int32).expand(len(req_ids), width)
-    step = sums.step(req_ids, starts, np.array(seq_lens, np.int32), logical)
+    seq_lens = np.array(seq_lens, np.int32)
+    step = sums.step(req_ids, starts, seq_lens, logical, torch.from_numpy(seq_lens))
     if step is None:
         return None
 
@@ -181,7 +184,7 @@ def add_mass(sums, req_ids, lens, seq_lens, value=1.0, width=6):
         for row in range(len(req_ids)):
             out[row] += value * weights[starts[row] : starts[row + 1]].sum()
 
-    step.add(mass_pass)
+    step.add(mass_pass, HEADS, 2)
     sums.fold(step)
     return step
 
@@ -227,7 +230,8 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
     sums.count_holes("a", 1)
     logical = torch.tensor([[0, 2, 3], [0, 1, -1]], dtype=torch.int32)
     # Request a: positions 11 to 13, one hole of 4 tokens; the last two count and see 9 and 10 tokens.
-    step = sums.step(["a", "b"], np.array([0, 3, 5], np.int32), np.array([14, 6], np.int32), logical)
+    lens = torch.tensor([10, 6], dtype=torch.int32)
+    step = sums.step(["a", "b"], np.array([0, 3, 5], np.int32), np.array([14, 6], np.int32), logical, lens)
     assert [values.tolist() for values in step.queries] == [[1, 2], [0, 0], [9, 10]]
     assert step.buffers.weights.tolist() == [0, 0, 0, 1, 1]
 
@@ -238,12 +242,57 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
         first = torch.tensor([0.45, 0.44, 0.11]).expand(3, width)
         return torch.stack([first, torch.tensor([[0.41, 0.41, 0.18], [0.41, 0.39, 0.2], [0.39, 0.39, 0.22]])])
 
-    step.add(weigh, weigh_each)
+    step.add(weigh, HEADS, 2, weigh_each)
     sums.fold(step)
     reports = sums.report(["a", "b"], [np.array([0, 2, 3]), np.array([0, 1])], local)
     assert reports["a"].statistics.keys() == {"pivots"} and reports["b"].statistics.keys() == {"mass"}
     assert reports["a"].statistics["pivots"].tolist() == [3 + 2, 1, 1]
     assert reports["b"].statistics["mass"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("accumulate", ["last", "ema"])
+@pytest.mark.parametrize("layers", ["sum", "max"])
+def test_pivots_of_one_query_each_follow_from_its_own_mass(layers, accumulate):
+    """The mass of two query heads on each of a KV head's blocks, of a request with a hole and one that sums up mass."""
+    sums = RunningSums(2, HEADS, 1, 10, BLOCK, "sum", layers)
+    sums.start("a", scoring(accumulate, window=2, trigger=1, statistic="pivots"))
+    sums.start("b", scoring())
+    sums.count_holes("a", 1)
+    logical = torch.tensor([[0, 2, 3], [0, 1, -1]], dtype=torch.int32)
+    lens = torch.tensor([10, 6], dtype=torch.int32)
+    step = sums.step(["a", "b"], np.arange(3, dtype=np.int32), np.array([14, 6], np.int32), logical, lens)
+    assert step.queries is None and step.buffers.tested.tolist() == [1, 0]
+
+    def weigh(weights, out):
+        assert weights.tolist() == [1.0, 1.0] and not out.any()
+        out[0] = 2 * torch.tensor([[0.41, 0.41, 0.18], [0.41, 0.39, 0.2], [0.39, 0.39, 0.22]])  # 0.4, 0.4, 0.2 is even
+        out[1, :, :2] += 2.0
+
+    for _ in range(2):  # layers
+        step.add(weigh, HEADS, 2, None)
+    sums.fold(step)
+    reports = sums.report(["a", "b"], [np.array([0, 2, 3]), np.array([0, 1])], local)
+    times = 2 if layers == "sum" else 1
+    assert reports["a"].statistics["pivots"].tolist() == [2 * times, times, times]
+    assert reports["b"].statistics["mass"].tolist() == [6.0 * times] * 2
+
+
+def test_pivots_are_counted_some_queries_at_a_time(monkeypatch):
+    monkeypatch.setattr(worker_sums, "PIVOT_SCRATCH", 2 * 16 * HEADS * 3)
+    sums = RunningSums(1, HEADS, 1, 10, BLOCK, "sum", "sum")
+    sums.start("a", scoring("last", window=5, trigger=0, statistic="pivots"))
+    logical = torch.arange(3, dtype=torch.int32)[None]
+    resident = torch.tensor([9], dtype=torch.int32)
+    step = sums.step(["a"], np.array([0, 9], np.int32), np.array([9], np.int32), logical, resident)
+    counts, asked = len(step.queries.tokens), []
+
+    def weigh_each(queries, width):
+        asked.append(len(queries.tokens))
+        return torch.ones(len(queries.tokens), HEADS, width)
+
+    step.add(lambda weights, out: None, HEADS, 2, weigh_each)
+    assert counts > 3 and asked == [2] * (counts // 2) + [1] * (counts % 2)
+    assert step.mass[0, 0, 0] == counts * HEADS
 
 
 def test_slots_do_not_leak():

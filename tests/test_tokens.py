@@ -269,7 +269,8 @@ def test_a_rank_may_have_no_heads_of_a_group(sets):
     config = KVPolicyConfig.parse({**POLICIES["h2o"], "sets": sets})
     sums, calls = TokenSums(2, 1, 1, BLOCK, 11), []
     sums.start("a", Scoring.of(config, 9))
-    sums.token_step(["a"], np.array([0, 320], np.int32), np.array([320]), np.array([320]))
+    lens = np.array([320], np.int32)
+    sums.token_step(["a"], np.array([0, 320], np.int32), lens, lens, torch.from_numpy(lens))
     sums.judge("a")
     store = SimpleNamespace(kv_heads=list, compact=lambda source, keep, target: calls.append(keep))
     plan = Compaction("a", 0, config, list(range(1, 11)), 320, 1, 7, [2, 3], 319)
@@ -334,7 +335,8 @@ def test_sums_by_token_are_those_of_one_request_at_a_time(seed):
         queries.insert(at, 1)
         lens = np.array([known[name][0].shape[2] if name in known else 17 for name in batch], np.int32)
         ends = np.array([known[name][2] if name in known else 17 for name in batch], np.int32)
-        step = sums.token_step(batch, np.concatenate(([0], np.cumsum(queries))).astype(np.int32), ends, lens)
+        starts = np.concatenate(([0], np.cumsum(queries))).astype(np.int32)
+        step = sums.token_step(batch, starts, ends, lens, torch.from_numpy(lens))
         for layer in range(layers):
             mass = rng.random((len(batch), heads, 320)).astype(np.float32)
 

@@ -1,5 +1,7 @@
 """Triton's `decode_mass` and `decode_classes` against their torch references: under the interpreter, or on a GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -31,10 +33,12 @@ from triton_batch import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_evict.attention.decode import decode_classes_reference
+from vllm_evict.attention.device import DevicePasses
 from vllm_evict.attention.mass import pack_keys
 from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
 from vllm_evict.triton_kernels.tiles import tile_of
+from vllm_evict.worker.work import Share
 
 pytestmark = WHERE_KERNELS_RUN
 
@@ -312,3 +316,47 @@ def test_splits_of_classes_are_of_one_length():
     assert splits(1, (4, 4), (131_072, 131_072)) == [66, 66]  # those of 8 heads of one class
     assert splits(64, (4, 4), (131_072, 384)) == [3, 1]
     assert splits(512, (4, 4), (131_072, 384)) == [1, 1]
+
+
+# ---- behind a backend
+
+
+@BY
+@pytest.mark.parametrize("classes", [1, 2])
+def test_where_scratch_has_no_room_for_all_some_are_decoded_at_a_time(classes, per_token):
+    layer = Classes()
+    parts, shares = layer.classes[:classes], []
+    query = layer.query[:, : sum(layer.heads[:classes])]
+    for each in parts:
+        keys, width = each.keys, 2 * each.keys.shape[3]
+        cache = keys.as_strided((*keys.shape[:3], width), keys.stride(), keys.storage_offset())
+        metadata = SimpleNamespace(
+            block_table=each.table, query_start_loc=each.starts, seq_lens=each.seq_lens, num_actual_tokens=len(query),
+            max_seq_len=int(each.seq_lens.max()),
+        )  # fmt: skip
+        work = SimpleNamespace(rows=each.rows, seq_lens=each.seq_lens)
+        shares.append(Share(work, each.query, cache, metadata))
+    a_layer = SimpleNamespace(impl=SimpleNamespace(scale=parts[0].scale))
+
+    def decoded(scratch):
+        passes = DevicePasses()
+        passes.scratch_bytes = scratch
+        outs = [each.new_out(each.kv_heads, F32, per_token) for each in parts]
+        output = torch.full_like(query, 7.0)
+        if classes == 2:
+            passes.decode_together(a_layer, query, shares, output, parts[0].weights, outs, per_token)
+        else:
+            where = a_layer, query, shares[0].kv_cache, shares[0].metadata, output, *vars(shares[0].work).values()
+            passes.decode(*where, parts[0].weights, outs[0], per_token)
+        ((_, at_once),) = passes._plans.values()
+        return at_once, output, outs
+
+    _, output, outs = decoded(64 << 20)
+    rows = len(parts[0].rows)
+    one = sum(each.nbytes for plan in layer.plans(per_token=per_token)[:classes] for each in plan[3:6]) // rows
+    for scratch, expected in ((64 << 20, range(rows, 2 * rows)), (3 * one, range(2, rows)), (0, [1])):
+        at_once, some, some_outs = decoded(scratch)
+        assert at_once in expected
+        assert_close(some, output, TOLERANCE[F32])
+        for mass, whole in zip(some_outs, outs):
+            assert_close(mass, whole)

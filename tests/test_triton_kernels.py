@@ -469,8 +469,8 @@ def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert {kernel["kernel"] for kernel in found} == {
-        "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_fold", "_mass_from_lse", "_query_lse",
-        "_resident_view", "_select",
+        "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_fold", "_mass_from_lse", "_put",
+        "_query_lse", "_resident_view", "_select", "_take",
     }  # fmt: skip
     views = [kernel["binary"] for kernel in found if kernel["kernel"] == "_resident_view"]
     assert len(set(views)) == 2 < len(views), "once for each number of groups, whatever is wanted of them"

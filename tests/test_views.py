@@ -20,7 +20,7 @@ IN_GRAPH = pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "gra
 
 
 class Group:
-    block_size, max_requests, device = BLOCK, REQUESTS, "cpu"
+    block_size, max_requests, max_blocks, device = BLOCK, REQUESTS, 1, "cpu"
 
     def __init__(self, holes):
         self.with_holes = {"r": holes} if holes else {}
@@ -41,7 +41,7 @@ class Worker:
         for table, holes in zip(self.views.tables, HOLES):
             table[0, holes] = 0
         for group, table in zip(self.groups, self.views.tables):
-            self.views.memory(group, table)
+            self.views.memory(group, table.shape)
         self.views.begin()
 
     def of(self, group):

@@ -163,9 +163,11 @@ MANY, LONG = 300, 40_000  # requests, tokens
 def test_batches_of_any_size_take_what_was_compiled(shape, name, passes, monkeypatch):
     from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.resident_view import resident_view
+    from vllm_evict.triton_kernels.take import take
 
     monkeypatch.setattr(worker_views, "resident_view", resident_view)
     monkeypatch.setattr(worker_sums, "fold", fold)
+    monkeypatch.setattr(worker_sums, "take", take)
     worker_at_work = Work(shape, {**SERVED[name], "sink": 256, "recent": 256, "budget": 1024}, passes())
     start, later = Variants(), Variants()
     with start.noted(run=lambda *_, **__: None):
@@ -244,7 +246,10 @@ class Work:
             kv_heads = part.kv_cache.shape[1]
             return [(torch.zeros(rows, kv_heads + 1, width * self.block_size)[:, :kv_heads], weights, True)]
         mass = torch.zeros(rows, group.sums.heads, width)
-        pivots = [(None, weights, False)] * ("pivots" in group.statistics)
+        pivots = []
+        if "pivots" in group.statistics:
+            layer = torch.zeros(rows, group.sums.kv_heads + 1, width)[:, : part.kv_cache.shape[1]]
+            pivots = [(None, weights, False), (layer, weights, False)]
         return [(mass, None, False), (mass, weights, False), (None, None, False), *pivots]
 
     def decodes(self, rows, longest):
@@ -259,7 +264,9 @@ class Work:
                     self.passes.decode(*where, weights, out, per_token)
                 if len(self.parts) == 2:
                     self.together(query, metadata, output, part, out, weights, per_token)
-                if out is not None and not per_token:
+                if out is not None and not per_token and (group.sums.maximise_layers or out.shape[1] > 1):
+                    self.layers(group, out, rows)
+                if out is not None and not per_token and out.shape[1] == group.sums.heads:
                     slots, logical = torch.zeros(rows, dtype=torch.int32), group._identity[: out.shape[2]]
                     for kept in (None, torch.ones(rows)):
                         worker_sums.fold(group.sums._sums, slots, out, logical.expand(rows, -1), kept)
@@ -268,6 +275,12 @@ class Work:
                 self.passes.mass_of(
                     self.layer, query_, part.kv_cache, metadata, looked_at, -(-longest // self.block_size)
                 )
+
+    def layers(self, group, layer, rows):
+        mass, lens = torch.zeros(rows, group.sums.heads, layer.shape[2]), torch.zeros(rows, dtype=torch.int32)
+        options = {"maximise": group.sums.maximise_layers, "share": 1 / self.group_size}
+        for tested in [None] * group.sums.maximise_layers + [lens] * ("pivots" in group.statistics):
+            worker_sums.take(mass, layer, lens, self.block_size, tested=tested, **options)
 
     def together(self, query, metadata, output, measured, out, weights, per_token):
         numbers = torch.arange(len(query), dtype=torch.int32)

@@ -20,9 +20,11 @@ from vllm_evict.triton_kernels import (
     decode_mass,
     fold,
     mass_from_lse,
+    put,
     query_lse,
     resident_view,
     select,
+    take,
 )
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -94,9 +96,11 @@ def compile_all() -> None:
         (decode_mass, ("_attend", "_combine")),
         (fold, ("_fold",)),
         (mass_from_lse, ("_mass_from_lse",)),
+        (put, ("_put",)),
         (query_lse, ("_query_lse",)),
         (resident_view, ("_resident_view",)),
         (select, ("_select",)),
+        (take, ("_take",)),
     ):
         for kernel in kernels:
             setattr(module, kernel, Compiled(getattr(module, kernel)))
@@ -107,6 +111,9 @@ def compile_all() -> None:
             resident_view.resident_view([table] * groups, lens, 16, [first] + [view] * (groups - 1))
     sums = torch.empty(ROWS, 8, 8192)
     fold.fold(sums, lens, sums, table, torch.empty(ROWS))
+    put.put(torch.empty(9, 8, 16), table[:, :512], sums, lens)
+    take.take(sums, sums, lens, 16, maximise=True)
+    take.take(sums[:, :1], sums, lens, 16, tested=lens, share=0.25)
     select.select(torch.empty(ROWS, 8192), lens, lens, lens, table, lens)
     for dtype, dim in ((BF16, 128), (FP8, 80)):
         caches, blocks = [torch.empty(8, 8, 16, 2 * dim, dtype=dtype) for _ in range(2)], ints(WIDTH)

@@ -30,8 +30,10 @@ class Passes(Protocol):
         beside: the kernels of `mass`, for the log.
         decodes_measured: whether requests that are measured are better decoded by `decode`, which reads keys once, and
             all others by the backend's kernel; else those that lack blocks are.
-        compiles: whether its kernels are compiled when they are first launched: see `attention.warmup`.
-        capturing: whether calls are captured in a full CUDA graph, or warm up one: their scratch has to stay.
+        compiles: whether its kernels are compiled when they are first launched: see `attention.warmup`. They run on a
+            device, whose memory vLLM shares out.
+        capturing: whether calls are captured in a full CUDA graph, or warm up one.
+        scratch_bytes: of what `reserve` takes.
     """
 
     heads_dim: int
@@ -39,20 +41,32 @@ class Passes(Protocol):
     decodes_measured: bool
     compiles: bool
     capturing: bool
+    scratch_bytes: int
 
     def unreadable(self, layer: Any) -> str | None: ...
 
     def can_decode(self, layer: Any) -> bool: ...
 
-    def graph_blocks(self, requests: int, heads: int, block_size: int, longest: int) -> int:
-        """Blocks of the longest request that `decode` takes in full CUDA graphs of so many requests and query heads.
+    def scratch_for(
+        self, requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool
+    ) -> int:
+        """Settle how much scratch `decode` has. It attends to as many requests at once as there is room for.
 
-        No more than `longest` tokens have; 0: it is in no such graph.
+        Args:
+            requests: most of a step; 0: nothing is decoded.
+            in_graphs: most of a full CUDA graph; 0: there are none.
+            heads: query heads of a layer.
+            block_size: tokens.
+            longest: most blocks of a request.
+            per_token: whether mass may be by token.
+
+        Returns:
+            Blocks of the longest request that `decode` takes in full CUDA graphs, at most `longest`; 0: it is in none.
         """
         ...
 
     def reserve(self, device: Any) -> None:
-        """The scratch of `decode` in full CUDA graphs, if there is none yet."""
+        """Take the scratch, if there is none yet."""
         ...
 
     def metadata(self, builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:

@@ -28,6 +28,7 @@ class CPUPasses:
     decodes_measured = False
     compiles = False
     capturing = False
+    scratch_bytes = 0
 
     @staticmethod
     def unreadable(layer: Any) -> str | None:
@@ -48,12 +49,12 @@ class CPUPasses:
         return plain and readable and kernel_path() not in ("torch reference", "portable")
 
     @staticmethod
-    def graph_blocks(requests: int, heads: int, block_size: int, longest: int) -> int:
+    def scratch_for(requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool) -> int:
         return 0
 
     @staticmethod
     def reserve(device: torch.device) -> None:
-        """Nothing: there are no CUDA graphs."""
+        """Nothing: kernels take their own."""
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:

@@ -307,11 +307,10 @@ def _require(valid: bool, sentence: str | None) -> None:
 
 
 class CudaDecode:
-    """The kernel, with scratch that all layers share: what runs behind a GPU backend where it is asked for."""
+    """The kernel: what runs behind a GPU backend where it is asked for."""
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
-        self._plans: dict[tuple, CudaPlan] = {}
 
     @classmethod
     def if_wanted(cls) -> "CudaDecode | None":
@@ -329,36 +328,7 @@ class CudaDecode:
         """Whether the kernel reads these tensors."""
         return refused(query, key_cache, value_cache) is None
 
-    def __call__(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, take=None) -> None:
-        """`decode_mass`; `take` gives scratch that stays (see `plan_decode`), for a CUDA graph."""
-        plan = self._plan(query, keys, len(rows), table.shape[1], out is not None, take)
+    def __call__(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, plan) -> None:
+        """`decode_mass`"""
         tensors = query, keys, values, table, starts, lens, rows
         decode_mass(*tensors, scale, output, out=out, weights=weights, plan=plan, kernels=self._kernels)
-
-    def _plan(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        rows: int,
-        width: int,
-        mass: bool,
-        take: Callable[..., torch.Tensor] | None,
-    ) -> CudaPlan:
-        """Scratch for at least so many rows and blocks, powers of two: it seldom grows with a batch; a graph's own."""
-        shape = query.shape[1], keys.shape[1], query.shape[2], keys.shape[2]
-        if take is not None:
-            key = *shape, query.dtype, rows, width, mass
-            if key not in self._plans:
-                self._plans[key] = plan_decode(rows, *shape, width, query.dtype, query.device, mass=mass, take=take)
-            return self._plans[key]
-        key = *shape, query.dtype, _power_of_2(rows)
-        plan = self._plans.get(key)
-        if plan is None or plan.max_blocks < width or (mass and plan.granules is None):
-            width = _power_of_2(max(width, plan.max_blocks if plan else 1))
-            mass = mass or (plan is not None and plan.granules is not None)
-            self._plans[key] = plan = plan_decode(key[-1], *shape, width, query.dtype, query.device, mass=mass)
-        return plan
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << max(least - 1, 0).bit_length()

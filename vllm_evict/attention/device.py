@@ -10,14 +10,15 @@ import torch
 from ..worker.transfer import to_device
 from ..worker.work import Share
 from .compact import is_ordered
-from .decode_cuda import CudaDecode
+from .decode_cuda import CudaDecode, plan_decode
 from .passes import FP8_NAMES
 from .queries import Queries
 
 FP8 = torch.float8_e4m3fn
-#: Most bytes of full CUDA graphs' scratch for mass: for 256 requests with 32 query heads, 128k tokens each.
+#: Most bytes of the decode kernels' scratch for mass, but that of one request: for 256 requests with 32 query heads,
+#: 128k tokens each, or 8k if mass is by token.
 MASS_SCRATCH = 256 << 20
-GRANULE = 16  # tokens, the fewest of which decode kernels keep one number a query head
+GRANULE = 16  # tokens, the fewest of which they keep one number a query head
 #: Bytes of their scratch for what splits of requests yield.
 SPLIT_SCRATCH = 32 << 20
 ALIGNED = 64  # float32 numbers: where parts of it begin
@@ -43,11 +44,11 @@ class DevicePasses:
 
     def __init__(self) -> None:
         self.capturing = False
-        #: Scratch of decode kernels, by shapes and requests. Layers run one after the other, so they share it.
-        self._plans: dict[tuple[Any, ...], list[Any]] = {}
-        #: What all graphs take theirs from: they run one after the other too.
+        #: Plans of decode kernels and how many requests they are for, by shapes and requests.
+        self._plans: dict[tuple[Any, ...], tuple[Any, int]] = {}
+        #: What all of them take theirs from: layers, steps and graphs run one after the other.
         self._scratch: torch.Tensor | None = None
-        self._graph_bytes = 0
+        self.scratch_bytes = MASS_SCRATCH + SPLIT_SCRATCH
         #: Where the pages of layers lie, by their caches: see `compact`.
         self._places: dict[tuple[Any, ...], Any] = {}
         #: In the place of `decode_mass`, for what it takes; None unless it is asked for.
@@ -72,16 +73,18 @@ class DevicePasses:
         plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
         return plain and self.unreadable(layer) is None
 
-    def graph_blocks(self, requests: int, heads: int, block_size: int, longest: int) -> int:
-        """Blocks of a request that `MASS_SCRATCH` has room for, no more than of `longest` tokens; 0 without graphs."""
-        block_bytes = 4 * requests * heads * max(block_size // GRANULE, 1)
-        blocks = min(MASS_SCRATCH // block_bytes, -(-longest // block_size)) if requests else 0
-        self._graph_bytes = blocks * block_bytes + SPLIT_SCRATCH
-        return blocks
+    def scratch_for(
+        self, requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool
+    ) -> int:
+        of_block = 4 * heads * (block_size if per_token else max(block_size // GRANULE, 1))
+        one = of_block * _power_of_2(longest)
+        room = min(max(MASS_SCRATCH, one), one * _power_of_2(requests))
+        self.scratch_bytes = room + SPLIT_SCRATCH if requests else 0
+        return min(MASS_SCRATCH // (of_block * in_graphs), longest) if in_graphs else 0
 
     def reserve(self, device: torch.device) -> None:
         if self._scratch is None:
-            self._scratch = torch.empty(self._graph_bytes // 4, dtype=torch.float32, device=device)
+            self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32, device=device)
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
@@ -274,37 +277,41 @@ class DevicePasses:
             tables.append(_narrow(table, share.metadata, its))
         measured = any(out is not None for out in outs)
         widths = [table.shape[1] for table in tables]
-        plans = self._plans_for(query, keys, len(rows), widths, measured, per_token)
+        plans, at_once = self._plans_for(query, keys, len(rows), widths, measured, per_token)
         scale, value_scale = scales(layer, keys[0])
-        decode_classes(
-            *(query[:tokens], keys, values, tables, starts, [share.work.seq_lens for share in shares], rows),
-            *(scale, output[:tokens]),
-            out=outs,
-            per_token=per_token,
-            weights=weights,
-            plans=plans,
-            value_scale=value_scale,
-        )
+        for some in rows.split(at_once):
+            decode_classes(
+                *(query[:tokens], keys, values, tables, starts, [share.work.seq_lens for share in shares], some),
+                *(scale, output[:tokens]),
+                out=outs,
+                per_token=per_token,
+                weights=weights,
+                plans=plans,
+                value_scale=value_scale,
+            )
 
     def _decode_mass(
         self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, per_token=False,
         value_scale=1.0,
     ) -> None:  # fmt: skip
+        tensors, width = (query, keys, values, table, starts, lens), table.shape[1]
         if not per_token and self.decodes_in_cuda(query, keys, values):
-            tensors = query, keys, values, table, starts, lens, rows
-            self._cuda(*tensors, scale, output, out, weights, self._taking() if self.capturing else None)
+            plan, at_once = self._cuda_plan(query, keys, len(rows), width, out is not None)
+            for some in rows.split(at_once):
+                self._cuda(*tensors, some, scale, output, out, weights, plan)
             return
         from ..triton_kernels.decode_mass import decode_mass
 
-        (plan,) = self._plans_for(query, [keys], len(rows), [table.shape[1]], out is not None, per_token)
-        decode_mass(
-            *(query, keys, values, table, starts, lens, rows, scale, output),
-            out=out,
-            per_token=per_token,
-            weights=weights,
-            plan=plan,
-            value_scale=value_scale,
-        )
+        (plan,), at_once = self._plans_for(query, [keys], len(rows), [width], out is not None, per_token)
+        for some in rows.split(at_once):
+            decode_mass(
+                *(*tensors, some, scale, output),
+                out=out,
+                per_token=per_token,
+                weights=weights,
+                plan=plan,
+                value_scale=value_scale,
+            )
 
     def _plans_for(
         self,
@@ -314,49 +321,71 @@ class DevicePasses:
         widths: Sequence[int],
         mass: bool,
         per_token: bool = False,
-    ) -> list[Any]:
-        """Scratch for at least so many rows and blocks of each class: the same memory from layer to layer and step to
-        step.
-
-        Powers of two, so that a batch that grows by one does not take new scratch each time. Scratch of graphs is their
-        own, of just the size that they are given, and stays: they know where it is.
-        """
-        import triton
-
+    ) -> tuple[list[Any], int]:
+        """Plans of the Triton kernels for requests of so many blocks of each class, and for how many (see `_plan`)."""
         from ..triton_kernels.decode_classes import plan_classes
 
         kv_heads = tuple(its.shape[1] for its in keys)
         shape = query.shape[1] // sum(kv_heads), kv_heads, query.shape[2], keys[0].shape[2]
-        if self.capturing:
-            key = *shape, query.dtype, rows, per_token, mass, *widths
-            if key not in self._plans:
-                options = {"mass": mass, "per_token": per_token, "take": self._taking()}
-                self._plans[key] = plan_classes(rows, *shape, widths, query.dtype, query.device, **options)
-            return self._plans[key]
-        key = *shape, query.dtype, triton.next_power_of_2(rows), per_token
-        held = self._plans.get(key, ())
-        had_mass = any(plan.granules is not None for plan in held)
-        if not held or (mass and not had_mass) or any(plan.max_blocks < width for plan, width in zip(held, widths)):
-            before = [plan.max_blocks for plan in held] or [1] * len(keys)
-            widths = [triton.next_power_of_2(max(pair)) for pair in zip(widths, before)]
-            options = {"mass": mass or had_mass, "per_token": per_token}
-            held = plan_classes(key[-2], *shape, widths, query.dtype, query.device, **options)
-            self._plans[key] = held
-        return held
+        widths = self._rounded(*widths)
 
-    def _taking(self) -> Callable[..., torch.Tensor]:
-        """Gives the scratch of one graph's plan: part after part of what all share, memory of its own past the end."""
-        taken = 0
+        def make(rows: int, take: Callable[..., torch.Tensor]) -> list[Any]:
+            options = {"mass": mass, "per_token": per_token, "take": take}
+            return plan_classes(rows, *shape, widths, query.dtype, query.device, **options)
 
-        def take(*shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-            nonlocal taken
-            first, size = taken, prod(shape)
-            taken = first + -(-size // ALIGNED) * ALIGNED
-            if taken > len(self._scratch):
-                return torch.empty(shape, dtype=dtype, device=device)
-            return self._scratch[first : first + size].view(shape)
+        return self._plan(make, query.device, rows, *shape, query.dtype, per_token, mass, *widths)
 
-        return take
+    def _cuda_plan(self, query: torch.Tensor, keys: torch.Tensor, rows: int, width: int, mass: bool) -> tuple[Any, int]:
+        """The same of the kernel in CUDA C++."""
+        shape = query.shape[1], keys.shape[1], query.shape[2], keys.shape[2], *self._rounded(width)
+
+        def make(rows: int, take: Callable[..., torch.Tensor]) -> Any:
+            return plan_decode(rows, *shape, query.dtype, query.device, mass=mass, take=take)
+
+        return self._plan(make, query.device, rows, "cuda", *shape, query.dtype, mass)
+
+    def _plan(self, make: Callable[..., Any], device: torch.device, rows: int, *key: Any) -> tuple[Any, int]:
+        """A plan for all requests of a batch, or for as many as the scratch has room for at once; and for how many.
+
+        Args:
+            make: (requests, what gives scratch, called like `torch.empty`) -> a plan.
+            rows: requests.
+            key: all else that it depends on.
+        """
+        (rows,) = self._rounded(rows)
+        key = rows, *key
+        if key not in self._plans:
+            self.reserve(device)
+            plan = make(rows, taking := _Taking(self._scratch))
+            while not taking.fits and rows > 1:
+                rows = -(-rows // 2)
+                plan = make(rows, taking := _Taking(self._scratch))
+            self._plans[key] = plan if taking.fits else make(rows, torch.empty), rows
+        return self._plans[key]
+
+    def _rounded(self, *sizes: int) -> tuple[int, ...]:
+        """Powers of two, so that steps that differ little have one plan. Graphs' sizes are few, and the scratch is just
+        what they need."""
+        return sizes if self.capturing else tuple(map(_power_of_2, sizes))
+
+
+class _Taking:
+    """Part after part of some scratch, called like `torch.empty`; past its end shapes, and nothing in them."""
+
+    def __init__(self, scratch: torch.Tensor) -> None:
+        self.fits, self._left = True, scratch
+
+    def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+        size = prod(shape)
+        self.fits &= size <= len(self._left)
+        if not self.fits:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        part, self._left = self._left[:size], self._left[-(-size // ALIGNED) * ALIGNED :]
+        return part.view(shape)
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << max(least - 1, 0).bit_length()
 
 
 def _rows(metadata: Any, requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -69,8 +69,9 @@ def warm_up(
     """
     runtime.views.warm_up(tables)
     for group in runtime.groups:
-        if group.sums is not None:
-            group.sums.warm_up()
+        for sums in (group.sums, group.tokens):
+            if sums is not None:
+                sums.warm_up("pivots" in group.statistics)
     # Scratch is made for powers of two (`DevicePasses`).
     rows, widths = ([1 << power for power in range((most - 1).bit_length() + 1)] for most in (queries, blocks))
     done = set()
@@ -120,9 +121,7 @@ class _Launches:
         for index, (group, part) in enumerate(zip(self.groups, self.parts)):
             ways = list(_measured(group, part))
             if "pivots" in group.statistics:
-                ways.append(Mass(0, True))  # queries that are looked at one by one: their mass comes
-                if len(self.parts) == 1:
-                    ways.append(Mass(part.kv_cache.shape[1]))  # of a call of its own
+                ways.append(Mass(0, True))  # queries that are looked at one by one: their mass comes of other calls
             for mass in ways:
                 way = [mass._replace(heads=0)] * len(self.parts)
                 way[index] = mass
@@ -211,6 +210,8 @@ class _Launches:
 def _measured(group: GroupRuntime, part: Heads) -> Iterator[Mass]:
     """What is measured of heads of a KV group in one call."""
     if group.sums is not None:
-        yield from (Mass(group.sums.heads, weighted) for weighted in (False, True))
+        # Where queries are tested for pivotal blocks each head's mass is wanted, else perhaps all heads' sum.
+        heads = {group.sums.heads} | ({part.kv_cache.shape[1]} if "pivots" in group.statistics else set())
+        yield from (Mass(*each) for each in product(sorted(heads), (False, True)))
     if group.tokens is not None:
         yield Mass(part.kv_cache.shape[1], True, True)

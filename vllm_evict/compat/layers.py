@@ -13,14 +13,14 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_cache_interface import KVCacheConfig, replace_as
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 
 from ..attention.backend import Passes, resident_backend, working_impl
 from ..attention.passes import passes_for
 from ..attention.split import part_of, split_impl
 from ..attention.store import LayerStore
 from ..config import STREAMING, KVPolicyConfig, KVPolicyError
-from ..core.spec import EvictableSpec
+from ..core.spec import EvictableSpec, most_blocks
 from ..heads.arrange import arrange
 from ..heads.layout import Layout
 from ..policies import RUNNING
@@ -79,19 +79,19 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
     if placed is not None:
         refusals.check_alike(layers)
         return _split(vllm_config, config, layers, placed, passes)
-    longest = _graph_blocks(vllm_config, config, layers, passes)
-    group = _whole(vllm_config, config, list(layers.values()), passes, longest)
-    return EvictionRuntime([group], passes, attends_in_graphs=longest > 0)
+    in_graphs = _scratch(vllm_config, config, layers, passes)
+    group = _whole(vllm_config, config, list(layers.values()), passes, in_graphs)
+    return EvictionRuntime([group], passes, attends_in_graphs=in_graphs > 0)
 
 
 def _whole(
-    vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention], passes: Passes, longest: int
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention], passes: Passes, in_graphs: int
 ) -> GroupRuntime:
-    """All heads of all layers in one KV group; `longest` as of `_graph_blocks`."""
+    """All heads of all layers in one KV group; `in_graphs` as of `_scratch`."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
     store = LayerStore(passes, lambda: ((layer, layer.kv_cache) for layer in layers))
-    group = _group(vllm_config, part, store, [kv_heads] * len(layers), longest)
+    group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs)
     backends = {layer.attn_backend: None for layer in layers}
     backends = {backend: resident_backend(backend, group, passes, head_class) for backend in backends}
     impls = {impl: working_impl(impl, passes) for impl in {type(layer.impl) for layer in layers}}
@@ -108,12 +108,12 @@ def _split(
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
     rank = placed.places[get_tp_group().rank_in_group]
     groups, pages = [], []
-    longest = _graph_blocks(vllm_config, config, layers, passes)
+    in_graphs = _scratch(vllm_config, config, layers, passes)
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
         store = LayerStore(passes, partial(_caches_of, layers, name))
         heads = [place.heads for layer in rank for place in layer if place.group == index]
-        group = _group(vllm_config, config.of_class(head_class), store, heads, longest)
+        group = _group(vllm_config, config.of_class(head_class), store, heads, in_graphs)
         resident = resident_backend(backend, group, passes, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
         slots = HeadSlots(spec, resident, first.num_heads)
@@ -133,25 +133,43 @@ def _split(
         # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
-    return EvictionRuntime(groups, passes, pages, longest > 0)
+    return EvictionRuntime(groups, passes, pages, in_graphs > 0)
 
 
-def _graph_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], passes: Passes) -> int:
-    """Resident blocks of the longest request in full CUDA graphs in which the plugin's kernel attends; 0: in none."""
+def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], passes: Passes) -> int:
+    """Settle the scratch of the plugin's decode kernel.
+
+    Returns:
+        Resident blocks of the longest request in full CUDA graphs in which it attends; 0: in none.
+    """
+    if not passes.compiles:  # nor is it known yet what the CPU's kernels can read
+        return 0
+    measures, requests = bool(config.statistics & RUNNING), vllm_config.scheduler_config.max_num_seqs
+    decodes = decode_kernel() != "stock" and all(map(passes.can_decode, layers.values()))
+    decodes &= measures or len(config.classes) > 1
     largest = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    requests = min(vllm_config.scheduler_config.max_num_seqs, largest)
-    heads, block_size = max(layer.num_heads for layer in layers.values()), vllm_config.cache_config.block_size
-    blocks = passes.graph_blocks(requests, heads, block_size, vllm_config.model_config.max_model_len)
-    # A maximum is taken layer by layer over all that a batch holds, which in a graph is the most that it may hold.
-    wanted = len(config.classes) > 1 or bool(config.statistics & RUNNING and config.layers != "max")
-    decodes = wanted and blocks > 0 and decode_kernel() != "stock" and all(map(passes.can_decode, layers.values()))
-    return blocks if decodes else 0
+    return passes.scratch_for(
+        # Beside vLLM's kernel it is launched for what is measured query by query.
+        requests if decodes or "pivots" in config.statistics else 0,
+        min(requests, largest) if decodes else 0,
+        max(layer.num_heads for layer in layers.values()),
+        vllm_config.cache_config.block_size,
+        max(_held(vllm_config, part) for part in config.classes.values()),
+        any(part.granularity == "token" for part in config.classes.values()) and measures,
+    )
+
+
+def _held(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
+    """Most blocks that a request under a policy holds; where the pool runs out it may hold all until then."""
+    block_size, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
+    most = -(-longest // block_size)
+    return most if config.when == "pressure" else min(most, most_blocks(vllm_config, config, block_size))
 
 
 def _group(
-    vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int], longest: int
+    vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int], in_graphs: int
 ) -> GroupRuntime:
-    """`heads`: KV heads of each of its layers on this rank, which may have none; `longest` as of `_graph_blocks`."""
+    """`heads`: KV heads of each of its layers on this rank, which may have none; `in_graphs` as of `_scratch`."""
     heads = heads or [1]
     same = len(set(heads)) == 1
     return GroupRuntime(
@@ -164,7 +182,8 @@ def _group(
         store=store,
         shape=(max(heads), len(heads)),
         device=vllm_config.device_config.device_type,
-        graph_blocks=longest,
+        graph_blocks=in_graphs,
+        held_blocks=_held(vllm_config, config),
     )
 
 
@@ -209,6 +228,20 @@ def settle(
         decodes &= passes.can_decode(layer)
     for group in runtime.groups:
         group.decodes = decodes
+
+
+def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
+    """Of the widest layer: dimensions of a key, bytes of each, and bytes of the most queries of a step."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention).values()
+    dims, itemsize = max(layer.impl.head_size for layer in layers), max(layer.dtype.itemsize for layer in layers)
+    heads = max(layer.num_heads for layer in layers)
+    return dims, itemsize, vllm_config.scheduler_config.max_num_batched_tokens * heads * dims * itemsize
+
+
+def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:
+    """Of one block of the pool: of all layers, or of one KV group where heads are split."""
+    pages = [spec.page_size_bytes for spec in specs.values()]
+    return max(pages) if runtime.pages else sum(pages)
 
 
 def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[torch.Tensor]) -> None:

@@ -33,12 +33,7 @@ class EvictableSpec(FullAttentionSpec):
         """Most bytes that one request may hold, in flight included: vLLM plans its pool and concurrency with it."""
         full = super().max_memory_usage_bytes(vllm_config)
         config = policy_config(vllm_config).of_class(self.head_class)
-        bound = config.bound(self.block_size, vllm_config.model_config.max_model_len)
-        if bound is None:
-            return full
-        # Eviction follows the step, so whole chunks are held on top while steps are in flight.
-        in_flight = math.ceil(vllm_config.max_in_flight_tokens / self.block_size) + 1
-        return min(full, (bound + in_flight) * self.page_size_bytes)
+        return min(full, most_blocks(vllm_config, config, self.block_size) * self.page_size_bytes)
 
     @classmethod
     def merge(cls, specs: list["EvictableSpec"]) -> "EvictableSpec":
@@ -55,6 +50,16 @@ class EvictableSpec(FullAttentionSpec):
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         alike = all(self.is_alike(spec) for spec in kv_cache_specs.values())
         return alike and super().is_uniform_with_collection(kv_cache_specs)
+
+
+def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int) -> int:
+    """Most blocks of a KV group under a policy that one request may insist on, in flight included."""
+    longest = vllm_config.model_config.max_model_len
+    bound = config.bound(block_size, longest)
+    if bound is None:
+        return math.ceil(longest / block_size)
+    # Eviction follows the step, so whole chunks are held on top while steps are in flight.
+    return bound + math.ceil(vllm_config.max_in_flight_tokens / block_size) + 1
 
 
 #: Fields that `EvictableSpec` adds.

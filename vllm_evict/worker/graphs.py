@@ -9,7 +9,8 @@ from enum import Enum
 import numpy as np
 import torch
 
-from .sums import MassBuffers
+from .sums import MassBuffers, RunningSums
+from .tokens import TokenSums
 from .transfer import to_device
 
 
@@ -27,19 +28,39 @@ class GraphMemory:
 
     Args:
         requests: most in a batch.
-        heads: rows of mass a request; 0 if nothing is measured.
         blocks: resident blocks of the longest request that such a graph takes.
+        sums: what measures by block; None if nothing does.
+        tokens: what measures by token, and in graphs nothing else does; None if nothing does.
+        tests: whether queries may be tested for pivotal blocks.
         device: where the KV cache is.
 
     Attributes:
         rows: int32 [requests], the batch's rows, then -1.
         mass: what is measured by block; None if nothing is.
+        tokens: what is measured by token; None if nothing is.
     """
 
-    def __init__(self, requests: int, heads: int, blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        requests: int,
+        blocks: int,
+        sums: RunningSums | None,
+        tokens: TokenSums | None,
+        tests: bool,
+        device: torch.device,
+    ) -> None:
         self.rows = torch.full((requests,), -1, dtype=torch.int32, device=device)
-        self.mass = MassBuffers.make(requests, heads, blocks, device) if heads else None
+        self.mass: MassBuffers | None = None
+        self.tokens = None if tokens is None else tokens.token_buffers(requests, blocks)
+        if sums is not None and tokens is None:
+            ones = torch.ones(requests, device=device)
+            self.mass = sums.buffers(requests, blocks, torch.zeros_like(self.rows), ones, tests)
         self._live = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        each = (self.rows, *(self.mass or ()), *(self.tokens or ()))
+        return sum(tensor.nbytes for tensor in each if isinstance(tensor, torch.Tensor))
 
     def use(self, live: int) -> None:
         """The batch has so many requests; the rest of a graph's rows is padding."""

@@ -54,6 +54,7 @@ class GroupRuntime:
         store: its KV cache; read after steps and before them.
         device: where block tables and the KV cache are.
         graph_blocks: resident blocks of the longest request in a full graph that measures.
+        held_blocks: most that a request holds; None: of `max_model_len` tokens.
     """
 
     def __init__(
@@ -68,13 +69,18 @@ class GroupRuntime:
         shape: tuple[int, int] | None = None,
         device: torch.device | str = "cpu",
         graph_blocks: int = 0,
+        held_blocks: int | None = None,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.shape = block_size, shape or (kv_heads, layers)
         #: What may be measured, and whether tokens may be chosen in the place of blocks.
         self.statistics, self.by_token = config.statistics, config.granularity == "token"
+        self.merges = bool(config.merge)
+        #: Whether full graphs test queries for pivotal blocks: each layer takes longer with them.
+        self._tests = "pivots" in config.policy.measures
         self.device = torch.device(device)
         max_blocks = -(-max_model_len // block_size) + 1
-        self.max_requests = max_requests
+        self.max_requests, self.max_blocks = max_requests, max_blocks
+        self.held_blocks = min(held_blocks or max_blocks, max_blocks)
         self.batch = Batch()
         self.views = Views([self], self.batch)
         self.plan: GroupPlan | None = None
@@ -85,7 +91,7 @@ class GroupRuntime:
             )
         self.tokens: TokenSums | None = None
         if config.granularity == "token" and config.statistics & RUNNING:
-            self.tokens = TokenSums(max_requests, *(shape or (kv_heads, layers)), block_size, max_blocks, self.device)
+            self.tokens = TokenSums(max_requests, *self.shape, block_size, max_blocks, self.device)
         self.prompts: PromptScores | None = None
         if config.granularity == "token" and config.reconstructs:
             self.prompts = PromptScores(kv_heads, layers, block_size, self.device)
@@ -160,9 +166,9 @@ class GroupRuntime:
         """Whether all that a step of decodes measures can be measured in a full graph."""
         if self.prompts is not None and len(self.prompts):
             return False
-        if self.tokens is not None and not self.tokens.requests.isdisjoint(requests):
-            return False
-        return self.sums is None or self.sums.fits_graphs(requests)
+        if self.tokens is not None:
+            return self.tokens.fit_graphs(requests) and self.sums.requests.isdisjoint(requests)
+        return self._tests or self.sums is None or not self.sums.test(requests)
 
     def fits_memory(self, lengths: Mapping[str, int]) -> bool:
         """Whether no request holds more blocks than a graph in which the plugin's kernel attends has room for."""
@@ -176,11 +182,28 @@ class GroupRuntime:
         """Resident tokens of the batch's requests, of lengths with holes. int32 [R]"""
         return seq_lens - self._lacking(self.batch.req_ids) if self.with_holes else seq_lens
 
-    def reserve(self) -> None:
-        """The memory of graphs in which the plugin's kernel attends, if there is none yet."""
-        if self._graph_memory is None:
-            heads = 0 if self.sums is None else self.sums.heads
-            self._graph_memory = GraphMemory(self.max_requests, heads, self._graph_blocks, self.device)
+    def reserve(self, in_graphs: bool = True) -> None:
+        """Memory that stays, if there is none yet: of views, and of graphs in which the plugin's kernel attends."""
+        self.views.memory(self)
+        if in_graphs and self._graph_memory is None:
+            sizes = self.max_requests, self._graph_blocks
+            self._graph_memory = GraphMemory(*sizes, self.sums, self.tokens, self._tests, self.device)
+
+    def hold(self, pool: int) -> None:
+        """There are so many blocks in the pool: memory for what is kept of each."""
+        if self.tokens is not None:
+            self.tokens.hold(min(pool, self.max_requests * self.held_blocks))
+
+    @property
+    def pages(self) -> int:
+        """Blocks that there is memory for sums by token of."""
+        return 0 if self.tokens is None else self.tokens.pages
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all that stays where block tables and sums are."""
+        kept = sum(each.nbytes for each in self.views.memory(self)) + self._identity.nbytes
+        return kept + sum(each.kept_bytes for each in (self.sums, self.tokens, self._graph_memory) if each is not None)
 
     def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
         """Requests whose tables change with this step: {logical block: physical block, 0 for a hole}."""
@@ -211,18 +234,20 @@ class GroupRuntime:
     def _captured_view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         """Metadata of a graph that is captured: a batch of nobody's, in the memory that all its replays read."""
         rows, width = metadata.block_table_tensor.shape
-        table, lens, _ = (each[:rows] for each in self.views.memory(self, metadata.block_table_tensor))
+        table, lens, _ = (each[:rows] for each in self.views.memory(self, metadata.block_table_tensor.shape))
         table[:, :width].copy_(metadata.block_table_tensor)
         lens.copy_(metadata.seq_lens[:rows])
         metadata = copy(metadata)
         metadata.block_table_tensor, metadata.seq_lens = table, lens
         if self.batch.graph is Attends.STOCK:
             return metadata, None
+        lens.clamp_(max=self.graph_tokens)  # made up, as long as vLLM likes
         memory = self._graph_memory
         memory.use(rows)
         metadata.max_seq_len = self.graph_tokens
-        mass = None if memory.mass is None else memory.mass.part(rows)
-        return metadata, OwnWork.of_graph(mass, memory.rows[:rows], lens)
+        mass = None if memory.mass is None else memory.mass.part(rows)._replace(lens=lens)
+        tokens = None if memory.tokens is None else self.tokens.captured(memory.tokens.part(rows), lens)
+        return metadata, OwnWork.of_graph(mass, memory.rows[:rows], lens, tokens)
 
     def _graph_view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         """`_view` for a step that replays a full graph: all that the graph reads is written. Rows may be padding."""
@@ -241,14 +266,16 @@ class GroupRuntime:
         self._resident(table, held)
         if self.batch.graph is Attends.STOCK:
             return metadata, None
-        memory, step = self._graph_memory, None
+        memory, step, tokens = self._graph_memory, None, None
         memory.use(live)
-        if memory.mass is not None:
-            width = -(-longest // self.block_size)
-            starts = np.arange(live + 1, dtype=np.int32)
+        width, starts = -(-longest // self.block_size), np.arange(live + 1, dtype=np.int32)
+        if memory.tokens is not None:
+            buffers = memory.tokens.part(live, width)
+            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens[:live], buffers)
+        elif memory.mass is not None:
             buffers = memory.mass.part(live, width)
-            step = self.sums.step(req_ids, starts, seq_lens, logical[:live, :width], buffers)
-        return metadata, OwnWork.of_graph(step, memory.rows[:rows], lens)
+            step = self.sums.step(req_ids, starts, seq_lens, logical[:live, :width], lens[:live], buffers)
+        return metadata, OwnWork.of_graph(step, memory.rows[:rows], lens, tokens)
 
     def _view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
         measuring = self.sums is not None and len(self.sums) > 0
@@ -282,10 +309,10 @@ class GroupRuntime:
         self._resident(table, held)
         step = None
         if measuring:
-            step = self.sums.step(req_ids, starts, seq_lens, logical)
+            step = self.sums.step(req_ids, starts, seq_lens, logical, lens)
         tokens = None
         if by_token:
-            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held)
+            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens)
         prompts = self.prompts.step(req_ids, starts, seq_lens) if repeating else None
         if step is None and tokens is None and prompts is None and not len(own):
             return metadata, None

@@ -67,6 +67,18 @@ class EvictionRuntime:
         self.batch.own = self._own() if self.groups[0].decodes else set()
         self._scheduler_output, self._graph = scheduler_output, _UNKNOWN
 
+    def reserve(self) -> None:
+        """Memory that stays, before vLLM measures what is left for its pool."""
+        self.passes.reserve(self.groups[0].device)
+        for group in self.groups:
+            group.reserve(self.attends_in_graphs)
+
+    def hold(self, pool: int, tables: Sequence[torch.Tensor]) -> None:
+        """Memory for what is kept of each of the pool's blocks, and views as wide as vLLM's block tables."""
+        for group, table in zip(self.groups, tables):
+            self.views.memory(group, table.shape)
+            group.hold(pool)
+
     @property
     def decodes_lacking(self) -> bool:
         """Whether who lacks blocks is decoded by the plugin's kernel, where that can decode."""
@@ -126,11 +138,6 @@ class EvictionRuntime:
     @contextmanager
     def capturing(self, attends: Attends | None) -> Iterator[None]:
         """Around the capture of a CUDA graph, its warm-up included; None: it is not a full one."""
-        if self.attends_in_graphs:
-            # All at once, with the first graph: vLLM estimates what the others take by what a later one took.
-            for group in self.groups:
-                group.reserve()
-            self.passes.reserve(self.groups[0].device)
         self.batch.graph, self.passes.capturing = attends, attends is not None
         try:
             yield

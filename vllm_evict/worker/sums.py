@@ -1,6 +1,7 @@
 """Running sums of attention mass, or of pivotal queries, per request and logical block."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from ..attention.fold import fold
 from ..attention.queries import Queries
+from ..attention.take import take
 from ..core.plan import Report, Reports, Scoring
 from .transfer import to_device, to_host
 
@@ -17,39 +19,53 @@ Weigh = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 WeighEach = Callable[[Queries, int], torch.Tensor]
 
 
+#: Bytes of what is made of queries that are looked at one by one, so many at once.
+PIVOT_SCRATCH = 64 << 20
+
+
 class MassBuffers(NamedTuple):
     """What layers of one step read and write to measure their mass.
 
     Attributes:
         weights: float32 [T], how much each query counts; None if all count as one.
         mass: float32 [R, H, W], summed up (or maximised) over layers; counts of pivotal queries in rows of those.
-        layer: like `mass`, of one layer; None where layers are summed up.
+        layer: float32 [R, Hkv, W], of one layer, zeros between layers; None where each layer adds its mass to `mass`.
+        tested: int32 [R], not 0 where the only query of a row is tested for pivotal blocks; None: of no row.
+        lens: int32 [R], resident tokens.
+        block_size: tokens.
+        maximise: whether the maximum over layers is taken.
     """
 
     weights: torch.Tensor | None
     mass: torch.Tensor
     layer: torch.Tensor | None
-
-    @classmethod
-    def make(cls, requests: int, heads: int, blocks: int, device: torch.device) -> "MassBuffers":
-        """Of decodes, a query each."""
-        return cls(torch.ones(requests, device=device), torch.zeros(requests, heads, blocks, device=device), None)
+    tested: torch.Tensor | None
+    lens: torch.Tensor
+    block_size: int
+    maximise: bool
 
     def part(self, requests: int, blocks: int | None = None) -> "MassBuffers":
         """The same memory, of a smaller batch of shorter requests."""
-        return MassBuffers(self.weights[:requests], self.mass[:requests, :, :blocks], None)
+        of_rows = {name: getattr(self, name)[:requests] for name in ("weights", "lens")}
+        if self.tested is not None:
+            of_rows["tested"] = self.tested[:requests]
+        if self.layer is not None:
+            of_rows["layer"] = self.layer[:requests, :, :blocks]
+        return self._replace(mass=self.mass[:requests, :, :blocks], **of_rows)
 
-    def add(self, weigh: Weigh, weigh_each: WeighEach | None = None) -> None:
-        """Take in one layer."""
-        self.take(lambda out: weigh(self.weights, out))
+    def add(self, weigh: Weigh, kv_heads: int, group: int, weigh_each: WeighEach | None = None) -> None:
+        """Take in one layer of so many KV heads, and query heads to each."""
+        self.take(lambda out: weigh(self.weights, out), kv_heads, group)
 
-    def take(self, measure: Callable[[torch.Tensor], None]) -> None:
+    def take(self, measure: Callable[[torch.Tensor], None], kv_heads: int, group: int) -> None:
         """Take in what `measure` adds to the zeros of a layer, or to the sum of those before it."""
         if self.layer is None:
             measure(self.mass)
             return
-        measure(self.layer.zero_())
-        torch.maximum(self.mass, self.layer, out=self.mass)
+        layer = self.layer[:, :kv_heads]
+        measure(layer)
+        options = {"maximise": self.maximise, "tested": self.tested, "share": 1 / group}
+        take(self.mass, layer, self.lens, self.block_size, **options)
 
 
 class MassStep:
@@ -61,7 +77,7 @@ class MassStep:
         counted: int64 [K], queries that count.
         logical: int32 [R, W], logical index of each resident block, -1 past the end.
         buffers: of R and W.
-        queries: those that are tested for pivotal blocks; None if none are.
+        queries: those that are tested for pivotal blocks where a row has several; None if there are none.
         weighs: whether any row takes mass.
     """
 
@@ -73,34 +89,34 @@ class MassStep:
         logical: torch.Tensor,
         buffers: MassBuffers,
         queries: Queries | None = None,
-        block_size: int = 0,
         weighs: bool = True,
     ) -> None:
         self.rows, self.slots, self.counted, self.logical = rows, slots, counted, logical
-        self.buffers, self.queries, self.weighs, self._block_size = buffers, queries, weighs, block_size
+        self.buffers, self.queries, self.weighs = buffers, queries, weighs
 
     @property
     def mass(self) -> torch.Tensor:
         return self.buffers.mass
 
-    def add(self, weigh: Weigh, weigh_each: WeighEach | None = None) -> None:
-        """Take in one layer."""
+    def add(self, weigh: Weigh, kv_heads: int, group: int, weigh_each: WeighEach | None = None) -> None:
+        """Take in one layer of so many KV heads, and query heads to each."""
 
         def measure(out: torch.Tensor) -> None:
             weigh(self.buffers.weights, out if self.weighs else None)
             if self.queries is not None:
-                out.index_add_(0, self.queries.rows, self._pivots(weigh_each))
+                at_once = max(PIVOT_SCRATCH // (16 * kv_heads * out.shape[2]), 1)
+                for some in map(Queries._make, zip(*(each.split(at_once) for each in self.queries))):
+                    out.index_add_(0, some.rows, self._pivots(some, weigh_each(some, out.shape[2]), out.shape[1]))
 
-        self.buffers.take(measure)
+        self.buffers.take(measure, kv_heads, group)
 
-    def _pivots(self, weigh_each: WeighEach) -> torch.Tensor:
+    def _pivots(self, queries: Queries, mass: torch.Tensor, heads: int) -> torch.Tensor:
         """Which blocks draw more than 1/t for each of their tokens from a query that sees t. float32 [n, H, W]."""
-        lens, width = self.queries.lens[:, None], self.mass.shape[2]
-        mass = weigh_each(self.queries, width)
-        places = torch.arange(width, device=mass.device)
-        tokens = (lens - places * self._block_size).clamp(0, self._block_size)
+        lens, block_size = queries.lens[:, None], self.buffers.block_size
+        places = torch.arange(mass.shape[2], device=mass.device)
+        tokens = (lens - places * block_size).clamp(0, block_size)
         pivots = (mass * lens[:, None] > tokens[:, None]).float()
-        return pivots.sum(1, keepdim=True) if self.mass.shape[1] == 1 else pivots
+        return pivots.sum(1, keepdim=True) if heads == 1 else pivots
 
 
 class RunningSums:
@@ -129,7 +145,7 @@ class RunningSums:
         reduce_layers: str,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.kv_heads = block_size, kv_heads
         self.maximise_heads, self.maximise_layers = reduce_heads == "max", reduce_layers == "max"
         # Plain sums over heads need no rows of their own: the kernel adds them up. A maximum does, over layers too.
         self.heads = kv_heads if self.maximise_heads or self.maximise_layers else 1
@@ -165,6 +181,11 @@ class RunningSums:
         """Those that are being measured."""
         return self._slots.keys()
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of what stays where the sums are."""
+        return self._sums.nbytes
+
     def start(self, req_id: str, scoring: Scoring) -> None:
         """Measure a request from now on, from zero."""
         if req_id not in self._slots:
@@ -199,12 +220,19 @@ class RunningSums:
         if (slot := self._slots.get(req_id)) is not None:
             self._holes[slot] = holes
 
-    def fits_graphs(self, req_ids: Iterable[str]) -> bool:
-        """Whether what requests measure while they decode is the mass of one query each, summed up over layers."""
-        if not (self.maximise_layers or self._pivots.any()):
-            return True  # whoever they are
-        slots = [self._slots[req_id] for req_id in req_ids if req_id in self._slots]
-        return not slots or not (self.maximise_layers or self._pivots[slots].any())
+    def test(self, req_ids: Set[str]) -> bool:
+        """Whether queries of any of these requests are tested for pivotal blocks."""
+        return bool(self._pivots.any()) and any(self._pivots[self._slots[each]] for each in req_ids & self.requests)
+
+    def buffers(
+        self, requests: int, blocks: int, lens: torch.Tensor, weights: torch.Tensor | None, tests: bool
+    ) -> MassBuffers:
+        """Memory for a batch; `tests`: whether rows of one query may be tested for pivotal blocks."""
+        zeros = partial(torch.zeros, device=lens.device)
+        layer = zeros(requests, self.kv_heads, blocks) if self.maximise_layers or tests else None
+        tested = zeros(requests, dtype=torch.int32) if tests else None
+        mass = zeros(requests, self.heads, blocks)
+        return MassBuffers(weights, mass, layer, tested, lens, self.block_size, self.maximise_layers)
 
     def step(
         self,
@@ -212,6 +240,7 @@ class RunningSums:
         query_start_loc: np.ndarray,
         seq_lens: np.ndarray,
         logical: torch.Tensor,
+        resident: torch.Tensor,
         memory: MassBuffers | None = None,
     ) -> MassStep | None:
         """What to measure in this step; None if nothing.
@@ -221,6 +250,7 @@ class RunningSums:
             query_start_loc: int32 [R + 1].
             seq_lens: int32 [R], with holes: position of the last query + 1.
             logical: int32 [R, W], see `MassStep`.
+            resident: int32 [R], resident tokens.
             memory: of a graph that measures, of R and W; None makes some.
         """
         rows, slots = self._rows(req_ids)
@@ -240,18 +270,25 @@ class RunningSums:
             weights, counted = self._weights(rows, slots, lens, seq_lens)
             if not counted.any():
                 return None
-        queries = None
+        queries = tested = None
         if self._pivots[slots].any():
-            queries = self._queries(weights, rows, slots, lens, query_start_loc, seq_lens)
+            tested = np.zeros(len(req_ids), np.int32)
+            tested[rows] = self._pivots[slots]
+            if len(weights) == len(req_ids):  # a query each
+                weights[tested > 0] = weights[tested > 0] > 0
+            else:
+                queries = self._queries(weights, rows, slots, lens, query_start_loc, seq_lens)
+                tested = None
         weighs = queries is None or bool(weights.any())
         given = None if weights is None else self._to_device(weights)
         if memory is None:
-            mass = torch.zeros(logical.shape[0], self.heads, logical.shape[1], device=logical.device)
-            memory = MassBuffers(given, mass, torch.zeros_like(mass) if self.maximise_layers else None)
+            memory = self.buffers(*logical.shape, resident, given, tested is not None)
         else:
             memory.mass.zero_()
             memory.weights.fill_(1.0) if given is None else memory.weights.copy_(given)
-        return MassStep(rows, slots, counted, logical, memory, queries, self.block_size, weighs)
+        if memory.tested is not None:
+            memory.tested.zero_() if tested is None else memory.tested.copy_(self._to_device(tested))
+        return MassStep(rows, slots, counted, logical, memory, queries, weighs)
 
     def fold(self, step: MassStep) -> None:
         """Add a step's mass to the running sums."""
@@ -267,13 +304,16 @@ class RunningSums:
             kept = self._to_device(kept)
         fold(self._sums, self._folded[1], step.mass, step.logical, kept)
 
-    def warm_up(self) -> None:
-        """Launch what `fold` does, for a row that is not measured."""
+    def warm_up(self, tests: bool) -> None:
+        """Launch what `fold` and layers do, for a row that is not measured; `tests` as for `buffers`."""
         device = self._sums.device
-        none = torch.full((1,), -1, dtype=torch.int32, device=device)
+        none, zero = (torch.full((1,), each, dtype=torch.int32, device=device) for each in (-1, 0))
         mass, ones = torch.zeros(1, self.heads, 1, device=device), torch.ones(1, device=device)
         for kept in (None, ones):
             fold(self._sums, none, mass, none[None], kept)
+        for tested in [None] * self.maximise_layers + [zero] * tests:
+            layer = torch.zeros(1, self.kv_heads, 1, device=device)
+            take(mass, layer, zero, self.block_size, maximise=self.maximise_layers, tested=tested)
 
     def report(
         self,

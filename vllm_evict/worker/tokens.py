@@ -1,12 +1,14 @@
 """Token granularity: what every token of every KV head drew, which tokens each head keeps, and where they go."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Set
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 
 from ..attention.keys import token_scores
+from ..attention.put import put
 from ..core.plan import Compaction, Scoring
 from ..policies import CACHED, RUNNING, Blocks
 from .cached import OF_VALUES
@@ -14,8 +16,12 @@ from .merge import Merger
 from .sums import RunningSums, Weigh
 from .transfer import fetched, to_device
 
+logger = init_logger("vllm.evict")
+
 #: Steps in flight at most, and with them decisions that are due and not yet carried out.
 IN_FLIGHT = 3
+#: Pages that are added where they run out: one for so many, and at least so many.
+GROWTH, LEAST = 4, 16
 
 
 class Store(Protocol):
@@ -41,30 +47,44 @@ class Store(Protocol):
         ...
 
 
+class TokenBuffers(NamedTuple):
+    """What layers of one step read and write to measure every resident token.
+
+    Attributes:
+        table: int32 [R, W], pages of each row of the batch (see `TokenSums`); 0 where a row is not measured, and past
+            its end.
+        weights: float32 [T], how much each query counts.
+        mass: float32 [R, Hkv, W * block_size], of one layer, zeros between layers.
+    """
+
+    table: torch.Tensor
+    weights: torch.Tensor
+    mass: torch.Tensor
+
+    def part(self, requests: int, blocks: int | None = None) -> "TokenBuffers":
+        """The same memory, of a smaller batch of shorter requests."""
+        tokens = None if blocks is None else self.mass.shape[2] // self.table.shape[1] * blocks
+        return TokenBuffers(self.table[:requests, :blocks], self.weights[:requests], self.mass[:requests, :, :tokens])
+
+
 class TokenStep:
     """Mass of one step's queries on every resident token; layers are taken in, in order.
 
     Args:
         pages: float32 [L, P, Hkv, block_size], see `TokenSums`.
-        table: int64 [R, W], pages of each row of the batch; 0 where a row is not measured, and past its end.
-        weights: float32 [T], how much each query counts.
+        buffers: of R and W.
+        lens: int32 [R], resident tokens.
     """
 
-    def __init__(self, pages: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -> None:
-        self.weights = weights
-        self._pages, self._table = pages, table.flatten()
-        _, _, kv_heads, block_size = pages.shape
-        self._mass = torch.zeros(table.shape[0], kv_heads, table.shape[1] * block_size, device=pages.device)
-        self._layer = 0
+    def __init__(self, pages: torch.Tensor, buffers: TokenBuffers, lens: torch.Tensor) -> None:
+        self._pages, self._buffers, self._lens, self._layer = pages, buffers, lens, 0
 
     def add(self, weigh: Weigh, kv_heads: int) -> None:
         """Take in one layer; `weigh` gets float32 [R, kv_heads, W * block_size] to add the mass of each token to."""
-        mass = self._mass[:, :kv_heads].zero_()
-        weigh(self.weights, mass)
-        in_pages = mass.unflatten(2, (-1, self._pages.shape[3])).transpose(1, 2).flatten(0, 1)
-        # Each page has one row of the batch, but for page 0, to which nothing but zeros is added.
-        self._pages[self._layer, :, :kv_heads].index_add_(0, self._table, in_pages)
-        self._layer += 1
+        mass = self._buffers.mass[:, :kv_heads]
+        weigh(self._buffers.weights, mass)
+        put(self._pages[self._layer, :, :kv_heads], self._buffers.table, mass, self._lens)
+        self._layer = (self._layer + 1) % len(self._pages)  # a step that is made up may run again
 
 
 class TokenSums(RunningSums):
@@ -96,6 +116,8 @@ class TokenSums(RunningSums):
         #: float32 [L, P, Hkv, block_size]; page 0 is nobody's, and stays zero.
         self._pages = torch.zeros(layers, 1, kv_heads, block_size, device=device)
         self._unused: list[int] = []
+        #: Whether more pages were needed than `hold` was told.
+        self.outgrown = self._told = False
         #: Pages of each slot's request, in order, and how many.
         self._table = np.zeros((requests, blocks), np.int64)
         self._held = np.zeros(requests, np.int64)
@@ -107,6 +129,33 @@ class TokenSums(RunningSums):
         #: Request -> {position of its newest token: scores}, of steps that called for a decision.
         self._judged: dict[str, dict[int, torch.Tensor]] = {}
 
+    @property
+    def pages(self) -> int:
+        """Blocks that there is memory for."""
+        return self._pages.shape[1] - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the pages."""
+        return self._pages.nbytes
+
+    @property
+    def kept_bytes(self) -> int:
+        return super().kept_bytes + self.nbytes
+
+    def hold(self, blocks: int) -> None:
+        """Pages for so many blocks, before any request has one."""
+        self._told = True
+        layers, _, *page = self._pages.shape
+        self._pages = self._pages.new_zeros(layers, blocks + 1, *page)
+        self._unused = list(range(blocks, 0, -1))
+
+    def warm_up(self, tests: bool) -> None:
+        """Launch what layers do, for a row without tokens."""
+        device, (_, _, heads, block_size) = self._pages.device, self._pages.shape
+        zero = torch.zeros(1, dtype=torch.int32, device=device)
+        put(self._pages[0], zero[None], torch.zeros(1, heads, block_size, device=device), zero)
+
     def start(self, req_id: str, scoring: Scoring) -> None:
         super().start(req_id, scoring)
         self._forget(req_id)
@@ -116,15 +165,47 @@ class TokenSums(RunningSums):
             self._forget(req_id)
         super().stop(req_id)
 
+    def fit_graphs(self, req_ids: Set[str]) -> bool:
+        """Whether pages are, and stay in a step of decodes of these requests, where graphs know them to be."""
+        if self.outgrown:
+            return False
+        slots = [self._slots[req_id] for req_id in req_ids & self.requests]
+        # Each may begin a block; one that was not measured yet needs all its pages at once.
+        return bool(self._held[slots].all()) and len(slots) <= len(self._unused)
+
+    def token_buffers(self, requests: int, blocks: int) -> TokenBuffers:
+        """Memory of decodes, of which none is measured."""
+        device, (_, _, *page) = self._pages.device, self._pages.shape
+        table = torch.zeros(requests, blocks, dtype=torch.int32, device=device)
+        mass = torch.zeros(requests, page[0], blocks * page[1], device=device)
+        return TokenBuffers(table, torch.zeros(requests, device=device), mass)
+
+    def captured(self, memory: TokenBuffers, lens: torch.Tensor) -> TokenStep:
+        """A step of a full graph that is captured, in which nothing counts."""
+        memory.table.zero_()
+        memory.weights.zero_()
+        return TokenStep(self._pages, memory, lens)
+
     def token_step(
-        self, req_ids: list[str], query_start_loc: np.ndarray, seq_lens: np.ndarray, lens: np.ndarray
+        self,
+        req_ids: list[str],
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        lens: np.ndarray,
+        resident: torch.Tensor,
+        memory: TokenBuffers | None = None,
     ) -> TokenStep | None:
         """What to measure in this step; None if nothing.
 
         Args:
             req_ids, query_start_loc, seq_lens: as for `RunningSums.step`.
             lens: int32 [R], resident tokens.
+            resident: the same where the sums are.
+            memory: of a graph that measures, of R and W; None makes some.
         """
+        if memory is not None:
+            memory.table.zero_()
+            memory.weights.zero_()
         rows, slots = self._rows(req_ids)
         if not len(rows):
             return None
@@ -134,9 +215,16 @@ class TokenSums(RunningSums):
         self._fade(slots, counted)
         if not counted.any():
             return None
-        table = np.zeros((len(req_ids), -(-int(lens.max()) // self.block_size)), np.int64)
+        table = np.zeros((len(req_ids), -(-int(lens.max()) // self.block_size)), np.int32)
         table[rows] = self._table[slots, : table.shape[1]]
-        return TokenStep(self._pages, self._to_device(table), self._to_device(weights))
+        table, weights = self._to_device(table), self._to_device(weights)
+        if memory is None:
+            mass = torch.zeros(len(table), self._pages.shape[2], table.shape[1] * self.block_size, device=table.device)
+            memory = TokenBuffers(table, weights, mass)
+        else:
+            memory.table.copy_(table)
+            memory.weights.copy_(weights)
+        return TokenStep(self._pages, memory, resident)
 
     def judge(self, req_id: str) -> None:
         """Keep what has added up until now for the decision that this step calls for."""
@@ -197,10 +285,17 @@ class TokenSums(RunningSums):
             self._pages.index_fill_(1, self._to_device(np.concatenate(taken)), 0)
 
     def _grow(self) -> None:
-        """Twice as many pages."""
-        pages = self._pages.shape[1]
-        self._pages = torch.cat((self._pages, torch.zeros_like(self._pages)), 1)
-        self._unused.extend(range(2 * pages - 1, pages - 1, -1))
+        """More pages, with those there are: requests that share blocks have sums of their own for each."""
+        if not self.outgrown and self._told:
+            logger.warning(
+                "Requests share so many blocks that sums by token take more memory than was set aside; decodes of this "
+                "worker replay no full CUDA graphs from now on"
+            )
+        self.outgrown = True
+        layers, pages, *page = self._pages.shape
+        more = max(pages // GROWTH, LEAST)
+        self._pages = torch.cat((self._pages, self._pages.new_zeros(layers, more, *page)), 1)
+        self._unused.extend(range(pages + more - 1, pages - 1, -1))
 
     def _fade(self, slots: np.ndarray, counted: np.ndarray) -> None:
         """What exponential means forget with so many queries that count (int64 [K])."""

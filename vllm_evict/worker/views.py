@@ -29,9 +29,14 @@ class Views:
         """A step begins."""
         self._made = {}
 
-    def memory(self, group: Any, block_table: torch.Tensor) -> View:
-        """Of one group, for the largest batch; addresses stay the same from step to step."""
-        rows, width = max(len(block_table), group.max_requests), block_table.shape[1]
+    def memory(self, group: Any, least: tuple[int, int] = (0, 0)) -> View:
+        """Of one group, for the largest batch of the longest requests; addresses stay the same from step to step.
+
+        Args:
+            group: whose.
+            least: rows and width of vLLM's block table, which may be wider than its requests ever are.
+        """
+        rows, width = max(least[0], group.max_requests), max(least[1], group.max_blocks)
         view = self._memory.get(group)
         if view is None or len(view.lens) < rows or view.table.shape[1] < width:
             shapes = ((rows, width), (rows,), (rows, width))
@@ -42,7 +47,8 @@ class Views:
     def warm_up(self, tables: Sequence[torch.Tensor]) -> None:
         """Launch what makes views of block tables like these, of a request without tokens."""
         lens = torch.zeros(1, dtype=torch.int32, device=tables[0].device)
-        views = [View(*(each[:1] for each in self.memory(group, table))) for group, table in zip(self._groups, tables)]
+        memory = (self.memory(group, table.shape) for group, table in zip(self._groups, tables))
+        views = [View(*(each[:1] for each in view)) for view in memory]
         resident_view([table[:1] for table in tables], lens, self._groups[0].block_size, views)
 
     def of(self, group: Any, metadata: Any) -> View:
@@ -67,7 +73,7 @@ class Views:
         seen, longest = [], 1
         for group, table in zip(self._groups, self.tables, strict=True):
             if in_graph or group.with_holes:
-                self._made[group] = View(*(each[:rows] for each in self.memory(group, table)))
+                self._made[group] = View(*(each[:rows] for each in self.memory(group, table.shape)))
                 longest = max(longest, int(group.held(seq_lens).max()))
             seen.append(self._made.get(group))
         width = -(-longest // self._groups[0].block_size)

@@ -70,15 +70,21 @@ class OwnWork:
         self._queries = int(query_start_loc[-1])
 
     @classmethod
-    def of_graph(cls, mass: MassBuffers | None, rows: torch.Tensor, seq_lens: torch.Tensor) -> "OwnWork":
+    def of_graph(
+        cls,
+        mass: MassStep | MassBuffers | None,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        tokens: TokenStep | None = None,
+    ) -> "OwnWork":
         """All decodes of a batch, on memory that stays.
 
         Args:
-            mass: where it is measured.
+            mass, tokens: where it is measured, by block or by token.
             rows: int32 [R], the batch's rows, -1 where a row is padding.
             seq_lens: int32 [R], resident tokens.
         """
-        work = cls(mass, np.empty(0, np.int64), np.zeros(1, np.int32), seq_lens)
+        work = cls(mass, np.empty(0, np.int64), np.zeros(1, np.int32), seq_lens, tokens)
         work.rows = rows
         return work
 
@@ -97,10 +103,12 @@ class OwnWork:
             if out is not None and not self.is_all:
                 passes.mass(layer, query, kv_cache, metadata, self._stock_weights(weights), out, **how)
 
+        kv_heads = 0 if self.mass is None and self.tokens is None else passes.kv_heads(kv_cache)
         if self.mass is not None:
-            self.mass.add(weigh, partial(passes.mass_of, layer, query, kv_cache, metadata))
+            weigh_each = partial(passes.mass_of, layer, query, kv_cache, metadata)
+            self.mass.add(weigh, kv_heads, query.shape[1] // kv_heads, weigh_each)
         if self.tokens is not None:
-            self.tokens.add(partial(weigh, per_token=True), passes.kv_heads(kv_cache))
+            self.tokens.add(partial(weigh, per_token=True), kv_heads)
         if self.mass is None and self.tokens is None:
             weigh(None, None)
         if self.prompts is not None:
@@ -135,8 +143,10 @@ def do_together(passes: Any, layer: Any, query: torch.Tensor, shares: Sequence[S
         attend(None, None)
         return True
     ((share, step),) = measuring
+    kv_heads = passes.kv_heads(share.kv_cache)
     if step is share.work.tokens:
-        step.add(partial(attend, per_token=True), passes.kv_heads(share.kv_cache))
+        step.add(partial(attend, per_token=True), kv_heads)
     else:
-        step.add(attend, partial(passes.mass_of, layer, share.query, share.kv_cache, share.metadata))
+        weigh_each = partial(passes.mass_of, layer, share.query, share.kv_cache, share.metadata)
+        step.add(attend, kv_heads, share.query.shape[1] // kv_heads, weigh_each)
     return True

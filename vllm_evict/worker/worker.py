@@ -13,6 +13,7 @@ from ..compat import layers, runners
 from ..compat.reorder import check_reload, reordering
 from ..core.plan import REPORTS, Reports
 from ..core.spec import policy_config
+from .memory import Needs, described, needs
 from .runtime import EvictionRuntime
 
 logger = init_logger("vllm.evict")
@@ -22,6 +23,7 @@ class EvictionWorkerMixin:
     """Obeys the plan on each `SchedulerOutput`, and sends reports back on the step's `ModelRunnerOutput`."""
 
     kv_evict: EvictionRuntime | None = None
+    _needs = Needs()
     _reports: list[Reports] = []
     _copied: Any = None
     _reordered = False
@@ -44,12 +46,27 @@ class EvictionWorkerMixin:
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
         return super().get_kv_cache_spec()
 
+    def determine_available_memory(self) -> int:
+        if not self.kv_evict.passes.compiles:
+            return super().determine_available_memory()
+        self.kv_evict.reserve()
+        self._needs = needs(self.kv_evict.groups, *layers.sizes(self.vllm_config))
+        with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
+            available = super().determine_available_memory()
+        return self._needs.left(available, layers.block_bytes(self.kv_evict, self.get_kv_cache_spec()))
+
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
         config = policy_config(self.vllm_config)
         layers.settle(self.vllm_config, config, self.kv_evict, kv_cache_config)
+        if self.kv_evict.passes.compiles:
+            self.kv_evict.reserve()
+            tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+            self.kv_evict.hold(kv_cache_config.num_blocks, tables)
         if self.rank == 0:
             logger.info(layers.described(self.vllm_config, config, self.kv_evict))
+            if self.kv_evict.passes.compiles:
+                logger.info(described(config.name, self.kv_evict, self._needs, kv_cache_config.num_blocks))
             if (line := layers.unheeded(self.vllm_config, self.kv_evict)) is not None:
                 logger.warning(line)
 

@@ -326,9 +326,9 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheConfig",
-        ("core.scheduler", "compat.layers"),
-        "the KV groups, in order",
-        has=("kv_cache_groups: list[KVCacheGroupSpec]",),
+        ("core.scheduler", "compat.layers", "worker.worker"),
+        "the KV groups, in order; the blocks of the pool, each of which may have a page of sums by token",
+        has=("kv_cache_groups: list[KVCacheGroupSpec]", "num_blocks: int"),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
@@ -338,7 +338,7 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheSpec",
-        ("core.spec",),
+        ("core.spec", "compat.layers"),
         "the specs that ours may meet",
         has=("block_size: int", "page_size_bytes", "is_uniform_with_collection()"),
     ),

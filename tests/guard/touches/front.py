@@ -327,7 +327,7 @@ CONFIGURATION = [
     ),
     Touch(
         "vllm.logger:init_logger",
-        ("core.scheduler", "core.reconstruction", "core.pressure", "worker.worker"),
+        ("core.scheduler", "core.reconstruction", "core.pressure", "worker.tokens", "worker.worker"),
         "start-up lines and warnings in vLLM's log",
         calls=("init_logger(...)",),
     ),

@@ -25,6 +25,45 @@ WORKERS = [
         does=("return self.model_runner.get_kv_cache_spec()",),
     ),
     Touch(
+        "vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
+        ("worker.worker",),
+        "memory is shared out on the GPU only; where the CPU's worker runs its backends it says what is asked for",
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.determine_available_memory",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        ("worker.worker", "compat.runners"),
+        "what the plugin takes is taken, or held, while it measures; what is left for the pool comes back",
+        replaced_by=("vllm_evict.worker.worker:EvictionWorkerMixin.determine_available_memory",),
+        does=(
+            "memory_profiling(...)",
+            "self.model_runner.profile_run(randomize_inputs=self.randomize_dummy_inputs)",
+            "self.requested_memory - profile_result.non_kv_cache_memory - cudagraph_memory_estimate_applied",
+        ),
+    ),
+    Touch(
+        "vllm.utils.mem_utils:memory_profiling",
+        ("worker.memory", "compat.runners"),
+        "counts what is there after it, and the most that was there for a moment",
+        does=(
+            "result.before_create.free_memory - result.after_profile.free_memory",
+            "result.after_profile.torch_peak - result.after_profile.torch_allocated",
+            "result.non_kv_cache_memory = result.total_consumed + result.transient_peak_headroom",
+        ),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.profile_run",
+        ("compat.runners",),
+        "V1: the step that memory is measured by",
+        replaced_by=("vllm_evict.compat.runners:profiling.profile_run",),
+    ),
+    Touch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.profile_run",
+        ("compat.runners",),
+        "V2: the same",
+        replaced_by=("vllm_evict.compat.runners:profiling.profile_run",),
+    ),
+    Touch(
         "vllm.v1.worker.worker_base:WorkerBase.__init__",
         ("worker.worker",),
         "one worker of all says which kernels attend",
