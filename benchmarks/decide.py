@@ -67,7 +67,7 @@ def decide_child(spec: dict) -> dict:
     import torch
 
     from vllm_evict.attention.cpu import KEY_LAYOUTS
-    from vllm_evict.attention.mass import pack_keys
+    from vllm_evict.kernels.mass import pack_keys
 
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
@@ -84,7 +84,7 @@ def decide_child(spec: dict) -> dict:
 
 
 def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: list[Any], tables: Any) -> dict:
-    from vllm_evict.attention.cpu import CPUPasses
+    from vllm_evict.attention.cpu import CPUOps
     from vllm_evict.config import KVPolicyConfig
     from vllm_evict.core.plan import Report, Scoring
     from vllm_evict.core.residency import Residency
@@ -135,7 +135,7 @@ def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: lis
             lambda number: sums.report([ids[number % len(ids)]], [resident], same), options.repeats
         )
     if policy.measures & CACHED:
-        read = lambda physical, values: (CPUPasses.read(layer, layer.kv_cache, physical, values) for layer in layers)  # noqa: E731
+        read = lambda physical, values: (CPUOps.read(layer, layer.kv_cache, physical, values) for layer in layers)  # noqa: E731
         cached = CachedStatistics(read, shape.kv_heads, shape.layers, config.heads, config.layers)
         length = (held - 1) * block_size + 1
         rows = [Row(resident, table, length) for table in tables]

@@ -77,7 +77,7 @@ fi
 
 say "vllm_evict, editable, with its C++ extension"
 must_install --no-build-isolation --editable '.[test,demo]'
-kernel=$("$BIN/python" -c 'from vllm_evict.attention.mass import kernel_path; print(kernel_path())' 2>>"$LOG") ||
+kernel=$("$BIN/python" -c 'from vllm_evict.kernels.mass import kernel_path; print(kernel_path())' 2>>"$LOG") ||
     { tail -n 15 "$LOG" >&2; fail "vllm_evict cannot be imported"; }
 if [ "$kernel" = "torch reference" ]; then
     say "no C++ compiler worked, so attention mass runs in plain torch, many times slower (install g++ and run this again)"

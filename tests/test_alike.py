@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from vllm_evict.attention import alike
-from vllm_evict.attention.alike import last_alike, last_alike_dense
-from vllm_evict.attention.keys import token_scores
+from vllm_evict.kernels import alike
+from vllm_evict.kernels.alike import last_alike, last_alike_dense
+from vllm_evict.kernels.keys import token_scores
 
 pytestmark = pytest.mark.v1_only
 HEADS, DIM = 2, 32

@@ -16,10 +16,10 @@ import setuptools
 import torch
 from setuptools import Distribution
 
-from vllm_evict.attention import decode_cuda
-from vllm_evict.attention.decode_cuda import Library, depth_for, plan_decode, refused, splits_for
-from vllm_evict.attention.device import DevicePasses
+from vllm_evict.attention.device import DeviceOps
 from vllm_evict.config import KVPolicyError
+from vllm_evict.kernels import decode_cuda
+from vllm_evict.kernels.decode_cuda import Library, depth_for, plan_decode, refused, splits_for
 
 pytest.importorskip("triton")
 
@@ -382,7 +382,7 @@ def test_programs_fit_on_an_sm(kernels):
 # ---- chosen behind a GPU backend
 
 
-class Passes(DevicePasses):
+class Ops(DeviceOps):
     """Of tensors on the host."""
 
     def decode_with(self, batch, out):
@@ -406,23 +406,23 @@ def test_passes_decode_in_cuda_where_it_is_asked_for(on_hopper, monkeypatch, ker
     monkeypatch.setattr(Library, "decode_mass", lambda *args, run=Library.decode_mass: (calls.append(args), run(*args)))
     batch = CudaBatch(kernels, *LENS, dtype=BF16)
     with caplog.at_level("INFO"):
-        passes, out = Passes(), batch.new_out(2)
+        ops, out = Ops(), batch.new_out(2)
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("VLLM_EVICT_DECODE=cuda: decodes in CUDA C++")
     expected, expected_mass = batch.decode_reference()
     calls.clear()
-    assert_close(passes.decode_with(batch, out), expected, TOLERANCE[BF16])
+    assert_close(ops.decode_with(batch, out), expected, TOLERANCE[BF16])
     assert_close(out, expected_mass)
-    ((plan, at_once),) = passes._plans.values()
+    ((plan, at_once),) = ops._plans.values()
     assert len(calls) == 1 and plan.max_blocks == 32 and len(plan.partial) == at_once == 4
-    assert plan.partial.untyped_storage().data_ptr() == passes._scratch.data_ptr()
-    passes.decode_with(batch, None)
+    assert plan.partial.untyped_storage().data_ptr() == ops._scratch.data_ptr()
+    ops.decode_with(batch, None)
     assert len(calls) == 2
     # What the kernel does not take is Triton's.
-    passes.decode_with(CudaBatch(kernels, [1], [20], dtype=F32), None)
+    ops.decode_with(CudaBatch(kernels, [1], [20], dtype=F32), None)
     assert len(calls) == 2
     # Without room for all requests at once it is called for some at a time.
-    one, out = Passes(), batch.new_out(2)
+    one, out = Ops(), batch.new_out(2)
     monkeypatch.setattr(one, "scratch_bytes", sum(each.nbytes for each in plan[2:5]) // 2)
     assert_close(one.decode_with(batch, out), expected, TOLERANCE[BF16])
     assert_close(out, expected_mass)
@@ -432,12 +432,12 @@ def test_passes_decode_in_cuda_where_it_is_asked_for(on_hopper, monkeypatch, ker
 def test_triton_decodes_unless_cuda_is_asked_for(on_hopper, monkeypatch):
     monkeypatch.setattr(decode_cuda, "library", lambda: pytest.fail("nobody asked for it"))
     monkeypatch.delenv("VLLM_EVICT_DECODE")
-    assert Passes()._cuda is None
+    assert Ops()._cuda is None
     monkeypatch.setenv("VLLM_EVICT_DECODE", "triton")
-    assert Passes()._cuda is None
+    assert Ops()._cuda is None
     monkeypatch.setenv("VLLM_EVICT_DECODE", "cutlass")
     with pytest.raises(KVPolicyError, match="must be stock, triton or cuda, not 'cutlass'"):
-        Passes()
+        Ops()
 
 
 @pytest.mark.parametrize("case", ["not built", "no library", "another version", "old GPU"])
@@ -452,7 +452,7 @@ def test_a_library_that_does_not_load_is_one_line(on_hopper, monkeypatch, kernel
     if case == "old GPU":
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     with caplog.at_level("WARNING"):
-        passes = Passes()
+        ops = Ops()
     decode_cuda.library.cache_clear()
     (line,) = (record.getMessage() for record in caplog.records)
     said = {
@@ -462,7 +462,7 @@ def test_a_library_that_does_not_load_is_one_line(on_hopper, monkeypatch, kernel
         "old GPU": "8.0",
     }
     assert line.startswith("VLLM_EVICT_DECODE=cuda: ") and said[case] in line and line.endswith("Triton kernel decodes")
-    passes.decode_with(CudaBatch(kernels, [1], [20], dtype=BF16), None)
+    ops.decode_with(CudaBatch(kernels, [1], [20], dtype=BF16), None)
 
 
 # ---- built by setup.py

@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mass import BF16, F16, F32, each_isa, needs_extension
 
-from vllm_evict.attention import cpu, decode
-from vllm_evict.attention.decode import (
+from vllm_evict.attention import cpu
+from vllm_evict.core.plan import Scoring
+from vllm_evict.kernels import decode
+from vllm_evict.kernels.decode import (
     decode_classes,
     decode_classes_reference,
     decode_mass,
     decode_mass_reference,
 )
-from vllm_evict.attention.mass import block_mass, pack_keys
-from vllm_evict.core.plan import Scoring
+from vllm_evict.kernels.mass import block_mass, pack_keys
 from vllm_evict.worker.sums import RunningSums
-from vllm_evict.worker.work import OwnWork
+from vllm_evict.worker.work import StepWork
 
 
 class Batch:
@@ -238,7 +239,7 @@ def test_each_tokens_mass_of_classes_is_that_of_each_alone(function):
 
 
 def test_the_backend_passes_it_on():
-    """`CPUPasses.mass` and `decode`: blocks by default, tokens on demand."""
+    """`CPUOps.mass` and `decode`: blocks by default, tokens on demand."""
     batch = Batch(LENGTHS)
     names = "block_table", "query_start_loc", "seq_lens"
     metadata = SimpleNamespace(**dict(zip(names, (batch.table, batch.starts, batch.seq_lens))))
@@ -251,9 +252,9 @@ def test_the_backend_passes_it_on():
         expected = batch.run(**options)[1]
         arguments = layer, batch.query.contiguous(), pages, metadata
         mass, decoded = torch.zeros_like(expected), torch.zeros_like(expected)
-        cpu.CPUPasses.mass(*arguments, weights, mass, **options)
+        cpu.CPUOps.mass(*arguments, weights, mass, **options)
         output = torch.empty_like(batch.query)
-        cpu.CPUPasses.decode(*arguments, output, batch.rows, batch.seq_lens, None, decoded, **options)
+        cpu.CPUOps.decode(*arguments, output, batch.rows, batch.seq_lens, None, decoded, **options)
         torch.testing.assert_close(mass, expected, rtol=3e-6, atol=3e-8)
         torch.testing.assert_close(decoded, expected, rtol=3e-6, atol=3e-8)
 
@@ -418,7 +419,7 @@ def work_of(rows, q_lens, weights=None, lens=None):
         for name in weights:
             sums.start(name, Scoring("sum", 0.9, 1, 1, 100))
         mass = sums.step([f"r{i}" for i in range(len(q_lens))], starts, lens.numpy(), logical, lens)
-    return OwnWork(mass, np.array(rows, np.int64), starts, lens)
+    return StepWork(mass, np.array(rows, np.int64), starts, lens)
 
 
 class Recorder:

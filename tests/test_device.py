@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_evict.attention import alike, keys
-from vllm_evict.attention.fold import fold
-from vllm_evict.attention.keys import key_scores
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, Repetition, Scoring
+from vllm_evict.kernels import alike, keys
+from vllm_evict.kernels.fold import fold
+from vllm_evict.kernels.keys import key_scores
 from vllm_evict.policies import CACHED
 from vllm_evict.worker import cached, prompts, sums, tokens, worker
 from vllm_evict.worker.graphs import Attends
@@ -19,7 +19,7 @@ from vllm_evict.worker.prompts import PromptScores
 from vllm_evict.worker.runtime import EvictionRuntime
 from vllm_evict.worker.sums import MassBuffers
 from vllm_evict.worker.tokens import TokenBuffers, TokenStep
-from vllm_evict.worker.work import OwnWork
+from vllm_evict.worker.work import StepWork
 
 pytestmark = pytest.mark.v1_only
 SIZE, HEADS, DIM, LAYERS, LENGTH = 16, 2, 8, 2, 16 * 9 + 5
@@ -73,7 +73,7 @@ def compare_keys_as_on_a_device(monkeypatch):
     )
 
 
-class Passes:
+class Ops:
     """Stand for a backend's: each query puts mass on every block, or token."""
 
     decodes_measured = False
@@ -129,7 +129,7 @@ def steps(policy, wrap, in_graphs=False, **options):
     if group.tokens is not None:
         group.tokens._pages = wrap(group.tokens._pages)
     group._identity = wrap(group._identity)
-    runtime = EvictionRuntime([group], Passes())
+    runtime = EvictionRuntime([group], Ops())
     table = torch.zeros(4, 17, dtype=torch.int32)
     table[0, :10], table[1, :2] = torch.arange(1, 11), torch.arange(11, 13)
     found = []
@@ -178,8 +178,8 @@ def steps(policy, wrap, in_graphs=False, **options):
                 if padding and memory.tokens:
                     drawn = TokenStep(group.tokens._pages, memory.tokens, work.seq_lens)
                     drawn._layer = layer
-                work = OwnWork.of_graph(mass, memory.rows, work.seq_lens, drawn) if padding else work
-                work.do(Passes(), None, torch.zeros(1, 2 * HEADS, DIM), None, metadata, None)
+                work = StepWork.of_graph(mass, memory.rows, work.seq_lens, drawn) if padding else work
+                work.do(Ops(), None, torch.zeros(1, 2 * HEADS, DIM), None, metadata, None)
         found += runtime.end(lambda values, maximise: values)
     if "r" in (group.tokens or ()):
         told += group.tokens.judged("r", LENGTH - 1)
@@ -249,11 +249,11 @@ def shares(wrap):
     scores, table = PromptScores(HEADS, 1, SIZE), torch.randperm(60, generator=generator).int()[None, :4]
     scores.begin(set(), GroupPlan(repeats={"shadow": Repetition(0, 40, 8, 40, 4)}))
     scores._prompts[0] = wrap(scores._prompts[0])
-    passes = SimpleNamespace(read=lambda layer, cache, blocks, values: (cache[blocks], None))
+    ops = SimpleNamespace(read=lambda layer, cache, blocks, values: (cache[blocks], None))
     layer = SimpleNamespace(impl=SimpleNamespace(scale=1.0))
     for start, end in ((38, 50), (50, 60)):
         step = scores.step(["shadow"], np.array([0, end - start]), np.array([end]))
-        step.add(passes, layer, wrap(query[start:end]), wrap(cache), SimpleNamespace(block_table=wrap(table)))
+        step.add(ops, layer, wrap(query[start:end]), wrap(cache), SimpleNamespace(block_table=wrap(table)))
     scores.begin(set(), GroupPlan(scored={"r": (0, 40)}))
     scores.judged("r", 50)
     scores.gather("r", 50, 4, 32, wrap(torch.arange(8, 32).expand(1, HEADS, 24)))

@@ -30,12 +30,12 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends import flash_attn, registry
 
 from vllm_evict.attention import split
-from vllm_evict.attention.backend import OWN_WORK, working_impl
-from vllm_evict.attention.compact import is_ordered
-from vllm_evict.attention.flash import FlashPasses
-from vllm_evict.attention.queries import Queries
-from vllm_evict.attention.triton import TritonPasses
+from vllm_evict.attention.backend import STEP_WORK, working_impl
+from vllm_evict.attention.flash import FlashOps
+from vllm_evict.attention.triton import TritonOps
 from vllm_evict.compat import refusals
+from vllm_evict.kernels.compact import is_ordered
+from vllm_evict.kernels.queries import Queries
 from vllm_evict.worker import sums, tokens, views
 from vllm_evict.worker.work import Share
 
@@ -325,23 +325,23 @@ def fp8_pages(layer, heads, dim=32, blocks=7):
 
 
 def test_fp8_pages_are_read_written_and_moved():
-    layer, passes, blocks = fp8_layer(), TritonPasses(), torch.tensor([5, 2])
+    layer, ops, blocks = fp8_layer(), TritonOps(), torch.tensor([5, 2])
     pages, real = fp8_pages(layer, 2)
-    keys, values = passes.read(layer, pages, blocks)
+    keys, values = ops.read(layer, pages, blocks)
     assert keys.dtype == torch.float32 and torch.equal(torch.cat((keys, values), 3), real[blocks])
-    alone, nothing = passes.read(layer, pages, blocks, False)
+    alone, nothing = ops.read(layer, pages, blocks, False)
     assert torch.equal(alone, keys) and nothing is None
     new = torch.linspace(-3, 3, keys.numel()).view(keys.shape)
     new[0, 0, 0, 0] = 1000.0
-    passes.write(layer, pages, blocks, new.double(), values)
-    keys_, values_ = passes.read(layer, pages, blocks)
+    ops.write(layer, pages, blocks, new.double(), values)
+    keys_, values_ = ops.read(layer, pages, blocks)
     assert keys_[0, 0, 0, 0] == pytest.approx(448 * 0.3) and torch.equal(values_, values)
     keys_[0, 0, 0, 0] = new[0, 0, 0, 0] = 0.0
     # Half a step: 2 ** -4 of the number, or 2 ** -10 of the scale.
     torch.testing.assert_close(keys_, new, rtol=2**-4, atol=0.3 * 2**-10)
     keep, before = torch.arange(3, 3 + BLOCK, dtype=torch.int32).expand(1, 2, -1), pages.clone()
     source, target = torch.tensor([5, 2], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
-    passes.compact(layer, [pages], source, keep.contiguous(), target)
+    ops.compact(layer, [pages], source, keep.contiguous(), target)
     moved = before[source.long()].transpose(0, 1).flatten(1, 2)[:, 3 : 3 + BLOCK]
     assert torch.equal(pages[6], moved) and torch.equal(pages[:6], before[:6])
 
@@ -349,13 +349,13 @@ def test_fp8_pages_are_read_written_and_moved():
 @pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
 def test_fp8_pages_and_queries_are_attended_to_as_what_they_stand_for(per_token):
     """Every pass, of quantised queries too, against itself on caches that are not quantised."""
-    layer, passes = fp8_layer(), TritonPasses()
+    layer, ops = fp8_layer(), TritonOps()
     plain = SimpleNamespace(dtype=torch.float32, impl=layer.impl)
     pages, real = zip(fp8_pages(layer, 1), fp8_pages(layer, 2))
     quantised = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(9)).to(torch.float8_e4m3fn)
-    query = passes.dequantised(layer, quantised)
+    query = ops.dequantised(layer, quantised)
     assert query.dtype == torch.float32 and torch.equal(query, quantised.float() * 0.5)
-    assert passes.dequantised(layer, query) is query
+    assert ops.dequantised(layer, query) is query
     table, starts = torch.tensor([[3, 1, 6], [0, 5, 2]], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
     lens, rows = torch.tensor([37, 20], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
     metadata = SimpleNamespace(
@@ -365,13 +365,13 @@ def test_fp8_pages_and_queries_are_attended_to_as_what_they_stand_for(per_token)
     results = []
     for its, caches in ((layer, pages), (plain, real)):
         mass, decoded, output = (torch.zeros(2, 2, 3 * BLOCK), torch.zeros(2, 2, 3 * BLOCK), torch.zeros(4, 4, 32))
-        passes.mass(its, query[:, 2:], caches[1], metadata, None, mass, per_token)
-        passes.decode(its, query[:, 2:], caches[1], metadata, output, rows, lens, None, decoded, per_token)
-        of_each = passes.mass_of(its, query[:, 2:], caches[1], metadata, queries, 3)
+        ops.mass(its, query[:, 2:], caches[1], metadata, None, mass, per_token)
+        ops.decode(its, query[:, 2:], caches[1], metadata, output, rows, lens, None, decoded, per_token)
+        of_each = ops.mass_of(its, query[:, 2:], caches[1], metadata, queries, 3)
         work = SimpleNamespace(rows=rows, seq_lens=lens)
         shares = [Share(work, q, cache, metadata) for q, cache in zip(query.split([2, 4], 1), caches)]
         together, outs = torch.zeros(4, 6, 32), [torch.zeros(2, 1, 3 * BLOCK), None]
-        passes.decode_together(its, query, shares, together, None, outs, per_token)
+        ops.decode_together(its, query, shares, together, None, outs, per_token)
         results.append((mass, decoded, output, of_each, together, outs[0]))
     for got, want in zip(*results, strict=True):
         assert want.any()
@@ -395,17 +395,17 @@ def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
     parts = [split.Part(name, its, its, slice(0, 1), Impl(), holder, 1) for name, its in zip("ab", heads)]
     context = SimpleNamespace(attn_metadata=dict.fromkeys("ab", SimpleNamespace(slot_mapping=None)))
     monkeypatch.setattr(split, "get_forward_context", lambda: context)
-    monkeypatch.setattr(split, "do_together", lambda passes, layer, query, shares, output: seen.append(query.dtype))
+    monkeypatch.setattr(split, "do_together", lambda ops, layer, query, shares, output: seen.append(query.dtype))
     query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
     output = torch.zeros(3, 2, 16)
-    split.split_impl(Impl, parts, TritonPasses())().forward(layer, query, query, query, None, context, output)
+    split.split_impl(Impl, parts, TritonOps())().forward(layer, query, query, query, None, context, output)
     assert seen == [torch.float32, query.dtype, query.dtype] and torch.equal(output, query.float() / 3)
 
 
 def test_split_heads_put_zeros_out_where_nobody_is_served():
     """As stock backends do while vLLM profiles: outputs are memory that nobody has written."""
     output = torch.full((3, 2, 16), torch.nan)
-    impl = split.split_impl(object, [], TritonPasses())()
+    impl = split.split_impl(object, [], TritonOps())()
     assert impl.forward(None, output, output, output, None, None, output) is output and not output.any()
 
 
@@ -416,12 +416,12 @@ def test_own_work_is_done_with_queries_in_the_model_s_dtype():
         def forward(self, layer, query, *args):
             seen.append(query)
 
-    def do(passes, layer, query, *args):
+    def do(ops, layer, query, *args):
         seen.append(query)
 
-    metadata = SimpleNamespace(**{OWN_WORK: SimpleNamespace(is_all=False, measures=False, do=do)})
+    metadata = SimpleNamespace(**{STEP_WORK: SimpleNamespace(is_all=False, measures=False, do=do)})
     query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
-    working_impl(Impl, TritonPasses())().forward(layer, query, None, None, None, metadata, None)
+    working_impl(Impl, TritonOps())().forward(layer, query, None, None, None, metadata, None)
     stock, own = seen
     assert stock is query and torch.equal(own, query.float() * 0.5)
 
@@ -437,12 +437,12 @@ def test_tokens_move_within_a_layer_s_heads(target, ordered):
     random = torch.Generator().manual_seed(0)
     pages = torch.randn(10, 5, BLOCK, 2 * 256, generator=random)  # 16 tokens are moved at once
     keep = torch.rand(2, 2, 3 * BLOCK, generator=random).argsort(2)[..., : 2 * BLOCK].sort(2).values.int()
-    expected, passes = pages.clone(), TritonPasses()
+    expected, ops = pages.clone(), TritonOps()
     compact_reference([expected[:, :2], expected[:, 2:4]], source, keep, target)
-    passes.compact(None, [pages[:, :2], pages[:, 2:4]], source, keep, target)
+    ops.compact(None, [pages[:, :2], pages[:, 2:4]], source, keep, target)
     assert torch.equal(pages, expected)
-    keys, values = passes.read(None, expected[:, 2:4], target.long())
-    passes.write(None, pages[:, :2], target.long(), keys.double(), values)
+    keys, values = ops.read(None, expected[:, 2:4], target.long())
+    ops.write(None, pages[:, :2], target.long(), keys.double(), values)
     expected[target.long(), :2] = torch.cat((keys, values), 3)
     assert torch.equal(pages, expected)
 
@@ -463,15 +463,15 @@ def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
         return ("output", given) if return_softmax_lse else "output"
 
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", kernel, raising=False)
-    passes = FlashPasses()
+    ops = FlashOps()
     for heard in (given, torch.randn(5, 4, generator=random)):
         given = heard
-        with passes.attending():
+        with ops.attending():
             assert flash_attn.flash_attn_varlen_func() == "output"
         assert flash_attn.flash_attn_varlen_func() == "output"
-        lse = passes.lse_of(query, keys, *rows, 0.2, 5, None)
+        lse = ops.lse_of(query, keys, *rows, 0.2, 5, None)
         torch.testing.assert_close(lse, given.T if len(given) == 4 else expected)
-        torch.testing.assert_close(passes.lse_of(query, keys, *rows, 0.2, 5, None), expected)
+        torch.testing.assert_close(ops.lse_of(query, keys, *rows, 0.2, 5, None), expected)
     assert asked == [True, False] * 2
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from vllm_evict.attention import fold as on_cpu
+from vllm_evict.kernels import fold as on_cpu
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -373,7 +373,7 @@ def test_graphs_are_profiled_before_the_cache_is_there(replaying, graphs, dense,
     def shared(runtime):
         memory = (group._graph_memory for group in runtime.groups)
         views = (view.table.data_ptr() for group in runtime.groups for view in [runtime.views.memory(group)])
-        return [runtime.passes._scratch.data_ptr(), *(each.rows.data_ptr() for each in memory), *views]
+        return [runtime.ops._scratch.data_ptr(), *(each.rows.data_ptr() for each in memory), *views]
 
     def profiling(worker):
         there.append(shared(worker.kv_evict))

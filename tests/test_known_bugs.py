@@ -15,10 +15,10 @@ from oracle.model import DenseLlama
 from oracle.replay import replay
 from parity import assert_like_oracle, oracle_config
 
-from vllm_evict.attention.mass import block_mass, kernel_path, pack_keys
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.residency import Residency
 from vllm_evict.core.spec import EvictableSpec
+from vllm_evict.kernels.mass import block_mass, kernel_path, pack_keys
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 128, "buffer": 64, "sink": 32, "recent": 64}

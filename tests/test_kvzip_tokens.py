@@ -350,7 +350,7 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
     cache = torch.randn(2, 11, kv_heads, size, dim)
     for place in range(tokens):
         cache[:, table[place // size], :, place % size] = keys[:, place]
-    passes = SimpleNamespace(read=lambda layer, cache, blocks, values: (cache[blocks], None))
+    ops = SimpleNamespace(read=lambda layer, cache, blocks, values: (cache[blocks], None))
     layer = SimpleNamespace(impl=SimpleNamespace(scale=dim**-0.5))
     scores = PromptScores(kv_heads, 2, size)
     plan = GroupPlan(repeats={"shadow": Repetition(3, prompt, start, end, sink)})
@@ -362,7 +362,7 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
         step = scores.step(["other", "shadow"], np.array([0, 1, 1 + count]), np.array([9, done + count]))
         batch = torch.cat((torch.randn(2, 1, heads, dim), query[:, done : done + count]), 1)
         for at in range(2):
-            step.add(passes, layer, batch[at], cache[at], metadata)
+            step.add(ops, layer, batch[at], cache[at], metadata)
         done += count
     place = torch.arange(tokens)
     seen = (place < sink) | ((place >= start) & (place < end)) | (place >= prompt)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_evict.attention import mass
-from vllm_evict.attention.cpu import CPUPasses
-from vllm_evict.attention.mass import (
+from vllm_evict.attention.cpu import CPUOps
+from vllm_evict.kernels import mass
+from vllm_evict.kernels.mass import (
     block_mass,
     block_mass_reference,
     pack_keys,
@@ -499,7 +499,7 @@ def test_packs_as_vllm_does(layout, dtype):
     assert torch.equal(unpack_values(value_cache.contiguous(), layout), values)
     assert torch.equal(pack_values(values, layout), value_cache)
     layer = SimpleNamespace(isa=layout, kv_cache=cache)
-    for got, want in zip(CPUPasses.read(layer, layer.kv_cache, torch.tensor([2, 0])), (keys, values)):
+    for got, want in zip(CPUOps.read(layer, layer.kv_cache, torch.tensor([2, 0])), (keys, values)):
         assert torch.equal(got, want[[2, 0]])
 
 

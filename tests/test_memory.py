@@ -20,7 +20,7 @@ from vllm_evict.core.plan import Scoring
 from vllm_evict.worker import memory, worker
 from vllm_evict.worker.memory import Needs
 from vllm_evict.worker.tokens import TokenSums
-from vllm_evict.worker.work import OwnWork
+from vllm_evict.worker.work import StepWork
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 backend, server = (getattr(test_device_backends, name) for name in ("backend", "server"))
@@ -111,13 +111,13 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
     for method in ("compact", "end"):
         measured(runtime, between, method)
     measured(group, step, "view")
-    do = OwnWork.do
+    do = StepWork.do
 
     def doing(*args):
         with step:
             do(*args)
 
-    monkeypatch.setattr(OwnWork, "do", doing)
+    monkeypatch.setattr(StepWork, "do", doing)
 
     def note(_):
         gc.collect()
@@ -155,7 +155,7 @@ def test_vllm_is_told_before_it_sizes_its_pool(server, monkeypatch):
     available, order = CPUWorker.determine_available_memory, []
 
     def profiled(self):
-        order.append(("profiled", self.kv_evict.passes._scratch is not None))
+        order.append(("profiled", self.kv_evict.ops._scratch is not None))
         peak = Peak()
         with peak:
             self.model_runner.profile_run(1)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from reference import papers
 
-from vllm_evict.attention.cpu import CPUPasses
-from vllm_evict.attention.mass import pack_keys, pack_values, unpack_values
+from vllm_evict.attention.cpu import CPUOps
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
 from vllm_evict.core.residency import Residency
+from vllm_evict.kernels.mass import pack_keys, pack_values, unpack_values
 from vllm_evict.policies import POLICIES, Blocks
 from vllm_evict.worker.group import GroupRuntime
 from vllm_evict.worker.runtime import EvictionRuntime
@@ -56,7 +56,7 @@ class Served:
         self.caches = [torch.zeros(self.blocks + 1, KV_HEADS, SIZE, 2 * DIM) for _ in range(LAYERS)]
 
     def read(self, physical, values):
-        return (CPUPasses.read(SimpleNamespace(isa="vec"), cache, physical, values) for cache in self.caches)
+        return (CPUOps.read(SimpleNamespace(isa="vec"), cache, physical, values) for cache in self.caches)
 
     def write(self):
         """What is computed, into the caches."""
@@ -107,7 +107,7 @@ class Served:
             query = torch.cat((torch.zeros(2, HEADS, DIM), q[first : self.computed]))
             if work is not None:
                 layer = SimpleNamespace(isa="vec", impl=SimpleNamespace(scale=DIM**-0.5))
-                work.do(CPUPasses, layer, query, cache, metadata, torch.empty_like(query))
+                work.do(CPUOps, layer, query, cache, metadata, torch.empty_like(query))
         (reports,) = self.runtime.end(local)
         if not due:
             return None

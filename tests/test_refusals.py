@@ -14,10 +14,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_evict.attention.mass import kernel_path
-from vllm_evict.attention.passes import passes_for
+from vllm_evict.attention.ops import ops_for
 from vllm_evict.compat import layers, refusals
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.kernels.mass import kernel_path
 from vllm_evict.worker.runtime import EvictionRuntime
 
 pytestmark = pytest.mark.v1_only
@@ -513,7 +513,7 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     found = {"layer.2": cpu_layer}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
     group = SimpleNamespace(decodes=None)
-    runtime, given = EvictionRuntime([group], passes_for("CPU_ATTN")), kv_cache_of_one_group()
+    runtime, given = EvictionRuntime([group], ops_for("CPU_ATTN")), kv_cache_of_one_group()
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
         layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
     layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
@@ -552,7 +552,7 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, _q_scale=one, _k_scale=one, _v_scale=one)
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
     group = SimpleNamespace(decodes=None)
-    runtime, given = EvictionRuntime([group], passes_for(name)), kv_cache_of_one_group()
+    runtime, given = EvictionRuntime([group], ops_for(name)), kv_cache_of_one_group()
 
     def settle(policy, dtype=torch.bfloat16, named="auto", **changed):
         found.impl, found.kv_cache_torch_dtype = SimpleNamespace(**{**plain, **changed}), dtype
@@ -599,19 +599,19 @@ WHO = {
 def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, split, measured, decodes):
     found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
-    passes, group = passes_for(backend), SimpleNamespace(decodes=decodes, graph_tokens=4096)
+    ops, group = ops_for(backend), SimpleNamespace(decodes=decodes, graph_tokens=4096)
     policy = KVPolicyConfig.parse(H2O if measured else UNMEASURED)
 
     def line(mode, in_graphs=False):
         config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-        return layers.described(config, policy, EvictionRuntime([group], passes, ["pages"] * split, in_graphs))
+        return layers.described(config, policy, EvictionRuntime([group], ops, ["pages"] * split, in_graphs))
 
     told, own = line(CUDAGraphMode.NONE), WHO[backend, split][not measured] if decodes else ""
     assert f"{backend}'s own kernel" in told and "graphs" not in told
     assert (f"requests that {own} are decoded by the plugin's kernel" in told) == bool(own)
     assert ("attends to all requests" in told) != bool(own)
     assert ("output and mass in one read" in told) == (bool(own) and measured)
-    assert (f"mass is taken by {passes.beside}" in told) == measured
+    assert (f"mass is taken by {ops.beside}" in told) == measured
     assert line(CUDAGraphMode.PIECEWISE) == told
     replayed = "; decodes replay full CUDA graphs"
     assert line(CUDAGraphMode.FULL_AND_PIECEWISE) == told + replayed + ", but for those that are measured" * measured

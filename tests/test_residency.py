@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import Report
-from vllm_evict.core.residency import Residency, Whole
+from vllm_evict.core.residency import RequestState, Residency
 
 BLOCK = 16
 
@@ -225,7 +225,7 @@ def test_a_restart_forgets_holes_but_not_the_count():
     assert subject.holes == 3 and subject.pure_tokens == 112
     subject.restart()
     assert (subject.holes, subject.known, subject.pure_tokens, subject.first_query) == (0, 0, None, 0)
-    assert (subject.incarnation, subject.evicted_blocks, subject.whole.peak_blocks) == (1, 3, 9)
+    assert (subject.incarnation, subject.evicted_blocks, subject.state.peak_blocks) == (1, 3, 9)
     assert subject.choose(112, report(range(7), [9.0, 0, 9, 9, 0, 0, 9])).tolist() == [1, 4, 5]
 
 
@@ -252,14 +252,14 @@ def test_mean_divides_by_age():
 
 
 def test_the_peak_is_what_all_groups_hold_at_once():
-    whole = Whole()
+    state = RequestState()
     config = KVPolicyConfig.parse({"name": "h2o", "budget": 64, "sink": 0, "recent": 0, "buffer": 0})
-    one, other = (Residency(config, config.limits(16, 1), 16, whole=whole) for _ in range(2))
+    one, other = (Residency(config, config.limits(16, 1), 16, state=state) for _ in range(2))
     one.hold(5)
     other.hold(2)
     one.hold(1)
     other.hold(5)
-    assert (whole.held_blocks, whole.peak_blocks) == (6, 7)
+    assert (state.held_blocks, state.peak_blocks) == (6, 7)
 
 
 def test_a_sessions_next_turn_is_pure_only_as_far_as_the_last_one_is_kept():

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from vllm_evict.attention import take as on_cpu
+from vllm_evict.kernels import take as on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16

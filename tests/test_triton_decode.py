@@ -32,9 +32,9 @@ from triton_batch import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_evict.attention.decode import decode_classes_reference
-from vllm_evict.attention.device import DevicePasses
-from vllm_evict.attention.mass import pack_keys
+from vllm_evict.attention.device import DeviceOps
+from vllm_evict.kernels.decode import decode_classes_reference
+from vllm_evict.kernels.mass import pack_keys
 from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
 from vllm_evict.triton_kernels.tiles import tile_of
@@ -339,16 +339,16 @@ def test_where_scratch_has_no_room_for_all_some_are_decoded_at_a_time(classes, p
     a_layer = SimpleNamespace(impl=SimpleNamespace(scale=parts[0].scale))
 
     def decoded(scratch):
-        passes = DevicePasses()
-        passes.scratch_bytes = scratch
+        ops = DeviceOps()
+        ops.scratch_bytes = scratch
         outs = [each.new_out(each.kv_heads, F32, per_token) for each in parts]
         output = torch.full_like(query, 7.0)
         if classes == 2:
-            passes.decode_together(a_layer, query, shares, output, parts[0].weights, outs, per_token)
+            ops.decode_together(a_layer, query, shares, output, parts[0].weights, outs, per_token)
         else:
             where = a_layer, query, shares[0].kv_cache, shares[0].metadata, output, *vars(shares[0].work).values()
-            passes.decode(*where, parts[0].weights, outs[0], per_token)
-        ((_, at_once),) = passes._plans.values()
+            ops.decode(*where, parts[0].weights, outs[0], per_token)
+        ((_, at_once),) = ops._plans.values()
         return at_once, output, outs
 
     _, output, outs = decoded(64 << 20)

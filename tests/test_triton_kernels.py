@@ -37,10 +37,10 @@ from triton_batch import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_evict.attention.compact import compact_reference as packed_compact_reference
-from vllm_evict.attention.compact import is_ordered
-from vllm_evict.attention.mass import block_mass_reference, pack_keys
-from vllm_evict.attention.view import View
+from vllm_evict.kernels.compact import compact_reference as packed_compact_reference
+from vllm_evict.kernels.compact import is_ordered
+from vllm_evict.kernels.mass import block_mass_reference, pack_keys
+from vllm_evict.kernels.view import View
 from vllm_evict.triton_kernels.compact import compact, compact_reference, plan_compact
 from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse, mass_from_lse_reference
 from vllm_evict.triton_kernels.query_lse import query_lse, query_lse_reference

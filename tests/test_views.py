@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import GARBAGE
 
-from vllm_evict.attention.view import resident_view
+from vllm_evict.kernels.view import resident_view
 from vllm_evict.worker import views
 from vllm_evict.worker.views import Views
 

@@ -17,12 +17,12 @@ from triton.runtime import jit
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.triton_utils import HAS_TRITON
 
-from vllm_evict.attention.flash import FlashPasses
-from vllm_evict.attention.queries import Queries
-from vllm_evict.attention.triton import TritonPasses
+from vllm_evict.attention.flash import FlashOps
+from vllm_evict.attention.triton import TritonOps
 from vllm_evict.attention.warmup import Heads, warm_up
 from vllm_evict.compat import layers
 from vllm_evict.config import KVPolicyConfig
+from vllm_evict.kernels.queries import Queries
 from vllm_evict.worker import sums as worker_sums
 from vllm_evict.worker import views as worker_views
 from vllm_evict.worker import worker
@@ -157,10 +157,10 @@ SHAPES = [
 MANY, LONG = 300, 40_000  # requests, tokens
 
 
-@pytest.mark.parametrize("passes", [TritonPasses, FlashPasses])
+@pytest.mark.parametrize("ops", [TritonOps, FlashOps])
 @pytest.mark.parametrize("name", ["h2o", "h2o-max", "scissorhands", "token"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape[:5])))
-def test_batches_of_any_size_take_what_was_compiled(shape, name, passes, monkeypatch):
+def test_batches_of_any_size_take_what_was_compiled(shape, name, ops, monkeypatch):
     from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.resident_view import resident_view
     from vllm_evict.triton_kernels.take import take
@@ -168,7 +168,7 @@ def test_batches_of_any_size_take_what_was_compiled(shape, name, passes, monkeyp
     monkeypatch.setattr(worker_views, "resident_view", resident_view)
     monkeypatch.setattr(worker_sums, "fold", fold)
     monkeypatch.setattr(worker_sums, "take", take)
-    worker_at_work = Work(shape, {**SERVED[name], "sink": 256, "recent": 256, "budget": 1024}, passes())
+    worker_at_work = Work(shape, {**SERVED[name], "sink": 256, "recent": 256, "budget": 1024}, ops())
     start, later = Variants(), Variants()
     with start.noted(run=lambda *_, **__: None):
         worker_at_work.warm_up()
@@ -180,7 +180,7 @@ def test_batches_of_any_size_take_what_was_compiled(shape, name, passes, monkeyp
 class Work:
     """A worker with one layer, and calls as steps make them."""
 
-    def __init__(self, shape, policy, passes):
+    def __init__(self, shape, policy, ops):
         self.heads, self.kv_heads, parts, self.dim, self.block_size, self.dtype, kept = shape
         scales = {f"_{name}_scale_float": 0.5 for name in "qkv"}
         self.layer = SimpleNamespace(
@@ -201,8 +201,8 @@ class Work:
             which = slice(first * self.group_size, (first + count) * self.group_size)
             self.parts.append(Heads(index, which, pages[:, first : first + count]))
             first += count
-        self.runtime = EvictionRuntime(self.groups, passes, ["pages"] * len(parts) if len(parts) > 1 else ())
-        self.passes = passes
+        self.runtime = EvictionRuntime(self.groups, ops, ["pages"] * len(parts) if len(parts) > 1 else ())
+        self.ops = ops
         self.table = torch.zeros(MANY, self.blocks + 3, dtype=torch.int32)
 
     def warm_up(self):
@@ -223,7 +223,7 @@ class Work:
             target = torch.arange(kept, dtype=torch.int32)
             source = torch.cat((torch.tensor([first], dtype=torch.int32), target + 1, target))
             keep = torch.zeros(2, part.kv_cache.shape[1], kept * self.block_size, dtype=torch.int32)
-            self.passes.compact(self.layer, [part.kv_cache] * 2, source, keep, target)
+            self.ops.compact(self.layer, [part.kv_cache] * 2, source, keep, target)
 
     def queries(self, tokens):
         """Contiguous, or beside keys and values."""
@@ -261,7 +261,7 @@ class Work:
             for out, weights, per_token in self.ways(group, part, rows, rows, longest):
                 for into in (output_, alone):
                     where = self.layer, query_, part.kv_cache, metadata, into, numbers, metadata.seq_lens
-                    self.passes.decode(*where, weights, out, per_token)
+                    self.ops.decode(*where, weights, out, per_token)
                 if len(self.parts) == 2:
                     self.together(query, metadata, output, part, out, weights, per_token)
                 if out is not None and not per_token and (group.sums.maximise_layers or out.shape[1] > 1):
@@ -272,7 +272,7 @@ class Work:
                         worker_sums.fold(group.sums._sums, slots, out, logical.expand(rows, -1), kept)
             if "pivots" in group.statistics:
                 looked_at = Queries(numbers.long(), numbers.long(), metadata.seq_lens)
-                self.passes.mass_of(
+                self.ops.mass_of(
                     self.layer, query_, part.kv_cache, metadata, looked_at, -(-longest // self.block_size)
                 )
 
@@ -291,7 +291,7 @@ class Work:
             Share(work, query[:, part.query_heads], part.kv_cache, others[part is measured]) for part in self.parts
         ]
         outs = [out if part is measured else None for part in self.parts]
-        self.passes.decode_together(self.layer, query, shares, output, weights, outs, per_token)
+        self.ops.decode_together(self.layer, query, shares, output, weights, outs, per_token)
 
     def chunks(self, rows, tokens):
         longest = tokens // rows + 33
@@ -302,10 +302,10 @@ class Work:
                 if out is None:
                     continue
                 heard = [None]
-                if isinstance(self.passes, FlashPasses):
+                if isinstance(self.ops, FlashOps):
                     heard.append(torch.zeros(query.shape[1], len(query)))
-                for self.passes._lse in heard:
-                    self.passes.mass(self.layer, query, part.kv_cache, metadata, weights, out, per_token)
+                for self.ops._lse in heard:
+                    self.ops.mass(self.layer, query, part.kv_cache, metadata, weights, out, per_token)
 
 
 # What else a start is to do, and not to do
@@ -330,7 +330,7 @@ def test_nothing_is_left_behind(server, tmp_path, monkeypatch, granularity):
         assert len(sums) == (2 if granularity == "token" else 1) and all(map(torch.equal, held, before))
         for group in runtime.groups:
             assert group.plan is None and not group.with_holes and not group.measured and group._viewed is None
-        assert runtime.plan is None and not runtime.passes._plans and not runtime.passes._places
+        assert runtime.plan is None and not runtime.ops._plans and not runtime.ops._places
         for each in held:
             each.zero_()
         looked.append(len(held))

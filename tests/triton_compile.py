@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_evict.attention.view import View
+from vllm_evict.kernels.view import View
 from vllm_evict.triton_kernels import (
     compact,
     decode_classes,

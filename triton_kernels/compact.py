@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.compact import requests_of
+from ..kernels.compact import requests_of
 from .tiles import check_int32, require
 
 WORD = 4  # bytes
@@ -66,11 +66,11 @@ def compact(
 ) -> None:
     """Write the kept tokens of each layer and KV head, keys and values, to the first slots of other blocks.
 
-    `attention.compact.compact` on caches with strides: slot j of a request, its j-th place in the blocks of `target`,
+    `kernels.compact.compact` on caches with strides: slot j of a request, its j-th place in the blocks of `target`,
     gets what token ``keep[layer, head, j]`` of `source` held. Bytes are moved as they are, whatever the dtype.
 
     A block may be in `source` and `target` of one request. If each such block's place in `source` is at or before its
-    place in `target` (`attention.compact.is_ordered`; new blocks always are), the caller may say so: with `ordered` it
+    place in `target` (`kernels.compact.is_ordered`; new blocks always are), the caller may say so: with `ordered` it
     is one launch, a program for each request, layer and head. It goes through the slots in ascending order and reads
     each chunk before it writes it, so it overwrites nothing that is still to be read. That cannot be seen from here
     without reading the device, and it is not assumed: without `ordered` tokens go through scratch memory, some layers

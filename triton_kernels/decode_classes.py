@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.decode import decode_classes_reference  # noqa: F401  (the reference)
+from ..kernels.decode import decode_classes_reference  # noqa: F401  (the reference)
 from .decode_mass import (
     ATTEND_SIZES,
     COMBINE_SIZES,
@@ -89,7 +89,7 @@ def decode_classes(
 ) -> None:
     """`decode_mass` of two classes of heads, DuoAttention's retrieval and streaming heads, in its two launches.
 
-    The contract of `attention.decode.decode_classes` for two classes, on caches with strides in place of packings. A
+    The contract of `kernels.decode.decode_classes` for two classes, on caches with strides in place of packings. A
     program works on a request, a KV head and a split of one class, as in `decode_mass`; long and short classes fill
     the device together. With plans it gives the bits of `decode_mass` on each class alone with its plan, allocates
     nothing and reads nothing on the host: a CUDA graph can capture it.

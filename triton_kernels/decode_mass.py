@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.decode import decode_mass_reference  # noqa: F401  (the reference)
+from ..kernels.decode import decode_mass_reference  # noqa: F401  (the reference)
 from .tiles import MIN_ROWS, Tile, check_cache, check_int32, require, tile_of
 
 HOPPER_SMS = 132  # H100 and H200 (SXM): the plan where there is no GPU to ask
@@ -133,7 +133,7 @@ def decode_mass(
 ) -> None:
     """Attention of requests that decode one token: `output` is written, their mass added to `out`.
 
-    The contract of `attention.decode.decode_mass`, on caches with strides in place of packings. Two launches. The first
+    The contract of `kernels.decode.decode_mass`, on caches with strides in place of packings. Two launches. The first
     attends, a program for each request, KV head and split; the query heads of a KV head are the rows of one tl.dot.
     Every tile's probabilities are summed per block as they are, relative to the maximum so far, and kept as a
     logarithm: mass_b = 2 ** (log_b - lse), whatever the maximum becomes. If `per_token`, the scores themselves are

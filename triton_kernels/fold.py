@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.fold import fold_reference  # noqa: F401  (the reference)
+from ..kernels.fold import fold_reference  # noqa: F401  (the reference)
 from .tiles import check_int32, require
 
 CHUNK = 256  # blocks that a program takes
@@ -17,7 +17,7 @@ def fold(
     logical: torch.Tensor,
     kept: torch.Tensor | None = None,
 ) -> None:
-    """sums[slots[r], :, logical[r, w]] = kept[r] * itself + mass[r, :, w] (`attention.fold.fold`)
+    """sums[slots[r], :, logical[r, w]] = kept[r] * itself + mass[r, :, w] (`kernels.fold.fold`)
 
     One launch, a program for each row and `CHUNK` of its blocks. Each number has one writer: rows have slots of their
     own, and a row's logical indices are different. It reads nothing on the host and allocates nothing.

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.mass import _per_block
+from ..kernels.mass import _per_block
 from .tiles import MIN_ROWS, TILE_BYTES, check_cache, check_int32, require, tile_of
 
 MAX_ROWS = 64  # query rows of one tl.dot: the least M of Hopper's wgmma
@@ -34,7 +34,7 @@ def mass_from_lse(
 ) -> None:
     """Add to `out` the softmax mass that query rows put on each KV block, or on each token, given each row's LSE.
 
-    The sums of `attention.mass.block_mass`: query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i, and
+    The sums of `kernels.mass.block_mass`: query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i, and
     ``out[r, k, j] += sum(weights[i] * exp(scale * q . k_t - lse[i, h]))`` over its queries i, the heads h of KV head k
     (all heads with ``Hout == 1``) and the tokens t of its j-th block that query i sees. If `per_token`,
     ``out[r, k, t]`` gets the mass of the t-th resident token alone, in the order of the request's block table.

@@ -4,14 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.put import put_reference  # noqa: F401  (the reference)
+from ..kernels.put import put_reference  # noqa: F401  (the reference)
 from .tiles import check_int32, require
 
 CHUNK = 512  # tokens that a program takes
 
 
 def put(pages: torch.Tensor, table: torch.Tensor, mass: torch.Tensor, lens: torch.Tensor) -> None:
-    """pages[table[r, t // bs], h, t % bs] += mass[r, h, t]; `mass` is zeros afterwards (`attention.put.put`).
+    """pages[table[r, t // bs], h, t % bs] += mass[r, h, t]; `mass` is zeros afterwards (`kernels.put.put`).
 
     One launch, a program for each row and `CHUNK` of its tokens, in all heads. Each number has one writer, as no two
     requests have the same page. It reads nothing on the host and allocates nothing: a CUDA graph can capture it.

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.view import View, resident_view_reference  # noqa: F401  (the reference)
+from ..kernels.view import View, resident_view_reference  # noqa: F401  (the reference)
 from .tiles import check_int32, require
 
 # Entries that a program takes at once: 64k tokens in blocks of 16 need no second round, 16 registers a thread.
@@ -21,7 +21,7 @@ def resident_view(
     *,
     chunk: int | None = None,
 ) -> None:
-    """Squeeze the holes out of each row of some block tables, keeping the order (`attention.view.resident_view`).
+    """Squeeze the holes out of each row of some block tables, keeping the order (`kernels.view.resident_view`).
 
     One launch, one program for each row and KV group; those of a group that is left alone end at once. It reads nothing
     on the host and allocates nothing, so a CUDA graph can capture it. Rows may be padding: a length of 0 gives zeros,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.take import take_reference  # noqa: F401  (the reference)
+from ..kernels.take import take_reference  # noqa: F401  (the reference)
 from .tiles import check_int32, require
 
 CHUNK = 256  # blocks that a program takes
@@ -20,7 +20,7 @@ def take(
     tested: torch.Tensor | None = None,
     share: float = 1.0,
 ) -> None:
-    """mass = mass + layer, or the larger of both; `layer` is zeros afterwards (`attention.take.take`).
+    """mass = mass + layer, or the larger of both; `layer` is zeros afterwards (`kernels.take.take`).
 
     One launch, a program for each row and `CHUNK` of its blocks, in all heads. Each number has one writer. It reads
     nothing on the host and allocates nothing: a CUDA graph can capture it.

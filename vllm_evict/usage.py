@@ -40,7 +40,7 @@ class KVUsage:
         """Of a request, by its residency in each KV group."""
         # KV groups are equally wide, each with its share of the heads.
         tokens = lambda blocks: blocks * groups[0].block_size // len(groups)  # noqa: E731
-        peak, evicted = groups[0].whole.peak_blocks, sum(group.evicted_blocks for group in groups)
+        peak, evicted = groups[0].state.peak_blocks, sum(group.evicted_blocks for group in groups)
         bounded = all(group.limits for group in groups)
         return cls(
             policy=groups[0].policy,

@@ -1,1 +1,1 @@
-"""Attention mass per KV block, and views of block tables without holes."""
+"""vLLM's attention backends behind a resident view, each with what the plugin does beside its kernel."""

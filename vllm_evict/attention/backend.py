@@ -1,7 +1,7 @@
 """A stock attention backend behind a resident view, with a mass pass beside it, or a decode kernel in its place.
 
 Nothing here knows which backend it is: the view is made of block tables and lengths, which all of them read. What is
-special to one lies in its `Passes`.
+special to one lies in its `BackendOps`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 
 from ..core.spec import EvictableSpec
+from ..kernels.queries import Queries
 from ..worker.group import GroupRuntime
 from ..worker.work import Share
-from .queries import Queries
 
-#: Attribute of a backend's metadata that holds the step's `OwnWork`.
-OWN_WORK = "kv_evict_own_work"
+#: Attribute of a backend's metadata that holds the step's `StepWork`.
+STEP_WORK = "kv_evict_own_work"
 
 
-class Passes(Protocol):
-    """What is done for one layer beside or instead of a backend's kernel. `attention.cpu.CPUPasses` has the shapes.
+class BackendOps(Protocol):
+    """What is done for one layer beside or instead of a backend's kernel. `attention.cpu.CPUOps` has the shapes.
 
     Attributes:
         heads_dim: dimension of a layer's cache that counts its KV heads.
@@ -128,14 +128,14 @@ class Passes(Protocol):
 
 
 def resident_backend(
-    backend: type, runtime: GroupRuntime, passes: Passes, head_class: str = "", kv_heads: int | None = None
+    backend: type, runtime: GroupRuntime, ops: BackendOps, head_class: str = "", kv_heads: int | None = None
 ) -> type:
     """A subclass of an `AttentionBackend` whose metadata builder looks through `runtime`'s view.
 
     Args:
         backend: the stock backend.
         runtime: of the KV group.
-        passes: of the backend.
+        ops: of the backend.
         head_class: of all heads of its layers (see `KVPolicyConfig.classes`).
         kv_heads: of a layer on this rank, where heads are split: the group's pages have slots for those of many layers.
     """
@@ -167,8 +167,8 @@ def resident_backend(
             needed = own_work is None or not own_work.is_all
             unscheduled = kv_heads is not None or not needed
             stock = partial(super().build, common_prefix_len, common_attn_metadata, fast_build or unscheduled)
-            metadata = passes.metadata(self, stock, common_attn_metadata, needed, runtime.batch.graph is not None)
-            setattr(metadata, OWN_WORK, own_work)
+            metadata = ops.metadata(self, stock, common_attn_metadata, needed, runtime.batch.graph is not None)
+            setattr(metadata, STEP_WORK, own_work)
             return metadata
 
     class ResidentBackend(backend):
@@ -188,8 +188,8 @@ def resident_backend(
     return ResidentBackend
 
 
-def working_impl(impl: type, passes: Passes) -> type:
-    """A subclass of an `AttentionImpl` that does the step's `OwnWork` and leaves the rest to the stock kernel."""
+def working_impl(impl: type, ops: BackendOps) -> type:
+    """A subclass of an `AttentionImpl` that does the step's `StepWork` and leaves the rest to the stock kernel."""
 
     class WorkingImpl(impl):
         def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -208,12 +208,12 @@ def working_impl(impl: type, passes: Passes) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            work = getattr(attn_metadata, OWN_WORK, None)
+            work = getattr(attn_metadata, STEP_WORK, None)
             if work is None or not work.is_all:
-                with passes.attending() if work is not None and work.measures else nullcontext():
+                with ops.attending() if work is not None and work.measures else nullcontext():
                     super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             if work is not None:
-                work.do(passes, layer, passes.dequantised(layer, query), kv_cache, attn_metadata, output)
+                work.do(ops, layer, ops.dequantised(layer, query), kv_cache, attn_metadata, output)
             return output
 
     return WorkingImpl

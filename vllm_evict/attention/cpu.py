@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
+from ..kernels.compact import compact
+from ..kernels.decode import decode_classes, decode_mass
+from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
+from ..kernels.queries import Queries
 from ..worker.work import Share
-from .compact import compact
-from .decode import decode_classes, decode_mass
-from .mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
-from .queries import Queries
 
 #: Backend ISAs whose packed keys `block_mass` reads -> its name of the layout.
 KEY_LAYOUTS = {"vec": "vec", "vec16": "vec", "amx": "amx"}
 
 
-class CPUPasses:
-    """What `attention.backend` needs of vLLM's CPU backend (its `Passes`).
+class CPUOps:
+    """What `attention.backend` needs of vLLM's CPU backend (its `BackendOps`).
 
     Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D], in each block
     and head first K, then V; metadata is vLLM's `CPUAttentionMetadata`, made through the resident view.
@@ -78,7 +78,7 @@ class CPUPasses:
     def compact(
         layer: Any, kv_caches: Sequence[torch.Tensor], source: torch.Tensor, keep: torch.Tensor, target: torch.Tensor
     ) -> None:
-        """Gather kept tokens of layers with equally many heads, keep int32 [L, Hkv, kept] (see `attention.compact`)."""
+        """Gather kept tokens of layers with equally many heads, keep int32 [L, Hkv, kept] (see `kernels.compact`)."""
         compact([_pages(kv_cache) for kv_cache in kv_caches], source, keep, target, layout=KEY_LAYOUTS[layer.isa])
 
     @staticmethod

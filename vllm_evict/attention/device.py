@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from ..kernels.compact import is_ordered
+from ..kernels.decode_cuda import CudaDecode, plan_decode
+from ..kernels.queries import Queries
 from ..worker.transfer import to_device
 from ..worker.work import Share
-from .compact import is_ordered
-from .decode_cuda import CudaDecode, plan_decode
-from .passes import FP8_NAMES
-from .queries import Queries
+from .ops import FP8_NAMES
 
 FP8 = torch.float8_e4m3fn
 #: Most bytes of the decode kernels' scratch for mass, but that of one request: for 256 requests with 32 query heads,
@@ -24,8 +24,8 @@ SPLIT_SCRATCH = 32 << 20
 ALIGNED = 64  # float32 numbers: where parts of it begin
 
 
-class DevicePasses:
-    """What `attention.backend` needs of a backend on a device (its `Passes`), with our Triton kernels.
+class DeviceOps:
+    """What `attention.backend` needs of a backend on a device (its `BackendOps`), with our Triton kernels.
 
     Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D], a token's K
     before its V, in any of vLLM's layouts; metadata is the backend's, made through the resident view. Rows that vLLM

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from .device import DevicePasses
+from .device import DeviceOps
 
 
-class FlashPasses(DevicePasses):
+class FlashOps(DeviceOps):
     """Metadata is vLLM's `FlashAttentionMetadata`. The mass beside its kernel goes by the kernel's own LSE."""
 
     beside = "FlashAttention's LSE and mass_from_lse"

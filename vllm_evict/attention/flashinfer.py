@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from .device import DevicePasses
+from .device import DeviceOps
 
 
-class FlashInferPasses(DevicePasses):
+class FlashInferOps(DeviceOps):
     """Metadata is vLLM's `FlashInferMetadata`, with the block table and lengths that it was made of."""
 
     def can_decode(self, layer: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from ..worker.work import Share, do_together
-from .backend import OWN_WORK, Passes
+from .backend import STEP_WORK, BackendOps
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ def part_of(layer: Any, pages: str, holder: Any, heads_dim: int, first: int, hea
     return Part(pages, slice(first, first + heads), query_heads, slots, impl, holder, heads_dim)
 
 
-def split_impl(impl: type, parts: list[Part], passes: Passes) -> type:
+def split_impl(impl: type, parts: list[Part], ops: BackendOps) -> type:
     """A subclass of an `AttentionImpl` for one layer that leaves its work to those of its parts."""
 
     class SplitImpl(impl):
@@ -75,16 +75,16 @@ def split_impl(impl: type, parts: list[Part], passes: Passes) -> type:
             if attn_metadata is None:  # a dummy run: a router of experts can't choose by what memory happens to hold
                 return output.fill_(0)
             of_group, shares = get_forward_context().attn_metadata, []
-            own_query = passes.dequantised(layer, query)
+            own_query = ops.dequantised(layer, query)
             for part in parts:
                 metadata = of_group[part.pages]
                 # vLLM takes the layer for one that reads another layer's cache, so it has not written these.
                 part.impl.do_kv_cache_update(
                     layer, key[:, part.heads], value[:, part.heads], part.kv_cache, metadata.slot_mapping
                 )
-                work = getattr(metadata, OWN_WORK, None)
+                work = getattr(metadata, STEP_WORK, None)
                 shares.append(Share(work, own_query[:, part.query_heads], part.kv_cache, metadata))
-            if do_together(passes, layer, own_query, shares, output):
+            if do_together(ops, layer, own_query, shares, output):
                 return output
             for part, share in zip(parts, shares):
                 # Kernels write outputs without gaps.

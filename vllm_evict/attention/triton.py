@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from .device import DevicePasses
+from .device import DeviceOps
 
 
-class TritonPasses(DevicePasses):
+class TritonOps(DeviceOps):
     """Metadata is vLLM's `TritonAttentionMetadata`."""
 
     def can_decode(self, layer: Any) -> bool:

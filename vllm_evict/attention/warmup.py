@@ -58,7 +58,7 @@ def warm_up(
     queries: int,
     blocks: int,
 ) -> None:
-    """Launch what a worker's policies can need, behind `attention.device.DevicePasses`.
+    """Launch what a worker's policies can need, behind `attention.device.DeviceOps`.
 
     Args:
         runtime: of the worker.
@@ -72,7 +72,7 @@ def warm_up(
         for sums in (group.sums, group.tokens):
             if sums is not None:
                 sums.warm_up("pivots" in group.statistics)
-    # Scratch is made for powers of two (`DevicePasses`).
+    # Scratch is made for powers of two (`DeviceOps`).
     rows, widths = ([1 << power for power in range((most - 1).bit_length() + 1)] for most in (queries, blocks))
     done = set()
     for layer, parts in layers:
@@ -95,7 +95,7 @@ class _Launches:
     """For some heads of one layer, of one request whose blocks are all the null block."""
 
     def __init__(self, runtime: EvictionRuntime, layer: Any, parts: Sequence[Heads]) -> None:
-        self.passes, self.layer, self.parts = runtime.passes, layer, parts
+        self.ops, self.layer, self.parts = runtime.ops, layer, parts
         self.groups = [runtime.groups[part.group] for part in parts]
         measured = any(group.sums is not None for group in runtime.groups)
         self.decodes = self.groups[0].decodes and (runtime.decodes_lacking or measured)
@@ -156,7 +156,7 @@ class _Launches:
             if len(caches) == 2:
                 both = query, keys, values, [table] * 2, starts, [lens] * 2, row
                 decode_classes(*both, scale, output, out=outs, plans=plans, **options)
-            elif per_token or not self.passes.decodes_in_cuda(query, keys[0], values[0]):
+            elif per_token or not self.ops.decodes_in_cuda(query, keys[0], values[0]):
                 one = query, keys[0], values[0], table, starts, lens, row
                 decode_mass(*one, scale, output, out=outs[0], plan=plans[0], **options)
 
@@ -171,7 +171,7 @@ class _Launches:
             )  # fmt: skip
             for query in self._tensors(tokens, True):
                 given = metadata, self._weights(tokens, mass), self._out(tokens, mass), mass.per_token
-                self.passes.warm_up_mass(self.layer, query, part.kv_cache, *given)
+                self.ops.warm_up_mass(self.layer, query, part.kv_cache, *given)
 
     def _compact(self, part: Heads) -> None:
         """The null block's tokens, each to its own place."""

@@ -15,19 +15,19 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 
-from ..attention.backend import Passes, resident_backend, working_impl
-from ..attention.passes import passes_for
+from ..attention.backend import BackendOps, resident_backend, working_impl
+from ..attention.ops import ops_for
 from ..attention.split import part_of, split_impl
 from ..attention.store import LayerStore
 from ..config import STREAMING, KVPolicyConfig, KVPolicyError
 from ..core.spec import EvictableSpec, most_blocks
+from ..environment import decode_kernel
 from ..heads.arrange import arrange
 from ..heads.layout import Layout
 from ..policies import RUNNING
 from ..worker.group import GroupRuntime
 from ..worker.runtime import EvictionRuntime
 from . import refusals
-from .environment import decode_kernel
 
 #: Attribute of a layer whose heads are split that holds its `Part`s.
 PARTS = "kv_evict_parts"
@@ -75,26 +75,26 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
     kv_heads = vllm_config.model_config.get_total_num_kv_heads()
     config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, vllm_config.model_config.max_model_len)
     placed = layout(vllm_config, config)
-    passes = passes_for(next(iter(layers.values())).attn_backend.get_name())
+    ops = ops_for(next(iter(layers.values())).attn_backend.get_name())
     if placed is not None:
         refusals.check_alike(layers)
-        return _split(vllm_config, config, layers, placed, passes)
-    in_graphs = _scratch(vllm_config, config, layers, passes)
-    group = _whole(vllm_config, config, list(layers.values()), passes, in_graphs)
-    return EvictionRuntime([group], passes, attends_in_graphs=in_graphs > 0)
+        return _split(vllm_config, config, layers, placed, ops)
+    in_graphs = _scratch(vllm_config, config, layers, ops)
+    group = _whole(vllm_config, config, list(layers.values()), ops, in_graphs)
+    return EvictionRuntime([group], ops, attends_in_graphs=in_graphs > 0)
 
 
 def _whole(
-    vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention], passes: Passes, in_graphs: int
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention], ops: BackendOps, in_graphs: int
 ) -> GroupRuntime:
     """All heads of all layers in one KV group; `in_graphs` as of `_scratch`."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
-    store = LayerStore(passes, lambda: ((layer, layer.kv_cache) for layer in layers))
+    store = LayerStore(ops, lambda: ((layer, layer.kv_cache) for layer in layers))
     group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs)
     backends = {layer.attn_backend: None for layer in layers}
-    backends = {backend: resident_backend(backend, group, passes, head_class) for backend in backends}
-    impls = {impl: working_impl(impl, passes) for impl in {type(layer.impl) for layer in layers}}
+    backends = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
+    impls = {impl: working_impl(impl, ops) for impl in {type(layer.impl) for layer in layers}}
     for layer in layers:
         layer.attn_backend = backends[layer.attn_backend]
         layer.impl.__class__ = impls[type(layer.impl)]
@@ -102,53 +102,53 @@ def _whole(
 
 
 def _split(
-    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout, passes: Passes
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout, ops: BackendOps
 ) -> EvictionRuntime:
     """Heads in several KV groups; if they have to be in another order, they were given it when the model was loaded."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
     rank = placed.places[get_tp_group().rank_in_group]
     groups, pages = [], []
-    in_graphs = _scratch(vllm_config, config, layers, passes)
+    in_graphs = _scratch(vllm_config, config, layers, ops)
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
-        store = LayerStore(passes, partial(_caches_of, layers, name))
+        store = LayerStore(ops, partial(_caches_of, layers, name))
         heads = [place.heads for layer in rank for place in layer if place.group == index]
         group = _group(vllm_config, config.of_class(head_class), store, heads, in_graphs)
-        resident = resident_backend(backend, group, passes, head_class, first.num_kv_heads)
+        resident = resident_backend(backend, group, ops, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
         slots = HeadSlots(spec, resident, first.num_heads)
         vllm_config.compilation_config.static_forward_context[name] = slots
         groups.append(group)
         pages.append(name)
-    working = working_impl(type(first.impl), passes)
+    working = working_impl(type(first.impl), ops)
     for layer, places in zip(layers.values(), rank):
         parts, head = [], 0
         for place in places:
             holder = vllm_config.compilation_config.static_forward_context[pages[place.group]]
-            parts.append(part_of(layer, pages[place.group], holder, passes.heads_dim, head, place.heads, place.first))
+            parts.append(part_of(layer, pages[place.group], holder, ops.heads_dim, head, place.heads, place.first))
             parts[-1].impl.__class__ = working
             head += place.heads
         setattr(layer, PARTS, parts)
-        layer.impl.__class__ = split_impl(type(layer.impl), parts, passes)
+        layer.impl.__class__ = split_impl(type(layer.impl), parts, ops)
         # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
-    return EvictionRuntime(groups, passes, pages, in_graphs > 0)
+    return EvictionRuntime(groups, ops, pages, in_graphs > 0)
 
 
-def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], passes: Passes) -> int:
+def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], ops: BackendOps) -> int:
     """Settle the scratch of the plugin's decode kernel.
 
     Returns:
         Resident blocks of the longest request in full CUDA graphs in which it attends; 0: in none.
     """
-    if not passes.compiles:  # nor is it known yet what the CPU's kernels can read
+    if not ops.compiles:  # nor is it known yet what the CPU's kernels can read
         return 0
     measures, requests = bool(config.statistics & RUNNING), vllm_config.scheduler_config.max_num_seqs
-    decodes = decode_kernel() != "stock" and all(map(passes.can_decode, layers.values()))
+    decodes = decode_kernel() != "stock" and all(map(ops.can_decode, layers.values()))
     decodes &= measures or len(config.classes) > 1
     largest = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    return passes.scratch_for(
+    return ops.scratch_for(
         # Beside vLLM's kernel it is launched for what is measured query by query.
         requests if decodes or "pivots" in config.statistics else 0,
         min(requests, largest) if decodes else 0,
@@ -221,11 +221,11 @@ def settle(
     given = [group.layer_names[0] for group in kv_cache_config.kv_cache_groups]
     assert len(given) == len(runtime.groups) and runtime.pages in ([], given), f"vLLM's KV groups are others: {given}"
     layers = get_layers_from_vllm_config(vllm_config, Attention)
-    passes, decodes = runtime.passes, decode_kernel() != "stock"
+    ops, decodes = runtime.ops, decode_kernel() != "stock"
     for name, layer in layers.items():
-        if config.statistics and (reason := passes.unreadable(layer)):
+        if config.statistics and (reason := ops.unreadable(layer)):
             raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": []')
-        decodes &= passes.can_decode(layer)
+        decodes &= ops.can_decode(layer)
     for group in runtime.groups:
         group.decodes = decodes
 
@@ -268,13 +268,13 @@ def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: Eviction
     backend = next(iter(layers.values())).attn_backend.get_name()
     kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
     line = f"KV policy {config.name}: {kernel} attends to all requests"
-    who = {"lack blocks": runtime.decodes_lacking, "are measured": runtime.passes.decodes_measured and measures}
+    who = {"lack blocks": runtime.decodes_lacking, "are measured": runtime.ops.decodes_measured and measures}
     if runtime.groups[0].decodes and any(who.values()):
         who = " or ".join(name for name, whether in who.items() if whether)
         line = f"KV policy {config.name}: requests that {who} are decoded by the plugin's kernel"
         line += ", output and mass in one read" if measures else f", all else is attended to by {kernel}"
     if measures:
-        line += f"; beside {kernel} mass is taken by {runtime.passes.beside}"
+        line += f"; beside {kernel} mass is taken by {runtime.ops.beside}"
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         line += "; decodes replay full CUDA graphs"
         if measures and runtime.attends_in_graphs:
@@ -287,7 +287,7 @@ def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: Eviction
 def unheeded(vllm_config: VllmConfig, runtime: EvictionRuntime) -> str | None:
     """What decodes in the place of the kernel that VLLM_EVICT_DECODE names, once `settle` has chosen.
 
-    None if it names none, or that one decodes. (Whether CUDA C++ can run behind a GPU backend, `attention.decode_cuda`
+    None if it names none, or that one decodes. (Whether CUDA C++ can run behind a GPU backend, `kernels.decode_cuda`
     says.)
     """
     kernel = decode_kernel()

@@ -5,16 +5,16 @@ from typing import Any
 import vllm.envs as envs
 from vllm.platforms import current_platform
 
-from ..attention.passes import FP8_NAMES, PASSES, WHOLE_LAYERS
+from ..attention.ops import FP8_NAMES, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
+from ..environment import decode_kernel
 from ..policies import RUNNING
-from .environment import decode_kernel
 
 #: Attention backends that have been put behind a resident view.
-BACKENDS = tuple(PASSES)
+BACKENDS = tuple(OPS)
 #: Those of them that run on a GPU.
 DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-#: Device -> KV cache dtypes that the score passes of its backends read.
+#: Device -> KV cache dtypes that the its backends' ops read.
 SCORED_DTYPES = {
     "cpu": ("auto", "float16", "bfloat16", "float32"),
     "cuda": ("auto", "float16", "bfloat16", "float32", *FP8_NAMES),

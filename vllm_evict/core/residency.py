@@ -15,7 +15,7 @@ NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
-class Whole:
+class RequestState:
     """What the KV groups of one request have in common."""
 
     #: What it asks for, as `KVPolicyConfig.for_request` takes it; of a session, by all its turns.
@@ -55,7 +55,7 @@ class Residency:
     resident: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     known: int = 0
     #: Shared by the request's KV groups.
-    whole: Whole = field(default_factory=Whole)
+    state: RequestState = field(default_factory=RequestState)
     #: Blocks held now, the step in flight included.
     held_blocks: int = 0
     evicted_blocks: int = 0
@@ -83,11 +83,11 @@ class Residency:
     @property
     def pure_tokens(self) -> int | None:
         """Tokens computed while nothing was missing, in any KV group; None while nothing is."""
-        return self.whole.pure_tokens
+        return self.state.pure_tokens
 
     @pure_tokens.setter
     def pure_tokens(self, tokens: int | None) -> None:
-        self.whole.pure_tokens = tokens
+        self.state.pure_tokens = tokens
 
     @property
     def holes(self) -> int:
@@ -95,8 +95,8 @@ class Residency:
 
     def hold(self, blocks: int) -> None:
         """Note how many blocks are held now."""
-        self.whole.held_blocks += blocks - self.held_blocks
-        self.whole.peak_blocks = max(self.whole.peak_blocks, self.whole.held_blocks)
+        self.state.held_blocks += blocks - self.held_blocks
+        self.state.peak_blocks = max(self.state.peak_blocks, self.state.held_blocks)
         self.held_blocks = blocks
 
     def restart(self) -> None:

@@ -16,15 +16,15 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from ..compat.environment import poison_mode
 from ..config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError
+from ..environment import poison_mode
 from ..metrics import STATS_KEY, Tally
 from ..usage import SHOWN_KEY, USAGE_KEY, KVUsage
 from .manager import EvictableManager
 from .plan import PLAN, REPORTS, Compaction, EvictionPlan, GroupPlan, Report, Reports, Scoring
 from .pressure import Pressure
 from .reconstruction import Reconstructions
-from .residency import Residency, Whole, choose_jointly, over_shared_trigger
+from .residency import RequestState, Residency, choose_jointly, over_shared_trigger
 from .spec import EvictableSpec, policy_config
 
 logger = init_logger("vllm.evict")
@@ -115,14 +115,14 @@ class EvictionMixin:
         block_size, longest = self.kv_managers[0].block_size, self._longest(request)
         asked = dict((request.sampling_params and request.sampling_params.extra_args) or {})
         config = self._granted(request, asked)
-        whole, classes = Whole(asked), config.classes
+        state, classes = RequestState(asked), config.classes
         for manager in self.kv_managers:
             part = classes.get(manager.kv_cache_spec.head_class, config)
             limits = part.limits(block_size, request.num_prompt_tokens)
             key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
             # A session may come to anything.
             may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
-            resident = Residency(part, limits, block_size, config.name, may_outgrow, key, whole=whole)
+            resident = Residency(part, limits, block_size, config.name, may_outgrow, key, state=state)
             manager.residents[request.request_id] = resident
 
     def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
@@ -147,7 +147,7 @@ class EvictionMixin:
     def _renew(self, session: Request) -> None:
         """Let what a session may keep follow its prompt, and what its next turn asks for."""
         req_id, residents = session.request_id, self._residents_of(session.request_id)
-        asked, extra_args = residents[0].whole.asked, session.sampling_params and session.sampling_params.extra_args
+        asked, extra_args = residents[0].state.asked, session.sampling_params and session.sampling_params.extra_args
         extra_args, name = extra_args or {}, residents[0].policy
         if extra_args.get("kv_policy", name) != name:
             logger.warning("request %s: a session keeps the KV policy of its first turn, %r", req_id, name)
@@ -366,8 +366,8 @@ class EvictionMixin:
         """A report that was asked for did not come."""
         resident.misses += 1
         self.tally.miss(resident.policy)
-        if not resident.whole.complained:
-            resident.whole.complained = True
+        if not resident.state.complained:
+            resident.state.complained = True
             logger.error(
                 "no scores came back for request %s; while none come its oldest KV blocks go first. Said once.", req_id
             )
@@ -406,7 +406,7 @@ class EvictionMixin:
                 if req_id not in self._stoppable:
                     continue
                 residents = self._residents_of(req_id)
-                usage = (residents[0].whole.peak_blocks, *(resident.evicted_blocks for resident in residents))
+                usage = (residents[0].state.peak_blocks, *(resident.evicted_blocks for resident in residents))
                 if usage != self._stoppable[req_id]:
                     self._stoppable[req_id] = usage
                     output.kv_transfer_params = self._usage(self.requests[req_id])

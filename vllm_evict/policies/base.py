@@ -21,7 +21,7 @@ MASS_OPTIONS = REDUCTIONS | {"accumulate", "decay", "window", "every"}
 
 #: Statistics that add up over queries, step by step; a policy uses one of them at most.
 RUNNING = frozenset({"mass", "pivots"})
-#: Statistics of resident keys and values, computed only when a decision is due (see `attention.keys`).
+#: Statistics of resident keys and values, computed only when a decision is due (see `kernels.keys`).
 CACHED = frozenset({"key_norm", "key_diff", "value_key_ratio", "redundancy"})
 
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..attention.keys import key_scores
 from ..core.plan import Report, Reports
+from ..kernels.keys import key_scores
 from ..policies import CACHED
 from .transfer import to_device, to_host
 

@@ -17,7 +17,7 @@ from .prompts import PromptScores
 from .sums import RunningSums
 from .tokens import Store, TokenSums
 from .views import Views
-from .work import OwnWork
+from .work import StepWork
 
 
 class Batch:
@@ -99,7 +99,7 @@ class GroupRuntime:
         #: Of requests that merge.
         self.mergers: dict[str, Merger] = {}
         self.cached = CachedStatistics(store.read, kv_heads, layers, config.heads, config.layers)
-        #: Whether the layers' kernels can decode requests with holes themselves (see `OwnWork`).
+        #: Whether the layers' kernels can decode requests with holes themselves (see `StepWork`).
         self.decodes = False
         #: Request -> the logical blocks it lacks.
         self.with_holes: dict[str, list[int]] = {}
@@ -107,7 +107,7 @@ class GroupRuntime:
         self._identity = torch.arange(max_blocks, dtype=torch.int32, device=self.device)
         self._graph_blocks = min(graph_blocks, max_blocks)
         self._graph_memory: GraphMemory | None = None
-        self._viewed: tuple[Any, OwnWork | None] | None = None
+        self._viewed: tuple[Any, StepWork | None] | None = None
         self._rows: dict[str, Row] = {}
 
     def begin(self, scheduler_output: Any, plan: GroupPlan, index: int) -> None:
@@ -213,7 +213,7 @@ class GroupRuntime:
             holes = dict.fromkeys(self.plan.holes.get(req_id, ()), 0)
             yield req_id, self.plan.moved.get(req_id, {}) | holes
 
-    def view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
+    def view(self, metadata: Any) -> tuple[Any, StepWork | None]:
         """Batch metadata as attention should see it: block tables without their holes, resident lengths.
 
         Stock metadata comes back untouched if no request of the worker has a hole and none is measured.
@@ -231,7 +231,7 @@ class GroupRuntime:
             self._viewed = self._view(metadata) if self.batch.graph is None else self._graph_view(metadata)
         return self._viewed
 
-    def _captured_view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
+    def _captured_view(self, metadata: Any) -> tuple[Any, StepWork | None]:
         """Metadata of a graph that is captured: a batch of nobody's, in the memory that all its replays read."""
         rows, width = metadata.block_table_tensor.shape
         table, lens, _ = (each[:rows] for each in self.views.memory(self, metadata.block_table_tensor.shape))
@@ -247,9 +247,9 @@ class GroupRuntime:
         metadata.max_seq_len = self.graph_tokens
         mass = None if memory.mass is None else memory.mass.part(rows)._replace(lens=lens)
         tokens = None if memory.tokens is None else self.tokens.captured(memory.tokens.part(rows), lens)
-        return metadata, OwnWork.of_graph(mass, memory.rows[:rows], lens, tokens)
+        return metadata, StepWork.of_graph(mass, memory.rows[:rows], lens, tokens)
 
-    def _graph_view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
+    def _graph_view(self, metadata: Any) -> tuple[Any, StepWork | None]:
         """`_view` for a step that replays a full graph: all that the graph reads is written. Rows may be padding."""
         req_ids, rows = self.batch.req_ids, len(metadata.block_table_tensor)
         live = len(req_ids)
@@ -275,9 +275,9 @@ class GroupRuntime:
         elif memory.mass is not None:
             buffers = memory.mass.part(live, width)
             step = self.sums.step(req_ids, starts, seq_lens, logical[:live, :width], lens[:live], buffers)
-        return metadata, OwnWork.of_graph(step, memory.rows[:rows], lens, tokens)
+        return metadata, StepWork.of_graph(step, memory.rows[:rows], lens, tokens)
 
-    def _view(self, metadata: Any) -> tuple[Any, OwnWork | None]:
+    def _view(self, metadata: Any) -> tuple[Any, StepWork | None]:
         measuring = self.sums is not None and len(self.sums) > 0
         decodes = bool(self.batch.own)
         by_token = self.tokens is not None and len(self.tokens) > 0
@@ -316,7 +316,7 @@ class GroupRuntime:
         prompts = self.prompts.step(req_ids, starts, seq_lens) if repeating else None
         if step is None and tokens is None and prompts is None and not len(own):
             return metadata, None
-        work = OwnWork(step, own, starts, lens, tokens, prompts)
+        work = StepWork(step, own, starts, lens, tokens, prompts)
         if len(own):
             metadata = metadata if self.with_holes else copy(metadata)
             stock = held.copy()

@@ -24,7 +24,7 @@ OF_CANDIDATE = 72
 #: Of what statistics of keys and values, and merging, make of each number of a token's key: four in float32 at once.
 OF_DIMENSION = 16
 #: What is done some at a time, so that it takes no more than about so much: pairs of keys that are compared
-#: (`attention.alike`), tokens that are moved (`triton_kernels.compact`).
+#: (`kernels.alike`), tokens that are moved (`triton_kernels.compact`).
 AT_A_TIME = 128 * MIB
 
 
@@ -93,7 +93,7 @@ def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> 
 
 def kept_bytes(runtime: EvictionRuntime) -> int:
     """Of all that a worker's policies keep on the device from start to end."""
-    return runtime.passes.scratch_bytes + sum(group.kept_bytes for group in runtime.groups)
+    return runtime.ops.scratch_bytes + sum(group.kept_bytes for group in runtime.groups)
 
 
 def described(name: str, runtime: EvictionRuntime, beside: Needs, pool: int) -> str:

@@ -171,11 +171,11 @@ class PromptStep:
     def __init__(self, repeats: list[_Repeat]) -> None:
         self._repeats, self._layer = repeats, 0
 
-    def add(self, passes: Any, layer: Any, query: torch.Tensor, kv_cache: Any, metadata: Any) -> None:
+    def add(self, ops: Any, layer: Any, query: torch.Tensor, kv_cache: Any, metadata: Any) -> None:
         """Take in one layer, whose queries [T, H, D] the stock kernel has attended to; computed in float32."""
         for repeat in self._repeats:
             blocks = metadata.block_table[repeat.row, repeat.blocks].long()
-            keys, _ = passes.read(layer, kv_cache, blocks, False)
+            keys, _ = ops.read(layer, kv_cache, blocks, False)
             keys = keys.transpose(0, 1).flatten(1, 2)[:, repeat.keys].float()
             queries = query[repeat.queries.start : repeat.queries.stop].float() * layer.impl.scale
             shares = _largest_shares(queries, keys, repeat.part)

@@ -30,7 +30,7 @@ class EvictionRuntime:
 
     Args:
         groups: of vLLM's KV groups, in order.
-        passes: of the layers' attention backend (`attention.backend.Passes`).
+        ops: of the layers' attention backend (`attention.backend.BackendOps`).
         pages: where heads are split, layer names of the groups' pages.
         attends_in_graphs: whether there are full CUDA graphs in which the plugin's kernel attends.
 
@@ -42,11 +42,11 @@ class EvictionRuntime:
     def __init__(
         self,
         groups: list[GroupRuntime],
-        passes: Any = None,
+        ops: Any = None,
         pages: Sequence[str] = (),
         attends_in_graphs: bool = False,
     ) -> None:
-        self.groups, self.passes, self.pages = groups, passes, list(pages)
+        self.groups, self.ops, self.pages = groups, ops, list(pages)
         self.attends_in_graphs = attends_in_graphs
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
@@ -69,7 +69,7 @@ class EvictionRuntime:
 
     def reserve(self) -> None:
         """Memory that stays, before vLLM measures what is left for its pool."""
-        self.passes.reserve(self.groups[0].device)
+        self.ops.reserve(self.groups[0].device)
         for group in self.groups:
             group.reserve(self.attends_in_graphs)
 
@@ -82,7 +82,7 @@ class EvictionRuntime:
     @property
     def decodes_lacking(self) -> bool:
         """Whether who lacks blocks is decoded by the plugin's kernel, where that can decode."""
-        return bool(self.pages) or not self.passes.decodes_measured
+        return bool(self.pages) or not self.ops.decodes_measured
 
     def _own(self) -> set[str]:
         """Requests whose decodes are the plugin's kernel's.
@@ -91,7 +91,7 @@ class EvictionRuntime:
         device those that are measured, which beside another kernel takes a second read of the keys.
         """
         own = set()
-        if self.passes.decodes_measured:
+        if self.ops.decodes_measured:
             own.update(*(group.measured for group in self.groups))
         if self.decodes_lacking:
             own.update(*(group.with_holes for group in self.groups))
@@ -102,7 +102,7 @@ class EvictionRuntime:
 
         While a graph is captured it is that one.
         """
-        if not self.passes.capturing:
+        if not self.ops.capturing:
             self.batch.graph = self.graph if full else None
         return self.batch.graph
 
@@ -138,11 +138,11 @@ class EvictionRuntime:
     @contextmanager
     def capturing(self, attends: Attends | None) -> Iterator[None]:
         """Around the capture of a CUDA graph, its warm-up included; None: it is not a full one."""
-        self.batch.graph, self.passes.capturing = attends, attends is not None
+        self.batch.graph, self.ops.capturing = attends, attends is not None
         try:
             yield
         finally:
-            self.batch.graph, self.passes.capturing = None, False
+            self.batch.graph, self.ops.capturing = None, False
 
     @torch.inference_mode()  # caches and sums are made in it
     def compact(self, all_reduce: Any) -> None:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..attention.fold import fold
-from ..attention.queries import Queries
-from ..attention.take import take
 from ..core.plan import Report, Reports, Scoring
+from ..kernels.fold import fold
+from ..kernels.queries import Queries
+from ..kernels.take import take
 from .transfer import to_device, to_host
 
 #: Attends for one layer, and adds the mass of its queries: (weights [T] or None, out [R, H, W] or None) -> None.

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from ..attention.keys import token_scores
-from ..attention.put import put
 from ..core.plan import Compaction, Scoring
+from ..kernels.keys import token_scores
+from ..kernels.put import put
 from ..policies import CACHED, RUNNING, Blocks
 from .cached import OF_VALUES
 from .merge import Merger
@@ -36,7 +36,7 @@ class Store(Protocol):
         ...
 
     def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
-        """Gather kept tokens of each layer, int32 [Hkv, kept] each (see `attention.compact`).
+        """Gather kept tokens of each layer, int32 [Hkv, kept] each (see `kernels.compact`).
 
         Blocks are int32 on the host, `keep` is where the cache is.
         """

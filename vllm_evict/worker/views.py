@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..attention.view import View, resident_view
+from ..kernels.view import View, resident_view
 
 
 class Views:

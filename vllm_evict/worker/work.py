@@ -25,13 +25,13 @@ class Share:
         metadata: the backend's, of their KV group.
     """
 
-    work: "OwnWork"
+    work: "StepWork"
     query: torch.Tensor
     kv_cache: Any
     metadata: Any
 
 
-class OwnWork:
+class StepWork:
     """One step's decodes that the plugin attends to itself, and what it measures; the same for all layers.
 
     A request that lacks nothing stays with the stock kernel, so that its output is stock's to the byte. One that has
@@ -76,7 +76,7 @@ class OwnWork:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         tokens: TokenStep | None = None,
-    ) -> "OwnWork":
+    ) -> "StepWork":
         """All decodes of a batch, on memory that stays.
 
         Args:
@@ -93,26 +93,26 @@ class OwnWork:
         """Whether mass is taken of what the stock kernel attends to."""
         return (self.mass is not None or self.tokens is not None) and not self.is_all
 
-    def do(self, passes: Any, layer: Any, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
-        """One layer's share, after the stock kernel's (see `attention.backend.Passes`)."""
+    def do(self, ops: Any, layer: Any, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
+        """One layer's share, after the stock kernel's (see `attention.backend.BackendOps`)."""
 
         def weigh(weights: torch.Tensor | None, out: torch.Tensor | None, per_token: bool = False) -> None:
             how = {"per_token": True} if per_token else {}
             if len(self.rows):
-                passes.decode(layer, query, kv_cache, metadata, output, self.rows, self.seq_lens, weights, out, **how)
+                ops.decode(layer, query, kv_cache, metadata, output, self.rows, self.seq_lens, weights, out, **how)
             if out is not None and not self.is_all:
-                passes.mass(layer, query, kv_cache, metadata, self._stock_weights(weights), out, **how)
+                ops.mass(layer, query, kv_cache, metadata, self._stock_weights(weights), out, **how)
 
-        kv_heads = 0 if self.mass is None and self.tokens is None else passes.kv_heads(kv_cache)
+        kv_heads = 0 if self.mass is None and self.tokens is None else ops.kv_heads(kv_cache)
         if self.mass is not None:
-            weigh_each = partial(passes.mass_of, layer, query, kv_cache, metadata)
+            weigh_each = partial(ops.mass_of, layer, query, kv_cache, metadata)
             self.mass.add(weigh, kv_heads, query.shape[1] // kv_heads, weigh_each)
         if self.tokens is not None:
             self.tokens.add(partial(weigh, per_token=True), kv_heads)
         if self.mass is None and self.tokens is None:
             weigh(None, None)
         if self.prompts is not None:
-            self.prompts.add(passes, layer, query, kv_cache, metadata)
+            self.prompts.add(ops, layer, query, kv_cache, metadata)
 
     def _stock_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
         """Weights without the queries that the plugin attends to. float32 [T]"""
@@ -122,7 +122,7 @@ class OwnWork:
         return ones.index_fill_(0, self._own_queries, 0.0)
 
 
-def do_together(passes: Any, layer: Any, query: torch.Tensor, shares: Sequence[Share], output: torch.Tensor) -> bool:
+def do_together(ops: Any, layer: Any, query: torch.Tensor, shares: Sequence[Share], output: torch.Tensor) -> bool:
     """One layer's decodes in all its KV groups by one call, if nothing else is to do. Returns whether it was done.
 
     Args:
@@ -137,16 +137,16 @@ def do_together(passes: Any, layer: Any, query: torch.Tensor, shares: Sequence[S
 
     def attend(weights: torch.Tensor | None, out: torch.Tensor | None, per_token: bool = False) -> None:
         outs = [out if measuring and share is measuring[0][0] else None for share in shares]
-        passes.decode_together(layer, query, shares, output, weights, outs, per_token)
+        ops.decode_together(layer, query, shares, output, weights, outs, per_token)
 
     if not measuring:
         attend(None, None)
         return True
     ((share, step),) = measuring
-    kv_heads = passes.kv_heads(share.kv_cache)
+    kv_heads = ops.kv_heads(share.kv_cache)
     if step is share.work.tokens:
         step.add(partial(attend, per_token=True), kv_heads)
     else:
-        weigh_each = partial(passes.mass_of, layer, share.query, share.kv_cache, share.metadata)
+        weigh_each = partial(ops.mass_of, layer, share.query, share.kv_cache, share.metadata)
         step.add(attend, kv_heads, share.query.shape[1] // kv_heads, weigh_each)
     return True

@@ -47,7 +47,7 @@ class EvictionWorkerMixin:
         return super().get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
-        if not self.kv_evict.passes.compiles:
+        if not self.kv_evict.ops.compiles:
             return super().determine_available_memory()
         self.kv_evict.reserve()
         self._needs = needs(self.kv_evict.groups, *layers.sizes(self.vllm_config))
@@ -59,20 +59,20 @@ class EvictionWorkerMixin:
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
         config = policy_config(self.vllm_config)
         layers.settle(self.vllm_config, config, self.kv_evict, kv_cache_config)
-        if self.kv_evict.passes.compiles:
+        if self.kv_evict.ops.compiles:
             self.kv_evict.reserve()
             tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
             self.kv_evict.hold(kv_cache_config.num_blocks, tables)
         if self.rank == 0:
             logger.info(layers.described(self.vllm_config, config, self.kv_evict))
-            if self.kv_evict.passes.compiles:
+            if self.kv_evict.ops.compiles:
                 logger.info(described(config.name, self.kv_evict, self._needs, kv_cache_config.num_blocks))
             if (line := layers.unheeded(self.vllm_config, self.kv_evict)) is not None:
                 logger.warning(line)
 
     def compile_or_warm_up_model(self) -> Any:
         # Before vLLM captures graphs, and before its monitor takes what is compiled for a fault.
-        if self.kv_evict.passes.compiles and self.vllm_config.kernel_config.enable_jit_warmup:
+        if self.kv_evict.ops.compiles and self.vllm_config.kernel_config.enable_jit_warmup:
             self._warm_up()
         return super().compile_or_warm_up_model()
 

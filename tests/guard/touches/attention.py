@@ -474,7 +474,7 @@ ATTENTION = [
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
         ("compat.refusals", "attention.backend", "attention.split"),
-        "subclassed, and copied for some of its heads; what it has that our passes do not know is refused, or left to its "
+        "subclassed, and copied for some of its heads; what it has that our ops do not know is refused, or left to its "
         "own kernel",
         has=(
             "scale",

@@ -11,7 +11,7 @@ TRITON = [
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionBackend.get_name",
-        ("compat.refusals", "attention.passes"),
+        ("compat.refusals", "attention.ops"),
         "the name by which backends are refused and shown",
         kind="staticmethod",
         calls=("get_name()",),
@@ -20,7 +20,7 @@ TRITON = [
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata",
         ("attention.backend", "attention.device"),
-        "what the kernel and our passes read",
+        "what the kernel and our ops read",
         has=(
             "num_actual_tokens: int",
             "max_query_len: int",
@@ -64,7 +64,7 @@ TRITON = [
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
         ("compat.refusals", "attention.backend", "attention.device"),
-        "subclassed; what it has that our passes do not know is refused, or left to its own kernel",
+        "subclassed; what it has that our ops do not know is refused, or left to its own kernel",
         has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "head_size", "chunk_lookback"),
         takes_attributes=True,
     ),
@@ -108,7 +108,7 @@ FLASH = [
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend.get_name",
-        ("compat.refusals", "attention.passes"),
+        ("compat.refusals", "attention.ops"),
         "the name by which backends are refused and shown",
         kind="staticmethod",
         calls=("get_name()",),
@@ -117,7 +117,7 @@ FLASH = [
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata",
         ("attention.backend", "attention.device", "attention.split"),
-        "what the kernel and our passes read, and where split heads write",
+        "what the kernel and our ops read, and where split heads write",
         has=(
             "num_actual_tokens: int",
             "max_query_len: int",
@@ -194,7 +194,7 @@ FLASH = [
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
         ("compat.refusals", "attention.backend", "attention.device", "attention.flash"),
-        "subclassed; what it has that our passes do not know is refused, or left to its own kernel",
+        "subclassed; what it has that our ops do not know is refused, or left to its own kernel",
         has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "head_size", "sliding_window"),
         takes_attributes=True,
     ),
@@ -272,7 +272,7 @@ FLASHINFER = [
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferBackend.get_name",
-        ("compat.refusals", "attention.passes"),
+        ("compat.refusals", "attention.ops"),
         "the name by which backends are refused and shown",
         kind="staticmethod",
         calls=("get_name()",),
@@ -294,7 +294,7 @@ FLASHINFER = [
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.__init__",
-        ("attention.backend", "attention.passes", "attention.flashinfer"),
+        ("attention.backend", "attention.ops", "attention.flashinfer"),
         "plans for all heads of a layer, and asks each layer for what attends",
         first=("kv_cache_spec",),
         replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.__init__",),
@@ -308,7 +308,7 @@ FLASHINFER = [
     ),
     Touch(
         "vllm.v1.attention.backends.utils:get_per_layer_parameters",
-        ("attention.backend", "attention.passes"),
+        ("attention.backend", "attention.ops"),
         "finds what attends in a layer by its class: ours inherit from it, and pages of split heads have none",
         does=("find_attention_impl_variant(layer.impl, cls_)", "assert impl is not None"),
     ),
@@ -368,7 +368,7 @@ FLASHINFER = [
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferImpl",
         ("compat.refusals", "attention.backend", "attention.device", "attention.flashinfer"),
-        "subclassed; what it has that our passes do not know is refused, or left to its own kernel",
+        "subclassed; what it has that our ops do not know is refused, or left to its own kernel",
         has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "head_size", "sliding_window"),
         takes_attributes=True,
     ),

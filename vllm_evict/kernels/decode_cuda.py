@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..compat.environment import decode_kernel
+from ..environment import decode_kernel
 
 logger = logging.getLogger("vllm_evict")
 

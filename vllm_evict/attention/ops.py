@@ -4,14 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .backend import Passes
+    from .backend import BackendOps
 
-#: Name of a backend -> module and class of its `Passes`. Imported when it is used: a CPU installation may lack Triton.
-PASSES = {
-    "CPU_ATTN": ("cpu", "CPUPasses"),
-    "FLASH_ATTN": ("flash", "FlashPasses"),
-    "FLASHINFER": ("flashinfer", "FlashInferPasses"),
-    "TRITON_ATTN": ("triton", "TritonPasses"),
+#: Name of a backend -> module and class of its `BackendOps`, imported when it is used: a CPU may have no Triton.
+OPS = {
+    "CPU_ATTN": ("cpu", "CPUOps"),
+    "FLASH_ATTN": ("flash", "FlashOps"),
+    "FLASHINFER": ("flashinfer", "FlashInferOps"),
+    "TRITON_ATTN": ("triton", "TritonOps"),
 }
 #: Those whose metadata is made for all heads of a layer: policies that split heads are not for them.
 WHOLE_LAYERS = ("FLASHINFER",)
@@ -19,7 +19,7 @@ WHOLE_LAYERS = ("FLASHINFER",)
 FP8_NAMES = ("fp8", "fp8_e4m3")
 
 
-def passes_for(backend: str) -> "Passes":
+def ops_for(backend: str) -> "BackendOps":
     """What is done beside or instead of a backend's kernel; with its own scratch, for the layers of one engine."""
-    module, name = PASSES[backend]
+    module, name = OPS[backend]
     return getattr(import_module(f".{module}", __package__), name)()
