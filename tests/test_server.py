@@ -143,7 +143,7 @@ def test_a_streamed_chat_is_evicted_from(server):
     stream = server.client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": " ".join(WORDS[100:500])}],
-        max_tokens=50,
+        max_tokens=400,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
@@ -151,8 +151,9 @@ def test_a_streamed_chat_is_evicted_from(server):
     )
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert len(text.split()) == 50 and len(chunks) > 40
-    assert chunks[-1].usage.completion_tokens == 50
+    # As they are made; where vLLM's front end gets little of the CPU, it puts some together.
+    assert len(text.split()) == 400 and len(chunks) > 10
+    assert chunks[-1].usage.completion_tokens == 400
     moved = server.moved(before)
     assert moved["blocks_evicted_total", "sink-window"] >= 7 and moved["requests_total", "sink-window"] == 1
     assert moved["blocks_evicted_total", "h2o"] == 0
