@@ -134,8 +134,18 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
     assert any(map(len, traces[0].evicted))
     assert 0 < between.most <= needs.between + needs.block * group.held_blocks
     assert step.most <= needs.step + (1 << 14), "indices beside it"
+    # A step of the largest batch, all as long as a request may be, which these were not.
+    full, mass = (group.max_requests, group.held_blocks), 0
+    if group.sums is not None:
+        tests = "pivots" in group.statistics
+        buffers = group.sums.buffers(*full, torch.zeros(4), None, tests)
+        mass += buffers.mass.nbytes + (0 if buffers.layer is None else buffers.layer.nbytes)
+        mass += layers.sizes(subject.worker.vllm_config)[2] * (3 if tests else 1) + memory.sums.PIVOT_SCRATCH * tests
     if group.tokens is not None:
-        assert not group.tokens.outgrown and group.pages == min(subject.pool.num_gpu_blocks, 4 * group.held_blocks)
+        mass += group.tokens.token_buffers(*full).mass.nbytes
+    assert mass <= needs.step
+    if group.tokens is not None:
+        assert not group.tokens.outgrown and group.tokens.pages == min(subject.pool.num_gpu_blocks, 4 * group.held_blocks)
     subject.assert_nothing_left()
 
 
@@ -177,7 +187,7 @@ def test_vllm_is_told_before_it_sizes_its_pool(server, monkeypatch):
     needs = subject.worker._needs
     assert order == [("profiled", True), ("ran", 1), max(needs.step, needs.between)]
     (told,) = (line for line in said if "set aside" in line)
-    runtime, blocks = subject.worker.kv_evict, subject.runtime.pages
+    runtime, blocks = subject.worker.kv_evict, subject.runtime.tokens.pages
     kept = memory.kept_bytes(runtime) + needs.block * blocks - 4 * runtime.groups[0].tokens._pages.numel()
     sizes = [-(-size // memory.MIB) for size in (kept, needs.block * blocks)]
     assert "{} MiB of device memory are set aside beside the KV cache, {} MiB of them".format(*sizes) in told

@@ -52,7 +52,7 @@ def take(
 
 
 @triton.jit
-def _put(target, new, here, MAXIMISE: tl.constexpr):
+def _into(target, new, here, MAXIMISE: tl.constexpr):
     held = tl.load(target, mask=here, other=0.0)
     tl.store(target, tl.maximum(held, new) if MAXIMISE else held + new, mask=here)
 
@@ -82,6 +82,6 @@ def _take(
             if ONE_HEAD:
                 total += new
             else:
-                _put(mass + row * stride_mr + head * stride_mh + block, new, here, MAXIMISE)
+                _into(mass + row * stride_mr + head * stride_mh + block, new, here, MAXIMISE)
         if ONE_HEAD:
-            _put(mass + row * stride_mr + block, total, here, MAXIMISE)
+            _into(mass + row * stride_mr + block, total, here, MAXIMISE)

@@ -19,7 +19,7 @@ from ..worker.group import GroupRuntime
 from ..worker.work import Share
 
 #: Attribute of a backend's metadata that holds the step's `StepWork`.
-STEP_WORK = "kv_evict_own_work"
+STEP_WORK = "kv_evict_step_work"
 
 
 class BackendOps(Protocol):
@@ -162,13 +162,13 @@ def resident_backend(
                 )
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            common_attn_metadata, own_work = runtime.view(common_attn_metadata)
+            common_attn_metadata, work = runtime.view(common_attn_metadata)
             # Schedules made ahead (FlashAttention 3) are for all heads of a layer: no use to parts of it, or to nobody.
-            needed = own_work is None or not own_work.is_all
+            needed = work is None or not work.is_all
             unscheduled = kv_heads is not None or not needed
             stock = partial(super().build, common_prefix_len, common_attn_metadata, fast_build or unscheduled)
             metadata = ops.metadata(self, stock, common_attn_metadata, needed, runtime.batch.graph is not None)
-            setattr(metadata, STEP_WORK, own_work)
+            setattr(metadata, STEP_WORK, work)
             return metadata
 
     class ResidentBackend(backend):

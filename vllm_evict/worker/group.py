@@ -195,11 +195,6 @@ class GroupRuntime:
             self.tokens.hold(min(pool, self.max_requests * self.held_blocks))
 
     @property
-    def pages(self) -> int:
-        """Blocks that there is memory for sums by token of."""
-        return 0 if self.tokens is None else self.tokens.pages
-
-    @property
     def kept_bytes(self) -> int:
         """Of all that stays where block tables and sums are."""
         kept = sum(each.nbytes for each in self.views.memory(self)) + self._identity.nbytes
