@@ -1,5 +1,7 @@
 """Compares what the engine did to one request with the dense oracle's replay of the same steps."""
 
+from dataclasses import replace as replaced
+
 import numpy as np
 import torch
 from engine import logprobs_of
@@ -12,22 +14,26 @@ from vllm_evict.policies import TOKEN_OPTIONS
 TOKEN_TIE = 2e-6
 
 
-def oracle_config(policy, prompt, block_size=32):
-    """The oracle's words for a plugin policy."""
+def oracle_config(policy, prompt, block_size=32, chunk=None):
+    """The oracle's words for a plugin policy; with a context, of a server whose steps compute `chunk` tokens at most."""
     not_its = {"name", "when", "allow", "min_prompt"} | TOKEN_OPTIONS
     assert policy.get("granularity", "block") == "block"
     options = {key: value for key, value in policy.items() if key not in not_its}
-    return Config(policy=policy["name"], block_size=block_size, prompt=tuple(prompt), **options)
+    config = Config(policy=policy["name"], block_size=block_size, prompt=tuple(prompt), **options)
+    if chunk is None:
+        return config
+    return replaced(config, ahead=(config.trigger_blocks - config.budget_blocks + 1) * block_size + chunk)
 
 
-def assert_like_oracle(dense, prompt, output, trace, policy, *, block_size=32, atol=2e-3, tie=1e-4):
+def assert_like_oracle(dense, prompt, output, trace, policy, *, block_size=32, atol=2e-3, tie=1e-4, chunk=None):
     """The same evictions after the same steps, and the same log-probabilities. Returns how many blocks were evicted.
 
     Two blocks whose importance differs by less than `tie` (relative) may be told apart either way by rounding; what
     comes after such a decision is not compared. With the default that practically never happens in fp32.
     """
     tokens = [*prompt, *output.outputs[0].token_ids]
-    reference = replay(dense, tokens, trace.steps, oracle_config(policy, prompt, block_size), start=trace.start)
+    config = oracle_config(policy, prompt, block_size, chunk)
+    reference = replay(dense, tokens, trace.steps, config, start=trace.start)
     same = len(trace.steps)
     # After the last step the request is finished, so nothing is decided.
     for step, (got, want) in enumerate(zip(trace.evicted[:-1], reference.evicted)):

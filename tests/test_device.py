@@ -153,7 +153,7 @@ def steps(policy, wrap, in_graphs=False, **options):
         )
         setattr(output, PLAN, EvictionPlan([plan], compactions))
         runtime.begin(output)
-        runtime.compact(lambda values, maximise: values)
+        runtime.rearrange(lambda values, maximise: values)
         runtime.batch.req_ids = ["r", "other"]
         if in_graphs and step:
             runtime.batch.graph = Attends.OWN

@@ -157,7 +157,7 @@ SETTINGS = {
     ),
     "fast prefill": (dict(kv_sharing_fast_prefill=True), "leave --kv-sharing-fast-prefill out"),
     "KV cache dtype 'fp8_e5m2'": (dict(kv_cache_dtype="fp8_e5m2"), "--kv-cache-dtype auto"),
-    "KV cache dtype 'fp8', which the score pass can't read on vLLM's cpu engine": (
+    "KV cache dtype 'fp8', which the plugin can't read on vLLM's cpu engine": (
         dict(kv_cache_dtype="fp8"),
         "--kv-cache-dtype auto, or",
     ),

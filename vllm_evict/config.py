@@ -90,6 +90,9 @@ class KVPolicyConfig(BaseModel):
     protect: bool = True
     #: Requests with a shorter prompt are never evicted from.
     min_prompt: int = Field(0, ge=0, lt=TOO_MANY)
+    #: How far back a token may look, in tokens, or "model": as far as the model was made for. What a request keeps when
+    #: it grows past that is moved up, its keys rotated anew, and it goes on. None: positions stay as they are.
+    context: int | Literal["model"] | None = None
     #: block: whole blocks stay or go, the same for all heads. token: each KV head keeps its own tokens, as many as all
     #: others, gathered into as few blocks as they need.
     granularity: Literal["block", "token"] = "block"
@@ -184,6 +187,14 @@ class KVPolicyConfig(BaseModel):
             f"must be a whole number of tokens above 0, or a ratio of the prompt between 0 and 1, not {shown(budget)}"
         )
 
+    @field_validator("context", mode="before")
+    @classmethod
+    def _tokens_or_the_models(cls, context: Any) -> Any:
+        tokens = isinstance(context, int) and not isinstance(context, bool) and 0 < context < TOO_MANY
+        if context is None or tokens or context == "model":
+            return context
+        raise ValueError(f"must be a whole number of tokens above 0, or 'model', not {shown(context)}")
+
     @field_validator(
         "buffer",
         "sink",
@@ -253,6 +264,29 @@ class KVPolicyConfig(BaseModel):
             raise ValueError("granularity: under pressure whole blocks of all requests are compared: it has: block")
         if self.merge and self.granularity != "token":
             raise ValueError(f"merge: {self.merge!r} merges tokens: it needs granularity: token")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_context(self) -> "KVPolicyConfig":
+        if self.context is None:
+            return self
+        for refused, why in (
+            (self.when == "pressure", "under pressure requests keep all while there is room: it needs when: budget"),
+            (
+                self.granularity == "token",
+                "heads that keep tokens of their own can't move up: it needs granularity: block",
+            ),
+            (isinstance(self.budget, float), "a ratio of a long prompt may be more: it needs a budget in tokens"),
+            (self.min_prompt > 1, "requests that are never evicted from would outgrow it: leave min_prompt out"),
+        ):
+            if refused:
+                raise ValueError(f"context: {why}")
+        for name in self.allow or ():
+            if "context" not in POLICIES[name].options:
+                others = sorted(n for n in POLICIES if "context" in POLICIES[n].options and not POLICIES[n].splits)
+                raise ValueError(
+                    f"allow: requests under {name!r} would outgrow the context; they may pick: {', '.join(others)}"
+                )
         return self
 
     @field_validator("pattern")
@@ -467,11 +501,18 @@ class KVPolicyConfig(BaseModel):
         # A window that does not end on a block's edge reaches into one block more.
         return math.ceil(self.sink / block_size) + math.ceil(self.recent / block_size)
 
-    def check(self, block_size: int, layers: int, kv_heads: int, max_model_len: int) -> None:
+    def check(self, block_size: int, layers: int, kv_heads: int, max_model_len: int, ahead: int = 0) -> None:
         """Make sure that this config means something for a model and its blocks.
 
+        Args:
+            block_size: tokens.
+            layers, kv_heads: of the model.
+            max_model_len: tokens.
+            ahead: most tokens of a request that are in flight.
+
         Raises:
-            KVPolicyError: a budget leaves nothing to choose, or heads are split for a model of another shape.
+            KVPolicyError: a budget leaves nothing to choose, or more than the context has room for; heads are split for
+                a model of another shape.
         """
         if self.pattern and self.head_pattern.retrieval.shape != (layers, kv_heads):
             shape = self.head_pattern.retrieval.shape
@@ -479,7 +520,13 @@ class KVPolicyConfig(BaseModel):
                 f"{self.heads} has {shape[0]} layers x {shape[1]} KV heads, the model has {layers} x {kv_heads}"
             )
         for part in self.classes.values():
-            part.limits(block_size, max_model_len)
+            limits = part.limits(block_size, max_model_len)
+            if isinstance(self.context, int) and (limits.trigger + 1) * block_size + ahead > self.context:
+                raise KVPolicyError(
+                    f"context: {self.context} tokens have no room for budget and buffer "
+                    f"({limits.trigger * block_size}), one block of {block_size} and {ahead} in flight: "
+                    "set a smaller budget or --max-num-batched-tokens"
+                )
 
     def check_instruction(self, vocab_size: int) -> None:
         """Make sure that the model knows the tokens that kvzip puts between a prompt and its repetition.
@@ -616,6 +663,8 @@ class KVPolicyConfig(BaseModel):
             if options.get("budget") is not None or "budget" in asked:
                 options.pop("recent", None)
         options |= asked
+        if self.context is not None and isinstance(asked.get("budget"), float):
+            options["budget"] = math.ceil(asked["budget"] * prompt_len)  # this prompt's length is known
         if policy.name != self.name and self.policy.window_is_the_budget and "recent" not in asked:
             options["recent"] = _fitting_window(policy, options, block_size, prompt_len)
         return {field: value for field, value in options.items() if field in policy.options}
@@ -632,7 +681,7 @@ class KVPolicyConfig(BaseModel):
         options |= {
             "budget": limits.budget * block_size,
             "buffer": self.buffer if self.when == "pressure" else (limits.trigger - limits.budget) * block_size,
-            **{field: getattr(self, field) for field in ("when", "sink", "recent", "protect", "min_prompt")},
+            **{field: getattr(self, field) for field in ("when", "sink", "recent", "protect", "min_prompt", "context")},
             **{field: getattr(self, field) for field in TOKEN_OPTIONS},
         }
         if policy.window_is_the_budget:

@@ -16,6 +16,7 @@ COUNTERS = {
     "freed": ("vllm:kv_evict_blocks_freed", "Evicted KV blocks that went back to the pool."),
     "shared": ("vllm:kv_evict_blocks_shared", "Evicted KV blocks that other requests still hold."),
     "copied": ("vllm:kv_evict_blocks_copied", "KV blocks taken for kept tokens in place of shared or published ones."),
+    "moved": ("vllm:kv_evict_moves", "Times that what a request keeps moved up, so that it stays in its context."),
     "requests": ("vllm:kv_evict_requests", "Requests that lost at least one KV block."),
     "missing": ("vllm:kv_evict_reports_missing", "Scores that workers were asked for and did not report."),
 }
@@ -35,6 +36,11 @@ class Tally:
         counts["shared"] += evicted - freed
         counts["requests"] += first
         counts["copied"] += copied
+
+    def move(self, policy: str, copied: int) -> None:
+        """What a request keeps moved up; so many of its blocks were copied for it."""
+        self._counts[policy]["moved"] += 1
+        self._counts[policy]["copied"] += copied
 
     def miss(self, policy: str) -> None:
         """A report that did not come."""

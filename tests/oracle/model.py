@@ -92,6 +92,11 @@ class DenseLlama:
         logits = self._linear(self._norm(x, "model.norm"), "lm_head")
         return logits, torch.stack(probs) if want_probs else None
 
+    def turn(self, cache, shift):
+        """Rotate the keys of each token in `cache` by so many positions more. shift: int64 [N]."""
+        cos, sin = self._rope(shift)
+        cache[:] = [(_rotate(keys, cos, sin), values) for keys, values in cache]
+
     def _linear(self, x, name):
         return x @ self.w[name + ".weight"].T
 

@@ -33,6 +33,8 @@ class Config:
     mix: float = 0.1  # rkv: weight of the attention
     seed: int = 0  # random
     prompt: tuple = ()  # random: token ids
+    context: int = 2**62  # farthest that a query looks back
+    ahead: int = 0  # tokens that may come before another decision
 
     def __post_init__(self):
         assert self.policy in POLICIES, self.policy
@@ -134,6 +136,7 @@ class Replay:
     evicted: list = field(default_factory=list)  # per step, sorted logical blocks
     held: list = field(default_factory=list)  # after each step, sorted logical blocks
     decisions: list = field(default_factory=list)
+    moves: list = field(default_factory=list)  # steps after which gaps were closed
     logits: torch.Tensor = None  # [tokens of all steps, vocab]
     closest: float = math.inf  # scissorhands: how near (relative) a block's mass came to its share
 
@@ -172,6 +175,7 @@ class Request:
         self.cache = model.new_cache()
         self.start = self.n = len(prefix)
         self.evicted = set()
+        self.places = {}  # block -> the block for which its keys are rotated, where it is another
         self.sums = torch.zeros(model.kv_heads, 0, dtype=torch.float64)  # S: [G, nb]
         self.replay = Replay()
         if len(prefix):
@@ -341,6 +345,20 @@ class Request:
         self.evicted |= set(gone)
         if self.config.accumulate == "last":
             self.sums.zero_()
+        self.move_up()
+
+    def move_up(self):
+        """Close all gaps, once the first token is almost out of the context: blocks end at the newest one."""
+        config, held = self.config, self.held()
+        if self.n - self.places.get(held[0], held[0]) * config.block_size + config.ahead <= config.context:
+            return
+        shift = torch.zeros(self.n, dtype=torch.long)
+        for place, block in zip(range(self.blocks() - len(held), self.blocks()), held):
+            by = place - self.places.get(block, block)
+            shift[block * config.block_size : (block + 1) * config.block_size] = by * config.block_size
+            self.places[block] = place
+        self.model.turn(self.cache, shift)
+        self.replay.moves.append(len(self.replay.evicted) - 1)
 
 
 def replay(model, token_ids, steps, config, start=0):

@@ -1,10 +1,13 @@
 """The KV cache of one KV group, layer by layer, through what a backend says of its layout."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from ..kernels.rotate import Rotation
+from ..worker.tokens import TURNED
 from .backend import BackendOps
 
 
@@ -15,10 +18,16 @@ class LayerStore:
         ops: of the backend.
         caches: gives each layer of the group with the part of its KV cache that is the group's; called when needed, for
             caches are allocated late.
+        rotations: how keys of each layer are turned; needed for `turn` only.
     """
 
-    def __init__(self, ops: BackendOps, caches: Callable[[], Iterable[tuple[Any, Any]]]) -> None:
-        self._ops, self._caches = ops, caches
+    def __init__(
+        self,
+        ops: BackendOps,
+        caches: Callable[[], Iterable[tuple[Any, Any]]],
+        rotations: Mapping[Any, Rotation] = MappingProxyType({}),
+    ) -> None:
+        self._ops, self._caches, self._rotations = ops, caches, rotations
 
     def read(self, blocks: torch.Tensor, values: bool) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
         """Keys, and values or None, of each layer: copies, [n, Hkv, block_size, D] each."""
@@ -40,3 +49,17 @@ class LayerStore:
     def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite blocks of the layer with this number; keys and values [n, Hkv, block_size, D]."""
         self._ops.write(*list(self._caches())[layer], blocks, keys, values)
+
+    def turn(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor, block_size: int) -> None:
+        """Copy blocks of all layers, with their keys turned to later positions.
+
+        Args:
+            source, target: int64 [n], physical blocks; each of `target` is its own source, or no source at all.
+            tokens: int64 [n], positions by which each goes on.
+            block_size: tokens.
+        """
+        for layer, kv_cache in self._caches():
+            some = max(TURNED // block_size, 1)
+            for its, to, by in zip(*(each.split(some) for each in (source, target, tokens))):
+                keys, values = self._ops.read(layer, kv_cache, its, True)
+                self._ops.write(layer, kv_cache, to, self._rotations[layer](keys, by), values)

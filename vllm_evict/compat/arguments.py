@@ -7,15 +7,21 @@ import argparse
 import dataclasses
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+import vllm.envs as envs
 
 from ..config import KVPolicyConfig
 from ..errors import KVPolicyError, shown
 from ..policies import POLICIES
 from ..sources import presets
 
+#: vLLM takes a `max_model_len` above the model's own only if this is true.
+ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 #: What users may give; other fields of a config are its own.
 _OPTIONS = frozenset({"name", "allow"}).union(*(policy.options for policy in POLICIES.values()))
 FIELDS = tuple(field for field in KVPolicyConfig.model_fields if field in _OPTIONS)
@@ -99,7 +105,8 @@ def _with_policy(create_engine_config: Any) -> Any:
             given = shown(self.additional_config)
             raise KVPolicyError(f"beside a KV policy additional_config must be a dict, as it carries it, not {given}")
         self.additional_config = {**self.additional_config, "kv_policy": config.to_dict()}
-        vllm_config = create_engine_config(self, *args, **kwargs)
+        with longer_than_the_model(config):
+            vllm_config = create_engine_config(self, *args, **kwargs)
         # Here, not above: what it imports needs a vLLM whose platform is known.
         from ..plugin import activate
 
@@ -107,6 +114,22 @@ def _with_policy(create_engine_config: Any) -> Any:
         return vllm_config
 
     return with_policy
+
+
+@contextmanager
+def longer_than_the_model(config: KVPolicyConfig) -> Iterator[None]:
+    """While vLLM makes an engine's configuration: with a `context`, `max_model_len` may be more than the model's."""
+    before = vars(envs).get(ALLOW_LONG)
+    if config.context is not None:
+        # Not the environment, which vLLM reads once and remembers.
+        vars(envs)[ALLOW_LONG] = True
+    try:
+        yield
+    finally:
+        if before is None:
+            vars(envs).pop(ALLOW_LONG, None)
+        else:
+            vars(envs)[ALLOW_LONG] = before
 
 
 def _requested(engine_args: Any) -> KVPolicyConfig | None:

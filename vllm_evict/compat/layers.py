@@ -20,14 +20,16 @@ from ..attention.ops import ops_for
 from ..attention.split import part_of, split_impl
 from ..attention.store import LayerStore
 from ..config import STREAMING, KVPolicyConfig, KVPolicyError
-from ..core.spec import EvictableSpec, most_blocks
+from ..core.spec import EvictableSpec, most_blocks, tokens_ahead
 from ..environment import decode_kernel
 from ..heads.arrange import arrange
 from ..heads.layout import Layout
+from ..kernels.rotate import Rotation
 from ..policies import RUNNING
 from ..worker.group import GroupRuntime
 from ..worker.runtime import EvictionRuntime
 from . import refusals
+from .positions import rotations
 
 #: Attribute of a layer whose heads are split that holds its `Part`s.
 PARTS = "kv_evict_parts"
@@ -60,7 +62,7 @@ def layout(vllm_config: VllmConfig, config: KVPolicyConfig) -> Layout | None:
     return make(names, model.get_total_num_hidden_layers(), kv_heads, ranks)
 
 
-def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
+def install(vllm_config: VllmConfig, config: KVPolicyConfig, model: torch.nn.Module) -> EvictionRuntime:
     """Put all attention layers of the model behind one runtime, with a group for each KV group.
 
     Raises:
@@ -72,25 +74,31 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig) -> EvictionRuntime:
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
         refusals.check_layer(name, layer, config)
     # The block size is final here; it may not have been when the configuration was checked.
-    kv_heads = vllm_config.model_config.get_total_num_kv_heads()
-    config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, vllm_config.model_config.max_model_len)
+    kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
+    config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, longest, tokens_ahead(vllm_config))
     placed = layout(vllm_config, config)
     ops = ops_for(next(iter(layers.values())).attn_backend.get_name())
     if placed is not None:
         refusals.check_alike(layers)
         return _split(vllm_config, config, layers, placed, ops)
     in_graphs = _scratch(vllm_config, config, layers, ops)
-    group = _whole(vllm_config, config, list(layers.values()), ops, in_graphs)
+    turns = {} if config.context is None else rotations(model, layers, longest)
+    group = _whole(vllm_config, config, list(layers.values()), ops, turns, in_graphs)
     return EvictionRuntime([group], ops, attends_in_graphs=in_graphs > 0)
 
 
 def _whole(
-    vllm_config: VllmConfig, config: KVPolicyConfig, layers: list[Attention], ops: BackendOps, in_graphs: int
+    vllm_config: VllmConfig,
+    config: KVPolicyConfig,
+    layers: list[Attention],
+    ops: BackendOps,
+    turns: dict[Attention, Rotation],
+    in_graphs: int,
 ) -> GroupRuntime:
     """All heads of all layers in one KV group; `in_graphs` as of `_scratch`."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
-    store = LayerStore(ops, lambda: ((layer, layer.kv_cache) for layer in layers))
+    store = LayerStore(ops, lambda: ((layer, layer.kv_cache) for layer in layers), turns)
     group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs)
     backends = {layer.attn_backend: None for layer in layers}
     backends = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
@@ -223,8 +231,8 @@ def settle(
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     ops, decodes = runtime.ops, decode_kernel() != "stock"
     for name, layer in layers.items():
-        if config.statistics and (reason := ops.unreadable(layer)):
-            raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": []')
+        if (config.statistics or config.context) and (reason := ops.unreadable(layer)):
+            raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": [], without a context')
         decodes &= ops.can_decode(layer)
     for group in runtime.groups:
         group.decodes = decodes

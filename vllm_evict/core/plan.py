@@ -90,6 +90,25 @@ class Compaction:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rotate keys of a request's blocks to later positions, as others that came after them are gone.
+
+    Attributes:
+        req_id: whose blocks.
+        group: KV group.
+        source: physical blocks.
+        target: physical blocks that get their keys, rotated, and their values; each its own source, or a new block.
+        tokens: positions by which each moves up.
+    """
+
+    req_id: str
+    group: int
+    source: list[int]
+    target: list[int]
+    tokens: list[int]
+
+
 @dataclass(slots=True)
 class GroupPlan:
     """What workers have to do in one KV group, and what the scheduler waits for.
@@ -132,12 +151,14 @@ class EvictionPlan:
     Attributes:
         groups: a plan for each KV group.
         compactions: in the order in which they were decided; one may write where one before has read.
+        moves: the same. A server has either of them.
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
     """
 
     groups: list[GroupPlan]
     compactions: list[Compaction] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
 

@@ -54,6 +54,8 @@ class Residency:
     #: Resident logical blocks below `known`, ascending.
     resident: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     known: int = 0
+    #: Of each of them, the logical block for which its keys are rotated: its own, or a later one once it has moved up.
+    places: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     #: Shared by the request's KV groups.
     state: RequestState = field(default_factory=RequestState)
     #: Blocks held now, the step in flight included.
@@ -103,7 +105,7 @@ class Residency:
         """Forget all blocks: preempted, to be computed again from the first token."""
         self.incarnation += 1
         self.started, self.scoring = False, None
-        self.resident, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, 0, None, 0
+        self.resident, self.places, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, NO_BLOCKS, 0, None, 0
         self.report, self.asked_at, self.prompt_scores, self.misses = None, 0, None, 0
         if self.unprofiled is not None:
             (self.config, self.limits), self.unprofiled = self.unprofiled, None
@@ -147,7 +149,7 @@ class Residency:
             there: int64 [k], those that were, ascending.
             blocks: of the prefix.
         """
-        self.resident, self.known = there, blocks
+        self.resident, self.places, self.known = there, there, blocks
         self.pure_tokens = blocks * self.block_size
 
     def held(self, blocks: int) -> int:
@@ -237,14 +239,33 @@ class Residency:
         """
         stays = np.ones(len(self.resident), bool)
         stays[self.resident.searchsorted(victims)] = False
-        self.resident = self.resident[stays]
+        self.resident, self.places = self.resident[stays], self.places[stays]
         self.evicted_blocks += len(victims)
         if self.pure_tokens is None:
             self.pure_tokens = computed_tokens
 
+    def reach(self, computed_tokens: int) -> int:
+        """Tokens from the place of its first block to its newest token: how far back the next one looks."""
+        self._learn(math.ceil(computed_tokens / self.block_size))
+        return computed_tokens - int(self.places[0]) * self.block_size if len(self.places) else 0
+
+    def gaps(self) -> tuple[np.ndarray, np.ndarray]:
+        """Resident blocks that can move up, as others that came after them are gone.
+
+        Returns:
+            int64 [k], logical blocks, ascending; int64 [k], the blocks by which each may.
+        """
+        by = np.arange(self.known - len(self.resident), self.known) - self.places
+        return self.resident[by > 0], by[by > 0]
+
+    def move_up(self) -> None:
+        """All moved up: they end at the newest block, one after the other."""
+        self.places = np.arange(self.known - len(self.resident), self.known)
+
     def _learn(self, blocks: int) -> None:
         if blocks > self.known:
-            self.resident = np.concatenate((self.resident, np.arange(self.known, blocks)))
+            new = np.arange(self.known, blocks)
+            self.resident, self.places = np.concatenate((self.resident, new)), np.concatenate((self.places, new))
             self.known = blocks
 
     def _statistics(self, candidates: np.ndarray, report: Report, computed_tokens: int) -> dict[str, np.ndarray]:

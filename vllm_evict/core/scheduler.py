@@ -21,11 +21,11 @@ from ..environment import poison_mode
 from ..metrics import STATS_KEY, Tally
 from ..usage import SHOWN_KEY, USAGE_KEY, KVUsage
 from .manager import EvictableManager
-from .plan import PLAN, REPORTS, Compaction, EvictionPlan, GroupPlan, Report, Reports, Scoring
+from .plan import PLAN, REPORTS, Compaction, EvictionPlan, GroupPlan, Move, Report, Reports, Scoring
 from .pressure import Pressure
 from .reconstruction import Reconstructions
 from .residency import RequestState, Residency, choose_jointly, over_shared_trigger
-from .spec import EvictableSpec, policy_config
+from .spec import EvictableSpec, policy_config, tokens_ahead
 
 logger = init_logger("vllm.evict")
 
@@ -353,6 +353,8 @@ class EvictionMixin:
                 else:
                     told.track[req_id] = resident.scoring
             self._evict(request, manager, report)
+            if resident.config.context is not None:
+                self._move_up(request, manager)
 
     def _waits_for(self, report: Report | None, req_id: str, resident: Residency) -> bool:
         """Whether a request's blocks stay this time, because its scores did not come."""
@@ -460,6 +462,37 @@ class EvictionMixin:
         copies = len(given_back) - spare
         self.tally.count(resident.policy, spare, max(len(freed) - copies, 0), first, copies)
 
+    def _move_up(self, request: Request, manager: EvictableManager) -> None:
+        """Let what a request keeps follow on itself, where its first tokens are about to be out of its context."""
+        req_id, resident = request.request_id, manager.residents[request.request_id]
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        if resident.reach(computed) + self._ahead(resident) <= resident.config.context:
+            return
+        blocks, by = resident.gaps()
+        if not len(blocks):
+            return
+        table = manager.req_to_blocks[req_id]
+        source = [table[at].block_id for at in blocks.tolist()]
+        moved, given_back = manager.own(req_id, blocks)
+        if moved is None:
+            return  # there is no room for private copies of shared blocks: the next decision asks again
+        resident.move_up()
+        # As where tokens are gathered: what was published may still be, what comes next may not.
+        resident.pure_tokens = min(resident.pure_tokens, manager.published_tokens(req_id))
+        target = [table[at].block_id for at in blocks.tolist()]
+        group = manager.kv_cache_group_id
+        self._plan.moves.append(Move(req_id, group, source, target, (by * manager.block_size).tolist()))
+        self._plan.groups[group].moved.setdefault(req_id, {}).update(moved)
+        if self._poison:
+            poison = [block.block_id for block in given_back if block.ref_cnt == 0 and block.block_hash is None]
+            self._plan.poison = [block for block in self._plan.poison if block not in target] + poison
+        self.tally.move(resident.policy, len(moved))
+
+    def _ahead(self, resident: Residency) -> int:
+        """Most tokens that are computed until a request, which was just decided on, is decided on again."""
+        growth = (resident.limits.trigger - resident.limits.budget + 1) * resident.block_size
+        return growth + tokens_ahead(self.vllm_config)
+
     def make_holes(self, request: Request, manager: EvictableManager, victims: np.ndarray) -> None:
         resident = manager.residents[request.request_id]
         first = not any(each.residents[request.request_id].evicted_blocks for each in self.kv_managers)
@@ -478,7 +511,8 @@ class EvictionMixin:
             for told in (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored):
                 told.pop(request.request_id, None)
             group.untrack.discard(request.request_id)
-        self._plan.compactions = [c for c in self._plan.compactions if c.req_id != request.request_id]
+        for orders in (self._plan.compactions, self._plan.moves):
+            orders[:] = [order for order in orders if order.req_id != request.request_id]
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:

@@ -13,4 +13,4 @@ class AdaKV(SnapKV):
     paper = "Feng et al., Ada-KV: Optimizing KV Cache Eviction by ..., 2024, arXiv:2407.11550"
     splits = "heads"
     pools = True
-    options = SnapKV.options - TOKEN_OPTIONS | {"bands", "floor"}
+    options = SnapKV.options - TOKEN_OPTIONS - {"context"} | {"bands", "floor"}

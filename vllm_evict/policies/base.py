@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..config import KVPolicyConfig
 
 #: Options of every policy that evicts.
-BUDGET_OPTIONS = frozenset({"when", "budget", "buffer", "sink", "recent", "protect", "min_prompt"})
+BUDGET_OPTIONS = frozenset({"when", "budget", "buffer", "sink", "recent", "protect", "min_prompt", "context"})
 #: Options of policies whose scores tell tokens apart, so that each KV head can keep its own (`granularity: token`).
 TOKEN_OPTIONS = frozenset({"granularity", "sets", "merge", "merge_decay", "merge_threshold"})
 #: Options of every policy that measures: how heads and layers become one score.

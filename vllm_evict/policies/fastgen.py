@@ -18,7 +18,7 @@ class FastGen(Policy):
     splits = "heads"
     profiles = True
     measures = frozenset({"mass"})
-    options = (BUDGET_OPTIONS - {"when"}) | REDUCTIONS | {"window", "bands", "recovery"}
+    options = (BUDGET_OPTIONS - {"when", "context"}) | REDUCTIONS | {"window", "bands", "recovery"}
     defaults = {**Policy.defaults, "accumulate": "last", "window": 32}
     triggers = ("budget",)
 

@@ -16,7 +16,7 @@ class KVzip(Policy):
     paper = "Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, 2025, arXiv:2505.23416"
     measures = frozenset({"mass"})
     reconstructs = True
-    options = BUDGET_OPTIONS | REDUCTIONS | TOKEN_OPTIONS | {"chunk", "instruction"}
+    options = (BUDGET_OPTIONS - {"context"}) | REDUCTIONS | TOKEN_OPTIONS | {"chunk", "instruction"}
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["mass"]

@@ -11,4 +11,4 @@ class PyramidKV(SnapKV):
     name = "pyramidkv"
     paper = "Cai et al., PyramidKV: Dynamic KV Cache Compression based on ..., 2024, arXiv:2406.02069"
     splits = "bands"
-    options = SnapKV.options | {"bands", "beta"}
+    options = SnapKV.options - {"context"} | {"bands", "beta"}

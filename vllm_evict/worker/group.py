@@ -75,6 +75,8 @@ class GroupRuntime:
         #: What may be measured, and whether tokens may be chosen in the place of blocks.
         self.statistics, self.by_token = config.statistics, config.granularity == "token"
         self.merges = bool(config.merge)
+        #: Whether keys may be turned to later positions.
+        self.turns = config.context is not None
         #: Whether full graphs test queries for pivotal blocks: each layer takes longer with them.
         self._tests = "pivots" in config.policy.measures
         self.device = torch.device(device)

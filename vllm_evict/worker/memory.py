@@ -14,6 +14,7 @@ from . import sums
 from .group import GroupRuntime
 from .prompts import SCRATCH
 from .runtime import EvictionRuntime
+from .tokens import TURNED
 
 MIB = 1 << 20
 #: Bytes of numbers that are kept about a token, layer and KV head: a sum, its position once a decision has left it, and
@@ -23,6 +24,8 @@ OF_TOKEN = 12
 OF_CANDIDATE = 72
 #: Of what statistics of keys and values, and merging, make of each number of a token's key: four in float32 at once.
 OF_DIMENSION = 16
+#: Of a block that moves up: a number of its key, with the one of its value; read, in float32, turned, and written.
+OF_TURNED = 32
 #: What is done some at a time, so that it takes no more than about so much: pairs of keys that are compared
 #: (`kernels.alike`), tokens that are moved (`triton_kernels.compact`).
 AT_A_TIME = 128 * MIB
@@ -77,6 +80,8 @@ def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> 
         between = blocks * (32 + 16 * group.sums.heads)
     if group.statistics & CACHED:
         between = max(between, rows * (2 * itemsize + OF_DIMENSION) + AT_A_TIME)
+    if group.turns:
+        between = max(between, min(TURNED, group.held_blocks * group.block_size) * kv_heads * head_size * OF_TURNED)
     if group.by_token:
         decision = layers * numbers * OF_CANDIDATE + AT_A_TIME
         if group.merges:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.plan import PLAN, EvictionPlan, Reports
@@ -11,7 +12,7 @@ from .graphs import Attends
 from .group import Batch, GroupRuntime
 from .merge import Merger
 from .tokens import compact
-from .transfer import copied
+from .transfer import copied, to_device
 from .views import Views
 
 #: Of `EvictionRuntime.graph`, until somebody asks.
@@ -145,8 +146,12 @@ class EvictionRuntime:
             self.batch.graph, self.ops.capturing = None, False
 
     @torch.inference_mode()  # caches and sums are made in it
-    def compact(self, all_reduce: Any) -> None:
-        """Gather the tokens that heads keep, before any block of this step is written."""
+    def rearrange(self, all_reduce: Any) -> None:
+        """Gather what heads keep, and turn keys of blocks that move up, before any block of this step is written."""
+        for move in self.plan.moves:
+            group, orders = self.groups[move.group], (move.source, move.target, move.tokens)
+            numbers = (to_device(np.array(order, np.int64), group.device) for order in orders)
+            group.store.turn(*numbers, group.block_size)
         for each in self.plan.compactions:
             group = self.groups[each.group]
             merger = group.mergers.setdefault(each.req_id, Merger())

@@ -20,6 +20,8 @@ logger = init_logger("vllm.evict")
 
 #: Steps in flight at most, and with them decisions that are due and not yet carried out.
 IN_FLIGHT = 3
+#: Tokens of one layer whose keys are turned at once: in float32 they take several times their memory.
+TURNED = 1024
 #: Pages that are added where they run out: one for so many, and at least so many.
 GROWTH, LEAST = 4, 16
 
@@ -44,6 +46,10 @@ class Store(Protocol):
 
     def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite blocks of one layer; keys and values [n, Hkv, block_size, D]."""
+        ...
+
+    def turn(self, source: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor, block_size: int) -> None:
+        """Copy blocks, int64 [n] each, with their keys turned to positions that are so many tokens later."""
         ...
 
 

@@ -42,7 +42,7 @@ class EvictionWorkerMixin:
     def get_kv_cache_spec(self) -> Any:
         # The first call after the model is loaded and the block size is settled; specs are what it changes.
         if self.kv_evict is None:
-            self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config))
+            self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model())
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
         return super().get_kv_cache_spec()
 
@@ -95,7 +95,7 @@ class EvictionWorkerMixin:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)
-        self.kv_evict.compact(layers.tensor_parallel_all_reduce)
+        self.kv_evict.rearrange(layers.tensor_parallel_all_reduce)
         plan = self.kv_evict.plan
         if plan.poison:
             runners.fill_blocks(self.model_runner, plan.poison, float("nan"))

@@ -1,0 +1,436 @@
+"""Requests that outgrow the model's context: what they keep moves up, its keys turned to their new positions."""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engine import PLAN, V2, logprobs_of, random_prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle.model import DenseLlama
+from oracle.tiny import make_tiny_llama
+from parity import assert_like_oracle
+from vllm import envs
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.rotary_embedding import get_rope
+
+from vllm_evict.compat import positions
+from vllm_evict.compat.arguments import ALLOW_LONG, longer_than_the_model
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.residency import Residency
+from vllm_evict.kernels.rotate import Rotation
+from vllm_evict.policies import POLICIES as NAMED
+
+BLOCK, CHUNK, CONTEXT = 32, 64, 384
+POLICIES = {
+    "sink-window": {"name": "sink-window", "budget": 192, "sink": 32, "context": CONTEXT},
+    "h2o": {"name": "h2o", "budget": 192, "buffer": 32, "sink": 32, "recent": 64, "context": CONTEXT},
+    "keydiff": {"name": "keydiff", "budget": 192, "buffer": 0, "sink": 32, "recent": 64, "context": CONTEXT},
+}
+WINDOW, H2O = POLICIES["sink-window"], POLICIES["h2o"]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A model that was made for 384 tokens."""
+    return make_tiny_llama(tmp_path_factory.mktemp("short") / "model", max_len=CONTEXT)
+
+
+@pytest.fixture
+def server(engine, short):
+    def make(policy, **kwargs):
+        return engine(policy, **{**dict(model=short, max_model_len=2048, max_num_batched_tokens=CHUNK), **kwargs})
+
+    return make
+
+
+@pytest.fixture
+def vllm_config():
+    """vLLM's embeddings ask for one."""
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@contextmanager
+def watched(server):
+    """Moves that workers are told of, as steps come. In each, nobody looks back further than the context."""
+    moves, schedule = [], server.scheduler.schedule
+
+    def recorded(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        moves.extend(getattr(output, PLAN).moves)
+        for req_id in output.num_scheduled_tokens:
+            resident, request = server.manager.residents[req_id], server.scheduler.requests[req_id]
+            if len(resident.places):
+                # The newest query of the step, whose tokens count as computed by now.
+                assert request.num_computed_tokens - resident.places[0] * BLOCK <= CONTEXT
+        return output
+
+    server.scheduler.schedule = recorded
+    yield moves
+    server.scheduler.schedule = schedule
+
+
+# --- on the engine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["h2o"] if V2 else POLICIES)
+def test_a_request_outgrows_its_model(server, short, name):
+    """Its positions come to three times what the model was made for, and each token is that of a dense model in which
+    kept keys follow on themselves."""
+    subject, prompt = server({**POLICIES[name], "context": "model"}), random_prompt(500)
+    with watched(subject) as moves:
+        (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 700, "logprobs": 1})])
+    assert len(moves) > 3 and subject.metrics()["moves", name] == len(moves)
+    assert assert_like_oracle(DenseLlama(short), prompt, output, trace, POLICIES[name], chunk=CHUNK) > 20
+    subject.assert_nothing_left()
+
+
+def test_many_requests_that_share_a_prefix(server, short, monkeypatch):
+    """Published blocks stay what they are: sinks that move up are copies. What is freed is poisoned."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    subject, prefix = server(H2O), random_prompt(96)
+    prompts = [prefix + random_prompt(length, length) for length in (20, 200, 430)]
+    tokens = [500, 450, 400]
+    with watched(subject) as moves:
+        first, _ = subject.traced([(prompts[0], {"max_tokens": 8, "logprobs": 1})])
+        outputs, traces = subject.traced(
+            [(prompt, {"max_tokens": count, "logprobs": 1}) for prompt, count in zip(prompts, tokens)]
+        )
+    assert [trace.start for trace in traces] == [96, 96, 96] and len({move.req_id for move in moves}) == 3
+    assert subject.metrics()["blocks_copied", "h2o"] >= 3, "all three moved the block of sinks that they share"
+    for prompt, output, trace in zip(prompts, outputs, traces):
+        assert np.isfinite(logprobs_of(output)).all()
+        assert_like_oracle(DenseLlama(short), prompt, output, trace, H2O, chunk=CHUNK)
+    (again,), (trace,) = subject.traced([(prompts[0], {"max_tokens": 8, "logprobs": 1})])
+    assert trace.start == 96, "what was published still is"
+    np.testing.assert_allclose(logprobs_of(again), logprobs_of(first[0]), atol=1e-5)
+    subject.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_a_preempted_request_begins_with_its_own_positions(server, short):
+    """It is computed again from its first token, and moves up again."""
+    subject, seen = server(WINDOW, enable_prefix_caching=False), []
+    prompts = [random_prompt(length, length) for length in (450, 300)]
+
+    def preempt(subject):
+        seen.append(len(moves))
+        if len(seen) == 250:
+            subject.core.reset_prefix_cache(reset_running_requests=True)
+
+    with watched(subject) as moves:
+        outputs, traces = subject.traced([(prompt, {"max_tokens": 400, "logprobs": 1}) for prompt in prompts], preempt)
+    assert [trace.restarts for trace in traces] == [1, 1] and 0 < seen[249] < seen[-1]
+    for prompt, output, trace in zip(prompts, outputs, traces):
+        assert_like_oracle(DenseLlama(short), prompt, output, trace, WINDOW, chunk=CHUNK)
+    subject.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_under_async_scheduling_nobody_looks_too_far(async_engine, engine, short):
+    """A step in flight still reads blocks as they were. Its answers are those of steps one at a time, as long as the
+    same is evicted: under sink-window what goes depends on positions alone, a step later."""
+    options = dict(model=short, max_model_len=2048, max_num_batched_tokens=CHUNK, enable_prefix_caching=False)
+    policy, prompt = {**WINDOW, "budget": 160}, random_prompt(300)
+    subject = async_engine(policy, **options)
+    with watched(subject) as moves:
+        request = subject.add(prompt, max_tokens=500, logprobs=1)
+        output = subject.run()[request]
+    assert len(moves) > 3 and len(output.outputs[0].token_ids) == 500
+    # What a model says that sees other keys, or keys elsewhere, differs from the first token on; a window that is a
+    # step older does not change what it would rather say.
+    still = engine(policy, **options).generate([prompt], max_tokens=500, logprobs=1)[0]
+    same = np.equal(output.outputs[0].token_ids, still.outputs[0].token_ids)
+    assert same[:100].all()
+    subject.assert_nothing_left()
+
+
+def test_a_context_that_is_not_outgrown_changes_nothing(engine):
+    outputs = []
+    for context in (None, 1024):
+        subject = engine({**H2O, "context": context}, max_num_batched_tokens=CHUNK)
+        outputs += subject.generate([random_prompt(500)], max_tokens=200, logprobs=1)
+        metrics = subject.metrics()
+        assert metrics["moves", "h2o"] == 0 and metrics["blocks_evicted", "h2o"] > 0
+    np.testing.assert_array_equal(*map(logprobs_of, outputs))
+
+
+@pytest.mark.v1_only
+def test_without_room_for_copies_a_request_tries_again(server):
+    """Where the pool has no block for a copy of the sinks, all stays as it is until the next decision."""
+    subject, asked = server(WINDOW), []
+    own = subject.manager.own
+
+    def none_at_first(request_id, blocks):
+        asked.append(len(blocks))
+        return (None, None) if len(asked) < 3 else own(request_id, blocks)
+
+    subject.manager.own = none_at_first
+    moves, schedule = [], subject.scheduler.schedule
+
+    def recorded(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        moves.extend(getattr(output, PLAN).moves)
+        return output
+
+    subject.scheduler.schedule = recorded
+    (output,) = subject.generate([random_prompt(300)], max_tokens=300)
+    assert len(asked) > 3 and len(moves) == len(asked) - 2 and len(output.outputs[0].token_ids) == 300
+    del subject.manager.own, subject.scheduler.schedule
+    subject.assert_nothing_left()
+
+
+def test_a_full_pool_has_no_copies_to_give(engine):
+    """`own` takes nothing where it can't take all."""
+    subject = engine({**WINDOW, "context": 512})
+    request = subject.add(random_prompt(100), max_tokens=40)
+    subject.llm.llm_engine.step()
+    (req_id,) = subject.scheduler.requests
+    table, manager = subject.manager.req_to_blocks[req_id], subject.manager
+    published = [block.block_id for block in table[:3]]
+    assert [block.block_hash is not None for block in table] == [True, True, True, False]
+    taken = subject.pool.get_new_blocks(subject.free_blocks - 2)
+    assert manager.own(req_id, np.arange(3)) == (None, None)
+    assert [block.block_id for block in table[:3]] == published and subject.free_blocks == 2
+    moved, given_back = manager.own(req_id, np.array([0, 3]))
+    assert set(moved) == {0} and [block.block_id for block in given_back] == published[:1]
+    assert moved[0] == table[0].block_id and table[0].block_hash is None and table[0].ref_cnt == 1
+    subject.pool.free_blocks(taken)
+    subject.llm.llm_engine.abort_request([request])
+    subject.assert_nothing_left()
+
+
+# --- what moves ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.booleans()), max_size=12), st.randoms())
+def test_places(rounds, chance):
+    """However blocks come and go: places rise one by one, never past a block's successor, and the newest blocks are at
+    their own; after a move there is no gap."""
+    resident = Residency(KVPolicyConfig.parse("h2o"), None, BLOCK)
+    blocks, places = 0, {}
+    for more, gone, moves in rounds:
+        places |= {block: block for block in range(blocks, blocks + more)}
+        blocks += more
+        assert resident.reach(blocks * BLOCK - 5) == (blocks - min(places.values())) * BLOCK - 5
+        victims = sorted(chance.sample(sorted(places)[:-1], min(gone, len(places) - 1)))
+        resident.evict(np.array(victims, np.int64), blocks * BLOCK)
+        places = {block: place for block, place in places.items() if block not in victims}
+        assert dict(zip(resident.resident.tolist(), resident.places.tolist())) == places
+        if moves:
+            ends = dict(zip(reversed(sorted(places)), range(blocks - 1, -1, -1)))
+            which, by = resident.gaps()
+            assert dict(zip(which.tolist(), by.tolist())) == {
+                block: ends[block] - place for block, place in places.items() if ends[block] > place
+            }
+            resident.move_up()
+            places = ends
+    resident.restart()
+    assert not len(resident.places)
+
+
+EMBEDDINGS = {
+    "default": {},
+    "not neox": {"is_neox_style": False},
+    "partial": {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    "ntk": {"rope_parameters": {"rope_type": "ntk", "factor": 2.0}},
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "rope_theta": 1e6,
+        }
+    },
+}
+
+
+def rotated(rotary, keys, position):
+    """vLLM's embedding of keys [n, D] at one position."""
+    at = torch.full((len(keys),), position)
+    return rotary.forward_native(at, keys.clone(), keys.clone())[1]
+
+
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_turned_keys_are_those_of_later_positions(vllm_config, kind):
+    """Of every kind of embedding, in rows that it had and in rows that it gets."""
+    rotary = get_rope(64, 256, dtype=torch.float32, **EMBEDDINGS[kind])
+    had = rotary.cos_sin_cache.clone()
+    rotation = positions._extended("layer", rotary, 5000)
+    assert len(rotary.cos_sin_cache) == 5000 and torch.equal(rotary.cos_sin_cache[: len(had)], had)
+    keys = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    for start, by in ((0, 1), (3, 200), (250, 10), (len(had) - 1, 1), (100, 4000), (4000, 999)):
+        turned = rotation(rotated(rotary, keys, start)[None, None], torch.tensor([by]))[0, 0]
+        assert turned.dtype == torch.float32
+        torch.testing.assert_close(turned, rotated(rotary, keys, start + by), atol=2e-3, rtol=0)
+        assert not torch.allclose(turned, rotated(rotary, keys, start), atol=2e-2)
+
+
+def test_far_rows_are_right_to_a_small_part_of_a_turn(vllm_config):
+    """A million positions on, as float64 says; what vLLM makes in float32 is off by a hundredth there."""
+    rotary = get_rope(64, 128, dtype=torch.float32, rope_parameters={"rope_theta": 5e5})
+    rotation = positions._extended("layer", rotary, 10**6)
+    angles = np.longdouble(10**6 - 1) * rotation.frequencies.numpy().astype(np.longdouble)
+    want = np.concatenate((np.cos(angles), np.sin(angles))).astype(np.float32)
+    np.testing.assert_allclose(rotary.cos_sin_cache[-1].numpy(), want, atol=1e-6)
+
+
+def test_a_batch_of_blocks_turns_each_by_its_own():
+    rotation = Rotation(torch.tensor([0.5, 0.01], dtype=torch.float64), neox=True)
+    keys = torch.randn(3, 2, 5, 6, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    turned = rotation(keys, torch.tensor([0, 7, 900]))
+    assert torch.equal(turned[0], keys[0].float()) and torch.equal(turned[..., 4:], keys[..., 4:].float())
+    for block, by in enumerate((0, 7, 900)):
+        pairs = keys[block, ..., :2].double() + 1j * keys[block, ..., 2:4].double()
+        want = pairs * torch.exp(1j * by * rotation.frequencies)
+        torch.testing.assert_close(turned[block, ..., :2], want.real.float(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(turned[block, ..., 2:4], want.imag.float(), atol=1e-5, rtol=0)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"context": 0}, "context: must be a whole number of tokens above 0, or 'model', not 0"),
+        ({"context": "all"}, "context: must be a whole number of tokens above 0, or 'model', not 'all'"),
+        ({"context": True}, "above 0, or 'model', not True"),
+        ({"context": 0.5}, "above 0, or 'model', not 0.5"),
+        ({"when": "pressure"}, "context: .* needs when: budget"),
+        ({"granularity": "token"}, "context: .* needs granularity: block"),
+        ({"budget": 0.5}, "context: .* needs a budget in tokens"),
+        ({"min_prompt": 600}, "context: .* leave min_prompt out"),
+        ({"allow": ["sink-window", "full"]}, "allow: requests under 'full' would outgrow .* pick: h2o, "),
+        ({"allow": ["kvzip"]}, "allow: requests under 'kvzip' would outgrow"),
+    ],
+)
+def test_what_can_not_move_up_is_refused(changed, message):
+    with pytest.raises(KVPolicyError, match=message):
+        KVPolicyConfig.parse({**H2O, **changed})
+
+
+def test_policies_that_have_none_are_those_whose_requests_may_keep_all_or_split():
+    have = {name for name, policy in NAMED.items() if "context" in policy.options}
+    assert have == set(NAMED) - {"full", "kvzip", "duo", "pyramidkv", "adakv", "fastgen"}
+    assert KVPolicyConfig.parse(H2O).allowed == have
+
+
+def test_a_request_takes_the_context_with_it():
+    server = KVPolicyConfig.parse(H2O)
+    other = server.for_request({"kv_policy": "tova"}, 100, BLOCK)
+    assert other.name == "tova" and other.context == CONTEXT
+    assert server.for_request({"kv_budget": 0.5}, 300, BLOCK).budget == 150
+    with pytest.raises(KVPolicyError, match="above the server's"):
+        server.for_request({"kv_budget": 0.9}, 300, BLOCK)
+
+
+def test_there_has_to_be_room_in_the_context(server, engine):
+    # 192 + 32 in blocks, one block more, and a chunk.
+    assert server({**H2O, "context": 7 * BLOCK + BLOCK + CHUNK})
+    message = "context: 319 tokens have no room for budget and buffer .224., one block of 32 and 64 in flight: set"
+    with pytest.raises(KVPolicyError, match=message):
+        server({**H2O, "context": 319})
+    assert server({**H2O, "context": 319}, max_num_batched_tokens=256, long_prefill_token_threshold=63)
+
+
+def test_a_model_has_the_context_that_it_has(server, short, engine, complaints):
+    with pytest.raises(KVPolicyError, match="context: the model was made for 384 tokens, not for 385"):
+        server({**WINDOW, "context": 385})
+    assert not complaints
+    assert server(WINDOW, max_model_len=CONTEXT)
+    assert [message for _, message in complaints] == [
+        "KV policy sink-window: its context of 384 tokens changes nothing, as no request may outgrow --max-model-len 384"
+    ]
+    # Without one a longer request is what it is in stock vLLM, and this is left as it was.
+    with pytest.raises(ValueError, match="VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        engine({"name": "sink-window", "budget": 192, "sink": 32}, model=short, max_model_len=2048)
+
+
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_vllms_setting_is_left_as_it_was(monkeypatch, before):
+    """Whether it reads its environment anew or not."""
+    monkeypatch.delenv(ALLOW_LONG, raising=False)
+    if before is not None:
+        monkeypatch.setenv(ALLOW_LONG, before)
+    monkeypatch.setattr(envs, "__getattr__", getattr(envs.__getattr__, "__wrapped__", envs.__getattr__))
+    for config, within in ((KVPolicyConfig.parse(H2O), True), (KVPolicyConfig.parse("h2o"), before == "1")):
+        with pytest.raises(KeyError), longer_than_the_model(config):
+            assert getattr(envs, ALLOW_LONG) is within
+            raise KeyError
+        assert getattr(envs, ALLOW_LONG) is (before == "1")
+
+
+def module(rotary=None, **attributes):
+    """An attention module of a model, with a layer in it."""
+    made, layer = torch.nn.Module(), torch.nn.Module()
+    layer.__class__ = type("Layer", (Attention,), {"__init__": lambda self: None})
+    made.attn = layer
+    for name, value in {"rotary_emb": rotary, **attributes}.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    "made, message",
+    [
+        (dict(rotary=None), r"\(Module\) has no rotary embedding whose keys can be turned on \(NoneType\)"),
+        (dict(rotary="default", use_rope=False), "does without rotary positions"),
+        (dict(rotary="default", nope=True), "does without rotary positions"),
+        (dict(rotary="mrope"), r"has positions of several dimensions \(MRotaryEmbedding\)"),
+        (dict(rotary="other"), r"can be turned on \(Identity\)"),
+        (dict(rotary="uneven"), "angles of its RotaryEmbedding don't grow evenly"),
+    ],
+    ids=str,
+)
+def test_models_whose_keys_can_not_be_turned_are_refused(vllm_config, made, message):
+    parameters = {
+        "default": {},
+        "uneven": {},
+        "mrope": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+    }
+    kind = made.pop("rotary")
+    rotary = torch.nn.Identity() if kind == "other" else None
+    if kind in parameters:
+        rotary = get_rope(64, 192 if kind == "uneven" else 256, rope_parameters=parameters[kind])
+    if kind == "uneven":
+        steps = torch.arange(192.0)[:, None] ** 1.1 * torch.linspace(1, 0.1, 32)
+        rotary._compute_cos_sin_cache = lambda: (
+            rotary._compute_inv_freq(1e4) is not None and torch.cat((steps.cos(), steps.sin()), -1)
+        )
+    model = torch.nn.Sequential(module(rotary, **made))
+    with pytest.raises(KVPolicyError, match=f"context: layers.0.attn.*{message}.*: leave context out for this model"):
+        positions.rotations(model, {"layers.0.attn": model[0].attn}, 512)
+
+
+def test_layers_share_an_embedding_that_grows_once(vllm_config):
+    rotary = get_rope(32, 300, dtype=torch.float32)
+    model = torch.nn.Sequential(module(rotary), module(rotary, nope=False, use_rope=True))
+    layers = {f"layers.{i}.attn": each.attn for i, each in enumerate(model)}
+    found = positions.rotations(model, layers, 400)
+    assert list(found) == list(layers.values()) and len(set(map(id, found.values()))) == 1
+    assert len(rotary.cos_sin_cache) == 400
+    elsewhere = {"layers.9.attn": SimpleNamespace()}
+    with pytest.raises(KVPolicyError, match="layers.9.attn has no rotary embedding beside it"):
+        positions.rotations(model, elsewhere, 400)
+
+
+def test_presets_carry_it():
+    assert json.loads(json.dumps(KVPolicyConfig.parse({**WINDOW, "context": "model"}).to_dict()))["context"] == "model"
