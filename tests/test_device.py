@@ -6,13 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_evict.attention import device
+from vllm_evict.attention.device import DeviceOps
+from vllm_evict.attention.store import LayerStore
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, Repetition, Scoring
+from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, Move, Repetition, Scoring
 from vllm_evict.kernels import alike, keys
 from vllm_evict.kernels.fold import fold
 from vllm_evict.kernels.keys import key_scores
+from vllm_evict.kernels.rotate import Rotation
 from vllm_evict.policies import CACHED
 from vllm_evict.worker import cached, prompts, sums, tokens, worker
+from vllm_evict.worker import runtime as runtime_module
 from vllm_evict.worker.graphs import Attends
 from vllm_evict.worker.group import GroupRuntime
 from vllm_evict.worker.prompts import PromptScores
@@ -232,6 +237,32 @@ def test_by_token_only_a_decision_waits_and_once(policy, options, in_graphs, mon
             assert one == other
         else:
             np.testing.assert_array_equal(on_host(one), other.numpy())
+
+
+def moved_up(wrap, to_device, monkeypatch):
+    """What becomes of caches of two layers when blocks of a request move up, one of them into another block."""
+    caches = [torch.randn(20, HEADS, SIZE, 2 * DIM, generator=torch.Generator().manual_seed(3)) for _ in range(LAYERS)]
+    rotation = Rotation(wrap(torch.tensor([0.3, 0.02], dtype=torch.float64)), neox=True)
+    given = [(torch.nn.Identity(), wrap(cache)) for cache in caches]
+    store = LayerStore(DeviceOps(), lambda: given, {layer: rotation for layer, _ in given})
+    monkeypatch.setattr(runtime_module, "to_device", to_device)
+    monkeypatch.setattr(device, "halves", lambda cache: (cache[..., :DIM], cache[..., DIM:]))
+    runtime = EvictionRuntime([GroupRuntime(KVPolicyConfig.parse("h2o"), SIZE, 4, 256, HEADS, LAYERS, store)])
+    runtime.plan = EvictionPlan([GroupPlan()], moves=[Move("r", 0, [3, 5, 9], [12, 5, 9], [64, 64, 16])])
+    runtime.rearrange(None)
+    return caches
+
+
+def test_moving_up_does_not_wait(monkeypatch):
+    same = lambda array, device: torch.from_numpy(array)  # noqa: E731
+    expected = moved_up(lambda tensor: tensor, same, monkeypatch)
+    got = moved_up(on_device, lambda array, device: on_device(torch.from_numpy(array)), monkeypatch)
+    for one, other in zip(got, expected):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+    before = torch.randn(20, HEADS, SIZE, 2 * DIM, generator=torch.Generator().manual_seed(3))
+    changed = (got[0] != before).flatten(1).any(1).nonzero().flatten().tolist()
+    assert changed == [5, 9, 12], "what others read stays"
+    np.testing.assert_array_equal(got[0][12, ..., DIM:].numpy(), before[3, ..., DIM:].numpy())
 
 
 def test_statistics_of_keys_do_not_wait():

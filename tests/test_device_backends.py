@@ -197,6 +197,17 @@ def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, name, tm
     subject.assert_nothing_left()
 
 
+@pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
+def test_a_request_outgrows_its_context(server, dense):
+    """Its kept keys are turned where the device keeps them."""
+    policy = {**POLICIES["h2o"], "context": 128}
+    subject, prompt = server(policy, max_num_batched_tokens=32), random_prompt(130)
+    (output,), (trace,) = subject.traced([(prompt, {"max_tokens": 20, "logprobs": 0})])
+    assert subject.metrics()["moves", "h2o"] >= 2
+    assert assert_like_oracle(dense, prompt, output, trace, policy, block_size=BLOCK, chunk=32) > 3
+    subject.assert_nothing_left()
+
+
 @pytest.mark.parametrize(
     "backend, by_token",
     [on("triton", False), on("fa3", False)] + ([on("triton", True)] if V2 else []),

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_evict.attention import device
+from vllm_evict.attention import device, store
 from vllm_evict.compat import layers, runners
 from vllm_evict.core.plan import Scoring
 from vllm_evict.worker import memory, worker
@@ -32,6 +32,7 @@ CASES = {
     "scissorhands": {**POLICIES["scissorhands"], "allow": []},
     "keydiff": {**POLICIES["keydiff"], "allow": []},
     "rkv": {"name": "rkv", **BASE, "window": 8, "allow": []},
+    "context": {"name": "sink-window", **BASE, "context": 144, "allow": []},
     "tokens": {"name": "h2o", **TOKEN, "accumulate": "mean", "allow": []},
     "merged": {"name": "h2o", **TOKEN, "merge": "d2o", "allow": []},
     "token-keys": {"name": "keydiff", **TOKEN, "allow": []},
@@ -92,11 +93,13 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
     # Constants that would hide all else in a model as small as this.
     monkeypatch.setattr(memory, "AT_A_TIME", 1 << 16)
     monkeypatch.setattr(memory.sums, "PIVOT_SCRATCH", 1 << 16)
+    for module in (memory, store):
+        monkeypatch.setattr(module, "TURNED", 64)
     subject = server(CASES[name], max_num_seqs=4)
     runtime, needs = subject.worker.kv_evict, subject.worker._needs
     (group,) = runtime.groups
     kept = memory.kept_bytes(runtime)
-    assert kept == reachable(runtime) > device.SPLIT_SCRATCH * (name not in ("keydiff", "token-keys"))
+    assert kept == reachable(runtime) > device.SPLIT_SCRATCH * (name not in ("keydiff", "token-keys", "context"))
     between, step, held = Peak(), Peak(), [0]
 
     def measured(where, peak, method):
@@ -108,7 +111,7 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
 
         monkeypatch.setattr(where, method, noted)
 
-    for method in ("compact", "end"):
+    for method in ("rearrange", "end"):
         measured(runtime, between, method)
     measured(group, step, "view")
     do = StepWork.do

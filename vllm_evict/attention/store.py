@@ -29,6 +29,11 @@ class LayerStore:
     ) -> None:
         self._ops, self._caches, self._rotations = ops, caches, rotations
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of device memory, beside the cache."""
+        return sum(rotation.frequencies.nbytes for rotation in {id(r): r for r in self._rotations.values()}.values())
+
     def read(self, blocks: torch.Tensor, values: bool) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
         """Keys, and values or None, of each layer: copies, [n, Hkv, block_size, D] each."""
         return (self._ops.read(layer, kv_cache, blocks, values) for layer, kv_cache in self._caches())

@@ -200,6 +200,7 @@ class GroupRuntime:
     def kept_bytes(self) -> int:
         """Of all that stays where block tables and sums are."""
         kept = sum(each.nbytes for each in self.views.memory(self)) + self._identity.nbytes
+        kept += self.store.kept_bytes
         return kept + sum(each.kept_bytes for each in (self.sums, self.tokens, self._graph_memory) if each is not None)
 
     def changes(self) -> Iterator[tuple[str, dict[int, int]]]:

@@ -27,7 +27,13 @@ GROWTH, LEAST = 4, 16
 
 
 class Store(Protocol):
-    """The KV cache of one KV group on this rank, layer by layer."""
+    """The KV cache of one KV group on this rank, layer by layer.
+
+    Attributes:
+        kept_bytes: that it takes beside it.
+    """
+
+    kept_bytes: int
 
     def read(self, blocks: torch.Tensor, values: bool) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
         """See `cached.ReadBlocks`."""
