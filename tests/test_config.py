@@ -69,11 +69,12 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     values |= {"window": 7, "every": 3, "heads": "max", "layers": "mean", "protect": False, "min_prompt": 300}
     values |= {"kernel": 5, "mix": 0.25, "seed": 11, "chunk": 500, "instruction": [3, 4], "when": policy.triggers[-1]}
     values |= {"sets": "all", "merge": "d2o", "merge_decay": 0.3, "merge_threshold": 0.1, "granularity": "token"}
+    values |= {"context": None}
     if "granularity" in policy.options:
         values["when"] = "budget"
     assert set(values) == frozenset().union(*(POLICIES[other].options for other in WHOLE))
     values = {field: value for field, value in values.items() if field in policy.options}
-    for extra in ({}, values, {"allow": ["h2o"]}):
+    for extra in ({}, values, {"allow": ["h2o"]}, {"context": 4096} if "context" in policy.options else {}):
         config = parse({"name": name, **extra})
         carried = json.loads(json.dumps(config.to_dict()))
         assert parse(carried) == config

@@ -46,7 +46,6 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     from vllm import __version__ as vllm_version
 
     from .compat import positions, refusals, versions
-    from .core.spec import tokens_ahead
 
     versions.check(vllm_version)
     refusals.check_config(vllm_config, config)
@@ -54,7 +53,9 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     layers, kv_heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     config = config.for_model(layers, kv_heads, vllm_config.parallel_config.tensor_parallel_size)
     config = positions.in_tokens(vllm_config, config)
-    config.check(vllm_config.cache_config.block_size, layers, kv_heads, model.max_model_len, tokens_ahead(vllm_config))
+    config.check(
+        vllm_config.cache_config.block_size, layers, kv_heads, model.max_model_len, vllm_config.max_in_flight_tokens
+    )
     config.check_instruction(model.get_vocab_size())
     vllm_config.additional_config["kv_policy"] = config.to_dict()
     asynchronous = vllm_config.scheduler_config.async_scheduling

@@ -20,7 +20,7 @@ from ..attention.ops import ops_for
 from ..attention.split import part_of, split_impl
 from ..attention.store import LayerStore
 from ..config import STREAMING, KVPolicyConfig, KVPolicyError
-from ..core.spec import EvictableSpec, most_blocks, tokens_ahead
+from ..core.spec import EvictableSpec, most_blocks
 from ..environment import decode_kernel
 from ..heads.arrange import arrange
 from ..heads.layout import Layout
@@ -75,7 +75,7 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig, model: torch.nn.Mod
         refusals.check_layer(name, layer, config)
     # The block size is final here; it may not have been when the configuration was checked.
     kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
-    config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, longest, tokens_ahead(vllm_config))
+    config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, longest, vllm_config.max_in_flight_tokens)
     placed = layout(vllm_config, config)
     ops = ops_for(next(iter(layers.values())).attn_backend.get_name())
     if placed is not None:

@@ -25,7 +25,7 @@ from .plan import PLAN, REPORTS, Compaction, EvictionPlan, GroupPlan, Move, Repo
 from .pressure import Pressure
 from .reconstruction import Reconstructions
 from .residency import RequestState, Residency, choose_jointly, over_shared_trigger
-from .spec import EvictableSpec, policy_config, tokens_ahead
+from .spec import EvictableSpec, policy_config
 
 logger = init_logger("vllm.evict")
 
@@ -491,7 +491,7 @@ class EvictionMixin:
     def _ahead(self, resident: Residency) -> int:
         """Most tokens that are computed until a request, which was just decided on, is decided on again."""
         growth = (resident.limits.trigger - resident.limits.budget + 1) * resident.block_size
-        return growth + tokens_ahead(self.vllm_config)
+        return growth + self.vllm_config.max_in_flight_tokens
 
     def make_holes(self, request: Request, manager: EvictableManager, victims: np.ndarray) -> None:
         resident = manager.residents[request.request_id]

@@ -62,13 +62,6 @@ def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int
     return bound + math.ceil(vllm_config.max_in_flight_tokens / block_size) + 1
 
 
-def tokens_ahead(vllm_config: VllmConfig) -> int:
-    """Most tokens of one request that are in flight once another step is planned."""
-    scheduler = vllm_config.scheduler_config
-    chunk = min(scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold or math.inf)
-    return vllm_config.max_concurrent_batches * int(chunk)
-
-
 #: Fields that `EvictableSpec` adds.
 OWN_FIELDS = ("backend", "head_class", "part", "sink", "window")
 

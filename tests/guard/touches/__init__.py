@@ -10,7 +10,7 @@ from .blocks import BLOCKS
 from .devices import FLASH, FLASHINFER, TRITON
 from .front import ARGUMENTS, CONFIGURATION, ENTRY_POINTS, FRONT_END
 from .graphs import GRAPHS
-from .loading import LOADING
+from .loading import LOADING, POSITIONS
 from .scheduler import SCHEDULER
 from .touch import Touch
 from .workers import RUNNERS, WORKERS
@@ -36,4 +36,5 @@ TOUCHES = [
     *FLASHINFER,
     *GRAPHS,
     *LOADING,
+    *POSITIONS,
 ]

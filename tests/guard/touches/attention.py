@@ -258,7 +258,7 @@ ATTENTION = [
     Touch(
         "vllm.model_executor.layers.attention:Attention",
         (
-            *("compat.layers", "compat.refusals", "compat.reorder"),
+            *("compat.layers", "compat.positions", "compat.refusals", "compat.reorder"),
             *("attention.cpu", "attention.split", "attention.device"),
         ),
         "the layers that are put behind the view",

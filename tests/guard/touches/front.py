@@ -118,6 +118,7 @@ CONFIGURATION = [
         (
             "plugin",
             "compat.layers",
+            "compat.positions",
             "compat.refusals",
             "compat.reorder",
             "core.spec",
@@ -271,7 +272,32 @@ CONFIGURATION = [
         ("compat.refusals",),
         "the backend's name in a configuration",
     ),
-    Touch("vllm.envs:", ("compat.refusals",), "settings that no configuration has"),
+    Touch("vllm.envs:", ("compat.refusals", "compat.arguments"), "settings that no configuration has"),
+    Touch(
+        "vllm.envs:__getattr__",
+        ("compat.arguments",),
+        "asked only for what the module has no attribute of: one that is put there for a while is what vLLM reads",
+        first=("name",),
+    ),
+    Touch(
+        "vllm.config.model:_get_and_verify_max_len",
+        ("compat.arguments", "compat.positions"),
+        "requests may outgrow the model where a policy has a context, if this is true while the configuration is made",
+        does=(
+            "derived_max_model_len *= scaling_factor",
+            "max_model_len is None or max_model_len == -1",
+            "max_model_len = int(derived_max_model_len)",
+            "max_model_len > derived_max_model_len",
+            "envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN",
+        ),
+    ),
+    Touch(
+        "vllm.config.model:ModelConfig.get_and_verify_max_len",
+        ("compat.positions",),
+        "what a model was made for: its longest request if nobody names one",
+        calls=("get_and_verify_max_len(...)",),
+        does=("_get_and_verify_max_len(..., hf_config=self.hf_text_config, max_model_len=max_model_len)",),
+    ),
     Touch(
         "vllm.envs:VLLM_BATCH_INVARIANT",
         ("compat.refusals",),
@@ -327,7 +353,7 @@ CONFIGURATION = [
     ),
     Touch(
         "vllm.logger:init_logger",
-        ("core.scheduler", "core.reconstruction", "core.pressure", "worker.tokens", "worker.worker"),
+        ("core.scheduler", "core.reconstruction", "core.pressure", "compat.positions", "worker.tokens", "worker.worker"),
         "start-up lines and warnings in vLLM's log",
         calls=("init_logger(...)",),
     ),

@@ -176,3 +176,74 @@ LOADING = [
         has=("split_qkv()",),
     ),
 ]
+
+POSITIONS = [
+    Touch(
+        "vllm.v1.worker.gpu_worker:Worker.get_model",
+        ("worker.worker",),
+        "the model, for its embeddings",
+        calls=("get_model()",),
+    ),
+    Touch(
+        "vllm.model_executor.models.llama:LlamaAttention.__init__",
+        ("compat.positions",),
+        "a rotary embedding beside each attention layer, under this name in most models; those without one are refused",
+        does=("self._init_rotary_emb(config, ...)", "attn_cls(...)"),
+    ),
+    Touch(
+        "vllm.model_executor.models.llama:LlamaAttention.forward",
+        ("compat.positions",),
+        "keys are turned before they are kept",
+        does=("q, k = self.rotary_emb(positions, q, k)", "self.attn(q, k, v)"),
+    ),
+    Touch(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase",
+        ("compat.positions",),
+        "a row of cosines and sines for each position; the angles per position it makes them of",
+        has=("cos_sin_cache", "is_neox_style", "_compute_inv_freq()", "_compute_cos_sin_cache()"),
+        takes_attributes=True,
+    ),
+    Touch(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase.__init__",
+        ("compat.positions",),
+        "rows are a buffer that can be a longer one",
+        does=(
+            "cache = self._compute_cos_sin_cache()",
+            "self.register_buffer('cos_sin_cache', cache, persistent=False)",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase._compute_cos_sin_cache",
+        ("compat.positions",),
+        "angles grow evenly: position times frequency; embeddings of which that is not so are refused",
+        does=("inv_freq = self._compute_inv_freq(self.base)", "torch.cat((cos, sin), dim=-1)"),
+    ),
+    Touch(
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_static",
+        ("compat.positions", "kernels.rotate"),
+        "a row for each position, cosines first; what is past rotary_dim stays",
+        does=(
+            "cos_sin = cos_sin_cache.index_select(0, positions)",
+            "cos, sin = cos_sin.chunk(2, dim=-1)",
+            "query_rot = query[..., :rotary_dim]",
+        ),
+    ),
+    Touch(
+        "vllm.model_executor.layers.rotary_embedding.linear_scaling_rope:LinearScalingRotaryEmbedding._compute_cos_sin_cache",
+        ("compat.positions",),
+        "positions are divided by the factor",
+        does=("inv_freq = self._compute_inv_freq(self.base)", "t = t / scaling_factor"),
+    ),
+    Touch(
+        "vllm.model_executor.layers.rotary_embedding.linear_scaling_rope:LinearScalingRotaryEmbedding",
+        ("compat.positions",),
+        "the factors",
+        has=("scaling_factors",),
+    ),
+    Touch(
+        "vllm.model_executor.layers.rotary_embedding.mrope:MRotaryEmbedding",
+        ("compat.positions",),
+        "refused: its positions have several dimensions",
+        bases=("RotaryEmbeddingBase",),
+    ),
+]
