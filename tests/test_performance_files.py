@@ -39,3 +39,10 @@ def test_tables_of_the_page_are_those_of_the_files(to_json, name, table):
 
     report = json.loads((ROOT / f"docs/performance/{name}.json").read_text())
     assert getattr(pressure, table)(report) in (ROOT / "docs/performance.md").read_text()
+
+
+def test_the_table_past_the_models_context_is_that_of_its_file(to_json):
+    import endless
+
+    report = json.loads((ROOT / "docs/performance/endless.json").read_text())
+    assert endless.table(report) in (ROOT / "docs/quality.md").read_text()

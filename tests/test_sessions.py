@@ -24,6 +24,7 @@ POLICIES = {
     "h2o-mean": {**H2O, "accumulate": "mean"},
     "snapkv": {**H2O, "name": "snapkv", "window": 24, "kernel": 3},
     "sink-window": {"name": "sink-window", "budget": 192, "buffer": 64, "sink": 32},
+    "context": {**H2O, "context": 512},
 }
 TURNS = [(150, 40), (200, 70), (30, 60), (120, 50)]
 
@@ -36,6 +37,7 @@ class Sessions:
         answers: session -> for each turn that ended, its tokens and their log-probabilities.
         steps: session -> tokens of each step since it (re)started, as (position of the first, tokens).
         told, decided: session -> {step: logical blocks} that workers were told of with it, and that were decided after it.
+        moved: session -> steps before which what it keeps moved up.
         usage: session -> its `KVUsage` so far, as a dict.
     """
 
@@ -47,7 +49,7 @@ class Sessions:
         self._unforeseen = monkeypatch is not None
         self.server, self.core = server, server.llm.llm_engine.engine_core
         self.sent, self.answers, self.usage, self._open, self._pending = {}, {}, {}, {}, {}
-        self.steps, self.told, self.decided, self.restarts = {}, {}, {}, 0
+        self.steps, self.told, self.decided, self.moved, self.restarts = {}, {}, {}, {}, 0
         scheduler = server.scheduler
         schedule, update, preempt = scheduler.schedule, scheduler.update_from_output, scheduler._preempt_request
 
@@ -64,6 +66,8 @@ class Sessions:
                         known.pop(req_id, None)
                 self.told.setdefault(req_id, {})[len(steps)] = self._pending.pop(req_id, [])
                 steps.append((first, tokens))
+            for move in getattr(output, PLAN).moves:
+                self.moved.setdefault(move.req_id, set()).add(len(self.steps[move.req_id]) - 1)
             output.at = {req_id: len(self.steps[req_id]) - 1 for req_id in output.num_scheduled_tokens}
             return output
 
@@ -155,6 +159,8 @@ def replay(dense, sessions, name, tokens, policies, prompt, from_=0):
         assert first == request.n
         request.config = next(oracle_config(policy, prompt) for start, policy in reversed(policies) if start <= first)
         request.evicted |= set(sessions.told[name][i])
+        if i in sessions.moved.get(name, ()):
+            request.close_gaps()
         request.n = first + count
         out, probs = dense.forward(tokens[first : first + count], request.cache, request.mask(first), True)
         if request.config.wants_probs and first >= from_:
@@ -166,7 +172,9 @@ def replay(dense, sessions, name, tokens, policies, prompt, from_=0):
         if blocks:
             request.start = from_
             request.replay.evicted.clear()
+            places = dict(request.places)
             request.decide()
+            request.places = places
             choices[i] = blocks, request.replay.evicted[0]
         request.evicted = told
         gone |= set(blocks)
@@ -222,7 +230,7 @@ def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, nam
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])
-@pytest.mark.parametrize("name", ["h2o"] if V2 else ["h2o", "snapkv", "sink-window"])
+@pytest.mark.parametrize("name", ["h2o"] if V2 else ["h2o", "snapkv", "sink-window", "context"])
 def test_with_steps_in_flight(async_engine, dense, monkeypatch, name, queued):
     """What a step in flight computed beyond the end of its turn is dropped, and computed again over holes."""
     server = async_engine(POLICIES[name], max_num_batched_tokens=CHUNK)

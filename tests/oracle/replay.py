@@ -350,15 +350,19 @@ class Request:
     def move_up(self):
         """Close all gaps, once the first token is almost out of the context: blocks end at the newest one."""
         config, held = self.config, self.held()
-        if self.n - self.places.get(held[0], held[0]) * config.block_size + config.ahead <= config.context:
-            return
+        if self.n - self.places.get(held[0], held[0]) * config.block_size + config.ahead > config.context:
+            self.close_gaps()
+            self.replay.moves.append(len(self.replay.evicted) - 1)
+
+    def close_gaps(self):
+        """Held blocks follow one another up to the newest; their keys are those of these places."""
+        config, held = self.config, self.held()
         shift = torch.zeros(self.n, dtype=torch.long)
         for place, block in zip(range(self.blocks() - len(held), self.blocks()), held):
             by = place - self.places.get(block, block)
             shift[block * config.block_size : (block + 1) * config.block_size] = by * config.block_size
             self.places[block] = place
         self.model.turn(self.cache, shift)
-        self.replay.moves.append(len(self.replay.evicted) - 1)
 
 
 def replay(model, token_ids, steps, config, start=0):
