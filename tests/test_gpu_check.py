@@ -69,14 +69,16 @@ def case(name):
 
 def test_nothing_is_wrong_here(run, here):
     """`full` brings along what it is compared with."""
-    done = run("--cases", "full", "h2o", "oracle")
-    assert list(done.outcomes) == [f"CPU_ATTN eager {name}" for name in ("stock", "full", "h2o", "oracle")]
+    names = ("full", "h2o", "oracle", "context")
+    done = run("--cases", *names)
+    assert list(done.outcomes) == [f"CPU_ATTN eager {name}" for name in ("stock", *names)]
     assert {outcome["status"] for outcome in done.outcomes.values()} == {check.OK} and done.status == 0, done.said
-    stock, full, h2o, oracle = (outcome["found"] for outcome in done.outcomes.values())
+    stock, full, h2o, oracle, context = (outcome["found"] for outcome in done.outcomes.values())
     assert stock["steady"] and len(stock["said"]["tokens"]) == 12
     assert full["same_tokens"] == 12 and full["largest_difference"] == 0
     assert h2o["evicted_blocks"] == 12 * 26 and h2o["cached_tokens"] > 0 and h2o["blocks_at_end"] <= 9
     assert oracle["decisions"] > 1 and oracle["mean_error"] < 0.05 < oracle["without_eviction"]
+    assert context["moves"] > 1 and 2 * context["mean_error"] < context["without_moves"]
     facts = done.outcomes["CPU_ATTN eager h2o"]["facts"]
     assert facts["attention_backend"] == "CPU_ATTN" and facts["plugin_loaded"]
     assert done.report["hardware"] and done.report["versions"]["vllm"] and "check.py" not in done.report["versions"]

@@ -12,6 +12,7 @@ covering   h2o with a budget that no request outgrows, and, within 0.15 in log-p
 measured   h2o whose requests could outgrow it, so that they are measured, and never do.
 oracle     h2o, one request: log-probabilities after evictions against a dense Llama in float32, and the blocks that
            went against those that it chooses.
+context    the same of a request that outgrows its context, so that keys are turned on the device.
 h2o, snapkv, snapkv by token, keydiff, sink-window, duo
            a budget of a quarter of the prompt (keydiff: a half; duo: half of the heads keep all): evictions, blocks
            held and given back, needles found, and again with the prefix cache that the first pass has left.
@@ -131,6 +132,14 @@ CASES = [
         POISON,
     ),
     Case("mixed", "mixed", H2O | {"allow": ["full"]}, {"found": (6, 6)}, environment=POISON),
+    Case(
+        "context",
+        "oracle",
+        H2O | {"budget": 128, "recent": 32, "context": 320, "allow": []},
+        {"error": 0.05, "control": 0.1, "alike": 0.9},
+        {"requests": 1, "context": 600, "output": 97, "chunk": 64, "cached": True},
+        POISON,
+    ),
     # Half of the heads keep all, the others sinks, window and the block that is being written.
     evicts(
         "duo",
@@ -184,7 +193,7 @@ def unserved(case: Case) -> str:
 
     if case.name == "duo" and case.backend in WHOLE_LAYERS:
         return f"policies that split heads are not for {case.backend}"
-    if case.name in ("oracle", "kernels") and not (ROOT / "tests" / "oracle").is_dir():
+    if case.check in ("oracle", "kernels") and not (ROOT / "tests" / "oracle").is_dir():
         return "there is no tests/ here"
     if case.name == "kernels" and find_spec("pytest") is None:
         return "there is no pytest here"

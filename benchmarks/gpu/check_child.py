@@ -241,11 +241,11 @@ def oracle(checked: Checked) -> dict[str, Any]:
     (output,) = checked.ask()
     checked.check_acted()
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    counts, told, decided = steps.of_request(len(tokens) - 1)
+    counts, told, decided, moved = steps.of_request(len(tokens) - 1)
     policy, kept = checked.spec["policy"], {"accumulate", "window", "budget", "buffer", "sink", "recent"}
     config = Config(policy["name"], BLOCK, **{key: value for key, value in policy.items() if key in kept})
     dense, first = DenseLlama(MODEL), len(output.prompt_token_ids) - 1
-    replayed = replay_told(dense, tokens, counts, config, told, decided)
+    replayed = replay_told(dense, tokens, counts, config, told, decided, moved=moved)
     full = replay_told(dense, tokens, counts, Config("full", BLOCK), [[]] * len(counts), [[]] * len(counts))
 
     def error(replay: Any) -> float:
@@ -256,8 +256,14 @@ def oracle(checked: Checked) -> dict[str, Any]:
     chosen = [(set(ours), set(its)) for ours, its in zip(decided[:-1], replayed.evicted[:-1], strict=True) if ours]
     alike = sum(len(ours & its) for ours, its in chosen) / max(sum(len(ours) for ours, _ in chosen), 1)
     result = {"mean_error": error(replayed), "without_eviction": error(full), "decisions": len(chosen), "alike": alike}
-    limits = checked.spec["wanted"]
     off = f"log-probabilities are {result['mean_error']:.3g} off the oracle's on average"
+    if "context" in policy:
+        still = replay_told(dense, tokens, counts, config, told, decided)
+        result |= {"moves": len(moved), "without_moves": error(still)}
+        checked.wrong.unless(len(moved) > 1, f"what it keeps moved up {len(moved)} times")
+        nearer = 2 * result["mean_error"] <= result["without_moves"]
+        checked.wrong.unless(nearer, f"{off}, and {result['without_moves']:.3g} from what it were without moves")
+    limits = checked.spec["wanted"]
     checked.wrong.unless(result["mean_error"] <= limits["error"], f"{off}, {limits['error']:g} is allowed")
     control = result["without_eviction"] > limits["control"]
     checked.wrong.unless(control, "what was evicted makes no difference: this says nothing")
@@ -266,13 +272,14 @@ def oracle(checked: Checked) -> dict[str, Any]:
 
 
 class Steps:
-    """What each step of one request was: its tokens, the holes that came with it, those decided after it."""
+    """What each step of one request was: its tokens, the holes and moves that came with it, holes decided after it."""
 
     def __init__(self, scheduler: Any) -> None:
         from vllm_evict.core.plan import PLAN
 
         self._tokens: list[int] = []
         self._told: list[list[int]] = []
+        self._moved: set[int] = set()
         self._decided: dict[int, list[int]] = defaultdict(list)
         schedule, make_holes = scheduler.schedule, scheduler.make_holes
 
@@ -280,7 +287,10 @@ class Steps:
             planned = schedule(*args, **kwargs)
             for req_id, tokens in planned.num_scheduled_tokens.items():
                 self._tokens.append(tokens)
-                self._told.append(list(getattr(planned, PLAN).groups[0].holes.get(req_id, [])))
+                plan = getattr(planned, PLAN)
+                self._told.append(list(plan.groups[0].holes.get(req_id, [])))
+                if any(move.req_id == req_id for move in plan.moves):
+                    self._moved.add(len(self._told) - 1)
             return planned
 
         def watched_holes(request: Any, manager: Any, victims: Any) -> Any:
@@ -290,7 +300,7 @@ class Steps:
 
         scheduler.schedule, scheduler.make_holes = watched_schedule, watched_holes
 
-    def of_request(self, computed: int) -> tuple[list[int], list[list[int]], list[list[int]]]:
+    def of_request(self, computed: int) -> tuple[list[int], list[list[int]], list[list[int]], set[int]]:
         """Steps up to so many computed tokens: one that is planned after the last token is computed for nothing."""
         counts, decided, done = [], [], 0
         for tokens in self._tokens:
@@ -299,7 +309,7 @@ class Steps:
             done += tokens
             counts.append(tokens)
             decided.append(sorted(self._decided.get(done, [])))
-        return counts, self._told[: len(counts)], decided
+        return counts, self._told[: len(counts)], decided, self._moved
 
 
 CHECKS = {check.__name__: check for check in (stock, same, evicts, mixed, under_pressure, oracle)}

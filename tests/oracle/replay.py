@@ -402,18 +402,21 @@ def margin(result):
     return min((d.relative_gap for d in result.decisions), default=math.inf)
 
 
-def replay_told(model, token_ids, steps, config, told, decided, start=0):
+def replay_told(model, token_ids, steps, config, told, decided, start=0, moved=()):
     """Serve with evictions that were decided elsewhere and took effect later.
 
     told: per step, blocks that are missing from that step on. decided: per
-    step, blocks chosen after it by whoever serves. Returns a `Replay` whose
+    step, blocks chosen after it by whoever serves. moved: steps before which
+    what was kept closed its gaps. Returns a `Replay` whose
     `evicted` holds what the policy chooses at the same points, given all that
     had been decided before.
     """
     request = Request(model, config, list(token_ids)[:start])
     gone, logits = set(), []
-    for count, missing, chosen in zip(steps, told, decided, strict=True):
+    for step, (count, missing, chosen) in enumerate(zip(steps, told, decided, strict=True)):
         request.evicted |= set(missing)
+        if step in moved:
+            request.close_gaps()
         first, request.n = request.n, request.n + count
         ids = token_ids[first : request.n]
         step_logits, probs = model.forward(ids, request.cache, request.mask(first), config.wants_probs)
