@@ -82,7 +82,7 @@ def test_nothing_is_wrong_here(run, here):
     facts = done.outcomes["CPU_ATTN eager h2o"]["facts"]
     assert facts["attention_backend"] == "CPU_ATTN" and facts["plugin_loaded"]
     assert done.report["hardware"] and done.report["versions"]["vllm"] and "check.py" not in done.report["versions"]
-    assert done.said.count("OK ") == 4 and "4 OK, 0 FAIL, 0 skipped" in done.said
+    assert done.said.count("OK ") == 5 and "5 OK, 0 FAIL, 0 skipped" in done.said
 
 
 def test_what_is_wrong_is_said(run, here, monkeypatch):
