@@ -546,6 +546,7 @@ class KVPolicyConfig(BaseModel):
             return self
         if not isinstance(extra_args, Mapping):
             raise KVPolicyError(f"extra_args must be a dict of a request's own arguments, not {shown(extra_args)}")
+        extra_args = given(extra_args)
         for key in extra_args:
             text = str(key)[:LONGEST_SHOWN].lower()
             if key not in REQUEST_FIELDS and difflib.get_close_matches(text, REQUEST_FIELDS, cutoff=0.8):
@@ -647,6 +648,12 @@ REQUEST_SIZES = ("kv_budget", "kv_sink", "kv_recent")
 SIZE = "a whole number of tokens, 0 or more"
 
 
+def given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A request's own arguments without those that are null: a table of requests (Ray Data's, Arrow's) has a null in each
+    row that leaves out what another row has."""
+    return {field: value for field, value in (extra_args or {}).items() if value is not None}
+
+
 def _fitting_window(policy: Policy, options: Mapping[str, Any], block_size: int, prompt_len: int) -> int:
     """The policy's own recent window, or half of what a smaller budget leaves beside sinks and one block."""
     budget = options["budget"]
@@ -657,19 +664,21 @@ def _fitting_window(policy: Policy, options: Mapping[str, Any], block_size: int,
 
 
 def _number(field: str, value: Any) -> int | float:
-    """One of `REQUEST_SIZES`, which may have come as text: HTTP clients send both."""
+    """One of `REQUEST_SIZES`, which may have come as text: HTTP clients send both. Or as 256.0: a column of a table with
+    nulls in it is one of floats. A budget of 1.0 stays one, and is refused: it might be a ratio."""
     number = value
     if isinstance(value, str):
         try:
             number = json.loads(value[:LONGEST_SHOWN], parse_constant=float)
         except json.JSONDecodeError:
             number = None
-    given = "null" if value is None else shown(value)
+    if isinstance(number, float) and number.is_integer() and (number > 1 or field != "kv_budget"):
+        number = int(number)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         allowed = "a number of tokens, or a ratio of the prompt below 1" if field == "kv_budget" else SIZE
-        raise KVPolicyError(f"{field} must be {allowed}, not {given}")
+        raise KVPolicyError(f"{field} must be {allowed}, not {shown(value)}")
     if field != "kv_budget" and not (isinstance(number, int) and 0 <= number < TOO_MANY):
-        raise KVPolicyError(f"{field} must be {SIZE}, not {given}")
+        raise KVPolicyError(f"{field} must be {SIZE}, not {shown(value)}")
     return number
 
 
@@ -680,5 +689,6 @@ __all__ = [
     "KVPolicyConfig",
     "KVPolicyError",
     "Limits",
+    "given",
     "policy_named",
 ]
