@@ -574,7 +574,7 @@ class KVPolicyConfig(BaseModel):
         config = KVPolicyConfig.parse({**options, "name": name}).model_copy(update={"depth": self.depth})
         asked = config.limits(block_size, prompt_len)
         if granted is not None and (asked.budget > granted.budget or asked.trigger > granted.trigger):
-            what = ", ".join(f"{field} {extra_args[field]}" for field in sizes) or f"kv_policy {name}"
+            what = ", ".join(f"{field} {size}" for field, size in sizes.items()) or f"kv_policy {name}"
             raise KVPolicyError(
                 f"{what} comes to {asked.budget * block_size} tokens of this request's cache, above the server's "
                 f"{granted.budget * block_size}"
@@ -649,8 +649,10 @@ SIZE = "a whole number of tokens, 0 or more"
 
 
 def given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A request's own arguments without those that are null: a table of requests (Ray Data's, Arrow's) has a null in each
-    row that leaves out what another row has."""
+    """A request's own arguments without those that are null.
+
+    A table of requests (Ray Data's, Arrow's) has a null in each row that leaves out what another row has.
+    """
     return {field: value for field, value in (extra_args or {}).items() if value is not None}
 
 
@@ -664,8 +666,11 @@ def _fitting_window(policy: Policy, options: Mapping[str, Any], block_size: int,
 
 
 def _number(field: str, value: Any) -> int | float:
-    """One of `REQUEST_SIZES`, which may have come as text: HTTP clients send both. Or as 256.0: a column of a table with
-    nulls in it is one of floats. A budget of 1.0 stays one, and is refused: it might be a ratio."""
+    """One of `REQUEST_SIZES`, which may have come as text: HTTP clients send both.
+
+    Or as 256.0: a column of a table with nulls in it is one of floats. A budget of 1.0 stays one, and is refused, as it
+    might be a ratio.
+    """
     number = value
     if isinstance(value, str):
         try:
