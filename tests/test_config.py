@@ -438,6 +438,7 @@ def test_what_a_row_of_a_table_leaves_out_is_null_and_its_numbers_are_floats():
     for row in ({"kv_budget": 512.0, "kv_sink": 64.0}, {"kv_budget": "512.0", "kv_sink": "64"}):
         assert asked(H2O, {**empty, "kv_policy": "sink-window", **row, "kv_usage": 1.0}) == whole
     assert isinstance(whole.budget, int) and asked(H2O, {**empty, "kv_budget": 0.1}).budget == 0.1
+    assert request_refusal(H2O, {"kv_budget": 1.0}).endswith("a ratio of the prompt between 0 and 1, not 1.0")
 
 
 @pytest.mark.parametrize("budget", [1025, 2048, "4096", 0.21, 0.9])

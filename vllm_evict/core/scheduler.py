@@ -113,7 +113,7 @@ class EvictionMixin:
     def _admit(self, request: Request) -> None:
         """Give a request a residency in each KV group."""
         block_size, longest = self.kv_managers[0].block_size, self._longest(request)
-        asked = given(request.sampling_params and request.sampling_params.extra_args)
+        asked = dict((request.sampling_params and request.sampling_params.extra_args) or {})
         config = self._granted(request, asked)
         state, classes = RequestState(asked), config.classes
         for manager in self.kv_managers:
