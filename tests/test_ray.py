@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.v1_only, pytest.mark.timeout(1200)]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = EXAMPLES / "needle/model"
 POLICY = {"name": "h2o", "budget": 160, "buffer": 32, "sink": 32, "recent": 64, "allow": ["sink-window"]}
-PROMPTS = [random_prompt(length, length) for length in (420, 90, 260)]
+PROMPTS = [random_prompt(length, length) for length in (420, 190, 260)]
 ASKED = [None, None, {"kv_policy": "sink-window", "kv_budget": None}]
 TOKENS = 60
 
@@ -211,7 +211,7 @@ def test_answers_and_usage_are_those_without_ray(served, engine, where):
         usage = output.kv_usage
         assert got["usage"]["policy"] == usage.policy and got["usage"]["budget_tokens"] == usage.budget_tokens == 160
         assert got["usage"]["evicted_blocks"] == usage.evicted_blocks
-    assert all(got["usage"]["evicted_blocks"] for got in (served[where][0], served[where][2]))
+    assert all(got["usage"]["evicted_blocks"] for got in served[where])
 
 
 def test_each_data_parallel_actor_counts_what_it_evicts(served):
