@@ -27,6 +27,7 @@ from guard import snapshot, source
 from guard.check import complaints, extract, facts
 from guard.source import Sources
 from guard.touches import NO_TOUCH, TOUCHES
+from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs, get_kwargs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -38,6 +39,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict import KVPolicyConfig, KVPolicyError, plugin
@@ -45,6 +47,8 @@ from vllm_evict.compat import arguments, frontend, versions
 from vllm_evict.compat.late import when_imported
 from vllm_evict.config import REQUEST_FIELDS
 from vllm_evict.core.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from vllm_evict.metrics import COUNTERS
+from vllm_evict.sources import presets
 from vllm_evict.worker.cpu import CPUEvictionWorker
 
 OURS = Sources(snapshot.OURS, "vllm_evict")
@@ -703,6 +707,46 @@ def test_ray_serve_llm_takes_it_among_its_engine_kwargs(tiny):
     assert config.parallel_config.worker_cls.startswith("vllm_evict.")
     again = dataclasses.replace(args).create_engine_config()
     assert again.additional_config == config.additional_config
+
+
+@pytest.mark.parametrize(
+    "policy", [*presets(), {"name": "adakv", "bands": 2}, {"name": "duo", "pattern": ["10", "01"]}]
+)
+def test_arguments_may_be_made_a_configuration_of_twice(tiny, policy):
+    """Ray Data does, to look at it before the engine makes its own."""
+    made = AsyncEngineArgs(model=str(tiny), kv_policy=policy)
+    first, second = made.create_engine_config(), made.create_engine_config()
+    assert first.additional_config == second.additional_config
+    assert first.scheduler_config.scheduler_cls == second.scheduler_config.scheduler_cls
+
+
+def test_metrics_are_of_the_classes_that_vllms_own_have(tiny):
+    """Under Ray they are Ray's, with its logger in the place of vLLM's Prometheus logger."""
+    made = {}
+
+    class Noted:
+        def __init__(self, name, *args, **kwargs):
+            made[name] = type(self)
+            super().__init__(name, *args, **kwargs)
+
+    class OwnCounter(Noted, Counter):
+        pass
+
+    class OwnGauge(Noted, Gauge):
+        pass
+
+    class Own(PrometheusStatLogger):
+        _counter_cls, _gauge_cls = OwnCounter, OwnGauge
+
+    config = EngineArgs(model=str(tiny), kv_policy="h2o").create_engine_config()
+    config.cache_config.num_gpu_blocks = 8
+    manager = StatLoggerManager(config, custom_stat_loggers=[Own])
+    assert made["vllm:generation_tokens"] is OwnCounter and made["vllm:num_requests_running"] is OwnGauge
+    ours = {name: cls for name, cls in made.items() if name.startswith("vllm:kv_evict")}
+    assert ours == {**{name: OwnCounter for name, _ in COUNTERS.values()}, "vllm:kv_evict_blocks_resident": OwnGauge}
+    manager.kv_evict_metrics.record({"h2o": {**dict.fromkeys(COUNTERS, 0), "evicted": 3, "resident": 2}}, 0)
+    labels = {"model_name": config.model_config.served_model_name, "engine": "0", "policy": "h2o"}
+    assert REGISTRY.get_sample_value("vllm:kv_evict_blocks_evicted_total", labels) == 3
 
 
 # The flag

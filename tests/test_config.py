@@ -431,6 +431,17 @@ def test_a_request_may_ask_for_a_budget_up_to_the_servers(budget, meant):
     assert config == parse({**H2O, "budget": meant})
 
 
+def test_what_a_row_of_a_table_leaves_out_is_null_and_its_numbers_are_floats():
+    """Ray Data's rows, and those of all that is made of Arrow's or pandas' tables."""
+    empty = dict.fromkeys(("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_usage"))
+    assert asked(H2O, empty) == parse(H2O)
+    whole = asked(H2O, {**empty, "kv_policy": "sink-window", "kv_budget": 512, "kv_sink": 64, "kv_usage": True})
+    for row in ({"kv_budget": 512.0, "kv_sink": 64.0}, {"kv_budget": "512.0", "kv_sink": "64"}):
+        assert asked(H2O, {**empty, "kv_policy": "sink-window", **row, "kv_usage": 1.0}) == whole
+    assert isinstance(whole.budget, int) and asked(H2O, {**empty, "kv_budget": 0.1}).budget == 0.1
+    assert request_refusal(H2O, {"kv_budget": 1.0}).endswith("a ratio of the prompt between 0 and 1, not 1.0")
+
+
 @pytest.mark.parametrize("budget", [1025, 2048, "4096", 0.21, 0.9])
 def test_a_budget_above_the_servers_is_refused(budget):
     if budget == 1025:
@@ -441,7 +452,7 @@ def test_a_budget_above_the_servers_is_refused(budget):
 
 @pytest.mark.parametrize(
     "budget",
-    [0, -3, 1.0, 2.5, math.nan, "NaN", "Infinity", True, "true", "lots", "", [512], {"a": 1}, None, "null", 288],
+    [0, -3, 1.0, 2.5, math.nan, "NaN", "Infinity", True, "true", "lots", "", [512], {"a": 1}, "null", 288],
 )
 def test_budgets_that_make_no_sense_are_refused_in_requests_too(budget):
     message = request_refusal(H2O, {"kv_budget": budget})
@@ -477,7 +488,7 @@ def test_a_typo_is_not_silently_ignored(typo):
     assert repr(typo) in message and "kv_budget" in message and "kv_policy" in message
 
 
-@pytest.mark.parametrize("policy", ["h20", "none", None, 3, ["h2o"]])
+@pytest.mark.parametrize("policy", ["h20", "none", 3, ["h2o"]])
 def test_an_unknown_policy_is_refused_in_requests(policy):
     assert "unknown KV policy" in request_refusal(H2O, {"kv_policy": policy})
 
@@ -488,7 +499,7 @@ def test_a_request_may_ask_for_its_usage(value):
     assert asked(H2O, {"kv_usage": value, "kv_budget": 512}) == asked(H2O, {"kv_budget": 512})
 
 
-@pytest.mark.parametrize("value", [2, 0.5, "true", "1", None, [1]])
+@pytest.mark.parametrize("value", [2, 0.5, "true", "1", [1]])
 def test_it_does_so_with_yes_or_no(value):
     for server in (H2O, "full"):
         message = request_refusal(server, {"kv_usage": value})
@@ -596,8 +607,8 @@ def test_sinks_take_from_a_window_that_is_the_budget():
     [
         (H2O, {"kv_sink": -1}, "kv_sink must be a whole number of tokens, 0 or more, not -1"),
         (H2O, {"kv_recent": 0.5}, "kv_recent must be a whole number of tokens, 0 or more, not 0.5"),
-        (H2O, {"kv_sink": "64.0"}, "kv_sink must be a whole number of tokens, 0 or more, not '64.0'"),
-        (H2O, {"kv_sink": None}, "kv_sink must be a whole number of tokens, 0 or more, not null"),
+        (H2O, {"kv_sink": "64.5"}, "kv_sink must be a whole number of tokens, 0 or more, not '64.5'"),
+        (H2O, {"kv_sink": "null"}, "kv_sink must be a whole number of tokens, 0 or more, not 'null'"),
         (H2O, {"kv_sinks": 64}, "unknown request field 'kv_sinks'; a request may set: "),
         ({**H2O, "protect": False}, {"kv_sink": 64}, "kv_sink can't be set here: the server protects no tokens"),
         ("full", {"kv_recent": 64}, "kv_policy 'full' keeps everything: it takes no kv_recent"),

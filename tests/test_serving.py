@@ -1,8 +1,10 @@
 """Serving end to end, on both model runners: what users get, what the pool sees, what requests may ask for."""
 
+import dataclasses
 import itertools
 import logging
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -456,6 +458,37 @@ def test_each_of_n_completions_has_its_usage(engine):
     server.assert_nothing_left()
 
 
+@pytest.mark.v1_only
+def test_a_request_that_asks_has_its_usage_in_its_metrics(engine):
+    """Ray Data shows `dataclasses.asdict` of an output's metrics. Streamed outputs that nobody has read are merged."""
+    server = engine(H2O, disable_log_stats=False)
+    prompt = random_prompt(300)
+    plain, asked = (server.generate([prompt], max_tokens=30, extra_args=extra)[0] for extra in ({}, {"kv_usage": True}))
+    assert "kv_usage" not in dataclasses.asdict(plain.metrics)
+    shown = dataclasses.asdict(pickle.loads(pickle.dumps(asked)).metrics)
+    assert shown.pop("kv_usage") == dataclasses.asdict(asked.kv_usage) and asked.kv_usage.evicted_blocks > 0
+    assert shown.keys() == dataclasses.asdict(plain.metrics).keys() and shown["num_generation_tokens"] == 30
+
+    server.add(prompt, max_tokens=30, output_kind=RequestOutputKind.DELTA, extra_args={"kv_usage": True})
+    first, *others = [output for _ in range(40) for output in server.llm.llm_engine.step()]
+    for output in others:
+        first.add(output, aggregate=True)
+    assert first.finished and first.metrics.kv_usage == dataclasses.asdict(asked.kv_usage)
+    (several,) = server.generate([prompt], max_tokens=30, n=2, temperature=1.0, extra_args={"kv_usage": True})
+    usages = [dataclasses.asdict(completion.kv_usage) for completion in several.outputs]
+    assert several.metrics.kv_usage == usages and len(usages) == 2
+
+
+def test_a_step_that_comes_to_the_runner_past_the_worker_ends(engine):
+    """vLLM's older Ray executor does so, and so may executors of others: nobody would obey the plan."""
+    server = engine(H2O)
+    server.add(random_prompt(40), max_tokens=4)
+    step = server.scheduler.schedule()
+    with pytest.raises(RuntimeError, match="to the model runner past the worker"):
+        server.worker.model_runner.execute_model(step)
+    server.worker.execute_model(step)
+
+
 def test_a_stop_string_ends_a_request_with_its_usage(engine):
     """Stop strings are found by the front end, which then aborts the request in the engine."""
     server = engine(H2O, enable_prefix_caching=False)
@@ -498,7 +531,7 @@ BAD = {
     "not a number": ({"kv_budget": "many"}, "'many'"),
     "NaN": ({"kv_budget": float("nan")}, "nan"),
     "a bool": ({"kv_budget": True}, "True"),
-    "null": ({"kv_budget": None}, "null"),
+    "null, as text": ({"kv_budget": "null"}, "null"),
     "a ratio above 1": ({"kv_budget": 1.5}, "between 0 and 1"),
     "a typo": ({"kv_buget": 128}, "'kv_buget'.*kv_budget"),
     "sinks that are the budget": ({"kv_sink": 160}, "budget 192 leaves nothing to choose.*160 . 64"),

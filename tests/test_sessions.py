@@ -323,6 +323,19 @@ def test_under_pressure(request, make):
 
 
 @pytest.mark.v1_only
+def test_what_a_turn_leaves_out_as_null_stays_what_it_was(engine, complaints):
+    server = engine(H2O, max_num_batched_tokens=CHUNK)
+    sessions = Sessions(server)
+    for turn, asked in enumerate([{"kv_budget": 160, "kv_policy": None}, {"kv_budget": None, "kv_policy": None}]):
+        sessions.send("s", random_prompt(300, turn), 40, extra_args=asked)
+        sessions.run()
+        assert sessions.resident("s").config.budget == 160 < H2O["budget"]
+    assert not complaints
+    sessions.close("s")
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
 def test_sessions_that_fill_the_pool_between_turns_make_room_for_the_next(engine):
     policy = {"name": "h2o", "when": "pressure", "budget": 96, "buffer": 32, "sink": 32, "recent": 32}
     server = engine(policy, blocks=42, max_num_batched_tokens=CHUNK, max_model_len=1024)

@@ -593,6 +593,7 @@ class KVPolicyConfig(BaseModel):
             return self
         if not isinstance(extra_args, Mapping):
             raise KVPolicyError(f"extra_args must be a dict of a request's own arguments, not {shown(extra_args)}")
+        extra_args = given(extra_args)
         for key in extra_args:
             text = str(key)[:LONGEST_SHOWN].lower()
             if key not in REQUEST_FIELDS and difflib.get_close_matches(text, REQUEST_FIELDS, cutoff=0.8):
@@ -620,7 +621,7 @@ class KVPolicyConfig(BaseModel):
         config = KVPolicyConfig.parse({**options, "name": name}).model_copy(update={"depth": self.depth})
         asked = config.limits(block_size, prompt_len)
         if granted is not None and (asked.budget > granted.budget or asked.trigger > granted.trigger):
-            what = ", ".join(f"{field} {extra_args[field]}" for field in sizes) or f"kv_policy {name}"
+            what = ", ".join(f"{field} {size}" for field, size in sizes.items()) or f"kv_policy {name}"
             raise KVPolicyError(
                 f"{what} comes to {asked.budget * block_size} tokens of this request's cache, above the server's "
                 f"{granted.budget * block_size}"
@@ -696,6 +697,14 @@ REQUEST_SIZES = ("kv_budget", "kv_sink", "kv_recent")
 SIZE = "a whole number of tokens, 0 or more"
 
 
+def given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A request's own arguments without those that are null.
+
+    A table of requests (Ray Data's, Arrow's) has a null in each row that leaves out what another row has.
+    """
+    return {field: value for field, value in (extra_args or {}).items() if value is not None}
+
+
 def _fitting_window(policy: Policy, options: Mapping[str, Any], block_size: int, prompt_len: int) -> int:
     """The policy's own recent window, or half of what a smaller budget leaves beside sinks and one block."""
     budget = options["budget"]
@@ -706,19 +715,24 @@ def _fitting_window(policy: Policy, options: Mapping[str, Any], block_size: int,
 
 
 def _number(field: str, value: Any) -> int | float:
-    """One of `REQUEST_SIZES`, which may have come as text: HTTP clients send both."""
+    """One of `REQUEST_SIZES`, which may have come as text: HTTP clients send both.
+
+    Or as 256.0: a column of a table with nulls in it is one of floats. A budget of 1.0 stays one, and is refused, as it
+    might be a ratio.
+    """
     number = value
     if isinstance(value, str):
         try:
             number = json.loads(value[:LONGEST_SHOWN], parse_constant=float)
         except json.JSONDecodeError:
             number = None
-    given = "null" if value is None else shown(value)
+    if isinstance(number, float) and number.is_integer() and (number > 1 or field != "kv_budget"):
+        number = int(number)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         allowed = "a number of tokens, or a ratio of the prompt below 1" if field == "kv_budget" else SIZE
-        raise KVPolicyError(f"{field} must be {allowed}, not {given}")
+        raise KVPolicyError(f"{field} must be {allowed}, not {shown(value)}")
     if field != "kv_budget" and not (isinstance(number, int) and 0 <= number < TOO_MANY):
-        raise KVPolicyError(f"{field} must be {SIZE}, not {given}")
+        raise KVPolicyError(f"{field} must be {SIZE}, not {shown(value)}")
     return number
 
 
@@ -729,5 +743,6 @@ __all__ = [
     "KVPolicyConfig",
     "KVPolicyError",
     "Limits",
+    "given",
     "policy_named",
 ]

@@ -60,12 +60,20 @@ class PrometheusMetrics:
         model_name: as served.
         engines: indices of the engines.
         policies: that requests may run under.
+        counter, gauge: classes that vLLM's own metrics have: prometheus_client's, or wrappers of Ray's.
     """
 
-    def __init__(self, model_name: str, engines: Iterable[int], policies: Iterable[str]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        engines: Iterable[int],
+        policies: Iterable[str],
+        counter: Any = Counter,
+        gauge: Any = Gauge,
+    ) -> None:
         labels, self._model_name = ["model_name", "engine", "policy"], model_name
-        self._metrics: dict[str, Any] = {key: Counter(*named, labels) for key, named in COUNTERS.items()}
-        self._metrics["resident"] = Gauge(*RESIDENT, labels, multiprocess_mode="mostrecent")
+        self._metrics: dict[str, Any] = {key: counter(*named, labels) for key, named in COUNTERS.items()}
+        self._metrics["resident"] = gauge(*RESIDENT, labels, multiprocess_mode="mostrecent")
         self._series: dict[tuple[int, str], dict[str, Any]] = {}
         for engine, policy in product(engines, policies):
             self._of(engine, policy)

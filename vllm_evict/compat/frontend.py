@@ -186,9 +186,11 @@ def hook_output_processor(module: ModuleType) -> None:
     """Hand a finished request's `KVUsage` to its output: `RequestOutput.kv_usage`, and on each completion (n > 1).
 
     For clients of a server it stays in the output's transfer parameters if they ask for it, as responses show those:
-    `{"kv_usage": {...}}`, with n > 1 a list in the order of the choices.
+    `{"kv_usage": {...}}`, with n > 1 a list in the order of the choices; and in its metrics, as Ray Data shows those.
     """
     from vllm.outputs import CompletionOutput, RequestOutput
+
+    from .stats import RequestStats
 
     cls = module.RequestState
     make_request_output, new_completion_output = cls.make_request_output, cls._new_completion_output
@@ -223,6 +225,8 @@ def hook_output_processor(module: ModuleType) -> None:
                 usages = [completion.kv_usage and completion.kv_usage.as_dict() for completion in output.outputs]
                 shown = {SHOWN_KEY: usages if len(usages) > 1 else usages[0]}
                 output.kv_transfer_params = {**(output.kv_transfer_params or {}), **shown}
+                if output.metrics is not None:
+                    output.metrics = RequestStats(**vars(output.metrics), **shown)
         return output
 
     @functools.wraps(new_completion_output)
@@ -240,7 +244,7 @@ def _keeping_usage(add: Any) -> Any:
     @functools.wraps(add)
     def merged(self: Any, next_output: Any, aggregate: bool) -> None:
         add(self, next_output, aggregate)
-        self.kv_usage = next_output.kv_usage or self.kv_usage
+        self.kv_usage, self.metrics = next_output.kv_usage or self.kv_usage, next_output.metrics
         usages = {completion.index: completion.kv_usage for completion in next_output.outputs}
         for completion in self.outputs:
             completion.kv_usage = usages.get(completion.index) or completion.kv_usage
@@ -262,7 +266,11 @@ def hook_loggers(module: ModuleType) -> None:
         if (policy := _server_policy(vllm_config)) is not None:
             # After vLLM's Prometheus logger, which unregisters every metric called vllm:*.
             name = vllm_config.model_config.served_model_name
-            self.kv_evict_metrics = PrometheusMetrics(name, self.engine_indexes, sorted(policy.allowed))
+            # There is one: vLLM's, or the one that was given in its place (Ray's).
+            beside = next(each for each in self.stat_loggers if isinstance(each, module.PrometheusStatLogger))
+            self.kv_evict_metrics = PrometheusMetrics(
+                name, self.engine_indexes, sorted(policy.allowed), beside._counter_cls, beside._gauge_cls
+            )
 
     @functools.wraps(record)
     def recorded(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import vllm.envs as envs
 from vllm.platforms import current_platform
+from vllm.v1.executor.abstract import Executor
 
 from ..attention.ops import FP8_NAMES, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
@@ -116,6 +117,11 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "data parallelism under an external launcher, where an empty step runs the model all the same",
             "leave data_parallel_size out, or serve with --data-parallel-size",
         ),
+        (
+            _past_the_worker(vllm_config),
+            "vLLM's older Ray executor, which runs steps past the worker",
+            "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND, or set it to 1",
+        ),
         (vllm_config.speculative_config is not None, "speculative decoding", "leave --speculative-config out"),
         (
             vllm_config.kv_transfer_config is not None,
@@ -155,6 +161,12 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "leave --scheduler-cls out; eviction needs its own",
         ),
     ]
+
+
+def _past_the_worker(vllm_config: Any) -> bool:
+    """Whether the executor is the one of vLLM 0.32 that hands a step to the model runner itself; 0.33 has none such."""
+    executor = Executor.get_class(vllm_config)
+    return any(base.__name__ == "RayDistributedExecutor" for base in executor.__mro__)
 
 
 def _named_backend(attention_config: Any) -> tuple[str | None, str]:

@@ -25,6 +25,7 @@ def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
 
     @wraps(update)
     def _update_states(scheduler_output: Any) -> Any:
+        runtime.check_begun(scheduler_output)
         corrections = update(scheduler_output)
         tables = [runner.input_batch.block_table[index].block_table for index in range(len(runtime.groups))]
         for index, group in enumerate(runtime.groups):
@@ -51,6 +52,7 @@ def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
 
     @wraps(update)
     def update_requests(scheduler_output: Any) -> None:
+        runtime.check_begun(scheduler_output)
         update(scheduler_output)
         for table, group in zip(runner.block_tables.block_tables, runtime.groups):
             for req_id, blocks in group.changes():

@@ -16,7 +16,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from ..config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError
+from ..config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError, given
 from ..environment import poison_mode
 from ..metrics import STATS_KEY, Tally
 from ..usage import SHOWN_KEY, USAGE_KEY, KVUsage
@@ -147,8 +147,8 @@ class EvictionMixin:
     def _renew(self, session: Request) -> None:
         """Let what a session may keep follow its prompt, and what its next turn asks for."""
         req_id, residents = session.request_id, self._residents_of(session.request_id)
-        asked, extra_args = residents[0].state.asked, session.sampling_params and session.sampling_params.extra_args
-        extra_args, name = extra_args or {}, residents[0].policy
+        asked, name = residents[0].state.asked, residents[0].policy
+        extra_args = given(session.sampling_params and session.sampling_params.extra_args)
         if extra_args.get("kv_policy", name) != name:
             logger.warning("request %s: a session keeps the KV policy of its first turn, %r", req_id, name)
         asked |= {key: extra_args[key] for key in REQUEST_SIZES if key in extra_args}

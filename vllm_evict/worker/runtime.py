@@ -68,6 +68,19 @@ class EvictionRuntime:
         self.batch.own = self._own() if self.groups[0].decodes else set()
         self._scheduler_output, self._graph = scheduler_output, _UNKNOWN
 
+    def check_begun(self, scheduler_output: Any) -> None:
+        """Before the runner takes a step in: its plan has to be the one that the worker has begun.
+
+        Raises:
+            RuntimeError: an executor went past the worker, so nobody would obey the plan.
+        """
+        plan = getattr(scheduler_output, PLAN, None)
+        if plan is not None and plan is not self.plan:
+            raise RuntimeError(
+                "an executor gave a step to the model runner past the worker, who obeys its KV policy's plan: "
+                "leave --kv-policy out, or use another --distributed-executor-backend"
+            )
+
     def reserve(self) -> None:
         """Memory that stays, before vLLM measures what is left for its pool."""
         self.ops.reserve(self.groups[0].device)
