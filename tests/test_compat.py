@@ -753,6 +753,23 @@ def test_vllms_config_file_may_hold_it(parser, tmp_path, monkeypatch, key, writt
     assert parser.parse_args(["--config", "serve.yaml", "--kv-policy", "tova"]).kv_policy.name == "tova"
 
 
+@pytest.mark.parametrize("none", [None, "", "None"])
+def test_none_is_no_policy_as_of_vllms_flags(parser, tmp_path, none):
+    """Templates of deployments leave a flag empty, or have null in a file."""
+    (tmp_path / "serve.yaml").write_text(json.dumps({"kv-policy": none, "quantization": none}))
+    for words in (["--config", str(tmp_path / "serve.yaml")], ["--kv-policy", none or "", "--quantization", ""]):
+        namespace = parser.parse_args(words)
+        assert namespace.kv_policy is None is namespace.quantization
+        assert parser.parse_args([*words, "--kv-policy", "tova"]).kv_policy.name == "tova"
+
+
+@pytest.mark.parametrize("key", ["kv-policy", "KV_POLICY", "kvPolicy"])
+def test_a_policy_under_another_key_of_additional_config_is_refused(configured, key):
+    """It would be no policy at all, and nobody would say so."""
+    with pytest.raises(KVPolicyError, match=f"'{key}', which nobody reads: it is called 'kv_policy'"):
+        configured(additional_config={key: "h2o"})
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
