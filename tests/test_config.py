@@ -632,6 +632,9 @@ def test_sinks_take_from_a_window_that_is_the_budget():
         (H2O, {"kv_sink": "64.0"}, "kv_sink must be a whole number of tokens, 0 or more, not '64.0'"),
         (H2O, {"kv_sink": None}, "kv_sink must be a whole number of tokens, 0 or more, not null"),
         (H2O, {"kv_sinks": 64}, "unknown request field 'kv_sinks'; a request may set: "),
+        # Options of a policy that are the server's.
+        (H2O, {"kv_window": 64}, "unknown request field 'kv_window'; a request may set: "),
+        (H2O, {"kv_granularity": "token"}, "unknown request field 'kv_granularity'; a request may set: "),
         ({**H2O, "protect": False}, {"kv_sink": 64}, "kv_sink can't be set here: the server protects no tokens"),
         ("full", {"kv_recent": 64}, "kv_policy 'full' keeps everything: it takes no kv_recent"),
         (

@@ -558,7 +558,8 @@ class KVPolicyConfig(BaseModel):
             raise KVPolicyError(f"extra_args must be a dict of a request's own arguments, not {shown(extra_args)}")
         for key in extra_args:
             text = str(key)[:LONGEST_SHOWN].lower()
-            if key not in REQUEST_FIELDS and difflib.get_close_matches(text, REQUEST_FIELDS, cutoff=0.8):
+            option = text.startswith("kv_") and text.removeprefix("kv_") in type(self).model_fields
+            if key not in REQUEST_FIELDS and (option or difflib.get_close_matches(text, REQUEST_FIELDS, cutoff=0.8)):
                 raise KVPolicyError(
                     f"unknown request field {shown(key)}; a request may set: {nearest(key, REQUEST_FIELDS)}"
                 )
