@@ -2,6 +2,7 @@
 that ended, and what vLLM tells of its prefix cache is so."""
 
 import gc
+import logging
 import random
 import types
 from collections import Counter
@@ -23,7 +24,15 @@ POLICIES = {
 }
 REQUESTS, SLOW = 250, 40
 #: What leads out of an engine.
-OUTSIDE = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType)
+OUTSIDE = (
+    types.ModuleType,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    types.FrameType,
+    logging.Logger,
+)
 
 
 class Mirror:
