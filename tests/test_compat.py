@@ -710,11 +710,17 @@ def test_ray_serve_llm_takes_it_among_its_engine_kwargs(tiny):
 
 
 @pytest.mark.parametrize(
-    "policy", [*presets(), {"name": "adakv", "bands": 2}, {"name": "duo", "pattern": ["10", "01"]}]
+    "policy",
+    [
+        *(preset for preset in presets() if preset != "endless"),  # whose budget is for larger contexts
+        {"name": "sink-window", "budget": 512, "context": "model"},
+        {"name": "adakv", "bands": 2},
+        {"name": "duo", "pattern": ["10", "01"]},
+    ],
 )
 def test_arguments_may_be_made_a_configuration_of_twice(tiny, policy):
     """Ray Data does, to look at it before the engine makes its own."""
-    made = AsyncEngineArgs(model=str(tiny), kv_policy=policy)
+    made = AsyncEngineArgs(model=str(tiny), kv_policy=policy, max_num_batched_tokens=256)
     first, second = made.create_engine_config(), made.create_engine_config()
     assert first.additional_config == second.additional_config
     assert first.scheduler_config.scheduler_cls == second.scheduler_config.scheduler_cls
@@ -795,6 +801,23 @@ def test_vllms_config_file_may_hold_it(parser, tmp_path, monkeypatch, key, writt
     assert parser.parse_args(["--config", "serve.yaml"]).kv_policy == H2O
     # The command line comes after the file.
     assert parser.parse_args(["--config", "serve.yaml", "--kv-policy", "tova"]).kv_policy.name == "tova"
+
+
+@pytest.mark.parametrize("none", [None, "", "None"])
+def test_none_is_no_policy_as_of_vllms_flags(parser, tmp_path, none):
+    """Templates of deployments leave a flag empty, or have null in a file."""
+    (tmp_path / "serve.yaml").write_text(json.dumps({"kv-policy": none, "quantization": none}))
+    for words in (["--config", str(tmp_path / "serve.yaml")], ["--kv-policy", none or "", "--quantization", ""]):
+        namespace = parser.parse_args(words)
+        assert namespace.kv_policy is None is namespace.quantization
+        assert parser.parse_args([*words, "--kv-policy", "tova"]).kv_policy.name == "tova"
+
+
+@pytest.mark.parametrize("key", ["kv-policy", "KV_POLICY", "kvPolicy"])
+def test_a_policy_under_another_key_of_additional_config_is_refused(configured, key):
+    """It would be no policy at all, and nobody would say so."""
+    with pytest.raises(KVPolicyError, match=f"'{key}', which nobody reads: it is called 'kv_policy'"):
+        configured(additional_config={key: "h2o"})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -168,7 +169,8 @@ def test_blocks_too_large_for_a_budget_are_refused_by_size():
         ("heads", "min", "'sum', 'mean' or 'max', not 'min'"),
         ("layers", 3, "'sum', 'mean' or 'max', not 3"),
         ("allow", ["h2o", "h3o"], "unknown KV policy 'h3o'"),
-        ("allow", "h2o", "tuple"),
+        ("allow", "h2o", "should be a list, not 'h2o'"),
+        ("budget", 1 << 31, "below 2147483648, or a ratio"),
     ],
 )
 def test_wrong_types_and_values_are_refused_by_field(field, value, words):
@@ -206,6 +208,38 @@ def test_broken_json_is_refused():
     assert "not a JSON object" in refusal('{"name": "h2o"')
     message = refusal('{"a":' * 100_000)
     assert "not a JSON object" in message and len(message) < 400
+
+
+@pytest.mark.parametrize("name", ["h2o-pressure", "streaming-llm"])
+def test_a_preset_is_no_name_of_a_policy(name):
+    """Not in a file or a request either: it has fields of its own."""
+    words = f"'{name}' is a preset, which stands for a whole policy (--kv-policy {name})"
+    assert words in refusal({"name": name, "budget": 512})
+    assert words in request_refusal(H2O, {"kv_policy": name})
+
+
+def test_numbers_may_be_numpys():
+    numbers = {"budget": np.int64(512), "sink": np.int32(4), "recent": np.int64(64), "decay": np.float32(0.5)}
+    config = parse({**H2O, **numbers})
+    assert json.loads(json.dumps(config.to_dict()))["budget"] == 512
+    assert parse({**H2O, "budget": np.float64(0.5)}).budget == 0.5
+    assert refusal({**H2O, "budget": np.bool_(True)}).endswith("not np.True_")
+
+
+def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    """Shells leave ~ alone after "=", and nobody else expands it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("name: tova")
+    (tmp_path / "gates").symlink_to(ROOT / "configs/heads/needle")
+    assert parse("~/mine.yaml").name == "tova"
+    assert parse({"name": "duo", "heads": "~/gates"}).head_pattern.retrieval.any()
+
+
+def test_a_file_of_another_kind_is_refused_by_its_ending(tmp_path, monkeypatch):
+    (tmp_path / "policy.txt").write_text("name: h2o")
+    monkeypatch.chdir(tmp_path)
+    for path in ("policy.txt", str(tmp_path / "policy.txt"), "configs/h2o", str(tmp_path)):
+        assert refusal(path) == f"{path!r} is no file of a policy: its name has to end in .yaml or .yml or .json"
 
 
 def test_files_are_known_by_their_ending_in_capitals_too(tmp_path):
@@ -610,6 +644,9 @@ def test_sinks_take_from_a_window_that_is_the_budget():
         (H2O, {"kv_sink": "64.5"}, "kv_sink must be a whole number of tokens, 0 or more, not '64.5'"),
         (H2O, {"kv_sink": "null"}, "kv_sink must be a whole number of tokens, 0 or more, not 'null'"),
         (H2O, {"kv_sinks": 64}, "unknown request field 'kv_sinks'; a request may set: "),
+        # Options of a policy that are the server's.
+        (H2O, {"kv_window": 64}, "unknown request field 'kv_window'; a request may set: "),
+        (H2O, {"kv_granularity": "token"}, "unknown request field 'kv_granularity'; a request may set: "),
         ({**H2O, "protect": False}, {"kv_sink": 64}, "kv_sink can't be set here: the server protects no tokens"),
         ("full", {"kv_recent": 64}, "kv_policy 'full' keeps everything: it takes no kv_recent"),
         (

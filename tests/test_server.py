@@ -213,6 +213,31 @@ def test_a_bad_streamed_request_is_http_400_before_the_stream(server):
         assert "'kv_buget'" in refused.value.message
 
 
+@pytest.mark.parametrize(
+    "body, where",
+    [
+        ({"kv_budget": 128}, "kv_budget"),
+        ({"kv_policy": "full", "vllm_xargs": {"kv_usage": True}}, "kv_policy"),
+        ({"extra_args": {"kv_budget": 128}}, "kv_budget in extra_args"),
+        ({"extra_body": {"vllm_xargs": {"kv_sink": 64}}}, "kv_sink in extra_body"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_vllm_would_drop_unseen_is_refused(server, body, where, stream):
+    """Clients forget `vllm_xargs`, or send what Python's client takes as arguments."""
+    message = {"role": "user", "content": "t1"}
+    for create in (
+        lambda: server.client.completions.create(model="tiny", prompt="t1", stream=stream, extra_body=body),
+        lambda: server.client.chat.completions.create(model="tiny", messages=[message], stream=stream, extra_body=body),
+        lambda: server.client.responses.create(model="tiny", input="t1", stream=stream, extra_body=body),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            create()
+        field = where.split()[0]
+        assert f'{where} would be ignored: a request sets it as {{"vllm_xargs": {{"{field}": ...}}}}' in str(refused.value)
+    assert server.complete("t1 t2", max_tokens=2, xargs={"other": 1}).usage.completion_tokens == 2
+
+
 MESSAGES = [{"role": "user", "content": PROMPT}]
 TOKENS = {"token_ids": [i * 7 % 256 for i in range(400)], "sampling_params": {"max_tokens": 40, "ignore_eos": True}}
 #: Ways to the engine that the clients above don't take: what they are asked, and whether they have a place for usage.

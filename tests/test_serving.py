@@ -9,12 +9,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from engine import V2, Engine, logprobs_of, random_prompt
+from engine import V2, Engine, greedy, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
@@ -724,3 +724,15 @@ def test_half_precision_follows_the_oracle_up_to_rounding(engine, tmp_path, name
     for (prompt, _), output, trace in zip(requests, outputs, traces):
         assert_like_oracle(reference, prompt, output, trace, POLICIES[name], atol=0.3, tie=0.1)
         assert trace.evicted and max(trace.held) <= most_held(POLICIES[name])
+
+
+@pytest.mark.v1_only  # Triton's interpreter does not run V2's kernel for grammars
+def test_who_is_bound_to_a_grammar_stays_so(engine):
+    """Masks of a grammar go by rows of the batch, which has requests without one in between."""
+    server = engine(WINDOW, max_num_batched_tokens=128, structured_outputs_config={"backend": "xgrammar"})
+    grammar = StructuredOutputsParams(regex="(t1|t2|t3){20,500}")
+    params = [greedy(60, structured_outputs=grammar if index % 2 else None) for index in range(6)]
+    outputs = server.generate([random_prompt(400, index) for index in range(6)], params)
+    for index, output in enumerate(outputs):
+        assert output.kv_usage.evicted_blocks > 0
+        assert (set(output.outputs[0].token_ids) <= {1, 2, 3}) == bool(index % 2)

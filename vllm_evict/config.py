@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from .errors import LONGEST_SHOWN, KVPolicyError, nearest, sentence, shown
 from .heads.pattern import HeadPattern
 from .policies import BUDGET_OPTIONS, MASS_OPTIONS, POLICIES, TOKEN_OPTIONS, Policy
-from .sources import read, with_pattern
+from .sources import presets, read, with_pattern
 
 Reduction = Literal["sum", "mean", "max"]
 REDUCTION_NAMES = get_args(Reduction)
@@ -32,6 +33,11 @@ def policy_named(name: object) -> Policy:
     Raises:
         KVPolicyError: there is none; the message lists those there are.
     """
+    if isinstance(name, str) and name in presets():
+        raise KVPolicyError(
+            f"{name!r} is a preset, which stands for a whole policy (--kv-policy {name}); "
+            f"a policy's name is one of: {nearest(name, POLICIES)}"
+        )
     if not isinstance(name, str) or name not in POLICIES:
         raise KVPolicyError(f"unknown KV policy {shown(name)}; choose one of: {nearest(name, POLICIES)}")
     return POLICIES[name]
@@ -179,12 +185,16 @@ class KVPolicyConfig(BaseModel):
     @field_validator("budget", mode="before")
     @classmethod
     def _tokens_or_ratio(cls, budget: Any) -> int | float | None:
-        tokens = isinstance(budget, int) and not isinstance(budget, bool) and 0 < budget < TOO_MANY
-        ratio = isinstance(budget, float) and 0 < budget < 1
-        if budget is None or tokens or ratio:
-            return budget
+        if budget is None:
+            return None
+        # numpy's numbers are such too.
+        if isinstance(budget, Integral) and not isinstance(budget, bool) and 0 < budget < TOO_MANY:
+            return int(budget)
+        if isinstance(budget, Real) and not isinstance(budget, Integral) and 0 < budget < 1:
+            return float(budget)
         raise ValueError(
-            f"must be a whole number of tokens above 0, or a ratio of the prompt between 0 and 1, not {shown(budget)}"
+            f"must be a whole number of tokens above 0 and below {TOO_MANY}, or a ratio of the prompt between 0 and 1, "
+            f"not {shown(budget)}"
         )
 
     @field_validator("context", mode="before")
@@ -596,7 +606,8 @@ class KVPolicyConfig(BaseModel):
         extra_args = given(extra_args)
         for key in extra_args:
             text = str(key)[:LONGEST_SHOWN].lower()
-            if key not in REQUEST_FIELDS and difflib.get_close_matches(text, REQUEST_FIELDS, cutoff=0.8):
+            option = text.startswith("kv_") and text.removeprefix("kv_") in type(self).model_fields
+            if key not in REQUEST_FIELDS and (option or difflib.get_close_matches(text, REQUEST_FIELDS, cutoff=0.8)):
                 raise KVPolicyError(
                     f"unknown request field {shown(key)}; a request may set: {nearest(key, REQUEST_FIELDS)}"
                 )

@@ -28,7 +28,8 @@ def shown(value: object) -> str:
 def sentence(error: Mapping[str, Any]) -> str:
     """One of pydantic's errors."""
     where = error["loc"][0] if error["loc"] else ""
-    message = error["msg"].removeprefix("Value error, ")
+    # JSON and YAML have lists.
+    message = error["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
     if error["type"] != "value_error":
         message = f"{message[0].lower()}{message[1:]}, not {shown(error['input'])}"
     return f"{where}: {message}" if where else message

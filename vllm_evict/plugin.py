@@ -11,6 +11,7 @@ HOOKS = {
     "vllm.engine.arg_utils": arguments.hook,
     "vllm.entrypoints.openai.chat_completion.protocol": frontend.hook_protocol("ChatCompletionRequest"),
     "vllm.entrypoints.openai.completion.protocol": frontend.hook_protocol("CompletionRequest"),
+    "vllm.entrypoints.openai.responses.protocol": frontend.hook_protocol("ResponsesRequest"),
     "vllm.entrypoints.openai.responses.serving": frontend.hook_responses,
     "vllm.v1.engine.async_llm": frontend.hook_async_llm,
     "vllm.v1.engine.input_processor": frontend.hook_input_processor,

@@ -1,6 +1,7 @@
 """Where a policy comes from: its name, a preset, JSON or a file; and the file of gates that it may name."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from .policies import POLICIES
 
 #: Policy files that come with the package: configs/ of the repository, but those that name a file of gates.
 PRESETS = Path(__file__).parent / "configs"
+
+
+#: What files of a policy end in.
+FILES = (".yaml", ".yml", ".json")
 
 
 def presets() -> dict[str, Path]:
@@ -28,11 +33,14 @@ def read(text: str) -> tuple[Any, str]:
             return json.loads(text), ""
         except (json.JSONDecodeError, RecursionError) as error:
             raise KVPolicyError(f"not a JSON object ({error}): {text[:LONGEST_SHOWN]}") from None
-    path = Path(text)
-    if path.suffix.lower() not in (".yaml", ".yml", ".json"):
+    path = _path(text)
+    if path.suffix.lower() not in FILES:
         if text in POLICIES:
             return {"name": text}, ""
         if text not in presets():
+            if os.sep in text or os.path.isfile(path):
+                endings = " or ".join(FILES)
+                raise KVPolicyError(f"{shown(text)} is no file of a policy: its name has to end in {endings}")
             choice = f"choose one of: {nearest(text, POLICIES)}; or a preset: {nearest(text, presets())}"
             raise KVPolicyError(f"unknown KV policy {shown(text)}; {choice}")
         path = presets()[text]
@@ -47,6 +55,11 @@ def read(text: str) -> tuple[Any, str]:
     return value, f"{path}: "
 
 
+def _path(text: str | Path) -> Path:
+    """A path that may begin with ~, which shells leave alone after "=" and in JSON."""
+    return Path(os.path.expanduser(text))
+
+
 def with_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
     """duo's fields, with what its file of gates says in place of those that are not given."""
     values = dict(values)
@@ -59,7 +72,7 @@ def with_pattern(values: Mapping[str, Any]) -> dict[str, Any]:
             f"it, not {heads!r}"
         )
     try:
-        read = HeadPattern.read(heads, values.get("threshold"), values.get("sparsity"))
+        read = HeadPattern.read(_path(heads), values.get("threshold"), values.get("sparsity"))
     except HeadsError as error:
         raise ValueError(str(error)) from None
     pattern = tuple("".join("1" if head else "0" for head in layer) for layer in read.retrieval)

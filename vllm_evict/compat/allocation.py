@@ -1,4 +1,8 @@
-"""The KV cache manager: between an allocation that fails and what vLLM does then, preempt or let wait, is no hook."""
+"""The KV cache manager: no class of ours can be named in its place.
+
+Between an allocation that fails and what vLLM does then, preempt or let wait, is no hook; and it tells what a request
+has published from the blocks that it holds.
+"""
 
 from collections.abc import Callable
 from functools import wraps
@@ -24,3 +28,20 @@ def before_giving_up(cache: Any, make_room: Callable[[Any, int], bool]) -> None:
         return blocks
 
     cache.allocate_slots = allocate_slots
+
+
+def count_published(cache: Any, published: Callable[[Any], int | None]) -> None:
+    """Let `published` say how many tokens of a request are in the prefix cache, which vLLM reports as written to it.
+
+    Args:
+        cache: vLLM's `KVCacheManager`, of one scheduler.
+        published: request -> tokens; None: vLLM's own count is right.
+    """
+    estimate = cache.estimate_cached_tokens
+
+    @wraps(estimate)
+    def estimate_cached_tokens(request: Any) -> int:
+        tokens = published(request)
+        return estimate(request) if tokens is None else tokens
+
+    cache.estimate_cached_tokens = estimate_cached_tokens

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,7 +89,9 @@ def _with_flag(add_cli_args: Any) -> Any:
     return with_flag
 
 
-def _argument(text: str) -> KVPolicyConfig:
+def _argument(text: str) -> KVPolicyConfig | None:
+    if text in ("", "None"):  # none, as of every flag of vLLM's; null in its --config file comes as the latter
+        return None
     try:
         return KVPolicyConfig.parse(text)
     except KVPolicyError as error:
@@ -136,6 +139,9 @@ def _requested(engine_args: Any) -> KVPolicyConfig | None:
     """The policy that was asked for, by argument or by additional_config."""
     additional = engine_args.additional_config
     carried = additional.get("kv_policy") if isinstance(additional, dict) else None
+    for key in additional if isinstance(additional, dict) else ():
+        if key != "kv_policy" and re.sub("[^a-z]", "", str(key).lower()) == "kvpolicy":
+            raise KVPolicyError(f"additional_config has {shown(key)}, which nobody reads: it is called 'kv_policy'")
     given = engine_args.kv_policy
     if given is None:
         return None if carried is None else KVPolicyConfig.parse(carried)

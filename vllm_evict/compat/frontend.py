@@ -18,6 +18,8 @@ logger = logging.getLogger("vllm.evict")
 _session: ContextVar[list[str] | None] = ContextVar("kv_evict_session", default=None)
 #: What a client's beam search asks for, in the task that answers it; vLLM hands it to none of the requests it makes.
 _beam_xargs: ContextVar[dict[str, Any] | None] = ContextVar("kv_evict_beam_xargs", default=None)
+#: Where the request that a task answers has what belongs into its `vllm_xargs`; None: nowhere.
+_misplaced: ContextVar[str | None] = ContextVar("kv_evict_misplaced", default=None)
 
 
 def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
@@ -52,8 +54,27 @@ def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
+def _misplaced_in(request: Any) -> str | None:
+    """Where a client put one of `REQUEST_FIELDS` that vLLM drops unseen: beside `vllm_xargs`, or in another dict."""
+    for key, value in (request.model_extra or {}).items():
+        inside = value.get("vllm_xargs", value) if isinstance(value, dict) else None
+        for field in REQUEST_FIELDS:
+            if key == field:
+                return field
+            if isinstance(inside, dict) and field in inside:
+                return f"{field} in {key}"
+    return None
+
+
 def _check_prompt(vllm_config: Any, prompt: Any, params: Any) -> None:
     """The same for a prompt that is rendered; others are checked when they are."""
+    from vllm.exceptions import VLLMValidationError
+
+    if (where := _misplaced.get()) and _server_policy(vllm_config) is not None:
+        raise VLLMValidationError(
+            f'{where} would be ignored: a request sets it as {{"vllm_xargs": {{"{where.split()[0]}": ...}}}}',
+            parameter=where.split()[-1],
+        )
     if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
         _check_request(vllm_config, params, len(prompt["prompt_token_ids"]))
 
@@ -125,22 +146,26 @@ def hook_async_llm(module: ModuleType) -> None:
 
 
 def hook_protocol(name: str) -> Callable[[ModuleType], None]:
-    """Of the module of the OpenAI request `name`: what its beam search asks of the engine gets its `vllm_xargs`."""
+    """Of the module of the OpenAI request `name`: what it asks in the wrong place is noted, to be refused, and what its
+    beam search asks of the engine gets its `vllm_xargs`.
+    """
 
     def noting(convert: Any, beams: bool) -> Any:
         @functools.wraps(convert)
         def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
             _beam_xargs.set(self.vllm_xargs if beams else None)
+            _misplaced.set(_misplaced_in(self))
             return convert(self, *args, **kwargs)
 
         return noted
 
     def hook(module: ModuleType) -> None:
         cls = getattr(module, name)
-        to_beam_search_params, to_sampling_params = cls.to_beam_search_params, cls.to_sampling_params
-        if _once(cls):
-            cls.to_beam_search_params = noting(to_beam_search_params, beams=True)
-            cls.to_sampling_params = noting(to_sampling_params, beams=False)
+        if not _once(cls):
+            return
+        for method in ("to_beam_search_params", "to_sampling_params"):
+            if convert := getattr(cls, method, None):  # responses have no beams
+                setattr(cls, method, noting(convert, beams=method == "to_beam_search_params"))
 
     return hook
 

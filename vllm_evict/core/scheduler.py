@@ -16,6 +16,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from ..compat.allocation import count_published
 from ..config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError, given
 from ..environment import poison_mode
 from ..metrics import STATS_KEY, Tally
@@ -50,6 +51,7 @@ class EvictionMixin:
         self._poison = poison_mode()
         for manager in self.kv_managers:
             manager.bind(self.vllm_config.max_in_flight_tokens, self._poison)
+        count_published(self.kv_cache_manager, self._published_tokens)
         self._plan = EvictionPlan.empty(len(self.kv_managers))
         waits = any(part.when == "pressure" for part in self.kv_policy.classes.values())
         #: None where nobody waits for the pool to run out.
@@ -412,6 +414,13 @@ class EvictionMixin:
                 if usage != self._stoppable[req_id]:
                     self._stoppable[req_id] = usage
                     output.kv_transfer_params = self._usage(self.requests[req_id])
+
+    def _published_tokens(self, request: Request) -> int | None:
+        """Tokens of a request that others can hit, blocks that it has lost included; None: it has all its blocks."""
+        resident = self.residents.get(request.request_id)
+        if resident is None or resident.pure_tokens is None:
+            return None
+        return min(manager.published_tokens(request.request_id) for manager in self.kv_managers)
 
     def _usage(self, request: Request) -> dict[str, Any]:
         """Its usage as it travels to the front end."""

@@ -32,6 +32,14 @@ BLOCKS = [
         ),
     ),
     Touch(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.estimate_cached_tokens",
+        ("core.scheduler", "compat.allocation"),
+        "what a request has published, by the blocks that it holds; asked with its first output, reported as written",
+        first=("request",),
+        replaced_by=("vllm_evict.compat.allocation:count_published.estimate_cached_tokens",),
+        does=("self.get_blocks(request.request_id)", "block.block_hash_num_tokens"),
+    ),
+    Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
         ("core.scheduler",),
         "holds our managers, one a KV group",

@@ -443,6 +443,20 @@ FRONT_END = [
     ),
     Touch("vllm.entrypoints.openai.chat_completion.protocol:", ("plugin",), "hooked when it is imported"),
     Touch("vllm.entrypoints.openai.completion.protocol:", ("plugin",), "hooked when it is imported"),
+    Touch("vllm.entrypoints.openai.responses.protocol:", ("plugin",), "hooked when it is imported"),
+    Touch(
+        "vllm.entrypoints.openai.responses.protocol:ResponsesRequest.to_sampling_params",
+        ("compat.frontend",),
+        "keeps `vllm_xargs`, and drops what is beside it",
+        replaced_by=("vllm_evict.compat.frontend:hook_protocol.noting.noted",),
+        does=("self.vllm_xargs if self.vllm_xargs else {}",),
+    ),
+    Touch(
+        "vllm.entrypoints.serve.engine.protocol:OpenAIBaseModel",
+        ("compat.frontend",),
+        "fields that it does not know are kept as `model_extra`, and nobody reads them",
+        has=('model_config = ConfigDict(extra="allow")',),
+    ),
     *(
         Touch(
             f"vllm.entrypoints.openai.{module}.protocol:{name}.{method}",

@@ -82,6 +82,7 @@ SCHEDULER = [
         replaced_by=("vllm_evict.core.scheduler:EvictionMixin.update_from_output",),
         does=(
             "request.num_in_flight_tokens -= num_tokens_scheduled",
+            "prefill_stats.finalize(self.kv_cache_manager.estimate_cached_tokens(request))",
             "kv_transfer_params, ec_transfer_params = self._free_request(request)",
             "EngineCoreOutput(..., kv_transfer_params=kv_transfer_params)",
             "self.make_stats(...)",
