@@ -1,0 +1,92 @@
+"""Models some of whose layers have sliding windows: full attention layers lose blocks, windows stay vLLM's own."""
+
+import numpy as np
+import pytest
+import torch
+from engine import V2, logprobs_of, random_prompt
+from oracle.heads import replay_heads
+from oracle.model import DenseLlama
+from oracle.tiny import make_tiny_llama
+from parity import assert_like_oracle, assert_logprobs, oracle_config
+
+BLOCK, WINDOW = 32, 48
+#: Name -> the window of each layer, 0 for none, and the KV groups that vLLM makes of them: layers of each.
+LAYOUTS = {
+    "windows-first": ([WINDOW, WINDOW, WINDOW, 0], [[0], [1], [2], [3]]),
+    "full-first": ([0, WINDOW, WINDOW], [[0], [1], [2]]),
+    "in-turn": ([WINDOW, 0, WINDOW, 0], [[0, 2], [1, 3]]),
+    "padded": ([WINDOW, 0, WINDOW, WINDOW, 0], [[0, 3], [2], [1, 4]]),
+    "two-full": ([WINDOW, 0, 0], [[0], [1], [2]]),
+    "two-full-first": ([0, WINDOW, 0], [[0], [2], [1]]),
+}
+BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64}
+POLICIES = {
+    "sink-window": {"name": "sink-window", **BASE},
+    "h2o": {"name": "h2o", **BASE},
+    "h2o-max": {"name": "h2o", **BASE, "heads": "max", "layers": "max"},
+    "scissorhands": {"name": "scissorhands", **BASE, "window": 48},
+    "snapkv": {"name": "snapkv", **BASE, "window": 24, "kernel": 5},
+    "rkv": {"name": "rkv", **BASE, "window": 12, "mix": 0.5},
+    "keydiff": {"name": "keydiff", **BASE},
+    "pagedeviction": {"name": "pagedeviction", "budget": 192},
+}
+CASES = [(layout, name) for layout in LAYOUTS for name in ("sink-window", "h2o")]
+CASES += [("in-turn", name) for name in POLICIES if name not in ("sink-window", "h2o")]
+if V2:
+    CASES = [("windows-first", "h2o"), ("in-turn", "sink-window"), ("two-full", "h2o"), ("in-turn", "keydiff")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Directory of a tiny Llama with a layout of windows."""
+    made = {}
+
+    def make(layout, **kwargs):
+        if layout not in made:
+            folder = tmp_path_factory.mktemp("sliding") / layout
+            windows, _ = LAYOUTS[layout]
+            made[layout] = make_tiny_llama(folder, layers=len(windows), windows=windows, **kwargs)
+        return made[layout]
+
+    return make
+
+
+def groups_with_holes(server):
+    """Layers of the KV groups that may have holes, in order."""
+    groups = server.scheduler.kv_cache_config.kv_cache_groups
+    names = [groups[manager.kv_cache_group_id].layer_names for manager in server.managers]
+    return [[int(name.split(".")[2]) for name in group] for group in names]
+
+
+def assert_groups_like_oracle(dense, prompt, output, trace, policy, groups):
+    """The same blocks evicted from each KV group after the same steps, and the same log-probabilities."""
+    if len(groups) == 1:
+        return assert_like_oracle(dense, prompt, output, trace, policy)
+    heads = torch.zeros(len(groups), dense.layers, dense.kv_heads, dtype=torch.bool)
+    for group, layers in enumerate(groups):
+        heads[group, layers] = True
+    tokens, config = [*prompt, *output.outputs[0].token_ids], oracle_config(policy, prompt, BLOCK)
+    replays = replay_heads(dense, tokens, trace.steps, [(config, each) for each in heads], trace.start)
+    for got, want in zip(trace.groups, replays, strict=True):
+        assert got.evicted[:-1] == want.evicted[: len(trace.steps) - 1]
+    assert_logprobs(output, prompt, trace, replays[0].logits)
+    return sum(len(blocks) for group in trace.groups for blocks in group.evicted)
+
+
+@pytest.mark.parametrize("layout, name", CASES)
+def test_evictions_and_logprobs_match_the_dense_oracle(engine, models, layout, name):
+    """Three requests in one batch, prompts longer and shorter than a chunk, decoded past several decisions."""
+    model, policy, (windows, groups) = models(layout), POLICIES[name], LAYOUTS[layout]
+    server = engine(policy, model=model, max_num_batched_tokens=192)
+    given = [[int(name.split(".")[2]) for name in group.layer_names] for group in server.scheduler.kv_cache_config.kv_cache_groups]
+    assert given == groups
+    assert groups_with_holes(server) == [group for group in groups if not windows[group[0]]]
+    requests = [
+        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
+        for seed, (length, tokens) in enumerate([(500, 80), (90, 220), (333, 64)])
+    ]
+    outputs, traces = server.traced(requests)
+    dense, full = DenseLlama(model), groups_with_holes(server)
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        assert assert_groups_like_oracle(dense, prompt, output, trace, policy, full) > 2
+    server.assert_nothing_left()
