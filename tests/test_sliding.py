@@ -90,3 +90,75 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, models, layout, n
     for (prompt, _), output, trace in zip(requests, outputs, traces):
         assert assert_groups_like_oracle(dense, prompt, output, trace, policy, full) > 2
     server.assert_nothing_left()
+
+
+def exactly(outputs):
+    return [(output.outputs[0].token_ids, logprobs_of(output).tolist(), output.num_cached_tokens) for output in outputs]
+
+
+PREFIX = random_prompt(300, 7)
+PROMPTS = [random_prompt(length, length) for length in (500, 40)] + [PREFIX + random_prompt(90, seed) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
+@pytest.mark.parametrize("layout", ["windows-first"] if V2 else LAYOUTS)
+def test_full_is_stock_to_the_byte(engine, models, layout, caching):
+    """Twice the same prompts: with prefix caching, the same hits; windows need the end of a prefix, others all of it.
+    So are requests of another policy that lack nothing."""
+    options = dict(model=models(layout), max_num_batched_tokens=192, enable_prefix_caching=caching)
+    subjects = engine(**options), engine({"name": "full"}, **options), engine({"name": "h2o", "budget": 1024}, **options)
+    rounds = [[exactly(subject.generate(PROMPTS, max_tokens=40, logprobs=0)) for subject in subjects] for _ in range(2)]
+    for stock, *policies in rounds:
+        assert policies == [stock] * 2
+    assert any(cached for _, _, cached in rounds[1][0]) == caching
+    for subject in subjects[1:]:
+        subject.assert_nothing_left()
+
+
+# --- prefix caching --------------------------------------------------------------------------------------------------
+
+
+def published(server, group):
+    """Logical blocks of the only request under whose hash something can be hit in a KV group."""
+    (request,) = server.scheduler.requests.values()
+    hashes = enumerate(request.block_hashes)
+    return [block for block, hashed in hashes if server.pool.get_cached_block(hashed, [group])]
+
+
+@pytest.mark.parametrize("name", ["h2o"] if V2 else ["sink-window", "h2o"])
+@pytest.mark.parametrize("layout", ["in-turn"] if V2 else ["windows-first", "full-first", "in-turn", "two-full"])
+def test_nothing_of_a_reduced_context_is_published(engine, models, layout, name):
+    """Windows, too, hold what was computed from layers that lacked blocks. Somebody else's full attention blocks under
+    the same hashes must not be joined by these."""
+    model = models(layout)
+    server = engine({**POLICIES[name], "allow": ["full"]}, model=model, max_num_batched_tokens=96)
+    prompt, seen = random_prompt(600), []
+
+    def look(server):
+        if server.scheduler.requests:
+            ((req_id, resident),) = server.scheduler.residents.items()
+            seen.append((resident.pure_tokens, server.scheduler.requests[req_id].num_computed_tokens))
+            for group, manager in enumerate(server.all_managers if resident.pure_tokens else ()):
+                blocks, end = published(server, group), resident.pure_tokens // BLOCK
+                # Of a window as many as reach back as far as the next query sees.
+                assert blocks == list(range(0 if manager in server.managers else end - 2, end))
+
+    server.add(prompt, max_tokens=40)
+    server.run(look)
+    pure, computed = seen[-1]
+    assert 256 < pure < 400 and pure % BLOCK == 0 and computed > 600
+    # Who keeps everything hits what is pure, computes the rest and publishes it; the next one hits all of that.
+    everything = {"max_tokens": 8, "logprobs": 0, "extra_args": {"kv_policy": "full"}}
+    dense = DenseLlama(model)
+    for cached in (pure, 576):
+        (output,) = server.generate([prompt], **everything)
+        assert output.num_cached_tokens == cached
+        assert_like_dense(dense, prompt, output)
+
+
+def assert_like_dense(dense, prompt, output):
+    """The log-probabilities of a model that lacks nothing."""
+    ids = [*prompt, *output.outputs[0].token_ids]
+    logits, _ = dense.forward(ids, dense.new_cache(), torch.ones(len(ids), len(ids)).tril().bool())
+    logprobs = torch.log_softmax(logits.double(), -1)[len(prompt) - 1 : -1]
+    np.testing.assert_allclose(logprobs_of(output), logprobs[range(len(logprobs)), ids[len(prompt) :]], atol=2e-3)

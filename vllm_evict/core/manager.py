@@ -65,6 +65,20 @@ class SlidingManager(heeding_holes(SlidingWindowManager)):
         """Most blocks that a request of so many tokens holds, in flight included."""
         return min(math.ceil(tokens / self.block_size), self.max_admission_blocks_per_request)
 
+    def publish_end(self, request: Request) -> None:
+        """Let others hit what a request has computed until now, as from here on nothing of it will be published.
+
+        vLLM publishes of a window what it needs to go on at the end of the prompt, which this request may not reach.
+        """
+        req_id = request.request_id
+        blocks, pure = self.req_to_blocks[req_id], self.residents[req_id].pure_tokens
+        end = min(self.num_cached_block.get(req_id, 0), pure // self.block_size)
+        first = max(end - self._contiguous_blocks_for_hit(self.sliding_window, self.block_size, False), 0)
+        mask = [block.block_hash is None for block in blocks[first:end]]
+        self.block_pool.cache_full_blocks(
+            request, blocks, first, end, self.block_size, self.kv_cache_group_id, block_mask=mask
+        )
+
 
 class EvictableManager(heeding_holes(FullAttentionManager)):
     """vLLM's manager for full attention, with holes.

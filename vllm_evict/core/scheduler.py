@@ -460,9 +460,12 @@ class EvictionMixin:
                 request.request_id, group, resident.config, before, length, start, len(candidates), target, computed - 1
             )
         )
+        whole = resident.pure_tokens is None
         resident.evict(candidates[keep:], request.num_computed_tokens)
         # Blocks that were published may still be, those that come next may not.
         resident.pure_tokens = min(resident.pure_tokens, manager.published_tokens(request.request_id))
+        if whole:
+            self._publish_ends(request)
         plan = self._plan.groups[group]
         plan.holes.setdefault(request.request_id, []).extend(candidates[keep:].tolist())
         plan.moved.setdefault(request.request_id, {}).update(moved)
@@ -476,14 +479,22 @@ class EvictionMixin:
     def make_holes(self, request: Request, manager: EvictableManager, victims: np.ndarray) -> None:
         resident = manager.residents[request.request_id]
         first = not any(each.residents[request.request_id].evicted_blocks for each in self.kv_managers)
-        blocks = manager.evict(request.request_id, victims)
+        blocks, whole = manager.evict(request.request_id, victims), resident.pure_tokens is None
         resident.evict(victims, request.num_computed_tokens)
+        if whole:
+            self._publish_ends(request)
         self._plan.groups[manager.number].holes.setdefault(request.request_id, []).extend(victims.tolist())
         freed = [block for block in blocks if block.ref_cnt == 0]
         if self._poison:
             # A published block may still be hit: its content has to stay what its hash says.
             self._plan.poison.extend(block.block_id for block in freed if block.block_hash is None)
         self.tally.count(resident.policy, len(blocks), len(freed), first)
+
+    def _publish_ends(self, request: Request) -> None:
+        """What a request that loses its first block has computed until now is the last of it that others may hit."""
+        if self.kv_cache_manager.enable_caching:
+            for manager in self.sliding_managers:
+                manager.publish_end(request)
 
     def _free_request_blocks(self, request: Request) -> None:
         # Its table is gone, and with it all that workers were to hear of.
