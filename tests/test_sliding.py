@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import test_poison
 import torch
 from engine import V2, logprobs_of, random_prompt
 from oracle.heads import replay_heads
@@ -162,3 +163,28 @@ def assert_like_dense(dense, prompt, output):
     logits, _ = dense.forward(ids, dense.new_cache(), torch.ones(len(ids), len(ids)).tril().bool())
     logprobs = torch.log_softmax(logits.double(), -1)[len(prompt) - 1 : -1]
     np.testing.assert_allclose(logprobs_of(output), logprobs[range(len(logprobs)), ids[len(prompt) :]], atol=2e-3)
+
+
+# --- the pool --------------------------------------------------------------------------------------------------------
+
+MASS = test_poison.MASS
+#: Layout, the server's policy, what budgets requests ask for by policy, blocks of the pool.
+CROWDS = {
+    "h2o": ("in-turn", *test_poison.SERVERS["h2o"][:2], 44),
+    "h2o-full-first": ("full-first", *test_poison.SERVERS["h2o"][:2], 56),
+    "h2o-two-full": ("two-full", *test_poison.SERVERS["h2o"][:2], 80),
+    "sink-window": ("windows-first", *test_poison.SERVERS["sink-window"][:2], 44),
+    "h2o-pressure": ("in-turn", *test_poison.SERVERS["h2o-pressure"][:2], 44),
+    "rkv": ("padded", *test_poison.SERVERS["rkv"][:2], 56),
+}
+
+
+CROWDED = [(name, caching) for name in CROWDS for caching in test_poison.CACHING]
+CROWDED.remove(("h2o-pressure", "prefix-cache"))  # all that goes is published, so nothing is poisoned
+
+
+@pytest.mark.parametrize("name, caching", [("h2o", "prefix-cache")] if V2 else CROWDED)
+def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypatch, name, caching):
+    """Requests that come, go and are preempted; what a policy frees may be a window's next, and is clean by then."""
+    layout, policy, budgets, blocks = CROWDS[name]
+    test_poison.check_crowd(engine, models(layout), monkeypatch, policy, budgets, blocks, caching)
