@@ -31,6 +31,10 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
 def test_full_is_stock(server, model):
+    check_full_is_stock(server, model)
+
+
+def check_full_is_stock(server, model):
     """To the byte; so is a budget that covers the sequence, whose blocks are measured."""
     prompts = [random_prompt(70), random_prompt(20, 1)]
     stock, *others = (
@@ -48,6 +52,10 @@ CASES = [on("triton", "h2o"), on("fa3", "h2o")] + ([on("triton", "sink-window")]
 
 @pytest.mark.parametrize("backend, name", CASES, indirect=["backend"])
 def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, model, name):
+    check_evictions(server, model, name)
+
+
+def check_evictions(server, model, name):
     """One prompt longer than the budget and a chunk, one that outgrows its budget while it decodes."""
     subject, dense = server(POLICIES[name], model=model), DenseLlama(model)
     requests = [(random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in [(100, 17), (61, 14)]]
@@ -61,12 +69,16 @@ def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, model, n
     "backend, name", [on("triton", "h2o"), on("fa3", "h2o"), on("triton", "sink-window")], indirect=["backend"]
 )
 def test_every_decode_is_replayed_and_matches_the_dense_oracle(replaying, graphs, backend, model, name):
+    check_decodes_are_replayed(replaying, graphs, model, name, STOCK["fa" if backend else "triton"])
+
+
+def check_decodes_are_replayed(replaying, graphs, model, name, stock_kernel):
     """Windows are vLLM's kernel's in both graphs of a batch size, by metadata of their own."""
     policy = POLICIES[name] if name == "h2o" else {**POLICIES[name], "allow": []}
     subject, dense = replaying(policy, model=model), DenseLlama(model)
     for key, graph in graphs.of(subject).items():
         launched, own = Counter(graph.names), type(key).__name__.startswith("Own")
-        assert launched[STOCK["fa" if backend else "triton"]] == (2 if own else 3)
+        assert launched[stock_kernel] == (2 if own else 3)
         assert [launched[kernel] for kernel in OWN] == ([1, 1] if own else [0, 0])
     requests = [(random_prompt(n), {"max_tokens": m, "logprobs": 0}) for n, m in [(100, 17), (61, 14), (20, 26)]]
     outputs, traces = subject.traced(requests)
