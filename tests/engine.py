@@ -118,7 +118,8 @@ class Engine:
 
     def held_blocks(self):
         """Physical blocks that any request holds."""
-        return set().union(*(self.held_by(req_id) for manager in self.all_managers for req_id in list(manager.req_to_blocks)))
+        requests = set().union(*(manager.req_to_blocks for manager in self.all_managers))
+        return set().union(*map(self.held_by, requests))
 
     def metrics(self):
         """Values of the plugin's metrics by (name without prefix, policy), and of vLLM's counters by name."""

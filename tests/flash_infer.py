@@ -202,7 +202,8 @@ class _Paged:
         assert q_scale == 1.0 and kv_cache_sf is None and q.dtype == out.dtype
         assert len(starts) == len(self.last_page_len) + 1
         pages = self.indptr, self.indices, self.last_page_len
-        kernel(q, keys, values, out, starts, *pages, self.schedule, self._sm_scale * k_scale, v_scale, self._window_left)
+        scales = self._sm_scale * k_scale, v_scale
+        kernel(q, keys, values, out, starts, *pages, self.schedule, *scales, self._window_left)
 
 
 class Decode(_Paged):

@@ -2,13 +2,20 @@
 
 import numpy as np
 import pytest
+import test_async
 import test_poison
+import test_sessions
+import test_tokens
 import torch
 from engine import V2, logprobs_of, random_prompt
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
-from parity import assert_like_oracle, assert_logprobs, oracle_config
+from oracle.tokens import replay_tokens
+from parity import TOKEN_TIE, assert_like_oracle, assert_logprobs, oracle_config, token_config
+from vllm.v1.core import kv_cache_utils
+
+from vllm_evict.compat import layers
 
 BLOCK, WINDOW = 32, 48
 #: Name -> the window of each layer, 0 for none, and the KV groups that vLLM makes of them: layers of each.
@@ -52,11 +59,15 @@ def models(tmp_path_factory):
     return make
 
 
+def layers_of(group):
+    """Numbers of the layers in one of vLLM's KV groups."""
+    return [int(name.split(".")[2]) for name in group.layer_names]
+
+
 def groups_with_holes(server):
     """Layers of the KV groups that may have holes, in order."""
     groups = server.scheduler.kv_cache_config.kv_cache_groups
-    names = [groups[manager.kv_cache_group_id].layer_names for manager in server.managers]
-    return [[int(name.split(".")[2]) for name in group] for group in names]
+    return [layers_of(groups[manager.kv_cache_group_id]) for manager in server.managers]
 
 
 def assert_groups_like_oracle(dense, prompt, output, trace, policy, groups):
@@ -64,8 +75,8 @@ def assert_groups_like_oracle(dense, prompt, output, trace, policy, groups):
     if len(groups) == 1:
         return assert_like_oracle(dense, prompt, output, trace, policy)
     heads = torch.zeros(len(groups), dense.layers, dense.kv_heads, dtype=torch.bool)
-    for group, layers in enumerate(groups):
-        heads[group, layers] = True
+    for group, its in enumerate(groups):
+        heads[group, its] = True
     tokens, config = [*prompt, *output.outputs[0].token_ids], oracle_config(policy, prompt, BLOCK)
     replays = replay_heads(dense, tokens, trace.steps, [(config, each) for each in heads], trace.start)
     for got, want in zip(trace.groups, replays, strict=True):
@@ -77,19 +88,93 @@ def assert_groups_like_oracle(dense, prompt, output, trace, policy, groups):
 @pytest.mark.parametrize("layout, name", CASES)
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, models, layout, name):
     """Three requests in one batch, prompts longer and shorter than a chunk, decoded past several decisions."""
-    model, policy, (windows, groups) = models(layout), POLICIES[name], LAYOUTS[layout]
+    check_like_oracle(engine, models(layout), POLICIES[name], *LAYOUTS[layout])
+
+
+def check_like_oracle(engine, model, policy, windows, groups):
     server = engine(policy, model=model, max_num_batched_tokens=192)
-    given = [[int(name.split(".")[2]) for name in group.layer_names] for group in server.scheduler.kv_cache_config.kv_cache_groups]
-    assert given == groups
-    assert groups_with_holes(server) == [group for group in groups if not windows[group[0]]]
+    assert [layers_of(group) for group in server.scheduler.kv_cache_config.kv_cache_groups] == groups
+    full = groups_with_holes(server)
+    assert full == [group for group in groups if not windows[group[0]]]
     requests = [
         (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
         for seed, (length, tokens) in enumerate([(500, 80), (90, 220), (333, 64)])
     ]
     outputs, traces = server.traced(requests)
-    dense, full = DenseLlama(model), groups_with_holes(server)
+    dense = DenseLlama(model)
     for (prompt, _), output, trace in zip(requests, outputs, traces):
         assert assert_groups_like_oracle(dense, prompt, output, trace, policy, full) > 2
+    server.assert_nothing_left()
+
+
+#: Three layers that see all, in two groups, and two with a window in one.
+MIXED = [0, WINDOW, 0, WINDOW, 0]
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1]] if V2 else [[0, 2, 1], [2, 1, 0], [1, 2, 0]])
+def test_groups_may_come_in_any_order(engine, tmp_path, monkeypatch, order):
+    """With windows between groups that may have holes, too: plans, reports, tables and views are told apart."""
+    make = kv_cache_utils._get_kv_cache_groups_uniform_page_size
+
+    def reordered(specs):
+        groups = make(specs)
+        return [groups[number] for number in order]
+
+    for module in (kv_cache_utils, layers):
+        monkeypatch.setattr(module, make.__name__, reordered)
+    model = make_tiny_llama(tmp_path / "model", layers=len(MIXED), windows=MIXED)
+    groups = [[[0, 4], [2], [1, 3]][number] for number in order]
+    check_like_oracle(engine, model, POLICIES["h2o"], MIXED, groups)
+
+
+@pytest.mark.parametrize("layout", ["in-turn"] if V2 else ["in-turn", "two-full"])
+def test_tokens_of_each_head_match_the_dense_oracle(engine, tmp_path, layout):
+    """With `granularity: token`, each KV head of each full attention layer keeps its own."""
+    windows, _ = LAYOUTS[layout]
+    model = make_tiny_llama(tmp_path / "model", layers=len(windows), windows=windows, vocab=test_tokens.VOCAB)
+    policy = {"name": "h2o", **BASE, "budget": 224, "granularity": "token"}
+    server, dense = engine(policy, model=model, max_num_batched_tokens=192), DenseLlama(model)
+    requests = [
+        (test_tokens.prompt_of(length, test_tokens.SEED + seed), {"max_tokens": tokens, "logprobs": 1})
+        for seed, (length, tokens) in enumerate([(500, 100), (90, 260)])
+    ]
+    outputs, traces = server.traced(requests)
+    heads = torch.zeros(len(server.managers), dense.layers, dense.kv_heads, dtype=torch.bool)
+    for group, its in enumerate(groups_with_holes(server)):
+        heads[group, its] = True
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        replays = replay_tokens(dense, tokens, trace.steps, [(token_config(policy), its) for its in heads], trace.start)
+        for got, want in zip(trace.groups, replays, strict=True):
+            assert got.evicted[:-1] == want.replay.evicted[: len(trace.steps) - 1] and any(got.evicted)
+            assert want.closest > TOKEN_TIE, "rounding could choose another token: take another prompt"
+        assert_logprobs(output, prompt, trace, replays[0].replay.logits)
+    assert sum(map(bool, traces[0].evicted)) > 1, "tokens that went once are no candidates later"
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["h2o", "sink-window"])
+def test_with_a_step_in_flight(async_engine, models, name):
+    test_async.check_late_decisions(async_engine, models("in-turn"), test_async.POLICIES[name])
+
+
+@pytest.mark.parametrize("caching", [False] if V2 else [False, True], ids=lambda caching: f"caching-{caching}")
+def test_no_poison_with_steps_in_flight(async_engine, models, monkeypatch, caching):
+    test_async.check_poison_with_steps_in_flight(async_engine, models("in-turn"), monkeypatch, "h2o", caching, 32)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])
+def test_turns_of_a_session_go_on_with_holes_and_scores(engine, models, queued):
+    model, policy = models("in-turn"), test_sessions.POLICIES["h2o"]
+    server, dense = engine(policy, model=model, max_num_batched_tokens=test_sessions.CHUNK), DenseLlama(model)
+    sessions = test_sessions.Sessions(server)
+    test_sessions.talk(sessions, test_sessions.TURNS, queued=queued)
+    tokens = sessions.tokens("s")
+    choices, logits = test_sessions.replay(dense, sessions, "s", tokens, [(0, policy)], random_prompt(150))
+    assert len(choices) >= 5 and all(got == want for got, want in choices.values()), choices
+    turns = [length for length, _ in test_sessions.TURNS]
+    test_sessions.assert_like_oracle(sessions, "s", dense, logits, tokens, turns)
+    sessions.close("s")
     server.assert_nothing_left()
 
 
@@ -98,7 +183,9 @@ def exactly(outputs):
 
 
 PREFIX = random_prompt(300, 7)
-PROMPTS = [random_prompt(length, length) for length in (500, 40)] + [PREFIX + random_prompt(90, seed) for seed in (1, 2)]
+PROMPTS = [random_prompt(length, length) for length in (500, 40)] + [
+    PREFIX + random_prompt(90, seed) for seed in (1, 2)
+]
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
@@ -107,7 +194,11 @@ def test_full_is_stock_to_the_byte(engine, models, layout, caching):
     """Twice the same prompts: with prefix caching, the same hits; windows need the end of a prefix, others all of it.
     So are requests of another policy that lack nothing."""
     options = dict(model=models(layout), max_num_batched_tokens=192, enable_prefix_caching=caching)
-    subjects = engine(**options), engine({"name": "full"}, **options), engine({"name": "h2o", "budget": 1024}, **options)
+    subjects = (
+        engine(**options),
+        engine({"name": "full"}, **options),
+        engine({"name": "h2o", "budget": 1024}, **options),
+    )
     rounds = [[exactly(subject.generate(PROMPTS, max_tokens=40, logprobs=0)) for subject in subjects] for _ in range(2)]
     for stock, *policies in rounds:
         assert policies == [stock] * 2
@@ -188,3 +279,93 @@ def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypat
     """Requests that come, go and are preempted; what a policy frees may be a window's next, and is clean by then."""
     layout, policy, budgets, blocks = CROWDS[name]
     test_poison.check_crowd(engine, models(layout), monkeypatch, policy, budgets, blocks, caching)
+
+
+def in_flight(tokens):
+    return -(-tokens // BLOCK) + 1
+
+
+#: Most blocks of a group with windows, and of one that may have holes beside its bound, with chunks of 256 tokens.
+OF_A_WINDOW, CHUNK = in_flight(WINDOW - 1 + 256), in_flight(256)
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_pool_is_planned_with_both_bounds(engine, models, layout):
+    """vLLM's line on maximum concurrency: policies bound groups with holes, windows theirs."""
+    windows, groups = LAYOUTS[layout]
+    with_windows = sum(windows[group[0]] > 0 for group in groups)
+    server = engine({"name": "sink-window", "budget": 128, "sink": 32}, model=models(layout), blocks=200)
+    each = (len(groups) - with_windows) * (4 + CHUNK) + with_windows * OF_A_WINDOW
+    assert server.core.vllm_config.cache_config.kv_cache_max_concurrency == pytest.approx(200 / each)
+
+
+@pytest.mark.parametrize("layout", ["in-turn"] if V2 else ["windows-first", "in-turn", "two-full"])
+def test_a_request_longer_than_the_pool_is_served(engine, models, layout):
+    """Nobody holds more than the bounds say, and each block comes back."""
+    windows, groups = LAYOUTS[layout]
+    with_windows = sum(windows[group[0]] > 0 for group in groups)
+    most = (len(groups) - with_windows) * (6 + CHUNK) + with_windows * OF_A_WINDOW
+    server, held = (
+        engine(
+            {"name": "h2o", "budget": 128, "buffer": 64, "sink": 32, "recent": 32},
+            model=models(layout),
+            blocks=most + 1,
+        ),
+        [],
+    )
+    (output,), (trace,) = server.traced(
+        [(random_prompt(1700), {"max_tokens": 100})], lambda s: held.append(len(s.held_blocks()))
+    )
+    assert len(output.outputs[0].token_ids) == 100 and not trace.restarts
+    assert most / len(groups) < 1800 // BLOCK and max(held) <= most
+    assert output.kv_usage.evicted_blocks == sum(len(blocks) for group in trace.groups for blocks in group.evicted)
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("layout", ["in-turn", "two-full"])
+def test_a_long_cached_prefix_does_not_starve_its_request(engine, models, layout):
+    """What a hit would take, a chunk and windows are more than the pool has. A shorter hit needs other blocks of windows,
+    which are not there: then it is none."""
+    windows, groups = LAYOUTS[layout]
+    with_windows = sum(windows[group[0]] > 0 for group in groups)
+    most = (len(groups) - with_windows) * (10 + CHUNK) + with_windows * OF_A_WINDOW
+    server = engine({"name": "sink-window", "budget": 320, "sink": 32}, model=models(layout), blocks=most + 1)
+    prompt = random_prompt(1024)
+    server.generate([prompt[:512]], max_tokens=1)
+    server.add(prompt, max_tokens=4)
+    for _ in range(40):
+        done = [output for output in server.llm.llm_engine.step() if output.finished]
+        if done:
+            break
+    assert done, "the request was never scheduled"
+    assert len(done[0].outputs[0].token_ids) == 4 and done[0].num_cached_tokens <= 320
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_a_prefix_that_fits_is_used_whole(engine, models):
+    """A request that fits even whole waits for nothing, windows included."""
+    server = engine(
+        {"name": "sink-window", "budget": 256, "sink": 32}, model=models("in-turn"), blocks=40, max_model_len=512
+    )
+    prompt = random_prompt(330)
+    for cached in (0, 320):
+        (output,) = server.generate([prompt], max_tokens=60)
+        assert output.num_cached_tokens == cached
+    assert output.kv_usage.evicted_blocks > 0
+
+
+@pytest.mark.parametrize("layout", ["in-turn"] if V2 else ["windows-first", "full-first", "in-turn", "two-full"])
+def test_under_pressure_windows_get_their_blocks_too(engine, models, layout):
+    """All that an allocation lacks is freed, of all groups: nobody is preempted where floors fit."""
+    policy = {"name": "h2o", "when": "pressure", "budget": 128, "buffer": 32, "sink": 32, "recent": 32}
+    blocks = {"windows-first": 120, "full-first": 96, "in-turn": 76, "two-full": 120}[layout]
+    server = engine(policy, model=models(layout), blocks=blocks, max_model_len=1024, max_num_batched_tokens=96)
+    for seed in range(8):
+        server.add(random_prompt(150 + 25 * seed, seed), max_tokens=150)
+    done = server.run()
+    assert len(done) == 8 and server.metrics()["vllm:num_preemptions"] == 0
+    assert sum(output.kv_usage.evicted_blocks for output in done.values()) > 10
+    server.assert_nothing_left()

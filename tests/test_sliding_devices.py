@@ -58,7 +58,9 @@ def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, model, n
 def check_evictions(server, model, name):
     """One prompt longer than the budget and a chunk, one that outgrows its budget while it decodes."""
     subject, dense = server(POLICIES[name], model=model), DenseLlama(model)
-    requests = [(random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in [(100, 17), (61, 14)]]
+    requests = [
+        (random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in [(100, 17), (61, 14)]
+    ]
     outputs, traces = subject.traced(requests)
     for (prompt, _), output, trace in zip(requests, outputs, traces):
         assert assert_like_oracle(dense, prompt, output, trace, POLICIES[name], block_size=BLOCK) > 0

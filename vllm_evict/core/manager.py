@@ -16,7 +16,7 @@ from .residency import Residency
 
 
 def heeding_holes(manager: type) -> type:
-    """A subclass of one of vLLM's managers, for any KV group of requests that may lack blocks, there or in another group.
+    """A subclass of one of vLLM's managers, for a KV group of requests that may lack blocks, there or in another.
 
     It publishes nothing that was computed of a reduced context, and notes what the pool is asked for and hands out.
     """
