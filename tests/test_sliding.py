@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import test_async
 import test_poison
+import test_serving
 import test_sessions
 import test_tokens
 import torch
@@ -161,6 +162,12 @@ def test_with_a_step_in_flight(async_engine, models, name):
 @pytest.mark.parametrize("caching", [False] if V2 else [False, True], ids=lambda caching: f"caching-{caching}")
 def test_no_poison_with_steps_in_flight(async_engine, models, monkeypatch, caching):
     test_async.check_poison_with_steps_in_flight(async_engine, models("in-turn"), monkeypatch, "h2o", caching, 32)
+
+
+@pytest.mark.v1_only
+def test_a_request_that_pauses_keeps_its_holes(engine, models):
+    """It comes back with a row made anew, of what the runner knows of all KV groups."""
+    test_serving.check_pauses(engine, models("in-turn"), POLICIES["h2o"])
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])
@@ -324,37 +331,57 @@ def test_a_request_longer_than_the_pool_is_served(engine, models, layout):
 
 
 @pytest.mark.v1_only
+@pytest.mark.parametrize("retained", [None, 0], ids=["all-windows", "last-window"])
 @pytest.mark.parametrize("layout", ["in-turn", "two-full"])
-def test_a_long_cached_prefix_does_not_starve_its_request(engine, models, layout):
-    """What a hit would take, a chunk and windows are more than the pool has. A shorter hit needs other blocks of windows,
-    which are not there: then it is none."""
+def test_a_long_cached_prefix_does_not_starve_its_request(engine, models, layout, retained):
+    """What a hit would take, a chunk and windows are more than the pool has. A shorter hit needs other blocks of windows;
+    where vLLM has not retained these, there is none."""
     windows, groups = LAYOUTS[layout]
     with_windows = sum(windows[group[0]] > 0 for group in groups)
     most = (len(groups) - with_windows) * (10 + CHUNK) + with_windows * OF_A_WINDOW
-    server = engine({"name": "sink-window", "budget": 320, "sink": 32}, model=models(layout), blocks=most + 1)
-    prompt = random_prompt(1024)
+    policy = {"name": "sink-window", "budget": 320, "sink": 32}
+    server = engine(policy, model=models(layout), blocks=most + 1, prefix_cache_retention_interval=retained)
+    prompt, steps = random_prompt(1024), []
     server.generate([prompt[:512]], max_tokens=1)
-    server.add(prompt, max_tokens=4)
-    for _ in range(40):
-        done = [output for output in server.llm.llm_engine.step() if output.finished]
-        if done:
-            break
-    assert done, "the request was never scheduled"
-    assert len(done[0].outputs[0].token_ids) == 4 and done[0].num_cached_tokens <= 320
+
+    def not_for_ever(server):
+        steps.append(None)
+        assert len(steps) < 40, "the request was never scheduled"
+
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 4, "logprobs": 1})], not_for_ever)
+    assert output.num_cached_tokens == trace.start == (320 if retained is None else 0)
+    full = groups_with_holes(server)
+    assert assert_groups_like_oracle(DenseLlama(models(layout)), prompt, output, trace, policy, full) > 10
     server.assert_nothing_left()
 
 
 @pytest.mark.v1_only
 def test_a_prefix_that_fits_is_used_whole(engine, models):
-    """A request that fits even whole waits for nothing, windows included."""
-    server = engine(
-        {"name": "sink-window", "budget": 256, "sink": 32}, model=models("in-turn"), blocks=40, max_model_len=512
-    )
+    """A request that fits even whole, beside what its windows hold at most, waits for nothing."""
+    small = dict(blocks=26, max_model_len=416)
+    server = engine({"name": "sink-window", "budget": 256, "sink": 32}, model=models("in-turn"), **small)
     prompt = random_prompt(330)
     for cached in (0, 320):
         (output,) = server.generate([prompt], max_tokens=60)
         assert output.num_cached_tokens == cached
     assert output.kv_usage.evicted_blocks > 0
+
+
+@pytest.mark.v1_only
+def test_under_pressure_room_is_made_for_windows_too(engine, models):
+    """A request whose full attention layers would find room, but its three windows not, is begun at once."""
+    policy = {"name": "sink-window", "when": "pressure", "budget": 128, "sink": 32}
+    small = dict(blocks=37, max_model_len=640, max_num_batched_tokens=64)
+    server = engine(policy, model=models("windows-first"), **small)
+    server.add(random_prompt(590), "first", max_tokens=30)
+    for _ in range(14):
+        server.llm.llm_engine.step()
+    assert 5 < server.free_blocks < 20
+    server.add(random_prompt(150, 1), "second", max_tokens=4)
+    server.llm.llm_engine.step()
+    assert len(server.scheduler.running) == 2
+    assert server.run()["first"].kv_usage.evicted_blocks > 0
+    server.assert_nothing_left()
 
 
 @pytest.mark.parametrize("layout", ["in-turn"] if V2 else ["windows-first", "full-first", "in-turn", "two-full"])

@@ -13,7 +13,6 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 
 from ..attention.backend import BackendOps, resident_backend, working_impl
@@ -29,6 +28,11 @@ from ..policies import RUNNING
 from ..worker.group import GroupRuntime
 from ..worker.runtime import EvictionRuntime
 from . import refusals
+
+try:
+    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
+except ImportError:  # vLLM 0.33
+    from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_page_size
 
 #: Attribute of a layer whose heads are split that holds its `Part`s.
 PARTS = "kv_evict_parts"
