@@ -304,6 +304,9 @@ def test_the_pool_is_planned_with_both_bounds(engine, models, layout):
     with_windows = sum(windows[group[0]] > 0 for group in groups)
     server = engine({"name": "sink-window", "budget": 128, "sink": 32}, model=models(layout), blocks=200)
     each = (len(groups) - with_windows) * (4 + CHUNK) + with_windows * OF_A_WINDOW
+    # What is set aside beside the pool is told in its blocks.
+    tensors = server.scheduler.kv_cache_config.kv_cache_tensors
+    assert layers.block_bytes(server.worker.kv_evict, server.worker.get_kv_cache_spec()) * 200 == tensors[0].size
     assert server.core.vllm_config.cache_config.kv_cache_max_concurrency == pytest.approx(200 / each)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import test_device_backends
 import test_full_graphs
+import test_warmup
 from engine import V2, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
@@ -91,3 +92,10 @@ def check_decodes_are_replayed(replaying, graphs, model, name, stock_kernel):
         evicted.append(assert_like_oracle(dense, prompt, output, trace, POLICIES[name], block_size=BLOCK))
     assert evicted[0] > 0 and evicted[1] > 0 and not evicted[2]
     subject.assert_nothing_left()
+
+
+@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("triton"), on("fa3")], indirect=True)
+def test_nothing_is_compiled_while_requests_wait(server, backend, tmp_path):
+    """With full attention layers in two KV groups."""
+    model = make_tiny_llama(tmp_path / "model", layers=3, windows=[0, WINDOW, 0])
+    test_warmup.check_served(server, "h2o", "float16" if backend else "float32", model=model)
