@@ -160,6 +160,7 @@ def test_what_cannot_be_served_beside_sliding_windows_is_refused_by_name(tmp_pat
     assert what.removesuffix(" by a request") in message and f": {instead}" in message and "\n" not in message
     engine_config(windows, H2O)
     engine_config(full, policy, **arguments)
+    engine_config(windows, policy, **arguments, disable_sliding_window=True, max_model_len=64, block_size=32)
 
 
 SETTINGS = {

@@ -1,5 +1,7 @@
 """Models some of whose layers have sliding windows: full attention layers lose blocks, windows stay vLLM's own."""
 
+import logging
+
 import numpy as np
 import pytest
 import test_async
@@ -212,6 +214,18 @@ def test_full_is_stock_to_the_byte(engine, models, layout, caching):
     assert any(cached for _, _, cached in rounds[1][0]) == caching
     for subject in subjects[1:]:
         subject.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_the_start_up_line_says_which_groups_are_whose(engine, models, monkeypatch):
+    for layout, what in {
+        "windows-first": "; 1 KV group of 1 layers, beside 3 of sliding windows, which stay vLLM's",
+        "two-full": "; 2 KV groups of 2 layers, beside 1 of sliding windows, which stay vLLM's",
+    }.items():
+        lines = []
+        monkeypatch.setattr(logging.getLogger("vllm.evict"), "info", lines.append)
+        engine(POLICIES["h2o"], model=models(layout))
+        assert lines[-1].startswith("KV policy h2o") and lines[-1].endswith(what)
 
 
 # --- prefix caching --------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What cannot be served right yet is refused at start, by name, with what to do instead."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import vllm.envs as envs
@@ -57,7 +57,6 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     backend, setting = _named_backend(vllm_config.attention_config)
     text = model.hf_text_config
     fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
-    kinds = getattr(text, "layer_types", None) or ()
     # Scores, and decodes of split heads, are our kernels'.
     has_kernels = platform == "cuda" and bool(config.statistics or len(config.classes) > 1)
     capability = tuple((current_platform.get_device_capability() if has_kernels else None) or FP8_CAPABILITY)
@@ -93,7 +92,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             without,
         ),
         (model.rswa_window is not None, "layers that attend to their prompt and a sliding window", without),
-        *(_windows(vllm_config, config, cache.sliding_window is None) if _slides(cache, kinds) else ()),
+        *(_windows(vllm_config, config, cache.sliding_window is None) if _slides(model, cache) else ()),
         (
             backend not in (None, *(DEVICE_BACKENDS if platform == "cuda" else BACKENDS)),
             f"the attention backend {backend}",
@@ -157,9 +156,11 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     ]
 
 
-def _slides(cache: Any, kinds: Iterable[str]) -> bool:
+def _slides(model: Any, cache: Any) -> bool:
     """Whether any layer has a sliding window, as far as the configuration says; all, if the cache's has one."""
-    return cache.sliding_window is not None or "sliding_attention" in kinds
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    some = "sliding_attention" in kinds and model.get_sliding_window() is not None
+    return some or cache.sliding_window is not None
 
 
 def _windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> list[tuple[bool, str, str]]:

@@ -239,6 +239,7 @@ CONFIGURATION = [
             "is_mm_prefix_lm",
             "is_diffusion",
             "rswa_window",
+            "get_sliding_window()",
             "get_total_num_hidden_layers()",
             "get_total_num_kv_heads()",
             "get_vocab_size()",
