@@ -224,7 +224,8 @@ def check_pages(config: KVPolicyConfig, block_sizes: Collection[int], page_bytes
 def _named_backend(attention_config: Any) -> tuple[str | None, str]:
     """The backend that somebody named for plain full attention, and where; None if vLLM is to choose one.
 
-    It does when it makes the layers, which `check_layer` looks at. Kinds of layers that are refused may have any.
+    It does when it makes the layers, which `check_layer` looks at. Other kinds of layers may have any: sliding
+    windows are left to vLLM.
     """
     if (backend := attention_config.backend_per_kind.get("full_attention")) is not None:
         return backend.name, "--attention-config.backend_per_kind.full_attention"
