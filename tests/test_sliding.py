@@ -163,7 +163,7 @@ def test_with_a_step_in_flight(async_engine, models, name):
 
 @pytest.mark.parametrize("caching", [False] if V2 else [False, True], ids=lambda caching: f"caching-{caching}")
 def test_no_poison_with_steps_in_flight(async_engine, models, monkeypatch, caching):
-    test_async.check_poison_with_steps_in_flight(async_engine, models("in-turn"), monkeypatch, "h2o", caching, 32)
+    test_async.check_poison_with_steps_in_flight(async_engine, models("in-turn"), monkeypatch, "h2o", caching, 28)
 
 
 @pytest.mark.v1_only
@@ -295,11 +295,12 @@ CROWDED = [(name, caching) for name in CROWDS for caching in test_poison.CACHING
 CROWDED.remove(("h2o-pressure", "prefix-cache"))  # all that goes is published, so nothing is poisoned
 
 
-@pytest.mark.parametrize("name, caching", [("h2o", "prefix-cache")] if V2 else CROWDED)
+@pytest.mark.parametrize("name, caching", [("h2o", "no-prefix-cache")] if V2 else CROWDED)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypatch, name, caching):
     """Requests that come, go and are preempted; what a policy frees may be a window's next, and is clean by then."""
-    layout, policy, budgets, blocks = CROWDS[name]
-    test_poison.check_crowd(engine, models(layout), monkeypatch, policy, budgets, blocks, caching)
+    layout, *rest = CROWDS[name]
+    # On V2, which is slow, there are too few requests for preemption, or for hits of what vLLM keeps of windows.
+    test_poison.check_crowd(engine, models(layout), monkeypatch, *rest, caching, preempts=not V2)
 
 
 def in_flight(tokens):
