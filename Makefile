@@ -28,7 +28,7 @@ test: $(READY)  ## all tests, then the end-to-end tests again on Model Runner V2
 	$(PYTEST)
 	VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) $(END_TO_END) -m "not v1_only"
 	VLLM_EVICT_TEST_RUNNER=v1-triton $(BIN)/pytest -q -n 2 tests/test_device_backends.py tests/test_graphs.py \
-		tests/test_full_graphs.py tests/test_warmup.py
+		tests/test_full_graphs.py tests/test_warmup.py tests/test_sliding_devices.py
 	$(BIN)/ruff check .
 
 lint: $(READY)  ## ruff

@@ -40,7 +40,10 @@ from vllm_evict.worker.views import Views  # noqa: E402
 
 GARBAGE = 2**30
 #: Files that take minutes; they are begun first.
-LONG = {"test_ray", "test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"}
+LONG = {
+    *("test_ray", "test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"),
+    "test_sliding",
+}
 
 
 def pytest_configure(config):

@@ -85,7 +85,12 @@ class Engine:
 
     @property
     def managers(self):
-        """Of each KV group."""
+        """Of each KV group that may have holes, or of all without the plugin."""
+        return getattr(self.scheduler, "kv_managers", self.all_managers)
+
+    @property
+    def all_managers(self):
+        """Of each KV group, those of sliding windows included."""
         return self.scheduler.kv_cache_manager.coordinator.single_type_managers
 
     @property
@@ -108,12 +113,13 @@ class Engine:
 
     def held_by(self, req_id):
         """Physical blocks of a request, by its id inside the engine."""
-        tables = [manager.req_to_blocks.get(req_id, []) for manager in self.managers]
+        tables = [manager.req_to_blocks.get(req_id, []) for manager in self.all_managers]
         return [block.block_id for table in tables for block in table if not block.is_null]
 
     def held_blocks(self):
         """Physical blocks that any request holds."""
-        return set().union(*(self.held_by(req_id) for manager in self.managers for req_id in list(manager.req_to_blocks)))
+        requests = set().union(*(manager.req_to_blocks for manager in self.all_managers))
+        return set().union(*map(self.held_by, requests))
 
     def metrics(self):
         """Values of the plugin's metrics by (name without prefix, policy), and of vLLM's counters by name."""
@@ -135,7 +141,7 @@ class Engine:
         assert not self.held_blocks()
         assert self.free_blocks == self.all_blocks
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
-        assert not any(getattr(manager, "residents", None) for manager in self.managers)
+        assert not any(getattr(manager, "residents", None) for manager in self.all_managers)
         assert not any(manager.take_over_trigger() for manager in self.managers)
         for group in self.worker.kv_evict.groups:
             assert not group.with_holes and not group.mergers

@@ -78,8 +78,13 @@ class FlashAttention:
         aux_tensors,
         return_softmax_lse=False,
     ):
-        """Causal attention, aligned to the end, over paged keys and values [num_blocks, block_size, Hkv, D]."""
-        assert fa_version == self.version and causal is True and list(window_size) == [-1, -1] and softcap == 0
+        """Causal attention, aligned to the end, over paged keys and values [num_blocks, block_size, Hkv, D].
+
+        In layers with sliding windows a query sees so many tokens before itself; of those before all windows blocks may be
+        gone.
+        """
+        back, ahead = window_size
+        assert fa_version == self.version and causal is True and ahead == min(back, 0) and softcap == 0
         unused = (alibi_slopes, dynamic_causal, s_aux, mask_mod, aux_tensors)
         assert all(each is None for each in unused), "nothing here asks for these"
         requests, (_, block_size, kv_heads, dim) = len(seqused_k), k.shape
@@ -102,20 +107,26 @@ class FlashAttention:
         for row, (first, last, length) in enumerate(zip(starts, starts[1:], lens)):
             if length == 0:
                 continue
-            blocks = block_table[row, : -(-length // block_size)].long()
+            before = 0 if back < 0 else max(length - (last - first) - back, 0) // block_size
+            blocks = block_table[row, before : -(-length // block_size)].long()
             assert last == first or graphs.made_up or bool(blocks.all()), "vLLM's null block was attended to"
-            keys, values = (each[blocks].flatten(0, 1)[:length].float() for each in (k, v))
-            attended, lse[:, first:last] = attention(q[first:last].float(), keys, values, softmax_scale)
+            keys, values = (each[blocks].flatten(0, 1)[: length - before * block_size].float() for each in (k, v))
+            attended, lse[:, first:last] = attention(q[first:last].float(), keys, values, softmax_scale, back)
             out[first:last] = attended.to(out.dtype)
         return (out, lse) if return_softmax_lse else out
 
 
-def attention(queries, keys, values, scale):
-    """Causal, aligned to the end: output [T, H, D] and LSE [H, T] of queries [T, H, D] over keys and values [S, Hkv, D]."""
+def attention(queries, keys, values, scale, back=-1):
+    """Causal, aligned to the end: output [T, H, D] and LSE [H, T] of queries [T, H, D] over keys and values [S, Hkv, D].
+
+    `back`: how many tokens before itself a query sees; -1: all.
+    """
     kv_heads, length = keys.shape[1], len(keys)
     queries = queries.unflatten(1, (kv_heads, queries.shape[1] // kv_heads))
     scores = torch.einsum("thgd,shd->hgts", queries, keys) * scale
     seen = torch.ones(len(queries), length, dtype=torch.bool).tril(length - len(queries))
+    if back >= 0:
+        seen &= seen.new_ones(seen.shape).triu(length - len(queries) - back)
     scores.masked_fill_(~seen, -torch.inf)
     output = torch.einsum("hgts,shd->thgd", scores.softmax(-1), values).flatten(1, 2)
     return output, scores.logsumexp(-1).flatten(0, 1)

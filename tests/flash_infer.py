@@ -122,19 +122,19 @@ class FlashInfer:
         self, *, query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
         sinks, o_sf_scale, out, kv_layout, backend, q_len_per_req, max_q_len, cum_seq_lens_q, kv_cache_sf, lse, return_lse,
     ):  # fmt: skip
-        assert self.kernels == "trtllm" and backend == "trtllm-gen" and kv_layout == "HND" and window_left == -1
+        assert self.kernels == "trtllm" and backend == "trtllm-gen" and kv_layout == "HND" and window_left >= -1
         unused = sinks, o_sf_scale, max_q_len, cum_seq_lens_q, kv_cache_sf, lse
         assert all(each is None for each in unused) and not return_lse and q_len_per_req == 1
         assert workspace_buffer is _workspace and len(query) == len(block_tables) == len(seq_lens)
         self.calls["trtllm_decode"] += 1
         batch = out, torch.arange(len(query) + 1, dtype=torch.int32), block_tables, seq_lens, max_seq_len, 1
-        trtllm_decode(query, *_heads_last(kv_cache, kv_layout), *batch, bmm1_scale, bmm2_scale)
+        trtllm_decode(query, *_heads_last(kv_cache, kv_layout), *batch, bmm1_scale, bmm2_scale, window_left)
 
     def trtllm_batch_context_with_kv_cache(
         self, *, query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
         batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left, sinks, o_sf_scale, out, kv_cache_sf,
     ):  # fmt: skip
-        assert self.kernels == "trtllm" and window_left == -1
+        assert self.kernels == "trtllm" and window_left >= -1
         assert sinks is o_sf_scale is kv_cache_sf is None and workspace_buffer is _workspace
         assert batch_size == len(block_tables) == len(seq_lens) and cum_seq_lens_q[0] == 0 == cum_seq_lens_kv[0]
         keys, values = _heads_last(kv_cache, "HND")
@@ -142,18 +142,18 @@ class FlashInfer:
         assert cum_seq_lens_kv.diff().tolist() == pages.tolist()
         self.calls["trtllm_context"] += 1
         batch = out, cum_seq_lens_q, block_tables, seq_lens, max_kv_len, max_q_len
-        trtllm_context(query, keys, values, *batch, bmm1_scale, bmm2_scale)
+        trtllm_context(query, keys, values, *batch, bmm1_scale, bmm2_scale, window_left)
 
     def xqa(
         self, *, query, kv_cache, kv_cache_sf, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
         window_left, out, sinks, kv_layout, q_len_per_req, mask, q_cu_seq_lens,
     ):  # fmt: skip
-        assert self.kernels == "xqa" and window_left == -1 and q_len_per_req == 1
+        assert self.kernels == "xqa" and window_left >= -1 and q_len_per_req == 1
         assert kv_cache_sf is sinks is mask is q_cu_seq_lens is None and workspace_buffer is _workspace
         assert len(query) == len(block_tables) == len(seq_lens)
         self.calls["xqa"] += 1
         batch = out, torch.arange(len(query) + 1, dtype=torch.int32), block_tables, seq_lens, max_seq_len, 1
-        xqa_decode(query, *_heads_last(kv_cache, kv_layout), *batch, bmm1_scale, bmm2_scale)
+        xqa_decode(query, *_heads_last(kv_cache, kv_layout), *batch, bmm1_scale, bmm2_scale, window_left)
 
 
 def get_seq_lens(indptr, last_page_len, page_size):
@@ -181,7 +181,7 @@ class _Paged:
         assert len(indptr) == len(last_page_len) + 1 and indptr[-1] <= len(indices) and bool((indptr.diff() >= 0).all())
         assert data_type is rope_scale is rope_theta is block_tables is None
         assert not disable_split_kv and pos_encoding_mode == "NONE"
-        assert num_qo_heads % num_kv_heads == 0 and window_left == -1 and not logits_soft_cap
+        assert num_qo_heads % num_kv_heads == 0 and window_left >= -1 and not logits_soft_cap
         for pages, last in zip(indptr.diff().tolist(), last_page_len.tolist()):
             assert 1 <= last <= page_size if pages else last == 0
         assert seq_lens is None or seq_lens.tolist() == lens.tolist()
@@ -202,7 +202,8 @@ class _Paged:
         assert q_scale == 1.0 and kv_cache_sf is None and q.dtype == out.dtype
         assert len(starts) == len(self.last_page_len) + 1
         pages = self.indptr, self.indices, self.last_page_len
-        kernel(q, keys, values, out, starts, *pages, self.schedule, self._sm_scale * k_scale, v_scale)
+        scales = self._sm_scale * k_scale, v_scale
+        kernel(q, keys, values, out, starts, *pages, self.schedule, *scales, self._window_left)
 
 
 class Decode(_Paged):
@@ -283,15 +284,15 @@ def _heads_last(kv_cache, layout):
     return [each.transpose(1, 2) if layout == "HND" else each for each in kv_cache]
 
 
-def _planned(q, keys, values, out, starts, indptr, indices, last_page_len, schedule, scale, value_scale):
+def _planned(q, keys, values, out, starts, indptr, indices, last_page_len, schedule, scale, value_scale, back):
     lens = get_seq_lens(indptr, last_page_len, keys.shape[1]).tolist()
     wanted = [*lens, q.shape[1], *keys.shape[1:]]
     assert schedule.tolist() == wanted, "the plan was made for other lengths or heads, or pages are others"
     pages = [indices[first:last] for first, last in zip(indptr.tolist(), indptr[1:].tolist())]
-    _attend(q, keys, values, out, starts, pages, lens, scale, value_scale)
+    _attend(q, keys, values, out, starts, pages, lens, scale, value_scale, back)
 
 
-def _tabled(q, keys, values, out, starts, block_tables, seq_lens, max_seq_len, max_q_len, scale, value_scale):
+def _tabled(q, keys, values, out, starts, block_tables, seq_lens, max_seq_len, max_q_len, scale, value_scale, back):
     """What reads block tables and lengths on the device."""
     for each in (block_tables, seq_lens, starts):
         assert each.dtype == torch.int32 and each.is_contiguous()
@@ -299,19 +300,24 @@ def _tabled(q, keys, values, out, starts, block_tables, seq_lens, max_seq_len, m
     lens = seq_lens.tolist()
     assert max(lens) <= max_seq_len and q.is_contiguous()
     pages = [block_tables[row, : -(-length // keys.shape[1])] for row, length in enumerate(lens)]
-    _attend(q, keys, values, out, starts, pages, lens, scale, value_scale)
+    _attend(q, keys, values, out, starts, pages, lens, scale, value_scale, back)
 
 
-def _attend(q, keys, values, out, starts, pages, lens, scale, value_scale):
-    """Causal attention, aligned to the end; rows without keys are padding, whose output nobody reads."""
+def _attend(q, keys, values, out, starts, pages, lens, scale, value_scale, back):
+    """Causal attention, aligned to the end; rows without keys are padding, whose output nobody reads.
+
+    `back` as of `flash.attention`.
+    """
     assert q.shape == out.shape and starts[-1] == len(q) and q.stride(-1) == 1 and out.is_contiguous()
     assert q.shape[2] == keys.shape[3] and keys.shape == values.shape and q.shape[1] % keys.shape[2] == 0
     starts = starts.tolist()
     for first, last, its, length in zip(starts, starts[1:], pages, lens):
         if length:
+            gone = 0 if back < 0 else max(length - (last - first) - back, 0) // keys.shape[1]
+            its, length = its[gone:], length - gone * keys.shape[1]
             assert graphs.made_up or bool(its.all()), "vLLM's null block was attended to"
             both = (each[its.long()].flatten(0, 1)[:length].float() for each in (keys, values))
-            attended, _ = attention(q[first:last].float(), *both, scale)
+            attended, _ = attention(q[first:last].float(), *both, scale, back)
             out[first:last] = (attended * value_scale).to(out.dtype)
 
 

@@ -102,14 +102,17 @@ class Recorder:
 def test_late_decisions_are_the_right_ones(async_engine, tiny, name):
     """Decided on what is done, with a step in flight that still reads the old table: the oracle, replaying the same
     steps with holes from when workers were told of them, decides the same and computes the same log-probabilities."""
-    policy = POLICIES[name]
-    server = async_engine(policy, max_num_batched_tokens=CHUNK, enable_prefix_caching=False)
+    check_late_decisions(async_engine, tiny, POLICIES[name])
+
+
+def check_late_decisions(async_engine, model, policy):
+    server = async_engine(policy, model=model, max_num_batched_tokens=CHUNK, enable_prefix_caching=False)
     recorder = Recorder(server)
     requests = [(random_prompt(length, length), tokens) for length, tokens in [(400, 40), (70, 230), (250, 60)]]
     ids = [server.add(prompt, max_tokens=tokens, logprobs=1) for prompt, tokens in requests]
     outputs = server.run()
     assert max(recorder.in_flight) > 0, "no step was in flight at any decision: this was not async"
-    dense = DenseLlama(tiny)
+    dense = DenseLlama(model)
     for request_id, (prompt, max_tokens) in zip(ids, requests):
         output, record = outputs[request_id], recorder.of(request_id)
         tokens = [*prompt, *output.outputs[0].token_ids]
@@ -167,13 +170,15 @@ def test_the_pool_is_planned_for_both_chunks(async_engine):
 
 @pytest.mark.parametrize("name", ["h2o"] if V2 else ["h2o", "sink-window"])
 @pytest.mark.parametrize("caching", [False] if V2 else [False, True], ids=lambda caching: f"caching-{caching}")
-def test_no_poison_with_steps_in_flight(async_engine, monkeypatch, name, caching):
+def test_no_poison_with_steps_in_flight(async_engine, tiny, monkeypatch, name, caching):
     """A pool small enough to preempt, requests that come and go, freed blocks full of NaN."""
+    check_poison_with_steps_in_flight(async_engine, tiny, monkeypatch, name, caching, 22)
+
+
+def check_poison_with_steps_in_flight(async_engine, model, monkeypatch, name, caching, blocks):
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
-    policy = {**POLICIES[name], "budget": 128 + 32}
-    server = async_engine(
-        policy, max_num_batched_tokens=CHUNK, blocks=22, max_model_len=512, enable_prefix_caching=caching
-    )
+    policy, small = {**POLICIES[name], "budget": 128 + 32}, dict(blocks=blocks, max_model_len=512)
+    server = async_engine(policy, model=model, max_num_batched_tokens=CHUNK, enable_prefix_caching=caching, **small)
     recorder = Recorder(server)
     rng = np.random.default_rng(3)
     prefix = random_prompt(200)

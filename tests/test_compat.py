@@ -274,7 +274,9 @@ def imports_of_vllm(tree):
 def test_each_import_of_vllm_is_in_the_table():
     users = {}
     for touch in TOUCHES:
-        users.setdefault((touch.module, touch.name.split(".")[0]), set()).update(touch.by)
+        for place in filter(None, (touch.where, touch.moved)):
+            module, _, name = place.partition(":")
+            users.setdefault((module, name.split(".")[0]), set()).update(touch.by)
     for name, tree in our_modules():
         for imported in imports_of_vllm(tree):
             assert name in users.get(imported, ()), f"vllm_evict.{name} imports {imported}: add it to guard/touches"

@@ -6,6 +6,7 @@ On each kind of kernels that vLLM chooses by the device. Like test_device_backen
 import pytest
 import test_device_backends
 import test_full_graphs
+import test_sliding_devices
 import test_warmup
 from engine import logprobs_of, random_prompt
 from flash_infer import CAPABILITIES, FlashInfer
@@ -21,6 +22,8 @@ from vllm_evict.worker import sums, tokens, views
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 server, dense, replaying = test_device_backends.server, test_device_backends.dense, test_full_graphs.replaying
+#: A model some of whose layers have sliding windows.
+sliding = test_sliding_devices.model
 #: Names of what decodes for vLLM, in graphs.
 DECODES = {"native": "flashinfer_decode", "xqa": "xqa", "trtllm": "trtllm_decode"}
 
@@ -180,3 +183,19 @@ def test_fp8_caches_match_the_dense_oracle(server, backend, tiny, monkeypatch, n
     scales = {"k": 0.3, "v": 0.6} | ({"q": 0.5} if backend.kernels == "trtllm" else {})
     test_device_backends.check_fp8_caches(server, tiny, monkeypatch, name, scales)
     assert backend.calls["trtllm_context"] or backend.calls["prefill"]
+
+
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+def test_windows_beside_full_attention_match_the_dense_oracle(server, backend, sliding):
+    """By plans and kernels of their own, which stay vLLM's."""
+    test_sliding_devices.check_evictions(server, sliding, "h2o")
+
+
+@pytest.mark.parametrize("backend", KERNELS, indirect=True)
+def test_windows_beside_full_attention_are_replayed(replaying, graphs, backend, sliding):
+    test_sliding_devices.check_decodes_are_replayed(replaying, graphs, sliding, "h2o", DECODES[backend.kernels])
+
+
+@pytest.mark.parametrize("backend", [on("native")], indirect=True)
+def test_full_is_stock_beside_windows(server, backend, sliding):
+    test_sliding_devices.check_full_is_stock(server, sliding)

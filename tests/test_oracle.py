@@ -41,7 +41,7 @@ class FixedAttention:
     def __init__(self, draw, kv_heads=1):
         draw = torch.as_tensor(draw, dtype=torch.float64)
         self.draw = draw.expand(1, 1, -1) if draw.dim() == 1 else draw
-        self.kv_heads = kv_heads
+        self.kv_heads, self.full = kv_heads, slice(None)
 
     def new_cache(self):
         return None
@@ -157,6 +157,29 @@ def test_tiny_attends_unevenly(tmp_path, shape):
     assert 0.1 < late.amax(-1).mean() < 0.5
     mass = late.sum((0, 1, 2)).unflatten(0, (-1, 8)).sum(1)
     assert mass.std() / mass.mean() > 0.1
+
+
+def test_windows_are_masks_of_their_layers(tmp_path):
+    """Whatever the mask says of other layers; their attention counts for nothing."""
+    whole, windows = (
+        DenseLlama(make_tiny_llama(tmp_path / str(size), windows=size and [size, 0])) for size in (None, 8)
+    )
+    assert windows.full == [1] and whole.full == [0, 1]
+    ids, steps = random_ids(40), (25, 15)
+    back = torch.arange(40)[:, None] - torch.arange(40)
+    seen = torch.stack([(back >= 0) & (back < 8), (back >= 0) & (torch.arange(40) // 4 != 2)])
+    caches, first = (whole.new_cache(), windows.new_cache()), 0
+    for count in steps:
+        rows, last = slice(first, first + count), first + count
+        mask = seen[:, None, rows, :last].expand(-1, whole.heads, -1, -1)
+        want, probs = whole.forward(ids[rows], caches[0], mask, want_probs=True)
+        got, its_probs = windows.forward(ids[rows], caches[1], seen[1, rows, :last], want_probs=True)
+        assert torch.equal(got, want) and torch.equal(its_probs, probs)
+        first = last
+    request = Request(windows, Config("h2o", 4))
+    request.step(ids)
+    alone = windows.forward(ids, windows.new_cache(), back >= 0, want_probs=True)[1][1]
+    assert torch.allclose(request.sums[:, 0], alone[:, :, :4].double().sum((1, 2)).unflatten(0, (2, -1)).sum(1))
 
 
 def test_tiny_tokenizer(path):

@@ -86,10 +86,15 @@ class Crowd:
 
 @pytest.mark.parametrize("name, caching", CASES)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, tiny, monkeypatch, name, caching):
+    check_crowd(engine, tiny, monkeypatch, *SERVERS[name], caching)
+
+
+def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching, preempts=True):
+    """A crowd under a policy, in a pool that is too small for it (`preempts`); `caching` is one of `CACHING`."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
-    policy, budgets, blocks = SERVERS[name]
     server = engine(
         policy,
+        model=model,
         blocks=blocks,
         max_model_len=1024,
         max_num_batched_tokens=192,
@@ -126,14 +131,14 @@ def test_freed_blocks_are_never_read_and_all_come_back(engine, tiny, monkeypatch
             for cache in caches:
                 assert torch.isnan(cache[gone]).all(), "a freed block was not poisoned"
 
-    assert poisoned > 0 and preempted and len(crowd.outputs) > REQUESTS // 2
+    assert poisoned > 0 and bool(preempted) == preempts and len(crowd.outputs) > REQUESTS // 2
     assert V2 or crowd.aborted
     assert CACHING[caching] == any(output.num_cached_tokens for output in crowd.outputs.values())
     assert sum(output.kv_usage.evicted_blocks > 0 for output in crowd.outputs.values()) > REQUESTS // 8
     assert set(crowd.outputs) | crowd.aborted == set(crowd.prompts)
     server.assert_nothing_left()
 
-    dense, whole = DenseLlama(tiny), 0
+    dense, whole = DenseLlama(model), 0
     for request_id, output in crowd.outputs.items():
         prompt, tokens = crowd.prompts[request_id], list(output.outputs[0].token_ids)
         got = logprobs_of(output)

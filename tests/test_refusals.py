@@ -48,26 +48,16 @@ WHISPER = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, de
 MODELS = {
     "sliding window": (
         dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64),
-        "sliding-window",
+        "sliding-window attention in all layers",
     ),
-    "some layers with a window": (
+    "a window in each layer": (
         dict(
             architectures=["Gemma3ForCausalLM"],
             model_type="gemma3_text",
             sliding_window=64,
-            layer_types=["sliding_attention", "full_attention"],
+            layer_types=["sliding_attention", "sliding_attention"],
         ),
-        "sliding-window",
-    ),
-    "window and learned sinks": (
-        dict(
-            architectures=["GptOssForCausalLM"],
-            model_type="gpt_oss",
-            sliding_window=64,
-            layer_types=["sliding_attention", "full_attention"],
-            **EXPERTS,
-        ),
-        "sliding-window",
+        "sliding-window attention in all layers",
     ),
     "chunked attention": (
         dict(architectures=["Llama4ForCausalLM"], model_type="llama4_text", attention_chunk_size=128, **LLAMA4),
@@ -144,6 +134,45 @@ def test_models_that_cannot_be_served_are_refused_by_what_they_have(tmp_path, na
     assert stock.scheduler_config.scheduler_cls is None, "without a policy the plugin must not mind"
 
 
+#: Settings and policies that layers with sliding windows leave no room for.
+BESIDE_WINDOWS = {
+    "without vLLM's hybrid KV cache manager": (
+        H2O,
+        dict(disable_hybrid_kv_cache_manager=True),
+        "leave --disable-hybrid-kv-cache-manager out",
+    ),
+    "splits layers or heads": (
+        {"name": "pyramidkv", "budget": 512, "recent": 64},
+        {},
+        "use a policy for whole layers, such as h2o, snapkv or sink-window",
+    ),
+    "a prompt can't be repeated": ({"name": "kvzip", "budget": 512, "recent": 64}, {}, "leave kvzip out"),
+    "a prompt can't be repeated by a request": ({**H2O, "allow": ["kvzip"]}, {}, "leave kvzip out"),
+}
+
+
+@pytest.mark.parametrize("what", BESIDE_WINDOWS)
+def test_what_cannot_be_served_beside_sliding_windows_is_refused_by_name(tmp_path, what):
+    policy, arguments, instead = BESIDE_WINDOWS[what]
+    windows = with_config(tmp_path / "windows", sliding_window=64, layer_types=["sliding_attention", "full_attention"])
+    full = with_config(tmp_path / "full", sliding_window=64, layer_types=["full_attention"] * 2)
+    with pytest.raises(KVPolicyError) as refused:
+        engine_config(windows, policy, **arguments)
+    message = str(refused.value)
+    assert f"KV policy {policy['name']!r} can't be used with sliding-window attention beside full attention" in message
+    assert what.removesuffix(" by a request") in message and f": {instead}" in message and "\n" not in message
+    engine_config(windows, H2O)
+    engine_config(full, policy, **arguments)
+    engine_config(windows, policy, **arguments, disable_sliding_window=True, max_model_len=64, block_size=32)
+
+
+def test_no_context_beside_sliding_windows(tmp_path):
+    """Some models (Cohere2, EXAONE 4) turn keys in layers with windows only, and have the embedding in all."""
+    windows = with_config(tmp_path, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(KVPolicyError, match="only those with windows may have positions: leave context out"):
+        engine_config(windows, {**H2O, "context": "model"}, max_num_batched_tokens=256)
+
+
 SETTINGS = {
     "pipeline parallelism": (dict(pipeline_parallel_size=2), "use --tensor-parallel-size"),
     "speculative decoding": (
@@ -203,8 +232,10 @@ def plain_config(**changes):
             data_parallel_size=2,
             distributed_executor_backend="mp",
         ),
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False, cache_dtype="auto", kv_cache_dtype_skip_layers=[]),
-        scheduler_config=SimpleNamespace(scheduler_cls=None),
+        cache_config=SimpleNamespace(
+            kv_sharing_fast_prefill=False, cache_dtype="auto", kv_cache_dtype_skip_layers=[], sliding_window=None
+        ),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, disable_hybrid_kv_cache_manager=False),
         device_config=SimpleNamespace(device_type="cpu"),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         speculative_config=None,
@@ -228,7 +259,7 @@ NOT_ON_A_CPU = {
     "the attention backend CPU_ATTN: policies run on": dict(
         device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.CPU_ATTN
     ),
-    "sliding-window or chunked-local": dict(model_config__rswa_window=128),
+    "layers that attend to their prompt and a sliding window": dict(model_config__rswa_window=128),
     "context parallelism": dict(parallel_config__decode_context_parallel_size=2),
     "context parallelism: set --decode": dict(parallel_config__prefill_context_parallel_size=2),
     "dual-batch overlap or microbatches": dict(parallel_config__use_ubatching=True),
@@ -457,7 +488,7 @@ def test_plain_attention_is_served(impl):
     refusals.check_layer("attn", layer(**impl), KVPolicyConfig.parse(H2O))
 
 
-def test_layers_of_unknown_backends_or_with_windows_are_refused():
+def test_layers_of_unknown_backends_are_refused():
     policy = KVPolicyConfig.parse(UNMEASURED)
     for backend in ("TRITON_FLASHINFER", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV"):
         with pytest.raises(KVPolicyError) as refused:
@@ -468,11 +499,24 @@ def test_layers_of_unknown_backends_or_with_windows_are_refused():
         )
     for backend in ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"):
         refusals.check_layer("layer.7", layer(backend), policy)
-    for field, value in (("sliding_window", 64), ("kv_sharing_target_layer_name", "layer.1")):
-        changed = layer()
-        setattr(changed, field, value)
-        with pytest.raises(KVPolicyError, match=r"layer.7 .*leave --kv-policy out"):
-            refusals.check_layer("layer.7", changed, policy)
+
+
+def test_layers_that_share_a_cache_are_refused():
+    """With windows or without: nobody's table may change under them."""
+    shares = layer()
+    shares.kv_sharing_target_layer_name = "layer.1"
+    with pytest.raises(KVPolicyError, match=r"^layer.7 shares the cache of layer.1: leave --kv-policy out$"):
+        refusals.check_cache("layer.7", shares)
+    refusals.check_cache("layer.7", layer())
+
+
+def test_caches_of_several_shapes_are_refused():
+    policy = KVPolicyConfig.parse(H2O)
+    refusals.check_pages(policy, {32}, {4096})
+    for sizes, pages in (({32, 64}, {4096}), ({32}, {4096, 8192})):
+        with pytest.raises(KVPolicyError, match="with and without sliding windows whose caches differ") as refused:
+            refusals.check_pages(policy, sizes, pages)
+        assert "leave --kv-policy out" in str(refused.value)
 
 
 SPLIT = {
@@ -516,10 +560,11 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "is_fp8_kv_cache": False, "head_size": 64}
     backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
     cpu_layer = SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain), attn_backend=backend, kv_cache_dtype="fp8")
+    cpu_layer.sliding_window = None
     found = {"layer.2": cpu_layer}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
     group = SimpleNamespace(decodes=None)
-    runtime, given = EvictionRuntime([group], ops_for("CPU_ATTN")), kv_cache_of_one_group()
+    runtime, given = EvictionRuntime([group], ops_for("CPU_ATTN"), names=[["layer.2"]]), kv_cache_of_one_group()
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
         layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
     layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
@@ -556,9 +601,10 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     backend = SimpleNamespace(get_name=lambda: name)
     one = torch.ones(())
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, _q_scale=one, _k_scale=one, _v_scale=one)
+    found.sliding_window = None
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
     group = SimpleNamespace(decodes=None)
-    runtime, given = EvictionRuntime([group], ops_for(name)), kv_cache_of_one_group()
+    runtime, given = EvictionRuntime([group], ops_for(name), names=[["layer.2"]]), kv_cache_of_one_group()
 
     def settle(policy, dtype=torch.bfloat16, named="auto", **changed):
         found.impl, found.kv_cache_torch_dtype = SimpleNamespace(**{**plain, **changed}), dtype
@@ -603,7 +649,7 @@ WHO = {
 @pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("backend, split", WHO)
 def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, split, measured, decodes):
-    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), sliding_window=None)
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
     ops, group = ops_for(backend), SimpleNamespace(decodes=decodes, graph_tokens=4096)
     policy = KVPolicyConfig.parse(H2O if measured else UNMEASURED)
@@ -629,7 +675,7 @@ def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, spl
 @pytest.mark.parametrize("decodes", [True, False])
 @pytest.mark.parametrize("backend", ["CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"])
 def test_a_decode_kernel_that_is_not_run_is_one_line_that_says_what_is(monkeypatch, backend, decodes, kernel):
-    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), sliding_window=None)
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
     runtime = SimpleNamespace(groups=[SimpleNamespace(decodes=decodes)])
     monkeypatch.delenv("VLLM_EVICT_DECODE", raising=False)

@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+from oracle.tiny import make_tiny_llama
 
 pytestmark = pytest.mark.v1_only
 
@@ -74,7 +75,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def serve(folder, model, ranks):
+def serve(folder, model, ranks, policies=POLICIES):
     script, answer = folder / "serve.py", folder / f"ranks-{ranks}.json"
     script.write_text(SCRIPT)
     environment = {
@@ -86,7 +87,7 @@ def serve(folder, model, ranks):
         else "nobind",
     }
     done = subprocess.run(
-        [sys.executable, script, model, str(ranks), json.dumps(POLICIES), answer],
+        [sys.executable, script, model, str(ranks), json.dumps(policies), answer],
         env=environment,
         capture_output=True,
         text=True,
@@ -105,9 +106,19 @@ def served(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_two_ranks_evict_and_say_what_one_does(served, name):
-    one, two = (results[name] for results in served)
+    compare(*(results[name] for results in served))
+
+
+def compare(one, two):
     for alone, together in zip(one, two, strict=True):
         assert together["usage"] == alone["usage"]
         assert together["usage"]["evicted_blocks"] > 0
         assert together["tokens"] == alone["tokens"]
         assert together["logprobs"] == pytest.approx(alone["logprobs"], abs=1e-3)
+
+
+def test_beside_sliding_windows_too(tmp_path):
+    """Ranks have the same KV groups, of which one is the policy's."""
+    model = make_tiny_llama(tmp_path / "model", layers=3, windows=[48, 0, 48])
+    one, two = (serve(tmp_path, model, ranks, {"h2o": POLICIES["h2o"]}) for ranks in (1, 2))
+    compare(one["h2o"], two["h2o"])

@@ -93,10 +93,10 @@ def test_nothing_is_compiled_while_requests_wait(server, backend, name):
     check_served(server, name, "float16" if backend else "float32")
 
 
-def check_served(server, name, dtype):
+def check_served(server, name, dtype, **kwargs):
     start, later = Variants(), Variants()
     with start.noted():
-        subject = server(SERVED[name], **WARM, dtype=dtype)
+        subject = server(SERVED[name], **{**WARM, **kwargs}, dtype=dtype)
     with later.noted():
         for batch in requests(name == "token"):
             _, traces = subject.traced(batch)

@@ -34,12 +34,13 @@ class GroupRequest(Request):
 def replay_heads(model, token_ids, steps, groups, prefix=0, prefix_holes=None, told=None):
     """Serve `token_ids` in the given steps; returns a `Replay` for each group, all with the same logits.
 
-    groups: (Config, heads bool [L, G]) of each; together they have every head once.
+    groups: (Config, heads bool [L, G]) of each; together they have every head once that is no sliding window's.
     prefix: leading tokens out of a prefix cache; prefix_holes: of each group, the blocks of it that were not taken.
     told: of each group and step, blocks that are missing from then on. Then nothing is decided here.
     """
     requests = [GroupRequest(model, config, heads) for config, heads in groups]
-    assert (sum(request.heads.int() for request in requests) == 1).all()
+    covered = sum(request.heads.int() for request in requests)
+    assert (covered[model.full] == 1).all() and covered.sum() == len(model.full) * model.kv_heads
     cache, token_ids, logits = model.new_cache(), list(token_ids), []
     if prefix:
         model.forward(token_ids[:prefix], cache, torch.ones(prefix, prefix, dtype=torch.bool).tril())

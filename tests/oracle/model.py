@@ -34,6 +34,10 @@ class DenseLlama:
         self.kv_heads = cfg.get("num_key_value_heads") or self.heads
         self.head_dim = cfg.get("head_dim") or cfg["hidden_size"] // self.heads
         self.eps = cfg.get("rms_norm_eps", 1e-6)
+        # By layer, the last tokens that a query sees, itself included; None: all.
+        kinds = cfg.get("layer_types") or ["full_attention"] * self.layers
+        self.windows = [cfg["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+        self.full = [layer for layer, window in enumerate(self.windows) if window is None]
         # Angles are float32 whatever `dtype` is, as Llama implementations have them.
         even = torch.arange(0, self.head_dim, 2).float()
         self.inv_freq = 1.0 / theta ** (even / self.head_dim)  # [D/2]
@@ -56,7 +60,8 @@ class DenseLlama:
 
         ids: Q token ids. cache: from `new_cache`, updated in place.
         mask: bool [Q, N], true where the query may attend to the token; or
-            [L, H, Q, N], where heads see different tokens.
+            [L, H, Q, N], where heads see different tokens. Layers with a sliding
+            window see that, whatever the mask says.
         Returns logits [Q, vocab] and attention probabilities [L, H, Q, N]
         (None unless `want_probs`).
         """
@@ -64,6 +69,8 @@ class DenseLlama:
         past, q_len = cache[0][0].shape[0], len(ids)
         assert mask.dtype == torch.bool and mask.shape[-2:] == (q_len, past + q_len)
         mask = mask.expand(self.layers, self.heads, -1, -1)
+        # How far back each token lies from each query.
+        back = torch.arange(past, past + q_len)[:, None] - torch.arange(past + q_len)
         cos, sin = self._rope(torch.arange(past, past + q_len))
         x = self.w["model.embed_tokens.weight"][ids]  # [Q, hidden]
         probs = []
@@ -82,7 +89,9 @@ class DenseLlama:
             group = self.heads // self.kv_heads  # query head h reads KV head h // group
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             scores = torch.einsum("qhd,nhd->hqn", q, k) / self.head_dim**0.5
-            p = scores.masked_fill(~mask[i], float("-inf")).softmax(-1)  # [H, Q, N]
+            window = self.windows[i]
+            seen = mask[i] if window is None else (back >= 0) & (back < window)
+            p = scores.masked_fill(~seen, float("-inf")).softmax(-1)  # [H, Q, N]
             attended = torch.einsum("hqn,nhd->qhd", p, v).flatten(1)
             x = x + self._linear(attended, pre + "self_attn.o_proj")
             h = self._norm(x, pre + "post_attention_layernorm")

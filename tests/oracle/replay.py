@@ -221,9 +221,9 @@ class Request:
         return counted
 
     def accumulate(self, probs, first):
-        """Add a step's attention [L, H, Q, N] to the blocks' sums."""
+        """Add a step's attention [L, H, Q, N] to the blocks' sums. Layers with sliding windows have no part in it."""
         config, size = self.config, self.config.block_size
-        counted = self.counted(first)
+        probs, counted = probs[self.model.full], self.counted(first)
         if config.policy == "scissorhands":
             self.add_to_sums(self.pivots(probs, first, counted))
             return
@@ -309,7 +309,7 @@ class Request:
         size = self.config.block_size
         resident = [t for t in range(self.n) if t // size not in self.evicted]
         layers = []
-        for keys, values in self.cache:
+        for keys, values in (self.cache[layer] for layer in self.model.full):
             heads = []
             for g in range(self.model.kv_heads):
                 scores = score(keys[resident, g].double(), values[resident, g].double())

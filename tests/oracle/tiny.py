@@ -28,6 +28,7 @@ def make_tiny_llama(
     common=0.5,
     rope_theta=10000.0,
     tie=False,
+    windows=None,
 ):
     """Write a random Llama to the directory `path` and return it as a `Path`.
 
@@ -36,6 +37,7 @@ def make_tiny_llama(
         tokens. It gives the queries a common part, so that a key liked by one
         query tends to be liked by the others: heavy hitters exist, and differ.
     tie: tied input and output embeddings.
+    windows: of each layer, how many tokens a query sees, itself included; 0: all. At most one size beside 0.
     The tokenizer knows the words t0 .. t{vocab-1}, split at white space (an
     unknown word is t0). No token stops a generation. Weights depend on `seed`
     and the sizes only (and are rounded to `dtype`).
@@ -122,6 +124,13 @@ def make_tiny_llama(
         "pad_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if windows is not None:
+        (size,) = set(windows) - {0}
+        assert len(windows) == layers
+        config |= {
+            "sliding_window": size,
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        }
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", {"do_sample": False})
     _write_tokenizer(path, vocab, max_len)

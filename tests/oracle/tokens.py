@@ -21,7 +21,9 @@ class TokenRequest(Request):
         super().__init__(model, config)
         self.scores, self.ready = scores, ready
         shape = (model.layers, model.kv_heads)
-        self.heads = torch.ones(shape, dtype=torch.bool) if heads is None else torch.as_tensor(heads)
+        self.heads = torch.zeros(shape, dtype=torch.bool) if heads is None else torch.as_tensor(heads)
+        if heads is None:
+            self.heads[model.full] = True
         self.sets, self.merge, self.thresholds = sets, merge, {}
         self.gone = torch.zeros(*shape, 0, dtype=torch.bool)  # [L, G, N]
         self.drawn = torch.zeros(*shape, 0, dtype=torch.float64)

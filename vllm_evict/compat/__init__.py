@@ -7,6 +7,7 @@
 | `allocation` | `KVCacheManager.allocate_slots` | blocks go instead of preemption | vLLM asks before it preempts |
 | `runners` | model runners V1 and V2 | holes into block tables, batch order | SchedulerOutput tells of them |
 | `layers` | `Attention` layers after load | their backend behind a view | backends can be wrapped by configuration |
+| `layers` | how KV groups are made | views beside sliding windows before groups are known | a builder knows its group |
 | `layers` | layers by name, KV sharing | pages for heads of many layers, in own KV groups | KV groups can hold heads |
 | `reorder` | weight loaders of attention projections | heads of a class side by side | heads can have own tables |
 | `refusals` | `VllmConfig` | what can't be served right is refused by name | each entry until it is served |

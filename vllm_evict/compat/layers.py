@@ -4,7 +4,7 @@ vLLM asks each layer for its backend when it makes KV cache specs and metadata b
 Replacing it there touches one engine's layers and no registry, and works the same for every backend.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,11 @@ from ..worker.group import GroupRuntime
 from ..worker.runtime import EvictionRuntime
 from . import refusals
 from .positions import rotations
+
+try:
+    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
+except ImportError:  # vLLM 0.33
+    from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_page_size
 
 #: Attribute of a layer whose heads are split that holds its `Part`s.
 PARTS = "kv_evict_parts"
@@ -62,16 +67,35 @@ def layout(vllm_config: VllmConfig, config: KVPolicyConfig) -> Layout | None:
     return make(names, model.get_total_num_hidden_layers(), kv_heads, ranks)
 
 
-def install(vllm_config: VllmConfig, config: KVPolicyConfig, model: torch.nn.Module) -> EvictionRuntime:
-    """Put all attention layers of the model behind one runtime, with a group for each KV group.
+def install(
+    vllm_config: VllmConfig,
+    config: KVPolicyConfig,
+    model: torch.nn.Module,
+    specs: Mapping[str, KVCacheSpec] | None = None,
+) -> EvictionRuntime:
+    """Put all full attention layers of the model behind one runtime, with a group for each KV group.
+
+    Layers with sliding windows are left to vLLM.
+
+    Args:
+        vllm_config: the worker's.
+        config: the server's policy.
+        model: that is loaded.
+        specs: vLLM's own of all layers, which it groups layers by; needed where some have sliding windows.
 
     Raises:
         KVPolicyError: a layer cannot be served (see `refusals`).
     """
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    for name, layer in layers.items():
+    every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    for name, layer in every.items():
         if type(layer) is not Attention:
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
+    layers = _evictable(vllm_config)
+    if len(layers) < len(every):
+        refusals.check_windows(vllm_config, config, bool(layers))
+    for name, layer in every.items():
+        refusals.check_cache(name, layer)
+    for name, layer in layers.items():
         refusals.check_layer(name, layer, config)
     # The block size is final here; it may not have been when the configuration was checked.
     kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
@@ -82,9 +106,33 @@ def install(vllm_config: VllmConfig, config: KVPolicyConfig, model: torch.nn.Mod
         refusals.check_alike(layers)
         return _split(vllm_config, config, layers, placed, ops)
     in_graphs = _scratch(vllm_config, config, layers, ops)
+    names, block_bytes = [list(layers)], 0
+    if len(layers) < len(every):
+        names, block_bytes = _grouped(vllm_config, config, layers, dict(specs))
     turns = {} if config.context is None else rotations(model, layers, longest)
-    group = _whole(vllm_config, config, list(layers.values()), ops, turns, in_graphs)
-    return EvictionRuntime([group], ops, attends_in_graphs=in_graphs > 0)
+    groups = [_whole(vllm_config, config, [layers[name] for name in group], ops, turns, in_graphs) for group in names]
+    return EvictionRuntime(groups, ops, attends_in_graphs=in_graphs > 0, names=names, block_bytes=block_bytes)
+
+
+def _evictable(vllm_config: VllmConfig) -> dict[str, Attention]:
+    """Layers that a policy is for: those without sliding windows, by name."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    return {name: layer for name, layer in layers.items() if layer.sliding_window is None}
+
+
+def _grouped(
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: Mapping[str, Attention], specs: dict[str, KVCacheSpec]
+) -> tuple[list[list[str]], int]:
+    """How vLLM will group these layers beside those with windows, and bytes of a block of the pool they share.
+
+    It makes groups of equally many layers of a kind, so that there may be several of either kind.
+    """
+    pages = {spec.page_size_bytes for spec in specs.values()}
+    sizes = {spec.block_size for spec in specs.values()} | {vllm_config.cache_config.block_size}
+    refusals.check_pages(config, sizes, pages)
+    groups = _get_kv_cache_groups_uniform_page_size(specs)
+    names = [group.layer_names for group in groups if group.layer_names[0] in layers]
+    return names, max(len(group.layer_names) for group in groups) * pages.pop()
 
 
 def _whole(
@@ -95,7 +143,7 @@ def _whole(
     turns: dict[Attention, Rotation],
     in_graphs: int,
 ) -> GroupRuntime:
-    """All heads of all layers in one KV group; `in_graphs` as of `_scratch`."""
+    """All heads of the layers of one KV group; `in_graphs` as of `_scratch`."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
     store = LayerStore(ops, lambda: ((layer, layer.kv_cache) for layer in layers), turns)
@@ -141,7 +189,7 @@ def _split(
         # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
-    return EvictionRuntime(groups, ops, pages, in_graphs > 0)
+    return EvictionRuntime(groups, ops, pages, in_graphs > 0, [[page] for page in pages])
 
 
 def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], ops: BackendOps) -> int:
@@ -221,14 +269,18 @@ def _caches_of(layers: dict[str, Attention], pages: str) -> Iterator[tuple[Atten
 def settle(
     vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime, kv_cache_config: KVCacheConfig
 ) -> None:
-    """Choose what attends to requests with holes; how keys are packed is known once metadata builders exist.
+    """Find out which of vLLM's KV groups are whose, and choose what attends to requests with holes.
+
+    How keys are packed is known once metadata builders exist.
 
     Raises:
         KVPolicyError: the score pass cannot read a layer's keys; says why.
     """
-    given = [group.layer_names[0] for group in kv_cache_config.kv_cache_groups]
-    assert len(given) == len(runtime.groups) and runtime.pages in ([], given), f"vLLM's KV groups are others: {given}"
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    given = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+    layers = _evictable(vllm_config)
+    holders = layers.keys() | set(runtime.pages)
+    runtime.numbers = [number for number, names in enumerate(given) if names[0] in holders]
+    assert [given[number] for number in runtime.numbers] == runtime.names, f"vLLM's KV groups are others: {given}"
     ops, decodes = runtime.ops, decode_kernel() != "stock"
     for name, layer in layers.items():
         if (config.statistics or config.context) and (reason := ops.unreadable(layer)):
@@ -240,16 +292,16 @@ def settle(
 
 def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
     """Of the widest layer: dimensions of a key, bytes of each, and bytes of the most queries of a step."""
-    layers = get_layers_from_vllm_config(vllm_config, Attention).values()
+    layers = _evictable(vllm_config).values()
     dims, itemsize = max(layer.impl.head_size for layer in layers), max(layer.dtype.itemsize for layer in layers)
     heads = max(layer.num_heads for layer in layers)
     return dims, itemsize, vllm_config.scheduler_config.max_num_batched_tokens * heads * dims * itemsize
 
 
 def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:
-    """Of one block of the pool: of all layers, or of one KV group where heads are split."""
+    """Of one block of the pool: of all layers, or of one KV group where there are several."""
     pages = [spec.page_size_bytes for spec in specs.values()]
-    return max(pages) if runtime.pages else sum(pages)
+    return runtime.block_bytes or (max(pages) if runtime.pages else sum(pages))
 
 
 def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[torch.Tensor]) -> None:
@@ -257,13 +309,10 @@ def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[
     # Its kernels need Triton.
     from ..attention.warmup import Heads, warm_up
 
-    layers = []
-    for layer in get_layers_from_vllm_config(vllm_config, Attention).values():
-        whole = [Heads(0, slice(0, layer.num_heads), layer.kv_cache)] if not runtime.pages else []
-        parts = (
-            Heads(runtime.pages.index(part.pages), part.query_heads, part.kv_cache)
-            for part in getattr(layer, PARTS, ())
-        )
+    layers, group_of = [], {name: group for group, names in enumerate(runtime.names) for name in names}
+    for name, layer in _evictable(vllm_config).items():
+        whole = [Heads(group_of[name], slice(0, layer.num_heads), layer.kv_cache)] if name in group_of else []
+        parts = (Heads(group_of[part.pages], part.query_heads, part.kv_cache) for part in getattr(layer, PARTS, ()))
         layers.append((layer, [*whole, *parts]))
     queries = vllm_config.scheduler_config.max_num_batched_tokens
     blocks = -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size)
@@ -272,7 +321,7 @@ def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[
 
 def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> str:
     """Which kernels attend and measure, for the log, once `settle` has chosen."""
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    layers = _evictable(vllm_config)
     backend = next(iter(layers.values())).attn_backend.get_name()
     kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
     line = f"KV policy {config.name}: {kernel} attends to all requests"
@@ -299,7 +348,7 @@ def unheeded(vllm_config: VllmConfig, runtime: EvictionRuntime) -> str | None:
     says.)
     """
     kernel = decode_kernel()
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    layers = _evictable(vllm_config)
     backend = next(iter(layers.values())).attn_backend.get_name()
     decodes, on_device = runtime.groups[0].decodes, backend in refusals.DEVICE_BACKENDS
     if kernel in (None, "stock") or (on_device and decodes):

@@ -1,5 +1,6 @@
 """What cannot be served right yet is refused at start, by name, with what to do instead."""
 
+from collections.abc import Collection
 from typing import Any
 
 import vllm.envs as envs
@@ -57,7 +58,6 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     backend, setting = _named_backend(vllm_config.attention_config)
     text = model.hf_text_config
     fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
-    windows = "sliding_attention" in (getattr(text, "layer_types", None) or ())
     # Scores, and decodes of split heads, are our kernels'.
     has_kernels = platform == "cuda" and bool(config.statistics or len(config.classes) > 1)
     capability = tuple((current_platform.get_device_capability() if has_kernels else None) or FP8_CAPABILITY)
@@ -88,13 +88,12 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (model.is_encoder_decoder, "encoder-decoder models", without),
         (model.is_mm_prefix_lm or model.is_diffusion, "models with non-causal attention", without),
         (
-            model.get_sliding_window() is not None
-            or model.rswa_window is not None
-            or windows
-            or getattr(text, "attention_chunk_size", None) is not None,
-            "sliding-window or chunked-local attention layers, which recycle their blocks themselves",
+            getattr(text, "attention_chunk_size", None) is not None,
+            "chunked-local attention layers, which recycle their blocks themselves",
             without,
         ),
+        (model.rswa_window is not None, "layers that attend to their prompt and a sliding window", without),
+        *(_windows(vllm_config, config, cache.sliding_window is None) if _slides(model, cache) else ()),
         (
             backend not in (None, *(DEVICE_BACKENDS if platform == "cuda" else BACKENDS)),
             f"the attention backend {backend}",
@@ -169,10 +168,81 @@ def _past_the_worker(vllm_config: Any) -> bool:
     return any(base.__name__ == "RayDistributedExecutor" for base in executor.__mro__)
 
 
+def _slides(model: Any, cache: Any) -> bool:
+    """Whether any layer has a sliding window, as far as the configuration says; all, if the cache's has one."""
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    some = "sliding_attention" in kinds and model.get_sliding_window() is not None
+    return some or cache.sliding_window is not None
+
+
+def _windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> list[tuple[bool, str, str]]:
+    """What is refused where layers have sliding windows; `others`: whether there are layers that have none."""
+    beside = "sliding-window attention beside full attention"
+    return [
+        (
+            not others,
+            "sliding-window attention in all layers, which recycle their blocks themselves",
+            "there is nothing to evict; leave --kv-policy out for this model",
+        ),
+        (
+            bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+            f"{beside} without vLLM's hybrid KV cache manager, as all layers share one block table then",
+            "leave --disable-hybrid-kv-cache-manager out",
+        ),
+        (
+            len(config.classes) > 1,
+            f"{beside}, as it splits layers or heads in pages that are no layer's",
+            "use a policy for whole layers, such as h2o, snapkv or sink-window",
+        ),
+        (
+            config.context is not None,
+            f"{beside}, where only those with windows may have positions",
+            "leave context out for this model",
+        ),
+        (
+            config.reconstructs,
+            f"{beside}, where a prompt can't be repeated from the blocks that it has left in the cache",
+            "leave kvzip out; snapkv, h2o and keydiff need no second pass",
+        ),
+    ]
+
+
+def check_windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> None:
+    """Refuse what can't be served in a model some of whose layers have sliding windows; `others`: some have none.
+
+    Raises:
+        KVPolicyError: naming it.
+    """
+    for refused, what, instead in _windows(vllm_config, config, others):
+        if refused:
+            raise _refusal(config, what, instead)
+
+
+def check_pages(config: KVPolicyConfig, block_sizes: Collection[int], page_bytes: Collection[int]) -> None:
+    """Refuse models whose layers with and without sliding windows differ in the blocks of their caches.
+
+    Args:
+        block_sizes: tokens, of all KV groups and as configured.
+        page_bytes: of all KV groups.
+
+    Raises:
+        KVPolicyError: naming the sizes.
+    """
+    if len(block_sizes) > 1 or len(page_bytes) > 1:
+        sizes = " and ".join(map(str, sorted(block_sizes)))
+        raise _refusal(
+            config,
+            f"layers with and without sliding windows whose caches differ in shape (blocks of {sizes} tokens, pages of "
+            f"{' and '.join(map(str, sorted(page_bytes)))} bytes)",
+            "leave --kv-policy out for this model",
+        )
+
+
 def _named_backend(attention_config: Any) -> tuple[str | None, str]:
     """The backend that somebody named for plain full attention, and where; None if vLLM is to choose one.
 
-    It does when it makes the layers, which `check_layer` looks at. Kinds of layers that are refused may have any.
+    It does when it makes the layers, which `check_layer` looks at. Other kinds of layers may have any: sliding
+    windows are left to vLLM.
     """
     if (backend := attention_config.backend_per_kind.get("full_attention")) is not None:
         return backend.name, "--attention-config.backend_per_kind.full_attention"
@@ -180,7 +250,7 @@ def _named_backend(attention_config: Any) -> tuple[str | None, str]:
 
 
 def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
-    """Refuse attention layers whose blocks cannot be evicted or scored.
+    """Refuse full attention layers whose blocks cannot be evicted or scored.
 
     Raises:
         KVPolicyError: naming the layer.
@@ -192,8 +262,6 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
         raise _refusal(config, what, _CHOOSE.format(setting=setting))
     if backend in WHOLE_LAYERS and len(config.classes) > 1:
         raise _refusal(config, what, _WHOLE.format(setting=setting))
-    if layer.sliding_window is not None or layer.kv_sharing_target_layer_name is not None:
-        raise KVPolicyError(f"{name} has a sliding window or shares another layer's cache: leave --kv-policy out")
     if not config.statistics & RUNNING:
         return
     for attribute, what in (
@@ -206,6 +274,16 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
             raise KVPolicyError(
                 f'{name} has {what}, which the score pass does not know: use sink-window with "allow": []'
             )
+
+
+def check_cache(name: str, layer: Any) -> None:
+    """Refuse layers, of any kind, without a cache of their own.
+
+    Raises:
+        KVPolicyError: naming the layer.
+    """
+    if layer.kv_sharing_target_layer_name is not None:
+        raise KVPolicyError(f"{name} shares the cache of {layer.kv_sharing_target_layer_name}: leave --kv-policy out")
 
 
 def check_alike(layers: dict[str, Any]) -> None:

@@ -27,18 +27,18 @@ def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
     def _update_states(scheduler_output: Any) -> Any:
         runtime.check_begun(scheduler_output)
         corrections = update(scheduler_output)
-        tables = [runner.input_batch.block_table[index].block_table for index in range(len(runtime.groups))]
-        for index, group in enumerate(runtime.groups):
+        tables = [runner.input_batch.block_table[number].block_table for number in runtime.numbers]
+        for number, table, group in zip(runtime.numbers, tables, runtime.groups):
             for req_id, blocks in group.changes():
                 request = runner.requests.get(req_id)
                 if request is None:
                     continue
                 # Rows of the batch are rebuilt from here when a request comes back after a pause.
                 for block, physical in blocks.items():
-                    request.block_ids[index][block] = physical
+                    request.block_ids[number][block] = physical
                 row = runner.input_batch.req_id_to_index.get(req_id)
                 if row is not None:
-                    tables[index].np[row, list(blocks)] = list(blocks.values())
+                    table.np[row, list(blocks)] = list(blocks.values())
         runtime.batch.req_ids = runner.input_batch.req_ids
         # Filled before any metadata is built; rows of padding are cleared later, but of length 0 by then.
         runtime.views.tables = [table.gpu for table in tables]
@@ -54,7 +54,8 @@ def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     def update_requests(scheduler_output: Any) -> None:
         runtime.check_begun(scheduler_output)
         update(scheduler_output)
-        for table, group in zip(runner.block_tables.block_tables, runtime.groups):
+        for number, group in zip(runtime.numbers, runtime.groups):
+            table = runner.block_tables.block_tables[number]
             for req_id, blocks in group.changes():
                 row = runner.req_states.req_id_to_index.get(req_id)
                 if row is not None:
@@ -65,7 +66,7 @@ def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     def prepare_attn(input_batch: Any) -> Any:
         runtime.batch.req_ids = input_batch.req_ids
         tables, slots = prepare(input_batch)
-        runtime.views.tables = tables
+        runtime.views.tables = [tables[number] for number in runtime.numbers]
         return tables, slots
 
     runner.update_requests, runner.prepare_attn = update_requests, prepare_attn
@@ -92,11 +93,11 @@ def profiling(runner: Any, step: int, between: int, device: torch.device) -> Ite
 
 
 def block_tables(runner: Any, runtime: EvictionRuntime, v2: bool) -> list[torch.Tensor]:
-    """vLLM's block table of each KV group, where metadata builders get its first rows. int32 [requests, width]"""
+    """vLLM's block table of each group, where metadata builders get its first rows. int32 [requests, width]"""
     if v2:
-        return list(runner.block_tables.input_block_tables)
+        return [runner.block_tables.input_block_tables[number] for number in runtime.numbers]
     tables = runner.input_batch.block_table
-    return [tables[index].get_device_tensor(runner.max_num_reqs) for index in range(len(runtime.groups))]
+    return [tables[number].get_device_tensor(runner.max_num_reqs) for number in runtime.numbers]
 
 
 def _runs(indices: list[int]) -> list[tuple[int, int]]:

@@ -9,13 +9,79 @@ from typing import Any
 import numpy as np
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 from vllm.v1.request import Request
 
 from .residency import Residency
 
 
-class EvictableManager(FullAttentionManager):
+def heeding_holes(manager: type) -> type:
+    """A subclass of one of vLLM's managers, for a KV group of requests that may lack blocks, there or in another.
+
+    It publishes nothing that was computed of a reduced context, and notes what the pool is asked for and hands out. No
+    mixin: with a second base it could not become the class of a manager that vLLM has made.
+    """
+
+    class HeedsHoles(manager):
+        #: All requests of the scheduler, in this group, or where this group has no holes in another.
+        residents: dict[str, Residency]
+        #: Blocks that the last allocation wanted.
+        wanted = 0
+        #: Test mode: freed blocks are poisoned, so what is allocated has to be cleaned. None when off.
+        allocated: list[int] | None = None
+
+        def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
+            self.wanted = super().get_num_blocks_to_allocate(*args, **kwargs)
+            return self.wanted
+
+        def allocate_new_blocks(
+            self, request_id: str, num_tokens: int, num_tokens_main_model: int
+        ) -> list[KVCacheBlock]:
+            new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+            if self.allocated is not None:
+                self.allocated.extend(block.block_id for block in new_blocks)
+            return new_blocks
+
+        def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+            # Blocks computed after the first eviction saw a reduced context: they are not what their hash says.
+            resident = self.residents.get(request.request_id)
+            if resident is not None and resident.pure_tokens is not None:
+                num_tokens = min(num_tokens, resident.pure_tokens)
+            super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+    return HeedsHoles
+
+
+class SlidingManager(heeding_holes(SlidingWindowManager)):
+    """vLLM's manager for sliding windows, beside layers that may lack blocks."""
+
+    @classmethod
+    def beside(cls, manager: SlidingWindowManager, residents: dict[str, Residency], poison: bool) -> "SlidingManager":
+        """Make one of vLLM's manager, whose spec stays vLLM's own; `residents` are those of a group with holes."""
+        manager.__class__ = cls
+        manager.residents, manager.allocated = residents, [] if poison else None
+        return manager
+
+    def most_blocks(self, tokens: int) -> int:
+        """Most blocks that a request of so many tokens holds, in flight included."""
+        return min(math.ceil(tokens / self.block_size), self.max_admission_blocks_per_request)
+
+    def publish_end(self, request: Request) -> None:
+        """Let others hit what a request has computed until now, as from here on nothing of it will be published.
+
+        vLLM publishes of a window what it needs to go on at the end of the prompt, which this request may not reach.
+        """
+        req_id = request.request_id
+        blocks, pure = self.req_to_blocks[req_id], self.residents[req_id].pure_tokens
+        end = min(self.num_cached_block.get(req_id, 0), pure // self.block_size)
+        first = max(end - self._contiguous_blocks_for_hit(self.sliding_window, self.block_size, False), 0)
+        mask = [block.block_hash is None for block in blocks[first:end]]
+        self.block_pool.cache_full_blocks(
+            request, blocks, first, end, self.block_size, self.kv_cache_group_id, block_mask=mask
+        )
+
+
+class EvictableManager(heeding_holes(FullAttentionManager)):
     """vLLM's manager for full attention, with holes.
 
     A hole is vLLM's null block at the evicted block's place, so positions, slot mappings and prefix hashes stay
@@ -24,21 +90,18 @@ class EvictableManager(FullAttentionManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: All requests of the scheduler, in this group.
-        self.residents: dict[str, Residency] = {}
+        self.residents = {}
+        #: Its place among the KV groups that may have holes: that of its plans and reports.
+        self.number = 0
         self.max_in_flight_tokens = 0
         #: Policy -> blocks that its requests hold.
         self.held: Counter[str] = Counter()
         #: Requests that grew beyond their trigger since the last `take_over_trigger`.
         self._over_trigger: set[str] = set()
-        #: Blocks that the last allocation wanted.
-        self.wanted = 0
-        #: Test mode: freed blocks are poisoned, so what is allocated has to be cleaned. None when off.
-        self.allocated: list[int] | None = None
 
-    def bind(self, max_in_flight_tokens: int, poison: bool) -> None:
+    def bind(self, number: int, max_in_flight_tokens: int, poison: bool) -> None:
         """What the scheduler knows and vLLM does not pass on."""
-        self.max_in_flight_tokens = max_in_flight_tokens
+        self.number, self.max_in_flight_tokens = number, max_in_flight_tokens
         self.allocated = [] if poison else None
 
     @property
@@ -104,10 +167,9 @@ class EvictableManager(FullAttentionManager):
         if resident and resident.limits and not waits:
             # A longer prompt is evicted chunk by chunk, so it never holds more than this at once.
             num_tokens = min(num_tokens, (resident.limits.bound + self.in_flight) * self.block_size)
-        self.wanted = super().get_num_blocks_to_allocate(
+        return super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, *args, apply_admission_cap=apply_admission_cap, **kwargs
         )
-        return self.wanted
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
@@ -115,16 +177,7 @@ class EvictableManager(FullAttentionManager):
         if new_blocks and (resident := self.residents.get(request_id)):
             self._count(resident, resident.held(len(self.req_to_blocks[request_id])))
             self.note(request_id)
-        if self.allocated is not None:
-            self.allocated.extend(block.block_id for block in new_blocks)
         return new_blocks
-
-    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        # Blocks computed after the first eviction saw a reduced context: they are not what their hash says.
-        resident = self.residents.get(request.request_id)
-        if resident is not None and resident.pure_tokens is not None:
-            num_tokens = min(num_tokens, resident.pure_tokens)
-        super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         if resident := self.residents.get(request_id):

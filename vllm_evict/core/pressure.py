@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ..compat.allocation import before_giving_up
-from .manager import EvictableManager
+from .manager import EvictableManager, SlidingManager
 from .plan import GroupPlan, Reports
 from .residency import NO_BLOCKS
 
@@ -28,11 +28,14 @@ class Pressure:
 
     Args:
         scheduler: whose requests hold the blocks.
-        managers: of its KV groups.
+        managers: of its KV groups that may have holes.
+        beside: of its KV groups with sliding windows, which take blocks out of the same pool.
     """
 
-    def __init__(self, scheduler: "EvictionMixin", managers: Sequence[EvictableManager]) -> None:
-        self._scheduler, self._managers = scheduler, managers
+    def __init__(
+        self, scheduler: "EvictionMixin", managers: Sequence[EvictableManager], beside: Sequence[SlidingManager] = ()
+    ) -> None:
+        self._scheduler, self._managers, self._all = scheduler, managers, [*managers, *beside]
         self._cache = scheduler.kv_cache_manager
         before_giving_up(self._cache, self.make_room)
         parts = scheduler.kv_policy.classes.values()
@@ -75,7 +78,7 @@ class Pressure:
             request: whose allocation failed.
             reserved_blocks: of the pool, that it may not take.
         """
-        missing = sum(manager.wanted for manager in self._managers) + reserved_blocks
+        missing = sum(manager.wanted for manager in self._all) + reserved_blocks
         missing -= self._cache.block_pool.get_num_free_blocks()
         if request.status != RequestStatus.RUNNING:
             missing += self._cache.watermark_blocks

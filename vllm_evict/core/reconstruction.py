@@ -315,7 +315,7 @@ class Reconstructions:
     @property
     def _plan(self) -> GroupPlan:
         """What goes to workers with the next step."""
-        return self._scheduler._plan.groups[self._manager.kv_cache_group_id]
+        return self._scheduler._plan.groups[self._manager.number]
 
     def _begin(self, job: Job) -> bool:
         """Add the next shadow of a request, if it is time. Returns whether it was added."""

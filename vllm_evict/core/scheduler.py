@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
@@ -21,7 +22,7 @@ from ..config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError, given
 from ..environment import poison_mode
 from ..metrics import STATS_KEY, Tally
 from ..usage import SHOWN_KEY, USAGE_KEY, KVUsage
-from .manager import EvictableManager
+from .manager import EvictableManager, SlidingManager
 from .plan import PLAN, REPORTS, Compaction, EvictionPlan, GroupPlan, Move, Report, Reports, Scoring
 from .pressure import Pressure
 from .reconstruction import Reconstructions
@@ -47,15 +48,13 @@ class EvictionMixin:
         super().__init__(*args, **kwargs)
         self.kv_policy = policy_config(self.vllm_config)
         self.tally = Tally()
-        self.kv_managers = self._managers()
         self._poison = poison_mode()
-        for manager in self.kv_managers:
-            manager.bind(self.vllm_config.max_in_flight_tokens, self._poison)
+        self.kv_managers, self.sliding_managers = self._managers()
         count_published(self.kv_cache_manager, self._published_tokens)
         self._plan = EvictionPlan.empty(len(self.kv_managers))
         waits = any(part.when == "pressure" for part in self.kv_policy.classes.values())
         #: None where nobody waits for the pool to run out.
-        self.pressure = Pressure(self, self.kv_managers) if waits else None
+        self.pressure = Pressure(self, self.kv_managers, self.sliding_managers) if waits else None
         #: None where nobody's prompt is ever reconstructed.
         self.reconstructions = Reconstructions(self, self.kv_managers[0]) if self.kv_policy.reconstructs else None
         #: Requests that the front end ends, on any of their outputs: those with stop strings, and sessions. And what it
@@ -64,26 +63,33 @@ class EvictionMixin:
         self._policies = sorted(self.kv_policy.allowed)
         logger.info(self._start_up_line())
 
-    def _managers(self) -> list[EvictableManager]:
-        """One for each KV group, in order; more than one only where heads are split."""
-        managers = list(self.kv_cache_manager.coordinator.single_type_managers)
-        evictable = all(isinstance(manager, EvictableManager) for manager in managers)
-        if not evictable or (len(managers) > 1 and not managers[0].kv_cache_spec.head_class):
+    def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager]]:
+        """Those of KV groups that may have holes, in order, and those of sliding windows beside them.
+
+        More than one may have holes only where heads are split, or where fewer layers slide than do not.
+        """
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        evictable = [manager for manager in managers if isinstance(manager, EvictableManager)]
+        others = [manager for manager in managers if manager not in evictable]
+        served = evictable and all(type(manager) is SlidingWindowManager for manager in others)
+        if not served or (len(managers) > 1 and not others and not managers[0].kv_cache_spec.head_class):
             raise KVPolicyError(
                 f"KV policy {self.kv_policy.name!r} can't be used with layers whose caches differ in shape "
                 f"({len(managers)} KV groups: {', '.join(type(m).__name__ for m in managers)}): leave --kv-policy out"
             )
-        order = [manager.kv_cache_spec.head_class for manager in managers]
+        order = [manager.kv_cache_spec.head_class for manager in evictable]
         assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
-        return managers
+        for number, manager in enumerate(evictable):
+            manager.bind(number, self.vllm_config.max_in_flight_tokens, self._poison)
+        return evictable, [SlidingManager.beside(each, evictable[0].residents, self._poison) for each in others]
 
     @property
     def residents(self) -> dict[str, Residency]:
-        """All requests, in the first KV group."""
+        """All requests, in the first KV group that may have holes."""
         return self.kv_managers[0].residents
 
     def _start_up_line(self) -> str:
-        groups = self.kv_cache_config.kv_cache_groups
+        groups = [self.kv_cache_config.kv_cache_groups[each.kv_cache_group_id] for each in self.kv_managers]
         spec: EvictableSpec = groups[0].kv_cache_spec
         bounds = [
             self.kv_policy.of_class(group.kv_cache_spec.head_class).bound(spec.block_size, self.max_model_len)
@@ -92,9 +98,13 @@ class EvictionMixin:
         bound = None if None in bounds else sum(bounds)
         if len(groups) == 1:
             what = f"1 KV group of {len(groups[0].layer_names)} layers"
+        elif not spec.head_class:
+            what = f"{len(groups)} KV groups of {sum(len(group.layer_names) for group in groups)} layers"
         else:
             counts = Counter(group.kv_cache_spec.head_class for group in groups)
             what = f"{len(groups)} KV groups of {spec.num_kv_heads} heads ({_listed(counts)})"
+        if self.sliding_managers:
+            what += f", beside {len(self.sliding_managers)} of sliding windows, which stay vLLM's"
         return (
             f"KV policy {_described(self.kv_policy)}"
             + f"; requests may use {', '.join(sorted(self.kv_policy.allowed))}"
@@ -188,40 +198,43 @@ class EvictionMixin:
         shadow = self.reconstructions is not None and self.reconstructions.is_shadow(request.request_id)
         if shadow:
             most = resident.pure_tokens  # what it repeats has to be computed
-        if len(self.kv_managers) == 1 and tokens > most and (resident.limits or shadow):
+        alone = len(self.kv_managers) + len(self.sliding_managers) == 1
+        if alone and tokens > most and (resident.limits or shadow):
             blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
-        if len(self.kv_managers) > 1 and tokens:
-            blocks, tokens = self._split_hit(request, blocks, tokens, most)
+        if not alone and tokens:
+            blocks, tokens = self._joint_hit(request, blocks, tokens, most)
         return blocks, tokens, boundary, diverged
 
-    def _split_hit(self, request: Request, blocks: Any, tokens: int, most: int) -> tuple[Any, int]:
-        """A hit where heads are split: as long as the pool can hold it, and with holes only where they are allowed."""
+    def _joint_hit(self, request: Request, blocks: Any, tokens: int, most: int) -> tuple[Any, int]:
+        """A hit in several KV groups: as long as the pool can hold it, and with holes only where they are allowed."""
         residents = self._residents_of(request.request_id)
         find = self.kv_cache_manager.coordinator.find_longest_cache_hit
-        found, room = blocks.blocks, tokens
+        found, room = list(blocks.blocks), tokens
         if residents[0].limits and tokens > most:
-            room = most  # what streaming heads need of a shorter prefix are other blocks
+            room = most  # what streaming heads and sliding windows need of a shorter prefix are other blocks
         while True:
             # Heads that keep everything need everything.
-            ends = [next((i for i, block in enumerate(part) if block.is_null), None) for part in found]
+            parts = [found[manager.kv_cache_group_id] for manager in self.kv_managers]
+            ends = [next((i for i, block in enumerate(part) if block.is_null), None) for part in parts]
             ends = [end for end, resident in zip(ends, residents) if end is not None and resident.limits is None]
             room = min([room, *(end * self.kv_managers[0].block_size for end in ends)])
             if room == tokens:
                 break
-            found, tokens, _ = find(request.block_hashes, room)
-            room = tokens
+            hit, tokens, _ = find(request.block_hashes, room)
+            found, room = list(hit), tokens
         if tokens > most:
-            found = tuple(
-                manager.without_middle(part) if resident.limits else part
-                for manager, part, resident in zip(self.kv_managers, found, residents)
-            )
-        return self.kv_cache_manager.create_kv_cache_blocks(found), tokens
+            for manager, resident in zip(self.kv_managers, residents):
+                if resident.limits:
+                    group = manager.kv_cache_group_id
+                    found[group] = manager.without_middle(found[group])
+        return self.kv_cache_manager.create_kv_cache_blocks(tuple(found)), tokens
 
     def _longest_hit(self, request: Request) -> int:
         """Tokens of a cached prefix that leave room for a first chunk in an otherwise empty pool."""
+        longest, block_size = self._longest(request), self.kv_managers[0].block_size
         # One block is vLLM's null block.
-        pool, block_size = self.kv_cache_manager.block_pool.num_gpu_blocks - 1, self.kv_managers[0].block_size
-        longest = self._longest(request)
+        pool = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        pool -= sum(manager.most_blocks(longest) for manager in self.sliding_managers)
         if not request.resumable and math.ceil(longest / block_size) * len(self.kv_managers) <= pool:
             return longest  # it would fit even if nothing of it went
         room = pool - sum(manager.in_flight for manager in self.kv_managers)
@@ -251,7 +264,7 @@ class EvictionMixin:
         if self.reconstructions is not None and (shadow := self.reconstructions.reported(output)):
             plan.groups[0].report[shadow] = self.residents[shadow].config.policy.measures
         if self._poison:
-            for manager in self.kv_managers:
+            for manager in (*self.kv_managers, *self.sliding_managers):
                 plan.clean += manager.allocated
                 manager.allocated = []
         setattr(output, PLAN, plan)
@@ -349,7 +362,7 @@ class EvictionMixin:
             if resident.config.policy.profiles and report is not None:
                 computed = request.num_computed_tokens - request.num_in_flight_tokens
                 resident.profile(report, computed, request.num_prompt_tokens)
-                told, resident.scoring = self._plan.groups[manager.kv_cache_group_id], self._scoring(request, resident)
+                told, resident.scoring = self._plan.groups[manager.number], self._scoring(request, resident)
                 if resident.scoring is None:
                     told.untrack.add(req_id)
                 else:
@@ -452,15 +465,18 @@ class EvictionMixin:
         if not given_back:
             return  # there is no room for private copies of shared blocks: the next block that fills asks again
         target = [table[index].block_id for index in candidates[:keep].tolist()]
-        group = manager.kv_cache_group_id
+        group = manager.number
         self._plan.compactions.append(
             Compaction(
                 request.request_id, group, resident.config, before, length, start, len(candidates), target, computed - 1
             )
         )
+        whole = resident.pure_tokens is None
         resident.evict(candidates[keep:], request.num_computed_tokens)
         # Blocks that were published may still be, those that come next may not.
         resident.pure_tokens = min(resident.pure_tokens, manager.published_tokens(request.request_id))
+        if whole:
+            self._publish_ends(request)
         plan = self._plan.groups[group]
         plan.holes.setdefault(request.request_id, []).extend(candidates[keep:].tolist())
         plan.moved.setdefault(request.request_id, {}).update(moved)
@@ -489,7 +505,7 @@ class EvictionMixin:
         # As where tokens are gathered: what was published may still be, what comes next may not.
         resident.pure_tokens = min(resident.pure_tokens, manager.published_tokens(req_id))
         target = [table[at].block_id for at in blocks.tolist()]
-        group = manager.kv_cache_group_id
+        group = manager.number
         self._plan.moves.append(Move(req_id, group, source, target, (by * manager.block_size).tolist()))
         self._plan.groups[group].moved.setdefault(req_id, {}).update(moved)
         if self._poison:
@@ -505,14 +521,22 @@ class EvictionMixin:
     def make_holes(self, request: Request, manager: EvictableManager, victims: np.ndarray) -> None:
         resident = manager.residents[request.request_id]
         first = not any(each.residents[request.request_id].evicted_blocks for each in self.kv_managers)
-        blocks = manager.evict(request.request_id, victims)
+        blocks, whole = manager.evict(request.request_id, victims), resident.pure_tokens is None
         resident.evict(victims, request.num_computed_tokens)
-        self._plan.groups[manager.kv_cache_group_id].holes.setdefault(request.request_id, []).extend(victims.tolist())
+        if whole:
+            self._publish_ends(request)
+        self._plan.groups[manager.number].holes.setdefault(request.request_id, []).extend(victims.tolist())
         freed = [block for block in blocks if block.ref_cnt == 0]
         if self._poison:
             # A published block may still be hit: its content has to stay what its hash says.
             self._plan.poison.extend(block.block_id for block in freed if block.block_hash is None)
         self.tally.count(resident.policy, len(blocks), len(freed), first)
+
+    def _publish_ends(self, request: Request) -> None:
+        """What a request that loses its first block has computed until now is the last of it that others may hit."""
+        if self.kv_cache_manager.enable_caching:
+            for manager in self.sliding_managers:
+                manager.publish_end(request)
 
     def _free_request_blocks(self, request: Request) -> None:
         # Its table is gone, and with it all that workers were to hear of.

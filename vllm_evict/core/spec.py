@@ -40,7 +40,7 @@ class EvictableSpec(FullAttentionSpec):
         # FullAttentionSpec.merge rebuilds the spec from its own fields; ours would silently become defaults.
         own = {name: getattr(specs[0], name) for name in OWN_FIELDS}
         # vLLM asks whether layers share a block table by merging them.
-        assert all(spec.is_alike(specs[0]) for spec in specs), "head classes have block tables of their own"
+        assert all(specs[0].is_alike(spec) for spec in specs), "head classes have block tables of their own"
         return replace(super().merge(specs), **own)
 
     def is_alike(self, other: KVCacheSpec) -> bool:

@@ -112,8 +112,8 @@ class GroupRuntime:
         self._viewed: tuple[Any, StepWork | None] | None = None
         self._rows: dict[str, Row] = {}
 
-    def begin(self, scheduler_output: Any, plan: GroupPlan, index: int) -> None:
-        """See `EvictionRuntime.begin`; `index` is that of the group."""
+    def begin(self, scheduler_output: Any, plan: GroupPlan, number: int) -> None:
+        """See `EvictionRuntime.begin`; `number` is the group's among all of vLLM's."""
         self.plan = plan
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         cached = scheduler_output.scheduled_cached_reqs
@@ -128,8 +128,8 @@ class GroupRuntime:
             # The next turn of a streaming session comes as a new request, with the holes it has, those of this plan
             # too; a cached prefix may have some.
             self.with_holes.pop(req_id, None)
-            if 0 in block_ids[index]:
-                self.with_holes[req_id] = np.flatnonzero(np.equal(block_ids[index], 0)).tolist()
+            if 0 in block_ids[number]:
+                self.with_holes[req_id] = np.flatnonzero(np.equal(block_ids[number], 0)).tolist()
         if gone or started or plan.holes:
             self._lacks = None
         for req_id in gone if self.mergers else ():

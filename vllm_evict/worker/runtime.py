@@ -30,12 +30,15 @@ class EvictionRuntime:
     knows from vLLM's own host copies and from the plans.
 
     Args:
-        groups: of vLLM's KV groups, in order.
+        groups: of those of vLLM's KV groups that may have holes, in order.
         ops: of the layers' attention backend (`attention.backend.BackendOps`).
         pages: where heads are split, layer names of the groups' pages.
         attends_in_graphs: whether there are full CUDA graphs in which the plugin's kernel attends.
+        names: of the layers, or pages, in each group.
+        block_bytes: of a block of the pool, where other groups share it.
 
     Attributes:
+        numbers: of the groups, among all of vLLM's: layers with sliding windows have groups that are vLLM's alone.
         copied: event after which the last reports hold what they say (see `transfer`); None: at once.
         views: of the groups, made of vLLM's block tables.
     """
@@ -46,8 +49,12 @@ class EvictionRuntime:
         ops: Any = None,
         pages: Sequence[str] = (),
         attends_in_graphs: bool = False,
+        names: Sequence[Sequence[str]] = (),
+        block_bytes: int = 0,
     ) -> None:
         self.groups, self.ops, self.pages = groups, ops, list(pages)
+        self.names, self.block_bytes = [list(each) for each in names], block_bytes
+        self.numbers = list(range(len(groups)))
         self.attends_in_graphs = attends_in_graphs
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
@@ -61,8 +68,8 @@ class EvictionRuntime:
     def begin(self, scheduler_output: Any) -> None:
         """Obey a plan: forget requests that ended or start over, note holes, start to measure."""
         self.plan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.groups))
-        for index, (group, plan) in enumerate(zip(self.groups, self.plan.groups)):
-            group.begin(scheduler_output, plan, index)
+        for number, group, plan in zip(self.numbers, self.groups, self.plan.groups, strict=True):
+            group.begin(scheduler_output, plan, number)
         self.batch.graph = None
         self.views.begin()
         self.batch.own = self._own() if self.groups[0].decodes else set()

@@ -42,7 +42,8 @@ class EvictionWorkerMixin:
     def get_kv_cache_spec(self) -> Any:
         # The first call after the model is loaded and the block size is settled; specs are what it changes.
         if self.kv_evict is None:
-            self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model())
+            specs = super().get_kv_cache_spec()
+            self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
         return super().get_kv_cache_spec()
 

@@ -221,9 +221,9 @@ SPLIT_LAYERS = [
     Touch(
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
         ("compat.layers",),
-        "pages are like those of a layer, for other heads",
+        "pages are like those of a layer, for other heads; layers with windows have a spec of another kind",
         calls=("get_kv_cache_spec(...)",),
-        does=("FullAttentionSpec(..., block_size=block_size, num_kv_heads=self.num_kv_heads)",),
+        does=("self.sliding_window is not None", "return SlidingWindowSpec(...)", "FullAttentionSpec(..., block_size=block_size, num_kv_heads=self.num_kv_heads)",),
     ),
 ]
 

@@ -7,7 +7,7 @@ BLOCKS = [
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
         ("core.scheduler", "core.pressure"),
         "holds our manager",
-        has=("coordinator", "block_pool", "watermark_blocks"),
+        has=("coordinator", "block_pool", "watermark_blocks", "enable_caching = enable_caching"),
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
@@ -124,7 +124,7 @@ BLOCKS = [
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
         ("core.manager",),
-        "all groups publish the same tokens",
+        "all groups publish the same tokens, each as far as its manager does",
         does=("enumerate(self.single_type_managers)", "manager.cache_blocks(request, ...)"),
     ),
     Touch(
@@ -181,7 +181,10 @@ BLOCKS = [
         ("core.manager",),
         "a long prompt is admitted with what it holds at most, not with all its blocks",
         first=("request_id", "num_tokens", "new_computed_blocks"),
-        replaced_by=("vllm_evict.core.manager:EvictableManager.get_num_blocks_to_allocate",),
+        replaced_by=(
+            "vllm_evict.core.manager:heeding_holes.HeedsHoles.get_num_blocks_to_allocate",
+            "vllm_evict.core.manager:EvictableManager.get_num_blocks_to_allocate",
+        ),
         does=("num_required_blocks = cdiv(num_tokens, self.block_size)",),
     ),
     Touch(
@@ -250,7 +253,10 @@ BLOCKS = [
         ("core.manager",),
         "a table grows here and nowhere else; its length counts holes, so it stays what positions say",
         first=("request_id", "num_tokens", "num_tokens_main_model"),
-        replaced_by=("vllm_evict.core.manager:EvictableManager.allocate_new_blocks",),
+        replaced_by=(
+            "vllm_evict.core.manager:heeding_holes.HeedsHoles.allocate_new_blocks",
+            "vllm_evict.core.manager:EvictableManager.allocate_new_blocks",
+        ),
         does=(
             "num_required_blocks - len(req_blocks)",
             "new_blocks = self.block_pool.get_new_blocks(num_new_blocks)",
@@ -262,7 +268,7 @@ BLOCKS = [
         ("core.manager",),
         "publishes blocks up to a number of tokens: what saw a reduced context is left out by lowering it",
         first=("request", "num_tokens"),
-        replaced_by=("vllm_evict.core.manager:EvictableManager.cache_blocks",),
+        replaced_by=("vllm_evict.core.manager:heeding_holes.HeedsHoles.cache_blocks",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks",
@@ -283,6 +289,65 @@ BLOCKS = [
         ("core.manager",),
         "goes through pop_blocks_for_free",
         does=("self.block_pool.free_blocks(reversed(self.pop_blocks_for_free(request_id)))",),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager",
+        ("core.manager", "core.scheduler"),
+        "of windows beside layers that may lack blocks: becomes our subclass",
+        bases=("SingleTypeKVCacheManager",),
+        has=(
+            "sliding_window = kv_cache_spec.sliding_window",
+            "max_admission_blocks_per_request = max_admission_blocks_per_request",
+            "block_size",
+            "block_pool = block_pool",
+            "req_to_blocks: defaultdict[str, list[KVCacheBlock]]",
+            "num_cached_block: dict[str, int]",
+            "kv_cache_group_id = kv_cache_group_id",
+        ),
+        takes_attributes=True,
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_blocks_to_allocate",
+        ("core.manager",),
+        "what windows want of the pool is noted",
+        replaced_by=("vllm_evict.core.manager:heeding_holes.HeedsHoles.get_num_blocks_to_allocate",),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.allocate_new_blocks",
+        ("core.manager",),
+        "what windows get of the pool is noted",
+        first=("request_id", "num_tokens", "num_tokens_main_model"),
+        replaced_by=("vllm_evict.core.manager:heeding_holes.HeedsHoles.allocate_new_blocks",),
+        does=("new_blocks = self.block_pool.get_new_blocks(num_new_blocks)",),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.cache_blocks",
+        ("core.manager",),
+        "publishes blocks of windows up to a number of tokens, those that a mask names",
+        first=("request", "num_tokens"),
+        replaced_by=("vllm_evict.core.manager:heeding_holes.HeedsHoles.cache_blocks",),
+        does=(
+            "block_mask = self.reachable_block_mask(..., start_block=num_cached_blocks, end_block=num_full_blocks)",
+            "self.num_cached_block[request.request_id] = num_full_blocks",
+        ),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager._contiguous_blocks_for_hit",
+        ("core.manager",),
+        "blocks of a window that a hit needs",
+        kind="classmethod",
+        first=("window_size", "block_size", "use_eagle"),
+        calls=("_contiguous_blocks_for_hit(..., ..., ...)",),
+    ),
+    Touch(
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.find_longest_cache_hit",
+        ("core.manager", "core.scheduler"),
+        "a shorter hit needs other blocks of a window; those before it are holes",
+        does=(
+            "sliding_window_contiguous_blocks = cls._contiguous_blocks_for_hit(...)",
+            "[block_pool.null_block] * max_num_blocks",
+            "num_contiguous_blocks >= sliding_window_contiguous_blocks",
+        ),
     ),
     Touch(
         "vllm.v1.core.block_pool:BlockPool.__init__",
@@ -323,8 +388,10 @@ BLOCKS = [
     Touch(
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
         ("core.manager",),
-        "publishes no hole",
-        does=("blk.is_null",),
+        "publishes no hole, nor what a mask leaves out",
+        first=("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id"),
+        calls=("cache_full_blocks(..., ..., ..., ..., ..., ..., block_mask=...)",),
+        does=("blk.is_null or (block_mask is not None and not block_mask[i])",),
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:KVCacheBlock",
@@ -439,7 +506,9 @@ BLOCKS = [
         "vllm.v1.core.kv_cache_utils:_get_kv_cache_groups_uniform_page_size",
         ("core.spec", "compat.layers"),
         "groups of as many layers as the rarest spec has: one, as each retrieval group has a spec of its own. They come in "
-        "the order of the layers, which is that of the worker's groups; streaming groups, which share a spec, come last",
+        "the order of the layers, which is that of the worker's groups; streaming groups, which share a spec, come last. "
+        "Beside windows, too, groups are as long as the rarest spec; the worker asks for them before vLLM makes them",
+        calls=("_get_kv_cache_groups_uniform_page_size(...)",),
         does=(
             "kv_cache_spec.items()",
             "same_type_layers[layer_spec].append(layer_name)",
@@ -506,8 +575,12 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:get_manager_for_kv_cache_spec",
-        ("core.spec",),
-        "looks our manager up",
-        does=("KVCacheSpecRegistry.get_manager_class(kv_cache_spec, ...)",),
+        ("core.spec", "core.manager"),
+        "looks our manager up; that of windows knows how many blocks a request holds at most",
+        does=(
+            "KVCacheSpecRegistry.get_manager_class(kv_cache_spec, ...)",
+            "kv_cache_spec.max_admission_blocks_per_request(max_in_flight_tokens=max_in_flight_tokens, "
+            "max_model_len=max_model_len)",
+        ),
     ),
 ]

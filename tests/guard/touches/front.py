@@ -175,7 +175,13 @@ CONFIGURATION = [
         "vllm.config.scheduler:SchedulerConfig",
         ("plugin", "compat.layers", "compat.refusals", "core.scheduler"),
         "the scheduler's class is named here",
-        has=("async_scheduling: bool | None", "scheduler_cls", "max_num_seqs", "max_num_batched_tokens"),
+        has=(
+            "async_scheduling: bool | None",
+            "scheduler_cls",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "disable_hybrid_kv_cache_manager: bool | None = None",
+        ),
         takes_attributes=True,
     ),
     Touch(
@@ -209,7 +215,13 @@ CONFIGURATION = [
         "vllm.config.cache:CacheConfig",
         ("plugin", "compat.frontend", "compat.layers", "compat.refusals"),
         "block size, and what is refused",
-        has=("block_size: int", "cache_dtype", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill"),
+        has=(
+            "block_size: int",
+            "cache_dtype",
+            "kv_cache_dtype_skip_layers",
+            "kv_sharing_fast_prefill",
+            "sliding_window: int | None = None",
+        ),
     ),
     Touch(
         "vllm.config.model:ModelConfig",

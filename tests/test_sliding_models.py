@@ -1,0 +1,106 @@
+"""Architectures whose layers see a window or all, with random weights, against transformers under explicit masks."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from engine import logprobs_of, random_prompt
+from oracle.tiny import _write_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_evict.config import KVPolicyError
+
+pytestmark = pytest.mark.v1_only
+BLOCK, WINDOW = 32, 48
+SIZES = dict(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    vocab_size=256, max_position_embeddings=2048, sliding_window=WINDOW, initializer_range=0.2, tie_word_embeddings=False,
+    bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+WINDOWS, TURNS = ["sliding_attention"] * 3 + ["full_attention"], ["sliding_attention", "full_attention"] * 2
+#: Architecture -> its type in transformers and what is its own.
+MODELS = {
+    "Cohere2ForCausalLM": ("cohere2", dict(layer_types=WINDOWS, tie_word_embeddings=True)),
+    "Exaone4ForCausalLM": ("exaone4", dict(layer_types=WINDOWS, sliding_window_pattern="LLLG")),
+    "Gemma2ForCausalLM": ("gemma2", dict(layer_types=TURNS, query_pre_attn_scalar=32, tie_word_embeddings=True)),
+    "Gemma3ForCausalLM": ("gemma3_text", dict(layer_types=WINDOWS, query_pre_attn_scalar=32)),
+    "GptOssForCausalLM": ("gpt_oss", dict(layer_types=TURNS, num_local_experts=2, num_experts_per_tok=1)),
+    "MinistralForCausalLM": ("ministral", dict(layer_types=TURNS)),
+    "Olmo3ForCausalLM": ("olmo3", dict(layer_types=WINDOWS)),
+}
+#: Those whose scores the plugin's kernels can't compute, by what keeps them from it.
+UNMEASURED = {"Gemma2ForCausalLM": "a soft cap on its logits", "GptOssForCausalLM": "learned attention sinks"}
+H2O = {"name": "h2o", "budget": 128, "sink": 32, "recent": 32, "buffer": 32}
+SINK_WINDOW = {"name": "sink-window", "budget": 128, "sink": 32, "allow": []}
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory):
+    """Architecture -> directory, and transformers' model."""
+    made = {}
+
+    def make(architecture):
+        if architecture not in made:
+            kind, own = MODELS[architecture]
+            config = AutoConfig.for_model(kind, **{**SIZES, **own})
+            config.architectures = [architecture]
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+            # vLLM has some of these classes compiled, once it has loaded a model of theirs.
+            model.model.do_not_compile = True
+            folder = tmp_path_factory.mktemp("models") / architecture
+            model.save_pretrained(folder)
+            _write_tokenizer(folder, 256, 2048)
+            made[architecture] = folder, model
+        return made[architecture]
+
+    return make
+
+
+def masks(trace, tokens, window):
+    """What each query sees: bool [tokens, tokens] of layers that see all that is left, and of those with a window."""
+    back = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    seen, first = back >= 0, 0
+    for count, evicted in zip(trace.steps, trace.evicted):
+        first += count
+        for block in evicted:
+            seen[first:, block * BLOCK : (block + 1) * BLOCK] = False
+    return seen, (back >= 0) & (back < window)
+
+
+@pytest.mark.parametrize("policy", [H2O, SINK_WINDOW], ids=["h2o", "sink-window"])
+@pytest.mark.parametrize("architecture", MODELS)
+@torch.no_grad()
+def test_logprobs_after_evictions_are_those_of_transformers(engine, truths, architecture, policy):
+    """Of a prompt longer than a chunk, decoded past several decisions. Of Cohere's windows see one token more."""
+    folder, model = truths(architecture)
+    if policy is H2O and architecture in UNMEASURED:
+        with pytest.raises(KVPolicyError, match=rf"{UNMEASURED[architecture]}.*use sink-window with \"allow\": \[\]"):
+            engine(policy, model=folder)
+        return
+    server = engine(policy, model=folder, max_num_batched_tokens=192)
+    kinds = Counter(MODELS[architecture][1]["layer_types"])
+    assert len(server.all_managers) == (4 if kinds["full_attention"] == 1 else 2) and len(server.managers) == 1
+    prompt = random_prompt(400)
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 60, "logprobs": 0})])
+    assert sum(map(len, trace.evicted)) > 8
+    ids = [*prompt, *output.outputs[0].token_ids][:-1]
+    seen = masks(trace, len(ids), WINDOW + (architecture == "Cohere2ForCausalLM"))
+    added = (torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None] for mask in seen)
+    mapping = dict(zip(("full_attention", "sliding_attention"), added))
+    logits = model(torch.tensor([ids]), attention_mask=mapping, use_cache=False).logits[0, len(prompt) - 1 :]
+    want = torch.log_softmax(logits.double(), -1)[range(60), output.outputs[0].token_ids]
+    np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_full_is_stock_to_the_byte(engine, truths, architecture):
+    folder, _ = truths(architecture)
+    policy = {"name": "full", "allow": [] if architecture in UNMEASURED else ["h2o"]}
+    got, want = (
+        engine(each, model=folder).generate([random_prompt(300)], max_tokens=20, logprobs=0) for each in (policy, None)
+    )
+    assert got[0].outputs[0].token_ids == want[0].outputs[0].token_ids
+    assert logprobs_of(got[0]).tolist() == logprobs_of(want[0]).tolist()
