@@ -43,18 +43,18 @@ def child(spec: dict) -> dict:
     )
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
     worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
-    compact, spent = worker.kv_evict.compact, {"seconds": 0.0, "kept": 0, "compactions": 0}
+    rearrange, spent = worker.kv_evict.rearrange, {"seconds": 0.0, "kept": 0, "compactions": 0}
 
     def timed(*args: object) -> None:
         plans = worker.kv_evict.plan.compactions
         start = time.perf_counter()
-        compact(*args)
+        rearrange(*args)
         if plans:
             spent["seconds"] += time.perf_counter() - start
             spent["kept"] += sum(len(plan.target) * options.block_size for plan in plans)
             spent["compactions"] += len(plans)
 
-    worker.kv_evict.compact = timed
+    worker.kv_evict.rearrange = timed
     prompts = random_prompts(options.requests, options.budget + policy["buffer"] + 64, shape.vocab)
     for index, prompt in enumerate(prompts):
         engine.add_request(f"request-{index}", {"prompt_token_ids": prompt}, greedy(options.steps + 200))

@@ -19,6 +19,8 @@ def oracle_config(policy, prompt, block_size=32, chunk=None):
     not_its = {"name", "when", "allow", "min_prompt"} | TOKEN_OPTIONS
     assert policy.get("granularity", "block") == "block"
     options = {key: value for key, value in policy.items() if key not in not_its}
+    if options.get("context") is None:
+        options.pop("context", None)
     config = Config(policy=policy["name"], block_size=block_size, prompt=tuple(prompt), **options)
     if chunk is None:
         return config

@@ -15,7 +15,7 @@ from vllm_evict.sources import presets
 
 pytestmark = pytest.mark.v1_only
 ROOT = Path(__file__).parent.parent
-PRESETS = {"h2o-20", "h2o-last", "h2o-mean", "h2o-pressure", "streaming-llm"}
+PRESETS = {"endless", "h2o-20", "h2o-last", "h2o-mean", "h2o-pressure", "streaming-llm"}
 
 
 @pytest.fixture

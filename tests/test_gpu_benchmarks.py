@@ -137,7 +137,7 @@ def test_dry_run_evicts_where_it_should_and_nowhere_else(dry):
     for watched in ("traced", "waits"):
         assert step["step"][watched]["evicted_blocks"] > 0
     parts = step["step"]["traced"]["parts"]
-    assert parts.keys() == {"begin", "compact", "view", "attention", "end"}
+    assert parts.keys() == {"begin", "rearrange", "view", "attention", "end"}
     assert {part["calls"] for name, part in parts.items() if name != "attention"} == {64}
 
 
@@ -284,7 +284,7 @@ def test_waits_are_counted_for_the_part_that_waits():
         warnings.warn("something else", stacklevel=1)
 
     quiet = lambda *_: None  # noqa: E731
-    plugin = SimpleNamespace(begin=quiet, compact=quiet, end=warns, groups=[SimpleNamespace(view=quiet)])
+    plugin = SimpleNamespace(begin=quiet, rearrange=quiet, end=warns, groups=[SimpleNamespace(view=quiet)])
     before = vars(plugin).copy()
     with child.Parts(plugin) as parts:
         with pytest.warns(UserWarning):

@@ -251,7 +251,7 @@ class Parts:
     def __init__(self, plugin: Any) -> None:
         from vllm_evict.worker.work import StepWork
 
-        self._calls = [(plugin, name, name) for name in ("begin", "compact", "end")]
+        self._calls = [(plugin, name, name) for name in ("begin", "rearrange", "end")]
         self._calls += [(group, "view", "view") for group in plugin.groups]
         self._calls.append((StepWork, "do", ATTENTION))
         self._on = False
