@@ -183,7 +183,7 @@ def test_without_room_for_copies_a_request_tries_again(server):
 
     def none_at_first(request_id, blocks):
         asked.append(len(blocks))
-        return (None, None) if len(asked) < 3 else own(request_id, blocks)
+        return None if len(asked) < 3 else own(request_id, blocks)
 
     subject.manager.own = none_at_first
     moves, schedule = [], subject.scheduler.schedule
@@ -210,7 +210,7 @@ def test_a_full_pool_has_no_copies_to_give(engine):
     published = [block.block_id for block in table[:3]]
     assert [block.block_hash is not None for block in table] == [True, True, True, False]
     taken = subject.pool.get_new_blocks(subject.free_blocks - 2)
-    assert manager.own(req_id, np.arange(3)) == (None, None)
+    assert manager.own(req_id, np.arange(3)) is None
     assert [block.block_id for block in table[:3]] == published and subject.free_blocks == 2
     assert manager.own(req_id, np.array([3])) == ({}, []), "it is its own, and may stay"
     table[3].ref_cnt += 1

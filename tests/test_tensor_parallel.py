@@ -106,10 +106,10 @@ def served(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_two_ranks_evict_and_say_what_one_does(served, name):
-    compare(*(results[name] for results in served))
+    assert_alike(*(results[name] for results in served))
 
 
-def compare(one, two):
+def assert_alike(one, two):
     for alone, together in zip(one, two, strict=True):
         assert together["usage"] == alone["usage"]
         assert together["usage"]["evicted_blocks"] > 0
@@ -121,4 +121,4 @@ def test_beside_sliding_windows_too(tmp_path):
     """Ranks have the same KV groups, of which one is the policy's."""
     model = make_tiny_llama(tmp_path / "model", layers=3, windows=[48, 0, 48])
     one, two = (serve(tmp_path, model, ranks, {"h2o": POLICIES["h2o"]}) for ranks in (1, 2))
-    compare(one["h2o"], two["h2o"])
+    assert_alike(one["h2o"], two["h2o"])

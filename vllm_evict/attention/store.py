@@ -63,8 +63,8 @@ class LayerStore:
             tokens: int64 [n], positions by which each goes on.
             block_size: tokens.
         """
+        some = max(TURNED // block_size, 1)
         for layer, kv_cache in self._caches():
-            some = max(TURNED // block_size, 1)
             for its, to, by in zip(*(each.split(some) for each in (source, target, tokens))):
                 keys, values = self._ops.read(layer, kv_cache, its, True)
                 self._ops.write(layer, kv_cache, to, self._rotations[layer](keys, by), values)

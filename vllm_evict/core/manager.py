@@ -261,7 +261,7 @@ class EvictableManager(heeding_holes(FullAttentionManager)):
         self._count(resident, resident.held_blocks - (len(candidates) - keep))
         return moved, given_back
 
-    def own(self, request_id: str, blocks: np.ndarray) -> tuple[dict[int, int], list[KVCacheBlock]]:
+    def own(self, request_id: str, blocks: np.ndarray) -> tuple[dict[int, int], list[KVCacheBlock]] | None:
         """Make sure that nobody else reads some blocks of a request, or will: new ones take the place of those.
 
         Args:
@@ -269,13 +269,13 @@ class EvictableManager(heeding_holes(FullAttentionManager)):
             blocks: int64 [n], logical blocks, none of them a hole.
 
         Returns:
-            {logical block: physical block} of those that got another one, and the blocks given back; None for both
-            where the pool has too few new ones.
+            {logical block: physical block} of those that got another one, and the blocks given back; None where
+            the pool has too few new ones.
         """
         table = self.req_to_blocks[request_id]
         others = [at for at in blocks.tolist() if table[at].ref_cnt > 1 or table[at].block_hash is not None]
         if len(others) > self.block_pool.get_num_free_blocks():
-            return None, None
+            return None
         given_back = [table[at] for at in others]
         for at, block in zip(others, self.block_pool.get_new_blocks(len(others))):
             table[at] = block

@@ -498,9 +498,9 @@ class EvictionMixin:
             return
         table = manager.req_to_blocks[req_id]
         source = [table[at].block_id for at in blocks.tolist()]
-        moved, given_back = manager.own(req_id, blocks)
-        if moved is None:
+        if (owned := manager.own(req_id, blocks)) is None:
             return  # there is no room for private copies of shared blocks: the next decision asks again
+        moved, given_back = owned
         resident.move_up()
         # As where tokens are gathered: what was published may still be, what comes next may not.
         resident.pure_tokens = min(resident.pure_tokens, manager.published_tokens(req_id))
