@@ -12,7 +12,18 @@ SET_UP := pyproject.toml setup.py scripts/setup.sh packaging/constraints.txt pac
 # Tests that run an engine run once for each of vLLM's model runners.
 END_TO_END := $(shell grep -lE '^(from|import) engine\b' tests/test_*.py)
 
-.PHONY: help demo test lint bench bench-gpu check-gpu quality clean
+# What CI runs, a workflow each; `make test` runs all of it.
+LANES := unit engine compat device peers
+DEVICE := cuda_kernels device device_backends flashinfer fold full_graphs graphs put sliding_devices take triton_decode \
+	triton_kernels view views warmup
+PEERS  := demo gpu_benchmarks gpu_check host kvpress load performance_files ray xformers
+lane-device := $(DEVICE:%=tests/test_%.py)
+lane-peers  := $(PEERS:%=tests/test_%.py)
+lane-compat := tests/test_compat.py
+lane-engine := $(filter-out $(lane-device) $(lane-peers),$(END_TO_END) tests/test_server.py tests/test_tensor_parallel.py)
+lane-unit   := $(filter-out $(lane-device) $(lane-peers) $(lane-compat) $(lane-engine),$(wildcard tests/test_*.py))
+
+.PHONY: help demo test $(LANES:%=test-%) lint format types docs docs-serve wheel bench bench-gpu check-gpu quality clean
 .DELETE_ON_ERROR:
 
 help:  ## show this
@@ -30,9 +41,38 @@ test: $(READY)  ## all tests, then the end-to-end tests again on Model Runner V2
 	VLLM_EVICT_TEST_RUNNER=v1-triton $(BIN)/pytest -q -n 2 tests/test_device_backends.py tests/test_graphs.py \
 		tests/test_full_graphs.py tests/test_warmup.py tests/test_sliding_devices.py
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
-lint: $(READY)  ## ruff
+$(LANES:%=test-%): test-%: $(READY)
+	$(PYTEST) $(lane-$*)
+
+lint: $(READY)  ## ruff: rules and format
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)  ## ruff: what it can mend, and the format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(READY)  ## mypy: strict in config, policies and core
+	$(BIN)/mypy
+
+# An environment of its own: no torch, no vLLM, any Python from 3.10 on.
+DOCS := .venv-docs
+docs: $(DOCS)/.ready  ## the site, with every link checked (in out/site)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --site-dir out/site
+
+docs-serve: $(DOCS)/.ready  ## the site on http://127.0.0.1:8000, built again with each change
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
+
+$(DOCS)/.ready: packaging/docs.txt
+	@echo "set-up  $(DOCS), for the site"
+	@$(or $(PYTHON),python3) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+wheel: $(READY)  ## an sdist and wheels, each tried in a clean environment (in dist)
+	@scripts/wheel.sh
 
 bench: $(READY)  ## policies against stock vLLM in a small pool, and the cost of running sums (results in out/pressure)
 	@$(BIN)/python benchmarks/pressure.py
@@ -110,7 +150,7 @@ quality: $(READY)  ## what every policy loses on the embedded model (results in 
 		--budgets 0.25 --tasks niah,ppl
 
 clean:  ## remove the environment, builds and results
-	rm -rf $(VENV) build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info
+	rm -rf $(VENV) $(DOCS) build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info
 
 $(READY): $(SET_UP)
 	@PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)

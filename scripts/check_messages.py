@@ -1,0 +1,49 @@
+"""A hook of MkDocs: every message that docs/troubleshooting.md explains is in the sources.
+
+A heading of that page in backticks is a message, with `…` for what differs. It is found if a string of the package, or
+one after another of an f-string's parts, matches it. `make docs` fails for a message that is not found.
+"""
+
+import ast
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = "troubleshooting.md"
+ROOT = Path(__file__).parent.parent
+log = logging.getLogger("mkdocs.hooks.messages")
+
+
+def strings() -> list[str]:
+    """All strings of the package, with `…` for what is put into them."""
+    found = []
+    for path in sorted((ROOT / "vllm_evict").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(_constant(value) for value in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[-.\d]*[a-z]|\{\w*\}", "…", node.value))
+    return found
+
+
+def _constant(node: ast.expr) -> str:
+    return str(node.value) if isinstance(node, ast.Constant) else "…"
+
+
+def missing(page: str, sources: list[str]) -> list[str]:
+    """Messages among the page's headings that no source string has."""
+    headings = re.findall(r"^#{2,4} `(.+)`$", page, re.MULTILINE)
+    assert headings, f"{PAGE} got no heading in backticks; expected one for each message"
+    pattern = {told: re.compile(".*".join(map(re.escape, re.split(r"\s*…\s*", told.strip("… "))))) for told in headings}
+    return [told for told in headings if not any(pattern[told].search(source) for source in sources)]
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
+    if page.file.src_uri == PAGE:
+        for told in missing(markdown, strings()):
+            log.warning("%s explains a message that no source has: %s", PAGE, told)
+
+
+if __name__ == "__main__":
+    raise SystemExit("\n".join(missing((ROOT / "docs" / PAGE).read_text(), strings())))
