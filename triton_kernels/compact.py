@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.compact import requests_of
+from ..compute.kernels.compact import requests_of
 from .tiles import check_int32, require
 
 WORD = 4  # bytes

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.decode import decode_classes_reference  # noqa: F401  (the reference)
+from ..compute.kernels.decode import decode_classes_reference  # noqa: F401  (the reference)
 from .decode_mass import (
     ATTEND_SIZES,
     COMBINE_SIZES,

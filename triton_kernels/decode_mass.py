@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.decode import decode_mass_reference  # noqa: F401  (the reference)
+from ..compute.kernels.decode import decode_mass_reference  # noqa: F401  (the reference)
 from .tiles import MIN_ROWS, Tile, check_cache, check_int32, require, tile_of
 
 HOPPER_SMS = 132  # H100 and H200 (SXM): the plan where there is no GPU to ask
@@ -357,7 +357,7 @@ def attend_split(
             else:  # one query head: fifteen of tl.dot's sixteen rows would be padding
                 scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
             scores = tl.where(seen[None, :], scores * scale, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))  # finite: each tile has a token
+            higher = tl.maximum(top, tl.max(scores, 1))  # finite: each tile has a token, unless all are NaN
             less = tl.exp2(top - higher)
             probs = tl.exp2(scores - higher[:, None])
             total = total * less + tl.sum(probs, 1)
@@ -396,8 +396,8 @@ def _lse_of(stats, at, valid, splits, PADDED_SPLITS: tl.constexpr):
     top = tl.load(where, mask=there, other=float("-inf"))
     total = tl.load(where + 1, mask=there, other=0.0)
     highest = tl.max(top, 1)
-    # An empty split has the maximum -inf; if all are empty, so has the row.
-    parts = tl.where(total > 0, total * tl.exp2(top - highest[:, None]), 0.0)
+    # An empty split has the maximum -inf and the sum 0; if all are empty, so has the row. NaN stays.
+    parts = tl.where(total != 0, total * tl.exp2(top - highest[:, None]), 0.0)
     return highest + tl.log2(tl.sum(parts, 1))
 
 
@@ -450,6 +450,7 @@ def combine_splits(
                     other=0.0,
                 )
                 acc += tl.sum(part * tl.where(used, tl.exp2(top - log), 0.0)[:, None], 0)
+            acc = tl.where(log == log, acc, log)  # a split of nothing but NaN has the maximum -inf, too
             where = output + token * stride_ot + role * stride_oh + dim
             tl.store(where, (acc * value_scale).to(output.dtype.element_ty), mask=dim < HEAD_DIM)
             if HAS_LSE:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.fold import fold_reference  # noqa: F401  (the reference)
+from ..compute.kernels.fold import fold_reference  # noqa: F401  (the reference)
 from .tiles import check_int32, require
 
 CHUNK = 256  # blocks that a program takes

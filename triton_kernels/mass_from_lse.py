@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.mass import _per_block
+from ..compute.kernels.mass import _per_block
 from .tiles import MIN_ROWS, TILE_BYTES, check_cache, check_int32, require, tile_of
 
 MAX_ROWS = 64  # query rows of one tl.dot: the least M of Hopper's wgmma

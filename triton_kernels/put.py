@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.put import put_reference  # noqa: F401  (the reference)
+from ..compute.kernels.put import put_reference  # noqa: F401  (the reference)
 from .tiles import check_int32, require
 
 CHUNK = 512  # tokens that a program takes

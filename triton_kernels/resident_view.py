@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.view import View, resident_view_reference  # noqa: F401  (the reference)
+from ..compute.kernels.view import View, resident_view_reference  # noqa: F401  (the reference)
 from .tiles import check_int32, require
 
 # Entries that a program takes at once: 64k tokens in blocks of 16 need no second round, 16 registers a thread.

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..kernels.take import take_reference  # noqa: F401  (the reference)
+from ..compute.kernels.take import take_reference  # noqa: F401  (the reference)
 from .tiles import check_int32, require
 
 CHUNK = 256  # blocks that a program takes
@@ -54,7 +54,8 @@ def take(
 @triton.jit
 def _into(target, new, here, MAXIMISE: tl.constexpr):
     held = tl.load(target, mask=here, other=0.0)
-    tl.store(target, tl.maximum(held, new) if MAXIMISE else held + new, mask=here)
+    larger = tl.maximum(held, new, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(target, larger if MAXIMISE else held + new, mask=here)
 
 
 # Not compiled anew for the width of a step, or for layers that differ in heads (see `decode_mass.ATTEND_SIZES`).
@@ -78,7 +79,7 @@ def _take(
             tl.store(source, tl.zeros([CHUNK], tl.float32), mask=here)
             if HAS_TESTED:
                 counts = (new * share * seq_len.to(tl.float32) > tokens).to(tl.float32)
-                new = tl.where(tl.load(tested + row) != 0, counts, new)
+                new = tl.where(tl.load(tested + row) != 0, counts + 0 * new, new)  # NaN stays
             if ONE_HEAD:
                 total += new
             else:

@@ -2,7 +2,7 @@
 
 import os
 
-from .errors import KVPolicyError
+from .config import KVPolicyError
 
 
 def poison_mode() -> bool:
@@ -14,7 +14,8 @@ def decode_kernel() -> str | None:
     """VLLM_EVICT_DECODE: what decodes requests that lack blocks; None: the plugin's kernel for the device.
 
     "stock" leaves them to vLLM's own kernel, with the mass taken beside it. Behind a GPU backend "triton" (what None is
-    there) and "cuda" say which kernel of the plugin's; elsewhere the log says what decodes (`compat.layers.unheeded`).
+    there) and "cuda" say which kernel of the plugin's; elsewhere the log says what decodes (see
+    `integration.layers.ignored_settings`).
 
     Raises:
         KVPolicyError: it is none of these.

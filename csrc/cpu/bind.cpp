@@ -1,5 +1,5 @@
 // The Python module vllm_evict._C_cpu: checks shapes and dtypes, takes raw
-// pointers out of tensors. vllm_evict/attention documents the functions.
+// pointers out of tensors. vllm_evict/compute/kernels documents the functions.
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/utils/pybind.h>

@@ -35,9 +35,10 @@ inline void store(float* to, Vec v) { __builtin_memcpy(to, &v, sizeof(Vec)); }
 
 inline Vec splat(float x) { return x - Vec{}; }
 
+// Of a NaN and a number: b.
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-// 2^x for x <= 0, at most 1.3 ulp off; 0 below 2^-126 and for NaN.
+// 2^x for x <= 0, at most 1.3 ulp off; 0 below 2^-126, NaN for NaN.
 inline Vec exp2(Vec x) {
   const Vec round = splat(12582912.f);  // 1.5 * 2^23
   const Vec whole = x + round;
@@ -48,7 +49,7 @@ inline Vec exp2(Vec x) {
   p = p * part + 0.6931470037f;
   p = p * part + 1.f;
   p = (Vec)((WordVec)p + ((WordVec)whole << 23));
-  return x > -126.f ? p : Vec{};
+  return x <= -126.f ? Vec{} : p;
 }
 
 // ---- Lanes across vectors
@@ -542,8 +543,8 @@ void normalise(const float* peak, float* mass, float* total, int64_t stride, int
     store(mass + t, part);
     sum += part;
   }
-  // A row's sum is at least 1, from its peak; that of a lane without a row is 0.
-  const Vec factor = weight / max(sum, splat(1.f));
+  // A row's sum is at least 1, from its peak; that of a lane without a row is 0. NaN stays.
+  const Vec factor = weight / max(splat(1.f), sum);
   for (int64_t t = 0; t < end; t += stride) {
     const Vec part = load<Vec>(mass + t) * factor;
     store(total + t, mass == total ? part : part + load<Vec>(total + t));
@@ -576,7 +577,7 @@ void find_factors(const float* peak, float* mass, int64_t stride, int64_t num_ti
     sum += load<Vec>(mass + t) * scale;
     store(mass + t, scale);
   }
-  const Vec factor = weight / max(sum, splat(1.f));
+  const Vec factor = weight / max(splat(1.f), sum);
   for (int64_t t = 0; t < end; t += stride) store(mass + t, load<Vec>(mass + t) * factor);
 }
 

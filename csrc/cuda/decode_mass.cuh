@@ -353,7 +353,7 @@ __device__ void lse_of(float (&lse)[kHeads], const float* stats, int first, int 
     float highest = top[i];
     for (int other = 1; other < kLanes; other *= 2)
       highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, other));
-    float all = sum[i] > 0 ? sum[i] * exp2_of(top[i] - highest) : 0;
+    float all = sum[i] != 0 ? sum[i] * exp2_of(top[i] - highest) : 0;
     for (int other = 1; other < kLanes; other *= 2) all += __shfl_xor_sync(kAllLanes, all, other);
     lse[i] = highest + log2_of(all);
   }
@@ -371,7 +371,7 @@ __device__ void combine_output(const DecodeArgs& a, int64_t n, int64_t row, int 
   lse_of(lse, stats, 0, 1, 1, splits);
   const float log = __shfl_sync(kAllLanes, lse[0], 0);
   for (int split = thread; split < splits; split += kCombineThreads)
-    factors[split] = stats[2 * split + 1] > 0 ? exp2_of(stats[2 * split] - log) : 0;
+    factors[split] = stats[2 * split + 1] != 0 ? exp2_of(stats[2 * split] - log) : 0;
   __syncthreads();
   const int wide = dims / 4, groups = kCombineThreads / wide, group = thread / wide, place = thread % wide;
   const auto* partial = reinterpret_cast<const float4*>(a.partial + first * splits * dims) + place;
@@ -381,10 +381,10 @@ __device__ void combine_output(const DecodeArgs& a, int64_t n, int64_t row, int 
     const float factor = factors[split];
     const float4 it = partial[static_cast<int64_t>(split) * wide];
     // What an empty split left in the scratch may be NaN.
-    sum.x += factor > 0 ? factor * it.x : 0;
-    sum.y += factor > 0 ? factor * it.y : 0;
-    sum.z += factor > 0 ? factor * it.z : 0;
-    sum.w += factor > 0 ? factor * it.w : 0;
+    sum.x += factor != 0 ? factor * it.x : 0;
+    sum.y += factor != 0 ? factor * it.y : 0;
+    sum.z += factor != 0 ? factor * it.z : 0;
+    sum.w += factor != 0 ? factor * it.w : 0;
   }
   reinterpret_cast<float4*>(sums)[group * wide + place] = sum;
   __syncthreads();

@@ -1,4 +1,4 @@
-// What the launcher (decode_mass.cu) and its caller (vllm_evict/kernels/decode_cuda.py, by ctypes)
+// What the launcher (decode_mass.cu) and its caller (vllm_evict/compute/kernels/decode_cuda.py, by ctypes)
 // tell each other. No torch: one build serves any torch, and Python any build of the same size.
 #pragma once
 

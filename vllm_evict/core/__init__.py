@@ -1,1 +1,1 @@
-"""Engine-core side: which blocks go, when, and back to which pool. No torch on the hot path."""
+"""Decides which blocks of a request go, and when; imports neither torch nor vLLM."""

@@ -97,16 +97,20 @@ class Move:
     Attributes:
         req_id: whose blocks.
         group: KV group.
+        blocks: logical blocks.
         source: physical blocks.
         target: physical blocks that get their keys, rotated, and their values; each its own source, or a new block.
-        tokens: positions by which each moves up.
+        tokens: positions from those that keys of each block were computed for to those that they get.
+        again: whether keys in the source are rotated already, by a move before.
     """
 
     req_id: str
     group: int
+    blocks: list[int]
     source: list[int]
     target: list[int]
     tokens: list[int]
+    again: list[bool]
 
 
 @dataclass(slots=True)

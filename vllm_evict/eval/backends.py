@@ -192,7 +192,7 @@ class Offline:
         """
         from vllm import SamplingParams
 
-        from ..core.reconstruction import parts
+        from ..integration.reconstruction import parts
 
         salted = prompt | {"cache_salt": sample.sha256}
         if sample.sha256 in self._known:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from .. import __version__
-from ..errors import KVPolicyError
+from ..config import KVPolicyError
 from ..heads import HeadsError
 from ..heads.cli import app as heads
 from . import EvalError

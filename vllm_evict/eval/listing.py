@@ -4,23 +4,31 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import KVPolicyConfig
+from ..config import REGISTRY, KVPolicyConfig, presets
+from ..config.fields import KEEPING, MASS, PER_TOKEN
+from ..config.options import names_of
 from ..policies import POLICIES
-from ..sources import presets
+
+#: Sizes that follow the budget where they were not given.
+FOLLOW = {"sink": "an eighth", "recent": "half"}
 
 
 def show_all(console: Console) -> None:
     """Tables of policies and presets."""
-    table = _table("policy", "paper", "measures", "when")
+    table = _table("policy", "paper", "measures", "when", "fields of its own")
+    shared = names_of((*KEEPING, *MASS, *PER_TOKEN))
     for name, policy in sorted(POLICIES.items()):
         triggers = policy.triggers if policy.options else ()
-        _add(table, name, policy.paper, ", ".join(sorted(policy.measures)), ", ".join(triggers))
+        fields = ", ".join(option.name for option in policy.declares if option.name not in shared)
+        _add(table, name, policy.paper, ", ".join(sorted(policy.measures)), ", ".join(triggers), fields)
+    for name, why in sorted(REGISTRY.broken.items()):
+        _add(table, name, why)
     console.print(table)
     table = _table("preset", "policy", "fields that differ from the policy's own")
-    for name, path in presets().items():
+    for preset, path in presets().items():
         config = KVPolicyConfig.parse(path)
-        own = KVPolicyConfig.parse(config.name).to_dict()
-        _add(table, name, config.name, ", ".join(f"{k}={v}" for k, v in config.to_dict().items() if v != own[k]))
+        own = KVPolicyConfig.parse(config.name).effective()
+        _add(table, preset, config.name, ", ".join(f"{k}={v}" for k, v in config.effective().items() if v != own[k]))
     console.print(table)
 
 
@@ -31,8 +39,12 @@ def show_one(policy: str, console: Console) -> None:
         KVPolicyError: the policy is wrong.
     """
     table = _table("field", "value")
-    for field, value in KVPolicyConfig.parse(policy).to_dict().items():
-        _add(table, field, str(value))
+    config = KVPolicyConfig.parse(policy)
+    for field, value in config.effective().items():
+        text = str(value)
+        if field in config.unsaid and 0 < value < config.policy.defaults[field]:
+            text = f"{value} (at most {FOLLOW[field]} of the budget, in whole blocks)"
+        _add(table, field, text)
     console.print(table)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import REDUCTION_NAMES, RETRIEVAL, STREAMING, KVPolicyConfig, KVPolicyError
-from ..heads.arrange import Arrangement, arrange
+from ..config import RETRIEVAL, STREAMING, KVPolicyConfig, KVPolicyError
+from ..core.arrange import Arrangement, arrange
 from ..policies import POLICIES
 from . import EvalError
 
@@ -174,7 +174,7 @@ def _label(config: KVPolicyConfig) -> str:
     fields, defaults = brief(config), {"threshold": None, "sparsity": None}
     if config.policy.splits == "classes":
         # Without a file of gates there is nothing but the pattern that says which heads.
-        unsaid |= {"heads"} | ({"pattern"} if config.heads not in REDUCTION_NAMES else set())
+        unsaid |= {"gates"} | ({"pattern"} if config.gates else set())
     else:
         defaults = KVPolicyConfig(name=config.name).to_dict()
     options = {k: str(v) for k, v in fields.items() if k not in unsaid and v != defaults.get(k)}
@@ -196,6 +196,8 @@ def servers(wanted: Sequence[Contender], max_len: int, block_size: int) -> list[
         options = [_server_like(contender, max_len) for contender in left]
         best = max(options, key=lambda server: sum(_serves(server, c, max_len, block_size) for c in left))
         served = [c for c in left if _serves(best, c, max_len, block_size)]
+        if not served:  # no request can be made for it, as its sizes follow the server's: it gets a server of its own
+            best, served = left[0].config, left[:1]
         plan.append((best, served))
         left = [c for c in left if c not in served]
     return plan

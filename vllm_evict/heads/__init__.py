@@ -9,6 +9,6 @@ Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval 
 arXiv:2410.10819. Only `pattern` is imported here; it and `arrange` need numpy alone.
 """
 
-from .pattern import HeadGates, HeadPattern, HeadsError
+from ..config.gates import HeadGates, HeadPattern, HeadsError
 
 __all__ = ["HeadGates", "HeadPattern", "HeadsError"]

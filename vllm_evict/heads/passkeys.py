@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ..config.gates import HeadsError
 from ..eval.tasks import ask, draw, lay_out, values
 from ..eval.words import KEYS, MARKS, Filler
-from .pattern import HeadsError
 
 #: Where facts lie, as in the paper: away from both ends.
 DEPTHS = (0.05, 0.95)

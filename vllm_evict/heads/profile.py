@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from ..config.gates import HeadGates, HeadsError, check_out
 from . import dense
 from .passkeys import Passkeys, Reader
-from .pattern import HeadGates, HeadsError, check_out
 
 
 @torch.inference_mode()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ..config.gates import HeadGates, HeadsError, check_out
 from . import dense
 from .passkeys import Passkeys, Reader
-from .pattern import HeadGates, HeadsError, check_out
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:

@@ -1,8 +1,13 @@
 """Eviction policies: one short file each.
 
-To add one, write its file and name its class here; the test matrix and the documentation table pick it up.
+To add one here, write its file and name its class below. From outside of the package, name the class in the entry point
+group `vllm_evict.policies` of your own distribution. Configuration, help and documentation follow from the class.
 """
 
+from collections.abc import Mapping
+from typing import cast
+
+from ..config import REGISTRY
 from .adakv import AdaKV
 from .base import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, REDUCTIONS, RUNNING, TOKEN_OPTIONS, Blocks, Policy
 from .duo import Duo
@@ -12,6 +17,7 @@ from .h2o import H2O
 from .keydiff import KeyDiff
 from .knorm import KNorm
 from .kvzip import KVzip
+from .outside import add_from_outside
 from .pagedeviction import PagedEviction
 from .pyramidkv import PyramidKV
 from .random import Random
@@ -22,15 +28,18 @@ from .snapkv import SnapKV
 from .strided import Strided
 from .tova import TOVA
 
-POLICIES: dict[str, Policy] = {
-    policy.name: policy()
-    for policy in (
-        Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Random,
-        Duo, PyramidKV, AdaKV, FastGen,
-    )
-}  # fmt: skip
+for _policy in (
+    Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Random,
+    Duo, PyramidKV, AdaKV, FastGen,
+):  # fmt: skip
+    REGISTRY.add(_policy())
+
+#: All policies by name.
+POLICIES = cast(Mapping[str, Policy], REGISTRY)
 
 __all__ = [
     "BUDGET_OPTIONS", "CACHED", "MASS_OPTIONS", "POLICIES", "REDUCTIONS", "RUNNING", "TOKEN_OPTIONS", "Blocks",
     "Policy",
 ]  # fmt: skip
+
+add_from_outside()

@@ -1,7 +1,10 @@
 """Ada-KV: SnapKV with a budget that heads share: what one head does not need goes to another."""
 
-from .base import TOKEN_OPTIONS
+from ..config.fields import BANDS, PER_TOKEN
+from ..config.options import Option, names_of, real, without
 from .snapkv import SnapKV
+
+FLOOR = Option("floor", real(ge=0, le=1), 0.2, "share of an even split of the budget that each KV group keeps")
 
 
 class AdaKV(SnapKV):
@@ -13,4 +16,4 @@ class AdaKV(SnapKV):
     paper = "Feng et al., Ada-KV: Optimizing KV Cache Eviction by ..., 2024, arXiv:2407.11550"
     splits = "heads"
     pools = True
-    options = SnapKV.options - TOKEN_OPTIONS - {"context"} | {"bands", "floor"}
+    declares = (*without(SnapKV.declares, "context", *names_of(PER_TOKEN)), BANDS, FLOOR)

@@ -3,21 +3,18 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from ..config import KVPolicyConfig
+from ..config import KVPolicyConfig
+from ..config.fields import KEEPING, MASS, PER_TOKEN, REDUCTION
+from ..config.options import names_of
+from ..config.registry import Declaration
 
-#: Options of every policy that evicts.
-BUDGET_OPTIONS = frozenset({"when", "budget", "buffer", "sink", "recent", "protect", "min_prompt", "context"})
-#: Options of policies whose scores tell tokens apart, so that each KV head can keep its own (`granularity: token`).
-TOKEN_OPTIONS = frozenset({"granularity", "sets", "merge", "merge_decay", "merge_threshold"})
-#: Options of every policy that measures: how heads and layers become one score.
-REDUCTIONS = frozenset({"heads", "layers"})
-#: Options of policies that let attention mass add up as they are told.
-MASS_OPTIONS = REDUCTIONS | {"accumulate", "decay", "window", "every"}
+#: Names of fields: of every policy that evicts, of policies that tell tokens apart, of policies that measure, and of
+#: policies that let attention mass add up as users say.
+BUDGET_OPTIONS, TOKEN_OPTIONS, REDUCTIONS, MASS_OPTIONS = map(names_of, (KEEPING, PER_TOKEN, REDUCTION, MASS))
 
 #: Statistics that add up over queries, step by step; a policy uses one of them at most.
 RUNNING = frozenset({"mass", "pivots"})
@@ -38,7 +35,7 @@ class Blocks:
     """
 
     index: np.ndarray
-    config: "KVPolicyConfig"
+    config: KVPolicyConfig
     statistics: Mapping[str, np.ndarray]
     count: int
     key: int
@@ -47,35 +44,17 @@ class Blocks:
         return self.statistics[statistic]
 
 
-class Policy(ABC):
+class Policy(Declaration, ABC):
     """Base of all policies. A policy is stateless and shared by all requests that use it."""
 
-    #: Name in configurations and requests.
-    name: ClassVar[str]
-    #: Where it comes from: authors, venue, arXiv id.
-    paper: ClassVar[str] = ""
     #: Statistics that workers have to measure for it, of `RUNNING` and `CACHED`.
     measures: ClassVar[frozenset[str]] = frozenset()
     #: Whether its importance is a share of something, so that twice as much weighs twice; otherwise only an order.
     weighs: ClassVar[bool] = False
-    #: Whether its recent window is simply what the budget leaves beside the sinks.
-    window_is_the_budget: ClassVar[bool] = False
-    #: Whether its statistics are those of a reconstruction of the prompt (see `core.reconstruction`). Until they are
-    #: there a request keeps everything.
-    reconstructs: ClassVar[bool] = False
-    #: What gets KV groups, and so block tables, of its own: "classes" of heads, "bands" of layers, "heads" (each
-    #: layer's are dealt to several groups), or nothing.
-    splits: ClassVar[str] = ""
     #: Whether one budget is shared by all KV groups of a request.
     pools: ClassVar[bool] = False
-    #: Whether it chooses another policy for each KV group when the prompt is computed (`policies.fastgen`).
-    profiles: ClassVar[bool] = False
     #: Whether it looks at `Blocks.key`.
     by_prompt: ClassVar[bool] = False
-    #: Fields of `KVPolicyConfig` that mean something to it.
-    options: ClassVar[frozenset[str]] = BUDGET_OPTIONS
-    #: Values of those fields where the user gives none, and of fields that the policy fixes.
-    defaults: ClassVar[Mapping[str, Any]] = {"budget": 2048, "buffer": 128, "sink": 64, "recent": 256}
 
     @abstractmethod
     def importance(self, blocks: Blocks) -> np.ndarray:

@@ -1,6 +1,63 @@
 """DuoAttention: retrieval heads keep what their own policy says, streaming heads keep sinks and a recent window."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ..config import REGISTRY, KVPolicyConfig
+from ..config.errors import place, shown
+from ..config.fields import RECENT, SINK
+from ..config.gates import HeadPattern, HeadsError
+from ..config.options import MOST_ENTRIES, Option, entries, real, text
+from ..config.sources import path_of
 from .full import Full
+
+
+def _whole_heads(retrieval: Any) -> KVPolicyConfig | None:
+    """The policy of retrieval heads, from its name, its fields or a configuration."""
+    if retrieval is None or isinstance(retrieval, KVPolicyConfig):
+        config = retrieval
+    elif isinstance(retrieval, Mapping) and "retrieval" in retrieval:
+        raise ValueError("retrieval has no retrieval of its own: it is a policy for whole layers, such as h2o")
+    elif isinstance(retrieval, (str, Mapping)):
+        config = KVPolicyConfig.parse({"name": retrieval} if isinstance(retrieval, str) else retrieval)
+    else:
+        raise ValueError(f"must be the name of a policy or its fields, not {shown(retrieval)}")
+    if config is None:
+        return None
+    if config.policy.splits or config.policy.reconstructs:
+        names = (name for name, policy in REGISTRY.items() if not policy.splits and not policy.reconstructs)
+        raise ValueError(f"retrieval heads can't run {config.name!r}, they can run: {', '.join(sorted(names))}")
+    if config.allow is not None:
+        raise ValueError("allow belongs beside retrieval, not into it")
+    if "max" in (config.heads, config.layers):
+        # Layers have different numbers of retrieval heads: they can't be compared head by head.
+        raise ValueError("heads and layers are reduced by sum or mean where heads are split, not by max")
+    return config
+
+
+def _as_many_heads_in_each_layer(pattern: tuple[str, ...]) -> tuple[str, ...]:
+    if len({len(row) for row in pattern}) > 1:
+        raise ValueError("must have as many digits, one for each KV head, in every row")
+    return pattern
+
+
+ROW = Annotated[text, Field(pattern="^[01]+$", max_length=MOST_ENTRIES)]
+GATES = Option("gates", text | None, None, "path of a file of gates, as `vllm-evict heads train` writes it")
+THRESHOLD = Option("threshold", real(ge=0, le=1) | None, None, "heads with at least this gate are retrieval heads")
+SPARSITY = Option("sparsity", real(ge=0, le=1) | None, None, "share of all heads that stream, of the smallest gates")
+RETRIEVAL = Option(
+    "retrieval", Any, None, "the policy of retrieval heads, by name or fields; null: they keep everything", _whole_heads
+)
+PATTERN = Option(
+    "pattern",
+    entries(ROW),
+    (),
+    "a row a layer, of `1` for each retrieval and `0` for each streaming head; if left out, from `gates`",
+    _as_many_heads_in_each_layer,
+)
 
 
 class Duo(Full):
@@ -12,6 +69,28 @@ class Duo(Full):
     name = "duo"
     paper = "Xiao et al., DuoAttention: Efficient Long-Context LLM Inference ..., ICLR 2025, arXiv:2410.10819"
     splits = "classes"
-    options = frozenset({"heads", "threshold", "sparsity", "sink", "recent", "retrieval", "pattern"})
-    defaults = {}
+    declares = (SINK, RECENT, GATES, THRESHOLD, SPARSITY, RETRIEVAL, PATTERN)
+    renamed = {"heads": "gates"}
     triggers = ("budget",)
+
+    def complete(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields, with those that the file of gates says in place of those that are not given."""
+        given, pattern = dict(fields), fields.get("pattern")
+        if pattern is not None and not (isinstance(pattern, (list, tuple)) and not pattern):
+            return given
+        gates = given.get("gates")
+        if not isinstance(gates, (str, Path)) or not str(gates):
+            raise ValueError(
+                f"policy {self.name!r} needs gates: the path of a file of gates, as `vllm-evict heads train` writes "
+                f"it, not {shown(gates)}"
+            )
+        path = path_of(gates)
+        try:
+            read = HeadPattern.read(path, given.get("threshold"), given.get("sparsity"))
+        except HeadsError as error:
+            raise ValueError(f"gates: {error}".replace(str(path), place(path))) from None
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"gates: {place(gates)} can't be read: {why}") from None
+        pattern = ["".join("1" if head else "0" for head in layer) for layer in read.retrieval]
+        return {"sink": read.sink, "recent": read.recent, **given, "gates": str(gates), "pattern": pattern}

@@ -2,7 +2,13 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, Blocks, Policy
+from ..config.fields import BANDS, KEEPING, REDUCTION, WINDOW
+from ..config.options import Option, real, without
+from .base import Blocks, Policy
+
+RECOVERY = Option(
+    "recovery", real(gt=0, le=1), 0.95, "share of the attention mass that the policy chosen for a KV group has to keep"
+)
 
 
 class FastGen(Policy):
@@ -18,8 +24,8 @@ class FastGen(Policy):
     splits = "heads"
     profiles = True
     measures = frozenset({"mass"})
-    options = (BUDGET_OPTIONS - {"when", "context"}) | REDUCTIONS | {"window", "bands", "recovery"}
-    defaults = {**Policy.defaults, "accumulate": "last", "window": 32}
+    declares = (*without(KEEPING, "when", "context"), *REDUCTION, WINDOW, BANDS, RECOVERY)
+    fixed = {"accumulate": "last"}
     triggers = ("budget",)
 
     def importance(self, blocks: Blocks) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, MASS_OPTIONS, TOKEN_OPTIONS, Blocks, Policy
+from ..config.fields import KEEPING, MASS, PER_TOKEN
+from .base import Blocks, Policy
 
 
 class H2O(Policy):
@@ -10,7 +11,7 @@ class H2O(Policy):
     paper = "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference, NeurIPS 2023, arXiv:2306.14048"
     measures = frozenset({"mass"})
     weighs = True
-    options = BUDGET_OPTIONS | TOKEN_OPTIONS | MASS_OPTIONS
+    declares = (*KEEPING, *PER_TOKEN, *MASS)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["mass"]

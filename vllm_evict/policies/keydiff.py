@@ -2,14 +2,15 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, TOKEN_OPTIONS, Blocks, Policy
+from ..config.fields import KEEPING, PER_TOKEN, REDUCTION
+from .base import Blocks, Policy
 
 
 class KeyDiff(Policy):
     name = "keydiff"
     paper = "Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction ..., 2025, arXiv:2504.15364"
     measures = frozenset({"key_diff"})
-    options = BUDGET_OPTIONS | TOKEN_OPTIONS | REDUCTIONS
+    declares = (*KEEPING, *PER_TOKEN, *REDUCTION)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["key_diff"]

@@ -2,14 +2,15 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, TOKEN_OPTIONS, Blocks, Policy
+from ..config.fields import KEEPING, PER_TOKEN, REDUCTION
+from .base import Blocks, Policy
 
 
 class KNorm(Policy):
     name = "knorm"
     paper = "Devoto et al., A Simple and Effective L2 Norm-Based Strategy ..., EMNLP 2024, arXiv:2406.11430"
     measures = frozenset({"key_norm"})
-    options = BUDGET_OPTIONS | TOKEN_OPTIONS | REDUCTIONS
+    declares = (*KEEPING, *PER_TOKEN, *REDUCTION)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return -blocks["key_norm"]

@@ -2,7 +2,12 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, TOKEN_OPTIONS, Blocks, Policy
+from ..config.fields import KEEPING, PER_TOKEN, REDUCTION
+from ..config.options import Option, entries, whole, without
+from .base import Blocks, Policy
+
+CHUNK = Option("chunk", whole(1), 2048, "tokens of the prompt that are repeated at once")
+INSTRUCTION = Option("instruction", entries(whole()), (), "token ids between the prompt and its repetition")
 
 
 class KVzip(Policy):
@@ -16,7 +21,7 @@ class KVzip(Policy):
     paper = "Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, 2025, arXiv:2505.23416"
     measures = frozenset({"mass"})
     reconstructs = True
-    options = (BUDGET_OPTIONS - {"context"}) | REDUCTIONS | TOKEN_OPTIONS | {"chunk", "instruction"}
+    declares = (*without(KEEPING, "context"), *REDUCTION, *PER_TOKEN, CHUNK, INSTRUCTION)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["mass"]

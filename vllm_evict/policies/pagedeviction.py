@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, Blocks, Policy
+from ..config.fields import KEEPING, REDUCTION
+from ..config.options import having
+from .base import Blocks, Policy
 
 
 class PagedEviction(Policy):
@@ -15,8 +17,7 @@ class PagedEviction(Policy):
     name = "pagedeviction"
     paper = "Chitty-Venkata et al., PagedEviction: Structured Block-wise KV Cache Pruning ..., 2025, arXiv:2509.04377"
     measures = frozenset({"value_key_ratio"})
-    options = BUDGET_OPTIONS | REDUCTIONS
-    defaults = {"budget": 2048, "buffer": 0, "sink": 0, "recent": 0}
+    declares = (*having(KEEPING, buffer=0, sink=0, recent=0), *REDUCTION)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["value_key_ratio"]

@@ -2,7 +2,11 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, Blocks, Policy
+from ..config.fields import KEEPING
+from ..config.options import Option, whole
+from .base import Blocks, Policy
+
+SEED = Option("seed", whole(below=1 << 63), 0, "of the hash that chance is made from")
 
 
 class Random(Policy):
@@ -10,7 +14,7 @@ class Random(Policy):
 
     name = "random"
     by_prompt = True
-    options = BUDGET_OPTIONS | {"seed"}
+    declares = (*KEEPING, SEED)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         with np.errstate(over="ignore"):

@@ -2,7 +2,11 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, TOKEN_OPTIONS, Blocks, Policy
+from ..config.fields import KEEPING, PER_TOKEN, REDUCTION, WINDOW
+from ..config.options import Option, real
+from .base import Blocks, Policy
+
+MIX = Option("mix", real(ge=0, le=1), 0.1, "weight of attention against redundancy of keys")
 
 
 class RKV(Policy):
@@ -11,8 +15,8 @@ class RKV(Policy):
     name = "rkv"
     paper = "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, 2025, arXiv:2505.24133"
     measures = frozenset({"mass", "redundancy"})
-    options = BUDGET_OPTIONS | TOKEN_OPTIONS | REDUCTIONS | {"window", "mix"}
-    defaults = {**Policy.defaults, "accumulate": "last", "window": 8, "mix": 0.1}
+    declares = (*KEEPING, *PER_TOKEN, *REDUCTION, WINDOW.having(8), MIX)
+    fixed = {"accumulate": "last"}
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         mix = blocks.config.mix

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, Blocks, Policy
+from ..config.fields import KEEPING, REDUCTION, WINDOW
+from .base import Blocks, Policy
 
 
 class Scissorhands(Policy):
@@ -16,8 +17,8 @@ class Scissorhands(Policy):
     paper = "Liu et al., Scissorhands: Exploiting the Persistence of Importance ..., NeurIPS 2023, arXiv:2305.17118"
     measures = frozenset({"pivots"})
     weighs = True
-    options = BUDGET_OPTIONS | REDUCTIONS | {"window"}
-    defaults = {**Policy.defaults, "accumulate": "last", "window": 256}
+    declares = (*KEEPING, *REDUCTION, WINDOW.having(256))
+    fixed = {"accumulate": "last"}
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["pivots"]

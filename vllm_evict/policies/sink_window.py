@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from ..config.fields import KEEPING
+from ..config.options import having
 from .base import Blocks, Policy
 
 
@@ -9,7 +11,7 @@ class SinkWindow(Policy):
     name = "sink-window"
     paper = "Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024, arXiv:2309.17453"
     window_is_the_budget = True
-    defaults = {"budget": None, "buffer": 0, "sink": 64, "recent": 1024}
+    declares = having(KEEPING, budget=None, buffer=0, recent=1024)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks.index

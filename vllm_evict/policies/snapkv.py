@@ -2,7 +2,19 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, TOKEN_OPTIONS, Blocks, Policy
+from ..config.errors import shown
+from ..config.fields import KEEPING, PER_TOKEN, REDUCTION, WINDOW
+from ..config.options import Option, whole
+from .base import Blocks, Policy
+
+
+def _odd(kernel: int) -> int:
+    if kernel % 2 == 0:
+        raise ValueError(f"must be odd, a block and as many on either side, not {shown(kernel)}")
+    return kernel
+
+
+KERNEL = Option("kernel", whole(1), 3, "blocks, or tokens with `token`, in the pooling kernel; odd", _odd)
 
 
 class SnapKV(Policy):
@@ -15,8 +27,8 @@ class SnapKV(Policy):
     paper = "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, NeurIPS 2024, arXiv:2404.14469"
     measures = frozenset({"mass"})
     weighs = True
-    options = BUDGET_OPTIONS | TOKEN_OPTIONS | REDUCTIONS | {"window", "kernel"}
-    defaults = {**Policy.defaults, "accumulate": "last", "window": 32, "kernel": 3}
+    declares = (*KEEPING, *PER_TOKEN, *REDUCTION, WINDOW, KERNEL)
+    fixed = {"accumulate": "last"}
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         index, mass = blocks.index, blocks["mass"]

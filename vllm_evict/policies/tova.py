@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from .base import BUDGET_OPTIONS, REDUCTIONS, TOKEN_OPTIONS, Blocks, Policy
+from ..config.fields import KEEPING, PER_TOKEN, REDUCTION
+from .base import Blocks, Policy
 
 
 class TOVA(Policy):
@@ -10,8 +11,8 @@ class TOVA(Policy):
     paper = "Oren et al., Transformers are Multi-State RNNs, EMNLP 2024, arXiv:2401.06104"
     measures = frozenset({"mass"})
     weighs = True
-    options = BUDGET_OPTIONS | TOKEN_OPTIONS | REDUCTIONS
-    defaults = {**Policy.defaults, "accumulate": "last", "window": 1}
+    declares = (*KEEPING, *PER_TOKEN, *REDUCTION)
+    fixed = {"accumulate": "last", "window": 1}
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["mass"]

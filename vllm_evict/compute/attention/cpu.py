@@ -1,0 +1,235 @@
+"""vLLM's CPU attention backend: where its keys and values lie, for what runs beside its kernel or in its place."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ..kernels.compact import compact
+from ..kernels.decode import decode_classes, decode_mass
+from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
+from ..kernels.queries import Queries
+from ..work import HeadSlice
+
+#: Backend ISAs whose packed keys `block_mass` reads -> its name of the layout.
+KEY_LAYOUTS = {"vec": "vec", "vec16": "vec", "amx": "amx"}
+
+
+class CPUOps:
+    """What `attention.backend` needs of vLLM's CPU backend (its `BackendOps`).
+
+    Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D], in each block
+    and head first K, then V; metadata is vLLM's `CPUAttentionMetadata`, made through the resident view.
+    """
+
+    heads_dim = 1
+    beside = "block_mass"
+    decodes_measured = False
+    compiles = False
+    capturing = False
+    scratch_bytes = 0
+
+    @staticmethod
+    def unreadable(layer: Any) -> str | None:
+        """What keeps the score pass from reading a layer's keys, as the end of a sentence; None if nothing does."""
+        if layer.impl.is_fp8_kv_cache:
+            return f"keeps its keys as {layer.kv_cache_dtype}, which the score pass can't read on a CPU"
+        if layer.isa in KEY_LAYOUTS:
+            return None
+        return f"packs its keys for {layer.isa!r}, which the score pass can't read (it reads {', '.join(KEY_LAYOUTS)})"
+
+    @staticmethod
+    def can_decode(layer: Any) -> bool:
+        """Whether `decode` computes what the layer's own kernel does, at least as fast."""
+        impl = layer.impl
+        plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
+        # AMX packs values too, and its tiles make up for a second read of the keys.
+        readable = KEY_LAYOUTS.get(layer.isa) == "vec" and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
+        return plain and readable and kernel_path() not in ("torch reference", "portable")
+
+    @staticmethod
+    def scratch_for(requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool) -> int:
+        return 0
+
+    @staticmethod
+    def reserve(device: torch.device) -> None:
+        """Nothing: kernels take their own."""
+
+    @staticmethod
+    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
+        """The backend's, which has all that is read here."""
+        return stock()
+
+    @staticmethod
+    def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
+        """The query: vLLM quantises none for this backend."""
+        return query
+
+    @staticmethod
+    def kv_heads(kv_cache: torch.Tensor) -> int:
+        return kv_cache.shape[1]
+
+    @staticmethod
+    def attending() -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @staticmethod
+    def compact(
+        layer: Any, kv_caches: Sequence[torch.Tensor], source: torch.Tensor, keep: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """Gather kept tokens of layers with equally many heads, keep int32 [L, Hkv, kept] (see `kernels.compact`)."""
+        compact([_pages(kv_cache) for kv_cache in kv_caches], source, keep, target, layout=KEY_LAYOUTS[layer.isa])
+
+    @staticmethod
+    def mass(
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        weights: torch.Tensor | None,
+        out: torch.Tensor,
+        per_token: bool = False,
+    ) -> None:
+        """Add the mass of queries that the stock kernel has attended to (see `block_mass`)."""
+        keys, _ = _halves(kv_cache)
+        block_mass(
+            query[: metadata.num_actual_tokens],
+            keys,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            layer.impl.scale,
+            out,
+            per_token=per_token,
+            weights=weights,
+            layout=KEY_LAYOUTS[layer.isa],
+        )
+
+    @staticmethod
+    def mass_of(
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        queries: Queries,
+        width: int,
+    ) -> torch.Tensor:
+        """Mass of n queries one by one, the mean over a KV head's query heads. float32 [n, Hkv, width]"""
+        keys, _ = _halves(kv_cache)
+        out = torch.zeros(len(queries.tokens), keys.shape[1], width)
+        block_mass(
+            query[queries.tokens],
+            keys,
+            metadata.block_table[queries.rows],
+            torch.arange(len(queries.tokens) + 1, dtype=torch.int32),
+            queries.lens,
+            layer.impl.scale,
+            out,
+            layout=KEY_LAYOUTS[layer.isa],
+        )
+        return out.mul_(keys.shape[1] / query.shape[1])
+
+    @staticmethod
+    def decode(
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        per_token: bool = False,
+    ) -> None:
+        """Attend for requests `rows` of one token each, and add their mass (see `decode_mass`)."""
+        keys, values = _halves(kv_cache)
+        tokens = metadata.num_actual_tokens
+        decode_mass(
+            query[:tokens],
+            keys,
+            values,
+            metadata.block_table,
+            metadata.query_start_loc,
+            seq_lens,
+            rows,
+            layer.impl.scale,
+            output[:tokens].view(query[:tokens].shape),
+            out=out,
+            per_token=per_token,
+            weights=weights,
+            layout=KEY_LAYOUTS[layer.isa],
+        )
+
+    @staticmethod
+    def decode_together(
+        layer: Any,
+        query: torch.Tensor,
+        shares: Sequence[HeadSlice],
+        output: torch.Tensor,
+        weights: torch.Tensor | None,
+        outs: Sequence[torch.Tensor | None],
+        per_token: bool = False,
+    ) -> None:
+        """`decode` for heads in several KV groups, in one call; an entry of `outs` for each (see `decode_classes`)."""
+        keys, values = zip(*(_halves(share.kv_cache) for share in shares))
+        metadata = shares[0].metadata
+        tokens = metadata.num_actual_tokens
+        decode_classes(
+            query[:tokens],
+            keys,
+            values,
+            [share.metadata.block_table for share in shares],
+            metadata.query_start_loc,
+            [share.work.seq_lens for share in shares],
+            shares[0].work.rows,
+            layer.impl.scale,
+            output[:tokens],
+            out=outs,
+            per_token=per_token,
+            weights=weights,
+            layout=KEY_LAYOUTS[layer.isa],
+        )
+
+    @staticmethod
+    def write(
+        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Overwrite physical `blocks` (int64 [n]) with keys and values [n, Hkv, block_size, D], of any float dtype."""
+        layout = KEY_LAYOUTS[layer.isa]
+        packed = (pack_keys(keys.to(kv_cache.dtype), layout), pack_values(values.to(kv_cache.dtype), layout))
+        for half, content in zip(_halves(kv_cache), packed):
+            half[blocks] = content
+
+    @staticmethod
+    def read(
+        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copies of the keys, and values if wanted, of physical `blocks` (int64 [n]), [n, Hkv, block_size, D] each."""
+        stored_keys, stored_values = _halves(kv_cache)
+        keys = CPUOps.as_keys(layer, stored_keys[blocks])
+        return keys, unpack_values(stored_values[blocks], KEY_LAYOUTS[layer.isa]) if values else None
+
+    @staticmethod
+    def stored_keys(kv_cache: torch.Tensor) -> torch.Tensor:
+        """Keys of all blocks as they lie in a cache, blocks first."""
+        return _halves(kv_cache)[0]
+
+    @staticmethod
+    def as_keys(layer: Any, stored: torch.Tensor) -> torch.Tensor:
+        """Some blocks of `stored_keys` as `read` gives them, [n, Hkv, block_size, D]."""
+        return unpack_keys(stored, KEY_LAYOUTS[layer.isa])
+
+
+def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [num_blocks, Hkv, block_size, D] of a cache."""
+    block_size = kv_cache.shape[2]
+    pages = _pages(kv_cache)
+    return pages[:, :, :block_size], pages[:, :, block_size:]
+
+
+def _pages(kv_cache: torch.Tensor) -> torch.Tensor:
+    """A cache as [num_blocks, Hkv, 2 * block_size, D]: keys, then values."""
+    num_blocks, kv_heads, block_size, _ = kv_cache.shape
+    return kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1)

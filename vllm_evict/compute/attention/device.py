@@ -1,0 +1,433 @@
+"""vLLM's attention backends on a device: where keys and values lie, for what runs beside a kernel or in its place."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any
+
+import torch
+
+from ..kernels.compact import is_ordered
+from ..kernels.decode_cuda import CudaDecode, plan_decode
+from ..kernels.queries import Queries
+from ..transfer import to_device
+from ..work import HeadSlice
+from .ops import FP8_NAMES
+
+FP8 = torch.float8_e4m3fn
+#: Most bytes of the decode kernels' scratch for mass, but that of one request: for 256 requests with 32 query heads,
+#: 128k tokens each, or 8k if mass is by token.
+MASS_SCRATCH = 256 << 20
+GRANULE = 16  # tokens, the fewest of which they keep one number a query head
+#: Bytes of their scratch for what splits of requests yield.
+SPLIT_SCRATCH = 32 << 20
+ALIGNED = 64  # float32 numbers: where parts of it begin
+
+
+class DeviceOps:
+    """What `attention.backend` needs of a backend on a device (its `BackendOps`), with our Triton kernels.
+
+    Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D], a token's K
+    before its V, in any of vLLM's layouts; metadata is the backend's, made through the resident view. Rows that vLLM
+    pads a batch with are left out. Nothing is read on the host.
+
+    Caches may be fp8 (`FP8_NAMES`), which vLLM hands over as bytes. Kernels read them as they are: the keys' scale goes
+    into that of the softmax, the values' onto the output. vLLM may quantise queries too: `dequantised` undoes that.
+
+    The mass beside a stock kernel takes a pass of its own for the LSE, unless a subclass has it from the kernel.
+    """
+
+    heads_dim = 1
+    beside = "query_lse and mass_from_lse"
+    decodes_measured = True
+    compiles = True
+
+    def __init__(self) -> None:
+        self.capturing = False
+        #: Plans of decode kernels and how many requests they are for, by shapes and requests.
+        self._plans: dict[tuple[Any, ...], tuple[Any, int]] = {}
+        #: What all of them take theirs from: layers, steps and graphs run one after the other.
+        self._scratch: torch.Tensor | None = None
+        self.scratch_bytes = MASS_SCRATCH + SPLIT_SCRATCH
+        #: Where the pages of layers lie, by their caches: see `compact`.
+        self._places: dict[tuple[Any, ...], Any] = {}
+        #: In the place of `decode_mass`, for what it takes; None unless it is asked for.
+        self._cuda = CudaDecode.if_wanted()
+
+    @staticmethod
+    def unreadable(layer: Any) -> str | None:
+        """What keeps the score pass from reading a layer's keys, as the end of a sentence; None if nothing does."""
+        if layer.kv_cache_dtype in FP8_NAMES:
+            if any(scale.numel() != 1 for scale in (layer._q_scale, layer._k_scale, layer._v_scale)):
+                return "has fp8 scales for each head, which the score pass can't read (it reads one for a layer)"
+        elif layer.kv_cache_torch_dtype != layer.dtype:
+            readable = f"the model's own dtype, {', '.join(FP8_NAMES)}"
+            return f"keeps its keys as {layer.kv_cache_dtype}, which the score pass can't read (it reads {readable})"
+        if not 16 <= layer.impl.head_size <= 256:
+            return f"has heads of size {layer.impl.head_size}, which the score pass can't read (it reads 16 to 256)"
+        return None
+
+    def can_decode(self, layer: Any) -> bool:
+        """Whether `decode` computes what the layer's own kernel does."""
+        impl = layer.impl
+        plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
+        return plain and self.unreadable(layer) is None
+
+    def scratch_for(
+        self, requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool
+    ) -> int:
+        of_block = 4 * heads * (block_size if per_token else max(block_size // GRANULE, 1))
+        one = of_block * _power_of_2(longest)
+        room = min(max(MASS_SCRATCH, one), one * _power_of_2(requests))
+        self.scratch_bytes = room + SPLIT_SCRATCH if requests else 0
+        return min(MASS_SCRATCH // (of_block * in_graphs), longest) if in_graphs else 0
+
+    def reserve(self, device: torch.device) -> None:
+        if self._scratch is None:
+            self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32, device=device)
+
+    @staticmethod
+    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
+        """The backend's, which has all that is read here."""
+        return stock()
+
+    @staticmethod
+    def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
+        """Queries in the model's dtype, as `mass`, `mass_of` and the decodes take them."""
+        return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float
+
+    def decodes_in_cuda(self, *tensors: torch.Tensor) -> bool:
+        """Whether the kernel in CUDA C++ takes query, keys and values in the place of `decode_mass`."""
+        return self._cuda is not None and self._cuda.takes(*tensors)
+
+    @staticmethod
+    def kv_heads(kv_cache: torch.Tensor) -> int:
+        return kv_cache.shape[1]
+
+    def attending(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mass(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        weights: torch.Tensor | None,
+        out: torch.Tensor,
+        per_token: bool = False,
+    ) -> None:
+        """Add the mass of queries that the stock kernel has attended to (see `mass_from_lse`)."""
+        from ...triton_kernels.mass_from_lse import mass_from_lse
+
+        keys, _ = halves(kv_cache)
+        query = query[: metadata.num_actual_tokens]
+        rows, (scale, _) = _rows(metadata, len(out)), scales(layer, keys)
+        lse = self.lse_of(query, keys, *rows, scale, metadata.max_query_len, weights)
+        mass_from_lse(query, keys, lse, *rows, scale, out, per_token=per_token, weights=weights)
+
+    def warm_up_mass(self, *args: Any) -> None:
+        """`mass`, in each way that it may go."""
+        self.mass(*args)
+
+    def lse_of(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        table: torch.Tensor,
+        starts: torch.Tensor,
+        lens: torch.Tensor,
+        scale: float,
+        longest: int,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """LSE of the queries that `mass` is asked for, float32 [T, H] (see `query_lse`)."""
+        from ...triton_kernels.query_lse import query_lse
+
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        query_lse(query, keys, table, starts, lens, scale, lse, longest=longest, weights=weights)
+        return lse
+
+    def mass_of(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        queries: Queries,
+        width: int,
+    ) -> torch.Tensor:
+        """Mass of n queries one by one, the mean over a KV head's query heads. float32 [n, Hkv, width]"""
+        keys, values = halves(kv_cache)
+        query = query[queries.tokens]
+        numbers = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
+        out = torch.zeros(len(query), keys.shape[1], width, device=query.device)
+        scale, _ = scales(layer, keys)
+        self._decode_mass(
+            *(query, keys, values, metadata.block_table[queries.rows, :width], numbers, queries.lens, numbers[:-1]),
+            *(scale, torch.empty_like(query), out, None),
+        )
+        return out.mul_(keys.shape[1] / query.shape[1])
+
+    def decode(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        per_token: bool = False,
+    ) -> None:
+        """Attend for requests `rows` of one token each, and add their mass (see `decode_mass`)."""
+        keys, values = halves(kv_cache)
+        tokens = metadata.num_actual_tokens
+        query = query[:tokens]
+        table, starts, _ = _rows(metadata, len(seq_lens))
+        scale, value_scale = scales(layer, keys)
+        self._decode_mass(
+            *(query, keys, values, _narrow(table, metadata, keys), starts, seq_lens, rows),
+            *(scale, output[:tokens].view(query.shape), out, weights, per_token, value_scale),
+        )
+
+    def decode_together(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        shares: Sequence[HeadSlice],
+        output: torch.Tensor,
+        weights: torch.Tensor | None,
+        outs: Sequence[torch.Tensor | None],
+        per_token: bool = False,
+    ) -> None:
+        """`decode` for heads in several KV groups; an entry of `outs` for each. Of two groups it is one call (see
+        `triton_kernels.decode_classes`), of more one after the other.
+        """
+        if len(shares) == 2:
+            self._decode_two(layer, query, shares, output, weights, outs, per_token)
+            return
+        first = 0
+        for share, out in zip(shares, outs):
+            attended = output[:, first : first + share.query.shape[1]]
+            first += share.query.shape[1]
+            work, where = share.work, (layer, share.query, share.kv_cache, share.metadata, attended)
+            self.decode(*where, work.rows, work.seq_lens, weights, out, per_token)
+
+    def compact(
+        self,
+        layer: Any,
+        kv_caches: Sequence[torch.Tensor],
+        source: torch.Tensor,
+        keep: torch.Tensor,
+        target: torch.Tensor,
+    ) -> None:
+        """Gather kept tokens of layers with equally many heads (see `triton_kernels.compact`).
+
+        `source` and `target` are int32 on the host, where their order can be seen; keep is int32 [L, Hkv, kept] on the
+        device.
+        """
+        from ...triton_kernels.compact import compact, plan_compact
+
+        one = kv_caches[0]
+        key = one.shape, one.stride(), *(cache.data_ptr() for cache in kv_caches)
+        if (plan := self._places.get(key)) is None:
+            plan = self._places[key] = plan_compact(kv_caches)
+        blocks = (to_device(each.numpy(), keep.device) for each in (source, target))
+        compact(kv_caches, next(blocks), keep, next(blocks), ordered=is_ordered(source, target), plan=plan)
+
+    @staticmethod
+    def write(
+        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Overwrite physical `blocks` (int64 [n]) with keys and values [n, Hkv, block_size, D], of any float dtype.
+
+        Of fp8 what is too large becomes the largest number, as when vLLM writes it.
+        """
+        largest = torch.finfo(FP8).max
+        for half, content, scale in zip(halves(kv_cache), (keys, values), _cache_scales(layer, kv_cache)):
+            if half.dtype == FP8:
+                content = (content.float() / scale).clamp(-largest, largest)
+            half[blocks] = content.to(half.dtype)
+
+    @staticmethod
+    def read(
+        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copies of the keys, and values if wanted, of physical `blocks` (int64 [n]), [n, Hkv, block_size, D] each.
+
+        Of fp8 they are float32, scaled: what the cache stands for.
+        """
+        read = [half[blocks] for half in halves(kv_cache)[: 1 + values]]
+        read = [_scaled(part, scale) for part, scale in zip(read, _cache_scales(layer, kv_cache))]
+        return read[0], read[1] if values else None
+
+    @staticmethod
+    def stored_keys(kv_cache: torch.Tensor) -> torch.Tensor:
+        """Keys of all blocks as they lie in a cache, blocks first."""
+        return halves(kv_cache)[0]
+
+    @staticmethod
+    def as_keys(layer: Any, stored: torch.Tensor) -> torch.Tensor:
+        """Some blocks of `stored_keys` as `read` gives them, [n, Hkv, block_size, D]."""
+        return _scaled(stored, _cache_scales(layer, stored)[0])
+
+    def _decode_two(self, layer, query, shares, output, weights, outs, per_token) -> None:
+        from ...triton_kernels.decode_classes import decode_classes
+
+        keys, values = zip(*(halves(share.kv_cache) for share in shares))
+        metadata = shares[0].metadata
+        rows, tokens = shares[0].work.rows, metadata.num_actual_tokens
+        tables = []
+        for share, its in zip(shares, keys):
+            table, starts, _ = _rows(share.metadata, len(share.work.seq_lens))
+            tables.append(_narrow(table, share.metadata, its))
+        measured = any(out is not None for out in outs)
+        widths = [table.shape[1] for table in tables]
+        plans, at_once = self._plans_for(query, keys, len(rows), widths, measured, per_token)
+        scale, value_scale = scales(layer, keys[0])
+        for some in rows.split(at_once):
+            decode_classes(
+                *(query[:tokens], keys, values, tables, starts, [share.work.seq_lens for share in shares], some),
+                *(scale, output[:tokens]),
+                out=outs,
+                per_token=per_token,
+                weights=weights,
+                plans=plans,
+                value_scale=value_scale,
+            )
+
+    def _decode_mass(
+        self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, per_token=False,
+        value_scale=1.0,
+    ) -> None:  # fmt: skip
+        tensors, width = (query, keys, values, table, starts, lens), table.shape[1]
+        if not per_token and self.decodes_in_cuda(query, keys, values):
+            plan, at_once = self._cuda_plan(query, keys, len(rows), width, out is not None)
+            for some in rows.split(at_once):
+                self._cuda(*tensors, some, scale, output, out, weights, plan)
+            return
+        from ...triton_kernels.decode_mass import decode_mass
+
+        (plan,), at_once = self._plans_for(query, [keys], len(rows), [width], out is not None, per_token)
+        for some in rows.split(at_once):
+            decode_mass(
+                *(*tensors, some, scale, output),
+                out=out,
+                per_token=per_token,
+                weights=weights,
+                plan=plan,
+                value_scale=value_scale,
+            )
+
+    def _plans_for(
+        self,
+        query: torch.Tensor,
+        keys: Sequence[torch.Tensor],
+        rows: int,
+        widths: Sequence[int],
+        mass: bool,
+        per_token: bool = False,
+    ) -> tuple[list[Any], int]:
+        """Plans of the Triton kernels for requests of so many blocks of each class, and for how many (see `_plan`)."""
+        from ...triton_kernels.decode_classes import plan_classes
+
+        kv_heads = tuple(its.shape[1] for its in keys)
+        shape = query.shape[1] // sum(kv_heads), kv_heads, query.shape[2], keys[0].shape[2]
+        widths = self._rounded(*widths)
+
+        def make(rows: int, take: Callable[..., torch.Tensor]) -> list[Any]:
+            options = {"mass": mass, "per_token": per_token, "take": take}
+            return plan_classes(rows, *shape, widths, query.dtype, query.device, **options)
+
+        return self._plan(make, query.device, rows, *shape, query.dtype, per_token, mass, *widths)
+
+    def _cuda_plan(self, query: torch.Tensor, keys: torch.Tensor, rows: int, width: int, mass: bool) -> tuple[Any, int]:
+        """The same of the kernel in CUDA C++."""
+        shape = query.shape[1], keys.shape[1], query.shape[2], keys.shape[2], *self._rounded(width)
+
+        def make(rows: int, take: Callable[..., torch.Tensor]) -> Any:
+            return plan_decode(rows, *shape, query.dtype, query.device, mass=mass, take=take)
+
+        return self._plan(make, query.device, rows, "cuda", *shape, query.dtype, mass)
+
+    def _plan(self, make: Callable[..., Any], device: torch.device, rows: int, *key: Any) -> tuple[Any, int]:
+        """A plan for all requests of a batch, or for as many as the scratch has room for at once; and for how many.
+
+        Args:
+            make: (requests, what gives scratch, called like `torch.empty`) -> a plan.
+            rows: requests.
+            key: all else that it depends on.
+        """
+        (rows,) = self._rounded(rows)
+        key = rows, *key
+        if key not in self._plans:
+            self.reserve(device)
+            plan = make(rows, taking := _Taking(self._scratch))
+            while not taking.fits and rows > 1:
+                rows = -(-rows // 2)
+                plan = make(rows, taking := _Taking(self._scratch))
+            self._plans[key] = plan if taking.fits else make(rows, torch.empty), rows
+        return self._plans[key]
+
+    def _rounded(self, *sizes: int) -> tuple[int, ...]:
+        """Powers of two, so that steps that differ little have one plan. Graphs' sizes are few, and the scratch is just
+        what they need."""
+        return sizes if self.capturing else tuple(map(_power_of_2, sizes))
+
+
+class _Taking:
+    """Part after part of some scratch, called like `torch.empty`; past its end shapes, and nothing in them."""
+
+    def __init__(self, scratch: torch.Tensor) -> None:
+        self.fits, self._left = True, scratch
+
+    def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+        size = prod(shape)
+        self.fits &= size <= len(self._left)
+        if not self.fits:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        part, self._left = self._left[:size], self._left[-(-size // ALIGNED) * ALIGNED :]
+        return part.view(shape)
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << max(least - 1, 0).bit_length()
+
+
+def _rows(metadata: Any, requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Block table, offsets of queries and lengths of a batch's requests, without rows of padding."""
+    return metadata.block_table[:requests], metadata.query_start_loc[: requests + 1], metadata.seq_lens[:requests]
+
+
+def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [num_blocks, Hkv, block_size, D] of a cache, with its strides; bytes are fp8."""
+    if kv_cache.dtype == torch.uint8:
+        kv_cache = kv_cache.view(FP8)
+    keys, values = kv_cache.split(kv_cache.shape[3] // 2, dim=3)
+    return keys, values
+
+
+def _scaled(stored: torch.Tensor, scale: float) -> torch.Tensor:
+    """What keys or values of a cache stand for; of fp8 they are float32."""
+    return stored.float().mul_(scale) if stored.dtype == FP8 else stored
+
+
+def _cache_scales(layer: Any, kv_cache: torch.Tensor) -> tuple[float, float]:
+    """What stored keys, and stored values, are to be multiplied with. vLLM has these numbers on the host too."""
+    if kv_cache.dtype not in (FP8, torch.uint8):
+        return 1.0, 1.0
+    return layer._k_scale_float, layer._v_scale_float
+
+
+def scales(layer: Any, keys: torch.Tensor) -> tuple[float, float]:
+    """Of scores, and of values, for kernels that read a cache as it is."""
+    key_scale, value_scale = _cache_scales(layer, keys)
+    return layer.impl.scale * key_scale, value_scale
+
+
+def _narrow(table: torch.Tensor, metadata: Any, keys: torch.Tensor) -> torch.Tensor:
+    """A block table as wide as the longest request, not as the longest there may be: scratch is."""
+    return table[:, : -(-metadata.max_seq_len // keys.shape[2])]

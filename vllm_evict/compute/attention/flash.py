@@ -1,0 +1,42 @@
+"""vLLM's FlashAttention backend, whichever version of FlashAttention it runs on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from .device import DeviceOps
+
+
+class FlashOps(DeviceOps):
+    """Metadata is vLLM's `FlashAttentionMetadata`. The mass beside its kernel goes by the kernel's own LSE."""
+
+    beside = "FlashAttention's LSE and mass_from_lse"
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Context manager whose list gets the LSE of each call of FlashAttention within it, float32 [H, T].
+        self.capture_lse: Callable[[], AbstractContextManager[list[torch.Tensor]]]
+        #: Of the layer that was attended to last, float32 [H, T], until its mass is taken.
+        self._lse: torch.Tensor | None = None
+
+    def can_decode(self, layer: Any) -> bool:
+        return super().can_decode(layer) and layer.impl.sliding_window == (-1, -1)
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        with self.capture_lse() as captured:
+            yield
+        (self._lse,) = captured
+
+    def warm_up_mass(self, layer: Any, query: torch.Tensor, *args: Any) -> None:
+        self._lse = torch.zeros(query.shape[1], len(query), device=query.device)
+        super().warm_up_mass(layer, query, *args)
+        super().warm_up_mass(layer, query, *args)  # where the kernel gives none
+
+    def lse_of(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        lse, self._lse = self._lse, None
+        if lse is None or lse.shape != (query.shape[1], len(query)):
+            return super().lse_of(query, *args, **kwargs)
+        return lse.T

@@ -1,0 +1,217 @@
+"""Each variant of the plugin's Triton kernels, launched once before requests come, which would wait for the compiler.
+
+Triton compiles a kernel anew for other dtypes and constants, and for integers that are 1, multiples of 16 or neither.
+What differs from step to step is not specialised for (`triton_kernels.decode_mass.ATTEND_SIZES`), but for tile sizes.
+So variants follow from the model, the layout of its cache and what policies measure. Caches are touched in vLLM's null
+block only.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from ...triton_kernels.compact import compact
+from ...triton_kernels.decode_classes import decode_classes, splits_of
+from ...triton_kernels.decode_mass import decode_mass, padded_splits, plan_decode, programs_on
+from ...triton_kernels.mass_from_lse import MAX_ROWS
+from ...triton_kernels.tiles import MIN_ROWS
+from ..group import GroupRuntime
+from ..runtime import EvictionRuntime
+from .device import halves, scales
+
+
+class Heads(NamedTuple):
+    """Those of one layer that are in one KV group.
+
+    Attributes:
+        group: index of the KV group.
+        query_heads: which of the layer's.
+        kv_cache: [num_blocks, Hkv, block_size, 2 * D], theirs.
+    """
+
+    group: int
+    query_heads: slice
+    kv_cache: torch.Tensor
+
+
+class Mass(NamedTuple):
+    """What one call adds.
+
+    Attributes:
+        heads: rows of mass a request; 0: no mass is taken.
+        weighted: whether queries have weights.
+        per_token: whether mass is by token.
+    """
+
+    heads: int = 0
+    weighted: bool = False
+    per_token: bool = False
+
+
+def warm_up(
+    runtime: EvictionRuntime,
+    layers: Sequence[tuple[Any, Sequence[Heads]]],
+    tables: Sequence[torch.Tensor],
+    queries: int,
+    blocks: int,
+) -> None:
+    """Launch what a worker's policies can need, behind `attention.device.DeviceOps`.
+
+    Args:
+        runtime: of the worker.
+        layers: with their heads in each KV group.
+        tables: vLLM's block table of each KV group, int32 [requests, width]. Not read.
+        queries: most of a step.
+        blocks: most of a request.
+    """
+    runtime.views.warm_up(tables)
+    for group in runtime.groups:
+        for sums in (group.sums, group.tokens):
+            if sums is not None:
+                sums.warm_up("pivots" in group.statistics)
+    # Scratch is made for powers of two (`DeviceOps`).
+    rows, widths = ([1 << power for power in range((most - 1).bit_length() + 1)] for most in (queries, blocks))
+    done = set()
+    for layer, parts in layers:
+        # All parts of a layer may be attended to by one call.
+        for some in [[part] for part in parts] + [parts] * (len(parts) == 2):
+            kind = tuple(_kind(layer, part) for part in some)
+            if kind not in done:
+                done.add(kind)
+                _Launches(runtime, layer, some).all(rows, widths)
+
+
+def _kind(layer: Any, part: Heads) -> tuple[Any, ...]:
+    """Heads of one kind are launched for in the same variants."""
+    cache = part.kv_cache
+    where = part.query_heads.start, cache.data_ptr() % 16
+    return part.group, layer.num_heads, layer.num_kv_heads, cache.dtype, cache.shape[1:], cache.stride(), *where
+
+
+class _Launches:
+    """For some heads of one layer, of one request whose blocks are all the null block."""
+
+    def __init__(self, runtime: EvictionRuntime, layer: Any, parts: Sequence[Heads]) -> None:
+        self.ops, self.layer, self.parts = runtime.ops, layer, parts
+        self.groups = [runtime.groups[part.group] for part in parts]
+        measured = any(group.sums is not None for group in runtime.groups)
+        self.decodes = self.groups[0].decodes and (runtime.decodes_lacking or measured)
+        self.device, (_, _, self.block_size, dims) = parts[0].kv_cache.device, parts[0].kv_cache.shape
+        self.dim, self.group_size = dims // 2, layer.num_heads // layer.num_kv_heads
+        self.heads = slice(parts[0].query_heads.start, parts[-1].query_heads.stop)
+
+    def all(self, rows: Sequence[int], widths: Sequence[int]) -> None:
+        """`rows` and `widths` are those that scratch may be made for."""
+        if len(self.parts) == 1:
+            (part,), (group,) = self.parts, self.groups
+            for mass in _measured(group, part):
+                self._beside(part, mass)
+            if group.by_token:
+                self._compact(part)
+        if self.decodes:
+            for splits, way in product(self._splits(rows, widths), self._ways()):
+                self._decode(splits, way)
+
+    def _ways(self) -> Iterator[list[Mass]]:
+        """What one call that decodes may add, for each part."""
+        yield [Mass()] * len(self.parts)
+        for index, (group, part) in enumerate(zip(self.groups, self.parts)):
+            ways = list(_measured(group, part))
+            if "pivots" in group.statistics:
+                ways.append(Mass(0, True))  # queries that are looked at one by one: their mass comes of other calls
+            for mass in ways:
+                way = [mass._replace(heads=0)] * len(self.parts)
+                way[index] = mass
+                yield way
+
+    def _splits(self, rows: Sequence[int], widths: Sequence[int]) -> list[list[int]]:
+        """Into how many pieces requests are cut, for each class: one choice for each that kernels are compiled for."""
+        kv_heads, programs = [part.kv_cache.shape[1] for part in self.parts], programs_on(self.device)
+        choices = {}
+        for count, *blocks in product(rows, *[widths] * len(self.parts)):
+            splits = splits_of(count, kv_heads, [width * self.block_size for width in blocks], programs)
+            choices.setdefault(tuple(map(padded_splits, splits)), splits)
+        return list(choices.values())
+
+    def _decode(self, splits: Sequence[int], way: Sequence[Mass]) -> None:
+        caches, per_token = [part.kv_cache for part in self.parts], way[0].per_token
+        keys, values = zip(*map(halves, caches))
+        scale, value_scale = scales(self.layer, keys[0])
+        table, starts, lens, row = self._batch(1)
+        plans = [
+            plan_decode(
+                *(1, self.group_size * its.shape[1], its.shape[1], self.dim, self.block_size, 1),
+                *(self.layer.dtype, self.device),
+                per_token=per_token,
+                splits=pieces,
+            )
+            for its, pieces in zip(keys, splits)
+        ]
+        weights, outs = self._weights(1, way[0]), [self._out(1, mass) for mass in way]
+        options = {"per_token": per_token, "weights": weights, "value_scale": value_scale}
+        for query, output in product(self._tensors(1, True), self._tensors(1)):
+            if len(caches) == 2:
+                both = query, keys, values, [table] * 2, starts, [lens] * 2, row
+                decode_classes(*both, scale, output, out=outs, plans=plans, **options)
+            elif per_token or not self.ops.decodes_in_cuda(query, keys[0], values[0]):
+                one = query, keys[0], values[0], table, starts, lens, row
+                decode_mass(*one, scale, output, out=outs[0], plan=plans[0], **options)
+
+    def _beside(self, part: Heads, mass: Mass) -> None:
+        """Mass beside another kernel. Tiles have as many rows as a request has queries times heads of a group."""
+        sizes = [1 << power for power in range(MIN_ROWS.bit_length() - 1, MAX_ROWS.bit_length())]
+        for tokens in sorted({1, *(size // 2 // self.group_size + 1 for size in sizes)}):
+            table, starts, lens, _ = self._batch(tokens)
+            metadata = SimpleNamespace(
+                block_table=table, query_start_loc=starts, seq_lens=lens, max_query_len=tokens, max_seq_len=tokens,
+                num_actual_tokens=tokens,
+            )  # fmt: skip
+            for query in self._tensors(tokens, True):
+                given = metadata, self._weights(tokens, mass), self._out(tokens, mass), mass.per_token
+                self.ops.warm_up_mass(self.layer, query, part.kv_cache, *given)
+
+    def _compact(self, part: Heads) -> None:
+        """The null block's tokens, each to its own place."""
+        tokens = torch.arange(self.block_size, dtype=torch.int32, device=self.device)
+        keep = tokens.expand(1, part.kv_cache.shape[1], -1).contiguous()
+        block = torch.zeros(1, dtype=torch.int32, device=self.device)
+        for ordered in (True, False):
+            compact([part.kv_cache], block, keep, block, ordered=ordered)
+
+    def _tensors(self, tokens: int, beside: bool = False) -> Iterator[torch.Tensor]:
+        """Queries or outputs [T, H, D]: one for each way in which kernels are compiled for their strides.
+
+        They lie by themselves, in those of the layer, or (`beside`) beside the layer's keys and values.
+        """
+        mine, heads = self.heads.stop - self.heads.start, self.layer.num_heads
+        of_row = [mine, heads] + [heads + 2 * self.layer.num_kv_heads] * beside
+        for width in {width * self.dim % 16 == 0: width for width in of_row}.values():
+            first = self.heads.start if width >= heads else 0
+            rows = torch.zeros(tokens, width, self.dim, dtype=self.layer.dtype, device=self.device)
+            yield rows[:, first : first + mine]
+
+    def _batch(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        """Block table, offsets of queries, lengths and rows of one request."""
+        numbers = [0] * -(-tokens // self.block_size), [0, tokens], [tokens], [0]
+        table, *others = (torch.tensor(each, dtype=torch.int32, device=self.device) for each in numbers)
+        return table[None], *others
+
+    def _weights(self, tokens: int, mass: Mass) -> torch.Tensor | None:
+        return torch.ones(tokens, device=self.device) if mass.weighted else None
+
+    def _out(self, tokens: int, mass: Mass) -> torch.Tensor | None:
+        width = tokens if mass.per_token else -(-tokens // self.block_size)
+        return torch.zeros(1, mass.heads, width, device=self.device) if mass.heads else None
+
+
+def _measured(group: GroupRuntime, part: Heads) -> Iterator[Mass]:
+    """What is measured of heads of a KV group in one call."""
+    if group.sums is not None:
+        # Where queries are tested for pivotal blocks each head's mass is wanted, else perhaps all heads' sum.
+        heads = {group.sums.heads} | ({part.kv_cache.shape[1]} if "pivots" in group.statistics else set())
+        yield from (Mass(*each) for each in product(sorted(heads), (False, True)))
+    if group.tokens is not None:
+        yield Mass(part.kv_cache.shape[1], True, True)

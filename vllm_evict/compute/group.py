@@ -1,0 +1,369 @@
+"""What one worker knows of a KV group: which rows have holes, what to measure, what to report."""
+
+from collections.abc import Iterator, Mapping, Set
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import KVPolicyConfig
+from ..core.plan import GroupPlan, Reports
+from ..policies import CACHED, RUNNING
+from .cached import CachedStatistics, Row
+from .graphs import Attends, GraphMemory
+from .merge import Merger
+from .originals import Originals
+from .prompts import PromptScores
+from .sums import RunningSums
+from .tokens import Store, TokenSums
+from .views import Views
+from .work import StepWork
+
+
+class Batch:
+    """What the KV groups of a worker have in common."""
+
+    def __init__(self) -> None:
+        #: The step's requests, in row order.
+        self.req_ids: list[str] = []
+        #: Requests whose decodes are the plugin's kernel's, in all groups.
+        self.own: set[str] = set()
+        #: The full graph that this step replays, or that is being captured; None: no full graph.
+        self.graph: Attends | None = None
+        self._rows: tuple[list[str], set[str], np.ndarray] = ([], set(), np.empty(0, bool))
+
+    def own_rows(self) -> np.ndarray:
+        """Which rows of the batch are `own`; made anew only when either changes. bool [R]"""
+        req_ids, own, rows = self._rows
+        if self.req_ids != req_ids or self.own != own:
+            rows = np.fromiter((req_id in self.own for req_id in self.req_ids), bool, len(self.req_ids))
+            self._rows = (list(self.req_ids), set(self.own), rows)
+        return rows
+
+
+class GroupRuntime:
+    """One KV group of a worker: its holes, its view, and what is measured in it.
+
+    Args:
+        config: the policy of its heads.
+        block_size: tokens.
+        max_requests: most requests at once.
+        max_model_len: tokens.
+        kv_heads, layers: of this rank and KV group. Where heads are split layers may differ in heads; then this is one
+            layer of all the group's heads, and `shape` has the most heads of a layer, and the layers.
+        store: its KV cache; read after steps and before them.
+        device: where block tables and the KV cache are.
+        graph_blocks: resident blocks of the longest request in a full graph that measures.
+        held_blocks: most that a request holds; None: of `max_model_len` tokens.
+    """
+
+    def __init__(
+        self,
+        config: KVPolicyConfig,
+        block_size: int,
+        max_requests: int,
+        max_model_len: int,
+        kv_heads: int,
+        layers: int,
+        store: Store,
+        shape: tuple[int, int] | None = None,
+        device: torch.device | str = "cpu",
+        graph_blocks: int = 0,
+        held_blocks: int | None = None,
+    ) -> None:
+        self.block_size, self.shape = block_size, shape or (kv_heads, layers)
+        #: What may be measured, and whether tokens may be chosen in the place of blocks.
+        self.statistics, self.by_token = config.statistics, config.granularity == "token"
+        self.merges = bool(config.merge)
+        #: Whether full graphs test queries for pivotal blocks: each layer takes longer with them.
+        self._tests = "pivots" in config.policy.measures
+        self.device = torch.device(device)
+        max_blocks = -(-max_model_len // block_size) + 1
+        self.max_requests, self.max_blocks = max_requests, max_blocks
+        self.held_blocks = min(held_blocks or max_blocks, max_blocks)
+        self.batch = Batch()
+        self.views = Views([self], self.batch)
+        self.plan: GroupPlan | None = None
+        self.sums: RunningSums | None = None
+        if config.statistics & RUNNING:
+            self.sums = RunningSums(
+                max_requests, kv_heads, layers, max_blocks, block_size, config.heads, config.layers, self.device
+            )
+        self.tokens: TokenSums | None = None
+        if config.granularity == "token" and config.statistics & RUNNING:
+            self.tokens = TokenSums(max_requests, *self.shape, block_size, max_blocks, self.device)
+        self.prompts: PromptScores | None = None
+        if config.granularity == "token" and config.reconstructs:
+            self.prompts = PromptScores(kv_heads, layers, block_size, self.device)
+        self.store = store
+        #: Where keys may be turned to later positions.
+        self.originals: Originals | None = None
+        if config.context is not None:
+            self.originals = Originals(store, block_size, self.device)
+        #: Of requests that merge.
+        self.mergers: dict[str, Merger] = {}
+        self.cached = CachedStatistics(store.read, kv_heads, layers, config.heads, config.layers)
+        #: Whether the layers' kernels can decode requests with holes themselves (see `StepWork`).
+        self.decodes = False
+        #: Request -> the logical blocks it lacks.
+        self.with_holes: dict[str, list[int]] = {}
+        self._lacks: tuple[list[str], np.ndarray] | None = None
+        self._identity = torch.arange(max_blocks, dtype=torch.int32, device=self.device)
+        self._graph_blocks = min(graph_blocks, max_blocks)
+        self._graph_memory: GraphMemory | None = None
+        self._viewed: tuple[Any, StepWork | None] | None = None
+        self._rows: dict[str, Row] = {}
+
+    def begin(self, scheduler_output: Any, plan: GroupPlan, number: int) -> None:
+        """See `EvictionRuntime.begin`; `number` is the group's among all of vLLM's."""
+        self.plan = plan
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id in gone | cached.resumed_req_ids:
+            self.with_holes.pop(req_id, None)
+        started = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
+        if cached.resumed_req_ids:
+            started += [each for each in zip(cached.req_ids, cached.new_block_ids) if each[0] in cached.resumed_req_ids]
+        for req_id, holes in plan.holes.items():
+            self.with_holes.setdefault(req_id, []).extend(holes)
+        for req_id, block_ids in started:
+            # The next turn of a streaming session comes as a new request, with the holes it has, those of this plan
+            # too; a cached prefix may have some.
+            self.with_holes.pop(req_id, None)
+            if 0 in block_ids[number]:
+                self.with_holes[req_id] = np.flatnonzero(np.equal(block_ids[number], 0)).tolist()
+        if gone or started or plan.holes:
+            self._lacks = None
+        for req_id in gone if self.mergers else ():
+            self.mergers.pop(req_id, None)
+        if self.originals is not None:
+            self.originals.forget(gone | cached.resumed_req_ids)
+        if self.prompts is not None:
+            self.prompts.begin(gone | cached.resumed_req_ids, plan)
+        for sums in (self.sums, self.tokens):
+            if sums is None:
+                continue
+            for req_id in gone | plan.untrack:
+                sums.stop(req_id)
+            for req_id, scoring in plan.track.items():
+                if scoring.per_token == (sums is self.tokens):
+                    sums.start(req_id, scoring)
+                    # Those that it had before are missing where its next decision is foreseen.
+                    sums.count_holes(req_id, len(self.with_holes.get(req_id, ())) - len(plan.holes.get(req_id, ())))
+            for req_id, trigger in plan.triggers.items():
+                sums.set_trigger(req_id, trigger)
+            for req_id, holes in plan.holes.items():
+                if req_id not in plan.missing:
+                    sums.count_holes(req_id, len(holes))
+            for req_id, missing in plan.missing.items():
+                sums.set_holes(req_id, missing)
+
+    @property
+    def graph_tokens(self) -> int:
+        """Resident tokens of the longest request in full CUDA graphs in which the plugin's kernel attends."""
+        return self._graph_blocks * self.block_size
+
+    @property
+    def measured(self) -> set[str]:
+        """Requests whose attention is measured."""
+        return set().union(*(sums.requests for sums in (self.sums, self.tokens) if sums is not None))
+
+    def fits_graphs(self, requests: Set[str]) -> bool:
+        """Whether all that a step of decodes measures can be measured in a full graph."""
+        if self.prompts is not None and len(self.prompts):
+            return False
+        if self.tokens is not None:
+            return self.tokens.fit_graphs(requests) and self.sums.requests.isdisjoint(requests)
+        return self._tests or self.sums is None or not self.sums.test(requests)
+
+    def fits_memory(self, lengths: Mapping[str, int]) -> bool:
+        """Whether no request holds more blocks than a graph in which the plugin's kernel attends has room for."""
+        room, holes = self.graph_tokens, self.with_holes
+        return all(
+            length <= room or length - len(holes.get(req_id, ())) * self.block_size <= room
+            for req_id, length in lengths.items()
+        )
+
+    def held(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Resident tokens of the batch's requests, of lengths with holes. int32 [R]"""
+        return seq_lens - self._lacking(self.batch.req_ids) if self.with_holes else seq_lens
+
+    def reserve(self, in_graphs: bool = True) -> None:
+        """Memory that stays, if there is none yet: of views, and of graphs in which the plugin's kernel attends."""
+        self.views.memory(self)
+        if in_graphs and self._graph_memory is None:
+            sizes = self.max_requests, self._graph_blocks
+            self._graph_memory = GraphMemory(*sizes, self.sums, self.tokens, self._tests, self.device)
+
+    def hold(self, pool: int) -> None:
+        """There are so many blocks in the pool: memory for what is kept of each."""
+        if self.tokens is not None:
+            self.tokens.hold(min(pool, self.max_requests * self.held_blocks))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all that stays where block tables and sums are."""
+        kept = sum(each.nbytes for each in self.views.memory(self)) + self._identity.nbytes
+        kept += self.store.kept_bytes
+        return kept + sum(each.kept_bytes for each in (self.sums, self.tokens, self._graph_memory) if each is not None)
+
+    def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
+        """Requests whose tables change with this step: {logical block: physical block, 0 for a hole}."""
+        if self.plan is None:
+            return
+        for req_id in self.plan.holes.keys() | self.plan.moved.keys():
+            holes = dict.fromkeys(self.plan.holes.get(req_id, ()), 0)
+            yield req_id, self.plan.moved.get(req_id, {}) | holes
+
+    def view(self, metadata: Any) -> tuple[Any, StepWork | None]:
+        """Batch metadata as attention should see it: block tables without their holes, resident lengths.
+
+        Stock metadata comes back untouched if no request of the worker has a hole and none is measured.
+
+        Args:
+            metadata: vLLM's `CommonAttentionMetadata`.
+
+        Returns:
+            The metadata, and what the layers have to do themselves (None: nothing). The same for all builders of a
+            step: layers of one KV group may have several, when their numbers of query heads differ.
+        """
+        if self.plan is None:  # a dummy run: no request of ours is in it
+            return (metadata, None) if self.batch.graph is None else self._captured_view(metadata)
+        if self._viewed is None:
+            self._viewed = self._view(metadata) if self.batch.graph is None else self._graph_view(metadata)
+        return self._viewed
+
+    def _captured_view(self, metadata: Any) -> tuple[Any, StepWork | None]:
+        """Metadata of a graph that is captured: a batch of nobody's, in the memory that all its replays read."""
+        rows, width = metadata.block_table_tensor.shape
+        table, lens, _ = (each[:rows] for each in self.views.memory(self, metadata.block_table_tensor.shape))
+        table[:, :width].copy_(metadata.block_table_tensor)
+        lens.copy_(metadata.seq_lens[:rows])
+        metadata = copy(metadata)
+        metadata.block_table_tensor, metadata.seq_lens = table, lens
+        if self.batch.graph is Attends.STOCK:
+            return metadata, None
+        lens.clamp_(max=self.graph_tokens)  # made up, as long as vLLM likes
+        memory = self._graph_memory
+        memory.use(rows)
+        metadata.max_seq_len = self.graph_tokens
+        mass = None if memory.mass is None else memory.mass.part(rows)._replace(lens=lens)
+        tokens = None if memory.tokens is None else self.tokens.captured(memory.tokens.part(rows), lens)
+        return metadata, StepWork.of_graph(mass, memory.rows[:rows], lens, tokens)
+
+    def _graph_view(self, metadata: Any) -> tuple[Any, StepWork | None]:
+        """`_view` for a step that replays a full graph: all that the graph reads is written. Rows may be padding."""
+        req_ids, rows = self.batch.req_ids, len(metadata.block_table_tensor)
+        live = len(req_ids)
+        seq_lens = metadata.seq_lens_cpu_upper_bound[:live].numpy()
+        held = self.held(seq_lens)
+        longest = int(held.max())
+        table, lens, logical = self.views.of(self, metadata)
+        metadata = copy(metadata)
+        metadata.block_table_tensor, metadata.seq_lens = table, lens
+        padded = np.zeros(rows, np.int32)
+        padded[:live] = held
+        metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = torch.from_numpy(padded), longest
+        metadata._num_computed_tokens_cache = None
+        self._resident(table, held)
+        if self.batch.graph is Attends.STOCK:
+            return metadata, None
+        memory, step, tokens = self._graph_memory, None, None
+        memory.use(live)
+        width, starts = -(-longest // self.block_size), np.arange(live + 1, dtype=np.int32)
+        if memory.tokens is not None:
+            buffers = memory.tokens.part(live, width)
+            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens[:live], buffers)
+        elif memory.mass is not None:
+            buffers = memory.mass.part(live, width)
+            step = self.sums.step(req_ids, starts, seq_lens, logical[:live, :width], lens[:live], buffers)
+        return metadata, StepWork.of_graph(step, memory.rows[:rows], lens, tokens)
+
+    def _view(self, metadata: Any) -> tuple[Any, StepWork | None]:
+        measuring = self.sums is not None and len(self.sums) > 0
+        decodes = bool(self.batch.own)
+        by_token = self.tokens is not None and len(self.tokens) > 0
+        repeating = self.prompts is not None and len(self.prompts) > 0
+        if not (self.with_holes or measuring or by_token or repeating or self.plan.report or decodes):
+            return metadata, None
+        req_ids = self.batch.req_ids
+        rows = len(req_ids)
+        starts = metadata.query_start_loc_cpu[: rows + 1].numpy()
+        # A bound only under speculative decoding, which is refused.
+        seq_lens = metadata.seq_lens_cpu_upper_bound[:rows].numpy()
+        held = self.held(seq_lens)
+        longest = int(held.max())
+        width = max(-(-longest // self.block_size), 1)
+        lens, own = metadata.seq_lens[:rows], np.empty(0, np.int64)
+        if self.with_holes:
+            table, lens, logical = self.views.of(self, metadata)
+            logical = logical[:, :width]
+            metadata = copy(metadata)
+            metadata.block_table_tensor, metadata.seq_lens = table, lens
+            metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = torch.from_numpy(held), longest
+            metadata._num_computed_tokens_cache = None
+        else:
+            table = metadata.block_table_tensor
+            logical = self._identity[:width].expand(rows, width)
+        if decodes:
+            # Who is decoded by the plugin's kernel in one group is so in all of them.
+            own = np.flatnonzero(self.batch.own_rows() & (np.diff(starts) == 1))
+        self._resident(table, held)
+        step = None
+        if measuring:
+            step = self.sums.step(req_ids, starts, seq_lens, logical, lens)
+        tokens = None
+        if by_token:
+            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens)
+        prompts = self.prompts.step(req_ids, starts, seq_lens) if repeating else None
+        if step is None and tokens is None and prompts is None and not len(own):
+            return metadata, None
+        work = StepWork(step, own, starts, lens, tokens, prompts)
+        if len(own):
+            metadata = metadata if self.with_holes else copy(metadata)
+            stock = held.copy()
+            stock[own] = 1
+            metadata.seq_lens, metadata.seq_lens_cpu_upper_bound = work.stock_lens, torch.from_numpy(stock)
+        return metadata, work
+
+    def end(self, all_reduce: Any) -> Reports:
+        """Sum up the step and report what the plan asks for."""
+        plan, viewed = self.plan, self._viewed
+        self.plan, self._viewed = None, None
+        if viewed is not None and viewed[1] is not None and viewed[1].mass is not None:
+            self.sums.fold(viewed[1].mass)
+        for req_id in plan.judged:
+            if self.tokens is not None and req_id in self.tokens:
+                self.tokens.judge(req_id)
+        asked = {req_id: names for req_id, names in plan.report.items() if req_id in self._rows}
+        running = [req_id for req_id, names in asked.items() if names & RUNNING and req_id in (self.sums or ())]
+        reports = {}
+        if running:
+            reports = self.sums.report(running, [self._rows[req_id].logical for req_id in running], all_reduce)
+        if any(names & CACHED for names in asked.values()):
+            for req_id, report in self.cached.report(asked, self._rows, all_reduce).items():
+                reports.setdefault(req_id, report).statistics.update(report.statistics)
+        self._rows = {}
+        # All that was asked for, or nothing: the scheduler keeps blocks that it cannot judge.
+        return {req_id: report for req_id, report in reports.items() if asked[req_id] <= report.statistics.keys()}
+
+    def _lacking(self, req_ids: list[str]) -> np.ndarray:
+        """Tokens in each row's holes; made anew only when the batch or the holes change. int32 [R]"""
+        if self._lacks is None or self._lacks[0] != req_ids:
+            tokens = (len(self.with_holes.get(req_id, ())) * self.block_size for req_id in req_ids)
+            self._lacks = list(req_ids), np.fromiter(tokens, np.int32, len(req_ids))
+        return self._lacks[1]
+
+    def _resident(self, table: torch.Tensor, held: np.ndarray) -> None:
+        """Note the resident blocks of requests that have to report; `held` are the tokens in them, int32 [R]."""
+        if not self.plan.report:
+            return
+        rows = {req_id: row for row, req_id in enumerate(self.batch.req_ids)}
+        for req_id in self.plan.report:
+            row, holes = rows[req_id], self.with_holes.get(req_id, ())
+            length = int(held[row])
+            blocks = -(-length // self.block_size)
+            index = np.arange(blocks + len(holes))
+            index = np.delete(index, holes) if holes else index
+            self._rows[req_id] = Row(index, table[row, :blocks], length)

@@ -1,0 +1,334 @@
+"""`decode_mass` in CUDA C++ (csrc/cuda), for bfloat16 and float16 on GPUs from compute capability 8.0 on.
+
+The contract of `triton_kernels.decode_mass`; what it does not take is left to that kernel (`refused`). The library is
+called by ctypes and knows nothing of torch: one build serves any version of it.
+"""
+
+import ctypes
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from ...environment import decode_kernel
+
+logger = logging.getLogger("vllm_evict")
+
+MODULE = "vllm_evict._C_cuda"
+DTYPES = (torch.bfloat16, torch.float16)
+#: Head size -> most query heads of a KV head: what the kernel keeps in registers.
+MOST_GROUP = {64: 16, 128: 16, 256: 8}
+CHUNK = 16  # tokens of a granule; blocks are whole ones
+ALIGNED = 16  # bytes, of every row of keys and values
+LEAST_CAPABILITY, BULK_CAPABILITY = (8, 0), (9, 0)
+
+# H100 and H200 (SXM): the plan where there is no GPU to ask
+HOPPER_SMS, HOPPER_SHARED_BYTES = 132, 228 * 1024
+MIN_SPLIT_TOKENS = 256
+MAX_SPLITS = 128
+# What a split costs beside its tokens, in tokens: its start, and its output written and read. A guess, not measured.
+SPLIT_COST = 64
+
+LOG2_E = 1.4426950408889634
+
+_POINTERS = (
+    *("query", "keys", "values", "table", "starts", "lens", "rows", "weights", "partial", "stats", "granules"),
+    *("output", "lse", "mass"),
+)
+_SIZES = (
+    *("query_token", "query_head", "key_block", "key_head", "key_token", "value_block", "value_head", "value_token"),
+    *("table_row", "output_token", "output_head", "lse_token", "lse_head", "mass_row", "mass_head"),
+    *("n", "kv_heads", "group", "head_dim", "block_size", "splits", "capacity", "measured", "mass_heads"),
+    *("depth", "half", "bulk"),
+)
+
+
+class _Args(ctypes.Structure):
+    """DecodeArgs of csrc/cuda/decode_mass.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("scale", ctypes.c_double),
+    ]
+
+
+class Library:
+    """The compiled kernels.
+
+    Raises:
+        OSError: `path` cannot be loaded, or is of another version.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.handle = ctypes.CDLL(path)
+        try:
+            size = self.handle.vllm_evict_decode_args_size
+            self._decode, self._error = self.handle.vllm_evict_decode_mass, self.handle.vllm_evict_error
+        except AttributeError as error:
+            raise OSError(str(error)) from None
+        size.restype = ctypes.c_int64
+        if size() != ctypes.sizeof(_Args):
+            raise OSError(f"{path} is of another version: build it again")
+        self._decode.argtypes = ctypes.POINTER(_Args), ctypes.c_void_p
+        self._error.restype = ctypes.c_char_p
+
+    def decode_mass(self, args: _Args, stream: int) -> None:
+        code = self._decode(args, stream)
+        if code:
+            raise RuntimeError(f"decode_mass in CUDA: {self._error(code).decode()}")
+
+
+@cache
+def library() -> Library:
+    """`vllm_evict._C_cuda`.
+
+    Raises:
+        OSError: it was not built, or does not load.
+    """
+    spec = importlib.util.find_spec(MODULE)
+    if spec is None:
+        raise OSError(f"{MODULE} was not built (install with VLLM_EVICT_BUILD_CUDA=1 where nvcc is)")
+    return Library(spec.origin)
+
+
+def missing() -> str | None:
+    """Why the kernel cannot run in this process; None if it can."""
+    try:
+        library()
+    except OSError as error:
+        return str(error)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < LEAST_CAPABILITY:
+        return "no GPU of compute capability 8.0 or above"
+    return None
+
+
+def refused(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> str | None:
+    """What of these tensors the kernel does not take, as a sentence; None if it takes them."""
+    if query.dtype not in DTYPES or key_cache.dtype != query.dtype or value_cache.dtype != query.dtype:
+        return "query and caches must have one dtype: bfloat16 or float16"
+    head_dim, kv_heads, block_size = query.shape[2], key_cache.shape[1], key_cache.shape[2]
+    if head_dim not in MOST_GROUP:
+        return f"the head size must be one of {', '.join(map(str, MOST_GROUP))}"
+    if query.shape[1] % kv_heads or query.shape[1] // kv_heads > MOST_GROUP[head_dim]:
+        return f"query must have 1 to {MOST_GROUP[head_dim]} heads for each of the caches'"
+    if key_cache.shape != value_cache.shape or key_cache.shape[3] != head_dim or block_size % CHUNK:
+        return "caches must be [num_blocks, Hkv, bs, D], of one shape, bs a multiple of 16"
+    # Pairs of a query's elements are loaded at once, eight of a key's or value's.
+    for tensor, size in ((query, 2), (key_cache, ALIGNED // 2), (value_cache, ALIGNED // 2)):
+        *outer, last = tensor.stride()
+        if last != 1 or tensor.data_ptr() % (2 * size) or any(stride % size for stride in outer):
+            return "rows of query and caches must be contiguous, the caches' aligned to 16 bytes"
+    return None
+
+
+class CudaPlan(NamedTuple):
+    """Launch sizes and scratch of `decode_mass`, from shapes alone; all layers of one shape share it.
+
+    Attributes:
+        splits: pieces that a request's keys are cut into, equal for each request by itself.
+        max_blocks: blocks of the longest request.
+        partial: float32 [n, H, splits, D], outputs of splits, not normalised.
+        stats: float32 [n, H, splits, 2], their maxima (log2) and sums.
+        granules: float32 [n, Hkv, max_blocks * bs / 16, G], log2 of each 16 tokens' sum of exponentials; None: no mass.
+        depth: chunks of 16 tokens that each of a program's four warps may have on their way.
+        bulk: whether bulk copies bring keys and values (compute capability 9.0), or cp.async.
+    """
+
+    splits: int
+    max_blocks: int
+    partial: torch.Tensor
+    stats: torch.Tensor
+    granules: torch.Tensor | None
+    depth: int
+    bulk: bool
+
+
+def plan_decode(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    max_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    mass: bool = True,
+    splits: int | None = None,
+    depth: int | None = None,
+    bulk: bool | None = None,
+    take: Callable[..., torch.Tensor] = torch.empty,
+) -> CudaPlan:
+    """A plan for up to `rows` requests of up to `max_blocks` blocks each.
+
+    Outputs depend on the number of splits in their last bits: who wants them not to depend on the batch passes one for
+    all. `depth` None: as many as let three programs fit on an SM, or two where there are no more of them; `bulk` None:
+    bulk copies where the device has them. `take` gives the scratch, called like `torch.empty`.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    if bulk is None:
+        bulk = not on_gpu or torch.cuda.get_device_capability(device) >= BULK_CAPABILITY
+    sms, shared = HOPPER_SMS, HOPPER_SHARED_BYTES
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(device)
+        sms, shared = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
+    together = 2 if heads // kv_heads > 8 or head_dim > 128 else 3  # programs on an SM, by their registers
+    if splits is None:
+        splits = splits_for(rows * kv_heads, max_blocks * block_size, together * sms)
+    if depth is None:
+        depth = depth_for(head_dim, 2 if rows * kv_heads * splits <= 2 * sms else together, shared)
+
+    def scratch(*shape: int) -> torch.Tensor:
+        return take(rows, *shape, dtype=torch.float32, device=device)
+
+    granules = scratch(kv_heads, max_blocks * block_size // CHUNK, heads // kv_heads) if mass else None
+    partial, stats = scratch(heads, splits, head_dim), scratch(heads, splits, 2)
+    return CudaPlan(splits, max_blocks, partial, stats, granules, depth, bulk)
+
+
+def splits_for(pairs: int, tokens: int, places: int) -> int:
+    """Splits of `pairs` requests and KV heads of `tokens` tokens each, where `places` programs run at once.
+
+    The fewest of those whose waves of programs, one after the other, take the least time, if all programs are of one
+    speed: a wave that leaves most places empty costs as much as a full one.
+    """
+    most = max(min(-(-tokens // MIN_SPLIT_TOKENS), MAX_SPLITS), 1)
+    return min(range(1, most + 1), key=lambda n: -(-max(pairs, 1) * n // places) * (-(-tokens // n) + SPLIT_COST))
+
+
+def depth_for(head_dim: int, programs: int, shared: int = HOPPER_SHARED_BYTES) -> int:
+    """Chunks that each of four warps may have on their way, where so many programs share the memory of an SM."""
+    chunk = CHUNK * (4 * head_dim + 16) + 16  # a row is a key, a value and 16 bytes; two barriers
+    return max((shared // programs - 1024) // (4 * chunk), 1)  # CUDA takes 1 KiB of each
+
+
+def decode_mass(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    plan: CudaPlan | None = None,
+    kernels: Library | None = None,
+) -> None:
+    """Attention of requests that decode one token: `output` is written, their mass added to `out`.
+
+    Arguments as for `triton_kernels.decode_mass.decode_mass`, but for dtypes, head sizes and alignment (`refused`) and
+    the plan. Two launches on the current stream, that of query's device, which must be the current one; with a plan it
+    allocates nothing and reads nothing on the host. Each number has one writer that adds in a fixed order.
+
+    Args:
+        kernels: None takes `library()`.
+
+    Raises:
+        ValueError: what `refused` says, or a shape or stride that does not fit.
+        TypeError: an int32 or float32 tensor has another dtype.
+        OSError: the library was not built or does not load.
+        RuntimeError: a launch failed; says why.
+
+    Bytes moved, for each request: 2 * seq_len * Hkv * D * 2 of keys and values, once. Beside them, written and read,
+    4 * H * (D + 2) a split and 4 * H every 16 tokens for the mass: G / (8 * D) of the bytes, 0.4 % for G = 4, D = 128.
+    """
+    _check(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, output, out, weights, lse)
+    n, heads, head_dim = len(rows), query.shape[1], query.shape[2]
+    kv_heads, block_size = key_cache.shape[1:3]
+    if not n:
+        return
+    if plan is None:
+        shape = n, heads, kv_heads, head_dim, block_size, block_table.shape[1]
+        plan = plan_decode(*shape, query.dtype, query.device, mass=out is not None)
+    group, has_mass = heads // kv_heads, out is not None
+    capacity = plan.max_blocks * block_size // CHUNK if has_mass else 0
+    _require(
+        len(plan.partial) >= n
+        and plan.partial.shape[1:] == (heads, plan.splits, head_dim)
+        and (not has_mass or (plan.granules is not None and plan.granules.shape[1:] == (kv_heads, capacity, group))),
+        "plan must be for this shape, block size and at least n rows",
+    )
+    args = _Args(
+        *(query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_table.data_ptr()),
+        *(query_start_loc.data_ptr(), seq_lens.data_ptr(), rows.data_ptr()),
+        weights.data_ptr() if weights is not None else None,
+        *(plan.partial.data_ptr(), plan.stats.data_ptr(), plan.granules.data_ptr() if has_mass else None),
+        *(output.data_ptr(), lse.data_ptr() if lse is not None else None, out.data_ptr() if has_mass else None),
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        *output.stride()[:2],
+        *(lse.stride() if lse is not None else (0, 0)),
+        *(out.stride()[:2] if has_mass else (0, 0)),
+        *(n, kv_heads, group, head_dim, block_size, plan.splits, capacity),
+        min(plan.max_blocks, block_table.shape[1], out.shape[2]) if has_mass else 0,
+        out.shape[1] if has_mass else 0,
+        *(plan.depth, query.dtype == torch.float16, plan.bulk),
+        scale * LOG2_E,
+    )
+    stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
+    (kernels or library()).decode_mass(args, stream)
+
+
+def _check(query, keys, values, table, starts, lens, rows, output, out, weights, lse) -> None:
+    problem = refused(query, keys, values)
+    _require(problem is None, problem)
+    for dtype, tensors in (
+        (torch.int32, {"block_table": table, "query_start_loc": starts, "seq_lens": lens, "rows": rows}),
+        (torch.float32, {"out": out, "weights": weights, "lse": lse}),
+    ):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.dtype != dtype:
+                raise TypeError(f"{name} must be {str(dtype).removeprefix('torch.')}")
+    _require(len(lens) == len(table) == len(starts) - 1, "R must agree")
+    dense = table, starts, lens, rows, *((weights,) if weights is not None else ())
+    _require(all(each.stride(-1) == 1 for each in dense), "rows of block_table, and vectors, must be dense")
+    _require(
+        output.shape == query.shape and output.dtype == query.dtype and output.stride(2) == 1,
+        "output must be like query",
+    )
+    _require(out is None or (out.dim() == 3 and out.stride(2) == 1 and len(out) == len(lens)), "out must be [R, H, W]")
+    _require(out is None or out.shape[1] in (1, keys.shape[1]), "out must be [R, Hkv or 1, Wout]")
+
+
+def _require(valid: bool, sentence: str | None) -> None:
+    if not valid:
+        raise ValueError(sentence)
+
+
+class CudaDecode:
+    """The kernel: what runs behind a GPU backend where it is asked for."""
+
+    def __init__(self, kernels: Library) -> None:
+        self._kernels = kernels
+
+    @classmethod
+    def if_wanted(cls) -> "CudaDecode | None":
+        """None unless VLLM_EVICT_DECODE=cuda; if it cannot run either, which the log says in a line."""
+        if decode_kernel() != "cuda":
+            return None
+        if (why := missing()) is not None:
+            logger.warning("VLLM_EVICT_DECODE=cuda: %s; the Triton kernel decodes", why)
+            return None
+        logger.info("VLLM_EVICT_DECODE=cuda: decodes in CUDA C++ where %s takes the layer's shape", MODULE)
+        return cls(library())
+
+    @staticmethod
+    def takes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+        """Whether the kernel reads these tensors."""
+        return refused(query, key_cache, value_cache) is None
+
+    def __call__(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, plan) -> None:
+        """`decode_mass`"""
+        tensors = query, keys, values, table, starts, lens, rows
+        decode_mass(*tensors, scale, output, out=out, weights=weights, plan=plan, kernels=self._kernels)

@@ -1,0 +1,44 @@
+"""A step's mass into the running sums of its requests."""
+
+import torch
+
+
+def fold(
+    sums: torch.Tensor, slots: torch.Tensor, mass: torch.Tensor, logical: torch.Tensor, kept: torch.Tensor | None = None
+) -> None:
+    """sums[slots[r], :, logical[r, w]] = kept[r] * itself + mass[r, :, w]
+
+    Args:
+        sums: float32 [S, H, B], of logical blocks.
+        slots: int32 [R], row of `sums` of each row of the batch; -1 where none is measured. No two rows have the same.
+        mass: float32 [R, H, W], of resident blocks; 0 past the end.
+        logical: int32 [R, W], logical index of each resident block, -1 past the end.
+        kept: float32 [R], or None for ones. What is not resident is left alone: it is never looked at again.
+
+    On a device it is one launch, and nothing is read on the host. Bytes moved: 4 * W * (1 + 3 * H) a row.
+    """
+    if sums.device.type != "cpu":
+        from ...triton_kernels.fold import fold as on_device
+
+        on_device(sums, slots, mass, logical, kept)
+    elif kept is not None or (slots < 0).any():
+        fold_reference(sums, slots, mass, logical, kept)
+    else:
+        # Faster. Past a row's end there is no mass; it may all land in block 0.
+        heads = torch.arange(sums.shape[1])[None, :, None]
+        blocks = logical.clamp(min=0).long()[:, None, :]
+        sums.index_put_((slots.long()[:, None, None], heads, blocks), mass, accumulate=True)
+
+
+def fold_reference(
+    sums: torch.Tensor, slots: torch.Tensor, mass: torch.Tensor, logical: torch.Tensor, kept: torch.Tensor | None = None
+) -> None:
+    """`fold` in plain torch."""
+    row, place = ((logical >= 0) & (slots >= 0)[:, None]).nonzero(as_tuple=True)
+    slot, block = slots[row].long(), logical[row, place].long()
+    new = mass[row, :, place]
+    if kept is not None:
+        new = new + kept[row, None] * sums[slot, :, block]
+    else:
+        new = new + sums[slot, :, block]
+    sums[slot, :, block] = new

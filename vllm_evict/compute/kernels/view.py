@@ -1,0 +1,127 @@
+"""Block tables without holes: what an attention kernel reads after eviction."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+try:
+    from vllm_evict import _C_cpu
+except ImportError:  # built without the extension: see setup.py
+    _C_cpu = None
+
+
+class View(NamedTuple):
+    """What `resident_view` makes of one KV group's block table.
+
+    Attributes:
+        table: int32 [R, W], gets the resident blocks of each row, then zeros.
+        lens: int32 [R], gets the number of resident tokens.
+        logical: int32 [R, W] or None, gets the place in the block table of each resident block, then -1.
+    """
+
+    table: torch.Tensor
+    lens: torch.Tensor
+    logical: torch.Tensor | None = None
+
+
+def resident_view(
+    block_tables: Sequence[torch.Tensor], seq_lens: torch.Tensor, block_size: int, views: Sequence[View | None]
+) -> None:
+    """Squeeze the holes out of each row of the block tables of some KV groups, keeping the order.
+
+    Args:
+        block_tables: int32 [R, W] each, row stride arbitrary. The first
+            ceil(seq_lens[r] / block_size) entries of row r are physical blocks,
+            0 (vLLM's null block) where one was evicted. The last of them is
+            never a hole. What follows is ignored.
+        seq_lens: int32 [R], tokens including evicted ones; the same in all groups.
+        block_size: tokens per block.
+        views: one for each block table, as wide as the longest resident row at
+            least; None where a group is left alone.
+
+    Raises:
+        ValueError: a shape, length or width is wrong.
+        TypeError: a dtype is not int32.
+
+    Views must not overlap the inputs. Bytes moved for each group: 4 for each
+    entry up to a row's length, 8 * R * the view's width. On a device it is one
+    launch for all groups, which checks no contents.
+    """
+    if seq_lens.device.type != "cpu":
+        from ...triton_kernels.resident_view import resident_view as on_device
+
+        on_device(block_tables, seq_lens, block_size, views)
+    elif _C_cpu is None:
+        resident_view_reference(block_tables, seq_lens, block_size, views)
+    else:
+        for block_table, view in zip(block_tables, views, strict=True):
+            if view is not None:
+                _C_cpu.resident_view(block_table, seq_lens, block_size, *view)
+
+
+def resident_view_reference(
+    block_tables: Sequence[torch.Tensor], seq_lens: torch.Tensor, block_size: int, views: Sequence[View | None]
+) -> None:
+    """`resident_view` in plain torch."""
+    for block_table, view in zip(block_tables, views, strict=True):
+        if view is not None:
+            _squeeze(block_table, seq_lens, block_size, *view)
+
+
+def _squeeze(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    out_table: torch.Tensor,
+    out_lens: torch.Tensor,
+    out_logical: torch.Tensor | None,
+) -> None:
+    _check(block_table, seq_lens, block_size, out_table, out_lens, out_logical)
+    out_table.zero_()
+    if out_logical is not None:
+        out_logical.fill_(-1)
+    for r, seq_len in enumerate(seq_lens.tolist()):
+        row = block_table[r, : -(-seq_len // block_size)]
+        assert seq_len == 0 or row[-1] != 0, "the last block of a request is never evicted"
+        logical = row.nonzero().flatten()
+        kept = len(logical)
+        _require(
+            kept <= out_table.shape[1] and (out_logical is None or kept <= out_logical.shape[1]),
+            "out_table and out_logical must be as wide as the longest row",
+        )
+        out_table[r, :kept] = row[logical]
+        out_lens[r] = seq_len - block_size * (len(row) - kept)
+        if out_logical is not None:
+            out_logical[r, :kept] = logical
+
+
+def _check(block_table, seq_lens, block_size, out_table, out_lens, out_logical):
+    """Raise ValueError or TypeError on what the C++ kernel refuses too, in the same words."""
+    tensors = [
+        ("block_table", block_table, 2),
+        ("seq_lens", seq_lens, 1),
+        ("out_table", out_table, 2),
+        ("out_lens", out_lens, 1),
+    ]
+    if out_logical is not None:
+        tensors.append(("out_logical", out_logical, 2))
+    for name, tensor, dims in tensors:
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32")
+        _require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
+    _require(block_size > 0, "block_size must be positive")
+    _require(
+        all(len(tensor) == len(seq_lens) for _, tensor, _ in tensors),
+        "block_table, seq_lens and the outputs must have the same number of rows",
+    )
+    widest = block_table.shape[1] * block_size
+    _require(
+        bool(((seq_lens >= 0) & (seq_lens <= widest)).all()),
+        "seq_lens must be from 0 to what block_table's width holds",
+    )
+
+
+def _require(valid: bool, sentence: str) -> None:
+    if not valid:
+        raise ValueError(sentence)

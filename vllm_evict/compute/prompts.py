@@ -1,0 +1,208 @@
+"""What each token of a reconstructed prompt draws from its repetition, head by head (`kvzip` with single tokens)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.plan import GroupPlan, Repetition
+from .tokens import gathered
+from .transfer import to_device
+
+#: Bytes of attention probabilities in memory at once.
+SCRATCH = 8 << 20
+
+
+@dataclass(slots=True)
+class Tokens:
+    """One request's scores, in the order in which each head holds its tokens.
+
+    Attributes:
+        prompt: float32 [L, Hkv, n], of its prompt; what comes after it weighs nothing.
+        scores: float32 [L, Hkv, held], of the tokens that were looked at so far.
+        positions: int32 [L, Hkv, held], where each stands in the request.
+        newest: position of the newest of them.
+    """
+
+    prompt: torch.Tensor
+    scores: torch.Tensor
+    positions: torch.Tensor
+    newest: int = -1
+
+    def grow(self, position: int) -> None:
+        """Take in the tokens up to `position`."""
+        new = position - self.newest
+        if new <= 0:
+            return
+        own = self.prompt[:, :, self.newest + 1 : position + 1]
+        places = torch.arange(self.newest + 1, position + 1, dtype=torch.int32, device=own.device)
+        self.scores = torch.cat((self.scores, torch.nn.functional.pad(own, (0, new - own.shape[2]))), 2)
+        self.positions = torch.cat((self.positions, places.expand(*own.shape[:2], new)), 2)
+        self.newest = position
+
+
+class PromptScores:
+    """Scores of reconstructed prompts and of the requests that have them, by token, layer and KV head of this rank.
+
+    KVzip's: a token's score is the largest share of attention that any query of the repetition, and any query head of
+    the KV head, pays to it. The share is of what the query sees of the sinks, of the part that is repeated, and of all
+    that follows the prompt (Kim et al. 2025, arXiv:2505.23416, section 3.3 and algorithm 1).
+
+    Args:
+        kv_heads: most of any layer on this rank.
+        layers: of the KV group.
+        block_size: tokens.
+        device: where the scores are.
+    """
+
+    def __init__(self, kv_heads: int, layers: int, block_size: int, device: torch.device | str = "cpu") -> None:
+        self.shape, self.block_size, self.device = (layers, kv_heads), block_size, torch.device(device)
+        #: By the scheduler's number: float32 [L, Hkv, tokens].
+        self._prompts: dict[int, torch.Tensor] = {}
+        #: Shadows that run.
+        self._repeating: dict[str, Repetition] = {}
+        self._requests: dict[str, Tokens] = {}
+
+    def __len__(self) -> int:
+        """Shadows that run."""
+        return len(self._repeating)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is remembered of any request."""
+        return not self._repeating and not self._requests
+
+    @property
+    def numbers(self) -> set[int]:
+        """Prompts that have scores."""
+        return set(self._prompts)
+
+    def begin(self, gone: set[str], plan: GroupPlan) -> None:
+        """Obey a plan: forget requests that are gone, start to measure repetitions, hand out scores, forget prompts."""
+        for req_id in gone if not self.is_empty else ():
+            self._repeating.pop(req_id, None)
+            self._requests.pop(req_id, None)
+        for req_id, repetition in plan.repeats.items():
+            self._repeating[req_id] = repetition
+            if repetition.prompt not in self._prompts:
+                self._prompts[repetition.prompt] = torch.zeros(*self.shape, repetition.length, device=self.device)
+        for req_id, (prompt, length) in plan.scored.items():
+            self._requests[req_id] = self._tokens(self._prompts[prompt][:, :, :length])
+        for prompt in plan.forgotten:
+            self._prompts.pop(prompt, None)
+
+    def step(self, req_ids: list[str], query_start_loc: np.ndarray, seq_lens: np.ndarray) -> "PromptStep | None":
+        """What to measure in this step; None if nothing. Shadows have no holes.
+
+        Args:
+            req_ids: requests of the batch, in row order.
+            query_start_loc: int32 [R + 1].
+            seq_lens: int32 [R].
+        """
+        repeats = []
+        for req_id, repetition in self._repeating.items():
+            if req_id in req_ids:
+                row = req_ids.index(req_id)
+                end, length = int(query_start_loc[row + 1]), int(seq_lens[row])
+                queries = min(length - repetition.length, end - int(query_start_loc[row]))
+                if queries > 0:
+                    scores = self._prompts[repetition.prompt][:, :, repetition.start : repetition.end]
+                    repeats.append(self._repeat(row, range(end - queries, end), length, repetition, scores))
+        return PromptStep(repeats) if repeats else None
+
+    def judged(self, req_id: str, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a decision goes by, when `position` was the newest: scores (float32), positions (int32), [L, Hkv, n]."""
+        if req_id not in self._requests:  # its prompt could not be reconstructed: the oldest go first
+            self._requests[req_id] = self._tokens(torch.zeros(*self.shape, 0, device=self.device))
+        tokens = self._requests[req_id]
+        tokens.grow(position)
+        return tokens.scores, tokens.positions
+
+    def gather(self, req_id: str, position: int, first: int, count: int, keep: torch.Tensor) -> None:
+        """Tokens went: of `count` from `first` on `keep` (int64 [L, Hkv, kept]) are left, and later ones move up."""
+        tokens = self._requests[req_id]
+        tokens.scores, tokens.positions = (gathered(x, first, count, keep) for x in (tokens.scores, tokens.positions))
+
+    def _tokens(self, prompt: torch.Tensor) -> Tokens:
+        nothing = torch.zeros(*self.shape, 0, device=self.device)
+        return Tokens(prompt, nothing, nothing.int())
+
+    def _repeat(self, row: int, queries: range, length: int, repetition: Repetition, scores: torch.Tensor) -> "_Repeat":
+        """What a shadow of `length` tokens so far computes in a step, and which keys its `queries` are held against."""
+        sinks, part = np.arange(min(repetition.sink, repetition.length)), np.arange(repetition.start, repetition.end)
+        places = np.concatenate((np.union1d(sinks, part), np.arange(repetition.length, length)))
+        blocks, which = np.unique(places // self.block_size, return_inverse=True)
+        first = int(np.searchsorted(places, repetition.start))
+        return _Repeat(
+            row,
+            queries,
+            to_device(blocks, self.device),
+            to_device(which * self.block_size + places % self.block_size, self.device),
+            range(first, first + len(part)),
+            scores,
+        )
+
+
+@dataclass(slots=True)
+class _Repeat:
+    """A shadow's share of a step.
+
+    Attributes:
+        row: of the batch.
+        queries: tokens of the batch.
+        blocks: int64 [n], logical blocks that hold the keys.
+        keys: int64 [N], places in these blocks, ascending; the last are those of the queries.
+        part: those of `keys` that are repeated.
+        scores: float32 [L, Hkv, len(part)], the largest shares so far.
+    """
+
+    row: int
+    queries: range
+    blocks: torch.Tensor
+    keys: torch.Tensor
+    part: range
+    scores: torch.Tensor
+
+
+class PromptStep:
+    """Shares of attention that one step's repetitions pay to tokens of their prompts."""
+
+    def __init__(self, repeats: list[_Repeat]) -> None:
+        self._repeats = repeats
+
+    def add(self, ops: Any, layer: Any, place: int, query: torch.Tensor, kv_cache: Any, metadata: Any) -> None:
+        """Take in one layer, the `place`-th, whose queries [T, H, D] the stock kernel has attended to; in float32."""
+        for repeat in self._repeats:
+            blocks = metadata.block_table[repeat.row, repeat.blocks].long()
+            keys, _ = ops.read(layer, kv_cache, blocks, False)
+            keys = keys.transpose(0, 1).flatten(1, 2)[:, repeat.keys].float()
+            queries = query[repeat.queries.start : repeat.queries.stop].float() * layer.impl.scale
+            shares = _largest_shares(queries, keys, repeat.part)
+            scores = repeat.scores[place, : len(keys)]
+            torch.maximum(scores, shares, out=scores)
+
+
+def _largest_shares(query: torch.Tensor, keys: torch.Tensor, wanted: range) -> torch.Tensor:
+    """The largest share of attention that any query pays to some keys.
+
+    Args:
+        query: float32 [Q, H, D], scaled; of the last Q keys, so that each sees all keys up to its own.
+        keys: float32 [Hkv, N, D].
+        wanted: which keys.
+
+    Returns:
+        float32 [Hkv, len(wanted)]
+    """
+    kv_heads, count, _ = keys.shape
+    before, query = count - len(query), query.unflatten(1, (kv_heads, -1))  # [Q, Hkv, G, D]
+    at_once = max(SCRATCH // (4 * query.shape[1] * query.shape[2] * count), 1)
+    largest = torch.zeros(kv_heads, len(wanted), device=keys.device)
+    places = torch.arange(count, device=keys.device)
+    for first in range(0, len(query), at_once):
+        some = query[first : first + at_once]
+        own = before + first
+        hidden = places > places[own : own + len(some), None]
+        shares = torch.einsum("qhgd,hnd->hgqn", some, keys).masked_fill_(hidden, -torch.inf).softmax(-1)
+        torch.maximum(largest, shares[..., wanted.start : wanted.stop].amax((1, 2)), out=largest)
+    return largest

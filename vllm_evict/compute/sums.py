@@ -1,0 +1,414 @@
+"""Running sums of attention mass, or of pivotal queries, per request and logical block."""
+
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..core.plan import Report, Reports, Scoring
+from .kernels.fold import fold
+from .kernels.queries import Queries
+from .kernels.take import take
+from .transfer import to_device, to_host
+
+#: Attends for one layer, and adds the mass of its queries: (weights [T] or None, out [R, H, W] or None) -> None.
+Weigh = Callable[[torch.Tensor | None, torch.Tensor | None], None]
+#: One layer's mass of n queries one by one, as means over a KV head's query heads: (queries, W) -> float32 [n, Hkv, W].
+WeighEach = Callable[[Queries, int], torch.Tensor]
+
+
+#: Bytes of what is made of queries that are looked at one by one, so many at once.
+PIVOT_SCRATCH = 64 << 20
+
+
+class MassBuffers(NamedTuple):
+    """What layers of one step read and write to measure their mass.
+
+    Attributes:
+        weights: float32 [T], how much each query counts; None if all count as one.
+        mass: float32 [R, H, W], summed up (or maximised) over layers; counts of pivotal queries in rows of those.
+        layer: float32 [R, Hkv, W], of one layer, zeros between layers; None where each layer adds its mass to `mass`.
+        tested: int32 [R], not 0 where the only query of a row is tested for pivotal blocks; None: of no row.
+        lens: int32 [R], resident tokens.
+        block_size: tokens.
+        maximise: whether the maximum over layers is taken.
+    """
+
+    weights: torch.Tensor | None
+    mass: torch.Tensor
+    layer: torch.Tensor | None
+    tested: torch.Tensor | None
+    lens: torch.Tensor
+    block_size: int
+    maximise: bool
+
+    def part(self, requests: int, blocks: int | None = None) -> "MassBuffers":
+        """The same memory, of a smaller batch of shorter requests."""
+        of_rows = {name: getattr(self, name)[:requests] for name in ("weights", "lens")}
+        if self.tested is not None:
+            of_rows["tested"] = self.tested[:requests]
+        if self.layer is not None:
+            of_rows["layer"] = self.layer[:requests, :, :blocks]
+        return self._replace(mass=self.mass[:requests, :, :blocks], **of_rows)
+
+    def add(self, weigh: Weigh, kv_heads: int, group: int, weigh_each: WeighEach | None = None) -> None:
+        """Take in one layer of so many KV heads, and query heads to each."""
+        self.take(lambda out: weigh(self.weights, out), kv_heads, group)
+
+    def take(self, measure: Callable[[torch.Tensor], None], kv_heads: int, group: int) -> None:
+        """Take in what `measure` adds to the zeros of a layer, or to the sum of those before it."""
+        if self.layer is None:
+            measure(self.mass)
+            return
+        layer = self.layer[:, :kv_heads]
+        measure(layer)
+        options = {"maximise": self.maximise, "tested": self.tested, "share": 1 / group}
+        take(self.mass, layer, self.lens, self.block_size, **options)
+
+
+class MassStep:
+    """Mass of one step's queries on the batch's resident blocks, over all layers of a KV group.
+
+    Attributes:
+        rows: int64 [K], batch rows that are measured.
+        slots: int64 [K], their rows in the running sums.
+        counted: int64 [K], queries that count.
+        logical: int32 [R, W], logical index of each resident block, -1 past the end.
+        buffers: of R and W.
+        queries: those that are tested for pivotal blocks where a row has several; None if there are none.
+        weighs: whether any row takes mass.
+    """
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        counted: np.ndarray,
+        logical: torch.Tensor,
+        buffers: MassBuffers,
+        queries: Queries | None = None,
+        weighs: bool = True,
+    ) -> None:
+        self.rows, self.slots, self.counted, self.logical = rows, slots, counted, logical
+        self.buffers, self.queries, self.weighs = buffers, queries, weighs
+
+    @property
+    def mass(self) -> torch.Tensor:
+        return self.buffers.mass
+
+    def add(self, weigh: Weigh, kv_heads: int, group: int, weigh_each: WeighEach | None = None) -> None:
+        """Take in one layer of so many KV heads, and query heads to each."""
+
+        def measure(out: torch.Tensor) -> None:
+            weigh(self.buffers.weights, out if self.weighs else None)
+            if self.queries is not None:
+                at_once = max(PIVOT_SCRATCH // (16 * kv_heads * out.shape[2]), 1)
+                for some in map(Queries._make, zip(*(each.split(at_once) for each in self.queries))):
+                    out.index_add_(0, some.rows, self._pivots(some, weigh_each(some, out.shape[2]), out.shape[1]))
+
+        self.buffers.take(measure, kv_heads, group)
+
+    def _pivots(self, queries: Queries, mass: torch.Tensor, heads: int) -> torch.Tensor:
+        """Which blocks draw more than 1/t for each of their tokens from a query that sees t; NaN of NaN.
+
+        float32 [n, H, W]
+        """
+        lens, block_size = queries.lens[:, None], self.buffers.block_size
+        places = torch.arange(mass.shape[2], device=mass.device)
+        tokens = (lens - places * block_size).clamp(0, block_size)
+        pivots = (mass * lens[:, None] > tokens[:, None]).float() + 0 * mass
+        return pivots.sum(1, keepdim=True) if heads == 1 else pivots
+
+
+class RunningSums:
+    """Sums of attention mass or of pivotal queries, float32 [measured requests, heads, logical blocks].
+
+    They belong to a request's logical blocks, start at zero when it (re)starts, and are indexed by position, so holes
+    move nothing. Layers are reduced step by step, queries as `Scoring.accumulate` says, heads when they are reported.
+
+    Args:
+        requests: most requests at once.
+        kv_heads, layers: of this rank and KV group.
+        blocks: most logical blocks of a request.
+        block_size: tokens.
+        reduce_heads, reduce_layers: "sum", "mean" or "max".
+        device: where the sums are.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        kv_heads: int,
+        layers: int,
+        blocks: int,
+        block_size: int,
+        reduce_heads: str,
+        reduce_layers: str,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.block_size, self.kv_heads = block_size, kv_heads
+        self.maximise_heads, self.maximise_layers = reduce_heads == "max", reduce_layers == "max"
+        # Plain sums over heads need no rows of their own: the kernel adds them up. A maximum does, over layers too.
+        self.heads = kv_heads if self.maximise_heads or self.maximise_layers else 1
+        self._scale = 1.0
+        if reduce_heads == "mean":
+            self._scale /= kv_heads
+        if reduce_layers == "mean":
+            self._scale /= layers
+        self._sums = torch.zeros(requests, self.heads, blocks, device=device)
+        self._slots: dict[str, int] = {}
+        self._free = list(range(requests))
+        # How each slot counts, as arrays, so that no step loops over requests.
+        self._every = np.ones(requests, np.int64)
+        self._window = np.zeros(requests, np.int64)
+        self._decay = np.zeros(requests)
+        self._trigger = np.zeros(requests, np.int64)
+        self._holes = np.zeros(requests, np.int64)
+        self._pivots = np.zeros(requests, bool)
+        self._start = np.zeros(requests, np.int64)
+        self._batch: tuple[list[str], np.ndarray, np.ndarray] = ([], np.empty(0, np.int64), np.empty(0, np.int64))
+        #: A batch's rows, and the slots of all of its requests where the sums are.
+        self._folded: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.int32))
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._slots
+
+    def __len__(self) -> int:
+        """Requests that are being measured."""
+        return len(self._slots)
+
+    @property
+    def requests(self) -> Set[str]:
+        """Those that are being measured."""
+        return self._slots.keys()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of what stays where the sums are."""
+        return self._sums.nbytes
+
+    def start(self, req_id: str, scoring: Scoring) -> None:
+        """Measure a request from now on, from zero."""
+        if req_id not in self._slots:
+            self._slots[req_id] = self._free.pop()
+            self._batch = ([], *self._batch[1:])
+        slot = self._slots[req_id]
+        self._sums[slot] = 0
+        self._every[slot] = scoring.every
+        self._window[slot] = scoring.window if scoring.accumulate == "last" else 0
+        self._decay[slot] = scoring.decay if scoring.accumulate == "ema" else 0
+        self._trigger[slot] = scoring.trigger
+        self._holes[slot] = 0
+        self._pivots[slot] = scoring.statistic == "pivots"
+        self._start[slot] = scoring.start
+
+    def stop(self, req_id: str) -> None:
+        if (slot := self._slots.pop(req_id, None)) is not None:
+            self._free.append(slot)
+            self._batch = ([], *self._batch[1:])
+
+    def set_trigger(self, req_id: str, trigger: int) -> None:
+        """The next decision falls above so many blocks."""
+        if (slot := self._slots.get(req_id)) is not None:
+            self._trigger[slot] = trigger
+
+    def count_holes(self, req_id: str, holes: int) -> None:
+        if (slot := self._slots.get(req_id)) is not None:
+            self._holes[slot] += holes
+
+    def set_holes(self, req_id: str, holes: int) -> None:
+        """Where KV groups share a budget, the next decision follows from the mean of their holes."""
+        if (slot := self._slots.get(req_id)) is not None:
+            self._holes[slot] = holes
+
+    def test(self, req_ids: Set[str]) -> bool:
+        """Whether queries of any of these requests are tested for pivotal blocks."""
+        return bool(self._pivots.any()) and any(self._pivots[self._slots[each]] for each in req_ids & self.requests)
+
+    def buffers(
+        self, requests: int, blocks: int, lens: torch.Tensor, weights: torch.Tensor | None, tests: bool
+    ) -> MassBuffers:
+        """Memory for a batch; `tests`: whether rows of one query may be tested for pivotal blocks."""
+        zeros = partial(torch.zeros, device=lens.device)
+        layer = zeros(requests, self.kv_heads, blocks) if self.maximise_layers or tests else None
+        tested = zeros(requests, dtype=torch.int32) if tests else None
+        mass = zeros(requests, self.heads, blocks)
+        return MassBuffers(weights, mass, layer, tested, lens, self.block_size, self.maximise_layers)
+
+    def step(
+        self,
+        req_ids: list[str],
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        logical: torch.Tensor,
+        resident: torch.Tensor,
+        memory: MassBuffers | None = None,
+    ) -> MassStep | None:
+        """What to measure in this step; None if nothing.
+
+        Args:
+            req_ids: requests of the batch, in row order.
+            query_start_loc: int32 [R + 1].
+            seq_lens: int32 [R], with holes: position of the last query + 1.
+            logical: int32 [R, W], see `MassStep`.
+            resident: int32 [R], resident tokens.
+            memory: of a graph that measures, of R and W; None makes some.
+        """
+        rows, slots = self._rows(req_ids)
+        if not len(rows):
+            return None
+        lens = np.diff(query_start_loc)
+        plain = not (
+            self._window[slots].any()
+            or self._decay[slots].any()
+            or (self._every[slots] > 1).any()
+            or self._start[slots].any()
+        )
+        if plain:
+            counted = lens[rows].astype(np.int64)
+            weights = None if len(rows) == len(req_ids) else _spread(np.ones(len(rows), np.float32), rows, lens)
+        else:
+            weights, counted = self._weights(rows, slots, lens, seq_lens)
+            if not counted.any():
+                return None
+        queries = tested = None
+        if self._pivots[slots].any():
+            tested = np.zeros(len(req_ids), np.int32)
+            tested[rows] = self._pivots[slots]
+            if len(weights) == len(req_ids):  # a query each
+                weights[tested > 0] = weights[tested > 0] > 0
+            else:
+                queries = self._queries(weights, rows, slots, lens, query_start_loc, seq_lens)
+                tested = None
+        weighs = queries is None or bool(weights.any())
+        given = None if weights is None else self._to_device(weights)
+        if memory is None:
+            memory = self.buffers(*logical.shape, resident, given, tested is not None)
+        else:
+            memory.mass.zero_()
+            memory.weights.fill_(1.0) if given is None else memory.weights.copy_(given)
+        if memory.tested is not None:
+            memory.tested.zero_() if tested is None else memory.tested.copy_(self._to_device(tested))
+        return MassStep(rows, slots, counted, logical, memory, queries, weighs)
+
+    def fold(self, step: MassStep) -> None:
+        """Add a step's mass to the running sums."""
+        rows = len(step.logical)
+        if step.rows is not self._folded[0] or len(self._folded[1]) != rows:
+            slots = np.full(rows, -1, np.int32)
+            slots[step.rows] = step.slots
+            self._folded = step.rows, self._to_device(slots)
+        decay, kept = self._decay[step.slots], None
+        if decay.any():
+            kept = np.ones(rows, np.float32)
+            kept[step.rows] = np.where(decay > 0, decay**step.counted, 1.0)
+            kept = self._to_device(kept)
+        fold(self._sums, self._folded[1], step.mass, step.logical, kept)
+
+    def warm_up(self, tests: bool) -> None:
+        """Launch what `fold` and layers do, for a row that is not measured; `tests` as for `buffers`."""
+        device = self._sums.device
+        none, zero = (torch.full((1,), each, dtype=torch.int32, device=device) for each in (-1, 0))
+        mass, ones = torch.zeros(1, self.heads, 1, device=device), torch.ones(1, device=device)
+        for kept in (None, ones):
+            fold(self._sums, none, mass, none[None], kept)
+        for tested in [None] * self.maximise_layers + [zero] * tests:
+            layer = torch.zeros(1, self.kv_heads, 1, device=device)
+            take(mass, layer, zero, self.block_size, maximise=self.maximise_layers, tested=tested)
+
+    def report(
+        self,
+        req_ids: Sequence[str],
+        resident: Sequence[np.ndarray],
+        all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+    ) -> Reports:
+        """Sums of some requests, heads and ranks reduced.
+
+        Args:
+            req_ids: measured requests.
+            resident: int64 [n] for each, its resident logical blocks, ascending.
+            all_reduce: (float64 tensor, whether to take the maximum) -> the same over tensor-parallel ranks.
+        """
+        if not req_ids:
+            return {}
+        slots = np.array([self._slots[req_id] for req_id in req_ids])
+        lengths = [len(index) for index in resident]
+        slot, block = self._to_device(np.repeat(slots, lengths)), self._to_device(np.concatenate(resident))
+        mass = self._sums.transpose(0, 1)[:, slot, block].double()
+        mass = mass.amax(0) if self.maximise_heads else mass.sum(0)
+        if len(ended := slots[self._window[slots] > 0]):
+            self._sums[self._to_device(ended)] = 0  # the next window starts empty
+        mass = np.split(to_host(all_reduce(mass, self.maximise_heads) * self._scale), np.cumsum(lengths)[:-1])
+        names = np.where(self._pivots[slots], "pivots", "mass").tolist()
+        return {
+            req_id: Report(index, {name: values}) for req_id, index, name, values in zip(req_ids, resident, names, mass)
+        }
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self._sums.device)
+
+    def _rows(self, req_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the batch that are measured, and their slots; made anew only when the batch changes."""
+        if req_ids != self._batch[0]:
+            slots = np.array([self._slots.get(req_id, -1) for req_id in req_ids], np.int64)
+            rows = np.flatnonzero(slots >= 0)
+            self._batch = (list(req_ids), rows, slots[rows])
+        return self._batch[1], self._batch[2]
+
+    def _queries(
+        self,
+        weights: np.ndarray,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        lens: np.ndarray,
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+    ) -> Queries | None:
+        """Queries that are tested for pivotal blocks, taken out of `weights` (float32 [T]); None if there are none."""
+        tested = np.zeros(len(lens), bool)
+        tested[rows] = self._pivots[slots]
+        holes = np.zeros(len(lens), np.int64)
+        holes[rows] = self._holes[slots]
+        row = np.repeat(np.arange(len(lens)), lens)
+        tokens = np.flatnonzero((weights > 0) & tested[row])
+        if not len(tokens):
+            return None
+        weights[tokens] = 0
+        row = row[tokens]
+        later = query_start_loc[row + 1] - 1 - tokens
+        seen = seq_lens[row] - holes[row] * self.block_size - later
+        return Queries(self._to_device(tokens), self._to_device(row), self._to_device(seen.astype(np.int32)))
+
+    def _weights(
+        self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, seq_lens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Weight of each query of the batch (float32 [T]) and queries that count in each measured row (int64 [K])."""
+        lens_, ends = lens[rows], seq_lens[rows].astype(np.int64)
+        row = np.repeat(np.arange(len(rows)), lens_)
+        offsets = np.concatenate(([0], np.cumsum(lens_)))
+        position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lens_) + np.repeat(ends - lens_, lens_)
+        counts = (position % self._every[slots][row] == 0) & (position >= self._start[slots][row])
+
+        window, trigger, holes = self._window[slots], self._trigger[slots], self._holes[slots]
+        over = -(-ends // self.block_size) - holes > trigger
+        decision = np.where(over, ends - 1, (trigger + holes) * self.block_size)
+        in_window = (position > (decision - window)[row]) & (position <= decision[row])
+        counts &= in_window | (window == 0)[row]
+
+        upto = np.concatenate(([0], np.cumsum(counts)))
+        counted = upto[offsets[1:]] - upto[offsets[:-1]]
+        decay = self._decay[slots][row]
+        later = np.repeat(upto[offsets[1:]], lens_) - upto[1:]
+        weights = np.where(decay > 0, (1 - decay) * decay**later, 1.0) * counts
+        return _spread(weights.astype(np.float32), rows, lens, per_query=True), counted
+
+
+def _spread(values: np.ndarray, rows: np.ndarray, lens: np.ndarray, per_query: bool = False) -> np.ndarray:
+    """Values of some rows (or of their queries) laid out over all queries of the batch, zero elsewhere. [T]"""
+    measured = np.zeros(len(lens), bool)
+    measured[rows] = True
+    out = np.zeros(int(lens.sum()), np.float32)
+    out[np.repeat(measured, lens)] = values if per_query else np.repeat(values, lens[rows])
+    return out

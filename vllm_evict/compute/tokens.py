@@ -1,0 +1,482 @@
+"""Token granularity: what every token of every KV head drew, which tokens each head keeps, and where they go."""
+
+import logging
+from collections.abc import Callable, Iterable, Set
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ..core.plan import Compaction, Scoring
+from ..policies import CACHED, RUNNING, Blocks
+from .cached import OF_VALUES
+from .kernels.keys import token_scores
+from .kernels.put import put
+from .merge import Merger
+from .sums import RunningSums, Weigh
+from .transfer import fetched, to_device
+
+logger = logging.getLogger("vllm.evict")
+
+#: Steps in flight at most, and with them decisions that are due and not yet carried out.
+IN_FLIGHT = 3
+#: Tokens of one layer whose keys are turned at once: in float32 they take several times their memory.
+TURNED = 1024
+#: Pages that are added where they run out: one for so many, and at least so many.
+GROWTH, LEAST = 4, 16
+
+
+class Store(Protocol):
+    """The KV cache of one KV group on this rank, layer by layer.
+
+    Attributes:
+        kept_bytes: that it takes beside it.
+    """
+
+    kept_bytes: int
+
+    def read(self, blocks: torch.Tensor, values: bool) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
+        """See `cached.ReadBlocks`."""
+        ...
+
+    def kv_heads(self) -> list[int]:
+        """Of each layer."""
+        ...
+
+    def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
+        """Gather kept tokens of each layer, int32 [Hkv, kept] each (see `kernels.compact`).
+
+        Blocks are int32 on the host, `keep` is where the cache is.
+        """
+        ...
+
+    def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite blocks of one layer; keys and values [n, Hkv, block_size, D]."""
+        ...
+
+    def keys(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Keys of all layers as the cache has them, in its dtype: [n, X] of blocks int64 [n]."""
+        ...
+
+    def turn(self, source: torch.Tensor, target: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Copy blocks, int64 [n] each, with `keys` [n, X] in the place of theirs, turned so many tokens on."""
+        ...
+
+
+class TokenBuffers(NamedTuple):
+    """What layers of one step read and write to measure every resident token.
+
+    Attributes:
+        table: int32 [R, W], pages of each row of the batch (see `TokenSums`); 0 where a row is not measured, and past
+            its end.
+        weights: float32 [T], how much each query counts.
+        mass: float32 [R, Hkv, W * block_size], of one layer, zeros between layers.
+    """
+
+    table: torch.Tensor
+    weights: torch.Tensor
+    mass: torch.Tensor
+
+    def part(self, requests: int, blocks: int | None = None) -> "TokenBuffers":
+        """The same memory, of a smaller batch of shorter requests."""
+        tokens = None if blocks is None else self.mass.shape[2] // self.table.shape[1] * blocks
+        return TokenBuffers(self.table[:requests, :blocks], self.weights[:requests], self.mass[:requests, :, :tokens])
+
+
+class TokenStep:
+    """Mass of one step's queries on every resident token. A model may call a layer several times a step, or not at all.
+
+    Args:
+        pages: float32 [L, P, Hkv, block_size], see `TokenSums`.
+        buffers: of R and W.
+        lens: int32 [R], resident tokens.
+    """
+
+    def __init__(self, pages: torch.Tensor, buffers: TokenBuffers, lens: torch.Tensor) -> None:
+        self._pages, self._buffers, self._lens = pages, buffers, lens
+
+    def add(self, weigh: Weigh, kv_heads: int, place: int) -> None:
+        """Take in one layer, the `place`-th of `Store`.
+
+        `weigh` gets float32 [R, kv_heads, W * block_size] to add the mass of each token to.
+        """
+        mass = self._buffers.mass[:, :kv_heads]
+        weigh(self._buffers.weights, mass)
+        put(self._pages[place, :, :kv_heads], self._buffers.table, mass, self._lens)
+
+
+class TokenSums(RunningSums):
+    """Sums of attention mass by token, layer and KV head, for requests of token granularity.
+
+    They lie in pages of their own, one for each block that a request holds: what two requests share has a score for
+    each of them. A request's tokens are in the order in which its heads hold them: first those that decisions left,
+    each head's own, then all that came since.
+
+    Args:
+        requests: most requests at once.
+        kv_heads: most of any layer on this rank.
+        layers: of the KV group.
+        block_size: tokens.
+        blocks: most that a request holds.
+        device: where the sums are.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        kv_heads: int,
+        layers: int,
+        block_size: int,
+        blocks: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(requests, kv_heads, layers, 0, block_size, "sum", "sum", device)
+        #: float32 [L, P, Hkv, block_size]; page 0 is nobody's, and stays zero.
+        self._pages = torch.zeros(layers, 1, kv_heads, block_size, device=device)
+        self._unused: list[int] = []
+        #: Whether more pages were needed than `hold` was told.
+        self.outgrown = self._told = False
+        #: Pages of each slot's request, in order, and how many.
+        self._table = np.zeros((requests, blocks), np.int64)
+        self._held = np.zeros(requests, np.int64)
+        #: Tokens that are known, and the newest one's position.
+        self._lengths = np.zeros(requests, np.int64)
+        self._newest = np.zeros(requests, np.int64)
+        #: Slot -> where the tokens that decisions left stand in the request, int32 [L, Hkv, n].
+        self._left: dict[int, torch.Tensor] = {}
+        #: Request -> {position of its newest token: scores}, of steps that called for a decision.
+        self._judged: dict[str, dict[int, torch.Tensor]] = {}
+
+    @property
+    def pages(self) -> int:
+        """Blocks that there is memory for."""
+        return self._pages.shape[1] - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the pages."""
+        return self._pages.nbytes
+
+    @property
+    def kept_bytes(self) -> int:
+        return super().kept_bytes + self.nbytes
+
+    def hold(self, blocks: int) -> None:
+        """Pages for so many blocks, before any request has one."""
+        self._told = True
+        layers, _, *page = self._pages.shape
+        self._pages = self._pages.new_zeros(layers, blocks + 1, *page)
+        self._unused = list(range(blocks, 0, -1))
+
+    def warm_up(self, tests: bool) -> None:
+        """Launch what layers do, for a row without tokens."""
+        device, (_, _, heads, block_size) = self._pages.device, self._pages.shape
+        zero = torch.zeros(1, dtype=torch.int32, device=device)
+        put(self._pages[0], zero[None], torch.zeros(1, heads, block_size, device=device), zero)
+
+    def start(self, req_id: str, scoring: Scoring) -> None:
+        super().start(req_id, scoring)
+        self._forget(req_id)
+
+    def stop(self, req_id: str) -> None:
+        if req_id in self._slots:
+            self._forget(req_id)
+        super().stop(req_id)
+
+    def fit_graphs(self, req_ids: Set[str]) -> bool:
+        """Whether pages are, and stay in a step of decodes of these requests, where graphs know them to be."""
+        if self.outgrown:
+            return False
+        slots = [self._slots[req_id] for req_id in req_ids & self.requests]
+        # Each may begin a block; one that was not measured yet needs all its pages at once.
+        return bool(self._held[slots].all()) and len(slots) <= len(self._unused)
+
+    def token_buffers(self, requests: int, blocks: int) -> TokenBuffers:
+        """Memory of decodes, of which none is measured."""
+        device, (_, _, *page) = self._pages.device, self._pages.shape
+        table = torch.zeros(requests, blocks, dtype=torch.int32, device=device)
+        mass = torch.zeros(requests, page[0], blocks * page[1], device=device)
+        return TokenBuffers(table, torch.zeros(requests, device=device), mass)
+
+    def captured(self, memory: TokenBuffers, lens: torch.Tensor) -> TokenStep:
+        """A step of a full graph that is captured, in which nothing counts."""
+        memory.table.zero_()
+        memory.weights.zero_()
+        return TokenStep(self._pages, memory, lens)
+
+    def token_step(
+        self,
+        req_ids: list[str],
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        lens: np.ndarray,
+        resident: torch.Tensor,
+        memory: TokenBuffers | None = None,
+    ) -> TokenStep | None:
+        """What to measure in this step; None if nothing.
+
+        Args:
+            req_ids, query_start_loc, seq_lens: as for `RunningSums.step`.
+            lens: int32 [R], resident tokens.
+            resident: the same where the sums are.
+            memory: of a graph that measures, of R and W; None makes some.
+        """
+        if memory is not None:
+            memory.table.zero_()
+            memory.weights.zero_()
+        rows, slots = self._rows(req_ids)
+        if not len(rows):
+            return None
+        weights, counted = self._weights(rows, slots, np.diff(query_start_loc), seq_lens)
+        self._lengths[slots], self._newest[slots] = lens[rows], seq_lens[rows] - 1
+        self._hold(slots, -(-self._lengths[slots] // self.block_size))
+        self._fade(slots, counted)
+        if not counted.any():
+            return None
+        table = np.zeros((len(req_ids), -(-int(lens.max()) // self.block_size)), np.int32)
+        table[rows] = self._table[slots, : table.shape[1]]
+        table, weights = self._to_device(table), self._to_device(weights)
+        if memory is None:
+            mass = torch.zeros(len(table), self._pages.shape[2], table.shape[1] * self.block_size, device=table.device)
+            memory = TokenBuffers(table, weights, mass)
+        else:
+            memory.table.copy_(table)
+            memory.weights.copy_(weights)
+        return TokenStep(self._pages, memory, resident)
+
+    def judge(self, req_id: str) -> None:
+        """Keep what has added up until now for the decision that this step calls for."""
+        slot = self._slots[req_id]
+        judged = self._judged.setdefault(req_id, {})
+        judged[int(self._newest[slot])] = self._scores(slot)
+        if len(judged) > IN_FLIGHT:
+            del judged[min(judged)]  # it led to nothing
+        if self._window[slot]:  # the next window starts empty
+            self._pages.index_fill_(1, self._to_device(self._table[slot, : self._held[slot]]), 0)
+
+    def judged(self, req_id: str, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a decision goes by, when `position` was the newest: scores (float32), positions (int32), [L, Hkv, n]."""
+        return self._judged[req_id][position], self._positions(self._slots[req_id])
+
+    def gather(self, req_id: str, position: int, first: int, count: int, keep: torch.Tensor) -> None:
+        """Tokens went: what is known of the others moves up with them.
+
+        Args:
+            position: of the newest token when the decision was called for.
+            first, count: candidates.
+            keep: int64 [L, Hkv, kept], of these.
+        """
+        slot = self._slots[req_id]
+        scores = gathered(self._scores(slot), first, count, keep)
+        self._left[slot] = gathered(self._positions(slot), first, count, keep)
+        self._lengths[slot] = scores.shape[2]
+        self._hold(np.array([slot]), np.array([-(-scores.shape[2] // self.block_size)]))
+        pages = self._to_device(self._table[slot, : self._held[slot]])
+        scores = torch.nn.functional.pad(scores, (0, -scores.shape[2] % self.block_size))
+        self._pages[:, pages] = scores.unflatten(2, (-1, self.block_size)).transpose(1, 2)
+        # Decisions that are due already go by what was known before, of the tokens that are left.
+        later = {newest: scores for newest, scores in self._judged[req_id].items() if newest > position}
+        self._judged[req_id] = {newest: gathered(scores, first, count, keep) for newest, scores in later.items()}
+
+    def _forget(self, req_id: str) -> None:
+        """All that was measured of a request."""
+        slot = self._slots[req_id]
+        self._hold(np.array([slot]), np.array([0]))
+        self._lengths[slot] = 0
+        self._left.pop(slot, None)
+        self._judged.pop(req_id, None)
+
+    def _hold(self, slots: np.ndarray, blocks: np.ndarray) -> None:
+        """Give each slot as many pages as its request has blocks, new ones with zeros."""
+        taken = []
+        for slot, wanted in zip(slots[blocks != self._held[slots]], blocks[blocks != self._held[slots]]):
+            held = self._held[slot]
+            self._unused.extend(self._table[slot, wanted:held].tolist())
+            self._table[slot, wanted:held] = 0
+            for place in range(held, wanted):
+                if not self._unused:
+                    self._grow()
+                self._table[slot, place] = self._unused.pop()
+            taken.append(self._table[slot, held:wanted])
+            self._held[slot] = wanted
+        if taken and sum(map(len, taken)):
+            self._pages.index_fill_(1, self._to_device(np.concatenate(taken)), 0)
+
+    def _grow(self) -> None:
+        """More pages, with those there are: requests that share blocks have sums of their own for each."""
+        if not self.outgrown and self._told:
+            logger.warning(
+                "Requests share so many blocks that sums by token take more memory than was set aside; decodes of this "
+                "worker replay no full CUDA graphs from now on"
+            )
+        self.outgrown = True
+        layers, pages, *page = self._pages.shape
+        more = max(pages // GROWTH, LEAST)
+        self._pages = torch.cat((self._pages, self._pages.new_zeros(layers, more, *page)), 1)
+        self._unused.extend(range(pages + more - 1, pages - 1, -1))
+
+    def _fade(self, slots: np.ndarray, counted: np.ndarray) -> None:
+        """What exponential means forget with so many queries that count (int64 [K])."""
+        for slot, count in zip(slots[self._decay[slots] > 0], counted[self._decay[slots] > 0]):
+            pages = self._to_device(self._table[slot, : self._held[slot]])
+            self._pages[:, pages] *= float(self._decay[slot] ** count)
+
+    def _scores(self, slot: int) -> torch.Tensor:
+        """A copy of a request's scores. float32 [L, Hkv, n]"""
+        pages = self._to_device(self._table[slot, : self._held[slot]])
+        return self._pages[:, pages].transpose(1, 2).flatten(2)[..., : self._lengths[slot]]
+
+    def _positions(self, slot: int) -> torch.Tensor:
+        """Where each of a request's tokens stands in it. int32 [L, Hkv, n]"""
+        layers, _, kv_heads, _ = self._pages.shape
+        left = self._left.get(slot)
+        known = 0 if left is None else left.shape[2]
+        newest, length = int(self._newest[slot]), int(self._lengths[slot])
+        since = torch.arange(newest - length + 1 + known, newest + 1, dtype=torch.int32, device=self._pages.device)
+        since = since.expand(layers, kv_heads, -1)
+        return since if left is None else torch.cat((left, since), 2)
+
+
+def gathered(values: torch.Tensor, first: int, count: int, keep: torch.Tensor) -> torch.Tensor:
+    """`keep` (int64 [L, Hkv, kept]) of the `count` entries from `first` on, and all others. [L, Hkv, n] -> less."""
+    chosen = values[:, :, first : first + count].gather(2, keep)
+    return torch.cat((values[:, :, :first], chosen, values[:, :, first + count :]), 2)
+
+
+def compact(
+    plan: Compaction,
+    store: Store,
+    sums: TokenSums | None,
+    block_size: int,
+    merger: Merger,
+    all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+    device: torch.device | str = "cpu",
+) -> None:
+    """Choose what each KV head keeps of a request's tokens, and gather it.
+
+    Policies judge on the host: this waits for a device, once.
+
+    Args:
+        plan: whose, and which blocks.
+        store: the KV cache.
+        sums: what was measured; None if nothing is.
+        block_size: tokens.
+        merger: of the request.
+        all_reduce: (float64 tensor, whether to take the maximum) -> the same over tensor-parallel ranks.
+        device: where the KV cache and sums are.
+    """
+    device = torch.device(device)
+    first, count = plan.first * block_size, plan.count * block_size
+    resident, target = (to_device(np.array(blocks, np.int64), device) for blocks in (plan.resident, plan.target))
+    judged = sums.judged(plan.req_id, plan.position) if plan.config.policy.measures & RUNNING else None
+    scores = _importance(plan, store, judged, resident, slice(first, first + count))
+    if plan.config.sets == "all":
+        one = _reduced(scores, count, plan.config, all_reduce, device)
+        scores = [one.expand(len(layer), -1) for layer in scores]
+    keep = [_kept(layer, len(plan.target) * block_size) for layer in scores]
+    source = slice(plan.first, plan.first + plan.count)
+    merged = _merged(plan, store, merger, resident[source], scores, keep) if plan.config.merge else []
+    on_host = (torch.tensor(blocks, dtype=torch.int32) for blocks in (plan.resident[source], plan.target))
+    store.compact(next(on_host), [layer.int() for layer in keep], next(on_host))
+    for layer, (keys, values) in enumerate(merged):
+        store.write(layer, target, *(_in_blocks(x, block_size) for x in (keys, values)))
+    if judged is not None and keep:
+        heads = judged[0].shape[1]
+        # Rows of heads that a layer does not have are never read.
+        full = [torch.cat([layer, layer[:1].expand(heads - len(layer), -1)]) for layer in keep]
+        sums.gather(plan.req_id, plan.position, first, count, torch.stack(full))
+
+
+def _importance(
+    plan: Compaction,
+    store: Store,
+    judged: tuple[torch.Tensor, torch.Tensor] | None,
+    resident: torch.Tensor,
+    candidates: slice,
+) -> list[torch.Tensor]:
+    """What the policy thinks of each candidate -> for each layer float64 [Hkv, count]."""
+    policy, config, kv_heads = plan.config.policy, plan.config, store.kv_heads()
+    if not kv_heads:
+        return []
+    # Name -> of each layer, float64 [Hkv, count].
+    statistics: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(policy.measures)}
+    if policy.measures & CACHED:
+        for keys, values in store.read(resident, bool(policy.measures & OF_VALUES)):
+            for name, of_tokens in token_scores(keys, values, plan.length, policy.measures & CACHED).items():
+                statistics[name].append(of_tokens[:, candidates].double())
+    places = torch.arange(candidates.start, candidates.stop, device=resident.device)
+    positions = [places.expand(heads, -1) for heads in kv_heads]
+    if judged is not None:
+        (name,) = policy.measures & RUNNING
+        mass, positions = (
+            [of_layer[:heads, candidates] for of_layer, heads in zip(of_layers, kv_heads)] for of_layers in judged
+        )
+        statistics[name] = [of_layer.double() for of_layer in mass]
+        if config.accumulate == "mean":
+            ages = [_age(of_layer, plan.position, config.every) for of_layer in positions]
+            statistics[name] = [drawn / age for drawn, age in zip(statistics[name], ages)]
+    # One copy: [statistics and positions, heads of all layers, count].
+    numbers = fetched(torch.stack([torch.cat(layers).double() for layers in (*statistics.values(), positions)]))
+    importance = []
+    sound = np.isfinite(numbers).all((0, 2))
+    if not sound.all():
+        logger.warning_once(
+            "KV policy %s got NaN or inf as scores of tokens of request %s; expected finite numbers; look for NaN in "
+            "the model. All tokens of such heads weigh the same, so the oldest go first. Said once a request.",
+            config.name,
+            plan.req_id,
+        )
+    for (*of_head, at), is_sound in zip(numbers.swapaxes(0, 1), sound):
+        tokens = Blocks(at.astype(np.int64), config, dict(zip(statistics, of_head)), plan.position + 1, 0)
+        importance.append(policy.importance(tokens) if is_sound else np.zeros(len(at)))
+    return list(to_device(np.array(importance, np.float64), resident.device).split(kv_heads))
+
+
+def _merged(
+    plan: Compaction,
+    store: Store,
+    merger: Merger,
+    source: torch.Tensor,
+    scores: list[torch.Tensor],
+    keep: list[torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Kept keys and values of each layer, with those that go merged into them. float32 [Hkv, kept, D] each"""
+    merged = []
+    for layer, (keys, values) in enumerate(store.read(source, True)):
+        tokens = (x.transpose(0, 1).flatten(1, 2) for x in (keys, values))
+        merged.append(merger.merge(plan.config, layer, *tokens, scores[layer], keep[layer]))
+    return merged
+
+
+def _in_blocks(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[Hkv, n * block_size, D] -> [n, Hkv, block_size, D]"""
+    return tokens.unflatten(1, (-1, block_size)).transpose(0, 1)
+
+
+def _age(positions: torch.Tensor, newest: int, every: int) -> torch.Tensor:
+    """Counted queries that saw each token, at least 1. float64, as `positions`."""
+    counted_before = lambda position: -(-position // every)  # noqa: E731  (multiples of `every` below it)
+    return (counted_before(newest + 1) - counted_before(positions)).double().clamp(min=1)
+
+
+def _kept(importance: torch.Tensor, kept: int) -> torch.Tensor:
+    """Places of the `kept` most important tokens, ascending; of equal ones the newest stay. int64 [Hkv, kept]"""
+    order = importance.argsort(dim=1, stable=True)
+    return order[:, importance.shape[1] - kept :].sort(dim=1).values
+
+
+def _reduced(
+    layers: list[torch.Tensor],
+    count: int,
+    config: Any,
+    all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+    device: torch.device,
+) -> torch.Tensor:
+    """One importance for all heads and layers. float64 [count]"""
+    # A rank may have no heads of a KV group, and takes part all the same.
+    of_layers = [torch.zeros(count, dtype=torch.float64, device=device)] if not layers else []
+    for layer in layers:
+        of_layers.append(layer.amax(0) if config.heads == "max" else layer.sum(0))
+    stacked = torch.stack(of_layers)
+    one = stacked.amax(0) if config.layers == "max" else stacked.sum(0)
+    return all_reduce(one, config.heads == "max")

@@ -1,0 +1,156 @@
+"""Fields that many policies have, and that more than the policy itself reads."""
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from .errors import shown
+from .options import TOO_MANY, Option, entries, flag, having, real, text, whole
+
+Reduction = Literal["sum", "mean", "max"]
+REDUCTION_NAMES = get_args(Reduction)
+
+TOKENS_OR_RATIO = f"a whole number of tokens above 0 and below {TOO_MANY}, or a ratio of the prompt between 0 and 1"
+
+
+def tokens_or_ratio(number: Any) -> int | float | None:
+    """A budget as Python's own number, numpy's too; None for what is no budget."""
+    if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and 0 < number < TOO_MANY:
+        return int(number)
+    return float(number) if isinstance(number, (float, np.floating)) and 0 < number < 1 else None
+
+
+def _budget(budget: Any) -> int | float | None:
+    if budget is not None and tokens_or_ratio(budget) is None:
+        raise ValueError(f"must be {TOKENS_OR_RATIO}, not {shown(budget)}")
+    return tokens_or_ratio(budget)
+
+
+def _context(context: Any) -> Any:
+    tokens = isinstance(context, int) and not isinstance(context, bool) and 0 < context < TOO_MANY
+    if context is None or tokens or (isinstance(context, str) and context == "model"):
+        return context
+    raise ValueError(f"must be a whole number of tokens above 0, or 'model', not {shown(context)}")
+
+
+WHEN = Option(
+    "when",
+    Literal["budget", "pressure"],
+    "budget",
+    "`budget`: every request keeps its budget. `pressure`: nothing goes while the pool has room; then the blocks that "
+    "matter least to all requests go, down to each request's budget, instead of preemption",
+)
+BUDGET = Option(
+    "budget",
+    Any,
+    None,
+    "tokens that a request keeps, or a ratio of its prompt below 1; null: what `sink` and `recent` need, and one block",
+    _budget,
+)
+BUFFER = Option(
+    "buffer",
+    whole(),
+    0,
+    "tokens of hysteresis: eviction starts above `budget` + `buffer` and goes back to `budget`; under "
+    "pressure, tokens that are freed at a time beyond what is needed",
+)
+SINK = Option(
+    "sink",
+    whole(),
+    0,
+    "leading tokens that always stay; if left out, at most an eighth of a budget in tokens, in whole blocks",
+)
+RECENT = Option(
+    "recent",
+    whole(),
+    0,
+    "trailing tokens that always stay; if left out, at most half of a budget in tokens, in whole blocks",
+)
+PROTECT = Option(
+    "protect",
+    flag,
+    True,
+    "`false`: sinks and recent tokens may go like all others, for ablations; the block that is "
+    "written and blocks in flight stay",
+)
+MIN_PROMPT = Option("min_prompt", whole(), 0, "requests with a shorter prompt keep everything")
+CONTEXT = Option(
+    "context",
+    Any,
+    None,
+    "how far back a token may look, in tokens, or `model`: as far as the model was made for. Kept "
+    "blocks of a request that outgrows it move up",
+    _context,
+)
+#: Of every policy that evicts, with their usual defaults.
+KEEPING = having(
+    (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT), budget=2048, buffer=128, sink=64, recent=256
+)
+
+#: Of policies whose scores tell tokens apart, so that each KV head can keep its own.
+PER_TOKEN = (
+    Option(
+        "granularity",
+        Literal["block", "token"],
+        "block",
+        "`block`: whole blocks stay or go, for all heads. `token`: each KV "
+        "head keeps its own tokens, gathered into private blocks",
+    ),
+    Option(
+        "sets",
+        Literal["head", "all"],
+        "head",
+        "with `token`: `head`, a set of kept tokens for each KV head of each layer; `all`, one set for all of them",
+    ),
+    Option(
+        "merge",
+        Literal["d2o", "ems"] | None,
+        None,
+        "with `token`: evicted tokens are merged into kept ones by the rules of `d2o` or `ems`",
+    ),
+    Option("merge_decay", real(ge=0, le=1), 0.7, "`d2o`: weight of a decision's similarities in the threshold"),
+    Option("merge_threshold", real(ge=-1, le=1), 0.6, "`ems`: least cosine similarity of keys that are merged"),
+)
+
+#: Of every policy that measures.
+REDUCTION = (
+    Option("heads", Reduction, "sum", "how a group's KV heads become one score: `sum`, `mean` or `max`"),
+    Option("layers", Reduction, "sum", "how a group's layers become one score: `sum`, `mean` or `max`"),
+)
+
+ACCUMULATE = Option(
+    "accumulate",
+    Literal["sum", "mean", "ema", "last"],
+    "sum",
+    "how attention mass adds up: `sum`, `mean` over the queries "
+    "that saw a token, `ema` (with `decay`), `last` (with `window` queries)",
+)
+WINDOW = Option("window", whole(1), 32, "queries before a decision that count, where the last ones do")
+#: Of policies that let attention mass add up as users say.
+MASS = (
+    *REDUCTION,
+    ACCUMULATE,
+    Option("decay", real(gt=0, lt=1), 0.99, "`ema`: share of the old average that stays, for each query"),
+    WINDOW,
+    Option("every", whole(1), 1, "score every n-th query position"),
+)
+
+#: Of policies that make KV groups of layers or heads.
+BANDS = Option(
+    "bands", whole(1) | None, None, "KV groups that layers or heads are dealt to; null: 4, or as many as there are"
+)
+
+#: What every policy has beside its own fields.
+ALLOW = Option(
+    "allow",
+    entries(text) | None,
+    None,
+    "policies that requests may pick; null: all that evict but `kvzip`, and `full` where "
+    "it is the server's; under pressure `full` and all that can be",
+)
+
+#: Values of fields that a policy does not have, for readers of all configurations.
+NEUTRAL = {
+    option.name: option.default
+    for option in (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT, *PER_TOKEN, *MASS, BANDS)
+}

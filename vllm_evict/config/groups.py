@@ -1,0 +1,80 @@
+"""What KV groups run under where a policy splits layers or heads: bands, classes of heads, profiles."""
+
+from functools import cached_property
+
+import numpy as np
+
+from .errors import KVPolicyError
+from .frozen import C, Frozen
+from .gates import HeadPattern
+
+#: KV groups of policies that have bands, if `bands` is left out.
+DEFAULT_BANDS = 4
+#: Names of head classes, in the order of their KV groups.
+RETRIEVAL, STREAMING = "retrieval", "streaming"
+
+
+class Groups(Frozen):
+    """Of `KVPolicyConfig`: KV groups."""
+
+    @property
+    def classes(self: C) -> dict[str, C]:
+        """Head class -> what its heads run under. One class of all heads, called "", unless heads are split.
+
+        The classes of `duo` that have no heads are left out.
+        """
+        if self._share is not None or not self.policy.splits:
+            return {"": self}
+        classes: dict[str, C] = self.split_classes
+        return classes
+
+    @cached_property
+    def split_classes(self: C) -> dict[str, C]:
+        """`classes` where heads are split. Made once: requests share them."""
+        may_keep_all = ("full",) if "full" in self.allowed else ()
+        if self.policy.splits != "classes":
+            shares = self.policy.shares(self, self.bands or DEFAULT_BANDS)
+            return {f"band-{band}": self.replace(_share=share, allow=may_keep_all) for band, share in enumerate(shares)}
+        rows = "".join(self.pattern)
+        classes = {}
+        if "1" in rows:
+            classes[RETRIEVAL] = (self.retrieval or type(self)(name="full")).replace(allow=may_keep_all)
+        if "0" in rows:
+            sizes = {"sink": self.sink, "recent": self.recent}
+            classes[STREAMING] = type(self)(name="sink-window", **sizes, allow=may_keep_all)
+        return classes
+
+    def of_class(self: C, head_class: str) -> C:
+        """What heads of a class run under; the same for all where this config does not split them."""
+        part: C = self.classes.get(head_class, self)
+        return part
+
+    def for_model(self: C, layers: int, kv_heads: int, ranks: int) -> C:
+        """This config with what it leaves to the model filled in.
+
+        Raises:
+            KVPolicyError: as `check`; more bands than there is to band.
+        """
+        if self.policy.splits in ("", "classes"):
+            return self
+        what, most = f"{layers} layers", layers
+        if self.policy.splits == "heads":
+            most = max(kv_heads // ranks, 1)
+            what = f"{most} KV heads on each rank"
+        if (self.bands or 0) > most:
+            raise KVPolicyError(f"bands: {self.name!r} can't make {self.bands} of {what}, at most {most}")
+        return self.replace(bands=self.bands or min(DEFAULT_BANDS, most), _depth=layers)
+
+    def profiled(self: C, name: str, block_size: int) -> C:
+        """What a KV group runs under once its policy is chosen: its own sizes, as far as that policy has them."""
+        fields = {**self._fitted(block_size), "protect": self.protect, "buffer": self.buffer}
+        if name == "h2o":
+            fields |= {"budget": self.budget, "accumulate": "last", "window": self.window, "heads": self.heads}
+        config: C = self.parse({"name": name} if name == "full" else {"name": name, **fields})
+        return config
+
+    @property
+    def head_pattern(self: C) -> HeadPattern:
+        """duo: its retrieval heads."""
+        retrieval = np.array([[digit == "1" for digit in row] for row in self.pattern])
+        return HeadPattern(retrieval, self.sink, self.recent)

@@ -1,0 +1,268 @@
+"""One validated object for what to evict: from a flag, a dict, a YAML file or a request."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .errors import KVPolicyError, instead, shown, together
+from .fields import ALLOW
+from .groups import Groups
+from .options import Option
+from .registry import REGISTRY
+from .request import Requests
+from .sizes import SMALLEST_BLOCK, Sizes
+from .sources import policy_named, read
+
+logger = logging.getLogger("vllm.evict")
+
+#: Fields of one policy, known or not; with more there is no telling them apart in a message.
+MOST_FIELDS = 100
+
+
+class KVPolicyConfig(Sizes, Groups, Requests):
+    """A KV eviction policy and its options. Sizes are tokens, rounded up to whole blocks where they are used.
+
+    Fields are attributes. Fields that a policy does not have are refused; fields left out take the policy's own
+    defaults. A field that only other policies have reads as their default. Configurations are frozen.
+
+    Attributes:
+        name: the policy.
+        allow: policies that requests may pick; None: all that evict, and `full` as well if this is `full`, or under
+            pressure. Those that reconstruct prompts have to be named.
+        given: fields that the user gave.
+    """
+
+    allow: tuple[str, ...] | None
+    #: Layers of the model, which bands are cut from; None: as many as bands. Set by `for_model`.
+    _depth: int | None
+    #: Of one band: its budget over the mean. Set by `classes`.
+    _share: float | None
+
+    def __init__(self, /, **fields: Any) -> None:
+        """Raises KVPolicyError: with one message that says what is wrong and what is allowed."""
+        if "name" not in fields:
+            raise KVPolicyError(
+                f"a KV policy needs a name: one of {', '.join(sorted(REGISTRY))} (--kv-policy.name beside other "
+                "--kv-policy.FIELD)"
+            )
+        policy = policy_named(fields.pop("name"))
+        fields = _with_new_names(policy, fields)
+        known: dict[str, Option] = {option.name: option for option in (*policy.declares, ALLOW)}
+        for field in fields:
+            if field not in known:
+                raise KVPolicyError(_unknown(policy.name, field, known))
+        try:
+            fields = policy.complete(fields)
+            values = _validated(known, fields)
+            if policy.window_is_the_budget and values["budget"] is not None and "recent" not in fields:
+                values["recent"] = 0
+            vars(self).update(policy.fixed, **values, name=policy.name, given=frozenset(fields))
+            vars(self).update(self._fitted(SMALLEST_BLOCK), _depth=None, _share=None)
+            for rule in (*RULES, policy.check):
+                rule(self)
+        except ValueError as error:
+            raise KVPolicyError(str(error)) from None
+
+    @classmethod
+    def parse(cls, value: "KVPolicyConfig | Mapping[str, Any] | str | Path") -> "KVPolicyConfig":
+        """Make a config from what users write.
+
+        Args:
+            value: a config, a dict of its fields, the name of a policy or preset, a JSON object, or the path of a YAML
+                or JSON file.
+
+        Raises:
+            KVPolicyError: with one message that says what is wrong and what is allowed.
+        """
+        if isinstance(value, cls):
+            return value
+        source, fields = "", value
+        if isinstance(value, (str, Path)):
+            fields, source = read(str(value).strip())
+        if not isinstance(fields, Mapping):
+            raise KVPolicyError(f"{source}a KV policy is a name, a dict of its fields or a path, not {shown(fields)}")
+        if len(fields) > MOST_FIELDS:
+            raise KVPolicyError(f"{source}a KV policy of {len(fields)} fields; it has at most {MOST_FIELDS}")
+        try:
+            return cls(**fields)
+        except KVPolicyError as error:
+            raise KVPolicyError(f"{source}{error}") from None
+        except TypeError:
+            if all(isinstance(field, str) for field in fields):
+                raise
+            raise KVPolicyError(f"{source}field names must be strings: {shown(list(fields))}") from None
+
+    @property
+    def unsaid(self) -> frozenset[str]:
+        """Sizes of what stays that were not given: the policy's defaults, which follow a budget in tokens."""
+        return frozenset({"sink", "recent"} & self.policy.options) - self.given
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that this policy has, as `parse` takes them and JSON carries them; sizes only if given."""
+        fields = {field: value for field, value in self.effective().items() if field not in self.unsaid}
+        return {
+            field: self.retrieval.to_dict() if field == "retrieval" and value else value
+            for field, value in fields.items()
+        }
+
+    def effective(self) -> dict[str, Any]:
+        """All fields that this policy has, sizes that follow the budget included, as JSON carries them."""
+        fields = ("name", *(option.name for option in self.policy.declares), "allow")
+        return {field: _plain(getattr(self, field)) for field in fields}
+
+    @property
+    def policy(self) -> Any:
+        """The `policies.Policy`."""
+        return REGISTRY[self.name]
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """Names of the policies that requests may pick."""
+        if self.allow is not None:
+            return frozenset(self.allow) | {self.name}
+        if self.policy.splits:
+            return frozenset({self.name})
+        # A second pass over its prompt, and holding all of it, is not for a request to decide.
+        names = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.splits}
+        names.add(self.name)
+        if self.name == "full":
+            return frozenset(names)
+        if self.when == "pressure":  # a request that keeps everything is no harm while there is room
+            return frozenset(name for name in names if "pressure" in REGISTRY[name].triggers)
+        return frozenset(names - {"full"})
+
+    @property
+    def reconstructs(self) -> bool:
+        """Whether any request may need its prompt reconstructed."""
+        return any(REGISTRY[name].reconstructs for name in self.allowed)
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """All that workers must be able to measure: what any request may need."""
+        named = [REGISTRY[name].measures for name in self.allowed]
+        parts = (part.statistics for part in self.classes.values() if part is not self)
+        return frozenset[str]().union(*named, *parts)
+
+
+def _plain(value: Any) -> Any:
+    """A field's value as JSON carries it."""
+    if isinstance(value, KVPolicyConfig):
+        return value.effective()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _validated(known: Mapping[str, Option], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of all known fields. Raises KVPolicyError with all mistakes."""
+    values, mistakes = {}, []
+    for field, option in known.items():
+        try:
+            values[field] = option.validate(fields[field]) if field in fields else option.default
+        except ValueError as error:
+            mistakes.append(f"{field}: {error}")
+    if mistakes:
+        raise KVPolicyError(together(mistakes))
+    return values
+
+
+def _unknown(name: str, field: object, known: Iterable[str]) -> str:
+    if field == "granularity":
+        others = REGISTRY.with_option("granularity")
+        return f"granularity: {name!r} supports only 'block'. Policies that support 'token': {others}"
+    return f"policy {name!r} has no field {shown(field)}: {instead(field, [*known, 'name'])}"
+
+
+def _with_new_names(policy: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    for old, new in policy.renamed.items():
+        if old in fields:
+            if new in fields:
+                raise KVPolicyError(f"{old} is the old name of {new}: give {new} alone")
+            _warn_of_old_name(policy.name, old, new)
+            fields[new] = fields.pop(old)
+    return fields
+
+
+@cache
+def _warn_of_old_name(policy: str, old: str, new: str) -> None:
+    """Once a process."""
+    logger.warning(
+        "KV policy %s: the field %s is called %s now; the old name goes with the next release", policy, old, new
+    )
+
+
+# --- which fields go together: each raises ValueError ---------------------------------------------------------------
+
+
+def _room_to_choose(config: KVPolicyConfig) -> None:
+    if config.protect and isinstance(config.budget, int) and config.budget <= config.sink + config.recent:
+        raise ValueError(
+            f"budget {config.budget} leaves nothing to choose: it must be at least sink + recent + one block "
+            f"= {config.sink} + {config.recent} + block size"
+        )
+
+
+def _sees_tokens(config: KVPolicyConfig) -> None:
+    if config.granularity == "token" and config.when == "pressure":
+        raise ValueError(
+            "granularity: 'when: pressure' compares whole blocks of all requests and supports only 'block'"
+        )
+    if config.merge and config.granularity != "token":
+        raise ValueError(f"merge: {config.merge!r} merges tokens: it needs granularity: token")
+
+
+def _fits_its_context(config: KVPolicyConfig) -> None:
+    if config.context is None:
+        return
+    for refused, why in (
+        (config.when == "pressure", "under pressure requests keep all while there is room: it needs when: budget"),
+        (
+            config.granularity == "token",
+            "heads that keep tokens of their own can't move up: it needs granularity: block",
+        ),
+        (isinstance(config.budget, float), "a ratio of a long prompt may be more: it needs a budget in tokens"),
+        (config.min_prompt > 1, "requests that are never evicted from would outgrow it: leave min_prompt out"),
+    ):
+        if refused:
+            raise ValueError(f"context: {why}")
+    for name in config.allow or ():
+        if "context" not in policy_named(name).options:
+            others = sorted(n for n in REGISTRY if "context" in REGISTRY[n].options and not REGISTRY[n].splits)
+            raise ValueError(
+                f"allow: requests under {name!r} would outgrow the context; they may pick: {', '.join(others)}"
+            )
+
+
+def _allows_what_there_is(config: KVPolicyConfig) -> None:
+    for name in config.allow or ():
+        try:
+            policy = policy_named(name)
+        except KVPolicyError as error:
+            raise ValueError(f"allow: {error}") from None
+        if policy.splits and name != config.name:
+            raise ValueError(f"allow: {name!r} needs KV groups from the start on: make it the server's policy")
+        if config.policy.splits and name not in (config.name, "full"):
+            raise ValueError(f"allow: requests of a {config.name!r} server may pick 'full' beside it, not {name!r}")
+
+
+def _has_the_trigger(config: KVPolicyConfig) -> None:
+    policy = config.policy
+    if policy.options and config.when not in policy.triggers:
+        others = sorted(name for name in REGISTRY if config.when in REGISTRY[name].triggers and name != "full")
+        raise ValueError(
+            f"policy {config.name!r} has no when: {config.when}, it has: {', '.join(policy.triggers)}; "
+            f"policies that have it: {', '.join(others)}"
+        )
+    for name in config.allow or ():
+        if config.when not in REGISTRY[name].triggers:
+            others = sorted(n for n in REGISTRY if config.when in REGISTRY[n].triggers and not REGISTRY[n].splits)
+            raise ValueError(
+                f"allow: {name!r} has no when: {config.when}, and a request has its server's; "
+                f"requests may pick: {', '.join(others)}"
+            )
+
+
+RULES: tuple[Callable[[KVPolicyConfig], None], ...] = (
+    _allows_what_there_is, _sees_tokens, _fits_its_context, _has_the_trigger, _room_to_choose,
+)  # fmt: skip
+REGISTRY.reserved |= frozenset(dir(KVPolicyConfig)) | frozenset(KVPolicyConfig.__annotations__)

@@ -1,0 +1,98 @@
+"""Where a policy comes from: its name, a preset, JSON or a file."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import KVPolicyError, instead, place, shown
+from .registry import REGISTRY
+
+PACKAGE = Path(__file__).parents[1]
+#: The folder of preset files. A wheel has it inside the package, without presets that name a file of gates; a checkout
+#: has it beside the package.
+PRESETS = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
+
+
+#: Most characters of a policy's JSON, and bytes of its file.
+LONGEST_TEXT = 1 << 16
+#: What files of a policy end in.
+FILES = (".yaml", ".yml", ".json")
+
+
+def presets() -> dict[str, Path]:
+    """Files of `PRESETS` by their names; a policy's name is the policy."""
+    files = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
+    return {name: path for name, path in files.items() if name not in REGISTRY and not name.startswith("duo")}
+
+
+def read(text: str) -> tuple[Any, str]:
+    """The value behind a string, and the words that say where it came from.
+
+    Raises:
+        KVPolicyError: the string is no policy, no preset and no JSON object; or a file that can't be read as a policy.
+    """
+    if text.startswith("{"):
+        if len(text) > LONGEST_TEXT:
+            raise KVPolicyError(f"a JSON object of {len(text)} characters; a policy has at most {LONGEST_TEXT}")
+        try:
+            return json.loads(text), ""
+        except (ValueError, RecursionError) as error:
+            raise KVPolicyError(f"not a JSON object ({error}): {shown(text)}") from None
+    path = path_of(text)
+    if path.suffix.lower() not in FILES:
+        if text in REGISTRY or text in REGISTRY.broken:
+            return {"name": text}, ""
+        if text not in presets():
+            if os.sep in text or os.path.isfile(path):
+                endings = " or ".join(FILES)
+                raise KVPolicyError(f"{shown(text)} is no file of a policy: its name has to end in {endings}")
+            choice = f"{instead(text, REGISTRY, presets())}; or a preset: {', '.join(presets())}"
+            raise KVPolicyError(f"unknown KV policy {shown(text)}: {choice}")
+        path = presets()[text]
+    name, content = place(path), read_text(path)
+    try:
+        value = yaml.safe_load(content)
+    except Exception as error:  # constructors of tags raise what Python raises: KeyError, AttributeError, OverflowError
+        raise KVPolicyError(f"{name} is not YAML: {shown(' '.join(str(error).split()))[1:-1]}") from None
+    if not isinstance(value, Mapping):
+        raise KVPolicyError(f"{name} must hold the fields of one KV policy (name: ...), not {type(value).__name__}")
+    return value, f"{name}: "
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        KVPolicyError: there is no such file, or it is no text in UTF-8, or one of more than `LONGEST_TEXT` bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(LONGEST_TEXT + 1)
+    except OSError as error:
+        raise KVPolicyError(f"{place(path)}: {error.strerror or error}") from None
+    except ValueError as error:  # no path can have such characters
+        raise KVPolicyError(f"{place(path)} is no path: {error}") from None
+    if len(content) > LONGEST_TEXT:
+        raise KVPolicyError(f"{place(path)} is too long for a policy, which has at most {LONGEST_TEXT} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise KVPolicyError(f"{place(path)} is not YAML: {error}") from None
+
+
+def path_of(text: str | Path) -> Path:
+    """A path that may begin with ~, which shells leave alone after "=" and in JSON."""
+    return Path(os.path.expanduser(text))
+
+
+def policy_named(name: object) -> Any:
+    """The policy called `name`.
+
+    Raises:
+        KVPolicyError: there is none; the message lists those there are.
+    """
+    return REGISTRY.named(name, presets)

@@ -1,0 +1,10 @@
+"""Mechanisms: each decides in one way which blocks of a request go, or move. The table has their order."""
+
+from .base import Group, Host, Mechanism, Step
+from .budget import Budget
+from .context import Context
+from .pressure import Pressure
+from .profiles import Profiles
+from .shared import SharedBudget
+
+__all__ = ["Budget", "Context", "Group", "Host", "Mechanism", "Pressure", "Profiles", "SharedBudget", "Step"]

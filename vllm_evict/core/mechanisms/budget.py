@@ -1,0 +1,33 @@
+"""Requests that outgrew their trigger go back to their budget: by whole blocks, or by tokens of each head."""
+
+from collections.abc import Iterable, Sequence
+
+from ...config import KVPolicyConfig
+from ..actions import Action, back_to_budget
+from ..plan import EvictionPlan, Reports
+from .base import Mechanism, Step, note, settled
+
+
+class Budget(Mechanism):
+    """Each KV group of a request by itself."""
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return not config.policy.pools
+
+    def plan(self, plan: EvictionPlan, step: Step) -> None:
+        for group, noted, over in zip(self.host.groups, plan.groups, step.over):
+            for req_id in over:
+                note(noted, req_id, group.residents[req_id])
+
+    def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
+        for group, request, blocks in self.due(plan):
+            if blocks.config.policy.reconstructs:
+                continue  # by scores of another pass (`integration.reconstruction`)
+            report = reports[group.number].get(request.request_id)
+            by_block = blocks.config.granularity == "block"
+            if by_block and blocks.measured and self.waits_for(report, request.request_id, blocks):
+                continue
+            action = back_to_budget(request.request_id, group.number, blocks, settled(request), report)
+            if action is not None:
+                yield action

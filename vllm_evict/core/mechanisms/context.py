@@ -1,0 +1,46 @@
+"""Requests that outgrow the model's context: what they keep moves up, its keys rotated to later positions."""
+
+from collections.abc import Iterable, Sequence
+
+from ...config import KVPolicyConfig
+from ..actions import Action, MoveUp
+from ..blocks import RequestBlocks
+from ..plan import EvictionPlan, Reports
+from .base import Host, Mechanism, settled
+
+
+class Context(Mechanism):
+    """After a decision of `Budget`, so that what went is not moved.
+
+    Args:
+        host: the scheduler.
+        in_flight_tokens: most tokens of a request that are in flight.
+    """
+
+    def __init__(self, host: Host, in_flight_tokens: int) -> None:
+        super().__init__(host)
+        self._in_flight_tokens = in_flight_tokens
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return config.context is not None
+
+    def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
+        for group, request, blocks in self.due(plan):
+            if blocks.reach(settled(request)) + self._ahead(blocks) <= blocks.config.context:
+                continue
+            moving, distances, again = blocks.gaps()
+            if len(moving):
+                yield MoveUp(
+                    request.request_id,
+                    group.number,
+                    reads=moving,
+                    writes=moving,
+                    tokens=tuple((distances * group.block_size).tolist()),
+                    again=tuple(again.tolist()),
+                )
+
+    def _ahead(self, blocks: RequestBlocks) -> int:
+        """Most tokens that are computed until a request, which was just decided on, is decided on again."""
+        growth = (blocks.limits.trigger - blocks.limits.budget + 1) * blocks.block_size
+        return growth + self._in_flight_tokens

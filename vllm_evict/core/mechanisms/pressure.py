@@ -1,0 +1,148 @@
+"""`when: pressure`: nothing goes until the pool runs out; then the least important blocks of all requests do."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...config import KVPolicyConfig
+from ..actions import Action, Evict
+from ..blocks import NO_BLOCKS
+from ..plan import EvictionPlan, Reports
+from .base import Group, Host, Mechanism, Step, settled
+
+#: Steps after which the scores of a request are asked for again while the pool is short of blocks.
+SCORES_STAY_FRESH = 8
+#: What parts the costs of two priorities: more than any cost (`RequestBlocks.offer`), and few enough digits that shares
+#: of one request stay apart.
+APART = 1 << 20
+
+
+class Pressure(Mechanism):
+    """Keeps scores at hand while the pool is short, and chooses what goes when it runs out.
+
+    Args:
+        host: the scheduler.
+        config: the server's policy.
+    """
+
+    def __init__(self, host: Host, config: KVPolicyConfig) -> None:
+        super().__init__(host)
+        self._buffer = max(part.buffer for part in config.classes.values() if part.when == "pressure")
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return any(part.when == "pressure" for part in config.classes.values())
+
+    def plan(self, plan: EvictionPlan, step: Step) -> None:
+        """While the pool is short, have the requests report that may be evicted from.
+
+        A request reports with its first step, then every `SCORES_STAY_FRESH` steps, and as soon as more than one block
+        has filled that the last report does not have.
+        """
+        if not step.short:
+            return
+        now = self.host.current_step
+        for group, noted in zip(self.host.groups, plan.groups):
+            for req_id in step.tokens:
+                blocks = group.residents[req_id]
+                if not blocks.measured or not blocks.under_pressure:
+                    continue
+                stale = now - blocks.asked_at >= SCORES_STAY_FRESH
+                if stale or blocks.unscored(self.host.requests[req_id].num_computed_tokens) > 1:
+                    noted.report[req_id] = blocks.config.policy.measures
+                    noted.asked[req_id] = blocks.incarnation
+                    blocks.asked_at = now
+
+    def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
+        """Keep what was asked for in case the pool runs out."""
+        for group, noted, reported in zip(self.host.groups, plan.groups, reports):
+            for req_id, incarnation in noted.asked.items():
+                blocks = group.residents.get(req_id)
+                if blocks is None or blocks.incarnation != incarnation:
+                    continue
+                if req_id in reported:
+                    blocks.report = reported[req_id]
+                else:
+                    self.host.miss(req_id, blocks)
+        return ()
+
+    def choose(
+        self,
+        givers: Sequence[Any],
+        missing: int,
+        frees: Callable[[Group, str, int], bool],
+        *,
+        unscored: bool,
+        by_priority: bool,
+    ) -> list[Action]:
+        """Choose blocks to free, the least important of all requests first, and of the lowest priority before others.
+
+        And some more than are missing, so that requests are not compared anew in each step.
+
+        Args:
+            givers: vLLM's requests that blocks may be taken from.
+            missing: blocks that have to become free.
+            frees: (group, request, logical block) -> whether it would become free, for the request that lacks blocks.
+            unscored: whether blocks may go that are younger than the scores of their request.
+            by_priority: whether vLLM schedules by priority; a larger number is a lower one.
+
+        Returns:
+            What frees at least `missing` blocks; nothing if no choice does.
+        """
+        holders = [(group, giver) for giver in givers for group in self.host.groups]
+        offers = [self.offer(*holder, unscored=unscored) for holder in holders]
+        left = [spare for *_, spare in offers]
+        if sum(left) < missing:
+            return []
+        owner = np.repeat(np.arange(len(offers)), [len(blocks) for blocks, *_ in offers])
+        block = np.concatenate([blocks for blocks, *_ in offers])
+        cost = np.concatenate([cost for _, cost, _ in offers])
+        if by_priority:
+            _, place = np.unique([-giver.priority for _, giver in holders], return_inverse=True)
+            cost = cost + APART * place[owner]
+        victims: list[list[int]] = [[] for _ in offers]
+        wanted, freed = missing + self._reserve(len(givers)), 0
+        for at in ascending(cost, 2 * wanted):
+            (group, giver), index = holders[owner[at]], int(block[at])
+            if left[owner[at]] and frees(group, giver.request_id, index):
+                victims[owner[at]].append(index)
+                left[owner[at]] -= 1
+                freed += 1
+                if freed == wanted:
+                    break
+        if freed < missing:
+            return []
+        return [
+            Evict(giver.request_id, group.number, np.sort(np.array(indices, np.int64)))
+            for (group, giver), indices in zip(holders, victims)
+            if indices
+        ]
+
+    def _reserve(self, requests: int) -> int:
+        """Blocks that are freed beyond what is missing: the buffer, or what decodes begin while scores stay fresh."""
+        groups = self.host.groups
+        tokens = max(self._buffer, SCORES_STAY_FRESH * requests * len(groups))
+        return math.ceil(tokens / groups[0].block_size)
+
+    def offer(self, group: Group, request: Any, *, unscored: bool = True) -> tuple[np.ndarray, np.ndarray, int]:
+        """What a request can spare in the step being planned; see `RequestBlocks.offer`."""
+        blocks = group.residents[request.request_id]
+        # Blocks of the step being planned may be published already: they must not see a reduced context.
+        published = max(each.published_tokens(request.request_id) for each in self.host.groups)
+        if not blocks.started or not blocks.under_pressure or published > request.num_computed_tokens:
+            return NO_BLOCKS, np.empty(0), 0
+        return blocks.offer(settled(request), unscored=unscored)
+
+
+def ascending(values: np.ndarray, few: int) -> Iterator[int]:
+    """Indices in the order of a stable argsort. Sorts about `few`, and more only when they are asked for."""
+    done = 0
+    while done < len(values):
+        least = np.arange(len(values))
+        if few < len(values):
+            least = np.flatnonzero(values <= np.partition(values, few)[few])
+        order = least[np.argsort(values[least], kind="stable")]
+        yield from order[done:].tolist()
+        done, few = len(order), 4 * len(order)

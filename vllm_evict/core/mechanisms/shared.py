@@ -1,0 +1,46 @@
+"""KV groups that share one budget (`policies.adakv`): a request's groups are decided on together."""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from ...config import KVPolicyConfig
+from ..actions import Action, Evict
+from ..blocks import choose_jointly, over_shared_trigger
+from ..plan import EvictionPlan, Reports
+from .base import Mechanism, Step, settled
+
+
+class SharedBudget(Mechanism):
+    """In the place of `Budget`."""
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return config.policy.pools
+
+    def plan(self, plan: EvictionPlan, step: Step) -> None:
+        # One KV group that grew makes all of a request's groups due, if they hold too much together.
+        for req_id in dict.fromkeys(chain.from_iterable(step.over)):
+            of_groups = [group.residents[req_id] for group in self.host.groups]
+            if over_shared_trigger(of_groups):
+                for noted, blocks in zip(plan.groups, of_groups):
+                    noted.due[req_id] = blocks.incarnation
+                    noted.report[req_id] = blocks.config.policy.measures
+
+    def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
+        for group, request, first in self.due(plan):
+            if group.number or first.limits is None:
+                continue  # the first group speaks for all
+            req_id, of_groups = request.request_id, [each.get(request.request_id) for each in reports]
+            if None in of_groups:
+                of_groups = [None] * len(of_groups)  # groups without scores can't be compared with others
+            if self.waits_for(of_groups[0], req_id, first):
+                continue
+            held = [each.residents[req_id] for each in self.host.groups]
+            chosen = choose_jointly(held, settled(request), of_groups)
+            for number, victims in enumerate(chosen):
+                if len(victims):
+                    yield Evict(req_id, number, victims)
+            # Each group has lost another number of blocks: workers foresee the next decision by their mean.
+            missing = sum(map(len, chosen)) and sum(blocks.holes for blocks in held) // len(held)
+            for told in self.host.next_plan.groups if missing else ():
+                told.missing[req_id] = missing

@@ -1,0 +1,105 @@
+"""Requests on their way in, and sessions at each turn: what each may keep, and how workers measure it."""
+
+import math
+import zlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+
+from ..config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError, given
+from ..core.blocks import RequestBlocks, RequestState
+from ..core.plan import EvictionPlan, Scoring
+
+if TYPE_CHECKING:
+    from .managers import EvictableManager
+
+logger = init_logger("vllm.evict")
+
+
+class AdmissionMixin:
+    """The part of the scheduler that grants requests their policy."""
+
+    kv_policy: KVPolicyConfig
+    kv_managers: "list[EvictableManager]"
+    residents: dict[str, RequestBlocks]
+    _plan: EvictionPlan
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.residents:
+            self._admit(request)
+            if request.resumable or (request.sampling_params and request.sampling_params.stop):
+                self._stoppable[request.request_id] = ()
+        super().add_request(request)
+
+    def _admit(self, request: Request) -> None:
+        """Give a request a residency in each KV group."""
+        block_size, longest = self.kv_managers[0].block_size, self._longest(request)
+        asked = dict((request.sampling_params and request.sampling_params.extra_args) or {})
+        config = self._granted(request, asked)
+        state, classes = RequestState(asked), config.classes
+        for manager in self.kv_managers:
+            part = classes.get(manager.kv_cache_spec.head_class, config)
+            limits = part.limits(block_size, request.num_prompt_tokens)
+            key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
+            # A session may come to anything.
+            may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
+            resident = RequestBlocks(part, limits, block_size, config.name, may_outgrow, key, state=state)
+            manager.residents[request.request_id] = resident
+
+    def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
+        """What a request runs under that asks for this, by its prompt so far."""
+        block_size = self.kv_managers[0].block_size
+        try:
+            return self.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
+        except KVPolicyError as error:
+            # The front end has refused what it could; a request that got past it must not take the engine down. A
+            # session's sizes may be some that its prompt has to grow to first.
+            sizes = request.resumable and not asked.keys().isdisjoint(REQUEST_SIZES)
+            which = "budget, sinks and window" if sizes else "KV policy"
+            logger.warning("request %s runs under the server's %s: %s", request.request_id, which, error)
+            if sizes:
+                return self._granted(request, {key: asked[key] for key in asked.keys() - {*REQUEST_SIZES}})
+            return self.kv_policy
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        super()._update_request_as_session(session, update)
+        self._renew(session)
+
+    def _renew(self, session: Request) -> None:
+        """Let what a session may keep follow its prompt, and what its next turn asks for."""
+        req_id, residents = session.request_id, self._residents_of(session.request_id)
+        asked, name = residents[0].state.asked, residents[0].policy
+        extra_args = given(session.sampling_params and session.sampling_params.extra_args)
+        if extra_args.get("kv_policy", name) != name:
+            logger.warning("request %s: a session keeps the KV policy of its first turn, %r", req_id, name)
+        asked |= {key: extra_args[key] for key in REQUEST_SIZES if key in extra_args}
+        config = self._granted(session, asked)
+        for manager, resident, plan in zip(self.kv_managers, residents, self._plan.groups):
+            part = config.of_class(manager.kv_cache_spec.head_class)
+            resident.renew(part, session.num_prompt_tokens, session.num_computed_tokens)
+            before, resident.scoring = resident.scoring, self.scoring_of(session, resident)
+            if not resident.started or resident.scoring == before:
+                continue
+            if resident.scoring is None:
+                plan.untrack.add(req_id)
+            elif before is not None and replace(before, trigger=resident.scoring.trigger) == resident.scoring:
+                plan.triggers[req_id] = resident.scoring.trigger
+            else:
+                plan.track[req_id], resident.first_query = resident.scoring, session.num_computed_tokens
+
+    @staticmethod
+    def scoring_of(request: Request, resident: RequestBlocks) -> Scoring | None:
+        """How workers measure a request from now on; None: not at all."""
+        scoring = Scoring.of(resident.config, resident.limits.trigger) if resident.measured else None
+        if scoring is not None and resident.config.policy.profiles:
+            # Its decision falls with its prompt's last tokens, or in any step after them if no report comes.
+            scoring = replace(scoring, trigger=0, start=max(request.num_prompt_tokens - scoring.window, 0))
+        return scoring
+
+
+def _key(prompt: list[int] | None) -> int:
+    """See `policies.Blocks.key`: CRC-32 of the prompt's token ids as int64, as request ids differ from run to run."""
+    return zlib.crc32(np.asarray(prompt or [], np.int64).tobytes())

@@ -1,0 +1,150 @@
+"""`--kv-policy` and `LLM(kv_policy=...)`: vLLM's engine arguments with one more.
+
+The policy travels as `VllmConfig.additional_config["kv_policy"]`, the channel that vLLM keeps for plugins.
+"""
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import vllm.envs as envs
+
+from ..config import REGISTRY, KVPolicyConfig, KVPolicyError, presets
+from ..config.errors import shown
+from ..config.fields import ALLOW
+
+#: vLLM takes a `max_model_len` above the model's own only if this is true.
+ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+#: Fields that users may give.
+FIELDS = ("name", *REGISTRY.fields(), "allow")
+_MEANINGS = "; ".join(f"{name}: {option.doc}" for name, option in (REGISTRY.fields() | {"allow": ALLOW}).items())
+HELP = f"""KV eviction policy: a name ({", ".join(sorted(REGISTRY))}), a preset ({", ".join(presets())}), a JSON object
+such as '{{"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}}' (or --kv-policy.name h2o --kv-policy.budget
+2048), or the path of a YAML file. Blocks above the budget go back to the pool while a request runs. Sizes are tokens;
+the budget may be a ratio of the prompt below 1. Fields: name: the policy; {_MEANINGS.replace("`", "")}."""
+
+
+@dataclass(kw_only=True)
+class _Added:
+    kv_policy: KVPolicyConfig | dict[str, Any] | str | None = None
+
+
+(_FIELD,) = dataclasses.fields(_Added)
+
+
+def hook(module: ModuleType) -> None:
+    """Extend `vllm.engine.arg_utils`; once."""
+    base = module.EngineArgs
+    if _FIELD.name in base.__dataclass_fields__:
+        return
+    for cls in (base, module.AsyncEngineArgs):
+        _add_field(cls)
+    base.add_cli_args = staticmethod(_with_flag(base.add_cli_args))
+    base.create_engine_config = _with_policy(base.create_engine_config)
+
+
+def _add_field(cls: type) -> None:
+    """Make `kv_policy` a field like those that the class was made with.
+
+    Whatever lists the fields of engine arguments or copies them (`dataclasses.replace`, `from_cli_args`, vLLM's log of
+    what is not default, Ray Serve LLM) then knows it, and so do subclasses.
+    """
+    cls.__dataclass_fields__[_FIELD.name] = _FIELD
+    cls.__annotations__[_FIELD.name] = _FIELD.type
+    cls.kv_policy = None
+    cls.__init__ = _with_keyword(cls.__init__)
+    # Their code names each field.
+    made = dataclasses.make_dataclass(cls.__name__, [(f.name, f.type, f) for f in dataclasses.fields(cls)], init=False)
+    cls.__repr__, cls.__eq__ = made.__repr__, made.__eq__
+
+
+def _with_keyword(init: Any) -> Any:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, kv_policy: Any = None, **kwargs: Any) -> None:
+        self.kv_policy = kv_policy
+        init(self, *args, **kwargs)
+
+    signature = inspect.signature(init)
+    keyword = inspect.Parameter(_FIELD.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_FIELD.type)
+    __init__.__signature__ = signature.replace(parameters=[*signature.parameters.values(), keyword])
+    return __init__
+
+
+def _with_flag(add_cli_args: Any) -> Any:
+    @functools.wraps(add_cli_args)
+    def with_flag(parser: Any) -> Any:
+        parser = add_cli_args(parser)
+        group = parser.add_argument_group("KV policy", "Eviction of KV cache blocks while serving (vllm_evict).")
+        group.add_argument("--kv-policy", type=_argument, default=None, metavar="POLICY", help=HELP)
+        return parser
+
+    return with_flag
+
+
+def _argument(text: str) -> KVPolicyConfig | None:
+    if text in ("", "None"):  # none, as of every flag of vLLM's; null in its --config file comes as the latter
+        return None
+    try:
+        return KVPolicyConfig.parse(text)
+    except KVPolicyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _with_policy(create_engine_config: Any) -> Any:
+    @functools.wraps(create_engine_config)
+    def with_policy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = _requested(self)
+        if config is None:
+            return create_engine_config(self, *args, **kwargs)
+        if not isinstance(self.additional_config, dict):
+            given = shown(self.additional_config)
+            raise KVPolicyError(f"beside a KV policy additional_config must be a dict, as it carries it, not {given}")
+        self.additional_config = {**self.additional_config, "kv_policy": config.to_dict()}
+        with longer_than_the_model(config):
+            vllm_config = create_engine_config(self, *args, **kwargs)
+        # Here, not above: what it imports needs a vLLM whose platform is known.
+        from .plugin import activate
+
+        activate(vllm_config, config)
+        return vllm_config
+
+    return with_policy
+
+
+@contextmanager
+def longer_than_the_model(config: KVPolicyConfig) -> Iterator[None]:
+    """While vLLM makes an engine's configuration: with a `context`, `max_model_len` may be more than the model's."""
+    before = vars(envs).get(ALLOW_LONG)
+    if config.context is not None:
+        # Not the environment, which vLLM reads once and remembers.
+        vars(envs)[ALLOW_LONG] = True
+    try:
+        yield
+    finally:
+        if before is None:
+            vars(envs).pop(ALLOW_LONG, None)
+        else:
+            vars(envs)[ALLOW_LONG] = before
+
+
+def _requested(engine_args: Any) -> KVPolicyConfig | None:
+    """The policy that was asked for, by argument or by additional_config."""
+    additional = engine_args.additional_config
+    carried = additional.get("kv_policy") if isinstance(additional, dict) else None
+    for key in additional if isinstance(additional, dict) else ():
+        if key != "kv_policy" and re.sub("[^a-z]", "", str(key).lower()) == "kvpolicy":
+            raise KVPolicyError(f"additional_config has {shown(key)}, which nobody reads: it is called 'kv_policy'")
+    given = engine_args.kv_policy
+    if given is None:
+        return None if carried is None else KVPolicyConfig.parse(carried)
+    config = KVPolicyConfig.parse(given)
+    if carried is not None and KVPolicyConfig.parse(carried) != config:
+        raise KVPolicyError("two different KV policies: one as kv_policy, one in additional_config; give one of them")
+    return config

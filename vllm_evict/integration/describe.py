@@ -1,0 +1,50 @@
+"""What the log says of a policy when the engine starts."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ..config import KVPolicyConfig
+from .spec import EvictableSpec
+
+if TYPE_CHECKING:
+    from .scheduler import EvictionMixin
+
+
+def start_up_line(scheduler: "EvictionMixin") -> str:
+    """One line: policy, bound, model runner, attention backend, KV groups."""
+    groups = [scheduler.kv_cache_config.kv_cache_groups[each.kv_cache_group_id] for each in scheduler.kv_managers]
+    spec: EvictableSpec = groups[0].kv_cache_spec
+    bounds = [
+        scheduler.kv_policy.of_class(group.kv_cache_spec.head_class).bound(spec.block_size, scheduler.max_model_len)
+        for group in groups
+    ]
+    bound = None if None in bounds else sum(bounds)
+    if len(groups) == 1:
+        what = f"1 KV group of {len(groups[0].layer_names)} layers"
+    elif not spec.head_class:
+        what = f"{len(groups)} KV groups of {sum(len(group.layer_names) for group in groups)} layers"
+    else:
+        counts = Counter(group.kv_cache_spec.head_class for group in groups)
+        what = f"{len(groups)} KV groups of {spec.num_kv_heads} heads ({_listed(counts)})"
+    if scheduler.sliding_managers:
+        what += f", beside {len(scheduler.sliding_managers)} of sliding windows, which stay vLLM's"
+    return (
+        f"KV policy {_described(scheduler.kv_policy)}"
+        + f"; requests may use {', '.join(sorted(scheduler.kv_policy.allowed))}"
+        + (f" and hold {bound} blocks of {spec.block_size} tokens" if bound else " and hold all their blocks")
+        + (" when the pool runs out" if bound and scheduler.pressure else "")
+        + f"; model runner V{2 if scheduler.use_v2_model_runner else 1}"
+        + f"{', async scheduling' if scheduler.scheduler_config.async_scheduling else ''}"
+        + f"; attention backend {spec.backend}; {what}"
+    )
+
+
+def _described(config: KVPolicyConfig) -> str:
+    """Its name and options, for the start-up line."""
+    options = {field: getattr(config, field) for field in sorted(config.policy.options - {"pattern", "retrieval"})}
+    text = config.name + "".join(f" {field}={value}" for field, value in options.items() if value is not None)
+    return text if config.retrieval is None else f"{text} retrieval=({_described(config.retrieval)})"
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -1,0 +1,45 @@
+"""FlashAttention's LSE: its kernels have it at no cost, and vLLM's backend does not ask for it.
+
+Needed until a metadata or layer option of vLLM's backend gives it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import vllm.v1.attention.backends.flash_attn as flash_attn
+
+#: The list that LSEs are added to; None: none is asked for.
+_captured: list[torch.Tensor] | None = None
+
+
+@contextmanager
+def capture_lse() -> Iterator[list[torch.Tensor]]:
+    """Each call of FlashAttention within it, from vLLM's backend, adds its LSE, float32 [H, T], to the list."""
+    global _captured
+    _wrap()
+    _captured = captured = []
+    try:
+        yield captured
+    finally:
+        _captured = None
+
+
+def _wrap() -> None:
+    """Once; the function that the backend calls by its name."""
+    attend = flash_attn.flash_attn_varlen_func
+    if getattr(attend, "kv_evict_captures_lse", False):
+        return
+
+    @wraps(attend)
+    def with_lse(*args: Any, **kwargs: Any) -> Any:
+        if _captured is None:
+            return attend(*args, **kwargs)
+        output, lse = attend(*args, **kwargs, return_softmax_lse=True)
+        _captured.append(lse)
+        return output
+
+    with_lse.kv_evict_captures_lse = True
+    flash_attn.flash_attn_varlen_func = with_lse

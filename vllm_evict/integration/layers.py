@@ -1,0 +1,383 @@
+"""Attention layers of a loaded model: their backend behind the resident view.
+
+vLLM asks each layer for its backend when it makes KV cache specs and metadata builders, both after the model is loaded.
+Replacing it there touches one engine's layers and no registry, and works the same for every backend.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
+
+from ..compute.attention.ops import BackendOps, ops_for
+from ..compute.attention.store import LayerStore
+from ..compute.group import GroupRuntime
+from ..compute.kernels.rotate import Rotation
+from ..compute.runtime import EvictionRuntime
+from ..config import STREAMING, KVPolicyConfig, KVPolicyError
+from ..core.arrange import arrange
+from ..core.layout import Layout
+from ..environment import decode_kernel
+from ..policies import RUNNING
+from . import refusals
+from .backend import PLACE, resident_backend, working_impl
+from .positions import rotations
+from .spec import EvictableSpec, most_blocks
+from .split import part_of, split_impl
+
+try:
+    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
+except ImportError:  # vLLM 0.33
+    from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_page_size
+
+#: Attribute of a layer whose heads are split that holds its `Part`s.
+PARTS = "kv_evict_parts"
+
+
+class HeadSlots(AttentionLayerBase):
+    """Stands for the pages of a KV group that hold heads of many layers: vLLM gives one cache to one layer name."""
+
+    def __init__(self, spec: EvictableSpec, backend: type, num_heads: int) -> None:
+        self.spec, self.backend, self.num_heads = spec, backend, num_heads
+
+    def get_attn_backend(self) -> type:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> EvictableSpec:
+        return self.spec
+
+
+def layout(vllm_config: VllmConfig, config: KVPolicyConfig) -> Layout | None:
+    """Where the policy wants KV heads to lie; None if all are in one KV group."""
+    names = tuple(config.classes)
+    if len(names) < 2:
+        return None
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if config.policy.splits == "classes":
+        return Layout.of_classes(arrange(config.head_pattern.retrieval, ranks), names)
+    model = vllm_config.model_config
+    kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
+    make = Layout.of_layers if config.policy.splits == "bands" else Layout.of_heads
+    return make(names, model.get_total_num_hidden_layers(), kv_heads, ranks)
+
+
+def install(
+    vllm_config: VllmConfig,
+    config: KVPolicyConfig,
+    model: torch.nn.Module,
+    specs: Mapping[str, KVCacheSpec] | None = None,
+) -> EvictionRuntime:
+    """Put all full attention layers of the model behind one runtime, with a group for each KV group.
+
+    Layers with sliding windows are left to vLLM.
+
+    Args:
+        vllm_config: the worker's.
+        config: the server's policy.
+        model: that is loaded.
+        specs: vLLM's own of all layers, which it groups layers by; needed where some have sliding windows.
+
+    Raises:
+        KVPolicyError: a layer cannot be served (see `refusals`).
+    """
+    every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    for name, layer in every.items():
+        if type(layer) is not Attention:
+            raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
+    layers = _evictable(vllm_config)
+    if len(layers) < len(every):
+        refusals.check_windows(vllm_config, config, bool(layers))
+    for name, layer in every.items():
+        refusals.check_cache(name, layer)
+    for name, layer in layers.items():
+        refusals.check_layer(name, layer, config)
+    # The block size is final here; it may not have been when the configuration was checked.
+    kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
+    config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, longest, vllm_config.max_in_flight_tokens)
+    placed = layout(vllm_config, config)
+    ops = _ops(next(iter(layers.values())).attn_backend.get_name())
+    if placed is not None:
+        refusals.check_alike(layers)
+        return _split(vllm_config, config, layers, placed, ops)
+    in_graphs = _scratch(vllm_config, config, layers, ops)
+    names, block_bytes = [list(layers)], 0
+    if len(layers) < len(every):
+        names, block_bytes = _grouped(vllm_config, config, layers, dict(specs))
+    turns = {} if config.context is None else rotations(vllm_config, model, layers)
+    groups = [_whole(vllm_config, config, [layers[name] for name in group], ops, turns, in_graphs) for group in names]
+    return EvictionRuntime(groups, ops, attends_in_graphs=in_graphs > 0, names=names, block_bytes=block_bytes)
+
+
+def _ops(backend: str) -> BackendOps:
+    """The operations beside a backend's kernel."""
+    ops = ops_for(backend)
+    if backend == "FLASH_ATTN":
+        from .flash import capture_lse  # only where vLLM's FlashAttention backend can be imported
+
+        ops.capture_lse = capture_lse
+    return ops
+
+
+def _evictable(vllm_config: VllmConfig) -> dict[str, Attention]:
+    """Layers that a policy is for: those without sliding windows, by name."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    return {name: layer for name, layer in layers.items() if layer.sliding_window is None}
+
+
+def _grouped(
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: Mapping[str, Attention], specs: dict[str, KVCacheSpec]
+) -> tuple[list[list[str]], int]:
+    """How vLLM will group these layers beside those with windows, and bytes of a block of the pool they share.
+
+    It makes groups of equally many layers of a kind, so that there may be several of either kind.
+    """
+    pages = {spec.page_size_bytes for spec in specs.values()}
+    sizes = {spec.block_size for spec in specs.values()} | {vllm_config.cache_config.block_size}
+    refusals.check_pages(config, sizes, pages)
+    groups = _get_kv_cache_groups_uniform_page_size(specs)
+    names = [group.layer_names for group in groups if group.layer_names[0] in layers]
+    return names, max(len(group.layer_names) for group in groups) * pages.pop()
+
+
+def _whole(
+    vllm_config: VllmConfig,
+    config: KVPolicyConfig,
+    layers: list[Attention],
+    ops: BackendOps,
+    turns: dict[Attention, Rotation],
+    in_graphs: int,
+) -> GroupRuntime:
+    """All heads of the layers of one KV group; `in_graphs` as of `_scratch`."""
+    ((head_class, part),) = config.classes.items()
+    kv_heads = layers[0].num_kv_heads
+    store = LayerStore(ops, lambda: ((layer, layer.kv_cache) for layer in layers), turns)
+    group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs)
+    backends = {layer.attn_backend: None for layer in layers}
+    backends = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
+    impls = {impl: working_impl(impl, ops) for impl in {type(layer.impl) for layer in layers}}
+    for place, layer in enumerate(layers):
+        layer.attn_backend = backends[layer.attn_backend]
+        layer.impl.__class__ = impls[type(layer.impl)]
+        setattr(layer.impl, PLACE, place)
+    return group
+
+
+def _split(
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout, ops: BackendOps
+) -> EvictionRuntime:
+    """Heads in several KV groups; if they have to be in another order, they were given it when the model was loaded."""
+    first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
+    rank = placed.places[get_tp_group().rank_in_group]
+    groups, pages = [], []
+    in_graphs = _scratch(vllm_config, config, layers, ops)
+    for index, head_class in enumerate(placed.groups):
+        name = f"kv_evict.{head_class}.{index}"
+        store = LayerStore(ops, partial(_caches_of, layers, name))
+        heads = [place.heads for layer in rank for place in layer if place.group == index]
+        group = _group(vllm_config, config.of_class(head_class), store, heads, in_graphs)
+        resident = resident_backend(backend, group, ops, head_class, first.num_kv_heads)
+        spec = _spec(vllm_config, config, first, placed.width, head_class, index)
+        slots = HeadSlots(spec, resident, first.num_heads)
+        vllm_config.compilation_config.static_forward_context[name] = slots
+        groups.append(group)
+        pages.append(name)
+    working, counts = working_impl(type(first.impl), ops), Counter()
+    for layer, places in zip(layers.values(), rank):
+        parts, head = [], 0
+        for place in places:
+            holder = vllm_config.compilation_config.static_forward_context[pages[place.group]]
+            where = head, place.heads, place.first, counts[place.group]
+            parts.append(part_of(layer, pages[place.group], holder, ops.heads_dim, *where))
+            parts[-1].impl.__class__ = working
+            counts[place.group] += 1
+            head += place.heads
+        setattr(layer, PARTS, parts)
+        layer.impl.__class__ = split_impl(type(layer.impl), parts, ops)
+        # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
+        layer.kv_sharing_target_layer_name = parts[0].pages
+        layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
+    return EvictionRuntime(groups, ops, pages, in_graphs > 0, [[page] for page in pages])
+
+
+def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], ops: BackendOps) -> int:
+    """Settle the scratch of the plugin's decode kernel.
+
+    Returns:
+        Resident blocks of the longest request in full CUDA graphs in which it attends; 0: in none.
+    """
+    if not ops.compiles:  # nor is it known yet what the CPU's kernels can read
+        return 0
+    measures, requests = bool(config.statistics & RUNNING), vllm_config.scheduler_config.max_num_seqs
+    decodes = decode_kernel() != "stock" and all(map(ops.can_decode, layers.values()))
+    decodes &= measures or len(config.classes) > 1
+    largest = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    return ops.scratch_for(
+        # Beside vLLM's kernel it is launched for what is measured query by query.
+        requests if decodes or "pivots" in config.statistics else 0,
+        min(requests, largest) if decodes else 0,
+        max(layer.num_heads for layer in layers.values()),
+        vllm_config.cache_config.block_size,
+        max(_held(vllm_config, part) for part in config.classes.values()),
+        any(part.granularity == "token" for part in config.classes.values()) and measures,
+    )
+
+
+def _held(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
+    """Most blocks that a request under a policy holds; where the pool runs out it may hold all until then."""
+    block_size, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
+    most = -(-longest // block_size)
+    return most if config.when == "pressure" else min(most, most_blocks(vllm_config, config, block_size))
+
+
+def _group(
+    vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int], in_graphs: int
+) -> GroupRuntime:
+    """`heads`: KV heads of each of its layers on this rank, which may have none; `in_graphs` as of `_scratch`."""
+    heads = heads or [1]
+    same = len(set(heads)) == 1
+    return GroupRuntime(
+        config,
+        block_size=vllm_config.cache_config.block_size,
+        max_requests=vllm_config.scheduler_config.max_num_seqs,
+        max_model_len=vllm_config.model_config.max_model_len,
+        kv_heads=heads[0] if same else sum(heads),
+        layers=len(heads) if same else 1,
+        store=store,
+        shape=(max(heads), len(heads)),
+        device=vllm_config.device_config.device_type,
+        graph_blocks=in_graphs,
+        held_blocks=_held(vllm_config, config),
+    )
+
+
+def _spec(
+    vllm_config: VllmConfig, config: KVPolicyConfig, layer: Attention, width: int, head_class: str, part: int
+) -> EvictableSpec:
+    """Pages with `width` head slots like those of one layer."""
+    own = {"head_class": head_class}
+    if head_class == STREAMING:
+        limits = config.of_class(head_class).limits(vllm_config.cache_config.block_size, 1)
+        own |= {"sink": limits.sink, "window": limits.budget - limits.sink}
+    else:
+        # vLLM makes groups of as many layers as the rarest spec has. Streaming groups have to hit together.
+        own["part"] = part
+    spec = layer.get_kv_cache_spec(vllm_config)
+    return replace_as(spec, EvictableSpec, num_kv_heads=width, backend=layer.attn_backend.get_name(), **own)
+
+
+def _caches_of(layers: dict[str, Attention], pages: str) -> Iterator[tuple[Attention, Any]]:
+    """Each layer that has heads in a KV group, and these heads' cache."""
+    for layer in layers.values():
+        for part in getattr(layer, PARTS):
+            if part.pages == pages:
+                yield layer, part.kv_cache
+
+
+def settle(
+    vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime, kv_cache_config: KVCacheConfig
+) -> None:
+    """Find out which of vLLM's KV groups are whose, and choose what attends to requests with holes.
+
+    How keys are packed is known once metadata builders exist.
+
+    Raises:
+        KVPolicyError: the score pass cannot read a layer's keys; says why.
+    """
+    given = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+    layers = _evictable(vllm_config)
+    holders = layers.keys() | set(runtime.pages)
+    runtime.numbers = [number for number, names in enumerate(given) if names[0] in holders]
+    assert [given[number] for number in runtime.numbers] == runtime.names, f"vLLM's KV groups are others: {given}"
+    ops, decodes = runtime.ops, decode_kernel() != "stock"
+    for name, layer in layers.items():
+        if (config.statistics or config.context) and (reason := ops.unreadable(layer)):
+            raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": [], without a context')
+        decodes &= ops.can_decode(layer)
+    for group in runtime.groups:
+        group.decodes = decodes
+
+
+def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
+    """Of the widest layer: dimensions of a key, bytes of each, and bytes of the most queries of a step."""
+    layers = _evictable(vllm_config).values()
+    dims, itemsize = max(layer.impl.head_size for layer in layers), max(layer.dtype.itemsize for layer in layers)
+    heads = max(layer.num_heads for layer in layers)
+    return dims, itemsize, vllm_config.scheduler_config.max_num_batched_tokens * heads * dims * itemsize
+
+
+def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:
+    """Of one block of the pool: of all layers, or of one KV group where there are several."""
+    pages = [spec.page_size_bytes for spec in specs.values()]
+    return runtime.block_bytes or (max(pages) if runtime.pages else sum(pages))
+
+
+def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[torch.Tensor]) -> None:
+    """Compile the plugin's kernels, once `settle` has chosen; `tables` are vLLM's block tables of the KV groups."""
+    # Its kernels need Triton.
+    from ..compute.attention.warmup import Heads, warm_up
+
+    layers, group_of = [], {name: group for group, names in enumerate(runtime.names) for name in names}
+    for name, layer in _evictable(vllm_config).items():
+        whole = [Heads(group_of[name], slice(0, layer.num_heads), layer.kv_cache)] if name in group_of else []
+        parts = (Heads(group_of[part.pages], part.query_heads, part.kv_cache) for part in getattr(layer, PARTS, ()))
+        layers.append((layer, [*whole, *parts]))
+    queries = vllm_config.scheduler_config.max_num_batched_tokens
+    blocks = -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size)
+    warm_up(runtime, layers, tables, queries, blocks)
+
+
+def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> str:
+    """Which kernels attend and measure, for the log, once `settle` has chosen."""
+    layers = _evictable(vllm_config)
+    backend = next(iter(layers.values())).attn_backend.get_name()
+    kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
+    line = f"KV policy {config.name}: {kernel} attends to all requests"
+    who = {"lack blocks": runtime.decodes_lacking, "are measured": runtime.ops.decodes_measured and measures}
+    if runtime.groups[0].decodes and any(who.values()):
+        who = " or ".join(name for name, whether in who.items() if whether)
+        line = f"KV policy {config.name}: requests that {who} are decoded by the plugin's kernel"
+        line += ", output and mass in one read" if measures else f", all else is attended to by {kernel}"
+    if measures:
+        line += f"; beside {kernel} mass is taken by {runtime.ops.beside}"
+    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        line += "; decodes replay full CUDA graphs"
+        if measures and runtime.attends_in_graphs:
+            line += f", those that are measured up to {runtime.groups[0].graph_tokens} resident tokens a request"
+        elif measures:
+            line += ", but for those that are measured"
+    return line
+
+
+def ignored_settings(vllm_config: VllmConfig, runtime: EvictionRuntime) -> str | None:
+    """What decodes in the place of the kernel that VLLM_EVICT_DECODE names, once `settle` has chosen.
+
+    None if it names none, or that one decodes. (Whether CUDA C++ can run behind a GPU backend, `kernels.decode_cuda`
+    says.)
+    """
+    kernel = decode_kernel()
+    layers = _evictable(vllm_config)
+    backend = next(iter(layers.values())).attn_backend.get_name()
+    decodes, on_device = runtime.groups[0].decodes, backend in refusals.DEVICE_BACKENDS
+    if kernel in (None, "stock") or (on_device and decodes):
+        return None
+    why = "its layers have what the plugin's kernels do not know" if on_device else "it names a kernel for GPU backends"
+    instead = "the plugin's kernel in C++ decodes" if decodes else "that backend's own kernel decodes"
+    return f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}, as {why}: {instead} requests that lack blocks"
+
+
+def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:
+    """Sum or maximum of a tensor over tensor-parallel ranks; every rank gets the same."""
+    group = get_tp_group()
+    if group.world_size > 1:
+        import torch.distributed as dist
+
+        ranks = group.cpu_group if values.device.type == "cpu" else group.device_group
+        dist.all_reduce(values, dist.ReduceOp.MAX if maximise else dist.ReduceOp.SUM, group=ranks)
+    return values

@@ -1,0 +1,301 @@
+"""Blocks of one KV group: a policy's bound on allocation, a pure prefix cache, and the way back to the pool."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.request import Request
+
+from ..core.blocks import RequestBlocks
+
+
+def hole_aware(manager: type) -> type:
+    """A subclass of one of vLLM's managers, for a KV group of requests that may lack blocks, there or in another.
+
+    It publishes nothing that was computed of a reduced context, and notes what the pool is asked for and hands out. No
+    mixin: with a second base it could not become the class of a manager that vLLM has made.
+    """
+
+    class HoleAware(manager):
+        #: All requests of the scheduler, in this group, or where this group has no holes in another.
+        residents: dict[str, RequestBlocks]
+        #: Blocks that the last allocation wanted.
+        wanted = 0
+        #: Test mode: freed blocks are poisoned, so what is allocated has to be cleaned. None when off.
+        allocated: list[int] | None = None
+
+        def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
+            self.wanted = super().get_num_blocks_to_allocate(*args, **kwargs)
+            return self.wanted
+
+        def allocate_new_blocks(
+            self, request_id: str, num_tokens: int, num_tokens_main_model: int
+        ) -> list[KVCacheBlock]:
+            new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+            if self.allocated is not None:
+                self.allocated.extend(block.block_id for block in new_blocks)
+            return new_blocks
+
+        def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+            # Blocks computed after the first eviction saw a reduced context: they are not what their hash says.
+            resident = self.residents.get(request.request_id)
+            if resident is not None and resident.pure_tokens is not None:
+                num_tokens = min(num_tokens, resident.pure_tokens)
+            super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+    return HoleAware
+
+
+class SlidingManager(hole_aware(SlidingWindowManager)):
+    """vLLM's manager for sliding windows, beside layers that may lack blocks."""
+
+    @classmethod
+    def beside(
+        cls, manager: SlidingWindowManager, residents: dict[str, RequestBlocks], poison: bool
+    ) -> "SlidingManager":
+        """Make one of vLLM's manager, whose spec stays vLLM's own; `residents` are those of a group with holes."""
+        manager.__class__ = cls
+        manager.residents, manager.allocated = residents, [] if poison else None
+        return manager
+
+    def most_blocks(self, tokens: int) -> int:
+        """Most blocks that a request of so many tokens holds, in flight included."""
+        return min(math.ceil(tokens / self.block_size), self.max_admission_blocks_per_request)
+
+    def publish_end(self, request: Request) -> None:
+        """Let others hit what a request has computed until now, as from here on nothing of it will be published.
+
+        vLLM publishes of a window what it needs to go on at the end of the prompt, which this request may not reach.
+        """
+        req_id = request.request_id
+        blocks, pure = self.req_to_blocks[req_id], self.residents[req_id].pure_tokens
+        end = min(self.num_cached_block.get(req_id, 0), pure // self.block_size)
+        first = max(end - self._contiguous_blocks_for_hit(self.sliding_window, self.block_size, False), 0)
+        mask = [block.block_hash is None for block in blocks[first:end]]
+        self.block_pool.cache_full_blocks(
+            request, blocks, first, end, self.block_size, self.kv_cache_group_id, block_mask=mask
+        )
+
+
+class EvictableManager(hole_aware(FullAttentionManager)):
+    """vLLM's manager for full attention, with holes.
+
+    A hole is vLLM's null block at the evicted block's place, so positions, slot mappings and prefix hashes stay
+    vLLM's own. The scheduler decides what goes; this class only keeps the books.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.residents = {}
+        #: Its place among the KV groups that may have holes: that of its plans and reports.
+        self.number = 0
+        self.max_in_flight_tokens = 0
+        #: Policy -> blocks that its requests hold.
+        self.held: Counter[str] = Counter()
+        #: Requests that grew beyond their trigger since the last `take_over_trigger`, in the order in which they did.
+        self._over_trigger: dict[str, None] = {}
+
+    def bind(self, number: int, max_in_flight_tokens: int, poison: bool) -> None:
+        """What the scheduler knows and vLLM does not pass on."""
+        self.number, self.max_in_flight_tokens = number, max_in_flight_tokens
+        self.allocated = [] if poison else None
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks that a request may hold on top while steps are in flight: one more may be begun by a chunk."""
+        return math.ceil(self.max_in_flight_tokens / self.block_size) + 1
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        if kv_cache_spec.window is None:
+            return super().find_longest_cache_hit(
+                block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
+            )
+        hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size)
+        cached = [
+            block_pool.get_cached_block(block_hash, kv_cache_group_ids)
+            for block_hash in itertools.islice(hashes, max_length // kv_cache_spec.block_size)
+        ]
+        count, needed = longest_hit([bool(blocks) for blocks in cached], kv_cache_spec.sink, kv_cache_spec.window)
+        null = block_pool.null_block
+        hits = tuple(
+            [blocks[group] if need else null for blocks, need in zip(cached, needed)]
+            for group in range(len(kv_cache_group_ids))
+        )
+        return hits, count * kv_cache_spec.block_size
+
+    def without_middle(self, hit: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+        """A cached prefix with holes where streaming heads can do without."""
+        sink, window = self.kv_cache_spec.sink, self.kv_cache_spec.window
+        if window is None or len(hit) <= sink + window:
+            return list(hit)
+        return [*hit[:sink], *[self._null_block] * (len(hit) - sink - window), *hit[-window:]]
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
+    ) -> None:
+        super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
+        there = np.flatnonzero([not block.is_null for block in new_computed_blocks])
+        if len(there) < len(new_computed_blocks):
+            self.residents[request_id].adopt(there, len(new_computed_blocks))
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
+    ) -> int:
+        resident = self.residents.get(request_id) if apply_admission_cap else None
+        # Before its scores are there a request is not evicted from.
+        waits = resident and (resident.config.policy.reconstructs or resident.config.policy.profiles)
+        if resident and resident.limits and not waits:
+            # A longer prompt is evicted chunk by chunk, so it never holds more than this at once. A cached prefix may
+            # be longer than the bound; the first chunk comes on top.
+            held = max(resident.limits.bound, len(new_computed_blocks))
+            num_tokens = min(num_tokens, (held + self.in_flight) * self.block_size)
+        return super().get_num_blocks_to_allocate(
+            request_id, num_tokens, new_computed_blocks, *args, apply_admission_cap=apply_admission_cap, **kwargs
+        )
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        # A request's residency grows here and nowhere else, so only those that grow are looked at.
+        if new_blocks and (resident := self.residents.get(request_id)):
+            self._count(resident, resident.held(len(self.req_to_blocks[request_id])))
+            self.note(request_id)
+        return new_blocks
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        if resident := self.residents.get(request_id):
+            self._count(resident, 0)
+            resident.restart()
+        self._over_trigger.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    def published_tokens(self, request_id: str) -> int:
+        """Tokens of a request whose blocks can be hit by others, those that the step being planned will compute too."""
+        return self.num_cached_block.get(request_id, 0) * self.block_size
+
+    def note(self, request_id: str) -> None:
+        """See whether a request is over its trigger, now that it grew or that its limits changed."""
+        if self.residents[request_id].over_trigger(len(self.req_to_blocks[request_id])):
+            self._over_trigger[request_id] = None
+
+    def take_over_trigger(self) -> list[str]:
+        """Drain the requests that may be over their trigger once their step is done."""
+        taken, self._over_trigger = list(self._over_trigger), {}
+        return taken
+
+    def blocks_at(self, request_id: str, indices: np.ndarray) -> list[int]:
+        """Physical blocks of a request at some logical ones, int64 [k]."""
+        table = self.req_to_blocks[request_id]
+        return [table[index].block_id for index in indices.tolist()]
+
+    def rewrite(
+        self, request_id: str, writes: np.ndarray, holes: np.ndarray
+    ) -> tuple[dict[int, int], list[KVCacheBlock]] | None:
+        """Put holes into a request's table, and see that no other request reads some of its blocks, or will.
+
+        The caller must tell the workers with the very next step: the pool may hand a block out in it, and steps in
+        flight still read it, but they run before any write of that step. What is written goes into blocks that are
+        neither shared nor published: those of the request, of `holes` too, or new ones.
+
+        Args:
+            request_id: a running request, or a session between two turns.
+            writes: int64 [n], ascending logical blocks that workers write into, none of them a hole.
+            holes: int64 [k], ascending logical blocks that go, after those of `writes`.
+
+        Returns:
+            {logical block: physical block} of those in `writes` that got another one, and the blocks given back; None,
+            with nothing changed, if the pool has too few new blocks and other requests hold these.
+        """
+        table, keep = self.req_to_blocks[request_id], len(writes)
+        before = [table[index] for index in (*writes.tolist(), *holes.tolist())]
+        if not self._find_room(before, keep - sum(map(_is_private, before))):
+            return None
+        own = [block for block in before if _is_private(block)][:keep]
+        targets = own + self.block_pool.get_new_blocks(keep - len(own))
+        # A block that may stay where it is does.
+        staying = {block.block_id for block in before[:keep] if block in targets}
+        rest = [block for block in targets if block.block_id not in staying]
+        after = [block if block.block_id in staying else rest.pop(0) for block in before[:keep]]
+        moved = {}
+        for index, old, new in zip(writes.tolist(), before, after):
+            if new is not old:
+                table[index], moved[index] = new, new.block_id
+        for index in holes.tolist():
+            table[index] = self._null_block
+        kept = {block.block_id for block in after}
+        given_back = [block for block in before if block.block_id not in kept]
+        # Tail first, as vLLM frees: the head of a cached prefix can be hit longest.
+        self.block_pool.free_blocks(reversed(given_back))
+        resident = self.residents[request_id]
+        self._count(resident, resident.held_blocks - len(holes))
+        return moved, given_back
+
+    def _find_room(self, blocks: Sequence[KVCacheBlock], copies: int) -> bool:
+        """See that the pool has a new block for each of `copies` that a request needs in place of some of its own.
+
+        If the pool has too few, the last of `blocks` that no other request holds leave the prefix cache, as many as are
+        missing: these need no copy. So a request that shares nothing is never short of room.
+
+        Returns:
+            Whether there is room now. If not, nothing has changed.
+        """
+        missing = copies - self.block_pool.get_num_free_blocks()
+        if missing <= 0:
+            return True
+        published = [block.block_id for block in blocks if block.ref_cnt == 1 and block.block_hash is not None]
+        if len(published) < missing:
+            return False
+        self.block_pool.evict_blocks(set(published[-missing:]))
+        return True
+
+    def _count(self, resident: RequestBlocks, held: int) -> None:
+        self.held[resident.policy] += held - resident.held_blocks
+        resident.hold(held)
+
+
+def _is_private(block: KVCacheBlock) -> bool:
+    """Whether one request holds a block, and no other will find it in the prefix cache."""
+    return block.ref_cnt == 1 and block.block_hash is None
+
+
+def longest_hit(there: Sequence[bool], sink: int, window: int) -> tuple[int, np.ndarray]:
+    """The longest prefix whose first `sink` and last `window` blocks are cached.
+
+    A request that takes it starts with holes in between, as one that has computed it and was evicted from. If nothing
+    is missing there are no holes: what is computed next sees all of it, and can be published.
+
+    Args:
+        there: [n], whether each block is cached.
+
+    Returns:
+        Its blocks, and which of them are taken: bool [count].
+    """
+    absent = np.concatenate(([0], np.cumsum(~np.array(there, bool))))
+    for count in range(len(there), 0, -1):
+        last = max(count - window, min(sink, count))
+        if absent[min(sink, count)] == 0 and absent[count] == absent[last]:
+            needed = np.full(count, absent[count] == 0)
+            needed[:sink] = needed[last:] = True
+            return count, needed
+    return 0, np.empty(0, bool)

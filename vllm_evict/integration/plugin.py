@@ -1,0 +1,76 @@
+"""Entry points: how vLLM finds the plugin, and what happens when a policy is asked for."""
+
+from typing import Any
+
+from ..config import KVPolicyConfig, KVPolicyError
+from . import arguments, frontend
+from .late import when_imported
+
+#: vLLM's modules and what is added to them, in every process and idempotently. Without a policy all of it stays idle.
+HOOKS = {
+    "vllm.engine.arg_utils": arguments.hook,
+    "vllm.entrypoints.openai.chat_completion.protocol": frontend.hook_protocol("ChatCompletionRequest"),
+    "vllm.entrypoints.openai.completion.protocol": frontend.hook_protocol("CompletionRequest"),
+    "vllm.entrypoints.openai.responses.protocol": frontend.hook_protocol("ResponsesRequest"),
+    "vllm.entrypoints.openai.responses.serving": frontend.hook_responses,
+    "vllm.v1.engine.async_llm": frontend.hook_async_llm,
+    "vllm.v1.engine.input_processor": frontend.hook_input_processor,
+    "vllm.v1.engine.output_processor": frontend.hook_output_processor,
+    "vllm.v1.metrics.loggers": frontend.hook_loggers,
+}
+_registered = False
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: called in the API process, the engine core and every worker."""
+    global _registered
+    if not _registered:
+        _registered = True
+        for module, hook in HOOKS.items():
+            when_imported(module, hook)
+
+
+def platform() -> None:
+    """Entry point `vllm.platform_plugins`: called first of all, and declines.
+
+    vLLM loads general plugins inside `EngineArgs.__init__`, too late for a keyword of it; this comes with the import.
+    """
+    register()
+
+
+def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Give an engine configuration the scheduler and worker that evict.
+
+    Raises:
+        KVPolicyError: this vLLM, model or setting cannot be served.
+    """
+    from vllm import __version__ as vllm_version
+
+    from . import positions, refusals, versions
+
+    versions.check(vllm_version)
+    refusals.check_config(vllm_config, config)
+    model = vllm_config.model_config
+    layers, kv_heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
+    config = config.for_model(layers, kv_heads, vllm_config.parallel_config.tensor_parallel_size)
+    config = positions.in_tokens(vllm_config, config)
+    config.check(
+        vllm_config.cache_config.block_size, layers, kv_heads, model.max_model_len, vllm_config.max_in_flight_tokens
+    )
+    config.check_instruction(model.get_vocab_size())
+    vllm_config.additional_config["kv_policy"] = config.to_dict()
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    vllm_config.scheduler_config.scheduler_cls = (
+        f"vllm_evict.integration.scheduler.{'AsyncEvictionScheduler' if asynchronous else 'EvictionScheduler'}"
+    )
+    worker = vllm_config.parallel_config.worker_cls
+    if worker not in WORKERS:
+        raise KVPolicyError(f"KV policies can't be used with worker class {worker!r}: leave --worker-cls out")
+    vllm_config.parallel_config.worker_cls = WORKERS[worker]
+
+
+#: vLLM's workers -> ours.
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_evict.integration.cpu_worker.CPUEvictionWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_evict.integration.gpu_worker.GPUEvictionWorker",
+}

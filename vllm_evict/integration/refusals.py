@@ -1,0 +1,317 @@
+"""What cannot be served right yet is refused at start, by name, with what to do instead."""
+
+from collections.abc import Collection
+from typing import Any
+
+import vllm.envs as envs
+from vllm.platforms import current_platform
+from vllm.v1.executor.abstract import Executor
+
+from ..compute.attention.ops import FP8_NAMES, OPS, WHOLE_LAYERS
+from ..config import KVPolicyConfig, KVPolicyError
+from ..environment import decode_kernel
+from ..policies import RUNNING
+
+#: Attention backends that have been put behind a resident view.
+BACKENDS = tuple(OPS)
+#: Those of them that run on a GPU.
+DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+#: Device -> KV cache dtypes that the its backends' ops read.
+SCORED_DTYPES = {
+    "cpu": ("auto", "float16", "bfloat16", "float32"),
+    "cuda": ("auto", "float16", "bfloat16", "float32", *FP8_NAMES),
+}
+#: The least compute capability of GPUs that our kernels were compiled for (before Ampere some lack shared memory), and
+#: for which Triton compiles those that read float8_e4m3 (Ada).
+LEAST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
+_CHOOSE = (
+    f"policies run on CPU_ATTN, and on a GPU on {', '.join(DEVICE_BACKENDS[:-1])} and {DEVICE_BACKENDS[-1]} (tested "
+    "without one only); set {setting} to one of these, or leave --kv-policy out"
+)
+_WHOLE = (
+    "it plans for all heads of a layer, which this policy splits; set {setting} to "
+    f"{' or '.join(backend for backend in DEVICE_BACKENDS if backend not in WHOLE_LAYERS)}"
+)
+
+
+def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Refuse engines that a policy cannot run in.
+
+    Raises:
+        KVPolicyError: naming the model or setting, and what to do instead.
+    """
+    decode_kernel()
+    for refused, what, instead in _settings(vllm_config, config):
+        if refused:
+            raise _refusal(config, what, instead)
+
+
+def _refusal(config: KVPolicyConfig, what: str, instead: str) -> KVPolicyError:
+    return KVPolicyError(f"KV policy {config.name!r} can't be used with {what}: {instead}")
+
+
+def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    without = "leave --kv-policy out for this model"
+    # ROCm calls its device cuda too, and one of its backends FLASH_ATTN.
+    platform = "rocm" if current_platform.is_rocm() else vllm_config.device_config.device_type
+    backend, setting = _named_backend(vllm_config.attention_config)
+    text = model.hf_text_config
+    fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
+    # Scores, and decodes of split heads, are our kernels'.
+    has_kernels = platform == "cuda" and bool(config.statistics or len(config.classes) > 1)
+    capability = tuple((current_platform.get_device_capability() if has_kernels else None) or FP8_CAPABILITY)
+    gpu = f"a GPU of compute capability {'.'.join(map(str, capability))}"
+    return [
+        (
+            platform not in ("cpu", "cuda"),
+            f"vLLM's {platform} engine in this release",
+            "it serves on vLLM's CPU and CUDA engines; leave --kv-policy out here",
+        ),
+        (
+            platform == "cuda" and envs.VLLM_BATCH_INVARIANT,
+            "VLLM_BATCH_INVARIANT, as its decode kernel splits keys by what the batch holds",
+            "unset it, or leave --kv-policy out",
+        ),
+        (
+            envs.VLLM_USE_RUST_FRONTEND,
+            "vLLM's Rust front end, which takes what requests ask for unseen, and has no metrics of ours",
+            "unset VLLM_USE_RUST_FRONTEND",
+        ),
+        (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
+        (model.use_mla, "multi-head latent attention (MLA)", without),
+        (
+            model.is_hybrid or model.has_inner_state or model.is_attention_free,
+            "Mamba, linear-attention or hybrid layers",
+            without,
+        ),
+        (model.is_encoder_decoder, "encoder-decoder models", without),
+        (
+            model.is_mm_prefix_lm,
+            "non-causal attention over images",
+            "set --language-model-only, which serves text alone, or leave --kv-policy out for this model",
+        ),
+        (model.is_diffusion, "models with non-causal attention", without),
+        (
+            getattr(text, "attention_chunk_size", None) is not None,
+            "chunked-local attention layers, which recycle their blocks themselves",
+            without,
+        ),
+        (
+            config.context is not None and model.uses_mrope,
+            "a context and rotary positions of several dimensions (M-RoPE), which count no tokens",
+            "leave context out for this model",
+        ),
+        (model.rswa_window is not None, "layers that attend to their prompt and a sliding window", without),
+        *(_windows(vllm_config, config, cache.sliding_window is None) if _slides(model, cache) else ()),
+        (
+            backend not in (None, *(DEVICE_BACKENDS if platform == "cuda" else BACKENDS)),
+            f"the attention backend {backend}",
+            _CHOOSE.format(setting=setting),
+        ),
+        (
+            platform == "cuda" and backend in WHOLE_LAYERS and len(config.classes) > 1,
+            f"the attention backend {backend}",
+            _WHOLE.format(setting=setting),
+        ),
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "context parallelism",
+            "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
+        ),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --tensor-parallel-size instead"),
+        (parallel.use_ubatching, "dual-batch overlap or microbatches", "leave --enable-dbo and --ubatch-size out"),
+        (
+            parallel.data_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher",
+            "data parallelism under an external launcher, where an empty step runs the model all the same",
+            "leave data_parallel_size out, or serve with --data-parallel-size",
+        ),
+        (
+            _past_the_worker(vllm_config),
+            "vLLM's older Ray executor, which runs steps past the worker",
+            "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND, or set it to 1",
+        ),
+        (vllm_config.speculative_config is not None, "speculative decoding", "leave --speculative-config out"),
+        (
+            vllm_config.kv_transfer_config is not None,
+            "a KV connector",
+            "leave --kv-transfer-config and --kv-offloading-size out",
+        ),
+        (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
+        (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
+        (
+            (config.statistics or config.context) and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
+            f"KV cache dtype {cache.cache_dtype!r}, which the plugin can't read on vLLM's {platform} engine",
+            f'use --kv-cache-dtype auto{fp8}, or a policy without scores and context with "allow": [] (sink-window)',
+        ),
+        (
+            capability < LEAST_CAPABILITY,
+            gpu,
+            'kernels that score or split heads need 8.0 (Ampere) or newer; use sink-window with "allow": []',
+        ),
+        (
+            cache.cache_dtype in FP8_NAMES and capability < FP8_CAPABILITY,
+            f"KV cache dtype {cache.cache_dtype!r} on {gpu}",
+            "Triton has its numbers from 8.9 on; use --kv-cache-dtype auto",
+        ),
+        (
+            (config.statistics or config.context) and set(cache.kv_cache_dtype_skip_layers) - {"sliding_window"},
+            "KV cache dtypes that differ between layers",
+            "leave --kv-cache-dtype-skip-layers out",
+        ),
+        (
+            config.reconstructs and not cache.enable_prefix_caching,
+            "prefix caching off while requests may use kvzip, which reconstructs prompts from it",
+            "leave --no-enable-prefix-caching out, or kvzip",
+        ),
+        (
+            vllm_config.scheduler_config.scheduler_cls is not None,
+            "a scheduler class of your own",
+            "leave --scheduler-cls out; eviction needs its own",
+        ),
+    ]
+
+
+def _past_the_worker(vllm_config: Any) -> bool:
+    """Whether the executor is the one of vLLM 0.32 that hands a step to the model runner itself; 0.33 has none such."""
+    executor = Executor.get_class(vllm_config)
+    return any(base.__name__ == "RayDistributedExecutor" for base in executor.__mro__)
+
+
+def _slides(model: Any, cache: Any) -> bool:
+    """Whether any layer has a sliding window, as far as the configuration says; all, if the cache's has one."""
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    some = "sliding_attention" in kinds and model.get_sliding_window() is not None
+    return some or cache.sliding_window is not None
+
+
+def _windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> list[tuple[bool, str, str]]:
+    """What is refused where layers have sliding windows; `others`: whether there are layers that have none."""
+    beside = "sliding-window attention beside full attention"
+    return [
+        (
+            not others,
+            "sliding-window attention in all layers, which recycle their blocks themselves",
+            "there is nothing to evict; leave --kv-policy out for this model",
+        ),
+        (
+            bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+            f"{beside} without vLLM's hybrid KV cache manager, as all layers share one block table then",
+            "leave --disable-hybrid-kv-cache-manager out",
+        ),
+        (
+            len(config.classes) > 1,
+            f"{beside}, as it splits layers or heads in pages that are no layer's",
+            "use a policy for whole layers, such as h2o, snapkv or sink-window",
+        ),
+        (
+            config.context is not None,
+            f"{beside}, where only those with windows may have positions",
+            "leave context out for this model",
+        ),
+        (
+            config.reconstructs,
+            f"{beside}, where a prompt can't be repeated from the blocks that it has left in the cache",
+            "leave kvzip out; snapkv, h2o and keydiff need no second pass",
+        ),
+    ]
+
+
+def check_windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> None:
+    """Refuse what can't be served in a model some of whose layers have sliding windows; `others`: some have none.
+
+    Raises:
+        KVPolicyError: naming it.
+    """
+    for refused, what, instead in _windows(vllm_config, config, others):
+        if refused:
+            raise _refusal(config, what, instead)
+
+
+def check_pages(config: KVPolicyConfig, block_sizes: Collection[int], page_bytes: Collection[int]) -> None:
+    """Refuse models whose layers with and without sliding windows differ in the blocks of their caches.
+
+    Args:
+        block_sizes: tokens, of all KV groups and as configured.
+        page_bytes: of all KV groups.
+
+    Raises:
+        KVPolicyError: naming the sizes.
+    """
+    if len(block_sizes) > 1 or len(page_bytes) > 1:
+        sizes = " and ".join(map(str, sorted(block_sizes)))
+        raise _refusal(
+            config,
+            f"layers with and without sliding windows whose caches differ in shape (blocks of {sizes} tokens, pages of "
+            f"{' and '.join(map(str, sorted(page_bytes)))} bytes)",
+            "leave --kv-policy out for this model",
+        )
+
+
+def _named_backend(attention_config: Any) -> tuple[str | None, str]:
+    """The backend that somebody named for plain full attention, and where; None if vLLM is to choose one.
+
+    It does when it makes the layers, which `check_layer` looks at. Other kinds of layers may have any: sliding
+    windows are left to vLLM.
+    """
+    if (backend := attention_config.backend_per_kind.get("full_attention")) is not None:
+        return backend.name, "--attention-config.backend_per_kind.full_attention"
+    return getattr(attention_config.backend, "name", None), "--attention-backend"
+
+
+def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
+    """Refuse full attention layers whose blocks cannot be evicted or scored.
+
+    Raises:
+        KVPolicyError: naming the layer.
+    """
+    impl = layer.impl
+    backend = layer.attn_backend.get_name()
+    what, setting = f"the attention backend {backend}, which {name} has", "--attention-backend"
+    if backend not in BACKENDS:
+        raise _refusal(config, what, _CHOOSE.format(setting=setting))
+    if backend in WHOLE_LAYERS and len(config.classes) > 1:
+        raise _refusal(config, what, _WHOLE.format(setting=setting))
+    if not config.statistics & RUNNING:
+        return
+    for attribute, what in (
+        ("alibi_slopes", "ALiBi slopes"),
+        ("logits_soft_cap", "a soft cap on its logits"),
+        ("sinks", "learned attention sinks"),
+    ):
+        value = getattr(impl, attribute, None)
+        if value is not None and not (isinstance(value, (int, float)) and value == 0):
+            raise KVPolicyError(
+                f'{name} has {what}, which the score pass does not know: use sink-window with "allow": []'
+            )
+
+
+def check_cache(name: str, layer: Any) -> None:
+    """Refuse layers, of any kind, without a cache of their own.
+
+    Raises:
+        KVPolicyError: naming the layer.
+    """
+    if layer.kv_sharing_target_layer_name is not None:
+        raise KVPolicyError(f"{name} shares the cache of {layer.kv_sharing_target_layer_name}: leave --kv-policy out")
+
+
+def check_alike(layers: dict[str, Any]) -> None:
+    """Refuse models whose layers' heads don't fit into pages of one shape, or differ, where heads are split.
+
+    Raises:
+        KVPolicyError: naming two layers.
+    """
+    for name, layer in layers.items():
+        for attribute, what in (("alibi_slopes", "ALiBi slopes"), ("sinks", "learned attention sinks")):
+            if getattr(layer.impl, attribute, None) is not None:
+                raise KVPolicyError(f"heads can't be split: {name} has {what} for each head; leave --kv-policy out")
+        for child, weight in layer.state_dict().items():
+            if weight.numel() > 1:
+                raise KVPolicyError(f"heads can't be split: {name} has {weight.numel()} values in its {child}")
+    first = next(iter(layers))
+    alike = ("num_heads", "num_kv_heads", "head_size", "head_size_v", "kv_cache_dtype", "attn_backend")
+    for name, layer in layers.items():
+        for attribute in alike:
+            if getattr(layer, attribute) != getattr(layers[first], attribute):
+                raise KVPolicyError(f"heads can't be split: {name} and {first} differ in {attribute}")

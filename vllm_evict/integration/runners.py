@@ -1,0 +1,120 @@
+"""Model runners V1 and V2: holes and moved blocks into their block tables, which the views of a batch are made of.
+
+Both runners rebuild their tables from the scheduler's new blocks only; neither is ever told that a block went away.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+
+from ..compute.runtime import EvictionRuntime
+from . import graphs
+
+
+def install(runner: Any, runtime: EvictionRuntime, v2: bool) -> None:
+    """Let `runtime` see the runner's batches and write its holes."""
+    (_install_v2 if v2 else _install_v1)(runner, runtime)
+    (graphs.install_v2 if v2 else graphs.install_v1)(runner, runtime)
+
+
+def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
+    update = runner._update_states
+
+    @wraps(update)
+    def _update_states(scheduler_output: Any) -> Any:
+        runtime.check_begun(scheduler_output)
+        corrections = update(scheduler_output)
+        tables = [runner.input_batch.block_table[number].block_table for number in runtime.numbers]
+        for number, table, group in zip(runtime.numbers, tables, runtime.groups):
+            for req_id, blocks in group.changes():
+                request = runner.requests.get(req_id)
+                if request is None:
+                    continue
+                # Rows of the batch are rebuilt from here when a request comes back after a pause.
+                for block, physical in blocks.items():
+                    request.block_ids[number][block] = physical
+                row = runner.input_batch.req_id_to_index.get(req_id)
+                if row is not None:
+                    table.np[row, list(blocks)] = list(blocks.values())
+        runtime.batch.req_ids = runner.input_batch.req_ids
+        # Filled before any metadata is built; rows of padding are cleared later, but of length 0 by then.
+        runtime.views.tables = [table.gpu for table in tables]
+        return corrections
+
+    runner._update_states = _update_states
+
+
+def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
+    update, prepare = runner.update_requests, runner.prepare_attn
+
+    @wraps(update)
+    def update_requests(scheduler_output: Any) -> None:
+        runtime.check_begun(scheduler_output)
+        update(scheduler_output)
+        for number, group in zip(runtime.numbers, runtime.groups):
+            table = runner.block_tables.block_tables[number]
+            for req_id, blocks in group.changes():
+                row = runner.req_states.req_id_to_index.get(req_id)
+                if row is not None:
+                    for start, length in _runs(sorted(blocks)):
+                        table.stage_write(row, start, [blocks[start + offset] for offset in range(length)])
+
+    @wraps(prepare)
+    def prepare_attn(input_batch: Any) -> Any:
+        runtime.batch.req_ids = input_batch.req_ids
+        tables, slots = prepare(input_batch)
+        runtime.views.tables = [tables[number] for number in runtime.numbers]
+        return tables, slots
+
+    runner.update_requests, runner.prepare_attn = update_requests, prepare_attn
+
+
+@contextmanager
+def profiling(runner: Any, step: int, between: int, device: torch.device) -> Iterator[None]:
+    """Within it vLLM's measure of what a step takes knows of ours: so many bytes while layers run, so many before or
+    after that."""
+    profile = runner.profile_run
+
+    @wraps(profile)
+    def profile_run(*args: Any, **kwargs: Any) -> None:
+        held = torch.empty(step, dtype=torch.uint8, device=device)
+        profile(*args, **kwargs)
+        del held
+        torch.empty(between, dtype=torch.uint8, device=device)
+
+    runner.profile_run = profile_run
+    try:
+        yield
+    finally:
+        del runner.profile_run
+
+
+def block_tables(runner: Any, runtime: EvictionRuntime, v2: bool) -> list[torch.Tensor]:
+    """vLLM's block table of each group, where metadata builders get its first rows. int32 [requests, width]"""
+    if v2:
+        return [runner.block_tables.input_block_tables[number] for number in runtime.numbers]
+    tables = runner.input_batch.block_table
+    return [tables[number].get_device_tensor(runner.max_num_reqs) for number in runtime.numbers]
+
+
+def _runs(indices: list[int]) -> list[tuple[int, int]]:
+    """Ascending indices as (start, length) of their consecutive runs."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and index == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+def fill_blocks(runner: Any, blocks: list[int], value: float) -> None:
+    """Overwrite whole blocks in all layers (tests: poison what is freed, clean what is handed out again)."""
+    # Layers whose heads are split share one tensor.
+    for cache in {cache.data_ptr(): cache for cache in runner.kv_caches}.values():
+        if cache.dtype == torch.uint8:  # fp8: its NaN is one of e5m2 too
+            cache = cache.view(torch.float8_e4m3fn)
+        cache[blocks] = value

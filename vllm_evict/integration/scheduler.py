@@ -1,0 +1,322 @@
+"""vLLM's schedulers with eviction: workers measure, the scheduler decides, and tells workers with the step it plans."""
+
+import time
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from ..config import KVPolicyError
+from ..core.actions import Action, MoveUp
+from ..core.blocks import RequestBlocks
+from ..core.mechanisms import Budget, Context, Mechanism, Pressure, Profiles, SharedBudget, Step
+from ..core.mechanisms.base import settled
+from ..core.plan import PLAN, REPORTS, EvictionPlan
+from ..core.reports import Inbox
+from ..core.usage import SHOWN_KEY, USAGE_KEY, KVUsage
+from ..environment import poison_mode
+from .admission import AdmissionMixin
+from .allocation import count_published
+from .describe import start_up_line
+from .hits import HitsMixin
+from .managers import EvictableManager, SlidingManager
+from .metrics import STATS_KEY, Tally
+from .pressure import RoomMaker
+from .reconstruction import Reconstructions
+from .spec import policy_config
+
+logger = init_logger("vllm.evict")
+
+
+class EvictionMixin(AdmissionMixin, HitsMixin):
+    """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
+
+    A request over its trigger is found when its block table grows (`EvictableManager.allocate_new_blocks`), and decided
+    on when its step is done. Its blocks go back to the pool at once; the holes travel with the next `schedule`, the
+    first one that could hand those blocks out. Steps in flight still read the old table, and every worker runs them
+    before the step that writes a reused block.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_policy = policy_config(self.vllm_config)
+        self.tally = Tally()
+        self._poison = poison_mode()
+        self.kv_managers, self.sliding_managers = self._managers()
+        count_published(self.kv_cache_manager, self._published_tokens)
+        self._plan, self._inbox = EvictionPlan.empty(len(self.kv_managers)), Inbox()
+        #: None if no request is evicted from when the pool runs out.
+        self.pressure = Pressure(self, self.kv_policy) if Pressure.serves(self.kv_policy) else None
+        self.room = RoomMaker(self, self.pressure) if self.pressure is not None else None
+        #: None if no request's prompt is ever reconstructed.
+        self.reconstructions = Reconstructions(self) if Reconstructions.serves(self.kv_policy) else None
+        self.mechanisms = self._mechanisms()
+        #: Requests that the front end ends, on any of their outputs: those with stop strings, and sessions. And what it
+        #: was told last of their usage: peak, evicted blocks of each KV group.
+        self._stoppable: dict[str, tuple[int, ...]] = {}
+        self._policies = sorted(self.kv_policy.allowed)
+        logger.info(start_up_line(self))
+
+    def _mechanisms(self) -> list[Mechanism]:
+        """The mechanisms that this server's requests may need, in the order in which they decide."""
+        config, made = self.kv_policy, [self.pressure]
+        for kind in (Profiles, Budget, SharedBudget):
+            made.append(kind(self) if kind.serves(config) else None)
+        made.append(Context(self, self.vllm_config.max_in_flight_tokens) if Context.serves(config) else None)
+        made.append(self.reconstructions)
+        return [mechanism for mechanism in made if mechanism is not None]
+
+    def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager]]:
+        """Those of KV groups that may have holes, in order, and those of sliding windows beside them.
+
+        More than one may have holes only where heads are split, or where fewer layers slide than do not.
+        """
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        evictable = [manager for manager in managers if isinstance(manager, EvictableManager)]
+        others = [manager for manager in managers if manager not in evictable]
+        served = evictable and all(type(manager) is SlidingWindowManager for manager in others)
+        if not served or (len(managers) > 1 and not others and not managers[0].kv_cache_spec.head_class):
+            raise KVPolicyError(
+                f"KV policy {self.kv_policy.name!r} can't be used with layers whose caches differ in shape "
+                f"({len(managers)} KV groups: {', '.join(type(m).__name__ for m in managers)}): leave --kv-policy out"
+            )
+        order = [manager.kv_cache_spec.head_class for manager in evictable]
+        assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
+        for number, manager in enumerate(evictable):
+            manager.bind(number, self.vllm_config.max_in_flight_tokens, self._poison)
+        return evictable, [SlidingManager.beside(each, evictable[0].residents, self._poison) for each in others]
+
+    @property
+    def residents(self) -> dict[str, RequestBlocks]:
+        """All requests, in the first KV group that may have holes."""
+        return self.kv_managers[0].residents
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self.reconstructions is not None:
+            self.reconstructions.before_schedule()
+        output = super().schedule(*args, **kwargs)
+        plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))
+        self._plan_starts(plan, output)
+        tokens = output.num_scheduled_tokens
+        over = [[each for each in manager.take_over_trigger() if each in tokens] for manager in self.kv_managers]
+        step = Step(tokens, over, self._is_short())
+        for mechanism in self.mechanisms:
+            mechanism.plan(plan, step)
+        if self._poison:
+            for manager in (*self.kv_managers, *self.sliding_managers):
+                plan.clean += manager.allocated
+                manager.allocated = []
+        setattr(output, PLAN, plan)
+        return output
+
+    def _plan_starts(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
+        """Tell workers how to measure the requests that start, or start over, with a step."""
+        starts = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            computed = zip(cached.req_ids, cached.num_computed_tokens)
+            starts += [start for start in computed if start[0] in cached.resumed_req_ids]
+        for manager, group in zip(self.kv_managers, plan.groups):
+            for req_id, computed_tokens in starts:
+                resident = manager.residents[req_id]
+                if resident.started:  # the next turn of a streaming session: what it may keep may have changed
+                    manager.note(req_id)
+                    continue
+                resident.started, resident.first_query = True, computed_tokens
+                if self.reconstructions is not None and self.reconstructions.is_shadow(req_id):
+                    self.reconstructions.measure(group)
+                    continue
+                resident.scoring = self.scoring_of(self.requests[req_id], resident)
+                if resident.scoring is not None:
+                    group.track[req_id] = resident.scoring
+
+    def _is_short(self) -> bool:
+        """Whether the pool may run out before long: a quarter of it is left, or a request waits."""
+        enough = max(self.kv_cache_manager.block_pool.num_gpu_blocks // 4, 2 * len(self.running))
+        return bool(self.waiting) or self.free_blocks < enough
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
+        reports = self._inbox.take(getattr(model_runner_output, REPORTS, None), plan.groups, self._held)
+        for mechanism in self.mechanisms:
+            for action in mechanism.decide(plan, reports):
+                self.apply(action)
+        if self.room is not None and any(group.asked for group in plan.groups):
+            self.room.scores_came()
+        if self.reconstructions is not None:
+            self.reconstructions.hide(outputs)
+        if self._stoppable:
+            self._send_usage(outputs)
+        return outputs
+
+    def _held(self, group: int, req_id: str) -> np.ndarray | None:
+        """Blocks that a request holds in a KV group, those of steps in flight left out; None if it has ended."""
+        request = self.requests.get(req_id)
+        return None if request is None else self.kv_managers[group].residents[req_id].held_after(settled(request))
+
+    def apply(self, action: Action) -> None:
+        """Do what a mechanism decided: free blocks, and tell workers with the next step.
+
+        An action may need private copies of blocks that other requests hold, and the pool may have no room for them.
+        Then nothing happens, and the next decision asks again; a request that can't go on without the action is
+        preempted.
+        """
+        req_id, manager, plan = action.req_id, self.kv_managers[action.group], self._plan
+        request, residents = self.requests[req_id], self._residents_of(req_id)
+        resident, policy = residents[action.group], residents[action.group].policy
+        source = manager.blocks_at(req_id, action.reads)
+        if (changed := manager.rewrite(req_id, action.writes, action.holes)) is None:
+            if action.must:
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic())
+            return
+        moved, given_back = changed
+        target = manager.blocks_at(req_id, action.writes)
+        first, whole = not any(each.evicted_blocks for each in residents), resident.pure_tokens is None
+        if len(action.holes):
+            resident.evict(action.holes, request.num_computed_tokens)
+        if len(action.writes):
+            # Blocks that were published may still be, those that come next may not.
+            resident.pure_tokens = min(resident.pure_tokens, manager.published_tokens(req_id))
+        if whole:
+            self._publish_ends(request)
+        group = plan.groups[action.group]
+        if len(action.holes):
+            group.holes.setdefault(req_id, []).extend(action.holes.tolist())
+        if len(action.writes):
+            group.moved.setdefault(req_id, {}).update(moved)
+        action.order(plan, source, target)
+        freed = [block for block in given_back if block.ref_cnt == 0]
+        if self._poison:
+            # A published block may still be hit: its content has to stay what its hash says.
+            poison = [block.block_id for block in freed if block.block_hash is None]
+            plan.poison = [block for block in plan.poison if block not in target] + poison
+        copies = len(given_back) - len(action.holes)
+        if isinstance(action, MoveUp):
+            resident.move_up()
+            self.tally.move(policy, copies)
+        else:
+            self.tally.count(policy, len(action.holes), max(len(freed) - copies, 0), first, copies)
+
+    # What mechanisms see (`core.mechanisms.Host`)
+
+    @property
+    def groups(self) -> list[EvictableManager]:
+        return self.kv_managers
+
+    @property
+    def next_plan(self) -> EvictionPlan:
+        return self._plan
+
+    @property
+    def free_blocks(self) -> int:
+        return self.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def running_request(self, req_id: str) -> Request | None:
+        request = self.requests.get(req_id)
+        return request if request is not None and request.status == RequestStatus.RUNNING else None
+
+    def miss(self, req_id: str, resident: RequestBlocks) -> None:
+        """Count and log a report that was asked for and did not come."""
+        resident.misses += 1
+        self.tally.miss(resident.policy)
+        if not resident.state.complained:
+            resident.state.complained = True
+            logger.error(
+                "no scores came back for request %s; while none come its oldest KV blocks go first. Said once.", req_id
+            )
+
+    def _residents_of(self, req_id: str) -> list[RequestBlocks]:
+        return [manager.residents[req_id] for manager in self.kv_managers]
+
+    def _send_usage(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Put usage so far on outputs that the front end may make the last, where it is news to it."""
+        for client in outputs.values():
+            for output in client.outputs:
+                req_id = output.request_id
+                if req_id not in self._stoppable:
+                    continue
+                residents = self._residents_of(req_id)
+                usage = (residents[0].state.peak_blocks, *(resident.evicted_blocks for resident in residents))
+                if usage != self._stoppable[req_id]:
+                    self._stoppable[req_id] = usage
+                    output.kv_transfer_params = self._usage(self.requests[req_id])
+
+    def _published_tokens(self, request: Request) -> int | None:
+        """Tokens of a request that others can hit, blocks that it has lost included; None: it has all its blocks."""
+        resident = self.residents.get(request.request_id)
+        if resident is None or resident.pure_tokens is None:
+            return None
+        return min(manager.published_tokens(request.request_id) for manager in self.kv_managers)
+
+    def _usage(self, request: Request) -> dict[str, Any]:
+        """Its usage as it travels to the front end."""
+        usage = {USAGE_KEY: KVUsage.of(self._residents_of(request.request_id)).as_dict()}
+        params = request.sampling_params
+        shown = params and (params.extra_args or {}).get(SHOWN_KEY)
+        return usage | ({SHOWN_KEY: True} if shown else {})
+
+    def _publish_ends(self, request: Request) -> None:
+        """What a request that loses its first block has computed until now is the last of it that others may hit."""
+        if self.kv_cache_manager.enable_caching:
+            for manager in self.sliding_managers:
+                manager.publish_end(request)
+
+    def _free_request_blocks(self, request: Request) -> None:
+        # Its table is gone, and with it all that workers were to hear of.
+        for group in self._plan.groups:
+            for told in (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored):
+                told.pop(request.request_id, None)
+            group.untrack.discard(request.request_id)
+        for orders in (self._plan.compactions, self._plan.moves):
+            orders[:] = [order for order in orders if order.req_id != request.request_id]
+        super()._free_request_blocks(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
+        kv_params, ec_params = super()._free_request(request, *args, **kwargs)
+        self._stoppable.pop(request.request_id, None)
+        if request.request_id not in self.residents:
+            return kv_params, ec_params  # it never came in through `add_request`
+        usage = self._usage(request)
+        for manager in self.kv_managers:
+            del manager.residents[request.request_id]
+        return {**(kv_params or {}), **usage}, ec_params
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+        finished = super().finish_requests(*args, **kwargs)
+        if self.reconstructions is not None:
+            self.reconstructions.tidy()
+            finished = self.reconstructions.visible(finished)
+        return finished
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        if self.reconstructions is not None:
+            self.reconstructions.reset()
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            held = {policy: sum(manager.held[policy] for manager in self.kv_managers) for policy in self._policies}
+            # The only free-form field of the stats; without KV connectors (refused at start) nothing else uses it.
+            stats.kv_connector_stats = {STATS_KEY: self.tally.take(held)}
+        return stats
+
+
+class EvictionScheduler(EvictionMixin, Scheduler):
+    """vLLM's `Scheduler` with eviction."""
+
+
+class AsyncEvictionScheduler(EvictionMixin, AsyncScheduler):
+    """vLLM's `AsyncScheduler` with eviction."""

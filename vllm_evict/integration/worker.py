@@ -1,0 +1,141 @@
+"""vLLM's workers with eviction."""
+
+from contextlib import nullcontext
+from copy import copy
+from time import perf_counter
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+
+from ..compute.memory import Needs, described, needs, put_aside
+from ..compute.runtime import EvictionRuntime
+from ..core.plan import REPORTS, Reports
+from . import layers, runners
+from .reorder import check_reload, reordering
+from .spec import policy_config
+
+logger = init_logger("vllm.evict")
+
+
+class EvictionWorkerMixin:
+    """Obeys the plan on each `SchedulerOutput`, and sends reports back on the step's `ModelRunnerOutput`."""
+
+    kv_evict: EvictionRuntime | None = None
+    _needs = Needs()
+    _reports: list[Reports] = []
+    _copied: Any = None
+    _reordered = False
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        placed = layers.layout(self.vllm_config, policy_config(self.vllm_config))
+        self._reordered = placed is not None and placed.order is not None
+        with reordering(self.vllm_config, placed.order) if self._reordered else nullcontext():
+            super().load_model(*args, **kwargs)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        if self._reordered:
+            check_reload(*args, **kwargs)
+        super().reload_weights(*args, **kwargs)
+
+    def get_kv_cache_spec(self) -> Any:
+        # The first call after the model is loaded and the block size is settled; specs are what it changes.
+        if self.kv_evict is None:
+            specs = super().get_kv_cache_spec()
+            self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
+            runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+        return super().get_kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        if not self.kv_evict.ops.compiles:
+            return super().determine_available_memory()
+        self.kv_evict.reserve()
+        self._needs = needs(self.kv_evict.groups, *layers.sizes(self.vllm_config))
+        with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
+            available = super().determine_available_memory()
+        return self._needs.left(available, layers.block_bytes(self.kv_evict, self.get_kv_cache_spec()))
+
+    def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_from_config(kv_cache_config, *args, **kwargs)
+        config = policy_config(self.vllm_config)
+        layers.settle(self.vllm_config, config, self.kv_evict, kv_cache_config)
+        if self.kv_evict.ops.compiles:
+            self.kv_evict.reserve()
+            tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+            self.kv_evict.hold(kv_cache_config.num_blocks, tables)
+        if self.rank == 0:
+            logger.info(layers.described(self.vllm_config, config, self.kv_evict))
+            if self.kv_evict.ops.compiles:
+                logger.info(described(config.name, self.kv_evict, self._needs, kv_cache_config.num_blocks))
+            if (line := put_aside(config.name, self.kv_evict)) is not None:
+                logger.info(line)
+            if (line := layers.ignored_settings(self.vllm_config, self.kv_evict)) is not None:
+                logger.warning(line)
+
+    def compile_or_warm_up_model(self) -> Any:
+        # Before vLLM captures graphs, and before its monitor takes what is compiled for a fault.
+        if self.kv_evict.ops.compiles and self.vllm_config.kernel_config.enable_jit_warmup:
+            self._warm_up()
+        return super().compile_or_warm_up_model()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        start = perf_counter()
+        try:
+            tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+            layers.warm_up(self.vllm_config, self.kv_evict, tables)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+        except Exception:
+            logger.warning(
+                "Kernels of KV policies could not be compiled ahead. They are compiled when requests first need them, "
+                "which will have to wait.",
+                exc_info=True,
+            )
+        else:
+            logger.info("Kernels of KV policies were compiled in %.1f s", perf_counter() - start)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self.kv_evict.begin(scheduler_output)
+        self.kv_evict.rearrange(layers.tensor_parallel_all_reduce)
+        plan = self.kv_evict.plan
+        if plan.poison:
+            runners.fill_blocks(self.model_runner, plan.poison, float("nan"))
+        if plan.clean:
+            runners.fill_blocks(self.model_runner, plan.clean, 0.0)
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            self._reports = self.kv_evict.end(layers.tensor_parallel_all_reduce)
+            self._copied = self.kv_evict.copied
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        reports, self._reports = self._reports, []
+        return with_reports(output, reports, self._copied) if any(reports) else output
+
+
+def with_reports(output: Any, reports: list[Reports], copied: Any = None) -> Any:
+    """The output with the reports on it, now or when it is awaited; `copied` says when they came from the device."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _Reporting(output, reports, copied)
+    if isinstance(output, ModelRunnerOutput):
+        if copied is not None:
+            copied.synchronize()
+        if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all steps
+            output = copy(output)
+        setattr(output, REPORTS, reports)
+    return output
+
+
+class _Reporting(AsyncModelRunnerOutput):
+    def __init__(self, output: AsyncModelRunnerOutput, reports: list[Reports], copied: Any) -> None:
+        self._output, self._reports, self._copied = output, reports, copied
+
+    def get_output(self) -> ModelRunnerOutput:
+        return with_reports(self._output.get_output(), self._reports, self._copied)
+
+    def get_kv_connector_output(self) -> Any:
+        """Abstract since vLLM 0.33."""
+        return self._output.get_kv_connector_output()

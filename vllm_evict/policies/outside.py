@@ -1,0 +1,45 @@
+"""Policies that other distributions bring by the entry point group `vllm_evict.policies`: name -> class."""
+
+import logging
+from importlib.metadata import EntryPoint, entry_points
+
+from ..config import REGISTRY
+from ..config.errors import shown
+from .base import CACHED, RUNNING, Policy
+
+GROUP = "vllm_evict.policies"
+logger = logging.getLogger("vllm.evict")
+
+
+def add_from_outside() -> None:
+    """Add them all. A broken one harms nothing until its name is used: it is refused then, with the reason."""
+    for entry in entry_points(group=GROUP):
+        try:
+            REGISTRY.add(_loaded(entry))
+        except Exception as error:  # the module may raise anything
+            whose = entry.dist.name if entry.dist else "an unknown distribution"
+            why = f"of {whose} ({entry.value}) can't be used: {type(error).__name__}: {error}"
+            if entry.name not in REGISTRY:
+                REGISTRY.broken[entry.name] = why
+            logger.warning("KV policy %r %s", entry.name, why)
+
+
+def _loaded(entry: EntryPoint) -> Policy:
+    """The policy of an entry point.
+
+    Raises:
+        TypeError, ValueError: it is no policy that can come from outside.
+    """
+    policy = entry.load()
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise TypeError(f"got {shown(policy)}; expected a subclass of vllm_evict.policies.Policy")
+    if getattr(policy, "name", None) != entry.name:
+        raise ValueError(f"the class is called {shown(getattr(policy, 'name', None))}; expected {entry.name!r}")
+    if policy.splits or policy.reconstructs or policy.profiles or policy.pools:
+        raise ValueError("splits, reconstructs, profiles and pools are for policies of the package")
+    if not policy.measures <= RUNNING | CACHED or len(policy.measures & RUNNING) > 1:
+        raise ValueError(
+            f"measures {', '.join(sorted(policy.measures))}; expected any of {', '.join(sorted(CACHED))}, and one of "
+            f"{', '.join(sorted(RUNNING))}"
+        )
+    return policy()

@@ -1,1 +1,0 @@
-"""Worker side: holes into block tables, running sums of attention mass, reports."""
