@@ -36,13 +36,13 @@ import pytest  # noqa: E402
 from engine import Engine  # noqa: E402
 from oracle.tiny import make_tiny_llama  # noqa: E402
 
-from vllm_evict.worker.views import Views  # noqa: E402
+from vllm_evict.compute.views import Views  # noqa: E402
 
 GARBAGE = 2**30
 #: Files that take minutes; they are begun first.
 LONG = {
     *("test_ray", "test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"),
-    "test_sliding",
+    *("test_sliding", "test_load_engine", "test_soak"),
 }
 
 

@@ -145,6 +145,7 @@ class Engine:
         assert not any(manager.take_over_trigger() for manager in self.managers)
         for group in self.worker.kv_evict.groups:
             assert not group.with_holes and not group.mergers
+            assert group.originals is None or group.originals.is_empty
             if group.prompts is not None:
                 known = self.scheduler.reconstructions.scores
                 assert group.prompts.is_empty and len(group.prompts.numbers) == len(known._prompts)
@@ -172,10 +173,11 @@ class Engine:
             use_tqdm=False,
         )
 
-    def add(self, prompt, request_id=None, **sampling):
+    def add(self, prompt, request_id=None, priority=0, **sampling):
         """Queue a request for `run`."""
         request_id = request_id or f"r{next(self._ids)}"
-        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(map(int, prompt))}, greedy(**sampling))
+        tokens = {"prompt_token_ids": list(map(int, prompt))}
+        self.llm.llm_engine.add_request(request_id, tokens, greedy(**sampling), priority=priority)
         return request_id
 
     def run(self, on_step=None):

@@ -36,7 +36,7 @@ def expecting(*answers, metric="contains", classes=()):
 
 def duo(**options):
     """duo on the needle model's heads, as an entry of --policies."""
-    return json.dumps({"name": "duo", "heads": str(ROOT / "configs/heads/needle"), **options})
+    return json.dumps({"name": "duo", "gates": str(ROOT / "configs/heads/needle"), **options})
 
 
 HALF = {"name": "h2o", "budget": 0.5, "sink": 32, "recent": 32, "accumulate": "last"}

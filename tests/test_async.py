@@ -43,7 +43,7 @@ class Recorder:
         self.server, self.records, self.restarts = server, {}, 0
         self.untold = set()  # physical blocks that went back to the pool, and no worker knows
         scheduler = server.scheduler
-        schedule, evict, preempt = scheduler.schedule, scheduler._evict, scheduler._preempt_request
+        schedule, evict, preempt = scheduler.schedule, scheduler.apply, scheduler._preempt_request
 
         def watched_schedule(*args):
             before = {req_id: set(server.held_by(req_id)) for req_id in scheduler.requests}
@@ -71,10 +71,11 @@ class Recorder:
             self.decisions_waiting = set()
             return output
 
-        def watched_evict(request, resident, report):
+        def watched_apply(action):
+            request = scheduler.requests[action.req_id]
             blocks = {index: block.block_id for index, block in enumerate(self.table(request)) if not block.is_null}
             done = request.num_computed_tokens - request.num_in_flight_tokens
-            evict(request, resident, report)
+            evict(action)
             gone = [index for index in blocks if self.table(request)[index].is_null]
             if gone:
                 self.records[request.request_id].decided[done] = gone
@@ -87,7 +88,7 @@ class Recorder:
             return preempt(*args, **kwargs)
 
         self.reused, self.in_flight, self.decisions_waiting = 0, [], set()
-        scheduler.schedule, scheduler._evict = watched_schedule, watched_evict
+        scheduler.schedule, scheduler.apply = watched_schedule, watched_apply
         scheduler._preempt_request = watched_preempt
 
     def table(self, request):

@@ -12,8 +12,8 @@ from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.plan import Report
-from vllm_evict.core.residency import Residency
 
 BLOCK = 32
 BASE = {"budget": 320, "buffer": 64, "sink": 32, "recent": 64, "window": 24, "kernel": 3}
@@ -44,8 +44,8 @@ def test_budgets_fall_with_depth_around_their_mean():
     # Bands of one, one and two layers take as much memory each.
     third = 1.9 / 3
     uneven = [1 + third * (3.5 / 3 - middle) for middle in (0, 1, 2.5)]
-    assert budgets(config.model_copy(update={"bands": 3}), 4) == [3 + round(61 * share) for share in uneven]
-    assert set(budgets(config.model_copy(update={"beta": 1.0}), 32)) == {64}
+    assert budgets(config.replace(bands=3), 4) == [3 + round(61 * share) for share in uneven]
+    assert set(budgets(config.replace(beta=1.0), 32)) == {64}
     # A ratio is of the request's prompt.
     config = KVPolicyConfig.parse({"name": "pyramidkv", **BASE, "budget": 0.5, "bands": 2})
     assert budgets(config, 32, 4096) == [3 + round(61 * share) for share in layers.reshape(2, 16).mean(1)]
@@ -227,7 +227,12 @@ def choice(mass, config, limits, tokens):
 
 @pytest.mark.parametrize("bands, recovery", [(2, 0.6)] if V2 else [(2, 0.6), (4, 0.35), (4, 0.65), (4, 0.97)])
 def test_fastgen_matches_the_oracle(engine, model, dense, bands, recovery):
-    policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": bands, "recovery": recovery}
+    policy = {
+        "name": "fastgen",
+        **{k: v for k, v in BASE.items() if k != "kernel"},
+        "bands": bands,
+        "recovery": recovery,
+    }
     server = engine(policy, model=model, max_num_batched_tokens=192)
     config = KVPolicyConfig.parse(policy)
     prompt, chosen = random_prompt(600, 5), []
@@ -308,7 +313,7 @@ def test_fastgen_keeps_each_group_to_what_it_chose(request, model, complaints, m
 def test_a_restart_is_measured_and_chosen_for_again(recovery, name):
     policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 1, "recovery": recovery}
     (config,) = KVPolicyConfig.parse(policy).classes.values()
-    resident = Residency(config, config.limits(BLOCK, 600), BLOCK, "fastgen", may_outgrow=True)
+    resident = RequestBlocks(config, config.limits(BLOCK, 600), BLOCK, "fastgen", may_outgrow=True)
     resident.profile(Report(np.arange(19), {"mass": np.ones(19)}), 600, 600)
     assert resident.config.name == name and resident.measured == (name == "h2o")
     resident.restart()

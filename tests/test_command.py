@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from vllm_evict import KVPolicyConfig, KVPolicyError, __version__, cli
+from vllm_evict.config import presets
 from vllm_evict.eval import cli as command
 from vllm_evict.policies import POLICIES
-from vllm_evict.sources import presets
 
 pytestmark = pytest.mark.v1_only
 ROOT = Path(__file__).parent.parent
@@ -61,8 +61,16 @@ def test_one_policy_is_shown_with_what_was_left_out(run, tmp_path):
         status, output, _ = run("policies", policy)
         assert status == 0
         shown = {field: value.strip() for field, value in fields(output).items()}
-        assert shown == {field: str(value) for field, value in KVPolicyConfig.parse(policy).to_dict().items()}
+        assert shown == {field: str(value) for field, value in KVPolicyConfig.parse(policy).effective().items()}
     assert fields(run("policies", file)[1])["kernel"].strip() == "3"
+
+
+def test_sizes_that_follow_the_budget_are_shown_as_they_came_out(run):
+    shown = fields(run("policies", '{"name": "h2o", "budget": 288}')[1])
+    assert shown["sink"].strip() == "32 (at most an eighth of the budget, in whole blocks)"
+    assert shown["recent"].strip() == "144 (at most half of the budget, in whole blocks)"
+    shown = fields(run("policies", '{"name": "h2o", "budget": 288, "sink": 20}')[1])
+    assert shown["sink"].strip() == "20" and shown["recent"].startswith("144 (")
 
 
 @pytest.mark.parametrize("policy", ["h3o", '{"name": "h2o", "buget": 1}', "nowhere.yaml", '{"name": h2o}'])
@@ -114,7 +122,7 @@ def test_presets_are_the_files_of_configs_that_no_policy_is_called_after():
 
 
 def test_a_policys_name_is_the_policy(tmp_path, monkeypatch):
-    monkeypatch.setattr("vllm_evict.sources.PRESETS", tmp_path)
+    monkeypatch.setattr("vllm_evict.config.sources.PRESETS", tmp_path)
     for name in ("h2o", "mine"):
         (tmp_path / f"{name}.yaml").write_text("name: tova")
     assert [KVPolicyConfig.parse(name).name for name in ("h2o", "mine")] == ["h2o", "tova"]
@@ -124,8 +132,19 @@ def test_an_unknown_name_is_answered_with_policies_and_presets():
     with pytest.raises(KVPolicyError) as error:
         KVPolicyConfig.parse("h2o-presure")
     named, _, preset = str(error.value).partition("; or a preset: ")
-    assert set(named.partition("choose one of: ")[2].split(", ")) == set(POLICIES)
-    assert preset.split(", ")[0] == "h2o-pressure" and set(preset.split(", ")) == PRESETS
+    assert (
+        named
+        == f"unknown KV policy 'h2o-presure': did you mean 'h2o-pressure'? Expected one of: {', '.join(sorted(POLICIES))}"
+    )
+    assert preset == ", ".join(sorted(PRESETS))
+
+
+@pytest.mark.parametrize("word, meant", [("streamingllm", "streaming-llm"), ("h2o_last", "h2o-last"), ("h20", "h2o")])
+def test_policies_and_presets_are_ranked_together(word, meant):
+    with pytest.raises(
+        KVPolicyError, match=rf"^unknown KV policy '{word}': did you mean '{meant}'\? Expected one of: "
+    ):
+        KVPolicyConfig.parse(word)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +181,7 @@ def test_a_wheel_has_the_presets_and_the_command(installed, tmp_path):
     assert {path.stem for path in (installed / "vllm_evict/configs").iterdir()} >= PRESETS
     assert not list((installed / "vllm_evict/configs").glob("duo*"))
     code = (
-        "import vllm_evict; from vllm_evict import triton_kernels; from vllm_evict.compat import arguments;"
+        "import vllm_evict; from vllm_evict import triton_kernels; from vllm_evict.integration import arguments;"
         "print(vllm_evict.__file__, vllm_evict.KVPolicyConfig.parse('h2o-pressure').when,"
         " 'h2o-pressure' in arguments.HELP)"
     )

@@ -7,9 +7,9 @@ import pytest
 import torch
 from test_mass import BF16, F16, F32, needs_extension
 
-from vllm_evict.kernels import compact as module
-from vllm_evict.kernels.compact import compact, compact_reference, is_ordered
-from vllm_evict.kernels.mass import pack_keys, pack_values, unpack_keys, unpack_values
+from vllm_evict.compute.kernels import compact as module
+from vllm_evict.compute.kernels.compact import compact, compact_reference, is_ordered
+from vllm_evict.compute.kernels.mass import pack_keys, pack_values, unpack_keys, unpack_values
 
 F8, U8 = torch.float8_e4m3fn, torch.uint8
 

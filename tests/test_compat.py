@@ -42,18 +42,17 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_evict import KVPolicyConfig, KVPolicyError, plugin
-from vllm_evict.compat import arguments, frontend, versions
-from vllm_evict.compat.late import when_imported
-from vllm_evict.config import REQUEST_FIELDS
-from vllm_evict.core.scheduler import AsyncEvictionScheduler, EvictionScheduler
-from vllm_evict.metrics import COUNTERS
-from vllm_evict.sources import presets
-from vllm_evict.worker.cpu import CPUEvictionWorker
+from vllm_evict import KVPolicyConfig, KVPolicyError
+from vllm_evict.config import REQUEST_FIELDS, presets
+from vllm_evict.integration import arguments, frontend, plugin, versions
+from vllm_evict.integration.cpu_worker import CPUEvictionWorker
+from vllm_evict.integration.late import when_imported
+from vllm_evict.integration.metrics import COUNTERS
+from vllm_evict.integration.scheduler import AsyncEvictionScheduler, EvictionScheduler
 
 OURS = Sources(snapshot.OURS, "vllm_evict")
 #: Parts of vllm_evict that run inside vLLM's processes and may import it at once.
-INSIDE_VLLM = ("compat", "core", "worker", "attention")
+INSIDE_VLLM = ("integration",)
 #: Modules of vLLM that can't be imported without its CUDA libraries.
 NEEDS_A_GPU = ("vllm.platforms.cuda", "vllm.v1.attention.backends.flashinfer")
 
@@ -825,8 +824,11 @@ def test_a_policy_under_another_key_of_additional_config_is_refused(configured, 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--kv-policy", "h3o"], "unknown KV policy 'h3o'; choose one of: h2o, "),
-        (["--kv-policy", '{"name": "h2o", "budgt": 1}'], "policy 'h2o' has no field 'budgt'; it has: budget, "),
+        (["--kv-policy", "h3o"], "unknown KV policy 'h3o': did you mean 'h2o'? Expected one of: "),
+        (
+            ["--kv-policy", '{"name": "h2o", "budgt": 1}'],
+            "policy 'h2o' has no field 'budgt': did you mean 'budget'? Expected one of: ",
+        ),
         (["--kv-policy.name", "h2o", "--kv-policy.budget", "-1"], "budget: must be a whole number of tokens above 0"),
         (["--kv-policy", '{"name": h2o}'], "not a JSON object"),
         (["--kv-policy", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),

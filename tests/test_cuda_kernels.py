@@ -16,10 +16,10 @@ import setuptools
 import torch
 from setuptools import Distribution
 
-from vllm_evict.attention.device import DeviceOps
+from vllm_evict.compute.attention.device import DeviceOps
+from vllm_evict.compute.kernels import decode_cuda
+from vllm_evict.compute.kernels.decode_cuda import Library, depth_for, plan_decode, refused, splits_for
 from vllm_evict.config import KVPolicyError
-from vllm_evict.kernels import decode_cuda
-from vllm_evict.kernels.decode_cuda import Library, depth_for, plan_decode, refused, splits_for
 
 pytest.importorskip("triton")
 
@@ -263,6 +263,27 @@ def test_large_scores_neither_overflow_nor_vanish(kernels):
     expected, expected_mass = batch.decode_reference()
     assert_close(output, expected, 4e-3)
     assert_close(mass, expected_mass, 1e-4)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("where", ["token", "split", "all"])
+def test_nan_keys_give_nan_output_and_mass(kernels, splits, where):
+    """One key, those of a whole split, or all, though values are numbers; other requests and heads are left alone."""
+    for heads, dim in (((4, 2), 64), ((16, 1), 128)):
+        batch = CudaBatch(kernels, *LENS, heads=heads, dim=dim, dtype=BF16)
+        plan = batch.plan(splits=splits)
+        clean = batch.decode(plan=plan)
+        request, length = len(batch.seq_lens) - 1, int(batch.seq_lens[-1])
+        batch.weights[-1] = 1
+        for token in {"token": [70], "split": range(112), "all": range(length)}[where]:
+            batch.keys[batch.table[request, token // 16].long(), -1, token % 16, 3] = torch.nan
+        output, mass, lse = batch.decode(plan=plan)
+        group = heads[0] // heads[1]
+        assert output[-1, -group:].isnan().all() and lse[-1, -group:].isnan().all()
+        assert mass[request, -1, : -(-length // 16)].isnan().all()
+        for got, want in zip((output, lse), (clean[0], clean[2])):
+            assert torch.equal(got[:-1], want[:-1]) and torch.equal(got[-1, :-group], want[-1, :-group])
+        assert torch.equal(mass[:request], clean[1][:request])
 
 
 def test_a_request_without_tokens_gets_zeros(kernels):

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mass import BF16, F16, F32, each_isa, needs_extension
 
-from vllm_evict.attention import cpu
-from vllm_evict.core.plan import Scoring
-from vllm_evict.kernels import decode
-from vllm_evict.kernels.decode import (
+from vllm_evict.compute.attention import cpu
+from vllm_evict.compute.kernels import decode
+from vllm_evict.compute.kernels.decode import (
     decode_classes,
     decode_classes_reference,
     decode_mass,
     decode_mass_reference,
 )
-from vllm_evict.kernels.mass import block_mass, pack_keys
-from vllm_evict.worker.sums import RunningSums
-from vllm_evict.worker.work import StepWork
+from vllm_evict.compute.kernels.mass import block_mass, pack_keys
+from vllm_evict.compute.sums import RunningSums
+from vllm_evict.compute.work import StepWork
+from vllm_evict.core.plan import Scoring
 
 
 class Batch:
@@ -123,6 +123,25 @@ def test_large_scores_and_foreign_nans(isa):
     output, mass = batch.run(isa=isa)
     torch.testing.assert_close(output, expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mass.double(), expected[1], rtol=1e-4, atol=1e-6)
+
+
+@each_isa
+@pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
+@pytest.mark.parametrize("length", [1, 45, 1100])
+def test_a_nan_key_gives_nan_output_and_mass(isa, per_token, length):
+    """Of the heads that see it, though its value is a number; in any of the pieces that threads share."""
+    for dtype, token in itertools.product((F32, BF16, F16), {0, length // 2, length - 1}):
+        batch = Batch([333, 2, length], dtype=dtype)
+        clean = batch.run(isa=isa, per_token=per_token)
+        batch.keys[batch.table[2, token // 32], 1].view(64, 32)[7, token % 32] = torch.nan
+        output, mass = batch.run(isa=isa, per_token=per_token)
+        expected = batch.run(decode_mass_reference, None, torch.float64, per_token=per_token)
+        entries = length if per_token else -(-length // 32)
+        for got in output, expected[0]:
+            assert got[-1, 2:].isnan().all() and got[-1, :2].isfinite().all() and got[:-1].isfinite().all()
+        for got in mass, expected[1]:
+            assert got[2, 1, :entries].isnan().all() and got[2, 0].isfinite().all() and got[:2].isfinite().all()
+        assert torch.equal(output[:-1], clean[0][:-1]) and torch.equal(mass[:2], clean[1][:2])
 
 
 @needs_extension
@@ -452,7 +471,7 @@ class Recorder:
 )
 def test_work_is_divided(rows, q_lens, measured, is_all, calls):
     work, recorder = work_of(rows, q_lens, measured), Recorder()
-    work.do(recorder, None, torch.zeros(sum(q_lens), 2, 16), None, None, None)
+    work.do(recorder, None, 0, torch.zeros(sum(q_lens), 2, 16), None, None, None)
     assert recorder.calls == calls and work.is_all == is_all
     assert work.stock_lens.tolist() == [1 if row in rows else 50 for row in range(len(q_lens))]
 

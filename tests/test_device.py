@@ -6,25 +6,25 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_evict.attention import device
-from vllm_evict.attention.device import DeviceOps
-from vllm_evict.attention.store import LayerStore
+from vllm_evict.compute import cached, originals, prompts, sums, tokens
+from vllm_evict.compute.attention import device
+from vllm_evict.compute.attention.device import DeviceOps
+from vllm_evict.compute.attention.store import LayerStore
+from vllm_evict.compute.graphs import Attends
+from vllm_evict.compute.group import GroupRuntime
+from vllm_evict.compute.kernels import alike, keys
+from vllm_evict.compute.kernels.fold import fold
+from vllm_evict.compute.kernels.keys import key_scores
+from vllm_evict.compute.kernels.rotate import Rotation
+from vllm_evict.compute.prompts import PromptScores
+from vllm_evict.compute.runtime import EvictionRuntime
+from vllm_evict.compute.sums import MassBuffers
+from vllm_evict.compute.tokens import TokenBuffers, TokenStep
+from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, Move, Repetition, Scoring
-from vllm_evict.kernels import alike, keys
-from vllm_evict.kernels.fold import fold
-from vllm_evict.kernels.keys import key_scores
-from vllm_evict.kernels.rotate import Rotation
+from vllm_evict.integration import worker
 from vllm_evict.policies import CACHED
-from vllm_evict.worker import cached, prompts, sums, tokens, worker
-from vllm_evict.worker import runtime as runtime_module
-from vllm_evict.worker.graphs import Attends
-from vllm_evict.worker.group import GroupRuntime
-from vllm_evict.worker.prompts import PromptScores
-from vllm_evict.worker.runtime import EvictionRuntime
-from vllm_evict.worker.sums import MassBuffers
-from vllm_evict.worker.tokens import TokenBuffers, TokenStep
-from vllm_evict.worker.work import StepWork
 
 pytestmark = pytest.mark.v1_only
 SIZE, HEADS, DIM, LAYERS, LENGTH = 16, 2, 8, 2, 16 * 9 + 5
@@ -182,9 +182,8 @@ def steps(policy, wrap, in_graphs=False, **options):
                 drawn = None
                 if padding and memory.tokens:
                     drawn = TokenStep(group.tokens._pages, memory.tokens, work.seq_lens)
-                    drawn._layer = layer
                 work = StepWork.of_graph(mass, memory.rows, work.seq_lens, drawn) if padding else work
-                work.do(Ops(), None, torch.zeros(1, 2 * HEADS, DIM), None, metadata, None)
+                work.do(Ops(), None, layer, torch.zeros(1, 2 * HEADS, DIM), None, metadata, None)
         found += runtime.end(lambda values, maximise: values)
     if "r" in (group.tokens or ()):
         told += group.tokens.judged("r", LENGTH - 1)
@@ -245,11 +244,14 @@ def moved_up(wrap, to_device, monkeypatch):
     rotation = Rotation(wrap(torch.tensor([0.3, 0.02], dtype=torch.float64)), neox=True)
     given = [(torch.nn.Identity(), wrap(cache)) for cache in caches]
     store = LayerStore(DeviceOps(), lambda: given, {layer: rotation for layer, _ in given})
-    monkeypatch.setattr(runtime_module, "to_device", to_device)
+    monkeypatch.setattr(originals, "to_device", to_device)
     monkeypatch.setattr(device, "halves", lambda cache: (cache[..., :DIM], cache[..., DIM:]))
-    runtime = EvictionRuntime([GroupRuntime(KVPolicyConfig.parse("h2o"), SIZE, 4, 256, HEADS, LAYERS, store)])
-    runtime.plan = EvictionPlan([GroupPlan()], moves=[Move("r", 0, [3, 5, 9], [12, 5, 9], [64, 64, 16])])
-    runtime.rearrange(None)
+    config = KVPolicyConfig.parse({"name": "h2o", **BASE, "context": 128})
+    runtime = EvictionRuntime([GroupRuntime(config, SIZE, 4, 256, HEADS, LAYERS, store)])
+    first = Move("r", 0, [0, 1, 4], [3, 5, 9], [12, 5, 9], [64, 64, 16], [False] * 3)
+    for move in (first, Move("r", 0, [1, 4], [5, 9], [5, 9], [96, 48], [True] * 2)):
+        runtime.plan = EvictionPlan([GroupPlan()], moves=[move])
+        runtime.rearrange(None)
     return caches
 
 
@@ -284,7 +286,7 @@ def shares(wrap):
     layer = SimpleNamespace(impl=SimpleNamespace(scale=1.0))
     for start, end in ((38, 50), (50, 60)):
         step = scores.step(["shadow"], np.array([0, end - start]), np.array([end]))
-        step.add(ops, layer, wrap(query[start:end]), wrap(cache), SimpleNamespace(block_table=wrap(table)))
+        step.add(ops, layer, 0, wrap(query[start:end]), wrap(cache), SimpleNamespace(block_table=wrap(table)))
     scores.begin(set(), GroupPlan(scored={"r": (0, 40)}))
     scores.judged("r", 50)
     scores.gather("r", 50, 4, 32, wrap(torch.arange(8, 32).expand(1, HEADS, 24)))

@@ -29,15 +29,15 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import flash_attn, registry
 
-from vllm_evict.attention import split
-from vllm_evict.attention.backend import STEP_WORK, working_impl
-from vllm_evict.attention.flash import FlashOps
-from vllm_evict.attention.triton import TritonOps
-from vllm_evict.compat import refusals
-from vllm_evict.kernels.compact import is_ordered
-from vllm_evict.kernels.queries import Queries
-from vllm_evict.worker import sums, tokens, views
-from vllm_evict.worker.work import Share
+from vllm_evict.compute import sums, tokens, views
+from vllm_evict.compute.attention.flash import FlashOps
+from vllm_evict.compute.attention.triton import TritonOps
+from vllm_evict.compute.kernels.compact import is_ordered
+from vllm_evict.compute.kernels.queries import Queries
+from vllm_evict.compute.work import HeadSlice
+from vllm_evict.integration import refusals, split
+from vllm_evict.integration.backend import STEP_WORK, working_impl
+from vllm_evict.integration.flash import capture_lse
 
 # numpy's, where a masked row divides 0 by 0.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -235,7 +235,7 @@ def check_split_heads(server, dense, tmp_path, by_token=False, **engine):
     np.savetxt(tmp_path / "heads.tsv", pattern.astype(float), delimiter="\t")
     (tmp_path / "config.json").write_text(json.dumps({"sink_size": sink, "recent_size": recent}))
     h2o = {"name": "h2o", **BASE, **({"granularity": "token", "merge": "d2o"} if by_token else {})}
-    subject = server({"name": "duo", "heads": str(tmp_path / "heads.tsv"), "retrieval": h2o}, **engine)
+    subject = server({"name": "duo", "gates": str(tmp_path / "heads.tsv"), "retrieval": h2o}, **engine)
     prompt, count = (distinct_prompt(90), 10) if by_token else (random_prompt(90), 20)
     (output,), (trace,) = subject.traced([(prompt, {"max_tokens": count, "logprobs": 0})])
     retrieval = Config("h2o", BLOCK, **BASE)
@@ -380,7 +380,7 @@ def test_fp8_pages_and_queries_are_attended_to_as_what_they_stand_for(per_token)
         ops.decode(its, query[:, 2:], caches[1], metadata, output, rows, lens, None, decoded, per_token)
         of_each = ops.mass_of(its, query[:, 2:], caches[1], metadata, queries, 3)
         work = SimpleNamespace(rows=rows, seq_lens=lens)
-        shares = [Share(work, q, cache, metadata) for q, cache in zip(query.split([2, 4], 1), caches)]
+        shares = [HeadSlice(work, 0, q, cache, metadata) for q, cache in zip(query.split([2, 4], 1), caches)]
         together, outs = torch.zeros(4, 6, 32), [torch.zeros(2, 1, 3 * BLOCK), None]
         ops.decode_together(its, query, shares, together, None, outs, per_token)
         results.append((mass, decoded, output, of_each, together, outs[0]))
@@ -394,6 +394,8 @@ def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
     seen, layer = [], fp8_layer()
 
     class Impl:
+        kv_evict_place = 0
+
         def do_kv_cache_update(self, *args):
             pass
 
@@ -424,10 +426,12 @@ def test_own_work_is_done_with_queries_in_the_model_s_dtype():
     seen, layer = [], fp8_layer()
 
     class Impl:
+        kv_evict_place = 0
+
         def forward(self, layer, query, *args):
             seen.append(query)
 
-    def do(ops, layer, query, *args):
+    def do(ops, layer, place, query, *args):
         seen.append(query)
 
     metadata = SimpleNamespace(**{STEP_WORK: SimpleNamespace(is_all=False, measures=False, do=do)})
@@ -475,6 +479,7 @@ def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
 
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", kernel, raising=False)
     ops = FlashOps()
+    ops.capture_lse = capture_lse
     for heard in (given, torch.randn(5, 4, generator=random)):
         given = heard
         with ops.attending():

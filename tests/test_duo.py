@@ -11,11 +11,11 @@ from oracle.model import DenseLlama
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 
+from vllm_evict.compute.cached import CachedStatistics, Row
 from vllm_evict.config import KVPolicyError
-from vllm_evict.core.manager import longest_hit
+from vllm_evict.core.arrange import arrange
 from vllm_evict.heads import HeadPattern
-from vllm_evict.heads.arrange import arrange
-from vllm_evict.worker.cached import CachedStatistics, Row
+from vllm_evict.integration.managers import longest_hit
 
 BLOCK = 32
 SINK, RECENT = 32, 96
@@ -51,7 +51,7 @@ def duo(engine, model, heads):
     """An engine with split heads."""
 
     def make(pattern=PATTERN, *, retrieval=None, **kwargs):
-        policy = {"name": "duo", "heads": heads(pattern), **({"retrieval": retrieval} if retrieval else {})}
+        policy = {"name": "duo", "gates": heads(pattern), **({"retrieval": retrieval} if retrieval else {})}
         return engine(policy, **{"model": model, **kwargs})
 
     return make
@@ -151,7 +151,7 @@ def test_all_heads_streaming_is_sink_window(duo, engine, model):
 @pytest.mark.v1_only
 def test_a_window_that_covers_the_sequence_is_stock(duo, engine, model, heads):
     """In another order of heads, so sums are rounded otherwise."""
-    policy = {"name": "duo", "heads": heads(PATTERN), "sink": 64, "recent": 512}
+    policy = {"name": "duo", "gates": heads(PATTERN), "sink": 64, "recent": 512}
     split, stock = engine(policy, model=model), engine(model=model)
     got, want = (server.generate(PROMPTS, max_tokens=60, logprobs=0) for server in (split, stock))
     for one, other in zip(got, want):
@@ -251,7 +251,9 @@ def hashes_of(server, prompt):
 @pytest.mark.parametrize("retrieval", [None, H2O], ids=["full", "h2o"])
 def test_preempted_requests_start_over(duo, dense, retrieval):
     blocks = 21 if V2 else 34
-    server = duo(PATTERN, retrieval=retrieval, blocks=blocks, max_num_batched_tokens=128, max_model_len=256 if V2 else 512)
+    server = duo(
+        PATTERN, retrieval=retrieval, blocks=blocks, max_num_batched_tokens=128, max_model_len=256 if V2 else 512
+    )
     requests = [(random_prompt(100 + 10 * i, i), {"max_tokens": 60 if V2 else 150, "logprobs": 0}) for i in range(4)]
     outputs, traces = server.traced(requests)
     assert sum(trace.restarts for trace in traces) > 0
@@ -266,7 +268,7 @@ def test_no_poison(duo, async_engine, model, heads, dense, monkeypatch, asynchro
     """Requests that come and go while freed blocks are full of NaN; what was computed is what the holes that workers were
     told of leave."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
-    policy = {"name": "duo", "heads": heads(MANY), "retrieval": H2O}
+    policy = {"name": "duo", "gates": heads(MANY), "retrieval": H2O}
     args = dict(model=model, blocks=80, max_num_batched_tokens=128, enable_prefix_caching=False, max_model_len=1024)
     server = async_engine(policy, **args) if asynchronous else duo(MANY, retrieval=H2O, **args | {"model": model})
     told, steps, schedule = {}, {}, server.scheduler.schedule
@@ -274,7 +276,10 @@ def test_no_poison(duo, async_engine, model, heads, dense, monkeypatch, asynchro
     def recorded(*args):
         output = schedule(*args)
         for req_id, count in output.num_scheduled_tokens.items():
-            if req_id in {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids:
+            if (
+                req_id
+                in {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
+            ):
                 told[req_id], steps[req_id] = [[] for _ in range(5)], []
             steps[req_id].append(count)
             for group, plan in zip(told[req_id], getattr(output, PLAN).groups):
@@ -302,7 +307,7 @@ def test_no_poison(duo, async_engine, model, heads, dense, monkeypatch, asynchro
 
 @pytest.mark.v1_only
 def test_requests_may_keep_everything_or_less(duo, engine, model, heads):
-    policy = {"name": "duo", "heads": heads(PATTERN), "retrieval": H2O, "allow": ["full"]}
+    policy = {"name": "duo", "gates": heads(PATTERN), "retrieval": H2O, "allow": ["full"]}
     server = engine(policy, model=model)
     before = server.metrics()
     outputs = server.llm.generate(
@@ -320,7 +325,7 @@ def test_requests_may_keep_everything_or_less(duo, engine, model, heads):
     moved = {name: after[name, "duo"] - before.get((name, "duo"), 0) for name in ("blocks_evicted", "requests")}
     assert moved == {"blocks_evicted": own.evicted_blocks + less.evicted_blocks, "requests": 2}
     assert after["blocks_resident", "duo"] == 0
-    with pytest.raises(Exception, match="kv_policy 'h2o' is not enabled here; enabled: "):
+    with pytest.raises(Exception, match="kv_policy 'h2o' is not enabled here: expected one of: "):
         server.generate(PROMPTS[:1], extra_args={"kv_policy": "h2o"})
     server.assert_nothing_left()
     (want,) = engine(model=model).generate(PROMPTS[:1], max_tokens=40, logprobs=0)
@@ -342,20 +347,20 @@ def test_under_pressure_retrieval_heads_give_way(duo, dense):
 @pytest.mark.v1_only
 def test_wrong_files_are_refused_with_both_shapes(engine, model, heads, tmp_path):
     with pytest.raises(KVPolicyError, match="heads.tsv has 3 layers x 4 KV heads, the model has 4 x 4"):
-        engine({"name": "duo", "heads": heads(PATTERN[:3])}, model=model)
+        engine({"name": "duo", "gates": heads(PATTERN[:3])}, model=model)
     path = heads(PATTERN)
     (tmp_path / "config.json").unlink()
     with pytest.raises(KVPolicyError, match="config.json is missing"):
-        engine({"name": "duo", "heads": path}, model=model)
+        engine({"name": "duo", "gates": path}, model=model)
     with pytest.raises(KVPolicyError, match=r"the gate of layer 0, KV head 1 is 3, not in \[0, 1\]"):
-        engine({"name": "duo", "heads": heads(PATTERN * 3)}, model=model)
+        engine({"name": "duo", "gates": heads(PATTERN * 3)}, model=model)
     with pytest.raises(KVPolicyError, match="LoRA"):
-        engine({"name": "duo", "heads": heads(PATTERN)}, model=model, enable_lora=True)
+        engine({"name": "duo", "gates": heads(PATTERN)}, model=model, enable_lora=True)
 
 
 @pytest.mark.v1_only
 def test_who_keeps_everything_takes_no_prefix_with_holes(engine, model, heads):
-    server = engine({"name": "duo", "heads": heads(MANY), "allow": ["full"]}, model=model, blocks=800)
+    server = engine({"name": "duo", "gates": heads(MANY), "allow": ["full"]}, model=model, blocks=800)
     prefix = random_prompt(250, 7)
     server.generate([prefix], max_tokens=1)
     server.pool.evict_blocks(lost_by_streaming_heads(server, prefix))

@@ -104,7 +104,9 @@ def test_contexts_are_reconstructed_before_the_question_is_there(tiny, setting, 
     )
     try:
         steps, answers = recorded_steps(backend), [backend.answer(samples, contender) for contender in wanted]
-        with pytest.raises(EvalError, match="2048 tokens .max_model_len. have no room for a context of 18.. and its rep"):
+        with pytest.raises(
+            EvalError, match="2048 tokens .max_model_len. have no room for a context of 18.. and its rep"
+        ):
             backend.answer([sample_of("niah", 1860, 0.5, count=prompts.count)], wanted[0])
     finally:
         backend.close()
@@ -337,7 +339,9 @@ def test_over_http(server, tmp_path):
     chunked = [r for r in run(Plan(**(plan.__dict__ | known)), print) if r["setting"] == "agnostic"]
     assert len(chunked) == 12 and {r["prompt_tokens"] for r in chunked} == {512 + 8}
     before = (tmp_path / rows.FILE).read_text()
-    with pytest.raises(EvalError, match=r"refuses h2o at 512: kv_budget 512 comes to 512 tokens .* above the server's 256"):
+    with pytest.raises(
+        EvalError, match=r"refuses h2o at 512: kv_budget 512 comes to 512 tokens .* above the server's 256"
+    ):
         run(Plan(**(plan.__dict__ | {"policies": "full,h2o", "budgets": (512,)})), print)
     assert (tmp_path / rows.FILE).read_text() == before, "rows were lost"
     both = run(Plan(**(plan.__dict__ | known | {"settings": ("agnostic", "served"), "seed": 1, "samples": 1})), print)

@@ -18,7 +18,7 @@ from vllm import envs
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import registry
 
-from vllm_evict.worker import sums, tokens, views
+from vllm_evict.compute import sums, tokens, views
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 server, dense, replaying = test_device_backends.server, test_device_backends.dense, test_full_graphs.replaying

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from vllm_evict.kernels import fold as on_cpu
+from vllm_evict.compute.kernels import fold as on_cpu
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -20,7 +20,9 @@ def triton_fold(*args):
 without_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 #: Requests, heads, resident blocks, logical blocks.
 SHAPES = [(1, 1, 1, 1), (3, 1, 7, 20), (5, 4, 300, 600), (2, 3, 256, 256)]
-BY = pytest.mark.parametrize("fold", [on_cpu.fold, pytest.param(triton_fold, marks=without_triton)], ids=["cpu", "triton"])
+BY = pytest.mark.parametrize(
+    "fold", [on_cpu.fold, pytest.param(triton_fold, marks=without_triton)], ids=["cpu", "triton"]
+)
 
 
 def batch(rows, heads, width, blocks):

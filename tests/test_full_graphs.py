@@ -16,8 +16,8 @@ from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker import cpu_worker
 
-from vllm_evict.attention import device
-from vllm_evict.worker import tokens
+from vllm_evict.compute import tokens
+from vllm_evict.compute.attention import device
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 FIXTURES = "backend", "server", "dense", "view_launches"
@@ -127,9 +127,7 @@ def test_decodes_by_token_are_replayed(replaying, graphs, dense, backend):
     outputs, traces = subject.traced(requests)
     decided = []
     for (name, *_), (prompt, _), output, trace in zip(named, requests, outputs, traces):
-        (request,) = assert_tokens_like_oracle(
-            dense, prompt, output, trace, {**policy, "name": name}, block_size=BLOCK
-        )
+        (request,) = assert_tokens_like_oracle(dense, prompt, output, trace, {**policy, "name": name}, block_size=BLOCK)
         decided.append(len(request.kept))
     assert decided[0] > 1
     stock, own, decodes = replays(subject, graphs)
@@ -334,7 +332,9 @@ def test_a_crowd_of_policies_gets_the_same_with_and_without(replaying, graphs, b
 
     preempted, preempt = [], subject.scheduler._preempt_request
     monkeypatch.setattr(
-        subject.scheduler, "_preempt_request", lambda *args, **kwargs: preempted.append(args) or preempt(*args, **kwargs)
+        subject.scheduler,
+        "_preempt_request",
+        lambda *args, **kwargs: preempted.append(args) or preempt(*args, **kwargs),
     )
 
     def run():

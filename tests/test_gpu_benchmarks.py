@@ -159,7 +159,10 @@ def test_dry_run_holds_nothing_against_what_is_wanted(dry):
 def test_pictures(dry, tmp_path):
     with pytest.raises(plots.NothingToDraw, match="dry run"):
         plots.draw([dry.path], tmp_path)
-    assert [path.name for path in plots.draw([dry.path], tmp_path, dry_run=True)] == ["gpu-ratios.png", "gpu-latency.png"]
+    assert [path.name for path in plots.draw([dry.path], tmp_path, dry_run=True)] == [
+        "gpu-ratios.png",
+        "gpu-latency.png",
+    ]
     assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
 
 
@@ -268,7 +271,6 @@ def test_device_time_is_that_of_what_was_launched_under_a_mark():
         "view": {"calls": 2, "host_us": 100.0, "launches": 2, "device_us": 10.0},
         "end": {"calls": 1, "host_us": 50.0, "launches": 1, "device_us": 11.0},
     }
-
 
     # Threads that are numbered otherwise: by time alone.
     for each in events:
@@ -404,7 +406,9 @@ def test_a_row_that_fails_is_said_and_the_rest_runs(bench, monkeypatch, tmp_path
 
     monkeypatch.setattr(bench, "measure", measured)
     monkeypatch.setitem(bench.ROWS, "paper", (rows.paper, fails))
-    monkeypatch.setitem(bench.ROWS, "step", (rows.step, lambda *_: [rows.Line("h2o", "figure", 1.0, wanted=(">=", 0.5))]))
+    monkeypatch.setitem(
+        bench.ROWS, "step", (rows.step, lambda *_: [rows.Line("h2o", "figure", 1.0, wanted=(">=", 0.5))])
+    )
     out = tmp_path / "engine.json"
     with pytest.raises(SystemExit) as left:
         bench.main(["--dry-run", "--rows", "paper", "step", "--out", str(out)])

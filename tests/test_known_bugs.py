@@ -15,10 +15,10 @@ from oracle.model import DenseLlama
 from oracle.replay import replay
 from parity import assert_like_oracle, oracle_config
 
+from vllm_evict.compute.kernels.mass import block_mass, kernel_path, pack_keys
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.residency import Residency
-from vllm_evict.core.spec import EvictableSpec
-from vllm_evict.kernels.mass import block_mass, kernel_path, pack_keys
+from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.integration.spec import EvictableSpec
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 128, "buffer": 64, "sink": 32, "recent": 64}
@@ -127,7 +127,7 @@ def test_prefix_cache_corrupted_by_compaction(engine):
 def test_stale_counts_under_async_scheduling(async_engine):
     """A decision is about tokens that are computed, not about those that are planned (more in test_async.py)."""
     server = async_engine(WINDOW, max_num_batched_tokens=64)
-    seen, choose = [], Residency.choose
+    seen, choose = [], RequestBlocks.choose
 
     def watched(resident, computed_tokens, report):
         (request,) = server.scheduler.running
@@ -136,7 +136,7 @@ def test_stale_counts_under_async_scheduling(async_engine):
         return victims
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Residency, "choose", watched)
+        patch.setattr(RequestBlocks, "choose", watched)
         server.generate([random_prompt(500)], max_tokens=40)
     assert [done for done, _, victims in seen if victims][:3] == [192, 256, 320]
     assert all(planned > done for done, planned, _ in seen if done < 448)
@@ -224,7 +224,7 @@ def test_per_request_python_loops_on_the_decode_path(engine, monkeypatch):
     """While all requests decode and none grows, nobody is asked anything; who grows is asked once."""
     server = engine({**H2O, "budget": 1024, "buffer": 0})
     calls = {"grown": 0, "parsed": 0}
-    over_trigger, parse = Residency.over_trigger, KVPolicyConfig.parse.__func__
+    over_trigger, parse = RequestBlocks.over_trigger, KVPolicyConfig.parse.__func__
 
     def counted_over_trigger(resident, blocks):
         calls["grown"] += 1
@@ -243,7 +243,7 @@ def test_per_request_python_loops_on_the_decode_path(engine, monkeypatch):
     assert len(slots) == 0 or len(slots) == 6
     server.llm.llm_engine.step()
     slots.lookups = 0
-    monkeypatch.setattr(Residency, "over_trigger", counted_over_trigger)
+    monkeypatch.setattr(RequestBlocks, "over_trigger", counted_over_trigger)
     monkeypatch.setattr(KVPolicyConfig, "parse", classmethod(counted_parse))
     for _ in range(20):
         server.llm.llm_engine.step()
@@ -326,7 +326,9 @@ def test_survivors_renumbered_while_keys_keep_their_rotation(engine, dense):
             return super()._rope(at - BLOCK * (at >= 200))
 
     tokens = [*prompt, *output.outputs[0].token_ids]
-    wrong = replay(Renumbered(server.llm.llm_engine.model_config.model), tokens, trace.steps, oracle_config(H2O, prompt))
+    wrong = replay(
+        Renumbered(server.llm.llm_engine.model_config.model), tokens, trace.steps, oracle_config(H2O, prompt)
+    )
     logprobs = torch.log_softmax(wrong.logits.double(), -1)[len(prompt) - 1 :]
     said = logprobs[range(40), output.outputs[0].token_ids].numpy()
     assert np.abs(said - logprobs_of(output)).max() > 1e-2, "the comparison would not have noticed"

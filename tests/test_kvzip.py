@@ -1,23 +1,26 @@
 """kvzip: shadows that reconstruct prompts, what they leave, and that nobody ever sees them."""
 
-import logging
+import re
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import test_reference as reference
 import torch
 from engine import V2, greedy, logprobs_of, random_prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracle.model import DenseLlama
 from reference import papers
 
 from vllm_evict.config import NEVER, KVPolicyConfig, KVPolicyError
+from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.plan import Report, Scoring
-from vllm_evict.core.reconstruction import OVERLAP, Reconstructions, Scores, parts
-from vllm_evict.core.residency import Residency
 from vllm_evict.eval import tasks, words
 from vllm_evict.eval.prompts import Prompts
+from vllm_evict.integration.reconstruction import LONGEST_WAIT, OVERLAP, Job, Reconstructions, Scores, parts
 
 SERVER = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 SIZE = 32
@@ -113,16 +116,75 @@ def test_scores_are_found_by_prefix_and_bounded():
     scores.put("abcd", "again")
     assert len(scores) == 6 and scores.get("abcd", 0) == ("again", 4)
     scores.put(range(11), "too long")
-    assert len(scores) == 0 and not scores._last and not scores._prompts
+    assert len(scores) == 0 and not scores._having and not scores._prompts
     assert sorted(dropped) == ["again", "first", "second", "third", "too long"]
     scores.put("abcd", "last")
     scores.clear()
-    assert len(scores) == 0 and scores.get("abcd", 3) is None and dropped[-1] == "last" and not scores._last
+    assert len(scores) == 0 and scores.get("abcd", 3) is None and dropped[-1] == "last" and not scores._having
+
+
+class NaiveScores:
+    """What `Scores` promises, by looking through all prompts. A block's hash is all that leads up to it."""
+
+    def __init__(self, most):
+        self.most, self.prompts, self.used = most, [], []
+
+    def get(self, hashes, slack):
+        for count in range(len(hashes), max(len(hashes) - slack, 1) - 1, -1):
+            for stored, scores in reversed(self.prompts):
+                if hashes[count - 1] in stored:
+                    self.used.remove(stored)
+                    self.used.append(stored)
+                    return scores, count
+        return None
+
+    def put(self, hashes, scores):
+        self.drop(hashes)
+        self.prompts.append((hashes, scores))
+        self.used.append(hashes)
+        while sum(map(len, self.used)) > self.most:
+            self.drop(self.used[0])
+
+    def drop(self, hashes):
+        self.prompts = [each for each in self.prompts if each[0] != hashes]
+        self.used = [each for each in self.used if each != hashes]
+
+
+def hashed(prompt):
+    return [tuple(prompt[: end + 1]) for end in range(len(prompt))]
+
+
+def test_a_dropped_prompt_leaves_the_prefix_that_another_shares():
+    scores = Scores(8)
+    scores.put(hashed("abc"), "first")
+    scores.put(hashed("abde"), "second")
+    assert scores.get(hashed("ab"), 0) == ("second", 2), "the newest that has it"
+    scores.get(hashed("abc"), 0)
+    scores.put(hashed("xy"), "third")  # the second goes
+    assert len(scores) == 5 and scores.get(hashed("abde"), 1) is None
+    assert scores.get(hashed("ab"), 0) == scores.get(hashed("abx"), 1) == ("first", 2)
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(hashed)
+CALLS = st.one_of(
+    st.tuples(st.just("put"), PROMPTS, st.integers()),
+    st.tuples(st.just("get"), PROMPTS, st.integers(0, 3)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(CALLS, max_size=30), st.integers(4, 20))
+def test_scores_are_those_of_a_naive_search(calls, most):
+    scores, naive = Scores(most), NaiveScores(most)
+    for name, *arguments in calls:
+        assert getattr(scores, name)(*arguments) == getattr(naive, name)(*arguments)
+        assert len(scores) == sum(map(len, naive.used)) and list(scores._prompts) == [each[-1] for each in naive.used]
+        assert scores._having.keys() == {block for prompt in naive.used for block in prompt}
 
 
 def test_what_was_generated_goes_first_and_the_oldest_of_it():
     config = KVPolicyConfig.parse({**SERVER, "buffer": 0})
-    resident = Residency(config, config.limits(SIZE, 256), SIZE)
+    resident = RequestBlocks(config, config.limits(SIZE, 256), SIZE)
     mass = Report(np.arange(8), {"mass": np.array([9.0, 1, 8, 2, 7, 3, 6, 4])})
     # 14 blocks, 6 stay: the sink, two recent ones, three of the prompt. Then 18, 6 of which are from generation.
     assert resident.choose(14 * SIZE, mass).tolist() == [1, 3, 5, 7, 8, 9, 10, 11]
@@ -408,24 +470,134 @@ def test_a_preempted_shadow_begins_again(engine, dense, shadows):
 
 
 @on_v1
-@pytest.mark.parametrize("why", ["length", "slots", "pool"])
-def test_without_room_the_oldest_go(engine, shadows, caplog, why):
-    engine_args, length = {
-        "length": ({}, 1900),
-        "slots": ({"max_num_seqs": 1}, 600),
-        "pool": ({"blocks": 34, "max_model_len": 1024}, 505),
-    }[why]
-    server = engine(SERVER, **engine_args)
-    logger = logging.getLogger("vllm.evict")
-    logger.addHandler(caplog.handler)
-    try:
-        _, (trace,) = server.traced([(random_prompt(length), {"max_tokens": 90})])
-    finally:
-        logger.removeHandler(caplog.handler)
+@pytest.mark.parametrize(
+    "why, arguments, length, said",
+    [
+        ("length", {}, 1900, "a prompt of 1900 tokens, which leaves 147 of --max-model-len 2048 .* 246 or more"),
+        ("seats", {"max_num_seqs": 1}, 600, "--max-num-seqs 1; expected 2 or more"),
+        ("pool", {"blocks": 34, "max_model_len": 1024}, 505, "a pool of 33 blocks; expected more than 3[3-9]"),
+        ("short", {}, 31, "a prompt of 31 tokens; expected 32 or more"),
+    ],
+)
+def test_a_request_that_can_have_no_scores_gives_up_its_oldest(
+    engine, shadows, complaints, why, arguments, length, said
+):
+    """At once, and the log names the reason, once."""
+    server = engine(SERVER, **arguments)
+    for seed in range(2):
+        _, (trace,) = server.traced([(random_prompt(length, seed), {"max_tokens": 90 if length > 300 else 300})])
+        gone = next(evicted for evicted in trace.evicted if evicted)
+        assert gone == list(range(1, 1 + len(gone)))
     assert not shadows
-    gone = next(evicted for evicted in trace.evicted if evicted)
-    assert gone == list(range(1, 1 + len(gone)))
-    assert sum("oldest blocks go first" in record.message for record in caplog.records) in (1, 2)
+    (warning,) = [message for level, message in complaints if "oldest blocks" in message]
+    assert re.search(f"^KV policy kvzip got {said}.* Said once for this reason.$", warning), warning
+    server.assert_nothing_left()
+
+
+@on_v1
+def test_each_reason_is_said(engine, complaints):
+    server = engine({**SERVER, "allow": ["full"]}, blocks=80)
+    server.generate([random_prompt(31)] * 2, max_tokens=300)
+    server.generate([random_prompt(1900)], max_tokens=90)
+    (one, two) = [message for _, message in complaints if "oldest blocks" in message]
+    assert "31 tokens" in one and "1900 tokens" in two
+
+
+@pytest.mark.parametrize("change, why", [
+    ({}, None),
+    ({"resumable": True}, "session"),
+    ({"prompt_embeds": torch.zeros(64, 8)}, "tokens"),
+    ({"prompt_token_ids": None}, "tokens"),
+    ({"mm_features": [object()]}, "tokens"),
+    ({"num_prompt_tokens": 31}, "short"),
+])  # fmt: skip
+def test_prompts_that_cannot_be_repeated(change, why, complaints):
+    asked = {
+        "resumable": False,
+        "prompt_embeds": None,
+        "prompt_token_ids": [0] * 64,
+        "mm_features": [],
+        "request_id": "r",
+    }
+    request = SimpleNamespace(**{**asked, "num_prompt_tokens": 64, **change})
+    reconstructions = Reconstructions.__new__(Reconstructions)
+    reconstructions._manager, reconstructions._said = SimpleNamespace(block_size=32), set()
+    assert reconstructions._unrepeatable(request) == why
+    if why is not None:
+        job = Job(request, SimpleNamespace(policy="kvzip", prompt_scores=None), 0, 0)
+        for _ in range(2):
+            reconstructions._do_without(job, why, prompt=request.num_prompt_tokens, least=32)
+        ((_, said),) = complaints
+        assert re.search(r"kvzip got a .*; expected .*; .* request r go first\. Said once", said)
+
+
+@on_v1
+def test_kvzip_does_not_give_scores_up_for_queueing(engine, shadows, complaints):
+    """Prompts that wait behind the many parts of others have room, and get their scores in the end."""
+    server = engine({**SERVER, "chunk": 16}, max_num_batched_tokens=512)
+    held, waited = [], {}
+
+    def on_step(server):
+        reconstructions = server.scheduler.reconstructions
+        held.append(len(server.held_blocks()))
+        for req_id, job in reconstructions._jobs.items():
+            assert job.crowded == 0
+            if job.scores is None:
+                waited[req_id] = server.scheduler.current_step - job.since
+
+    for index in range(4):
+        server.add(random_prompt(480 + index, index), f"p{index}", max_tokens=200)
+    done = server.run(on_step)
+    assert max(waited.values()) > LONGEST_WAIT and max(held) < server.all_blocks // 2
+    assert len(shadows) == 30 + 31 * 3 and not complaints
+    assert len(server.scheduler.reconstructions.scores._prompts) == 4
+    assert all(output.kv_usage.evicted_blocks > 0 for output in done.values())
+    server.assert_nothing_left()
+
+
+@on_v1
+@pytest.mark.parametrize("lacks", ["blocks", "places", "tokens"])
+def test_only_steps_without_room_count(engine, shadows, complaints, lacks):
+    """The pool, the places among requests that run, or the tokens of each step are others'."""
+    others = {"blocks": 2, "places": 2, "tokens": 1}[lacks]
+    arguments = {"blocks": 110} if lacks == "blocks" else {"max_num_seqs": 3} if lacks == "places" else {}
+    server = engine({**SERVER, "allow": ["full"]}, **arguments)
+    for index in range(others):
+        length = 1250 if lacks == "blocks" else 40
+        server.add(random_prompt(length, index), max_tokens=300, extra_args={"kv_policy": "full"})
+    server.add(random_prompt(600, 9), "waits", max_tokens=200)
+    crowded = []
+
+    def on_step(server):
+        reconstructions = server.scheduler.reconstructions
+        (job,) = reconstructions._jobs.values() or (None,)
+        if job is not None:
+            if reconstructions._shadow is not None:  # a token for each request that decodes
+                server.scheduler.max_num_scheduled_tokens = 2
+            crowded.append(job.crowded)
+        assert (reconstructions._shadow is not None) <= (lacks == "tokens")
+
+    done = server.run(on_step)
+    assert [count for count in crowded if count] == list(range(1, LONGEST_WAIT + 1))
+    assert len(shadows) == (lacks == "tokens")
+    (warning,) = [message for _, message in complaints if "oldest blocks" in message]
+    assert f"got no room for the repetition of a prompt in {LONGEST_WAIT} steps; expected" in warning
+    assert done["waits"].kv_usage.evicted_blocks > 10
+    server.assert_nothing_left()
+
+
+@on_v1
+def test_requests_that_wait_for_scores_do_not_outgrow_the_pool(engine, shadows, complaints):
+    """A long queue in a pool that their answers fill: those without room evict, no block is lost, and all end."""
+    server = engine({**SERVER, "chunk": 32, "buffer": 32}, blocks=66, max_num_batched_tokens=256)
+    for index in range(6):
+        server.add(random_prompt(300 + index, index), f"p{index}", max_tokens=400)
+    steps = []
+    done = server.run(lambda server: steps.append(len(server.scheduler.running)))
+    assert len(done) == 6 and len(steps) < 6 * 400
+    assert shadows and len(server.scheduler.reconstructions.scores._prompts) > 0
+    assert all(output.kv_usage.evicted_blocks > 0 for output in done.values())
+    assert all("no room for" in message for _, message in complaints if "oldest blocks" in message)
     server.assert_nothing_left()
 
 
@@ -461,7 +633,9 @@ def test_needles_are_kept_before_anybody_asks(engine, record_property):
     found = {}
     one_set = {"granularity": "token", "sets": "all"}
     for name, options in {"kvzip": {}, "kvzip tokens": one_set, "h2o": {}}.items():
-        server = engine({"name": name.split()[0], **QUARTER, **options}, NEEDLE, dtype="bfloat16", blocks=512, max_model_len=4096)
+        server = engine(
+            {"name": name.split()[0], **QUARTER, **options}, NEEDLE, dtype="bfloat16", blocks=512, max_model_len=4096
+        )
         found[name] = 0
         for sample in samples:
             ids = prompts.ids(sample)

@@ -11,11 +11,11 @@ from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import kvzip_scores, replay_tokens
 
+from vllm_evict.compute import prompts as worker_prompts
+from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import GroupPlan, Repetition
-from vllm_evict.core.reconstruction import Reconstructions, parts
-from vllm_evict.worker import prompts as worker_prompts
-from vllm_evict.worker.prompts import PromptScores
+from vllm_evict.integration.reconstruction import Reconstructions, parts
 
 BLOCK, VOCAB, TIE = 32, 4096, 2e-6
 SERVER = {"name": "kvzip", "budget": 224, "buffer": 64, "sink": 32, "recent": 64, "granularity": "token"}
@@ -362,7 +362,7 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
         step = scores.step(["other", "shadow"], np.array([0, 1, 1 + count]), np.array([9, done + count]))
         batch = torch.cat((torch.randn(2, 1, heads, dim), query[:, done : done + count]), 1)
         for at in range(2):
-            step.add(ops, layer, batch[at], cache[at], metadata)
+            step.add(ops, layer, at, batch[at], cache[at], metadata)
         done += count
     place = torch.arange(tokens)
     seen = (place < sink) | ((place >= start) & (place < end)) | (place >= prompt)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_evict.attention.cpu import CPUOps
-from vllm_evict.kernels import mass
-from vllm_evict.kernels.mass import (
+from vllm_evict.compute.attention.cpu import CPUOps
+from vllm_evict.compute.kernels import mass
+from vllm_evict.compute.kernels.mass import (
     block_mass,
     block_mass_reference,
     pack_keys,
@@ -282,6 +282,27 @@ def test_future_tokens_do_not_matter(isa):
     keys[batch.table[0, 1], :, 39 - 32] = torch.nan
     batch.key_cache.copy_(pack_keys(keys))
     assert torch.equal(batch.run(isa), clean)
+
+
+@each_isa
+@pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_nan_key_gives_nan_mass(isa, shape, per_token):
+    """To the queries that see it, all of their mass; to no other request or head."""
+    heads, dim, block_size, dtype, layout, (query_lens, seq_lens) = shape
+    batch = Batch(query_lens, seq_lens, heads, dim, block_size, dtype, layout)
+    batch.weights = torch.rand(sum(query_lens))
+    request, token = len(seq_lens) - 1, seq_lens[-1] - 1  # only the last query sees it
+    keys = unpack_keys(batch.key_cache, layout).clone()
+    keys[batch.table[request, token // block_size], -1, token % block_size, dim // 2] = torch.nan
+    clean = batch.run(isa, per_token=per_token)
+    batch.key_cache.copy_(pack_keys(keys, layout))
+    mass, expected = batch.run(isa, per_token=per_token), batch.reference(per_token=per_token)
+    entries = seq_lens[-1] if per_token else batch.blocks[-1]
+    assert mass[request, -1, :entries].isnan().all() and expected[request, -1, :entries].isnan().all()
+    mass[request, -1], expected[request, -1] = clean[request, -1], clean[request, -1].double()
+    assert torch.equal(mass, clean)
+    assert_close(mass, expected)
 
 
 @each_isa

@@ -3,6 +3,7 @@
 import gc
 
 import graphs
+import numpy as np
 import pytest
 import test_device_backends
 import torch
@@ -14,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_evict.attention import device, store
-from vllm_evict.compat import layers, runners
+from vllm_evict.compute import memory, originals
+from vllm_evict.compute.attention import device
+from vllm_evict.compute.memory import Needs
+from vllm_evict.compute.tokens import TokenSums
+from vllm_evict.compute.work import StepWork
 from vllm_evict.core.plan import Scoring
-from vllm_evict.worker import memory, worker
-from vllm_evict.worker.memory import Needs
-from vllm_evict.worker.tokens import TokenSums
-from vllm_evict.worker.work import StepWork
+from vllm_evict.integration import layers, runners, worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 backend, server = (getattr(test_device_backends, name) for name in ("backend", "server"))
@@ -93,8 +94,11 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
     # Constants that would hide all else in a model as small as this.
     monkeypatch.setattr(memory, "AT_A_TIME", 1 << 16)
     monkeypatch.setattr(memory.sums, "PIVOT_SCRATCH", 1 << 16)
-    for module in (memory, store):
+    for module in (memory, originals):
         monkeypatch.setattr(module, "TURNED", 64)
+    # The host's memory, which is none of the device's.
+    monkeypatch.setattr(originals, "stashed", lambda tensor: tensor.numpy().copy())
+    monkeypatch.setattr(originals, "restored", lambda arrays, device: torch.tensor(np.stack(arrays), device=device))
     subject = server(CASES[name], max_num_seqs=4)
     runtime, needs = subject.worker.kv_evict, subject.worker._needs
     (group,) = runtime.groups
@@ -148,7 +152,9 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
         mass += group.tokens.token_buffers(*full).mass.nbytes
     assert mass <= needs.step
     if group.tokens is not None:
-        assert not group.tokens.outgrown and group.tokens.pages == min(subject.pool.num_gpu_blocks, 4 * group.held_blocks)
+        assert not group.tokens.outgrown and group.tokens.pages == min(
+            subject.pool.num_gpu_blocks, 4 * group.held_blocks
+        )
     subject.assert_nothing_left()
 
 

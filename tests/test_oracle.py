@@ -71,9 +71,7 @@ def sums(draw, steps, start=0, **config):
 def hf_model(path):
     from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(
-        path, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    return LlamaForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -211,9 +209,7 @@ def test_sink_window_by_hand():
 
 
 def test_sink_window_prefill_chunk_ends_over_the_trigger():
-    result = run(
-        [1] * 50, [30, 20], policy="sink-window", block_size=4, budget=16, buffer=8, sink=4
-    ).replay
+    result = run([1] * 50, [30, 20], policy="sink-window", block_size=4, budget=16, buffer=8, sink=4).replay
     # 8 blocks after 30 tokens: 4 go. Then 0, 5, 6, 7 and 8 .. 12 are held: 5 go.
     assert result.evicted == [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert result.held == [[0, 5, 6, 7], [0, 10, 11, 12]]

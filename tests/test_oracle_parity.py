@@ -8,7 +8,7 @@ from oracle.model import DenseLlama
 from oracle.replay import replay
 from parity import assert_like_oracle, oracle_config
 
-from vllm_evict.attention import cpu
+from vllm_evict.compute.attention import cpu
 
 BLOCK = 32
 BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64}

@@ -137,6 +137,8 @@ def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching, pr
     assert sum(output.kv_usage.evicted_blocks > 0 for output in crowd.outputs.values()) > REQUESTS // 8
     assert set(crowd.outputs) | crowd.aborted == set(crowd.prompts)
     server.assert_nothing_left()
+    missing = [value for (metric, *_), value in server.metrics().items() if metric == "reports_missing"]
+    assert missing and not any(missing), "scores of NaN: mass was taken of a freed block"
 
     dense, whole = DenseLlama(model), 0
     for request_id, output in crowd.outputs.items():

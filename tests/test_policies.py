@@ -6,16 +6,14 @@ from engine import V2, greedy, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from parity import assert_like_oracle
 
+from vllm_evict.compute.cached import CachedStatistics
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.policies import CACHED, POLICIES, RUNNING, Blocks
 from vllm_evict.policies.random import _splitmix
-from vllm_evict.worker.cached import CachedStatistics
 
 SERVER = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 #: What any request may pick.
-EVICTING = [
-    name for name, policy in POLICIES.items() if name not in ("full", "kvzip") and not policy.splits
-]
+EVICTING = [name for name, policy in POLICIES.items() if name not in ("full", "kvzip") and not policy.splits]
 
 
 @pytest.fixture(scope="module")

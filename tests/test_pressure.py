@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from oracle.model import DenseLlama
 
 from vllm_evict.config import NEVER, KVPolicyConfig, KVPolicyError
+from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.core.mechanisms.pressure import SCORES_STAY_FRESH, ascending
 from vllm_evict.core.plan import Report, Scoring
-from vllm_evict.core.pressure import SCORES_STAY_FRESH, ascending
-from vllm_evict.core.residency import Residency
 from vllm_evict.policies import POLICIES
 
 FLOOR = {"when": "pressure", "budget": 128, "buffer": 32, "sink": 32}
@@ -81,7 +81,7 @@ def test_windows_of_last_queries_become_exponential():
 
 def request_of(name="h2o", blocks=20, mass=None, **options):
     config = KVPolicyConfig.parse({**SERVERS[name], **options})
-    resident = Residency(config, config.limits(32, 1000), 32, may_outgrow=mass is not None)
+    resident = RequestBlocks(config, config.limits(32, 1000), 32, may_outgrow=mass is not None)
     if mass is not None:
         resident.report = Report(np.arange(len(mass)), {"mass": np.array(mass, float)})
     return resident
@@ -96,13 +96,15 @@ def test_it_offers_what_is_above_its_floor():
     assert request_of(mass=mass[:4]).offer(4 * 32)[2] == 0
 
 
-def test_blocks_younger_than_the_scores_stay():
-    blocks, _, spare = request_of(mass=[1.0] * 10).offer(20 * 32)
-    assert blocks.tolist() == list(range(1, 10)) and spare == 9
+def test_blocks_younger_than_the_scores_go_last():
+    blocks, cost, spare = request_of(mass=[1.0] * 10).offer(20 * 32)
+    assert blocks.tolist() == list(range(1, 19)) and spare == 16
+    assert cost[:9].max() < 1 < cost[9] and (np.diff(cost[9:]) > 0).all()
     resident = request_of(mass=[1.0] * 10)
-    resident.offer(10 * 32)
+    blocks, _, spare = resident.offer(20 * 32, unscored=False)
+    assert blocks.tolist() == list(range(1, 10)) and spare == 9
     resident.evict(np.array([3]), 10 * 32)
-    assert resident.offer(20 * 32)[0].tolist() == [1, 2, *range(4, 10)]
+    assert resident.offer(20 * 32, unscored=False)[0].tolist() == [1, 2, *range(4, 10)]
 
 
 def test_the_oldest_go_where_no_scores_were_reported_yet():
@@ -176,13 +178,13 @@ def test_it_preempts_nobody_where_floors_fit(engine, name):
 def test_requests_are_not_compared_in_every_step(engine, name):
     """To compare them costs the host time with each request and block: once for what decodes begin in some steps."""
     server = engine({**SERVERS[name], **({"buffer": 0} if name == "sink-window" else {})}, **SMALL)
-    relieve, steps = server.scheduler.pressure._relieve, []
+    choose, steps = server.scheduler.pressure.choose, []
 
-    def counting(missing):
+    def counting(*args, **kwargs):
         steps.append(len(counts))
-        return relieve(missing)
+        return choose(*args, **kwargs)
 
-    server.scheduler.pressure._relieve = counting
+    server.scheduler.pressure.choose = counting
     counts = []
     for index, prompt in enumerate(PROMPTS[:8]):
         server.add(prompt, f"p{index}", max_tokens=200)
@@ -218,7 +220,9 @@ def test_each_step_reads_what_is_left(request, tiny, name, make):
 
     def watched(*args):
         output = schedule(*args)
-        steps.append((dict(output.num_scheduled_tokens), {k: list(v) for k, v in getattr(output, PLAN).groups[0].holes.items()}))
+        steps.append(
+            (dict(output.num_scheduled_tokens), {k: list(v) for k, v in getattr(output, PLAN).groups[0].holes.items()})
+        )
         return output
 
     server.scheduler.schedule = watched
@@ -288,9 +292,9 @@ def test_what_is_published_is_pure(engine):
     server, stock = engine(SERVERS["h2o"], **SMALL), engine(max_model_len=1024)
     offer, held_back = server.scheduler.pressure.offer, []
 
-    def watched(manager, request):
+    def watched(manager, request, **kwargs):
         published = server.manager.published_tokens(request.request_id) > request.num_computed_tokens
-        offered = offer(manager, request)
+        offered = offer(manager, request, **kwargs)
         if published:
             held_back.append(len(offered[0]))
         for other in server.scheduler.running:

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from vllm_evict.kernels import put as on_cpu
+from vllm_evict.compute.kernels import put as on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -252,7 +252,7 @@ def test_ray_serve():
     )
     assert "'policy': 'h2o', 'budget_tokens': 512" in plain and blocks_of(plain) > 0
     assert "'policy': 'sink-window', 'budget_tokens': 256" in own and blocks_of(own) > 0
-    assert "400" in refused and "unknown KV policy 'nothing-of-the-kind'; choose one of: " in refused
+    assert "400" in refused and "unknown KV policy 'nothing-of-the-kind': expected one of: " in refused
     assert metrics == [
         f"{name}: {blocks_of(line)}.0 blocks evicted" for name, line in (("h2o", plain), ("sink-window", own))
     ]

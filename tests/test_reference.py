@@ -7,14 +7,14 @@ import pytest
 import torch
 from reference import papers
 
-from vllm_evict.attention.cpu import CPUOps
+from vllm_evict.compute.attention.cpu import CPUOps
+from vllm_evict.compute.group import GroupRuntime
+from vllm_evict.compute.kernels.mass import pack_keys, pack_values, unpack_values
+from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.config import KVPolicyConfig
+from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
-from vllm_evict.core.residency import Residency
-from vllm_evict.kernels.mass import pack_keys, pack_values, unpack_values
 from vllm_evict.policies import POLICIES, Blocks
-from vllm_evict.worker.group import GroupRuntime
-from vllm_evict.worker.runtime import EvictionRuntime
 
 SIZE, HEADS, KV_HEADS, DIM, LAYERS, TOKENS = 16, 6, 2, 32, 2, 194
 #: A decision after the third chunk (10 blocks, 8 allowed), the next at position 192, when a ninth is begun again.
@@ -50,7 +50,7 @@ class Served:
             config, SIZE, max_requests=2, max_model_len=TOKENS, kv_heads=KV_HEADS, layers=LAYERS, store=self
         )
         self.runtime = EvictionRuntime([self.group])
-        self.resident = Residency(config, config.limits(SIZE, TOKENS), SIZE)
+        self.resident = RequestBlocks(config, config.limits(SIZE, TOKENS), SIZE)
         self.computed, self.holes, self.new_holes = 0, set(), []
         self.seen = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
         self.caches = [torch.zeros(self.blocks + 1, KV_HEADS, SIZE, 2 * DIM) for _ in range(LAYERS)]
@@ -103,11 +103,11 @@ class Served:
         self.runtime.views.tables = [table]
         metadata, work = self.group.view(metadata)
         metadata.block_table, metadata.num_actual_tokens = metadata.block_table_tensor, 2 + count
-        for (q, _, _), cache in zip(self.layers, self.caches):
+        for place, ((q, _, _), cache) in enumerate(zip(self.layers, self.caches)):
             query = torch.cat((torch.zeros(2, HEADS, DIM), q[first : self.computed]))
             if work is not None:
                 layer = SimpleNamespace(isa="vec", impl=SimpleNamespace(scale=DIM**-0.5))
-                work.do(CPUOps, layer, query, cache, metadata, torch.empty_like(query))
+                work.do(CPUOps, layer, place, query, cache, metadata, torch.empty_like(query))
         (reports,) = self.runtime.end(local)
         if not due:
             return None

@@ -15,11 +15,11 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.executor.abstract import Executor
 
-from vllm_evict.attention.ops import ops_for
-from vllm_evict.compat import layers, refusals
+from vllm_evict.compute.attention.ops import ops_for
+from vllm_evict.compute.kernels.mass import kernel_path
+from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.kernels.mass import kernel_path
-from vllm_evict.worker.runtime import EvictionRuntime
+from vllm_evict.integration import layers, refusals
 
 pytestmark = pytest.mark.v1_only
 
@@ -166,6 +166,15 @@ def test_what_cannot_be_served_beside_sliding_windows_is_refused_by_name(tmp_pat
     engine_config(windows, policy, **arguments, disable_sliding_window=True, max_model_len=64, block_size=32)
 
 
+def test_no_context_with_positions_of_several_dimensions(tmp_path):
+    """Those of a picture are fewer than its tokens."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    several = with_config(tmp_path, rope_parameters=rope)
+    with pytest.raises(KVPolicyError, match=r"several dimensions \(M-RoPE\).*: leave context out for this model"):
+        engine_config(several, {**H2O, "context": "model"}, max_num_batched_tokens=256)
+    assert engine_config(several).model_config.uses_mrope, "without a context they are served"
+
+
 def test_no_context_beside_sliding_windows(tmp_path):
     """Some models (Cohere2, EXAONE 4) turn keys in layers with windows only, and have the embedding in all."""
     windows = with_config(tmp_path, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
@@ -269,7 +278,7 @@ NOT_ON_A_CPU = {
     "vLLM's older Ray executor, which runs steps past the worker: unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND": dict(
         parallel_config__distributed_executor_backend=type("Own", (RayDistributedExecutor,), {})
     ),
-    "non-causal attention": dict(model_config__is_mm_prefix_lm=True),
+    "non-causal attention over images: set --language-model-only": dict(model_config__is_mm_prefix_lm=True),
     "models with non-causal attention": dict(model_config__is_diffusion=True),
     "Mamba, linear-attention": dict(model_config__is_attention_free=True),
 }
@@ -400,7 +409,9 @@ def test_kernels_read_fp8_from_ada_on(monkeypatch, capability, served):
     refusals.check_config(config, KVPolicyConfig.parse(UNMEASURED))
 
 
-@pytest.mark.parametrize("policy, served", [(H2O, False), ({"name": "duo", "pattern": ["10"]}, False), (UNMEASURED, True)])
+@pytest.mark.parametrize(
+    "policy, served", [(H2O, False), ({"name": "duo", "pattern": ["10"]}, False), (UNMEASURED, True)]
+)
 def test_kernels_are_for_ampere_and_newer(monkeypatch, policy, served):
     platform = SimpleNamespace(is_rocm=lambda: False, get_device_capability=lambda: DeviceCapability(7, 5))
     monkeypatch.setattr(refusals, "current_platform", platform)
@@ -681,7 +692,7 @@ def test_a_decode_kernel_that_is_not_run_is_one_line_that_says_what_is(monkeypat
     monkeypatch.delenv("VLLM_EVICT_DECODE", raising=False)
     if kernel is not None:
         monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
-    line = layers.unheeded(None, runtime)
+    line = layers.ignored_settings(None, runtime)
     if kernel in ("stock", None) or (backend != "CPU_ATTN" and decodes):
         assert line is None
         return

@@ -27,8 +27,8 @@ from vllm.utils.network_utils import get_open_port
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict import KVPolicyError
-from vllm_evict.compat import reorder
-from vllm_evict.compat.reorder import Part, check_reload, reordering
+from vllm_evict.integration import reorder
+from vllm_evict.integration.reorder import Part, check_reload, reordering
 
 pytestmark = pytest.mark.v1_only
 
@@ -95,7 +95,9 @@ def load(monkeypatch):
 
         def look(model, *args):
             # vLLM's CPU kernels take the weights away and keep them packed.
-            loaded.update({name: weight.detach().clone() for name, weight in model.named_parameters() if "self_attn" in name})
+            loaded.update(
+                {name: weight.detach().clone() for name, weight in model.named_parameters() if "self_attn" in name}
+            )
             process(model, *args)
 
         with monkeypatch.context() as patch:
@@ -118,9 +120,7 @@ def load(monkeypatch):
 def in_order(weight, order, dim, heads, size):
     """`weight` with head `order[i]` in place i along `dim`, one by one."""
     group = heads // len(order)
-    rows = [
-        np.arange(size) + size * (head * group + query) for head in order for query in range(group)
-    ]
+    rows = [np.arange(size) + size * (head * group + query) for head in order for query in range(group)]
     return np.take(weight.numpy(), np.concatenate(rows), axis=dim)
 
 
@@ -179,7 +179,9 @@ def test_dummy_weights_need_no_loader(load, checkpoint):
 
 
 def test_a_norm_over_all_heads_is_refused_by_name(load, checkpoint):
-    with pytest.raises(KVPolicyError, match=r"layers\.0\.self_attn\.attn can't be split: \S+q_norm\.weight of shape \[256\]"):
+    with pytest.raises(
+        KVPolicyError, match=r"layers\.0\.self_attn\.attn can't be split: \S+q_norm\.weight of shape \[256\]"
+    ):
         load(checkpoint("olmo2"), ORDER)
 
 
@@ -310,7 +312,10 @@ CHANGES = {
         r"tau of shape \[32\] may depend",
     ),
     "a buffer": (lambda part: part.register_buffer("slopes", torch.ones(HEADS)), r"slopes of shape \[8\]"),
-    "a gate": (replaced("g_proj", lambda: nn.Linear(64, HEADS)), r"block\.self_attn\.g_proj\.weight of shape \[8, 64\]"),
+    "a gate": (
+        replaced("g_proj", lambda: nn.Linear(64, HEADS)),
+        r"block\.self_attn\.g_proj\.weight of shape \[8, 64\]",
+    ),
     "a norm of all heads": (replaced("q_norm", lambda: ANorm(HEADS * SIZE)), r"q_norm\.weight of shape \[256\]"),
     "a norm of each head": (replaced("q_norm", lambda: ANorm(HEADS, SIZE)), r"q_norm\.weight of shape \[8, 32\]"),
     "two output projections": (
@@ -326,7 +331,10 @@ CHANGES = {
         replaced("o_proj", lambda: RowParallelLinear(128, 64, bias=False)),
         "has no output projection of 256 inputs",
     ),
-    "another place": (lambda part: setattr(part, "attn", nn.Module()), "has no module block.self_attn that it belongs to"),
+    "another place": (
+        lambda part: setattr(part, "attn", nn.Module()),
+        "has no module block.self_attn that it belongs to",
+    ),
     "interleaved": (
         lambda part: setattr(part, "__class__", type("InternLM2Attention", (nn.Module,), {})),
         "InternLM2Attention holds q, k and v of each head side by side",
@@ -380,7 +388,11 @@ def test_quantized_parameters_are_permuted_by_what_a_head_has_of_them(model):
         channel.weight_loader(channel, loaded[0].repeat_interleave(8)[:, None].float(), loaded_shard_id=shard)
         tensor.weight_loader(tensor, torch.tensor(float(len(loaded))), shard)
     order = ORDER[0]
-    expected = [in_order(q, order, 1, HEADS, 4), in_order(k, order, 1, KV_HEADS, 4), in_order(k * 2, order, 1, KV_HEADS, 4)]
+    expected = [
+        in_order(q, order, 1, HEADS, 4),
+        in_order(k, order, 1, KV_HEADS, 4),
+        in_order(k * 2, order, 1, KV_HEADS, 4),
+    ]
     np.testing.assert_array_equal(packed.data.numpy(), np.concatenate(expected, axis=1))
     np.testing.assert_array_equal(channel.data[::8, 0].numpy(), np.concatenate([part[0] for part in expected]))
     assert tensor.data.tolist() == [64, 64, 64]
@@ -406,9 +418,13 @@ def test_a_group_that_spans_heads_is_refused_by_name(model):
     out = model.block.self_attn.o_proj
     scales = added(out, "scales", GroupQuantScaleParameter, (2, 64), input_dim=0, output_dim=1)
     model.wrap()
-    with pytest.raises(KVPolicyError, match=r"block\.self_attn\.o_proj\.scales can't be split: it is loaded with 2 entries for 8 heads"):
+    with pytest.raises(
+        KVPolicyError, match=r"block\.self_attn\.o_proj\.scales can't be split: it is loaded with 2 entries for 8 heads"
+    ):
         scales.weight_loader(scales, torch.rand(2, 64))
-    with pytest.raises(KVPolicyError, match=r"qkv_proj\.weight can't be split: it is loaded with 130 entries for 4 heads"):
+    with pytest.raises(
+        KVPolicyError, match=r"qkv_proj\.weight can't be split: it is loaded with 130 entries for 4 heads"
+    ):
         qkv = model.block.self_attn.qkv_proj
         qkv.weight.weight_loader(qkv.weight, torch.rand(130, 64), "k")
 
@@ -431,7 +447,10 @@ def with_blocks(out):
     [
         (loads_itself, r"o_proj\.weight can't be split: it is quantized while it is loaded"),
         (cut_already, r"o_proj\.weight can't be split: its checkpoint is cut for tensor-parallel ranks"),
-        (with_blocks, r"o_proj\.weight_scale_inv can't be split: it has a scale for 128 rows or columns, a head has 32"),
+        (
+            with_blocks,
+            r"o_proj\.weight_scale_inv can't be split: it has a scale for 128 rows or columns, a head has 32",
+        ),
         (
             lambda out: added(out, "g_idx", RowvLLMParameter, (256,), torch.int32, input_dim=0),
             r"o_proj\.g_idx can't be split: it is quantized in groups of inputs in an order of their own",

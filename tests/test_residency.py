@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_evict.config import KVPolicyConfig
+from vllm_evict.core.blocks import RequestBlocks, RequestState
 from vllm_evict.core.plan import Report
-from vllm_evict.core.residency import RequestState, Residency
 
 BLOCK = 16
 
@@ -20,7 +20,7 @@ def reports(index, **statistics):
 
 def residency(block_size=BLOCK, prompt=1000, **options):
     config = KVPolicyConfig.parse({"name": "h2o", "budget": 128, "buffer": 0, "sink": 0, "recent": 0, **options})
-    return Residency(config, config.limits(block_size, prompt), block_size)
+    return RequestBlocks(config, config.limits(block_size, prompt), block_size)
 
 
 def report(index, mass):
@@ -76,7 +76,7 @@ def lives(draw):
 def test_what_goes_is_what_a_brute_force_search_finds(life):
     options, block_size, steps, random = life
     config = KVPolicyConfig.parse(options)
-    subject = Residency(config, config.limits(block_size, 1), block_size)
+    subject = RequestBlocks(config, config.limits(block_size, 1), block_size)
     here, computed, evicted = [], 0, 0
     for step in steps:
         known = math.ceil(computed / block_size)
@@ -105,7 +105,7 @@ def test_there_is_always_enough_to_get_back_to_the_budget(life):
     """Whatever the sinks, the window and the chunks: every decision gets there, and takes nothing that must stay."""
     options, block_size, steps, random = life
     config = KVPolicyConfig.parse(options)
-    subject = Residency(config, config.limits(block_size, 1), block_size)
+    subject = RequestBlocks(config, config.limits(block_size, 1), block_size)
     computed = 0
     for step in steps:
         computed += step
@@ -149,7 +149,7 @@ def test_the_block_being_written_stays_without_a_recent_window():
 
 def test_full_keeps_everything():
     config = KVPolicyConfig.parse("full")
-    subject = Residency(config, config.limits(BLOCK, 1), BLOCK)
+    subject = RequestBlocks(config, config.limits(BLOCK, 1), BLOCK)
     assert not subject.over_trigger(10**6)
     assert subject.choose(10**4, None).tolist() == []
     assert subject.held(625) == 625
@@ -177,7 +177,9 @@ def test_every_statistic_of_a_report_is_read_by_index():
 def test_policies_of_one_statistic(name, statistic):
     subject = residency(name=name, budget=64)
     victim = 3 if name == "knorm" else 1  # the largest norm, the least difference or mass
-    assert subject.choose(80, reports(range(5), **{statistic: [5, 1, 6, 9, 0]})).tolist() == [4 if name != "knorm" else 3]
+    assert subject.choose(80, reports(range(5), **{statistic: [5, 1, 6, 9, 0]})).tolist() == [
+        4 if name != "knorm" else 3
+    ]
     assert subject.choose(79, reports(range(5), **{statistic: [5, 1, 6, 9, 0]})).tolist() == [victim], "4 is not full"
 
 
@@ -254,7 +256,7 @@ def test_mean_divides_by_age():
 def test_the_peak_is_what_all_groups_hold_at_once():
     state = RequestState()
     config = KVPolicyConfig.parse({"name": "h2o", "budget": 64, "sink": 0, "recent": 0, "buffer": 0})
-    one, other = (Residency(config, config.limits(16, 1), 16, state=state) for _ in range(2))
+    one, other = (RequestBlocks(config, config.limits(16, 1), 16, state=state) for _ in range(2))
     one.hold(5)
     other.hold(2)
     one.hold(1)

@@ -107,17 +107,23 @@ def test_the_log_says_what_the_server_does(server):
 
 def test_the_example_of_a_client(server):
     example = Path(__file__).parents[1] / "examples/online_client.py"
-    done = subprocess.run([sys.executable, example, f"{server.address}/v1"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, example, f"{server.address}/v1"], capture_output=True, text=True, timeout=120
+    )
     first, second, third = done.stdout.splitlines()
     assert first.startswith("the server: ") and "sink-window" in second and first.endswith("+ 64 tokens")
-    assert "unknown KV policy 'nothing-of-the-kind'; choose one of: " in third and not done.returncode
+    assert "unknown KV policy 'nothing-of-the-kind': expected one of: " in third and not done.returncode
 
 
 def test_the_dashboard_asks_for_metrics_that_are_there(server):
     text = urllib.request.urlopen(f"{server.address}/metrics").read().decode()
-    labels = {name: set(re.findall(r'(\w+)="', inside)) for name, inside in re.findall(r"^([\w:]+)\{([^}]*)\}", text, re.M)}
+    labels = {
+        name: set(re.findall(r'(\w+)="', inside)) for name, inside in re.findall(r"^([\w:]+)\{([^}]*)\}", text, re.M)
+    }
     board = (Path(__file__).parents[1] / "examples/grafana.json").read_text()
-    asked = {query for panel in json.loads(board)["panels"] for target in panel["targets"] for query in [target["expr"]]}
+    asked = {
+        query for panel in json.loads(board)["panels"] for target in panel["targets"] for query in [target["expr"]]
+    }
     for query in asked:
         (name,) = re.findall(r"vllm:\w+", query)
         by = re.findall(r"by \((\w+)\)", query)
@@ -179,7 +185,7 @@ def test_full_is_what_a_server_without_budget_would_say(server):
 
 
 BAD = [
-    ({"kv_policy": "h3o"}, "unknown KV policy 'h3o'; choose one of: h2o"),
+    ({"kv_policy": "h3o"}, "unknown KV policy 'h3o': did you mean 'h2o'?"),
     ({"kv_budget": 512}, "above the server's 256"),
     ({"kv_budget": 90}, "budget 90 leaves nothing to choose"),
     ({"kv_budget": -1}, "above 0"),
@@ -234,7 +240,9 @@ def test_what_vllm_would_drop_unseen_is_refused(server, body, where, stream):
         with pytest.raises(openai.BadRequestError) as refused:
             create()
         field = where.split()[0]
-        assert f'{where} would be ignored: a request sets it as {{"vllm_xargs": {{"{field}": ...}}}}' in str(refused.value)
+        assert f'{where} would be ignored: a request sets it as {{"vllm_xargs": {{"{field}": ...}}}}' in str(
+            refused.value
+        )
     assert server.complete("t1 t2", max_tokens=2, xargs={"other": 1}).usage.completion_tokens == 2
 
 
@@ -433,5 +441,5 @@ def test_a_bad_flag_is_one_clear_message(tiny):
     command = vllm("serve", str(tiny), "--kv-policy", '{"name": "h2o", "buget": 512}')
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
-    assert "'h2o' has no field 'buget'; it has: budget" in done.stderr
+    assert "'h2o' has no field 'buget': did you mean 'budget'?" in done.stderr
     assert "Traceback" not in done.stderr

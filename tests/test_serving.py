@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from engine import V2, Engine, greedy, logprobs_of, random_prompt
+from engine import PLAN, V2, Engine, greedy, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
@@ -493,6 +493,17 @@ def test_a_step_that_comes_to_the_runner_past_the_worker_ends(engine):
     server.worker.execute_model(step)
 
 
+def test_a_step_without_its_plan_ends(engine):
+    """An executor that makes steps anew may lose it. Requests would read blocks that are others' by now."""
+    server = engine(H2O)
+    server.add(random_prompt(40), max_tokens=4)
+    server.llm.llm_engine.step()
+    step = server.scheduler.schedule()
+    delattr(step, PLAN)
+    with pytest.raises(RuntimeError, match="got a step without its plan"):
+        server.worker.execute_model(step)
+
+
 def test_a_stop_string_ends_a_request_with_its_usage(engine):
     """Stop strings are found by the front end, which then aborts the request in the engine."""
     server = engine(H2O, enable_prefix_caching=False)
@@ -527,7 +538,7 @@ def test_usage_so_far_is_sent_when_it_is_news(engine):
 
 BAD = {
     "unknown policy": ({"kv_policy": "h2"}, "unknown KV policy 'h2'.*h2o"),
-    "policy that is not enabled": ({"kv_policy": "full"}, "'full' is not enabled here; enabled: .*h2o"),
+    "policy that is not enabled": ({"kv_policy": "full"}, "'full' is not enabled here: expected one of: .*h2o"),
     "too large a budget": ({"kv_budget": 256}, "above the server's 192"),
     "too small a budget": ({"kv_budget": 96}, "budget 96 leaves nothing to choose.*32 . 64"),
     "zero": ({"kv_budget": 0}, "above 0"),
@@ -575,7 +586,9 @@ def test_a_request_pins_the_start_of_its_prompt(engine):
     plain = server.add(prompt, max_tokens=60)
     usage = {req_id: output.kv_usage for req_id, output in server.run(check).items()}
     assert usage[pinned].budget_tokens == usage[plain].budget_tokens and usage[pinned].evicted_blocks > 0
-    held = {name: next(blocks for req_id, blocks in kept.items() if req_id.startswith(name)) for name in (pinned, plain)}
+    held = {
+        name: next(blocks for req_id, blocks in kept.items() if req_id.startswith(name)) for name in (pinned, plain)
+    }
     assert held[pinned][: 96 // BLOCK] == list(range(96 // BLOCK)) != held[plain][: 96 // BLOCK]
     server.assert_nothing_left()
 

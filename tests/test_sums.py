@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_evict.compute import sums as worker_sums
+from vllm_evict.compute.sums import RunningSums
 from vllm_evict.core.plan import Scoring
-from vllm_evict.worker import sums as worker_sums
-from vllm_evict.worker.sums import RunningSums
 
 BLOCK = 4
 HEADS, LAYERS = 3, 2
@@ -392,7 +392,11 @@ def test_reports_keep_to_what_is_asked():
     add_mass(sums, ["a", "b"], [2, 3], [24, 24])
     assert sums.report([], [], local) == {}
     reports = sums.report(["b", "a"], [np.array([0, 4]), np.array([1, 2, 5])], local)
-    assert reports["b"].statistics["mass"].tolist() == [3.0, 3.0] and reports["a"].statistics["mass"].tolist() == [2.0, 2.0, 2.0]
+    assert reports["b"].statistics["mass"].tolist() == [3.0, 3.0] and reports["a"].statistics["mass"].tolist() == [
+        2.0,
+        2.0,
+        2.0,
+    ]
     assert reports["a"].index.tolist() == [1, 2, 5] and reports["a"].statistics["mass"].dtype == np.float64
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from vllm_evict.kernels import take as on_cpu
+from vllm_evict.compute.kernels import take as on_cpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
@@ -74,6 +74,22 @@ def test_what_is_just_even_does_not_count(take):
     layer = torch.tensor([[[1.0, 1.0, 1.001, 0.999]]], device=DEVICE)
     take(mass, layer, lens, BLOCK, tested=torch.ones_like(lens), share=0.25)
     assert mass.tolist() == [[[0, 0, 1, 0]]]
+
+
+@BY
+@pytest.mark.parametrize("maximise", [False, True])
+@pytest.mark.parametrize("tests", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_nan_stays(take, maximise, tests, heads):
+    """Whichever of the layers it comes with."""
+    mass, lens = torch.zeros(1, heads, 3, device=DEVICE), torch.tensor([48], dtype=torch.int32, device=DEVICE)
+    for at in (1, 2, None):
+        layer = torch.ones(1, 2, 3, device=DEVICE)
+        if at is not None:
+            layer[0, 1, at] = torch.nan
+        take(mass, layer, lens, BLOCK, maximise=maximise, tested=torch.ones_like(lens) if tests else None)
+    assert mass[0, -1].isnan().tolist() == [False, True, True] and not layer.any()
+    assert heads == 1 or mass[0, 0].isfinite().all()
 
 
 @without_triton

@@ -27,6 +27,8 @@ POLICIES = {
     "kvzip-tokens-all": {**BASE, "name": "kvzip", "granularity": "token", "sets": "all"},
     "pyramidkv": {**BASE, "name": "pyramidkv", "bands": 2},
     "rkv": {**BASE, "name": "rkv", "allow": ["sink-window"]},
+    # Each rank turns the keys of its own heads.
+    "context": {**BASE, "context": 448},
 }
 
 #: Serves each policy with an engine of its own; writes tokens, log-probabilities and usage.

@@ -32,13 +32,13 @@ from triton_batch import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_evict.attention.device import DeviceOps
-from vllm_evict.kernels.decode import decode_classes_reference
-from vllm_evict.kernels.mass import pack_keys
+from vllm_evict.compute.attention.device import DeviceOps
+from vllm_evict.compute.kernels.decode import decode_classes_reference
+from vllm_evict.compute.kernels.mass import pack_keys
+from vllm_evict.compute.work import HeadSlice
 from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
 from vllm_evict.triton_kernels.tiles import tile_of
-from vllm_evict.worker.work import Share
 
 pytestmark = WHERE_KERNELS_RUN
 
@@ -155,6 +155,31 @@ def test_large_scores_neither_overflow_nor_vanish(per_token):
     expected, expected_mass = batch.decode_reference(per_token=per_token)
     assert_close(output, expected, 1e-4)
     assert_close(mass, expected_mass, 1e-4)
+
+
+@BY
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("where", ["token", "split", "all"])
+def test_nan_keys_give_nan_output_and_mass(per_token, splits, where):
+    """One key, those of a whole split, or all, though values are numbers; other requests and heads are left alone."""
+    for heads, dim in (((4, 2), 64), ((2, 2), 80), ((16, 1), 128)):
+        batch = Batch(*DECODE, heads=heads, dim=dim)
+        plan = batch.plan(splits=splits, per_token=per_token)
+        clean = batch.decode(per_token=per_token, plan=plan)
+        request, length = len(batch.seq_lens) - 1, int(batch.seq_lens[-1])
+        batch.weights[-1] = 1
+        for token in {"token": [70], "split": range(48), "all": range(length)}[where]:
+            batch.keys[batch.table[request, token // 16].long(), -1, token % 16, 3] = torch.nan
+        output, mass, lse = batch.decode(per_token=per_token, plan=plan)
+        expected, expected_mass = batch.decode_reference(per_token=per_token)
+        entries, group = length if per_token else -(-length // 16), heads[0] // heads[1]
+        for got in output[-1, -group:], expected[-1, -group:], lse[-1, -group:]:
+            assert got.isnan().all()
+        for got in mass[request, -1, :entries], expected_mass[request, -1, :entries]:
+            assert got.isnan().all()
+        for got, want in zip((output, lse), (clean[0], clean[2])):
+            assert torch.equal(got[:-1], want[:-1]) and torch.equal(got[-1, :-group], want[-1, :-group])
+        assert torch.equal(mass[:request], clean[1][:request])
 
 
 def test_a_request_without_tokens_gets_zeros():
@@ -335,7 +360,7 @@ def test_where_scratch_has_no_room_for_all_some_are_decoded_at_a_time(classes, p
             max_seq_len=int(each.seq_lens.max()),
         )  # fmt: skip
         work = SimpleNamespace(rows=each.rows, seq_lens=each.seq_lens)
-        shares.append(Share(work, each.query, cache, metadata))
+        shares.append(HeadSlice(work, 0, each.query, cache, metadata))
     a_layer = SimpleNamespace(impl=SimpleNamespace(scale=parts[0].scale))
 
     def decoded(scratch):

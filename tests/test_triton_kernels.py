@@ -37,15 +37,14 @@ from triton_batch import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_evict.kernels.compact import compact_reference as packed_compact_reference
-from vllm_evict.kernels.compact import is_ordered
-from vllm_evict.kernels.mass import block_mass_reference, pack_keys
-from vllm_evict.kernels.view import View
+from vllm_evict.compute.kernels.compact import compact_reference as packed_compact_reference
+from vllm_evict.compute.kernels.compact import is_ordered
+from vllm_evict.compute.kernels.mass import block_mass_reference, pack_keys
+from vllm_evict.compute.kernels.view import View
 from vllm_evict.triton_kernels.compact import compact, compact_reference, plan_compact
 from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse, mass_from_lse_reference
 from vllm_evict.triton_kernels.query_lse import query_lse, query_lse_reference
 from vllm_evict.triton_kernels.resident_view import resident_view, resident_view_reference
-from vllm_evict.triton_kernels.select import select, select_reference
 
 pytestmark = WHERE_KERNELS_RUN
 
@@ -122,6 +121,28 @@ def test_decode_gives_the_lse_that_mass_from_lse_takes():
     tensors = batch.query, batch.keys, lse, batch.table, batch.starts, batch.seq_lens
     mass_from_lse(*tensors, batch.scale, out, weights=batch.weights)
     assert_close(out, mass, 1e-5)
+
+
+@BY
+@pytest.mark.parametrize("given", ["clean", "query_lse"])
+def test_a_nan_key_gives_nan_mass_and_lse(per_token, given):
+    """Given the LSE of a kernel that overlooked it, its own mass; with `query_lse`'s, of all that its queries see."""
+    batch = Batch(*PREFILL)
+    lse = batch.lse()
+    lists = batch.table, batch.starts, batch.seq_lens, batch.scale
+    request, token = 3, 70  # of 75 tokens and 40 queries: the last five see it
+    batch.keys[batch.table[request, token // 16].long(), 1, token % 16, 9] = torch.nan
+    if given == "query_lse":
+        query_lse(batch.query, batch.keys, *lists, lse, longest=40)
+        expected = torch.empty_like(lse)
+        query_lse_reference(batch.query, batch.keys, *lists, expected)
+        assert torch.equal(lse.isnan(), expected.isnan()) and lse.isnan().sum() == 5 * 2
+    out, expected = (batch.new_out(2, dtype, per_token) for dtype in (F32, F64))
+    mass_from_lse(batch.query, batch.keys, lse, *lists, out, per_token=per_token)
+    mass_from_lse_reference(batch.query, batch.keys, lse, *lists, expected, per_token=per_token)
+    assert out[request, 1, token if per_token else token // 16].isnan()
+    assert not out[:, 0].isnan().any() and not out[:request].isnan().any()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 # ---- query_lse
@@ -382,35 +403,6 @@ def test_view_refuses(change, error, message):
         resident_view(arguments["tables"], ints([20]), 16, arguments["views"])
 
 
-# ---- select
-
-
-@pytest.mark.parametrize("chunk", [None, 16])
-def test_select_matches_the_reference(chunk):
-    random = torch.Generator().manual_seed(2)
-    width = 40 if chunk else 700
-    scores = torch.randn(6, width + 3, generator=random)[:, :width]
-    scores[1] = scores[1].round()  # ties, at the threshold too
-    scores[2] = 0.0
-    scores[2, ::2] = -0.0
-    scores[3, 5:11] = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.nan, 1e-45, -1e-45])
-    scores[4] = torch.nan
-    first, last = ints([2, 0, 1, 0, 3, 7]), ints([width - 2, width, 30, width + 9, 39, 7])
-    for k in ([5, 20, 9, 38, 7, 3], [0, 1, 99, width, -1, 0]):
-        results = []
-        for function, device, options in ((select, DEVICE, {"chunk": chunk}), (select_reference, "cpu", {})):
-            out = [torch.full(shape, 77, dtype=torch.int32, device=device) for shape in ((6, 45), (6,))]
-            function(*(tensor.to(device) for tensor in (scores, first, last, ints(k))), *out, **options)
-            results.append([tensor.cpu() for tensor in out])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_equal_scores_go_from_the_oldest_on():
-    victims, counts = ints([[7] * 4]), ints([7])
-    select(torch.ones(1, 9, device=DEVICE), ints([2]), ints([8]), ints([3]), victims, counts)
-    assert victims.tolist() == [[2, 3, 4, -1]] and counts.tolist() == [3]
-
-
 # ---- arguments
 
 
@@ -470,7 +462,7 @@ def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
     found = json.loads(run.stdout)
     assert {kernel["kernel"] for kernel in found} == {
         "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_fold", "_mass_from_lse", "_put",
-        "_query_lse", "_resident_view", "_select", "_take",
+        "_query_lse", "_resident_view", "_take",
     }  # fmt: skip
     views = [kernel["binary"] for kernel in found if kernel["kernel"] == "_resident_view"]
     assert len(set(views)) == 2 < len(views), "once for each number of groups, whatever is wanted of them"

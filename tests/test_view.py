@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vllm_evict.kernels import view
-from vllm_evict.kernels.view import View, resident_view, resident_view_reference
+from vllm_evict.compute.kernels import view
+from vllm_evict.compute.kernels.view import View, resident_view, resident_view_reference
 
 functions = pytest.mark.parametrize(
     "function",

@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import GARBAGE
 
-from vllm_evict.kernels.view import resident_view
-from vllm_evict.worker import views
-from vllm_evict.worker.views import Views
+from vllm_evict.compute import views
+from vllm_evict.compute.kernels.view import resident_view
+from vllm_evict.compute.views import Views
 
 pytestmark = pytest.mark.v1_only
 BLOCK, REQUESTS = 16, 4

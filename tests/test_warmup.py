@@ -17,18 +17,17 @@ from triton.runtime import jit
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.triton_utils import HAS_TRITON
 
-from vllm_evict.attention.flash import FlashOps
-from vllm_evict.attention.triton import TritonOps
-from vllm_evict.attention.warmup import Heads, warm_up
-from vllm_evict.compat import layers
+from vllm_evict.compute import sums as worker_sums
+from vllm_evict.compute import views as worker_views
+from vllm_evict.compute.attention.flash import FlashOps
+from vllm_evict.compute.attention.triton import TritonOps
+from vllm_evict.compute.attention.warmup import Heads, warm_up
+from vllm_evict.compute.group import GroupRuntime
+from vllm_evict.compute.kernels.queries import Queries
+from vllm_evict.compute.runtime import EvictionRuntime
+from vllm_evict.compute.work import HeadSlice
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.kernels.queries import Queries
-from vllm_evict.worker import sums as worker_sums
-from vllm_evict.worker import views as worker_views
-from vllm_evict.worker import worker
-from vllm_evict.worker.group import GroupRuntime
-from vllm_evict.worker.runtime import EvictionRuntime
-from vllm_evict.worker.work import Share
+from vllm_evict.integration import layers, worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 backend, server = (getattr(test_device_backends, name) for name in ("backend", "server"))
@@ -139,7 +138,7 @@ def duo(folder, granularity):
     np.savetxt(folder / "heads.tsv", np.array([[1.0, 0.0], [0.0, 1.0]]), delimiter="\t")
     (folder / "config.json").write_text(json.dumps({"sink_size": 16, "recent_size": 32}))
     retrieval = {**POLICIES["h2o"], "granularity": granularity}
-    return {"name": "duo", "heads": str(folder / "heads.tsv"), "retrieval": retrieval}
+    return {"name": "duo", "gates": str(folder / "heads.tsv"), "retrieval": retrieval}
 
 
 # Larger than an engine could be under the interpreter. Nothing is run: launches are only looked at.
@@ -272,9 +271,7 @@ class Work:
                         worker_sums.fold(group.sums._sums, slots, out, logical.expand(rows, -1), kept)
             if "pivots" in group.statistics:
                 looked_at = Queries(numbers.long(), numbers.long(), metadata.seq_lens)
-                self.ops.mass_of(
-                    self.layer, query_, part.kv_cache, metadata, looked_at, -(-longest // self.block_size)
-                )
+                self.ops.mass_of(self.layer, query_, part.kv_cache, metadata, looked_at, -(-longest // self.block_size))
 
     def layers(self, group, layer, rows):
         mass, lens = torch.zeros(rows, group.sums.heads, layer.shape[2]), torch.zeros(rows, dtype=torch.int32)
@@ -288,7 +285,8 @@ class Work:
         # The other class holds less.
         others = [SimpleNamespace(**{**vars(metadata), "max_seq_len": 300}), metadata]
         shares = [
-            Share(work, query[:, part.query_heads], part.kv_cache, others[part is measured]) for part in self.parts
+            HeadSlice(work, 0, query[:, part.query_heads], part.kv_cache, others[part is measured])
+            for part in self.parts
         ]
         outs = [out if part is measured else None for part in self.parts]
         self.ops.decode_together(self.layer, query, shares, output, weights, outs, per_token)

@@ -10,8 +10,8 @@ triton = pytest.importorskip("triton")
 
 from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
-from vllm_evict.kernels.decode import decode_mass_reference  # noqa: E402
-from vllm_evict.kernels.mass import pack_keys  # noqa: E402
+from vllm_evict.compute.kernels.decode import decode_mass_reference  # noqa: E402
+from vllm_evict.compute.kernels.mass import pack_keys  # noqa: E402
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_evict.kernels.view import View
+from vllm_evict.compute.kernels.view import View
 from vllm_evict.triton_kernels import (
     compact,
     decode_classes,
@@ -23,7 +23,6 @@ from vllm_evict.triton_kernels import (
     put,
     query_lse,
     resident_view,
-    select,
     take,
 )
 
@@ -99,7 +98,6 @@ def compile_all() -> None:
         (put, ("_put",)),
         (query_lse, ("_query_lse",)),
         (resident_view, ("_resident_view",)),
-        (select, ("_select",)),
         (take, ("_take",)),
     ):
         for kernel in kernels:
@@ -114,7 +112,6 @@ def compile_all() -> None:
     put.put(torch.empty(9, 8, 16), table[:, :512], sums, lens)
     take.take(sums, sums, lens, 16, maximise=True)
     take.take(sums[:, :1], sums, lens, 16, tested=lens, share=0.25)
-    select.select(torch.empty(ROWS, 8192), lens, lens, lens, table, lens)
     for dtype, dim in ((BF16, 128), (FP8, 80)):
         caches, blocks = [torch.empty(8, 8, 16, 2 * dim, dtype=dtype) for _ in range(2)], ints(WIDTH)
         for ordered in (True, False):

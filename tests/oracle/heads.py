@@ -24,7 +24,10 @@ class GroupRequest(Request):
         assert self.config.heads == self.config.layers == "sum"
         total = 0
         for layer, (keys, values) in enumerate(self.cache):
-            size, resident = self.config.block_size, [t for t in range(self.n) if t // self.config.block_size not in self.evicted]
+            size, resident = (
+                self.config.block_size,
+                [t for t in range(self.n) if t // self.config.block_size not in self.evicted],
+            )
             for g in torch.where(self.heads[layer])[0].tolist():
                 scores = score(keys[resident, g].double(), values[resident, g].double())
                 total = total + REDUCE["sum"](torch.stack([of_tokens(part) for part in scores.split(size)])[None])

@@ -185,9 +185,7 @@ class Request:
     def step(self, ids):
         """Compute the next tokens and decide; returns their logits [Q, vocab]."""
         first, self.n = self.n, self.n + len(ids)
-        logits, probs = self.model.forward(
-            ids, self.cache, self.mask(first), self.config.wants_probs
-        )
+        logits, probs = self.model.forward(ids, self.cache, self.mask(first), self.config.wants_probs)
         if probs is not None:
             self.accumulate(probs, first)
         self.decide()

@@ -71,8 +71,7 @@ def make_tiny_llama(
     shared = normal(hidden)
     shared /= shared.square().mean().sqrt()
     weights = {
-        "model.embed_tokens.weight": common**0.5 * shared
-        + (1 - common) ** 0.5 * normal(vocab, hidden),
+        "model.embed_tokens.weight": common**0.5 * shared + (1 - common) ** 0.5 * normal(vocab, hidden),
         "model.norm.weight": norm_weight(),
     }
     for i in range(layers):
@@ -82,9 +81,7 @@ def make_tiny_llama(
             pre + "input_layernorm.weight": norm,
             pre + "self_attn.q_proj.weight": normal(q_dim, hidden, std=qk_std),
             pre + "self_attn.k_proj.weight": normal(kv_dim, hidden, std=qk_std),
-            pre + "self_attn.v_proj.weight": blind(
-                normal(kv_dim, hidden, std=2 * hidden**-0.5), norm
-            ),
+            pre + "self_attn.v_proj.weight": blind(normal(kv_dim, hidden, std=2 * hidden**-0.5), norm),
             pre + "self_attn.o_proj.weight": normal(hidden, q_dim, std=q_dim**-0.5),
             pre + "post_attention_layernorm.weight": norm_weight(),
             pre + "mlp.gate_proj.weight": normal(intermediate, hidden, std=hidden**-0.5),
@@ -92,9 +89,7 @@ def make_tiny_llama(
             pre + "mlp.down_proj.weight": normal(hidden, intermediate, std=intermediate**-0.5),
         }
     if not tie:
-        weights["lm_head.weight"] = blind(
-            normal(vocab, hidden, std=4 * hidden**-0.5), weights["model.norm.weight"]
-        )
+        weights["lm_head.weight"] = blind(normal(vocab, hidden, std=4 * hidden**-0.5), weights["model.norm.weight"])
     save_file(
         {name: w.to(dtype).contiguous() for name, w in weights.items()},
         path / "model.safetensors",

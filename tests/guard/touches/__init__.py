@@ -1,7 +1,7 @@
 """Everything of vLLM that vllm_evict relies on, and why.
 
 Each entry names one thing of vLLM as we would import it. What it asks for has to hold in every release that
-vllm_evict.compat.versions lists: tests/test_compat.py checks it in the installed one and in the snapshots of all.
+vllm_evict.integration.versions lists: tests/test_compat.py checks it in the installed one and in the snapshots of all.
 In code that is asked for, `...` stands for anything (see `source`).
 """
 

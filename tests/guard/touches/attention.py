@@ -5,7 +5,7 @@ from .touch import Touch
 SPLIT_LAYERS = [
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache",
-        ("compat.layers",),
+        ("integration.layers",),
         "V1: layers join the KV group of the pages that they name before builders and caches are made",
         does=(
             "self.maybe_add_kv_sharing_layers_to_kv_cache_groups(kv_cache_config)",
@@ -16,7 +16,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.maybe_add_kv_sharing_layers_to_kv_cache_groups",
-        ("compat.layers",),
+        ("integration.layers",),
         "V1: see add_kv_sharing_layers_to_kv_cache_groups",
         does=(
             "add_kv_sharing_layers_to_kv_cache_groups(self.shared_kv_cache_layers, kv_cache_config.kv_cache_groups, ...)",
@@ -25,7 +25,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.utils:add_kv_sharing_layers_to_kv_cache_groups",
-        ("compat.layers",),
+        ("integration.layers",),
         "a layer gets metadata of the KV group of the pages that it names, after them; it needs pages of that name",
         does=(
             "tgt_kv_cache_group = layer_to_kv_cache_group[target_layer_name]",
@@ -34,7 +34,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_attn_backend",
-        ("compat.layers", "attention.backend"),
+        ("integration.layers", "integration.backend"),
         "V1: layers and pages with one backend name and number of query heads share a metadata builder",
         does=(
             "get_layers_from_vllm_config(self.vllm_config, layer_type, kv_cache_group_spec.layer_names)",
@@ -46,7 +46,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache_tensors",
-        ("compat.layers",),
+        ("integration.layers",),
         "V1: layers are bound to the pages that they name",
         does=(
             "kv_caches = allocate_kv_cache(kv_cache_config, ...)",
@@ -56,7 +56,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.utils:bind_kv_cache",
-        ("compat.layers", "compat.runners"),
+        ("integration.layers", "integration.runners"),
         "V1: layers and pages may have one index; the runner's list has all of them",
         does=(
             "extract_layer_index(layer_name, num_attn_module)",
@@ -67,25 +67,25 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.platforms.cpu:CpuPlatform.check_runner_kv_caches_multi_layer",
-        ("compat.layers",),
+        ("integration.layers",),
         "V1: this platform does not mind",
         does=("pass",),
     ),
     Touch(
         "vllm.model_executor.models.utils:extract_layer_index",
-        ("compat.layers",),
+        ("integration.layers",),
         "names of pages have one number in them",
         does=("subnames = layer_name.split('.')", "assert len(int_vals) == 1, ..."),
     ),
     Touch(
         "vllm.v1.worker.utils:bind_kv_cache_to_layers",
-        ("compat.layers",),
+        ("integration.layers",),
         "pages get their cache as layers do",
         does=("forward_context[layer_name].bind_kv_cache(kv_cache)",),
     ),
     Touch(
         "vllm.v1.worker.utils:allocate_kv_cache",
-        ("compat.layers", "compat.runners"),
+        ("integration.layers", "integration.runners"),
         "one allocation for all KV groups: poison for a block is poison for it in all of them",
         does=(
             "assert len(sizes) == 1, ...",
@@ -95,7 +95,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
-        ("attention.split", "worker.group", "worker.views"),
+        ("integration.split", "compute.group", "compute.views"),
         "V1: each KV group has its table and its slots, each layer name its group's metadata; lengths on the host are "
         "exact but for speculative decoding; metadata of another builder is taken where builders say that they can, and "
         "no common prefix is named",
@@ -115,7 +115,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.attn_utils:get_shared_kv_cache_layers",
-        ("compat.layers",),
+        ("integration.layers",),
         "V2: layers, and the pages that they name",
         does=(
             "get_layers_from_vllm_config(vllm_config, Attention)",
@@ -124,7 +124,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.attn_utils:init_attn_backend",
-        ("compat.layers", "attention.backend"),
+        ("integration.layers", "integration.backend"),
         "V2: layers join the KV group of their pages first; those with one backend name and number of query heads share a "
         "builder",
         does=(
@@ -138,7 +138,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.attn_utils:init_kv_cache",
-        ("compat.layers",),
+        ("integration.layers",),
         "V2: layers are bound to the pages that they name",
         does=(
             "kv_caches = allocate_kv_cache(kv_cache_config, ...)",
@@ -148,7 +148,7 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.worker.gpu.attn_utils:build_attn_metadata",
-        ("attention.split", "worker.group", "worker.views"),
+        ("integration.split", "compute.group", "compute.views"),
         "V2: each KV group has its table and its slots, each layer name its group's metadata; only Mamba's is taken from "
         "another builder, and no common prefix is named",
         does=(
@@ -162,33 +162,33 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.v1.attention.backend:AttentionBackend.full_cls_name",
-        ("attention.backend", "compat.layers"),
+        ("integration.backend", "integration.layers"),
         "our backends differ in it from vLLM's, not from each other: one a KV group",
         kind="classmethod",
         does=("return (cls.__module__, cls.__qualname__)",),
     ),
     Touch(
         "vllm.v1.attention.backends.utils:get_num_attention_heads_from_layers",
-        ("compat.layers",),
+        ("integration.layers",),
         "the builder of a group plans for the query heads of its layers; our pages say the same number",
         does=("getattr(layer, 'impl', layer)", "assert len(heads) == 1, ..."),
     ),
     Touch(
         "vllm.forward_context:get_forward_context",
-        ("attention.split",),
+        ("integration.split",),
         "metadata of other KV groups than a layer's own",
         calls=("get_forward_context()",),
         does=("return _forward_context",),
     ),
     Touch(
         "vllm.forward_context:ForwardContext",
-        ("attention.split",),
+        ("integration.split",),
         "metadata by layer name; a list of them only with dual-batch overlap, which is refused",
         has=("attn_metadata: dict[str, AttentionMetadata] | list[dict[str, AttentionMetadata]]",),
     ),
     Touch(
         "vllm.model_executor.layers.attention.attention:get_attention_context",
-        ("attention.split",),
+        ("integration.split",),
         "a layer's own metadata is looked up by its name; None where nothing is set, in a dummy run",
         does=(
             "attn_metadata_raw = forward_context.attn_metadata",
@@ -200,9 +200,10 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.model_executor.layers.attention:Attention.forward",
-        ("attention.split", "attention.device", "compat.layers"),
+        ("integration.split", "compute.attention.device", "integration.layers", "integration.positions"),
         "does not write the cache of layers that name other pages, but hands their keys and values on; asked at each call, "
         "or when the model is compiled, which is later than ours. Queries may be quantised; outputs never are",
+        first=("query", "key", "value"),
         does=(
             "output_dtype = query.dtype",
             "query, _ = self.query_quant(query, self._q_scale)",
@@ -220,46 +221,50 @@ SPLIT_LAYERS = [
     ),
     Touch(
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
-        ("compat.layers",),
+        ("integration.layers",),
         "pages are like those of a layer, for other heads; layers with windows have a spec of another kind",
         calls=("get_kv_cache_spec(...)",),
-        does=("self.sliding_window is not None", "return SlidingWindowSpec(...)", "FullAttentionSpec(..., block_size=block_size, num_kv_heads=self.num_kv_heads)",),
+        does=(
+            "self.sliding_window is not None",
+            "return SlidingWindowSpec(...)",
+            "FullAttentionSpec(..., block_size=block_size, num_kv_heads=self.num_kv_heads)",
+        ),
     ),
 ]
 
 ATTENTION = [
     Touch(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
-        ("compat.layers", "compat.reorder"),
+        ("integration.layers", "integration.reorder"),
         "all layers with a KV cache; those that are no plain Attention are refused. Pages of split heads are such layers",
         has=("bind_kv_cache()",),
         takes_attributes=True,
-        implemented_by="vllm_evict.compat.layers:HeadSlots",
+        implemented_by="vllm_evict.integration.layers:HeadSlots",
     ),
     Touch(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.bind_kv_cache",
-        ("compat.layers",),
+        ("integration.layers",),
         "pages have their cache as an attribute",
         does=("self.kv_cache = kv_cache",),
     ),
     Touch(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_attn_backend",
-        ("compat.layers",),
+        ("integration.layers",),
         "implemented",
-        replaced_by=("vllm_evict.compat.layers:HeadSlots.get_attn_backend",),
+        replaced_by=("vllm_evict.integration.layers:HeadSlots.get_attn_backend",),
     ),
     Touch(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_kv_cache_spec",
-        ("compat.layers",),
+        ("integration.layers",),
         "implemented",
         first=("vllm_config",),
-        replaced_by=("vllm_evict.compat.layers:HeadSlots.get_kv_cache_spec",),
+        replaced_by=("vllm_evict.integration.layers:HeadSlots.get_kv_cache_spec",),
     ),
     Touch(
         "vllm.model_executor.layers.attention:Attention",
         (
-            *("compat.layers", "compat.positions", "compat.refusals", "compat.reorder"),
-            *("attention.cpu", "attention.split", "attention.device"),
+            *("integration.layers", "integration.positions", "integration.refusals", "integration.reorder"),
+            *("compute.attention.cpu", "integration.split", "compute.attention.device"),
         ),
         "the layers that are put behind the view",
         bases=("AttentionLayerBase",),
@@ -282,7 +287,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.model_executor.layers.attention.attention:set_default_quant_scales",
-        ("attention.device",),
+        ("compute.attention.device",),
         "fp8 scales of a layer: one each, on the device and on the host",
         does=(
             "layer.register_buffer('_k_scale', torch.tensor(1.0, ...))",
@@ -295,7 +300,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod.process_weights_after_loading",
-        ("attention.device",),
+        ("compute.attention.device",),
         "those of a checkpoint: the same in both places",
         does=(
             "layer._k_scale.copy_(k_scale)",
@@ -308,13 +313,13 @@ ATTENTION = [
     ),
     Touch(
         "vllm.model_executor.layers.attention:Attention.get_attn_backend",
-        ("compat.layers",),
+        ("integration.layers",),
         "vLLM asks the layer for its backend",
         does=("return self.attn_backend",),
     ),
     Touch(
         "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
-        ("attention.backend", "attention.split"),
+        ("integration.backend", "integration.split"),
         "calls the layer's implementation, metadata in sixth place",
         does=(
             "attn_metadata, self, kv_cache, _ = get_attention_context(layer_name)",
@@ -323,7 +328,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec",
-        ("compat.layers", "attention.backend"),
+        ("integration.layers", "integration.backend"),
         "V1: our backend makes the layer's spec ours; a layer that names other pages has none, and pages are no Attention",
         does=(
             "attn_layers.items()",
@@ -336,7 +341,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.worker.gpu.attn_utils:get_kv_cache_spec",
-        ("compat.layers", "attention.backend"),
+        ("integration.layers", "integration.backend"),
         "V2: our backend makes the layer's spec ours; a layer that names other pages has none, and pages name none",
         does=(
             "attn_layers.items()",
@@ -348,7 +353,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
-        ("attention.backend",),
+        ("integration.backend",),
         "our backend gives the builder, which gets the spec first, with the kernel's block size",
         does=(
             "self.kv_cache_spec.copy_with_new_block_size(kernel_block_size)",
@@ -358,35 +363,35 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.worker.utils:AttentionGroup.build_metadata",
-        ("attention.backend",),
+        ("integration.backend",),
         "each step's metadata is built once a group, by our builder; without a common prefix, if none is named",
         does=("self.get_metadata_builder(ubatch_idx).build(common_prefix_len, ...)",),
     ),
     Touch(
         "vllm.v1.attention.backend:AttentionBackend.get_builder_cls",
-        ("attention.backend",),
+        ("integration.backend",),
         "overridden",
         kind="staticmethod",
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBackend.get_builder_cls",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBackend.get_builder_cls",),
     ),
     Touch(
         "vllm.v1.attention.backend:AttentionBackend.customize_spec",
-        ("attention.backend",),
+        ("integration.backend",),
         "overridden: a backend may change its layers' specs",
         kind="classmethod",
         first=("spec",),
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBackend.customize_spec",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBackend.customize_spec",),
         does=("return spec",),
     ),
     Touch(
         "vllm.v1.attention.backend:AttentionMetadataBuilder",
-        ("attention.backend",),
+        ("integration.backend",),
         "a block table that is put into finished metadata would pass the view by; ours say that they can't do it",
         has=("supports_update_block_table = False",),
     ),
     Touch(
         "vllm.v1.attention.backend:CommonAttentionMetadata",
-        ("worker.group", "attention.flashinfer"),
+        ("compute.group", "compute.attention.flashinfer"),
         "what the view is made of",
         has=(
             "num_actual_tokens: int",
@@ -403,14 +408,14 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
-        ("compat.refusals", "attention.backend", "attention.split"),
+        ("integration.refusals", "integration.backend", "integration.split"),
         "the backend that is served; keys and values are written before `forward`, and apart from it",
         bases=("AttentionBackend",),
         has=("forward_includes_kv_cache_update = False",),
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_name",
-        ("compat.refusals", "attention.backend"),
+        ("integration.refusals", "integration.backend"),
         "the name by which backends are refused and shown",
         kind="staticmethod",
         calls=("get_name()",),
@@ -418,24 +423,24 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadata",
-        ("attention.backend", "attention.cpu", "attention.split"),
+        ("integration.backend", "compute.attention.cpu", "integration.split"),
         "what the kernel and our mass pass read, and where split heads write",
         has=("num_actual_tokens: int", "query_start_loc", "seq_lens", "block_table", "slot_mapping: torch.Tensor"),
         takes_attributes=True,
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
-        ("attention.backend",),
+        ("integration.backend",),
         "subclassed",
         bases=("AttentionMetadataBuilder",),
         has=("supports_update_block_table = False",),
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.__init__",
-        ("attention.backend", "attention.cpu"),
+        ("integration.backend", "compute.attention.cpu"),
         "tells the layers how their keys are packed; heads are those of a layer, though pages hold those of many",
         first=("kv_cache_spec",),
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.__init__",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBuilder.__init__",),
         does=(
             "self.num_kv_heads = kv_cache_spec.num_kv_heads",
             "self.num_heads = get_num_attention_heads_from_layers(vllm_config, layer_names) or ...",
@@ -444,23 +449,23 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._group_sliding_window",
-        ("compat.layers",),
+        ("integration.layers",),
         "no window for a group of pages that no layer names",
         does=("len(windows) != 1", "return -1"),
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder._set_isa_to_layers",
-        ("compat.layers", "attention.cpu"),
+        ("integration.layers", "compute.attention.cpu"),
         "`isa` of a layer names the packing",
         does=("layer.isa = self.isa",),
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",
-        ("attention.backend", "worker.group"),
+        ("integration.backend", "compute.group"),
         "takes tables and lengths from the common metadata and nowhere else",
         first=("common_prefix_len", "common_attn_metadata", "fast_build"),
         calls=("build(..., ..., ...)",),
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.build",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBuilder.build",),
         does=(
             "max_seq_len = common_attn_metadata.max_seq_len",
             "query_start_loc = common_attn_metadata.query_start_loc",
@@ -473,7 +478,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl",
-        ("compat.refusals", "attention.backend", "attention.split"),
+        ("integration.refusals", "integration.backend", "integration.split"),
         "subclassed, and copied for some of its heads; what it has that our ops do not know is refused, or left to its "
         "own kernel",
         has=(
@@ -490,14 +495,14 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
-        ("attention.backend", "attention.cpu", "attention.split"),
+        ("integration.backend", "compute.attention.cpu", "integration.split"),
         "queries are [tokens, heads, size]; the cache holds first K, then V, in each block and head; heads are those of "
         "its tensors, and keys and values of a decoder are read from the cache alone",
         first=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
         calls=("forward(..., ..., None, None, ..., ..., ...)",),
         replaced_by=(
-            "vllm_evict.attention.backend:working_impl.WorkingImpl.forward",
-            "vllm_evict.attention.split:split_impl.SplitImpl.forward",
+            "vllm_evict.integration.backend:working_impl.WorkingImpl.forward",
+            "vllm_evict.integration.split:split_impl.SplitImpl.forward",
         ),
         does=(
             "attn_metadata is None",
@@ -512,7 +517,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
-        ("attention.backend", "attention.cpu", "attention.split"),
+        ("integration.backend", "compute.attention.cpu", "integration.split"),
         "writes this step's keys and values before `forward`, which may therefore be left out; heads are those of its "
         "tensors",
         calls=("do_kv_cache_update(..., ..., ..., ..., ...)",),
@@ -521,35 +526,35 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
-        ("attention.cpu",),
+        ("compute.attention.cpu",),
         "names of the packings that the mass pass reads",
         does=("return 'vec16'", "return 'amx'", "return 'vec'"),
     ),
     Touch(
         "vllm.v1.attention.backend:AttentionCGSupport",
-        ("attention.backend",),
+        ("integration.backend",),
         "full CUDA graphs of decodes only",
         has=("UNIFORM_SINGLE_TOKEN_DECODE = 1", "NEVER = 0"),
     ),
     Touch(
         "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
-        ("attention.backend",),
+        ("integration.backend",),
         "overridden; vLLM has full graphs for no more than the least that a builder supports",
         kind="classmethod",
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.get_cudagraph_support",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBuilder.get_cudagraph_support",),
     ),
     Touch(
         "vllm.v1.attention.backend:AttentionImpl.fused_output_quant_supported",
-        ("attention.backend", "attention.split"),
+        ("integration.backend", "integration.split"),
         "overridden: our kernels write outputs of the query's dtype",
         replaced_by=(
-            "vllm_evict.attention.backend:working_impl.WorkingImpl.fused_output_quant_supported",
-            "vllm_evict.attention.split:split_impl.SplitImpl.fused_output_quant_supported",
+            "vllm_evict.integration.backend:working_impl.WorkingImpl.fused_output_quant_supported",
+            "vllm_evict.integration.split:split_impl.SplitImpl.fused_output_quant_supported",
         ),
     ),
     Touch(
         "vllm.config.compilation:CompilationConfig.resolve_cudagraph_mode_and_sizes",
-        ("attention.backend",),
+        ("integration.backend",),
         "full graphs for all batches become those for decodes",
         does=(
             "min_cg_support != AttentionCGSupport.ALWAYS",
@@ -559,7 +564,7 @@ ATTENTION = [
     ),
     Touch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs",
-        ("worker.group",),
+        ("compute.group",),
         "V2: lengths on the host are exact but for speculative decoding",
         does=(
             "num_computed_tokens_np = self.req_states.num_computed_tokens_np[idx_mapping_np]",

@@ -5,17 +5,17 @@ from .touch import Touch
 BLOCKS = [
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
-        ("core.scheduler", "core.pressure"),
+        ("integration.scheduler", "integration.pressure"),
         "holds our manager",
         has=("coordinator", "block_pool", "watermark_blocks", "enable_caching = enable_caching"),
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-        ("core.manager", "core.pressure", "compat.allocation"),
+        ("integration.managers", "integration.pressure", "integration.allocation"),
         "asks what a request needs, takes prefix hits, allocates, then publishes what the step will have computed; "
         "None, with nothing changed, where the pool has too little",
         first=("request",),
-        replaced_by=("vllm_evict.compat.allocation:before_giving_up.allocate_slots",),
+        replaced_by=("vllm_evict.integration.allocation:before_giving_up.allocate_slots",),
         does=(
             "self.coordinator.get_num_blocks_to_allocate(..., apply_admission_cap=True)",
             "required_blocks = num_blocks_to_allocate + watermark_blocks",
@@ -33,21 +33,21 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.estimate_cached_tokens",
-        ("core.scheduler", "compat.allocation"),
+        ("integration.scheduler", "integration.allocation"),
         "what a request has published, by the blocks that it holds; asked with its first output, reported as written",
         first=("request",),
-        replaced_by=("vllm_evict.compat.allocation:count_published.estimate_cached_tokens",),
+        replaced_by=("vllm_evict.integration.allocation:count_published.estimate_cached_tokens",),
         does=("self.get_blocks(request.request_id)", "block.block_hash_num_tokens"),
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "holds our managers, one a KV group",
         has=("single_type_managers = tuple(...)",),
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.__init__",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "all managers take their blocks from one pool, in the order of the KV groups",
         does=(
             "self.block_pool = BlockPool(..., num_gpu_blocks=kv_cache_config.num_blocks)",
@@ -57,7 +57,7 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:get_kv_cache_coordinator",
-        ("core.manager", "core.scheduler"),
+        ("integration.managers", "integration.scheduler"),
         "KV groups hit together, none without prefix caching",
         does=(
             "return KVCacheCoordinatorNoPrefixCache(...)",
@@ -68,13 +68,13 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinatorNoPrefixCache.find_longest_cache_hit",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "takes any number of KV groups",
         does=("return blocks, 0, 0",),
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",
-        ("core.manager", "compat.layers"),
+        ("integration.managers", "integration.layers"),
         "groups of one spec are looked up together, so streaming groups share one. All of ours are full attention, whose "
         "order stays: streaming groups come last",
         does=(
@@ -87,7 +87,7 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit",
-        ("core.manager", "core.scheduler"),
+        ("integration.managers", "integration.scheduler"),
         "each spec shortens the hit of those before it, and is looked up once. What is cut off at the end must not be "
         "what streaming heads need: theirs is the last to be found, so nothing is cut off",
         first=("block_hashes", "max_cache_hit_length"),
@@ -108,7 +108,7 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "each group takes its hit before new blocks are handed out",
         does=(
             "manager.add_local_computed_blocks(request_id, new_computed_blocks[i], num_local_computed_tokens, "
@@ -117,37 +117,37 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "the tables of all groups grow together",
         does=("manager.allocate_new_blocks(request_id, ..., num_tokens_main_model)", "self.single_type_managers"),
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "all groups publish the same tokens, each as far as its manager does",
         does=("enumerate(self.single_type_managers)", "manager.cache_blocks(request, ...)"),
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.free",
-        ("core.manager",),
+        ("integration.managers",),
         "a request starts over in all groups at once",
         does=("self.single_type_managers", "manager.free(request_id)"),
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:BlockHashList",
-        ("core.manager",),
+        ("integration.managers",),
         "a prefix, one hash a block",
         value="list[BlockHash] | BlockHashListWithBlockSize",
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes",
-        ("core.manager",),
+        ("integration.managers",),
         "one hash a block, where all groups have blocks of one size and prefix_match_unit says nothing else",
         does=("requested if requested is not None else math.gcd(*hashing_sizes)",),
     ),
     Touch(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate",
-        ("core.manager",),
+        ("integration.managers",),
         "passes the admission cap by keyword, as ours reads it",
         does=(
             "manager.get_num_blocks_to_allocate(request_id, num_tokens, new_computed_blocks[i], total_computed_tokens, "
@@ -157,7 +157,7 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
-        ("core.manager",),
+        ("integration.managers",),
         "subclassed",
         bases=("SingleTypeKVCacheManager",),
         has=(
@@ -172,24 +172,24 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.__init__",
-        ("core.manager",),
+        ("integration.managers",),
         "extended",
-        replaced_by=("vllm_evict.core.manager:EvictableManager.__init__",),
+        replaced_by=("vllm_evict.integration.managers:EvictableManager.__init__",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.get_num_blocks_to_allocate",
-        ("core.manager",),
+        ("integration.managers",),
         "a long prompt is admitted with what it holds at most, not with all its blocks",
         first=("request_id", "num_tokens", "new_computed_blocks"),
         replaced_by=(
-            "vllm_evict.core.manager:heeding_holes.HeedsHoles.get_num_blocks_to_allocate",
-            "vllm_evict.core.manager:EvictableManager.get_num_blocks_to_allocate",
+            "vllm_evict.integration.managers:hole_aware.HoleAware.get_num_blocks_to_allocate",
+            "vllm_evict.integration.managers:EvictableManager.get_num_blocks_to_allocate",
         ),
         does=("num_required_blocks = cdiv(num_tokens, self.block_size)",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.get_num_blocks_to_allocate",
-        ("core.manager",),
+        ("integration.managers",),
         "a table's length counts holes, those of a hit too; what the hit takes out of the pool does not",
         does=(
             "num_req_blocks = len(self.req_to_blocks.get(request_id, ()))",
@@ -200,17 +200,17 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager._get_num_evictable_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "passes over holes",
         does=("blk.ref_cnt == 0 and not blk.is_null",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.find_longest_cache_hit",
-        ("core.manager",),
+        ("integration.managers",),
         "streaming heads need sinks and the window of a prefix; retrieval heads all of it, without a gap",
         kind="classmethod",
         first=("block_hashes", "max_length", "kv_cache_group_ids", "block_pool", "kv_cache_spec"),
-        replaced_by=("vllm_evict.core.manager:EvictableManager.find_longest_cache_hit",),
+        replaced_by=("vllm_evict.integration.managers:EvictableManager.find_longest_cache_hit",),
         does=(
             "block_pool.get_cached_block(block_hash, kv_cache_group_ids)",
             "computed.append(cached)",
@@ -219,10 +219,10 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.add_local_computed_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "a request starts with a hit, holes included; what was hit is not published again",
         first=("request_id", "new_computed_blocks"),
-        replaced_by=("vllm_evict.core.manager:EvictableManager.add_local_computed_blocks",),
+        replaced_by=("vllm_evict.integration.managers:EvictableManager.add_local_computed_blocks",),
         does=(
             "self.block_pool.touch(new_computed_blocks)",
             "req_blocks.extend(new_computed_blocks)",
@@ -231,31 +231,31 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.get_num_skipped_tokens",
-        ("core.manager",),
+        ("integration.managers",),
         "the head of a hit stays",
         does=("return 0",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.reachable_block_mask",
-        ("core.manager",),
+        ("integration.managers",),
         "all blocks are published, whatever prefix other groups have hit",
         does=("return None",),
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:resolve_block_hashes",
-        ("core.manager",),
+        ("integration.managers",),
         "hashes of whole blocks, where prefixes are hashed finer",
         calls=("resolve_block_hashes(..., ..., ...)",),
         does=("block_size == hash_block_size", "return block_hashes"),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.allocate_new_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "a table grows here and nowhere else; its length counts holes, so it stays what positions say",
         first=("request_id", "num_tokens", "num_tokens_main_model"),
         replaced_by=(
-            "vllm_evict.core.manager:heeding_holes.HeedsHoles.allocate_new_blocks",
-            "vllm_evict.core.manager:EvictableManager.allocate_new_blocks",
+            "vllm_evict.integration.managers:hole_aware.HoleAware.allocate_new_blocks",
+            "vllm_evict.integration.managers:EvictableManager.allocate_new_blocks",
         ),
         does=(
             "num_required_blocks - len(req_blocks)",
@@ -265,34 +265,34 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.cache_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "publishes blocks up to a number of tokens: what saw a reduced context is left out by lowering it",
         first=("request", "num_tokens"),
-        replaced_by=("vllm_evict.core.manager:heeding_holes.HeedsHoles.cache_blocks",),
+        replaced_by=("vllm_evict.integration.managers:hole_aware.HoleAware.cache_blocks",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "publishes nothing if there are fewer full blocks than were published already",
         does=("num_cached_blocks >= num_full_blocks", "self.block_pool.cache_full_blocks(...)"),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.pop_blocks_for_free",
-        ("core.manager",),
+        ("integration.managers",),
         "all of a request's blocks go here: it ended or was preempted",
         first=("request_id",),
-        replaced_by=("vllm_evict.core.manager:EvictableManager.pop_blocks_for_free",),
+        replaced_by=("vllm_evict.integration.managers:EvictableManager.pop_blocks_for_free",),
         does=("req_blocks = self.req_to_blocks.pop(request_id, [])",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.free",
-        ("core.manager",),
+        ("integration.managers",),
         "goes through pop_blocks_for_free",
         does=("self.block_pool.free_blocks(reversed(self.pop_blocks_for_free(request_id)))",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager",
-        ("core.manager", "core.scheduler"),
+        ("integration.managers", "integration.scheduler"),
         "of windows beside layers that may lack blocks: becomes our subclass",
         bases=("SingleTypeKVCacheManager",),
         has=(
@@ -308,24 +308,24 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_blocks_to_allocate",
-        ("core.manager",),
+        ("integration.managers",),
         "what windows want of the pool is noted",
-        replaced_by=("vllm_evict.core.manager:heeding_holes.HeedsHoles.get_num_blocks_to_allocate",),
+        replaced_by=("vllm_evict.integration.managers:hole_aware.HoleAware.get_num_blocks_to_allocate",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.allocate_new_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "what windows get of the pool is noted",
         first=("request_id", "num_tokens", "num_tokens_main_model"),
-        replaced_by=("vllm_evict.core.manager:heeding_holes.HeedsHoles.allocate_new_blocks",),
+        replaced_by=("vllm_evict.integration.managers:hole_aware.HoleAware.allocate_new_blocks",),
         does=("new_blocks = self.block_pool.get_new_blocks(num_new_blocks)",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.cache_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "publishes blocks of windows up to a number of tokens, those that a mask names",
         first=("request", "num_tokens"),
-        replaced_by=("vllm_evict.core.manager:heeding_holes.HeedsHoles.cache_blocks",),
+        replaced_by=("vllm_evict.integration.managers:hole_aware.HoleAware.cache_blocks",),
         does=(
             "block_mask = self.reachable_block_mask(..., start_block=num_cached_blocks, end_block=num_full_blocks)",
             "self.num_cached_block[request.request_id] = num_full_blocks",
@@ -333,7 +333,7 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager._contiguous_blocks_for_hit",
-        ("core.manager",),
+        ("integration.managers",),
         "blocks of a window that a hit needs",
         kind="classmethod",
         first=("window_size", "block_size", "use_eagle"),
@@ -341,7 +341,7 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.find_longest_cache_hit",
-        ("core.manager", "core.scheduler"),
+        ("integration.managers", "integration.scheduler"),
         "a shorter hit needs other blocks of a window; those before it are holes",
         does=(
             "sliding_window_contiguous_blocks = cls._contiguous_blocks_for_hit(...)",
@@ -351,7 +351,7 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.block_pool:BlockPool.__init__",
-        ("core.manager",),
+        ("integration.managers",),
         "the null block, of which holes are made, is the first: id 0",
         does=(
             "self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)",
@@ -360,13 +360,13 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.block_pool:BlockPool",
-        ("core.manager", "core.scheduler", "core.pressure"),
+        ("integration.managers", "integration.scheduler", "integration.pressure"),
         "the pool of all KV groups",
         has=("null_block", "num_gpu_blocks = num_gpu_blocks"),
     ),
     Touch(
         "vllm.v1.core.block_pool:BlockPool.get_cached_block",
-        ("core.manager",),
+        ("integration.managers",),
         "a block of each group, or None if one lacks it",
         first=("block_hash", "kv_cache_group_ids"),
         calls=("get_cached_block(..., ...)",),
@@ -374,20 +374,27 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.block_pool:BlockPool.touch",
-        ("core.manager",),
+        ("integration.managers",),
         "passes over the holes of a hit: the null block is in no queue",
         does=("block.is_null", "self.free_block_queue.remove(block)", "block.ref_cnt += 1"),
     ),
     Touch(
         "vllm.v1.core.block_pool:BlockPool.free_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "takes evicted blocks back; passes over the holes of a request that ends",
         calls=("free_blocks(...)",),
         does=("block.is_null",),
     ),
     Touch(
+        "vllm.v1.core.block_pool:BlockPool.evict_blocks",
+        ("integration.managers",),
+        "takes blocks that a request holds out of the prefix cache, so that it may write into them",
+        calls=("evict_blocks(...)",),
+        does=("self._maybe_evict_cached_block(block)",),
+    ),
+    Touch(
         "vllm.v1.core.block_pool:BlockPool.cache_full_blocks",
-        ("core.manager",),
+        ("integration.managers",),
         "publishes no hole, nor what a mask leaves out",
         first=("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id"),
         calls=("cache_full_blocks(..., ..., ..., ..., ..., ..., block_mask=...)",),
@@ -395,80 +402,80 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:KVCacheBlock",
-        ("core.manager", "core.scheduler"),
+        ("integration.managers", "integration.scheduler", "integration.pressure"),
         "whether an evicted block is free, and whether it may still be hit",
         has=("block_id: int", "ref_cnt: int", "block_hash", "is_null: bool"),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheConfig",
-        ("core.scheduler", "compat.layers", "worker.worker"),
+        ("integration.scheduler", "integration.layers", "integration.worker"),
         "the KV groups, in order; the blocks of the pool, each of which may have a page of sums by token",
         has=("kv_cache_groups: list[KVCacheGroupSpec]", "num_blocks: int"),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheGroupSpec",
-        ("core.scheduler", "compat.layers"),
+        ("integration.scheduler", "integration.layers"),
         "its layers and spec",
         has=("layer_names: list[str]", "kv_cache_spec: KVCacheSpec"),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:KVCacheSpec",
-        ("core.spec", "compat.layers"),
+        ("integration.spec", "integration.layers"),
         "the specs that ours may meet",
         has=("block_size: int", "page_size_bytes", "is_uniform_with_collection()"),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:AttentionSpec",
-        ("attention.backend",),
+        ("integration.backend",),
         "what a backend customizes and builds for",
         bases=("KVCacheSpec",),
         has=("block_size: int", "num_kv_heads: int", "page_size_bytes"),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:FullAttentionSpec",
-        ("core.spec", "attention.backend"),
+        ("integration.spec", "integration.backend"),
         "subclassed",
         bases=("AttentionSpec",),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:FullAttentionSpec.max_memory_usage_bytes",
-        ("core.spec",),
+        ("integration.spec",),
         "what vLLM takes a request to need: bounded by the budget",
         first=("vllm_config",),
-        replaced_by=("vllm_evict.core.spec:EvictableSpec.max_memory_usage_bytes",),
+        replaced_by=("vllm_evict.integration.spec:EvictableSpec.max_memory_usage_bytes",),
         does=("cdiv(max_model_len, self.block_size) * self.page_size_bytes",),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:FullAttentionSpec.merge",
-        ("core.spec",),
+        ("integration.spec",),
         "rebuilds the spec as our class, from vLLM's own fields only",
         kind="classmethod",
         first=("specs",),
-        replaced_by=("vllm_evict.core.spec:EvictableSpec.merge",),
+        replaced_by=("vllm_evict.integration.spec:EvictableSpec.merge",),
         does=("merged_spec = cls(..., block_size=specs[0].block_size)", "return merged_spec"),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:FullAttentionSpec.is_uniform_with_collection",
-        ("core.spec",),
+        ("integration.spec",),
         "whether layers with pages of different sizes share a block table: not those of different head classes",
         first=("kv_cache_specs",),
-        replaced_by=("vllm_evict.core.spec:EvictableSpec.is_uniform_with_collection",),
+        replaced_by=("vllm_evict.integration.spec:EvictableSpec.is_uniform_with_collection",),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs.is_uniform_type",
-        ("core.spec",),
+        ("integration.spec",),
         "asks our spec",
         does=("return first_spec.is_uniform_with_collection(kv_cache_specs)",),
     ),
     Touch(
         "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs.from_specs",
-        ("core.spec",),
+        ("integration.spec",),
         "None where it says no",
         does=("cls.is_uniform_type(kv_cache_specs)", "return None"),
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:get_kv_cache_groups",
-        ("core.spec", "compat.layers"),
+        ("integration.spec", "integration.layers"),
         "the order of questions: one spec, one type of specs, pages of several sizes, specs that can be merged",
         does=(
             "is_kv_cache_spec_uniform(kv_cache_spec)",
@@ -483,28 +490,28 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:is_kv_cache_spec_uniform",
-        ("core.spec",),
+        ("integration.spec",),
         "asks by merging; an AssertionError is a no",
         does=("kv_cache_spec_values[0].merge(kv_cache_spec_values)", "return False"),
         moved="vllm.v1.core.kv_cache_planning:is_kv_cache_spec_uniform",
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:_get_packed_kv_cache_groups",
-        ("core.spec",),
+        ("integration.spec",),
         "leaves pages of one size alone",
         does=("len(page_sizes) <= 1", "return None"),
         moved="vllm.v1.core.kv_cache_planning:_get_packed_kv_cache_groups",
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:unify_kv_cache_spec_page_size",
-        ("core.spec",),
+        ("integration.spec",),
         "so does this: blocks keep their size",
         does=("len(page_sizes) <= 1", "return kv_cache_spec"),
         moved="vllm.v1.core.kv_cache_planning:unify_kv_cache_spec_page_size",
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:_get_kv_cache_groups_uniform_page_size",
-        ("core.spec", "compat.layers"),
+        ("integration.spec", "integration.layers"),
         "groups of as many layers as the rarest spec has: one, as each retrieval group has a spec of its own. They come in "
         "the order of the layers, which is that of the worker's groups; streaming groups, which share a spec, come last. "
         "Beside windows, too, groups are as long as the rarest spec; the worker asks for them before vLLM makes them",
@@ -527,21 +534,21 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:create_kv_cache_group_specs",
-        ("core.spec",),
+        ("integration.spec",),
         "a group's spec is its layers', merged",
         does=("layer_specs[0].merge(layer_specs)", "KVCacheGroupSpec(layer_names_one_group, merged_layer_spec)"),
         moved="vllm.v1.core.kv_cache_planning:create_kv_cache_group_specs",
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:_max_memory_usage_bytes_from_groups",
-        ("core.spec",),
+        ("integration.spec",),
         "a request holds what it holds in each group",
         does=("total_blocks += cdiv(spec.max_memory_usage_bytes(vllm_config), spec.page_size_bytes)",),
         moved="vllm.v1.core.kv_cache_planning:_max_memory_usage_bytes_from_groups",
     ),
     Touch(
         "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups",
-        ("compat.layers", "compat.runners"),
+        ("integration.layers", "integration.runners"),
         "the pages of all groups lie over each other: a block id is one group's at a time",
         does=(
             "kv_cache_groups",
@@ -553,14 +560,14 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.kv_cache_interface:replace_as",
-        ("attention.backend", "compat.layers"),
+        ("integration.backend", "integration.layers"),
         "makes our spec of vLLM's",
         calls=("replace_as(..., ..., backend=...)",),
     ),
-    Touch("vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry", ("core.spec",), "gives our spec our manager"),
+    Touch("vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry", ("integration.spec",), "gives our spec our manager"),
     Touch(
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered",
-        ("core.spec",),
+        ("integration.spec",),
         "registers vLLM's own specs if nothing is registered yet: has to run before our first",
         kind="classmethod",
         calls=("_ensure_registered()",),
@@ -568,14 +575,14 @@ BLOCKS = [
     ),
     Touch(
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
-        ("core.spec",),
+        ("integration.spec",),
         "called again in each process that unpickles a spec, with the same classes",
         kind="classmethod",
         calls=("register(..., ..., uniform_type_base_spec=...)",),
     ),
     Touch(
         "vllm.v1.core.single_type_kv_cache_manager:get_manager_for_kv_cache_spec",
-        ("core.spec", "core.manager"),
+        ("integration.spec", "integration.managers"),
         "looks our manager up; that of windows knows how many blocks a request holds at most",
         does=(
             "KVCacheSpecRegistry.get_manager_class(kv_cache_spec, ...)",

@@ -5,13 +5,13 @@ from .touch import Touch
 TRITON = [
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionBackend",
-        ("compat.refusals", "attention.backend"),
+        ("integration.refusals", "integration.backend"),
         "a backend that is served",
         bases=("AttentionBackend",),
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionBackend.get_name",
-        ("compat.refusals", "attention.ops"),
+        ("integration.refusals", "compute.attention.ops"),
         "the name by which backends are refused and shown",
         kind="staticmethod",
         calls=("get_name()",),
@@ -19,7 +19,7 @@ TRITON = [
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadata",
-        ("attention.backend", "attention.device"),
+        ("integration.backend", "compute.attention.device"),
         "what the kernel and our ops read",
         has=(
             "num_actual_tokens: int",
@@ -33,25 +33,25 @@ TRITON = [
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder",
-        ("attention.backend",),
+        ("integration.backend",),
         "subclassed",
         bases=("AttentionMetadataBuilder",),
         has=("supports_update_block_table = False",),
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder.__init__",
-        ("attention.backend",),
+        ("integration.backend",),
         "scratch for the model's heads, which is enough for those of a class",
         first=("kv_cache_spec",),
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.__init__",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBuilder.__init__",),
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder.build",
-        ("attention.backend", "worker.group"),
+        ("integration.backend", "compute.group"),
         "takes tables and lengths from the common metadata and nowhere else",
         first=("common_prefix_len", "common_attn_metadata", "fast_build"),
         calls=("build(..., ..., ...)",),
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.build",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBuilder.build",),
         does=(
             "max_query_len = common_attn_metadata.max_query_len",
             "max_seq_len = common_attn_metadata.max_seq_len",
@@ -63,17 +63,17 @@ TRITON = [
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
-        ("compat.refusals", "attention.backend", "attention.device"),
+        ("integration.refusals", "integration.backend", "compute.attention.device"),
         "subclassed; what it has that our ops do not know is refused, or left to its own kernel",
         has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "head_size", "chunk_lookback"),
         takes_attributes=True,
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward",
-        ("attention.backend", "attention.device"),
+        ("integration.backend", "compute.attention.device"),
         "queries are [tokens, heads, size]; each token and head of the cache holds K, then V, in any layout",
         first=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-        replaced_by=("vllm_evict.attention.backend:working_impl.WorkingImpl.forward",),
+        replaced_by=("vllm_evict.integration.backend:working_impl.WorkingImpl.forward",),
         does=(
             "num_actual_tokens = attn_metadata.num_actual_tokens",
             "kv_cache = kv_cache.transpose(1, 2)",
@@ -87,7 +87,7 @@ TRITON = [
     ),
     Touch(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.do_kv_cache_update",
-        ("attention.backend", "attention.split", "attention.device"),
+        ("integration.backend", "integration.split", "compute.attention.device"),
         "writes this step's keys and values before `forward`, into pages with any strides",
         does=(
             "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)",
@@ -101,14 +101,14 @@ TRITON = [
 FLASH = [
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend",
-        ("compat.refusals", "attention.backend", "attention.split"),
+        ("integration.refusals", "integration.backend", "integration.split"),
         "a backend that is served; keys and values are written before `forward`, and apart from it",
         bases=("AttentionBackend",),
         has=("forward_includes_kv_cache_update = False",),
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend.get_name",
-        ("compat.refusals", "attention.ops"),
+        ("integration.refusals", "compute.attention.ops"),
         "the name by which backends are refused and shown",
         kind="staticmethod",
         calls=("get_name()",),
@@ -116,7 +116,7 @@ FLASH = [
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata",
-        ("attention.backend", "attention.device", "attention.split"),
+        ("integration.backend", "compute.attention.device", "integration.split"),
         "what the kernel and our ops read, and where split heads write",
         has=(
             "num_actual_tokens: int",
@@ -131,18 +131,18 @@ FLASH = [
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
-        ("attention.backend",),
+        ("integration.backend",),
         "subclassed; it says that it can change a block table in finished metadata",
         bases=("AttentionMetadataBuilder",),
         has=("supports_update_block_table = True",),
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.__init__",
-        ("attention.backend",),
+        ("integration.backend",),
         "plans for the heads of a layer; on V2 before the mode of CUDA graphs is settled, so that schedules may go to "
         "memory of its own",
         first=("kv_cache_spec",),
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.__init__",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBuilder.__init__",),
         does=(
             "self.num_heads_q = get_num_attention_heads_from_layers(vllm_config, layer_names) or ...",
             "self.num_heads_kv = kv_cache_spec.num_kv_heads",
@@ -152,11 +152,11 @@ FLASH = [
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build",
-        ("attention.backend", "worker.group"),
+        ("integration.backend", "compute.group"),
         "takes tables and lengths from the common metadata and nowhere else, for the schedule too; a fast build has none",
         first=("common_prefix_len", "common_attn_metadata", "fast_build"),
         calls=("build(..., ..., ...)",),
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.build",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBuilder.build",),
         does=(
             "max_query_len = common_attn_metadata.max_query_len",
             "max_seq_len = common_attn_metadata.max_seq_len",
@@ -170,7 +170,7 @@ FLASH = [
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder._get_scheduler_metadata",
-        ("attention.backend",),
+        ("integration.backend",),
         "a schedule is for so many heads: none is made where a layer's heads are split",
         does=(
             "not aot_schedule",
@@ -181,36 +181,36 @@ FLASH = [
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.update_block_table",
-        ("attention.backend",),
+        ("integration.backend",),
         "knows nothing of a view: never called for our builder",
         does=("new_metadata.block_table = blk_table",),
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:_get_sliding_window_configs",
-        ("attention.backend", "attention.split"),
+        ("integration.backend", "integration.split"),
         "finds windows of layers by the class of what attends: ours inherit from it",
         does=("isinstance(impl, FlashAttentionImpl)",),
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl",
-        ("compat.refusals", "attention.backend", "attention.device", "attention.flash"),
+        ("integration.refusals", "integration.backend", "compute.attention.device", "compute.attention.flash"),
         "subclassed; what it has that our ops do not know is refused, or left to its own kernel",
         has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "head_size", "sliding_window"),
         takes_attributes=True,
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.__init__",
-        ("attention.flash",),
+        ("compute.attention.flash",),
         "how a layer without a window says so",
         does=("self.sliding_window = (-1, -1)",),
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward",
-        ("attention.backend", "attention.device"),
+        ("integration.backend", "compute.attention.device"),
         "queries are [tokens, heads, size]; each token and head of the cache holds K, then V, in any layout; heads are "
         "those of its tensors",
         first=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-        replaced_by=("vllm_evict.attention.backend:working_impl.WorkingImpl.forward",),
+        replaced_by=("vllm_evict.integration.backend:working_impl.WorkingImpl.forward",),
         does=(
             "num_actual_tokens = attn_metadata.num_actual_tokens",
             "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)",
@@ -227,31 +227,31 @@ FLASH = [
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:",
-        ("compat.flash",),
+        ("integration.flash",),
         "the function that its backend calls by name is wrapped there, to hear the LSE",
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FA4DenseAttentionKernel.kernel",
-        ("compat.flash",),
+        ("integration.flash",),
         "looks the function up when it is called, and hands on what comes back",
         does=("return flash_attn_varlen_func(*args, **kwargs)",),
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FA4DenseAttentionKernel.__call__",
-        ("compat.flash",),
+        ("integration.flash",),
         "attention goes this way",
         does=("return self.kernel(..., q=q, k=k, v=v)",),
     ),
     Touch(
         "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func",
-        ("compat.flash",),
+        ("integration.flash",),
         "gives its LSE, [heads, tokens], where it is asked to; all versions compute it",
         calls=("flash_attn_varlen_func(..., ..., ..., ..., ..., ..., return_softmax_lse=True)",),
         does=("return (out, softmax_lse) if return_softmax_lse else out",),
     ),
     Touch(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update",
-        ("attention.backend", "attention.split", "attention.device"),
+        ("integration.backend", "integration.split", "compute.attention.device"),
         "writes this step's keys and values before `forward`, into pages with any strides",
         calls=("do_kv_cache_update(..., ..., ..., ..., ...)",),
         first=("layer", "key", "value", "kv_cache", "slot_mapping"),
@@ -265,14 +265,14 @@ FLASH = [
 FLASHINFER = [
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferBackend",
-        ("compat.refusals", "attention.backend"),
+        ("integration.refusals", "integration.backend"),
         "a backend that is served; keys and values are written before `forward`, and apart from it",
         bases=("AttentionBackend",),
         has=("forward_includes_kv_cache_update: bool",),
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferBackend.get_name",
-        ("compat.refusals", "attention.ops"),
+        ("integration.refusals", "compute.attention.ops"),
         "the name by which backends are refused and shown",
         kind="staticmethod",
         calls=("get_name()",),
@@ -280,24 +280,24 @@ FLASHINFER = [
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferMetadata",
-        ("attention.backend", "attention.flashinfer"),
+        ("integration.backend", "compute.attention.flashinfer"),
         "has no block table and no lengths of the batch: it is given them",
         has=("num_actual_tokens: int",),
         takes_attributes=True,
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder",
-        ("attention.backend",),
+        ("integration.backend",),
         "subclassed; decodes come first in a batch",
         bases=("AttentionMetadataBuilder",),
         has=("reorder_batch_threshold: int", "supports_update_block_table = False"),
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.__init__",
-        ("attention.backend", "attention.ops", "attention.flashinfer"),
+        ("integration.backend", "compute.attention.ops", "compute.attention.flashinfer"),
         "plans for all heads of a layer, and asks each layer for what attends",
         first=("kv_cache_spec",),
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.__init__",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBuilder.__init__",),
         does=(
             "self.enable_cuda_graph = self.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL",
             "self.num_qo_heads = get_num_attention_heads_from_layers(vllm_config, layer_names) or ...",
@@ -308,18 +308,18 @@ FLASHINFER = [
     ),
     Touch(
         "vllm.v1.attention.backends.utils:get_per_layer_parameters",
-        ("attention.backend", "attention.ops"),
+        ("integration.backend", "compute.attention.ops"),
         "finds what attends in a layer by its class: ours inherit from it, and pages of split heads have none",
         does=("find_attention_impl_variant(layer.impl, cls_)", "assert impl is not None"),
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder.build",
-        ("attention.backend", "attention.flashinfer", "worker.group"),
+        ("integration.backend", "compute.attention.flashinfer", "compute.group"),
         "takes tables and lengths from the common metadata and nowhere else: those on the host for its own kernels, as exact "
         "without speculative decoding, those on the device for all others",
         first=("common_prefix_len", "common_attn_metadata", "fast_build"),
         calls=("build(..., ..., ...)",),
-        replaced_by=("vllm_evict.attention.backend:resident_backend.ResidentBuilder.build",),
+        replaced_by=("vllm_evict.integration.backend:resident_backend.ResidentBuilder.build",),
         does=(
             "num_reqs = common_attn_metadata.num_reqs",
             "num_actual_tokens = common_attn_metadata.num_actual_tokens",
@@ -346,7 +346,7 @@ FLASHINFER = [
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder._get_decode_wrapper",
-        ("attention.flashinfer",),
+        ("compute.attention.flashinfer",),
         "keeps one for each batch size for graphs, and one for all else",
         does=(
             "decode_wrapper = self._decode_wrapper",
@@ -356,7 +356,7 @@ FLASHINFER = [
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferMetadataBuilder._compute_flashinfer_kv_metadata",
-        ("worker.group", "worker.views"),
+        ("compute.group", "compute.views"),
         "copies as many pages of each row as its length on the host says, and no more",
         does=(
             "np.cumsum(num_blocks_np, ...)",
@@ -367,24 +367,24 @@ FLASHINFER = [
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferImpl",
-        ("compat.refusals", "attention.backend", "attention.device", "attention.flashinfer"),
+        ("integration.refusals", "integration.backend", "compute.attention.device", "compute.attention.flashinfer"),
         "subclassed; what it has that our ops do not know is refused, or left to its own kernel",
         has=("scale", "alibi_slopes", "logits_soft_cap", "sinks", "head_size", "sliding_window"),
         takes_attributes=True,
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferImpl.__init__",
-        ("attention.flashinfer",),
+        ("compute.attention.flashinfer",),
         "how a layer without a window says so",
         does=("self.sliding_window = (-1, -1)",),
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferImpl.forward",
-        ("attention.backend", "attention.device"),
+        ("integration.backend", "compute.attention.device"),
         "queries are [tokens, heads, size]; each token and head of the cache holds K, then V, in any layout; nothing of the "
         "batch is written but its outputs",
         first=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
-        replaced_by=("vllm_evict.attention.backend:working_impl.WorkingImpl.forward",),
+        replaced_by=("vllm_evict.integration.backend:working_impl.WorkingImpl.forward",),
         does=(
             "num_actual_tokens = attn_metadata.num_actual_tokens",
             "kv_cache = kv_cache.view(fp8_view_dtype)",
@@ -398,7 +398,7 @@ FLASHINFER = [
     ),
     Touch(
         "vllm.v1.attention.backends.flashinfer:FlashInferImpl.do_kv_cache_update",
-        ("attention.backend", "attention.device"),
+        ("integration.backend", "compute.attention.device"),
         "writes this step's keys and values before `forward`",
         does=(
             "k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)",

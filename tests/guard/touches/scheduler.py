@@ -5,7 +5,7 @@ from .touch import Touch
 SCHEDULER = [
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler",
-        ("core.scheduler", "core.reconstruction", "core.pressure"),
+        ("integration.scheduler", "integration.reconstruction", "integration.pressure"),
         "subclassed",
         has=(
             "vllm_config",
@@ -20,19 +20,26 @@ SCHEDULER = [
             "running: list[Request]",
             "kv_holding_waiting",
             "use_v2_model_runner",
+            "policy",
         ),
     ),
     Touch(
+        "vllm.v1.core.sched.request_queue:SchedulingPolicy",
+        ("integration.pressure",),
+        "whether requests of a higher priority keep their blocks",
+        has=("PRIORITY",),
+    ),
+    Touch(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "subclassed; overrides nothing that ours does, so both orders of inheritance are the same",
         bases=("Scheduler",),
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler.__init__",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "makes the KV cache manager that ours is bound to",
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin.__init__",),
+        replaced_by=("vllm_evict.integration.scheduler:EvictionMixin.__init__",),
         does=(
             "self.kv_cache_manager = KVCacheManager(..., max_in_flight_tokens=vllm_config.max_in_flight_tokens)",
             "self.use_v2_model_runner = vllm_config.use_v2_model_runner",
@@ -40,10 +47,10 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler.add_request",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "a request's residency begins here; a later chunk of a streaming session comes under the same id",
         calls=("add_request(...)",),
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin.add_request",),
+        replaced_by=("vllm_evict.integration.admission:AdmissionMixin.add_request",),
         does=(
             "existing = self.requests.get(request.request_id)",
             "self.requests[request.request_id] = request",
@@ -51,9 +58,9 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler.schedule",
-        ("core.scheduler", "core.manager"),
+        ("integration.scheduler", "integration.managers"),
         "allocates, makes the output that carries the plan, and only then counts its tokens",
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin.schedule",),
+        replaced_by=("vllm_evict.integration.scheduler:EvictionMixin.schedule",),
         does=(
             "self.kv_cache_manager.allocate_slots(request, num_new_tokens, ...)",
             "self._preempt_request(preempted_req, ...)",
@@ -66,7 +73,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "tokens of planned steps are counted as computed, and as in flight until their output is there",
         does=(
             "request.num_computed_tokens += num_scheduled_token",
@@ -75,11 +82,11 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "we decide after it: its tokens are no longer in flight, requests that ended are gone, stats are made",
         first=("scheduler_output", "model_runner_output"),
         calls=("update_from_output(..., ...)",),
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin.update_from_output",),
+        replaced_by=("vllm_evict.integration.scheduler:EvictionMixin.update_from_output",),
         does=(
             "request.num_in_flight_tokens -= num_tokens_scheduled",
             "prefill_stats.finalize(self.kv_cache_manager.estimate_cached_tokens(request))",
@@ -90,17 +97,17 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._free_request",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "each request ends here, once; returns its transfer parameters, in which the usage travels",
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin._free_request",),
+        replaced_by=("vllm_evict.integration.scheduler:EvictionMixin._free_request",),
         does=("self._free_blocks(request)", "return kv_xfer_params, ec_xfer_params"),
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "a hit is as long as the pool can hold it; its tokens come second",
         first=("request",),
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin._get_local_prefix_cache_hit",),
+        replaced_by=("vllm_evict.integration.hits:HitsMixin._get_local_prefix_cache_hit",),
         does=(
             "self.kv_cache_manager.get_computed_blocks(request, ...)",
             "return blocks, num_local, shared_prefix_boundary, False",
@@ -108,7 +115,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "looks for a hit that leaves a token to compute; ours looks for a shorter one in the same way",
         does=(
             "request.num_tokens - 1",
@@ -118,42 +125,42 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "a hit of which streaming heads take less",
         calls=("create_kv_cache_blocks(...)",),
         does=("KVCacheBlocks(blocks)",),
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "the blocks of each KV group",
         has=("blocks: tuple[Sequence[KVCacheBlock], ...]",),
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids",
-        ("worker.group",),
+        ("compute.group",),
         "what workers are told of a table: holes are in it, with their id",
         does=("tuple(([blk.block_id for blk in group] for group in groups))",),
     ),
     Touch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "shortens a hit",
         calls=("truncate_computed_blocks(..., ...)",),
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._free_request_blocks",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "each request's table goes here, when it ends and when it is preempted",
         first=("request",),
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin._free_request_blocks",),
+        replaced_by=("vllm_evict.integration.scheduler:EvictionMixin._free_request_blocks",),
         does=("self.kv_cache_manager.free(request)",),
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler.finish_requests",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "an aborted request ends in _free_request too; a shadow is aborted with it, between two steps or after one",
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin.finish_requests",),
+        replaced_by=("vllm_evict.integration.scheduler:EvictionMixin.finish_requests",),
         does=(
             "self.running = remove_all(self.running, ...)",
             "self.waiting.remove_requests(waiting_requests_to_remove)",
@@ -163,26 +170,26 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler.pause_state",
-        ("core.reconstruction",),
+        ("integration.reconstruction",),
         "no shadow begins while new requests are held back",
         kind="property",
     ),
-    Touch("vllm.v1.core.sched.interface:PauseState", ("core.reconstruction",), "see there", has=("UNPAUSED",)),
+    Touch("vllm.v1.core.sched.interface:PauseState", ("integration.reconstruction",), "see there", has=("UNPAUSED",)),
     Touch(
         "vllm.v1.core.sched.request_queue:RequestQueue.remove_request",
-        ("core.reconstruction",),
+        ("integration.reconstruction",),
         "a shadow is taken from behind those that wait",
         calls=("remove_request(...)",),
     ),
     Touch(
         "vllm.v1.core.sched.request_queue:RequestQueue.prepend_request",
-        ("core.reconstruction",),
+        ("integration.reconstruction",),
         "and put before them; a priority queue sorts it in",
         calls=("prepend_request(...)",),
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
-        ("core.scheduler", "core.manager"),
+        ("integration.scheduler", "integration.managers"),
         "frees the blocks, through the manager, and starts the request over",
         does=(
             "self._free_request_blocks(request)",
@@ -192,18 +199,18 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "may preempt requests between two steps; they come back in the very next one, with new tables",
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin.reset_prefix_cache",),
+        replaced_by=("vllm_evict.integration.scheduler:EvictionMixin.reset_prefix_cache",),
         does=("self._preempt_request(request, timestamp, drop_stale_output=True)",),
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
-        ("core.scheduler", "worker.group"),
+        ("integration.scheduler", "compute.group"),
         "the next chunk of a streaming session is scheduled as a new request, with the blocks and holes that it has; "
         "what it may keep is looked at anew",
         first=("session", "update"),
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin._update_request_as_session",),
+        replaced_by=("vllm_evict.integration.admission:AdmissionMixin._update_request_as_session",),
         does=(
             "session.num_prompt_tokens = len(session.prompt_token_ids)",
             "session.sampling_params = update.sampling_params",
@@ -212,14 +219,14 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
-        ("core.scheduler",),
+        ("integration.scheduler",),
         "our counts are added to its result, which is None without statistics",
-        replaced_by=("vllm_evict.core.scheduler:EvictionMixin.make_stats",),
+        replaced_by=("vllm_evict.integration.scheduler:EvictionMixin.make_stats",),
         does=("return None", "return SchedulerStats(..., kv_connector_stats=...)"),
     ),
     Touch(
         "vllm.v1.engine.core:EngineCore.step",
-        ("core.scheduler", "worker.worker"),
+        ("integration.scheduler", "integration.worker"),
         "one step: planned, run by the workers, sampled, taken in",
         does=(
             "self.scheduler.schedule(...)",
@@ -230,7 +237,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.engine.core:EngineCore.step_with_batch_queue",
-        ("core.scheduler", "worker.worker"),
+        ("integration.scheduler", "integration.worker"),
         "async scheduling: steps are run in the order in which they were planned",
         does=(
             "self.scheduler.schedule(...)",
@@ -243,7 +250,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.output:SchedulerOutput",
-        ("core.scheduler", "core.plan", "worker.group", "worker.runtime", "core.pressure"),
+        ("integration.scheduler", "core.plan", "compute.group", "compute.runtime", "integration.pressure"),
         "carries the plan to the workers",
         has=(
             "scheduled_new_reqs: list[NewRequestData]",
@@ -256,13 +263,13 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.core.sched.output:NewRequestData",
-        ("core.scheduler", "worker.group", "worker.runtime"),
+        ("integration.scheduler", "compute.group", "compute.runtime"),
         "requests that start with this step",
         has=("req_id: str", "num_computed_tokens: int", "block_ids: tuple[list[int], ...]"),
     ),
     Touch(
         "vllm.v1.core.sched.output:CachedRequestData",
-        ("core.scheduler", "worker.group", "worker.runtime"),
+        ("integration.scheduler", "compute.group", "compute.runtime"),
         "requests that go on; those that were preempted come with a whole new table",
         has=(
             "req_ids: list[str]",
@@ -273,13 +280,20 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.engine:EngineCoreOutputs",
-        ("core.scheduler", "core.reconstruction"),
+        ("integration.scheduler", "integration.reconstruction"),
         "update_from_output's result, one for each client; shadows are taken out of it",
         has=("outputs: list[EngineCoreOutput]", "finished_requests: set[str] | None"),
     ),
     Touch(
         "vllm.v1.request:Request",
-        ("core.scheduler", "core.manager", "core.reconstruction", "core.pressure"),
+        (
+            "integration.admission",
+            "integration.hits",
+            "integration.scheduler",
+            "integration.managers",
+            "integration.reconstruction",
+            "integration.pressure",
+        ),
         "what is decided about; shadows are made like those that clients send",
         has=(
             "prompt_embeds",
@@ -298,11 +312,13 @@ SCHEDULER = [
             "num_prompt_tokens",
             "num_computed_tokens = 0",
             "num_in_flight_tokens = 0",
+            "num_preemptions = 0",
+            "priority",
         ),
     ),
     Touch(
         "vllm.v1.request:Request.__init__",
-        ("core.reconstruction",),
+        ("integration.reconstruction",),
         "makes a shadow",
         calls=(
             "Request(..., ..., ..., ..., client_index=0, lora_request=None, cache_salt=None, priority=0, block_hasher=None)",
@@ -311,7 +327,7 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.request:RequestStatus",
-        ("core.scheduler", "core.reconstruction", "core.pressure"),
+        ("integration.scheduler", "integration.reconstruction", "integration.pressure"),
         "only running requests evict",
         has=("RUNNING", "WAITING", "FINISHED_ABORTED"),
     ),

@@ -1,0 +1,166 @@
+"""Wrong inputs over HTTP to one real server: each an answer of the client's fault, at little cost to all others."""
+
+import itertools
+import json
+import os
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from loads import inputs
+from test_server import PROMPT, server  # noqa: F401
+
+pytestmark = pytest.mark.v1_only
+CASES = int(os.environ.get("VLLM_EVICT_INPUTS", "300"))
+#: CPU seconds of all of the server's processes for a wrong request, beyond those for a stock request of its size. The
+#: figure is far lower (docs/reliability.md); the margin is for a machine that others use.
+MOST_SECONDS = 0.05
+
+
+def cpu_seconds(group):
+    """CPU time so far of all processes in a process group."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group:
+            total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def bodies(seed, longest):
+    """Bodies of completions with something wrong in `vllm_xargs`: (where, bytes)."""
+    right = {"model": "tiny", "prompt": "t1 t2", "max_tokens": 1}
+    raw = [
+        b'{"kv_budget": NaN}',
+        b'{"kv_budget": 1e999}',
+        b'{"kv_budget": "\\ud800"}',
+        b'{"kv_budget": "\xff"}',
+        b'{"kv_budget": ',
+    ]
+    raw += [
+        b'{"kv_\\ud800budget": 1}',
+        b'"kv_budget"',
+        b"[1]",
+        b'{"kv_budget": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b"7",
+    ]
+    raw += [
+        b'{"kv_budget": ' + b"9" * 5000 + b"}",
+        b'{"kv_budget": "' + b"9" * longest + b'"}',
+        b'{"kv_policy": "' + b"x" * longest + b'"}',
+    ]
+    raw += [b"{" + b", ".join(b'"kv_budgetx%d": 1' % i for i in range(longest // 20)) + b', "kv_window": 1}']
+    front = json.dumps(right)[:-1].encode() + b', "vllm_xargs": '
+    for value in raw:
+        yield "body", front + value + b"}"
+    for case in inputs.in_request(seed, longest, json_only=True):
+        if isinstance(next(iter(case.value.values())), bool):
+            continue  # vLLM's models of requests make a number of it
+        yield case.where, json.dumps({**right, "vllm_xargs": case.value}).encode()
+
+
+class Bystander(threading.Thread):
+    """Another client: one small completion after the other, until it is told to stop; `seconds` of each."""
+
+    def __init__(self, address):
+        super().__init__(daemon=True)
+        self.address, self.seconds, self.wrong, self.stopped = address, [], [], threading.Event()
+
+    def run(self):
+        body = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        with httpx.Client(timeout=60) as client:
+            while not self.stopped.is_set():
+                before = time.perf_counter()
+                answer = client.post(f"{self.address}/v1/completions", json=body)
+                self.seconds.append(time.perf_counter() - before)
+                if answer.status_code != 200:
+                    self.wrong.append(answer.text)
+
+    @classmethod
+    def beside(cls, address, work):
+        """What `work` returns, and the client that asked meanwhile."""
+        client = cls(address)
+        client.start()
+        try:
+            return work(), client
+        finally:
+            client.stopped.set()
+            client.join(60)
+
+    def __str__(self):
+        seconds = sorted(self.seconds)
+        return f"{len(seconds)} requests, median {1e3 * statistics.median(seconds):.0f} ms, p99 {1e3 * seconds[int(0.99 * len(seconds))]:.0f} ms"
+
+
+def group_of(address):
+    """Process group of the server that listens on an address."""
+    port = f"--port\0{address.rpartition(':')[2]}\0".encode()
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if port in command.read_bytes():
+                return int(command.with_name("stat").read_text().rpartition(")")[2].split()[2])
+        except OSError:
+            continue
+    raise AssertionError("no such server")
+
+
+def send(address, sent):
+    """Send bodies one by one: (status, text, seconds) of each answer."""
+    answers = []
+    with httpx.Client(timeout=120, headers={"content-type": "application/json"}) as client:
+        for _, body in sent:
+            before = time.perf_counter()
+            answer = client.post(f"{address}/v1/completions", content=body)
+            answers.append((answer.status_code, answer.text, time.perf_counter() - before))
+    return answers
+
+
+def test_wrong_requests_are_the_clients_fault_and_cost_others_nothing(server):  # noqa: F811
+    """Each gets a 4xx that says what is wrong; nothing is logged as an error; the books and a right answer are as before."""
+    sent = list(itertools.islice(bodies(3, 1_000_000), CASES))
+    # As many bytes in an argument that is another extension's: what stock vLLM takes to read them.
+    stock = [
+        (
+            "other",
+            json.dumps(
+                {"model": "tiny", "prompt": "t1", "max_tokens": 1, "vllm_xargs": {"other": "x" * len(body)}}
+            ).encode(),
+        )
+        for _, body in sent
+    ]
+    right = server.complete(PROMPT, max_tokens=20, xargs={"kv_policy": "full"}).choices[0].text
+    group = group_of(server.address)
+    begin, log = cpu_seconds(group), len(server.log)
+    _, quiet = Bystander.beside(server.address, lambda: time.sleep(5))
+    beside_quiet = (cpu_seconds(group) - begin) / len(quiet.seconds)
+    figures = {}
+    for name, bodies_sent in (("stock", stock), ("wrong", sent)):
+        begin = cpu_seconds(group)
+        answers, other = Bystander.beside(server.address, lambda: send(server.address, bodies_sent))
+        spent = cpu_seconds(group) - begin - beside_quiet * len(other.seconds)
+        figures[name] = max(spent, 0) / len(sent)
+        assert not other.wrong and len(other.seconds) > 1
+        print(f"{name}: {len(sent)} bodies, {figures[name] * 1e3:.1f} ms of CPU time each; other client: {other}")
+    print(f"quiet: other client: {quiet}")
+    for (where, body), (status, text, _) in zip(sent, answers):
+        assert 400 <= status < 500, (status, where, body[:300], text[:300])
+        assert (
+            where in ("body", "unknown field")
+            or where.removeprefix("kv_") in text
+            or "vllm_xargs" in text
+            or "extra_args" in text
+        ), (
+            where,
+            text,
+        )
+        assert len(text) < 3000 + 2 * len(body), (where, len(text))
+    assert figures["wrong"] - figures["stock"] < MOST_SECONDS
+    assert "Traceback" not in server.log[log:] and "ERROR" not in server.log[log:], server.log[log:][-3000:]
+    assert server.complete(PROMPT, max_tokens=20, xargs={"kv_policy": "full"}).choices[0].text == right
+    assert server.metrics()["blocks_resident", "h2o"] == 0

@@ -1,0 +1,79 @@
+"""Random load on engines (load/embedded.py), 2,000 requests of it, and its verdict on engines that are broken."""
+
+from collections import Counter
+
+import pytest
+from engine import V2
+from loads.embedded import KINDS, Failure, Models, Run, make_case, make_program, run_case
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from vllm_evict.compute.group import GroupRuntime
+from vllm_evict.integration.managers import EvictableManager
+
+#: Requests of a program, and programs of each case.
+SIZE, PROGRAMS = (12, 1) if V2 else (56, 4)
+#: Number of a case of each kind.
+CASES = [9, 1, 11, 21, 22, 5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = Models(tmp_path_factory.mktemp("load"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def counts():
+    return Counter()
+
+
+@pytest.mark.parametrize("kind, number", [("blocks", 9)] if V2 else zip(KINDS, CASES))
+def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, counts, kind, number):
+    case = make_case(number, kind)
+    run_case(case, models, range(PROGRAMS), SIZE, counts)
+    assert counts["requests"] + counts["refused"] == SIZE * PROGRAMS
+    assert counts["finished"] + counts["aborted"] == counts["requests"]
+    assert counts["finished"] > counts["requests"] // 2
+    assert not [message for level, message in complaints if level == "ERROR"]
+    if not V2:
+        assert (
+            counts["aborted"]
+            and counts["refused"]
+            and counts["resets"]
+            and counts["turns"]
+            and counts["answers compared"]
+        )
+        assert counts["evicted from"] and counts["hit tokens"] and counts["preemptions"]
+        assert counts["pages"] > 100 or not case.options["enable_prefix_caching"]
+        # Where heads are split, each part calls the attention kernel by itself.
+        assert counts["bit-equal"] == counts["pages"] or kind in ("bands", "duo")
+
+
+def test_a_program_follows_from_its_number():
+    case = make_case(3)
+    assert make_program(case, 5, 40) == make_program(make_case(3), 5, 40) != make_program(case, 6, 40)
+
+
+@pytest.mark.v1_only
+def test_blocks_that_are_published_impure_are_seen(models, async_stays, monkeypatch, counts):
+    monkeypatch.setattr(EvictableManager.__mro__[1], "cache_blocks", FullAttentionManager.cache_blocks)
+    with pytest.raises(Failure, match="published block .* differ from stock's by"):
+        run_case(make_case(9, "blocks"), models, range(PROGRAMS), SIZE, counts)
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("tables, expected", [(True, "workers hold others at"), (False, "NaN")])
+def test_a_block_that_is_read_after_it_was_freed_is_seen(models, async_stays, monkeypatch, counts, tables, expected):
+    """Holes do not reach workers, so workers read freed blocks: block tables show it, and so do log-probabilities."""
+    begin = GroupRuntime.begin
+
+    def deaf(self, scheduler_output, plan, number):
+        plan.holes.clear()
+        begin(self, scheduler_output, plan, number)
+
+    monkeypatch.setattr(GroupRuntime, "begin", deaf)
+    if not tables:
+        monkeypatch.setattr(Run, "_check_tables", lambda self: None)
+    with pytest.raises(Failure, match=expected):
+        run_case(make_case(9, "blocks"), models, range(PROGRAMS), SIZE, counts)

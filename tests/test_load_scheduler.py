@@ -1,0 +1,107 @@
+"""The load on the scheduler without a model (tests/loads): a part of it on every push, and that it finds what is wrong.
+
+The whole of it: `python -m tests.loads.scheduler --requests 100000`.
+"""
+
+from collections import Counter
+
+import pytest
+from loads.program import Maker
+from loads.scheduler import failure, run, shortest
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.core.plan import PLAN
+from vllm_evict.integration.managers import EvictableManager
+from vllm_evict.integration.scheduler import EvictionMixin
+
+pytestmark = pytest.mark.v1_only
+
+#: Policies that hold what they hold for different reasons; the others differ from one of them in their scores alone.
+KINDS = ["sink-window", "h2o", "snapkv", "keydiff", "kvzip", "duo", "pyramidkv", "adakv", "fastgen", "full"]
+
+
+@pytest.mark.parametrize("name", ["stock", *KINDS])
+def test_random_programs_hold(name):
+    maker, counts = Maker(seed=17, only=[name]), Counter()
+    for _ in range(10):
+        program = maker.program()
+        fault = failure(program)
+        assert fault is None, f"{fault}\nshortened, for `python -m tests.loads.scheduler --replay`:\n" + str(
+            shortest(program, fault, 20)
+        )
+        counts.update(run(program))
+    assert counts["finished"] > 50 and counts["steps"] > 500
+    if name not in ("stock", "full"):
+        assert counts["holes"] > 50
+
+
+# --- what the load finds ----------------------------------------------------------------------------------------------
+
+
+def freed_twice(monkeypatch):
+    rewrite = EvictableManager.rewrite
+
+    def and_again(self, *args):
+        changed = rewrite(self, *args)
+        if changed is not None:
+            self.block_pool.free_blocks([block for block in changed[1] if block.ref_cnt])
+        return changed
+
+    monkeypatch.setattr(EvictableManager, "rewrite", and_again)
+
+
+def given_back_late(monkeypatch):
+    """Workers hear of holes with the step after the one that hands the blocks out."""
+    schedule, kept = EvictionMixin.schedule, []
+
+    def late(self, *args, **kwargs):
+        output = schedule(self, *args, **kwargs)
+        plan = getattr(output, PLAN)
+        kept.append([dict(group.holes) for group in plan.groups])
+        for group, holes in zip(plan.groups, kept[-2] if len(kept) > 1 else [{}] * len(plan.groups)):
+            group.holes = holes
+        return output
+
+    monkeypatch.setattr(EvictionMixin, "schedule", late)
+
+
+def published_impure(monkeypatch):
+    monkeypatch.setattr(EvictableManager, "cache_blocks", FullAttentionManager.cache_blocks)
+
+
+def never_due(monkeypatch):
+    monkeypatch.setattr(RequestBlocks, "over_trigger", lambda self, blocks: False)
+
+
+def one_too_many(monkeypatch):
+    spare = RequestBlocks.spare
+
+    def more(self, computed_tokens):
+        candidates, count = spare(self, computed_tokens)
+        return candidates, min(count + 1, len(candidates)) if count else 0
+
+    monkeypatch.setattr(RequestBlocks, "spare", more)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "kinds", "policies"),
+    [
+        (freed_twice, ("books", "AssertionError", "reads", "tables"), ["sink-window", "h2o"]),
+        (given_back_late, ("tables", "reads"), ["sink-window", "h2o"]),
+        (published_impure, ("purity", "reads"), ["sink-window", "h2o"]),
+        (never_due, ("bound", "stall"), ["sink-window"]),
+        (one_too_many, ("floor",), ["sink-window", "h2o"]),
+    ],
+)
+def test_it_finds_what_is_wrong(monkeypatch, mutation, kinds, policies):
+    """The same programs find nothing wrong without the mutation (`test_random_programs_hold` has others)."""
+    mutation(monkeypatch)
+    maker, seen = Maker(seed=3, only=policies), set()
+    for _ in range(120):
+        fault = failure(maker.program())
+        if fault is not None:
+            seen.add(fault.kind.split()[0])
+            if fault.kind.startswith(kinds):
+                return
+    pytest.fail(f"found {seen or 'nothing'}, expected one of {kinds}")
