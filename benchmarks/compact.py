@@ -18,7 +18,7 @@ import time
 import torch
 from pressure import to_json
 
-from vllm_evict.kernels.compact import compact
+from vllm_evict.compute.kernels.compact import compact
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 4, 128, 32
 

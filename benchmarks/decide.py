@@ -2,9 +2,10 @@
 
     python benchmarks/decide.py [--rounds 3] [--threads 1]
 
-Scheduler: `Residency.choose` on a report of as many resident blocks as a request holds when it decides, and the books
-of what went (`Residency.evict`). Worker: the report, out of running sums or read from a KV cache of all requests in
-float32, each block anywhere in it, so that keys come from memory. They are random: few are alike, unless they --lean to
+Scheduler: `RequestBlocks.choose` on a report of as many resident blocks as a request holds when it decides, and the
+books of what went (`RequestBlocks.evict`). Worker: the report, out of running sums or read from a KV cache of all
+requests in float32, each block anywhere in it, so that keys come from memory. They are random: few are alike, unless
+they --lean to
 one direction. One request at a time, as decisions come one by one; the median of `--repeats`, in CPU time. Summing
 attention up is no part of it (`pressure.py --step` times that).
 
@@ -66,8 +67,8 @@ def decide_child(spec: dict) -> dict:
     options, shape = argparse.Namespace(**spec["options"]), Shape(**spec["shape"])
     import torch
 
-    from vllm_evict.attention.cpu import KEY_LAYOUTS
-    from vllm_evict.kernels.mass import pack_keys
+    from vllm_evict.compute.attention.cpu import KEY_LAYOUTS
+    from vllm_evict.compute.kernels.mass import pack_keys
 
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
@@ -84,13 +85,13 @@ def decide_child(spec: dict) -> dict:
 
 
 def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: list[Any], tables: Any) -> dict:
-    from vllm_evict.attention.cpu import CPUOps
+    from vllm_evict.compute.attention.cpu import CPUOps
+    from vllm_evict.compute.cached import CachedStatistics, Row
+    from vllm_evict.compute.sums import RunningSums
     from vllm_evict.config import KVPolicyConfig
+    from vllm_evict.core.blocks import RequestBlocks
     from vllm_evict.core.plan import Report, Scoring
-    from vllm_evict.core.residency import Residency
     from vllm_evict.policies import CACHED, POLICIES, RUNNING
-    from vllm_evict.worker.cached import CachedStatistics, Row
-    from vllm_evict.worker.sums import RunningSums
 
     policy, block_size = POLICIES[name], options.block_size
     held = tables.shape[1]
@@ -111,7 +112,7 @@ def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: lis
         if (policy.measures)
         else None
     )
-    residents = [Residency(config, limits, block_size) for _ in range(options.repeats + 1)]
+    residents = [RequestBlocks(config, limits, block_size) for _ in range(options.repeats + 1)]
     for residency in residents:
         residency.resident, residency.known = resident, blocks
 

@@ -104,9 +104,7 @@ def latency_table(report: dict) -> str:
         cells = []
         for context in map(str, contexts):
             pairs = report["runs"][name]
-            ms = {
-                case: [1e3 * statistics.median(pair[case][context]) for pair in pairs] for case in ("stock", "duo")
-            }
+            ms = {case: [1e3 * statistics.median(pair[case][context]) for pair in pairs] for case in ("stock", "duo")}
             ratios = [stock / duo for stock, duo in zip(ms["stock"], ms["duo"])]
             stock, duo = (statistics.median(ms[case]) for case in ("stock", "duo"))
             cells.append(f"{statistics.median(ratios):.2f}x ({stock:.1f} / {duo:.1f} ms)")
@@ -155,7 +153,7 @@ def memory(options: argparse.Namespace) -> dict:
         task = bar.add_task("", total=2 * len(MEMORY))
         for name, (shape, published, sparsity) in MEMORY.items():
             pattern = HeadPattern.read(PATTERNS / published, sparsity=sparsity)
-            duo = {"name": "duo", "heads": str(PATTERNS / published), "sparsity": sparsity}
+            duo = {"name": "duo", "gates": str(PATTERNS / published), "sparsity": sparsity}
             runs[name] = {"predicted": {n: pattern.blocks(n, options.block_size) for n in options.contexts}}
             with tempfile.TemporaryDirectory() as model:
                 make_model(model, shape)

@@ -20,8 +20,8 @@ import vllm
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from vllm_evict.kernels.decode import decode_mass
-from vllm_evict.kernels.mass import block_mass, kernel_path
+from vllm_evict.compute.kernels.decode import decode_mass
+from vllm_evict.compute.kernels.mass import block_mass, kernel_path
 
 RESIDENT = 4096
 CHUNK = 2048

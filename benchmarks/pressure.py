@@ -380,7 +380,7 @@ def conditions() -> dict:
     from vllm.version import __version__ as vllm_version
 
     from vllm_evict import __version__
-    from vllm_evict.kernels.mass import kernel_path
+    from vllm_evict.compute.kernels.mass import kernel_path
 
     lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
     facts = dict(line.split(":", 1) for line in lscpu.splitlines() if ":" in line)

@@ -1,6 +1,6 @@
 """Offline: a batch under one policy, and what each request kept.
 
-    python examples/offline.py [MODEL]        (the embedded model, if none is named)
+python examples/offline.py [MODEL]        (the embedded model, if none is named)
 """
 
 import sys

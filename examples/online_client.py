@@ -1,6 +1,6 @@
 """A client of `vllm serve MODEL --kv-policy h2o`: the server's policy, then a policy and budget of the request's own.
 
-    python examples/online_client.py [http://localhost:8000/v1]        (needs `pip install openai`)
+python examples/online_client.py [http://localhost:8000/v1]        (needs `pip install openai`)
 """
 
 import sys

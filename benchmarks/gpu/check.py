@@ -143,7 +143,7 @@ CASES = [
     # Half of the heads keep all, the others sinks, window and the block that is being written.
     evicts(
         "duo",
-        {"name": "duo", "heads": HEADS, "sparsity": 0.5, "sink": 32, "recent": 64},
+        {"name": "duo", "gates": HEADS, "sparsity": 0.5, "sink": 32, "recent": 64},
         *(12, 12),
         kept=TOKENS - 1 + 32 + 64 + 32,
         measures=False,
@@ -189,7 +189,7 @@ def ordered(cases: list[Case], where: list[tuple[str, str]]) -> Iterator[Case]:
 
 def unserved(case: Case) -> str:
     """Why a case can't be; empty if it can."""
-    from vllm_evict.attention.ops import WHOLE_LAYERS
+    from vllm_evict.compute.attention.ops import WHOLE_LAYERS
 
     if case.name == "duo" and case.backend in WHOLE_LAYERS:
         return f"policies that split heads are not for {case.backend}"

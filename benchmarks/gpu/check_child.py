@@ -281,7 +281,7 @@ class Steps:
         self._told: list[list[int]] = []
         self._moved: set[int] = set()
         self._decided: dict[int, list[int]] = defaultdict(list)
-        schedule, make_holes = scheduler.schedule, scheduler.make_holes
+        schedule, apply = scheduler.schedule, scheduler.apply
 
         def watched_schedule(*args: Any, **kwargs: Any) -> Any:
             planned = schedule(*args, **kwargs)
@@ -293,12 +293,13 @@ class Steps:
                     self._moved.add(len(self._told) - 1)
             return planned
 
-        def watched_holes(request: Any, manager: Any, victims: Any) -> Any:
+        def watched_apply(action: Any) -> None:
+            request = scheduler.requests[action.req_id]
             done = request.num_computed_tokens - request.num_in_flight_tokens
-            self._decided[done] += [int(victim) for victim in victims]
-            return make_holes(request, manager, victims)
+            self._decided[done] += action.holes.tolist()
+            apply(action)
 
-        scheduler.schedule, scheduler.make_holes = watched_schedule, watched_holes
+        scheduler.schedule, scheduler.apply = watched_schedule, watched_apply
 
     def of_request(self, computed: int) -> tuple[list[int], list[list[int]], list[list[int]], set[int]]:
         """Steps up to so many computed tokens: one that is planned after the last token is computed for nothing."""

@@ -76,7 +76,7 @@ class Engine:
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "block_size": scheduler_of(self.llm).block_size,
             "pool_blocks": scheduler_of(self.llm).kv_cache_manager.block_pool.num_gpu_blocks,
-            "plugin_loaded": "vllm_evict.plugin" in sys.modules,
+            "plugin_loaded": "vllm_evict.integration.plugin" in sys.modules,
             "policy": self.spec["policy"],
             "seconds_to_start": self.started,
         }
@@ -194,7 +194,7 @@ class Counts:
         after(scheduler, "_preempt_request", self._preempted)
         if plugin is not None:
             self._sums = [group.sums for group in plugin.groups if group.sums is not None]
-            after(scheduler, "make_holes", self._decided)
+            after(scheduler, "apply", self._decided)
             for group in plugin.groups:
                 after(group, "view", partial(self._viewed, group))
 
@@ -217,9 +217,9 @@ class Counts:
     def _preempted(self, *_: Any, **__: Any) -> None:
         self._counts["preemptions"] += 1
 
-    def _decided(self, _: None, request: Any, manager: Any, victims: Any) -> None:
+    def _decided(self, _: None, action: Any) -> None:
         self._counts["decisions"] += 1
-        self._counts["evicted_blocks"] += len(victims)
+        self._counts["evicted_blocks"] += len(action.holes)
 
     def _viewed(self, group: Any, viewed: tuple[Any, Any], metadata: Any) -> None:
         seen, work = viewed
@@ -249,7 +249,7 @@ class Parts:
     """
 
     def __init__(self, plugin: Any) -> None:
-        from vllm_evict.worker.work import StepWork
+        from vllm_evict.compute.work import StepWork
 
         self._calls = [(plugin, name, name) for name in ("begin", "rearrange", "end")]
         self._calls += [(group, "view", "view") for group in plugin.groups]

@@ -95,7 +95,7 @@ IN_CUDA = "CUDA, "
 
 
 def decode(case: Case) -> dict[str, Variant]:
-    from vllm_evict.kernels import decode_cuda
+    from vllm_evict.compute.kernels import decode_cuda
     from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
     from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse
     from vllm_evict.triton_kernels.query_lse import query_lse
