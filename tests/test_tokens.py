@@ -249,11 +249,13 @@ def test_late_decisions_see_what_was_measured_by_then(async_engine, model, dense
 
 def test_what_cannot_be_had_is_refused():
     parse = KVPolicyConfig.parse
-    with pytest.raises(KVPolicyError, match="granularity: policy 'strided' has: block; those that have token: h2o, "):
+    with pytest.raises(
+        KVPolicyError, match="granularity: 'strided' supports only 'block'. Policies that support 'token': h2o, "
+    ):
         parse({"name": "strided", "granularity": "token"})
-    with pytest.raises(KVPolicyError, match="granularity: policy 'adakv' has: block"):
+    with pytest.raises(KVPolicyError, match="granularity: 'adakv' supports only 'block'"):
         parse({"name": "adakv", "granularity": "token"})
-    with pytest.raises(KVPolicyError, match="granularity: under pressure"):
+    with pytest.raises(KVPolicyError, match="granularity: 'when: pressure' compares"):
         parse({"name": "h2o", "granularity": "token", "when": "pressure"})
     with pytest.raises(KVPolicyError, match="granularity: input should be 'block' or 'token', not 'word'"):
         parse({"name": "h2o", "granularity": "word"})

@@ -27,7 +27,8 @@ class Death:
     """How a server ended.
 
     Attributes:
-        answers: number of answers that were "whole", an "error" (by status or event), or "cut".
+        answers: number of answers that were "whole", an "error" (by status or event), "cut" (the connection broke), or
+            "short": they end as whole answers do, with fewer tokens.
         seconds: from the event to the end of the server's process; None: the process did not end.
         status: exit status of that process.
         left: names of processes that still ran `PATIENCE` seconds later.
@@ -64,7 +65,8 @@ def die(server, way, streams=5, others=3, patience=60):
         try:
             with httpx.Client(timeout=120) as client:
                 url = f"{server.address}/v1/completions"
-                with client.stream("POST", url, json={**body, "stream": stream}) as answer:
+                options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+                with client.stream("POST", url, json={**body, **options}) as answer:
                     text = ""
                     for part in answer.iter_text():
                         if stream and not text:
@@ -72,8 +74,10 @@ def die(server, way, streams=5, others=3, patience=60):
                         text += part
             if answer.status_code != 200 or '"error"' in text:
                 what = "error"
-            elif "[DONE]" in text if stream else f'"completion_tokens":{TOKENS}' in text:
+            elif f'"completion_tokens":{TOKENS}' in text:
                 what = "whole"
+            elif not stream or "[DONE]" in text:
+                what = "short"
         except (httpx.HTTPError, OSError):
             pass
         with lock:
