@@ -101,7 +101,7 @@ def _bands(rng, sizes):
 
 def _duo(rng, sizes):
     retrieval = rng.choice([None, {"name": "h2o", **sizes}, {"name": "snapkv", "granularity": "token", **sizes}])
-    policy = {"name": "duo", "heads": "HEADS", "sink": sizes["sink"], "recent": 3 * sizes["recent"]}
+    policy = {"name": "duo", "gates": "HEADS", "sink": sizes["sink"], "recent": 3 * sizes["recent"]}
     return policy if retrieval is None else {**policy, "retrieval": retrieval, "allow": ["full"]}
 
 
@@ -296,8 +296,8 @@ class Models:
     def engine(self, case):
         """A new engine that fills freed blocks with NaN."""
         policy = dict(case.policy)
-        if policy.get("heads") == "HEADS":
-            policy["heads"] = self.gates(policy.pop("sink"), policy.pop("recent"))
+        if policy.get("gates") == "HEADS":
+            policy["gates"] = self.gates(policy.pop("sink"), policy.pop("recent"))
         options = {"max_model_len": case.longest, "block_size": case.block_size, **case.options}
         poison, os.environ["VLLM_EVICT_POISON"] = os.environ.get("VLLM_EVICT_POISON"), "1"
         try:

@@ -228,7 +228,7 @@ class Maker:
         if policy.splits == "classes":
             rows = [[pick("01") for _ in range(HEADS)] for _ in range(LAYERS)]
             pattern = ["".join(row) for row in rows]
-            chosen |= {"heads": "made up", "pattern": pattern, "sink": sink, "recent": max(recent, 1)}
+            chosen |= {"gates": "made up", "pattern": pattern, "sink": sink, "recent": max(recent, 1)}
             if self._chance(0.7):
                 names = [each for each in POLICIES if not POLICIES[each].splits and not POLICIES[each].reconstructs]
                 chosen["retrieval"] = self._policy(pick(sorted(names)), block, length)

@@ -548,7 +548,8 @@ class Simulation:
     def _check_bounds(self, output: Any, rows: dict[str, tuple[Row, int]]) -> None:
         """Requests whose step is done hold no more than they may. Those that wait for scores may hold all.
 
-        Tokens are gathered in private blocks. A request that finds too few of them tries again with its next block.
+        Tokens are gathered in private blocks. A request finds enough of them if it shares nothing, or if the pool has
+        room for all requests that are decided on in this step. Without these it tries again with its next block.
         """
         due = [group.due.keys() for group in getattr(output, PLAN).groups]
         pools = self.scheduler.kv_policy.policy.pools
@@ -568,8 +569,10 @@ class Simulation:
                     break
                 table = manager.req_to_blocks[req_id][: -(-settled // self.settings.block)]
                 held = sum(not block.is_null for block in table)
-                room = req_id in decided and self.pool.get_num_free_blocks() >= held
-                if not pools and held > limits.trigger and (room or resident.config.granularity == "block"):
+                alone = all(block.ref_cnt == 1 for block in table if not block.is_null)
+                roomy = self.pool.get_num_free_blocks() >= held * len(decided)
+                compacts = req_id in decided and (alone or roomy)
+                if not pools and held > limits.trigger and (compacts or resident.config.granularity == "block"):
                     raise Fault("bound", f"{req_id}: {held} blocks of {settled} tokens, above {limits.trigger}")
                 total, most = total + held, most + limits.trigger
             else:

@@ -27,8 +27,8 @@ class Death:
     """How a server ended.
 
     Attributes:
-        answers: number of answers that were "whole", an "error" (by status or event), "cut" (the connection broke), or
-            "short": they end as whole answers do, with fewer tokens.
+        answers: number of answers that were "whole", an "error" (by status or event), "aborted" (by `finish_reason`),
+            "cut" (the connection broke), or "short": they end as whole answers do, with fewer tokens.
         seconds: from the event to the end of the server's process; None: the process did not end.
         status: exit status of that process.
         left: names of processes that still ran `PATIENCE` seconds later.
@@ -76,6 +76,8 @@ def die(server, way, streams=5, others=3, patience=60):
                 what = "error"
             elif f'"completion_tokens":{TOKENS}' in text:
                 what = "whole"
+            elif '"finish_reason":"abort"' in text:
+                what = "aborted"
             elif not stream or "[DONE]" in text:
                 what = "short"
         except (httpx.HTTPError, OSError):
