@@ -6,7 +6,7 @@ The whole of it: `python -m tests.loads.scheduler --requests 100000`.
 from collections import Counter
 
 import pytest
-from loads.program import Maker
+from loads.program import Maker, Program
 from loads.scheduler import failure, run, shortest
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
@@ -34,6 +34,24 @@ def test_random_programs_hold(name):
     assert counts["finished"] > 50 and counts["steps"] > 500
     if name not in ("stock", "full"):
         assert counts["holes"] > 50
+
+
+#: Programs that failed once, as the load printed them, shortened.
+FAILED = {
+    # Heads that keep everything left too little room beside a cached prefix, and a request waited for ever.
+    "a hit beside heads that keep everything": """
+{"settings": {"policy": {"name": "duo", "pattern": ["1010", "1101", "0011", "0011"], "sink": 0, "recent": 0, "allow": []},
+              "length": 350, "late": 0.2},
+ "ops": [{"at": 130, "id": "r31", "length": 308, "shared": 53, "tokens": 21},
+         {"at": 137, "id": "r33", "length": 349, "shared": 128, "stops": true, "hot": true}]}
+""",
+}
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_programs_that_failed_once_hold(name):
+    counts = run(Program.parse(FAILED[name]))
+    assert counts["finished"] and counts["hits"]
 
 
 # --- what the load finds ----------------------------------------------------------------------------------------------

@@ -69,8 +69,12 @@ class HitsMixin:
         pool -= sum(manager.most_blocks(longest) for manager in self.sliding_managers)
         if not request.resumable and math.ceil(longest / block_size) * len(self.kv_managers) <= pool:
             return longest  # it would fit even if nothing of it went
-        room = pool - sum(manager.in_flight for manager in self.kv_managers)
-        return max(room // len(self.kv_managers), 0) * block_size
+        # Heads that keep everything hold the whole request; the others hold the prefix, and steps in flight on top.
+        residents = self._residents_of(request.request_id)
+        evicted = [manager for manager, resident in zip(self.kv_managers, residents) if resident.limits]
+        room = pool - math.ceil(longest / block_size) * (len(residents) - len(evicted))
+        room -= sum(manager.in_flight for manager in evicted)
+        return max(room // max(len(evicted), 1), 0) * block_size
 
     def _longest(self, request: Request) -> int:
         """Tokens that a request may grow to."""
