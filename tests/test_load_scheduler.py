@@ -45,6 +45,12 @@ FAILED = {
  "ops": [{"at": 130, "id": "r31", "length": 308, "shared": 53, "tokens": 21},
          {"at": 137, "id": "r33", "length": 349, "shared": 128, "stops": true, "hot": true}]}
 """,
+    "a hit beside heads with a larger budget": """
+{"settings": {"policy": {"name": "duo", "pattern": ["0011", "1010", "1101", "0001"], "sink": 0, "recent": 0, "retrieval":
+                         {"name": "tova", "sink": 0, "recent": 0, "buffer": 0, "granularity": "token"}}, "length": 138},
+ "ops": [{"id": "r0", "length": 117, "shared": 97, "n": 2},
+         {"id": "r2", "length": 137, "shared": 137, "tokens": 4, "hot": true}]}
+""",
 }
 
 

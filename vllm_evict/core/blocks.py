@@ -80,6 +80,12 @@ class RequestBlocks:
         return self.may_outgrow and self.limits is not None and bool(policy.measures) and not policy.reconstructs
 
     @property
+    def evictable(self) -> bool:
+        """Whether the request loses blocks while its prompt is computed. Other requests hold all blocks until then."""
+        policy = self.config.policy
+        return self.limits is not None and not policy.reconstructs and not policy.profiles
+
+    @property
     def under_pressure(self) -> bool:
         """Whether it is evicted from when the pool runs out, and only then."""
         return self.limits is not None and self.limits.trigger == NEVER

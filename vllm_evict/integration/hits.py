@@ -1,5 +1,6 @@
 """Prefix hits of requests: as long as the pool can hold them, with holes only where a KV group may have some."""
 
+import bisect
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -62,19 +63,22 @@ class HitsMixin:
         return self.kv_cache_manager.create_kv_cache_blocks(tuple(found)), tokens
 
     def _longest_hit(self, request: Request) -> int:
-        """Tokens of a cached prefix that leave room for a first chunk in an otherwise empty pool."""
-        longest, block_size = self._longest(request), self.kv_managers[0].block_size
+        """Tokens of a cached prefix that an otherwise empty pool has room for beside the request's other blocks."""
+        longest = self.max_model_len if request.resumable else self._longest(request)
+        block_size, residents = self.kv_managers[0].block_size, self._residents_of(request.request_id)
         # One block is vLLM's null block.
         pool = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
         pool -= sum(manager.most_blocks(longest) for manager in self.sliding_managers)
-        if not request.resumable and math.ceil(longest / block_size) * len(self.kv_managers) <= pool:
-            return longest  # it would fit even if nothing of it went
-        # Heads that keep everything hold the whole request; the others hold the prefix, and steps in flight on top.
-        residents = self._residents_of(request.request_id)
-        evicted = [manager for manager, resident in zip(self.kv_managers, residents) if resident.limits]
-        room = pool - math.ceil(longest / block_size) * (len(residents) - len(evicted))
-        room -= sum(manager.in_flight for manager in evicted)
-        return max(room // max(len(evicted), 1), 0) * block_size
+        whole = math.ceil(longest / block_size)
+
+        def most_held(hit: int) -> int:
+            """Blocks that the request holds at most, in all KV groups, if it takes `hit` blocks in each."""
+            return sum(
+                min(max(resident.limits.bound, hit) + manager.in_flight, whole) if resident.evictable else whole
+                for manager, resident in zip(self.kv_managers, residents)
+            )
+
+        return max(bisect.bisect_right(range(whole + 1), pool, key=most_held) - 1, 0) * block_size
 
     def _longest(self, request: Request) -> int:
         """Tokens that a request may grow to."""

@@ -164,9 +164,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         **kwargs: Any,
     ) -> int:
         resident = self.residents.get(request_id) if apply_admission_cap else None
-        # Before its scores are there a request is not evicted from.
-        waits = resident and (resident.config.policy.reconstructs or resident.config.policy.profiles)
-        if resident and resident.limits and not waits:
+        if resident and resident.evictable:
             # A longer prompt is evicted chunk by chunk, so it never holds more than this at once. A cached prefix may
             # be longer than the bound; the first chunk comes on top.
             held = max(resident.limits.bound, len(new_computed_blocks))
