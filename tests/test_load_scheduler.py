@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from loads.program import Maker, Program
 from loads.scheduler import failure, run, shortest
+from mutants import MUTANTS, source
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_evict.core.blocks import RequestBlocks
@@ -126,3 +127,9 @@ def test_it_finds_what_is_wrong(monkeypatch, mutation, kinds, policies):
         fault = failure(maker.program())
         found.append("" if fault is None else fault.kind)
     assert found[-1].startswith(kinds), f"found {set(found)}, expected one of {kinds}"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_seeded_faults_still_apply(mutant):
+    """`python tests/mutants.py` runs them; a mutant is a program that can be read."""
+    compile(source(mutant), mutant.file, "exec")

@@ -1,0 +1,410 @@
+"""Faults seeded into the package one by one, each of which the push lanes have to find.
+
+    python tests/mutants.py                # all of them, about half an hour on 2 cores
+    python tests/mutants.py --only holes   # those whose name contains a word
+
+Each mutant is a copy of the package with one line changed. Its tests run until the first one fails. A mutant that
+survives ends the run with status 1. `test_load_scheduler.py` keeps the list applicable.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+#: Seconds after which a mutant's tests count as failed: it hangs.
+PATIENCE = 600
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One seeded fault.
+
+    Attributes:
+        name: what is wrong.
+        file: below vllm_evict/.
+        old: text that stands once in the file.
+        new: what takes its place.
+        tests: test files that have to fail, as they stand in tests/test_*.py; "file -k words" runs a part of one.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = [
+    # What a decision takes.
+    Mutant(
+        "a sink may go",
+        "core/blocks.py",
+        "searchsorted((self.limits.sink, recent, blocks))",
+        "searchsorted((max(self.limits.sink - 1, 0), recent, blocks))",
+        ("residency",),
+    ),
+    Mutant(
+        "a recent block may go",
+        "core/blocks.py",
+        "recent = max(computed_tokens - self.limits.recent, 0) // self.block_size\n        first",
+        "recent = max(computed_tokens - self.limits.recent, 0) // self.block_size + 1\n        first",
+        ("residency",),
+    ),
+    Mutant(
+        "one block too many goes",
+        "core/blocks.py",
+        "return candidates, min(spare, len(candidates))",
+        "return candidates, min(spare + 1, len(candidates))",
+        ("residency",),
+    ),
+    Mutant(
+        "the most important goes",
+        "core/blocks.py",
+        "return np.sort(candidates[order[:spare]])",
+        "return np.sort(candidates[order[-spare:]])",
+        ("residency",),
+    ),
+    Mutant(
+        "a decision at the trigger",
+        "core/blocks.py",
+        "if self.limits is None or self.limits.budget + spare <= self.limits.trigger:",
+        "if self.limits is None or self.limits.budget + spare < self.limits.trigger:",
+        ("residency",),
+    ),
+    Mutant(
+        "importance read by place, not by index",
+        "core/blocks.py",
+        "at = report.index.searchsorted(candidates)\n",
+        "at = np.arange(len(candidates))\n",
+        ("residency",),
+    ),
+    Mutant(
+        "the mean divides by nothing",
+        "core/blocks.py",
+        'statistics["mass"] = statistics["mass"] / self._age(candidates, computed_tokens)',
+        'statistics["mass"] = statistics["mass"] * 1',
+        ("residency",),
+    ),
+    Mutant(
+        "a restart keeps its holes",
+        "core/blocks.py",
+        "self.started, self.scoring = False, None",
+        "self.started, self.scoring = False, None\n        return",
+        ("residency",),
+    ),
+    Mutant(
+        "a restart is not counted",
+        "core/blocks.py",
+        '"""Forget all blocks: preempted, to be computed again from the first token."""\n        self.incarnation += 1',
+        '"""Forget all blocks: preempted, to be computed again from the first token."""',
+        ("residency",),
+    ),
+    Mutant(
+        "purity grows with a later eviction",
+        "core/blocks.py",
+        "if self.pure_tokens is None:\n            self.pure_tokens = computed_tokens",
+        "self.pure_tokens = computed_tokens",
+        ("residency",),
+    ),
+    Mutant(
+        "a turn's purity is not clamped",
+        "core/blocks.py",
+        "self.pure_tokens = min(self.pure_tokens, computed_tokens)",
+        "pass",
+        ("residency",),
+    ),
+    Mutant(
+        "a shared budget is each group's own",
+        "core/blocks.py",
+        "spare = sum(held) - len(groups) * limits.budget",
+        "spare = sum(held) - len(groups) * limits.budget - 1",
+        ("bands", "load_scheduler -k adakv"),
+    ),
+    # What is booked.
+    Mutant(
+        "a hole off by one",
+        "integration/managers.py",
+        "for index in holes.tolist():\n            table[index] = self._null_block",
+        "for index in holes.tolist():\n            table[index - 1] = self._null_block",
+        ("load_scheduler",),
+    ),
+    Mutant(
+        "a block freed twice",
+        "integration/managers.py",
+        "self.block_pool.free_blocks(reversed(given_back))",
+        "self.block_pool.free_blocks(list(reversed(given_back)) + given_back[:1])",
+        ("load_scheduler",),
+    ),
+    Mutant(
+        "a block never freed",
+        "integration/managers.py",
+        "self.block_pool.free_blocks(reversed(given_back))",
+        "self.block_pool.free_blocks(list(reversed(given_back))[1:])",
+        ("load_scheduler",),
+    ),
+    Mutant(
+        "impure blocks are published",
+        "integration/managers.py",
+        "num_tokens = min(num_tokens, resident.pure_tokens)",
+        "pass",
+        ("load_scheduler",),
+    ),
+    Mutant(
+        "a published block counts as private",
+        "integration/managers.py",
+        "return block.ref_cnt == 1 and block.block_hash is None",
+        "return block.ref_cnt == 1",
+        ("load_scheduler -k pyramidkv", "tokens"),
+    ),
+    Mutant(
+        "a shared block counts as private",
+        "integration/managers.py",
+        "return block.ref_cnt == 1 and block.block_hash is None",
+        "return block.block_hash is None",
+        ("load_scheduler -k pyramidkv", "tokens"),
+    ),
+    Mutant(
+        "growth is not noted",
+        "integration/managers.py",
+        "            self.note(request_id)\n        return new_blocks",
+        "        return new_blocks",
+        ("load_scheduler",),
+    ),
+    Mutant(
+        "admission counts the whole prompt",
+        "integration/managers.py",
+        "num_tokens = min(num_tokens, (held + self.in_flight) * self.block_size)",
+        "pass",
+        ("load_scheduler", "serving"),
+    ),
+    Mutant(
+        "a hit of any length",
+        "integration/hits.py",
+        "bisect.bisect_right(range(whole + 1), pool, key=most_held)",
+        "bisect.bisect_right(range(whole + 1), 2 * pool, key=most_held)",
+        ("load_scheduler",),
+    ),
+    Mutant(
+        "streaming heads hit without their window",
+        "integration/managers.py",
+        "*hit[-window:]]",
+        "*hit[-window:-1], self._null_block]",
+        ("duo", "load_scheduler -k duo"),
+    ),
+    # What travels.
+    Mutant(
+        "holes travel a step late",
+        "integration/scheduler.py",
+        "plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))",
+        "plan, self._plan = getattr(self, '_late', EvictionPlan.empty(len(self.kv_managers))), EvictionPlan.empty(len(self.kv_managers)); self._late = self._plan",
+        ("load_scheduler",),
+    ),
+    Mutant(
+        "plans of a request that ended stay",
+        "integration/scheduler.py",
+        "orders[:] = [order for order in orders if order.req_id != request.request_id]",
+        "pass",
+        ("load_scheduler", "tokens", "context"),
+    ),
+    Mutant(
+        "a report of an earlier life counts",
+        "core/mechanisms/base.py",
+        "if request is not None and group.residents[req_id].incarnation == incarnation:",
+        "if request is not None:",
+        ("async", "sessions", "load_scheduler"),
+    ),
+    Mutant(
+        "a flawed report is taken",
+        "core/reports.py",
+        "if not np.isfinite(values).all():",
+        "if False:",
+        ("missing_reports",),
+    ),
+    Mutant(
+        "missing reports are waited for without end",
+        "core/mechanisms/base.py",
+        "patient = blocks.misses < MOST_MISSES and",
+        "patient =",
+        ("missing_reports", "guarantee", "load_scheduler"),
+    ),
+    # Pressure.
+    Mutant(
+        "pressure takes shared blocks",
+        "integration/pressure.py",
+        "return block.ref_cnt == 1 and block.block_id not in kept",
+        "return block.block_id not in kept",
+        ("pressure", "load_scheduler"),
+    ),
+    Mutant(
+        "pressure takes what the waiting request hits",
+        "integration/pressure.py",
+        "return block.ref_cnt == 1 and block.block_id not in kept",
+        "return block.ref_cnt == 1",
+        ("guarantee", "pressure"),
+    ),
+    Mutant(
+        "pressure takes of higher priorities",
+        "integration/pressure.py",
+        "givers = [giver for giver in givers if giver.priority >= request.priority]",
+        "pass",
+        ("guarantee",),
+    ),
+    Mutant(
+        "pressure evicts though it is too little",
+        "core/mechanisms/pressure.py",
+        "        if freed < missing:\n            return []\n",
+        "",
+        ("guarantee", "pressure", "load_scheduler"),
+    ),
+    Mutant(
+        "pressure goes below the floor",
+        "core/mechanisms/pressure.py",
+        "left[owner[at]] -= 1",
+        "left[owner[at]] -= 0",
+        ("pressure", "load_scheduler"),
+    ),
+    # What workers do.
+    Mutant(
+        "a stale view",
+        "compute/views.py",
+        "        self._made = {}\n\n    def memory",
+        "        self._made = self._made\n\n    def memory",
+        ("oracle_parity", "serving"),
+    ),
+    Mutant(
+        "holes of a finished request stay",
+        "compute/group.py",
+        "for req_id in gone | cached.resumed_req_ids:\n            self.with_holes.pop(req_id, None)",
+        "pass",
+        ("pressure", "oracle_parity", "sessions", "load_engine"),
+    ),
+    Mutant(
+        "resident tokens off by a block",
+        "compute/group.py",
+        "return seq_lens - self._lacking(self.batch.req_ids) if self.with_holes else seq_lens",
+        "return seq_lens - self._lacking(self.batch.req_ids) + self.block_size if self.with_holes else seq_lens",
+        ("oracle_parity",),
+    ),
+    Mutant(
+        "sums of the request before",
+        "compute/sums.py",
+        "        slot = self._slots[req_id]\n        self._sums[slot] = 0",
+        "        slot = self._slots[req_id]",
+        ("sums",),
+    ),
+    Mutant("windows never end", "compute/sums.py", "self._sums[self._to_device(ended)] = 0", "pass", ("sums",)),
+    Mutant(
+        "queries of the pattern all count",
+        "compute/sums.py",
+        "        return MassStep(rows, slots, counted, logical, memory, queries, weighs)",
+        "        memory = memory._replace(weights=None)\n        return MassStep(rows, slots, counted, logical, memory, queries, weighs)",
+        ("oracle_parity", "sums"),
+    ),
+    Mutant(
+        "the newest token is not counted",
+        "compute/tokens.py",
+        "self._newest[slots] = lens[rows], seq_lens[rows] - 1",
+        "self._newest[slots] = lens[rows], seq_lens[rows]",
+        ("tokens",),
+    ),
+    Mutant(
+        "scores stay where tokens moved",
+        "compute/tokens.py",
+        "scores = gathered(self._scores(slot), first, count, keep)",
+        "scores = self._scores(slot)[..., : self._lengths[slot] - count + keep.shape[2]]",
+        ("tokens",),
+    ),
+    Mutant(
+        "moved keys turn twice",
+        "compute/originals.py",
+        "keys = restored([kept[block] for block in blocks], self._device)",
+        "keys = self._store.keys(source)",
+        ("context",),
+    ),
+    Mutant(
+        "runner V1 forgets holes",
+        "integration/runners.py",
+        "table.np[row, list(blocks)] = list(blocks.values())",
+        "pass",
+        ("serving", "poison"),
+    ),
+    Mutant(
+        "a decode is counted twice",
+        "compute/work.py",
+        "return ones.index_fill_(0, self._own_queries, 0.0)",
+        "return ones",
+        ("oracle_parity",),
+    ),
+]
+
+
+def source(mutant):
+    """Text of the mutant's file with its fault.
+
+    Raises:
+        ValueError: the line to change does not stand there once.
+    """
+    text = (ROOT / "vllm_evict" / mutant.file).read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(
+            f"mutant {mutant.name!r}: {mutant.file} has its line {text.count(mutant.old)} times; expected once; "
+            "write the line as it stands now"
+        )
+    return text.replace(mutant.old, mutant.new)
+
+
+def found_by(mutant):
+    """The first of the mutant's tests that fails, and seconds until then; None if none fails."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "out", "build", "dist"))
+        (Path(folder) / "vllm_evict" / mutant.file).write_text(source(mutant))
+        for test in mutant.tests:
+            name, *choice = test.split()
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-qx",
+                "-p",
+                "no:cacheprovider",
+                f"tests/test_{name}.py",
+                *choice,
+            ]
+            try:
+                done = subprocess.run(
+                    command, cwd=folder, env={**os.environ, "PYTHONPATH": folder}, capture_output=True, timeout=PATIENCE
+                )
+            except subprocess.TimeoutExpired:
+                return f"{test} (hangs)", time.monotonic() - start
+            if done.returncode == 1:
+                line = next(line for line in done.stdout.decode().splitlines() if line.startswith(("FAILED", "ERROR")))
+                return line.split()[1], time.monotonic() - start
+            assert done.returncode == 0, done.stdout.decode()[-2000:]
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a word of their names")
+    options = parser.parse_args()
+    survivors = 0
+    for mutant in MUTANTS:
+        if options.only not in mutant.name:
+            continue
+        finding = found_by(mutant)
+        survivors += finding is None
+        what = "SURVIVES " + ", ".join(mutant.tests) if finding is None else f"{finding[1]:.0f} s, {finding[0]}"
+        print(f"{mutant.name}: {what}", flush=True)
+    return survivors > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
