@@ -4,6 +4,7 @@ The whole of it: `python -m tests.loads.scheduler --requests 100000`.
 """
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from loads.program import Maker, Program
@@ -59,6 +60,12 @@ FAILED = {
 def test_programs_that_failed_once_hold(name):
     counts = run(Program.parse(FAILED[name]))
     assert counts["finished"] and counts["hits"]
+
+
+def test_room_is_made_for_the_whole_request_and_its_next_chunk():
+    """Sliding windows hold less of the request than of a chunk: room for the one was not enough for the other."""
+    counts = run(Program.parse((Path(__file__).parent / "loads" / "vain.json").read_text()))
+    assert counts["finished"] and counts["relieved"]
 
 
 # --- what the load finds ----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Between a failed allocation and a preemption: room in the pool, made of blocks that requests can spare."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -43,12 +43,19 @@ class RoomMaker:
         self._tried = None
 
     def make_room(
-        self, request: Request, *, reserved: int, hit: Sequence[Sequence[KVCacheBlock]], watermark: bool
+        self,
+        request: Request,
+        *,
+        chunk: Callable[[], int],
+        reserved: int,
+        hit: Sequence[Sequence[KVCacheBlock]],
+        watermark: bool,
     ) -> bool:
         """Free as many blocks of other requests as `request` lacked just now.
 
         Args:
             request: the request whose allocation failed.
+            chunk: gives the blocks that its next chunk takes, if that is not what was asked for.
             reserved: blocks of the pool that it may not take.
             hit: for each KV group, the cached blocks that it is about to take.
             watermark: whether vLLM keeps its watermark free, if the request is waiting.
@@ -57,8 +64,8 @@ class RoomMaker:
             Whether the pool has room for it now. If not, nothing was freed.
         """
         scheduler, runs = self._scheduler, request.status == RequestStatus.RUNNING
-        missing = sum(manager.wanted for manager in (*scheduler.kv_managers, *scheduler.sliding_managers)) + reserved
-        missing -= self._cache.block_pool.get_num_free_blocks()
+        wanted = sum(manager.wanted for manager in (*scheduler.kv_managers, *scheduler.sliding_managers))
+        missing = max(wanted, chunk()) + reserved - self._cache.block_pool.get_num_free_blocks()
         if not runs and watermark:
             missing += self._cache.watermark_blocks
         if missing > 0 and (runs or self._may_succeed(request)) and self._relieve(request, missing, hit):
