@@ -192,8 +192,8 @@ def test_a_request_preempted_twice_takes_no_more_blocks(engine):
     again = SimpleNamespace(request_id="again", status=RequestStatus.PREEMPTED, num_preemptions=MOST_TAKINGS)
     make_room = server.scheduler.room.make_room
     server.manager.wanted = server.free_blocks + 4
-    assert not make_room(again, reserved=0, hit=(), watermark=True) and not runs.evicted_blocks
+    assert not make_room(again, chunk=lambda: 0, reserved=0, hit=(), watermark=True) and not runs.evicted_blocks
     again.num_preemptions -= 1
     again.request_id = "another"
-    assert make_room(again, reserved=0, hit=(), watermark=True) and runs.evicted_blocks >= 4
+    assert make_room(again, chunk=lambda: 0, reserved=0, hit=(), watermark=True) and runs.evicted_blocks >= 4
     assert len(server.run()) == 1
