@@ -28,7 +28,7 @@ from vllm_evict.compute.kernels.rotate import Rotation
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import NO_BLOCKS, RequestBlocks
-from vllm_evict.core.plan import EvictionPlan, GroupPlan, Move
+from vllm_evict.core.plan import EvictionPlan, GroupPlan, KeyRotation
 from vllm_evict.integration import positions
 from vllm_evict.integration.arguments import ALLOW_LONG, longer_than_the_model
 from vllm_evict.policies import POLICIES as NAMED
@@ -70,7 +70,7 @@ def watched(server):
 
     def recorded(*args, **kwargs):
         output = schedule(*args, **kwargs)
-        moves.extend(getattr(output, PLAN).moves)
+        moves.extend(getattr(output, PLAN).rotations)
         for req_id in output.num_scheduled_tokens:
             resident, request = server.manager.residents[req_id], server.scheduler.requests[req_id]
             if len(resident.places):
@@ -199,13 +199,13 @@ def test_nothing_moves_of_a_request_whose_blocks_are_gone(server, how):
     request = subject.add(random_prompt(300), max_tokens=300)
 
     def end(subject):
-        if subject.scheduler._plan.moves and not ended:
+        if subject.scheduler._plan.rotations and not ended:
             ended.append(len(moves))
             if how == "aborted":
                 subject.llm.llm_engine.abort_request([request])
             else:
                 subject.core.reset_prefix_cache(reset_running_requests=True)
-            assert not subject.scheduler._plan.moves
+            assert not subject.scheduler._plan.rotations
 
     with watched(subject) as moves:
         subject.run(end)
@@ -241,7 +241,7 @@ def test_without_room_for_copies_a_request_is_preempted(server):
 
     def recorded(*args, **kwargs):
         output = schedule(*args, **kwargs)
-        moves.extend(getattr(output, PLAN).moves)
+        moves.extend(getattr(output, PLAN).rotations)
         return output
 
     subject.scheduler.schedule = recorded
@@ -629,7 +629,7 @@ def layer_store(frequencies, caches, scale=1.0):
 
 
 def step(runtime, moves=(), holes=()):
-    runtime.plan = EvictionPlan([GroupPlan(holes={"r": list(holes)})], moves=list(moves))
+    runtime.plan = EvictionPlan([GroupPlan(holes={"r": list(holes)})], rotations=list(moves))
     runtime.rearrange(None)
 
 
@@ -657,7 +657,7 @@ def test_keys_are_rounded_once_however_often_they_move(dtype):
         for block in which:
             blocks[block][2] += 1024 + BLOCK * block
         target, tokens = ([blocks[block][at] for block in which] for at in (1, 2))
-        step(runtime, [Move("r", 0, which, source, target, tokens, again)])
+        step(runtime, [KeyRotation("r", 0, which, source, target, tokens, again)])
         assert runtime.groups[0].originals.blocks("r") == set(which)
         if move not in (1, 20, 100, 500):
             continue
@@ -680,7 +680,7 @@ def test_a_block_that_has_moved_needs_its_original():
     store = layer_store(torch.ones(8, dtype=torch.float64), [torch.randn(4, 1, BLOCK, 32)])
     runtime = EvictionRuntime([GroupRuntime(KVPolicyConfig.parse(WINDOW), BLOCK, 4, 4096, 1, 1, store)])
     with pytest.raises(KeyError):
-        step(runtime, [Move("r", 0, [0], [1], [1], [64], [True])])
+        step(runtime, [KeyRotation("r", 0, [0], [1], [1], [64], [True])])
 
 
 @settings(max_examples=100, deadline=None)
@@ -712,7 +712,7 @@ def test_originals_are_of_the_blocks_that_have_moved(rounds, chance):
                 if chance.random() < 0.2:
                     table[block] = free.pop(chance.randrange(len(free)))
             target, tokens = [table[block] for block in which], [BLOCK * distance for distance in distances]
-            moves.append(Move("r", 0, which, source, target, tokens, again))
+            moves.append(KeyRotation("r", 0, which, source, target, tokens, again))
             resident.move_up()
         if told:
             step(runtime, moves, holes)

@@ -22,7 +22,7 @@ from vllm_evict.compute.sums import MassBuffers
 from vllm_evict.compute.tokens import TokenBuffers, TokenStep
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, Move, Repetition, Scoring
+from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, KeyRotation, Repetition, Scoring
 from vllm_evict.integration import worker
 from vllm_evict.policies import CACHED
 
@@ -248,9 +248,9 @@ def moved_up(wrap, to_device, monkeypatch):
     monkeypatch.setattr(device, "halves", lambda cache: (cache[..., :DIM], cache[..., DIM:]))
     config = KVPolicyConfig.parse({"name": "h2o", **BASE, "context": 128})
     runtime = EvictionRuntime([GroupRuntime(config, SIZE, 4, 256, HEADS, LAYERS, store)])
-    first = Move("r", 0, [0, 1, 4], [3, 5, 9], [12, 5, 9], [64, 64, 16], [False] * 3)
-    for move in (first, Move("r", 0, [1, 4], [5, 9], [5, 9], [96, 48], [True] * 2)):
-        runtime.plan = EvictionPlan([GroupPlan()], moves=[move])
+    first = KeyRotation("r", 0, [0, 1, 4], [3, 5, 9], [12, 5, 9], [64, 64, 16], [False] * 3)
+    for move in (first, KeyRotation("r", 0, [1, 4], [5, 9], [5, 9], [96, 48], [True] * 2)):
+        runtime.plan = EvictionPlan([GroupPlan()], rotations=[move])
         runtime.rearrange(None)
     return caches
 

@@ -66,7 +66,7 @@ class Sessions:
                         known.pop(req_id, None)
                 self.told.setdefault(req_id, {})[len(steps)] = self._pending.pop(req_id, [])
                 steps.append((first, tokens))
-            for move in getattr(output, PLAN).moves:
+            for move in getattr(output, PLAN).rotations:
                 self.moved.setdefault(move.req_id, set()).add(len(self.steps[move.req_id]) - 1)
             output.at = {req_id: len(self.steps[req_id]) - 1 for req_id in output.num_scheduled_tokens}
             return output

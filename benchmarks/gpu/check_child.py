@@ -289,7 +289,7 @@ class Steps:
                 self._tokens.append(tokens)
                 plan = getattr(planned, PLAN)
                 self._told.append(list(plan.groups[0].holes.get(req_id, [])))
-                if any(move.req_id == req_id for move in plan.moves):
+                if any(move.req_id == req_id for move in plan.rotations):
                     self._moved.add(len(self._told) - 1)
             return planned
 

@@ -14,7 +14,7 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_evict.core.plan import PLAN, REPORTS, EvictionPlan, Move, Report, Reports
+from vllm_evict.core.plan import PLAN, REPORTS, EvictionPlan, KeyRotation, Report, Reports
 from vllm_evict.policies import RUNNING
 
 from .program import STOP, VOCABULARY, Settings
@@ -237,11 +237,11 @@ class Worker:
                 table[at] = 0
             row.reduced = True
             self.counts.compactions += 1
-        for each in plan.moves:
+        for each in plan.rotations:
             self._move(each, after)
         return after
 
-    def _move(self, move: Move, after: dict[tuple[str, int], list[int]]) -> None:
+    def _move(self, move: KeyRotation, after: dict[tuple[str, int], list[int]]) -> None:
         group = self.groups[move.group]
         row = self._alive(move.req_id, "move")
         table = after.setdefault((move.req_id, move.group), list(row.tables[group]))

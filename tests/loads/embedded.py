@@ -547,7 +547,7 @@ class Run:
     def _check_blocks(self):
         # The next plan fills these blocks.
         plan = self.engine.scheduler._plan
-        coming = {block for order in (*plan.compactions, *plan.moves) for block in order.target}
+        coming = {block for order in (*plan.compactions, *plan.rotations) for block in order.target}
         for group, slices in zip(self.engine.all_managers, self._slices):
             blocks = {block.block_id for table in group.req_to_blocks.values() for block in table if not block.is_null}
             blocks = sorted(blocks - coming)

@@ -776,7 +776,7 @@ class Simulation:
             told = {name: getattr(group, name) for name in group.__slots__ if name not in ("forgotten",)}
             if any(told.values()):
                 raise Fault("left", f"of plans: {told}")
-        if scheduler._plan.compactions or scheduler._plan.moves:
+        if scheduler._plan.compactions or scheduler._plan.rotations:
             raise Fault("left", f"orders: {scheduler._plan}")
         if (reconstructions := scheduler.reconstructions) is not None:
             for name in ("_jobs", "_shadow", "_hidden"):

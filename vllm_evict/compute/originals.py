@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Set
 import numpy as np
 import torch
 
-from ..core.plan import Move
+from ..core.plan import KeyRotation
 from .tokens import TURNED, Store
 from .transfer import restored, stashed, to_device
 
@@ -59,7 +59,7 @@ class Originals:
                 for block in blocks:
                     kept.pop(block, None)
 
-    def turn(self, move: Move) -> None:
+    def turn(self, move: KeyRotation) -> None:
         """Obey a move.
 
         Raises:

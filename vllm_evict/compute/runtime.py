@@ -181,7 +181,7 @@ class EvictionRuntime:
     @torch.inference_mode()  # caches and sums are made in it
     def rearrange(self, all_reduce: Any) -> None:
         """Gather what heads keep, and turn keys of blocks that move up, before any block of this step is written."""
-        for move in self.plan.moves:
+        for move in self.plan.rotations:
             self.groups[move.group].originals.turn(move)
         for group, plan in zip(self.groups, self.plan.groups):
             if group.originals is not None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..config import KVPolicyConfig
 from .blocks import NO_BLOCKS, RequestBlocks
-from .plan import Compaction, EvictionPlan, Move, Report
+from .plan import Compaction, EvictionPlan, KeyRotation, Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Compact(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class MoveUp(Action):
+class Rotate(Action):
     """Kept blocks close the gaps before them: their keys are rotated to later positions.
 
     Attributes:
@@ -90,7 +90,9 @@ class MoveUp(Action):
 
     def order(self, plan: EvictionPlan, source: list[int], target: list[int]) -> None:
         blocks = self.writes.tolist()
-        plan.moves.append(Move(self.req_id, self.group, blocks, source, target, list(self.tokens), list(self.again)))
+        plan.rotations.append(
+            KeyRotation(self.req_id, self.group, blocks, source, target, list(self.tokens), list(self.again))
+        )
 
 
 def back_to_budget(

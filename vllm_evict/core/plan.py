@@ -91,7 +91,7 @@ class Compaction:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class KeyRotation:
     """Rotate keys of a request's blocks to later positions, as others that came after them are gone.
 
     Attributes:
@@ -162,7 +162,7 @@ class EvictionPlan:
 
     groups: list[GroupPlan]
     compactions: list[Compaction] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    rotations: list[KeyRotation] = field(default_factory=list)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ..config import KVPolicyError
-from ..core.actions import Action, MoveUp
+from ..core.actions import Action, Rotate
 from ..core.blocks import RequestBlocks
 from ..core.mechanisms import Budget, Context, Mechanism, Pressure, Profiles, SharedBudget, Step
 from ..core.mechanisms.base import settled
@@ -203,7 +203,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             poison = [block.block_id for block in freed if block.block_hash is None]
             plan.poison = [block for block in plan.poison if block not in target] + poison
         copies = len(given_back) - len(action.holes)
-        if isinstance(action, MoveUp):
+        if isinstance(action, Rotate):
             resident.move_up()
             self.tally.move(policy, copies)
         else:
@@ -279,7 +279,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             for told in (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored):
                 told.pop(request.request_id, None)
             group.untrack.discard(request.request_id)
-        for orders in (self._plan.compactions, self._plan.moves):
+        for orders in (self._plan.compactions, self._plan.rotations):
             orders[:] = [order for order in orders if order.req_id != request.request_id]
         super()._free_request_blocks(request)
 

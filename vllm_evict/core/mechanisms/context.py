@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from ...config import KVPolicyConfig
-from ..actions import Action, MoveUp
+from ..actions import Action, Rotate
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Reports
 from .base import Host, Mechanism, settled
@@ -31,7 +31,7 @@ class Context(Mechanism):
                 continue
             moving, distances, again = blocks.gaps()
             if len(moving):
-                yield MoveUp(
+                yield Rotate(
                     request.request_id,
                     group.number,
                     reads=moving,
