@@ -222,7 +222,7 @@ def check_broken(engine, complaints, name, change, said):
         gone = [block for step in group.evicted for block in step]
         assert gone == list(range(1, 1 + len(gone))) and len(gone) >= math.ceil(750 / BLOCK) - TRIGGER
     why, missing = (message for level, message in complaints if level == "ERROR")
-    assert re.search(f"workers reported scores of .* that have .*({said}).*; expected a finite number", why), why
+    assert re.search(f"workers reported scores of .* with .*({said}).*; expected a finite number", why), why
     assert "no scores came back" in missing
     server.drain()
     assert server.metrics()["reports_missing", name] >= 2 * MOST_MISSES

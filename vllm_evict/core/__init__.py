@@ -1,1 +1,1 @@
-"""Decides which blocks of a request go, and when; imports neither torch nor vLLM."""
+"""Decides which blocks of a request are evicted, and when. Imports neither torch nor vLLM."""

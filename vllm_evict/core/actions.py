@@ -1,7 +1,8 @@
-"""What mechanisms decide: actions on the blocks of one request in one KV group, applied in one place by the scheduler.
+"""Actions: what mechanisms decide about the blocks of one request in one KV group.
 
-Every action names the logical blocks that it reads, those that it writes into, and those that become holes. The
-scheduler sees that no other request reads what is written, gives the other blocks back to the pool, and tells workers.
+An action names the logical blocks that workers read, the blocks that they write, and the blocks that become holes. The
+scheduler applies all actions in one place: it makes written blocks private to the request, returns evicted blocks to
+the pool, and puts the action on the next plan.
 """
 
 from dataclasses import dataclass, field
@@ -16,19 +17,19 @@ from .plan import Compaction, EvictionPlan, KeyRotation, Report
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Holes in place of some blocks of a request.
+    """Evicts some blocks of a request.
 
     Attributes:
-        req_id: of a running request, or of a session between two turns.
-        group: KV group, by its number among those that may have holes.
-        holes: int64 [k], ascending logical blocks that are evicted, none of them a hole.
-        reads: int64 [m], ascending logical blocks whose physical blocks workers read for it.
-        writes: int64 [n], ascending logical blocks that workers write into.
+        req_id: id of a running request, or of a session between two turns.
+        group: index of the KV group among the KV groups that may have holes.
+        holes: int64 [k], resident logical blocks that become holes, ascending.
+        reads: int64 [m], logical blocks that workers read for this action, ascending.
+        writes: int64 [n], logical blocks that workers write for this action, ascending.
     """
 
     req_id: str
     group: int
-    #: Whether the request can't go on without it: it is preempted if the pool has no room for the action.
+    #: If True, a request for whose action the pool has no room is preempted; if False, the action is put off.
     must: ClassVar[bool] = False
 
     holes: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
@@ -36,29 +37,29 @@ class Action:
     writes: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
 
     def order(self, plan: EvictionPlan, source: list[int], target: list[int]) -> None:
-        """Add to a plan what workers have to do beside noting holes.
+        """Add work of this action to a plan, beside its holes.
 
         Args:
-            plan: that goes to the workers next.
-            source: physical blocks of `reads` as they were.
-            target: physical blocks of `writes` as they are from now on.
+            plan: the plan that workers get next.
+            source: physical blocks of `reads` before the action.
+            target: physical blocks of `writes` after the action.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Evict(Action):
-    """Whole blocks go."""
+    """Evicts whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compact(Action):
-    """Kept tokens of each head are gathered in the first blocks of those that they lie in; the others go.
+    """Gathers the kept tokens of each KV head in `writes`, the first of the candidate blocks, and evicts the others.
 
     Attributes:
-        config: decides which tokens are kept.
+        config: policy that chooses the kept tokens.
         length: computed tokens in `reads`.
-        first: place in `reads` of the first block whose tokens may go.
-        position: of the newest computed token.
+        first: index in `reads` of the first candidate block.
+        position: position of the newest computed token.
     """
 
     config: KVPolicyConfig | None = None
@@ -76,11 +77,11 @@ class Compact(Action):
 
 @dataclass(frozen=True, slots=True)
 class Rotate(Action):
-    """Kept blocks close the gaps before them: their keys are rotated to later positions.
+    """Closes position gaps: rotates keys of kept blocks to later positions.
 
     Attributes:
-        tokens: for each block of `writes`, positions from those that its keys were computed for to those that they get.
-        again: for each, whether its keys are rotated already, by a move before.
+        tokens: for each block of `writes`, distance in positions from where its keys were computed to where they go.
+        again: for each block of `writes`, whether an earlier action has rotated its keys.
     """
 
     must: ClassVar[bool] = True
@@ -98,13 +99,14 @@ class Rotate(Action):
 def back_to_budget(
     req_id: str, group: int, blocks: RequestBlocks, computed_tokens: int, report: Report | None
 ) -> Action | None:
-    """The action that brings a request back to its budget; None if it is not over its trigger.
+    """Make the action that brings a request back to its budget; None if the request does not exceed its trigger.
 
     Args:
         req_id, group: as for `Action`.
-        blocks: of the request in that group.
+        blocks: blocks of the request in that group.
         computed_tokens: tokens whose step is done.
-        report: statistics of its blocks; None: its oldest go first. Workers choose tokens by their own sums.
+        report: statistics of the blocks; if None, the oldest blocks go first. Not read with token granularity, where
+            workers choose tokens by their own sums.
     """
     if blocks.config.granularity == "block":
         victims = blocks.choose(computed_tokens, report)

@@ -1,8 +1,8 @@
-"""Where each KV head lies: its tensor-parallel rank, its KV group, and its head slot in the group's pages.
+"""Assigns each KV head a tensor-parallel rank, a KV group, and a head slot in the group's pages.
 
-A layer's retrieval heads come first on each rank, its streaming heads after them. Successive layers' heads of a class
-lie one after the other in the pages of a group. All groups have pages of one width, because all take their blocks from
-one pool; slots that no head fills are lost. Needs numpy alone.
+On each rank the retrieval heads of a layer precede its streaming heads. In the pages of a group the heads of successive
+layers follow one another. Pages of all groups have one width, since all groups take blocks from one pool; slots without
+a head are padding.
 """
 
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ import numpy as np
 
 from ..config.gates import HeadsError
 
-#: Groups that a class is cut into at most. A group has block tables of its own, and attention calls.
+#: Most KV groups of one class of heads. Each group costs block tables and attention calls.
 MOST_GROUPS = 8
-#: Share of empty head slots that is as good as none. Beyond it more groups are tried.
+#: Share of empty head slots that is accepted. `arrange` tries more groups for a larger share.
 PADDING = 0.05
 
 
 class Place(NamedTuple):
-    """Where a layer's heads of one class lie on one rank.
+    """Place of one layer's heads of one class on one rank.
 
     Attributes:
         group: index among the groups of the class.
         first: head slot of the first head in the group's pages.
-        heads: how many; 0 if the layer has none of the class on this rank.
+        heads: number of heads; 0 if the layer has no head of the class on this rank.
     """
 
     group: int
@@ -39,9 +39,9 @@ class Arrangement:
     """The places of all KV heads.
 
     Attributes:
-        order: int64 [layers, kv_heads], new place -> old KV head, a permutation a layer.
+        order: int64 [layers, kv_heads], new place -> KV head of the model; a permutation in each layer.
         width: head slots of a page, the same for all groups and ranks.
-        groups: number of groups of retrieval heads, and of streaming heads.
+        groups: (number of retrieval groups, number of streaming groups).
         places: places[rank][layer] is (retrieval, streaming).
     """
 
@@ -52,13 +52,13 @@ class Arrangement:
 
     @property
     def padding(self) -> float:
-        """Share of the head slots of all groups that are empty, on the rank with most of them."""
+        """Share of empty head slots in all groups, on the rank with the largest share."""
         return max(self._empty(rank, (0, 1)) for rank in self.places)
 
     @property
     def retrieval_padding(self) -> float:
-        """Share of the retrieval groups' head slots that are empty, on the rank with most of them: they hold the most
-        blocks. 0 without retrieval heads."""
+        """Share of empty head slots in the retrieval groups, which hold most blocks, on the rank with the largest
+        share; 0 without retrieval heads."""
         return max(self._empty(rank, (0,)) for rank in self.places)
 
     def _empty(self, rank: tuple[tuple[Place, Place], ...], classes: tuple[int, ...]) -> float:
@@ -69,17 +69,17 @@ class Arrangement:
 def arrange(retrieval: np.ndarray, ranks: int = 1) -> Arrangement:
     """Spread both classes of heads over ranks, and cut the layers into groups.
 
-    On each rank a layer has as many retrieval heads as on any other, or one more or less. The number of groups is the
-    smallest with which at most `PADDING` of all slots and of the retrieval groups' slots is empty; where there is none,
-    the one that wastes least.
+    Numbers of a layer's retrieval heads differ by at most one between ranks. The number of groups is the smallest whose
+    share of empty slots is at most `PADDING`, over all groups and over the retrieval groups. If no number satisfies
+    that, the number with the fewest empty slots is taken.
 
     Args:
         retrieval: bool [layers, kv_heads].
-        ranks: tensor-parallel size. Ranks beyond the number of heads hold copies, as in vLLM: rank r of R holds place
-            r // (R / kv_heads).
+        ranks: tensor-parallel size R. If R exceeds the number of heads, rank r holds place r // (R / kv_heads), a copy,
+            as in vLLM.
 
     Raises:
-        HeadsError: no heads, or they can't be divided among the ranks.
+        HeadsError: the pattern has no heads, or the ranks do not divide the heads.
     """
     retrieval = np.asarray(retrieval, dtype=bool)
     if retrieval.ndim != 2 or not retrieval.size:
@@ -102,7 +102,7 @@ def arrange(retrieval: np.ndarray, ranks: int = 1) -> Arrangement:
 
 
 def _order(retrieval: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Order of the heads -> int64 [layers, kv_heads], and retrieval heads -> int64 [rank, layer]."""
+    """Return the order of heads, int64 [layers, kv_heads], and numbers of retrieval heads, int64 [ranks, layers]."""
     layers, heads = retrieval.shape
     order = np.empty((layers, heads), dtype=np.int64)
     counts = np.empty((ranks, layers), dtype=np.int64)
@@ -122,7 +122,11 @@ def _order(retrieval: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cuts(counts: np.ndarray) -> tuple[int, list[list[int]]]:
-    """Width, and for each class the layers at which its groups end, from heads int64 [class, rank, layer]."""
+    """Return the page width and, for each class, the layers at which its groups end.
+
+    Args:
+        counts: numbers of heads, int64 [class, rank, layer].
+    """
     options = [list(_even_cuts(of_class)) for of_class in counts]
     used = counts.sum(axis=2)  # [class, rank]
     best = None
@@ -138,18 +142,18 @@ def _cuts(counts: np.ndarray) -> tuple[int, list[list[int]]]:
 
 
 def _even_cuts(counts: np.ndarray) -> Iterator[tuple[int, list[int]]]:
-    """For each number of groups the cut at layers whose largest group is smallest: (its size, ends of the groups).
+    """For each number of groups yield the cut with the smallest largest group: (size of that group, ends of groups).
 
     Args:
-        counts: heads of one class, int64 [rank, layer]. Without any there is one cut, into no groups.
+        counts: numbers of heads of one class, int64 [rank, layer]. A class without heads has one cut, into no groups.
     """
-    # Groups end behind layers that have heads on some rank, so that none is empty.
+    # A group ends behind a layer that has heads on some rank, so no group is empty.
     ends = np.flatnonzero(counts.any(axis=0)) + 1
     if not len(ends):
         yield 0, []
         return
     before = np.concatenate([np.zeros((len(counts), 1), dtype=np.int64), counts.cumsum(axis=1)[:, ends - 1]], axis=1)
-    # [i, j]: heads of the layers between end i and end j, on the rank with most of them
+    # [i, j]: heads of the layers between end i and end j, on the rank with the largest number
     between = (before[:, None, :] - before[:, :, None]).max(axis=0)
     never = counts.sum() + 1
     between[np.tril_indices(len(between))] = never
@@ -167,7 +171,7 @@ def _even_cuts(counts: np.ndarray) -> Iterator[tuple[int, list[int]]]:
 
 
 def _places(counts: np.ndarray, cut: list[int]) -> list[Place]:
-    """Places of one class on one rank, from heads int64 [layer] and the layers at which groups end."""
+    """Return the places of one class on one rank, from numbers of heads, int64 [layer], and the ends of groups."""
     places, group, filled = [], 0, 0
     for layer, heads in enumerate(counts.tolist()):
         if group + 1 < len(cut) and layer == cut[group]:

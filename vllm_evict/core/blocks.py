@@ -1,4 +1,4 @@
-"""Which blocks of one request stay: its limits, its holes, and the choice of what goes."""
+"""The blocks of one request in one KV group: limits, holes, and the choice of blocks to evict."""
 
 import math
 from collections.abc import Sequence
@@ -12,70 +12,71 @@ from ..policies import Blocks
 from .plan import Report, Scoring
 
 NO_BLOCKS = np.empty(0, dtype=np.int64)
-#: Cost of the oldest block without a score; costs of those with scores are shares of 1.
+#: Cost of the oldest block without a score, above the cost of any block with one (at most 1).
 UNSCORED = 2.0
 
 
 @dataclass(slots=True)
 class RequestState:
-    """What the KV groups of one request have in common."""
+    """State of one request that its KV groups share."""
 
-    #: What it asks for, as `KVPolicyConfig.for_request` takes it; of a session, by all its turns.
+    #: Arguments of the request, as `KVPolicyConfig.for_request` takes them; of a session, the arguments of all turns.
     asked: dict[str, Any] = field(default_factory=dict)
-    #: Tokens computed while nothing was missing in any group: one eviction reduces what all later tokens are made from.
-    #: None while nothing is.
+    #: Leading tokens that were computed before the first eviction in any group. None: no block is evicted.
     pure_tokens: int | None = None
-    #: Blocks held now and at most, the step in flight included.
+    #: Blocks of all groups, the step in flight included: now, and the maximum so far.
     held_blocks: int = 0
     peak_blocks: int = 0
-    #: Whether the log has said that scores are missing.
+    #: Whether a missing report of the request has been logged.
     complained: bool = False
 
 
 @dataclass(slots=True)
 class RequestBlocks:
-    """One request's blocks under its policy. Indices are logical, so positions never move."""
+    """The blocks of one request in one KV group, under its policy. Block indices are logical, so they never change."""
 
     config: KVPolicyConfig
     limits: Limits | None
     block_size: int
-    #: Name of the request's policy: where heads are split, not that of this group's class.
+    #: Name of the request's policy. Differs from `config.name` if heads are split.
     policy: str = ""
-    #: Whether it may come to hold more than `limits`. Requests that cannot are not measured.
+    #: Whether the request can exceed `limits`. If False (prompt + max_tokens fits the budget), workers collect no
+    #: scores for the request.
     may_outgrow: bool = False
     #: See `policies.Blocks.key`.
     key: int = 0
-    #: Counts restarts, so that what was planned before a preemption is not done after it.
+    #: Counts restarts, so that a decision planned before a preemption is not applied after it.
     incarnation: int = 0
-    #: Whether workers know it.
+    #: Whether workers have got the request.
     started: bool = False
-    #: How they measure it; None: they do not.
+    #: How workers measure the request; None: not at all.
     scoring: Scoring | None = None
-    #: Position of its first own query: tokens before it came out of the prefix cache.
+    #: Position of the first query that the request computes. Tokens before it came from the prefix cache.
     first_query: int = 0
-    #: Resident logical blocks below `known`, ascending.
+    #: int64 [n], resident logical blocks below `known`, ascending.
     resident: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     known: int = 0
-    #: Of each of them, the logical block for which its keys are rotated: its own, or a later one once it has moved up.
+    #: int64 [n], for each resident block the logical block at whose positions its keys are rotated: the block itself,
+    #: or a later one after a `KeyRotation`.
     places: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     #: Shared by the request's KV groups.
     state: RequestState = field(default_factory=RequestState)
-    #: Blocks held now, the step in flight included.
+    #: Blocks of this group, the step in flight included.
     held_blocks: int = 0
     evicted_blocks: int = 0
-    #: What it was granted, once its policy has chosen another one for it.
+    #: Policy and limits before `profile` replaced them; None before.
     unprofiled: tuple[KVPolicyConfig, Limits] | None = None
-    #: Reports in a row that did not come.
+    #: Successive missing reports.
     misses: int = 0
-    #: Under pressure: the last scores, and the scheduler's step that asked for them.
+    #: Under pressure: the last report, and the scheduler's step that asked for one.
     report: Report | None = None
     asked_at: int = 0
-    #: Where the policy reconstructs: scores of the prompt's first blocks; of none if it does without.
+    #: Under a policy that reconstructs: scores of the prompt's leading blocks; an empty report if there are no scores.
     prompt_scores: Report | None = None
 
     @property
     def measured(self) -> bool:
-        """Whether workers measure it; what a reconstruction measures, its shadow does."""
+        """Whether workers measure the request itself. For a reconstruction they measure its shadow instead."""
         policy = self.config.policy
         return self.may_outgrow and self.limits is not None and bool(policy.measures) and not policy.reconstructs
 
@@ -87,12 +88,12 @@ class RequestBlocks:
 
     @property
     def under_pressure(self) -> bool:
-        """Whether it is evicted from when the pool runs out, and only then."""
+        """Whether the request loses blocks only when the pool runs out."""
         return self.limits is not None and self.limits.trigger == NEVER
 
     @property
     def pure_tokens(self) -> int | None:
-        """Tokens computed while nothing was missing, in any KV group; None while nothing is."""
+        """See `RequestState.pure_tokens`."""
         return self.state.pure_tokens
 
     @pure_tokens.setter
@@ -104,13 +105,13 @@ class RequestBlocks:
         return self.known - len(self.resident)
 
     def hold(self, blocks: int) -> None:
-        """Note how many blocks are held now."""
+        """Set the number of blocks that the request holds now."""
         self.state.held_blocks += blocks - self.held_blocks
         self.state.peak_blocks = max(self.state.peak_blocks, self.state.held_blocks)
         self.held_blocks = blocks
 
     def restart(self) -> None:
-        """Forget all blocks: preempted, to be computed again from the first token."""
+        """Forget all blocks of a preempted request, which is computed again from its first token."""
         self.incarnation += 1
         self.started, self.scoring = False, None
         self.resident, self.places, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, NO_BLOCKS, 0, None, 0
@@ -119,10 +120,10 @@ class RequestBlocks:
             (self.config, self.limits), self.unprofiled = self.unprofiled, None
 
     def profile(self, report: Report, computed_tokens: int, prompt_len: int) -> None:
-        """Choose the policy of this KV group, now that the prompt is computed (see `policies.fastgen`).
+        """Choose the policy of this KV group once the prompt is computed (see `policies.fastgen`).
 
         Args:
-            report: mass of all its blocks.
+            report: attention mass of all blocks.
             computed_tokens, prompt_len: tokens.
         """
         recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
@@ -137,11 +138,11 @@ class RequestBlocks:
         """Begin the next turn of a streaming session.
 
         Args:
-            config: what it is granted from now on; of the same policy.
-            prompt_len: tokens, with what was generated in former turns.
-            computed_tokens: those that stay. What steps in flight computed beyond them is dropped.
+            config: the request's configuration from this turn on, of the same policy.
+            prompt_len: tokens of all turns so far, generated ones included.
+            computed_tokens: computed tokens that stay. vLLM drops what steps in flight computed beyond them.
         """
-        # What the former turn made due is looked at anew with this one's first step.
+        # A new incarnation cancels decisions that are due: the first step of this turn makes them due again.
         self.incarnation += 1
         if self.pure_tokens is not None:
             self.pure_tokens = min(self.pure_tokens, computed_tokens)
@@ -151,33 +152,33 @@ class RequestBlocks:
         self.config, self.limits = config, config.limits(self.block_size, prompt_len)
 
     def adopt(self, there: np.ndarray, blocks: int) -> None:
-        """Start with a cached prefix of which only some blocks were taken.
+        """Start with some blocks of a cached prefix.
 
         Args:
-            there: int64 [k], those that were, ascending.
-            blocks: of the prefix.
+            there: int64 [k], resident blocks of the prefix, ascending.
+            blocks: number of blocks of the prefix.
         """
         self.resident, self.places, self.known = there, there, blocks
         self.pure_tokens = blocks * self.block_size
 
     def held(self, blocks: int) -> int:
-        """Resident blocks of a table of `blocks` entries."""
+        """Number of resident blocks in a table of `blocks` entries."""
         return blocks - self.holes
 
     def over_trigger(self, blocks: int) -> bool:
-        waits = self.config.policy.profiles  # for the end of its prompt
+        waits = self.config.policy.profiles  # no decision before the end of the prompt
         return self.limits is not None and not waits and self.held(blocks) > self.limits.trigger
 
     def choose(self, computed_tokens: int, report: Report | None) -> np.ndarray:
-        """Blocks to evict now that `computed_tokens` tokens are computed.
+        """Choose the blocks to evict: the least important ones, until the request is back at its budget.
 
-        Back to the budget: the least important first, never a sink, never a block that holds any of the last
-        `recent` tokens, and nothing at all while held blocks do not exceed the trigger.
+        Sinks and blocks with any of the last `recent` tokens stay. A request that does not exceed its trigger loses no
+        block.
 
         Args:
-            computed_tokens: tokens whose step is done, not those in flight.
-            report: this request's statistics; None for policies that measure nothing, or if there are none: then the
-                oldest go first.
+            computed_tokens: tokens whose step is done, without tokens in flight.
+            report: statistics of the request; None if its policy measures nothing, or if the report is missing. Without
+                statistics that the policy needs, the oldest blocks go first.
 
         Returns:
             int64 [k], logical blocks, ascending.
@@ -189,40 +190,41 @@ class RequestBlocks:
         return np.sort(candidates[order[:spare]])
 
     def held_after(self, computed_tokens: int) -> np.ndarray:
-        """Resident blocks once so many tokens are computed. int64 [n], logical blocks, ascending."""
+        """Return the resident blocks after `computed_tokens` tokens: int64 [n], logical blocks, ascending."""
         self._learn(math.ceil(computed_tokens / self.block_size))
         return self.resident
 
     def spare(self, computed_tokens: int) -> tuple[np.ndarray, int]:
-        """What a decision is about now: blocks that may go, and how many of them have to; 0 below the trigger."""
+        """Return the candidates, int64 [n], and how many of them a decision has to evict; 0 up to the trigger."""
         candidates, spare = self._candidates(computed_tokens)
         if self.limits is None or self.limits.budget + spare <= self.limits.trigger:
             return NO_BLOCKS, 0
         return candidates, min(spare, len(candidates))
 
     def unscored(self, computed_tokens: int) -> int:
-        """Blocks begun since the last report; all of them if there is none."""
+        """Number of blocks begun since the last report; of all blocks if there is no report."""
         return math.ceil(computed_tokens / self.block_size) - (int(self.report.index[-1]) + 1 if self.report else 0)
 
     def offer(self, computed_tokens: int, *, unscored: bool = True) -> tuple[np.ndarray, np.ndarray, int]:
-        """What may go when the pool runs out: so many of these blocks as are held above the budget.
+        """Return the blocks that the request can spare when the pool runs out, and their costs.
 
-        Blocks that are younger than the scores last reported cost more than all that have scores, the oldest of them
-        least. Where no scores were reported yet, the oldest of all blocks go first.
+        A block that is younger than the last report costs more than any block with a score, and more than any older
+        block. Without a report, costs rise from the oldest block on.
 
         Args:
             computed_tokens: as for `choose`.
-            unscored: whether blocks may go that are younger than the scores.
+            unscored: whether blocks younger than the last report are offered.
 
         Returns:
-            int64 [n], logical blocks, ascending; float64 [n], their costs (see `Policy.cost`); how many may go.
+            int64 [n], logical blocks, ascending; float64 [n], their costs (see `Policy.cost`); how many of them may
+            go, the number of blocks held above the budget.
         """
         candidates, spare = self._candidates(computed_tokens)
         if spare <= 0:
             return NO_BLOCKS, np.empty(0), 0
         count = len(candidates)
         if self.report is not None:
-            # What was resident then and still is, is in the report.
+            # The report has a score for each older block that is still resident.
             count = int(candidates.searchsorted(self.report.index[-1], side="right"))
         scored, younger = candidates[:count], candidates[count:] if unscored else NO_BLOCKS
         cost = self.config.policy.cost(self._importance(scored, self.report, computed_tokens))
@@ -230,7 +232,7 @@ class RequestBlocks:
         return candidates[: len(cost)], cost, min(spare, len(cost))
 
     def _candidates(self, computed_tokens: int) -> tuple[np.ndarray, int]:
-        """Resident blocks outside sinks and recent window, and how many blocks are held above the budget."""
+        """Return the resident blocks outside sinks and recent window, and how many blocks are held above the budget."""
         blocks = math.ceil(computed_tokens / self.block_size)
         self._learn(blocks)
         if self.limits is None:
@@ -246,7 +248,7 @@ class RequestBlocks:
         return self.config.policy.importance(Blocks(candidates, self.config, statistics, self.known, self.key))
 
     def rank(self, computed_tokens: int, report: Report | None) -> tuple[np.ndarray, np.ndarray]:
-        """All that may go, the least important first -> int64 [n], logical blocks; [n], their importance."""
+        """Return all candidates, the least important first: int64 [n], logical blocks, and [n], their importance."""
         candidates, _ = self._candidates(computed_tokens)
         importance = self._importance(candidates, report, computed_tokens)
         order = np.argsort(importance, kind="stable")
@@ -256,8 +258,8 @@ class RequestBlocks:
         """Take `victims` out of the resident blocks.
 
         Args:
-            victims: int64 [k], ascending, all of them resident.
-            computed_tokens: all tokens computed or in flight: their steps were planned with nothing more missing.
+            victims: int64 [k], resident logical blocks, ascending.
+            computed_tokens: tokens computed or in flight; none of their steps sees the new holes.
         """
         stays = np.ones(len(self.resident), bool)
         stays[self.resident.searchsorted(victims)] = False
@@ -267,16 +269,16 @@ class RequestBlocks:
             self.pure_tokens = computed_tokens
 
     def reach(self, computed_tokens: int) -> int:
-        """Tokens from the place of its first block to its newest token: how far back the next one looks."""
+        """Distance in tokens from the place of the first resident block to the newest token."""
         self._learn(math.ceil(computed_tokens / self.block_size))
         return computed_tokens - int(self.places[0]) * self.block_size if len(self.places) else 0
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Resident blocks that can move up, as others that came after them are gone.
+        """Find the resident blocks with holes behind them, whose keys a rotation can bring to later positions.
 
         Returns:
-            int64 [k], logical blocks, ascending; int64 [k], how many blocks each comes to lie after its own place;
-            bool [k], whether it lies after it already.
+            int64 [k], logical blocks, ascending; int64 [k], distance in blocks from each block to its new place;
+            bool [k], whether its keys have been rotated before.
         """
         ends = np.arange(self.known - len(self.resident), self.known)
         can = ends > self.places
@@ -284,7 +286,7 @@ class RequestBlocks:
         return blocks, ends[can] - blocks, self.places[can] > blocks
 
     def move_up(self) -> None:
-        """All moved up: they end at the newest block, one after the other."""
+        """Set the places of all resident blocks after a rotation: without gaps, up to the newest block."""
         self.places = np.arange(self.known - len(self.resident), self.known)
 
     def _learn(self, blocks: int) -> None:
@@ -295,10 +297,10 @@ class RequestBlocks:
 
     def _statistics(self, candidates: np.ndarray, report: Report, computed_tokens: int) -> dict[str, np.ndarray]:
         if self.config.policy.reconstructs:
-            # What was computed after the reconstructed prompt has no score.
+            # Blocks after the reconstructed prompt have no score and weigh 0.
             missing = max(self.known - len(report.index), 0)
             return {name: np.pad(values, (0, missing))[candidates] for name, values in report.statistics.items()}
-        # The report may be older than the last holes, never younger than the candidates: all are in it.
+        # The report may be older than the last holes, but it has all candidates.
         at = report.index.searchsorted(candidates)
         statistics = {name: values[at] for name, values in report.statistics.items()}
         if self.config.accumulate == "mean" and "mass" in statistics:
@@ -306,7 +308,7 @@ class RequestBlocks:
         return statistics
 
     def _age(self, blocks: np.ndarray, computed_tokens: int) -> np.ndarray:
-        """Counted queries that saw a block, averaged over its tokens, at least 1. float64 [n]."""
+        """Number of counted queries that saw a block, averaged over its tokens, at least 1: float64 [n]."""
         every = self.config.every
         tokens = blocks[:, None] * self.block_size + np.arange(self.block_size)
         first_seen = np.maximum(tokens, self.first_query)
@@ -315,7 +317,7 @@ class RequestBlocks:
 
 
 def over_shared_trigger(groups: Sequence[RequestBlocks]) -> bool:
-    """Whether KV groups that share a budget hold more than all their triggers together."""
+    """Whether KV groups that share a budget hold more blocks than the sum of their triggers."""
     limits = groups[0].limits
     return limits is not None and sum(group.held_blocks for group in groups) > len(groups) * limits.trigger
 
@@ -323,12 +325,12 @@ def over_shared_trigger(groups: Sequence[RequestBlocks]) -> bool:
 def choose_jointly(
     groups: Sequence[RequestBlocks], computed_tokens: int, reports: Sequence[Report | None]
 ) -> list[np.ndarray]:
-    """Blocks to evict now where KV groups share a budget: the least important of all of them.
+    """Choose the blocks to evict if KV groups share a budget: the least important ones of all groups.
 
-    No group goes below the share `floor` of its own budget. Groups are equally wide, so their scores compare.
+    Each group keeps at least the share `floor` of its own budget. Groups are equally wide, so their scores compare.
 
     Args:
-        groups: of one request.
+        groups: blocks of one request in each group.
         computed_tokens, reports: as for `RequestBlocks.choose`, a report for each group.
 
     Returns:
@@ -345,6 +347,6 @@ def choose_jointly(
     owner = np.repeat(np.arange(len(groups)), [len(blocks) for blocks, _ in ranked])
     importance = np.concatenate([importance[: len(blocks)] for blocks, importance in ranked])
     chosen = np.argsort(importance, kind="stable")[:spare]
-    # Of each group the first ones of its own ranking are the ones chosen.
+    # The chosen blocks of a group are the first of its own ranking.
     counts = np.bincount(owner[chosen], minlength=len(groups))
     return [np.sort(blocks[:count]) for (blocks, _), count in zip(ranked, counts)]

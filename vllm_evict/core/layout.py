@@ -1,4 +1,4 @@
-"""Which KV heads of which layers lie in which KV group, and where in its pages. Needs numpy alone."""
+"""Assigns KV heads of all layers to KV groups and to head slots of their pages."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from .arrange import Arrangement
 
 
 class Place(NamedTuple):
-    """Some KV heads of one layer on one rank; which ones follows from the order of a layer's places.
+    """Successive KV heads of one layer on one rank. The places of a layer are in the order of its heads.
 
     Attributes:
         group: index of the KV group.
         first: head slot of the first head in the group's pages.
-        heads: how many.
+        heads: number of heads.
     """
 
     group: int
@@ -24,13 +24,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Pages of all KV groups have `width` head slots, so that one pool serves all of them.
+    """KV groups of split heads or layers. Pages of all groups have one width, so one pool serves all groups.
 
     Attributes:
-        groups: name of each KV group's class (see `KVPolicyConfig.classes`).
-        width: head slots of a page, on any rank.
+        groups: for each KV group the name of its class (see `KVPolicyConfig.classes`).
+        width: head slots of a page, the same on all ranks.
         places: places[rank][layer], in the order of the layer's heads.
-        order: int64 [layers, kv_heads], new place -> KV head of the model; None if heads stay in their order.
+        order: int64 [layers, kv_heads], new place -> KV head of the model; None if heads keep their order.
     """
 
     groups: tuple[str, ...]
@@ -40,7 +40,7 @@ class Layout:
 
     @classmethod
     def of_classes(cls, arranged: Arrangement, names: tuple[str, str]) -> "Layout":
-        """Retrieval and streaming heads, each class in one or more groups."""
+        """Lay out retrieval and streaming heads, each class in one or more groups."""
         groups = tuple(name for name, count in zip(names, arranged.groups) for _ in range(count))
         first_group = (0, arranged.groups[0])
         places = tuple(
@@ -58,7 +58,7 @@ class Layout:
 
     @classmethod
     def of_layers(cls, names: tuple[str, ...], layers: int, kv_heads: int, ranks: int) -> "Layout":
-        """Bands of successive layers, as equal as they can be; `kv_heads` of one rank."""
+        """Cut layers into bands of successive layers, whose sizes differ by at most one; `kv_heads` is of one rank."""
         ends = [layers * (band + 1) // len(names) for band in range(len(names))]
         rank, first = [], 0
         for band, end in enumerate(ends):
@@ -69,7 +69,7 @@ class Layout:
 
     @classmethod
     def of_heads(cls, names: tuple[str, ...], layers: int, kv_heads: int, ranks: int) -> "Layout":
-        """Each layer's heads dealt to all groups, as evenly as they can be; `kv_heads` of one rank."""
+        """Deal the heads of each layer to all groups, whose sizes differ by at most one; `kv_heads` is of one rank."""
         ends = [kv_heads * (band + 1) // len(names) for band in range(len(names))]
         counts = np.diff([0, *ends]).tolist()
         rank = tuple(

@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other, once a step, on vLLM's own messages."""
+"""Messages between scheduler and workers, one each way a step, as attributes of vLLM's own messages."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,17 +8,23 @@ import numpy as np
 from ..config import KVPolicyConfig
 from ..policies import RUNNING
 
-#: Name of the attribute that carries an `EvictionPlan` on a `SchedulerOutput`.
+#: Attribute of a `SchedulerOutput` that holds the step's `EvictionPlan`.
 PLAN = "kv_evict_plan"
-#: Name of the attribute that carries `Reports` of each KV group on a `ModelRunnerOutput`.
+#: Attribute of a `ModelRunnerOutput` that holds a list of `Reports`, one for each KV group.
 REPORTS = "kv_evict_reports"
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a worker measures one request's blocks, or its tokens: the part of its policy that workers need.
+    """The part of a request's policy that a worker needs to measure the request.
 
-    `trigger` (blocks) lets a worker foresee the next decision, for scores of the last queries before it.
+    Attributes:
+        accumulate, decay, window, every: the policy's fields.
+        trigger: resident blocks above which the next decision is due. Workers foresee that decision by it, where only
+            the last queries before a decision count.
+        statistic: the statistic that adds up, one of `policies.RUNNING`.
+        start: position of the first query that counts.
+        per_token: whether every token of every KV head is measured instead of blocks.
     """
 
     accumulate: str
@@ -26,19 +32,17 @@ class Scoring:
     window: int
     every: int
     trigger: int
-    #: What adds up: one of `policies.RUNNING`.
     statistic: str = "mass"
-    #: Position of the first query that counts.
     start: int = 0
-    #: Every token of every head, instead of blocks.
     per_token: bool = False
 
     @classmethod
     def of(cls, config: KVPolicyConfig, trigger: int) -> "Scoring | None":
-        """None if nothing adds up under this policy."""
+        """Take it from a policy; None if no statistic of the policy adds up."""
         accumulate, decay = config.accumulate, config.decay
         if config.when == "pressure" and accumulate == "last":
-            # Nobody can foresee the decision, so there are no last queries before it: the same window, exponential.
+            # A worker cannot foresee when the pool runs out. An exponential window of the same mean age stands in for
+            # the last queries before the decision.
             accumulate, decay = "ema", max(1 - 1 / config.window, 1e-6)
         for statistic in config.policy.measures & RUNNING:
             per_token = config.granularity == "token"
@@ -48,13 +52,13 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """A shadow's part of a prompt, for scores by token: what it repeats, and where they go.
+    """The part of a prompt that one shadow repeats, for scores by token.
 
     Attributes:
-        prompt: number by which workers remember the scores.
-        length: tokens of the prompt; queries after them count.
-        start, end: tokens that are repeated.
-        sink: leading tokens that always stay, which each query sees beside the part.
+        prompt: number under which workers keep the prompt's scores.
+        length: tokens of the prompt. Queries at later positions count.
+        start, end: range of repeated tokens.
+        sink: leading tokens of the prompt that queries see beside the repeated tokens.
     """
 
     prompt: int
@@ -66,17 +70,17 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """Gather the tokens that each head of a KV group keeps, out of some blocks into fewer.
+    """Gathers the tokens that each KV head keeps, out of `count` blocks of a request into the blocks of `target`.
 
     Attributes:
-        req_id: whose blocks.
-        group: KV group.
-        config: decides which tokens.
-        resident: physical blocks, all that it holds, in logical order.
-        length: tokens in them that are computed.
-        first, count: those of `resident` whose tokens are gathered.
-        target: physical blocks that they go to, all of which they fill.
-        position: of the newest token that is computed.
+        req_id: id of the request.
+        group: index of the KV group.
+        config: policy that chooses the kept tokens.
+        resident: all resident physical blocks of the request, in logical order.
+        length: computed tokens in `resident`.
+        first, count: range of `resident` whose tokens are candidates.
+        target: physical blocks that kept tokens go to; kept tokens fill them.
+        position: position of the newest computed token.
     """
 
     req_id: str
@@ -92,16 +96,16 @@ class Compaction:
 
 @dataclass(frozen=True, slots=True)
 class KeyRotation:
-    """Rotate keys of a request's blocks to later positions, as others that came after them are gone.
+    """Rotates keys of a request's blocks to later positions, to close the gaps that evicted blocks left.
 
     Attributes:
-        req_id: whose blocks.
-        group: KV group.
+        req_id: id of the request.
+        group: index of the KV group.
         blocks: logical blocks.
-        source: physical blocks.
-        target: physical blocks that get their keys, rotated, and their values; each its own source, or a new block.
-        tokens: positions from those that keys of each block were computed for to those that they get.
-        again: whether keys in the source are rotated already, by a move before.
+        source: their physical blocks.
+        target: for each block the physical block that gets its rotated keys and its values: its source, or a new block.
+        tokens: for each block the distance in positions from where its keys were computed to where they go.
+        again: for each block whether an earlier plan has rotated its keys.
     """
 
     req_id: str
@@ -115,22 +119,22 @@ class KeyRotation:
 
 @dataclass(slots=True)
 class GroupPlan:
-    """What workers have to do in one KV group, and what the scheduler waits for.
+    """The plan of one KV group. Workers read all fields but `due` and `asked`, which are the scheduler's notes.
 
     Attributes:
         holes: request -> logical blocks evicted since the last plan.
-        missing: request -> blocks that count as missing where the next decision is foreseen, if not those of `holes`.
-        track: requests that are to be measured from this step on, from zero.
-        untrack: requests that are not to be measured any more.
-        triggers: request -> blocks above which its next decision falls; what was measured stays.
-        report: request -> statistics that the scheduler needs with this step's output.
-        judged: requests of which tokens may go after this step; what was measured until then decides.
-        moved: request -> {logical block: physical block}, those that got another one.
-        due: request -> its incarnation, those that may be over their trigger after this step.
-        asked: request -> its incarnation, those whose scores are wanted for when the pool runs out.
-        repeats: shadows that start in this step, and what they repeat by token.
-        scored: request -> number of a prompt and how many of its tokens; from now on their scores are the request's.
-        forgotten: numbers of prompts whose scores nobody will ask for again.
+        missing: request -> number of holes by which a worker foresees the next decision, in place of its count.
+        track: request -> how workers measure it from this step on, from zero.
+        untrack: requests that workers stop to measure.
+        triggers: request -> new trigger in blocks. The request's sums go on.
+        report: request -> statistics that workers report with this step's output.
+        judged: requests from which this step's decision may evict tokens. Workers copy their sums after the step.
+        moved: request -> {logical block: new physical block}.
+        due: request -> incarnation, of requests that may exceed their trigger after this step.
+        asked: request -> incarnation, of requests whose report is kept for the time when the pool runs out.
+        repeats: shadow that starts in this step -> the tokens that it repeats.
+        scored: request -> (number of a prompt, tokens). The scores of these tokens become the request's.
+        forgotten: numbers of prompts whose scores workers drop.
     """
 
     holes: dict[str, list[int]] = field(default_factory=dict)
@@ -150,12 +154,12 @@ class GroupPlan:
 
 @dataclass(slots=True)
 class EvictionPlan:
-    """Rides on the step's `SchedulerOutput`; workers obey it before they run the step.
+    """What the scheduler tells workers with a step. Workers apply it before they run the step.
 
     Attributes:
         groups: a plan for each KV group.
-        compactions: in the order in which they were decided; one may write where one before has read.
-        moves: the same. A server has either of them.
+        compactions: in the order of decisions. One may write blocks that an earlier one reads.
+        rotations: in the order of decisions. A server has compactions or rotations, not both.
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
     """
@@ -172,10 +176,16 @@ class EvictionPlan:
 
 
 class Report(NamedTuple):
-    """Statistics of one request's resident blocks: logical index (int64 [n], ascending), and name -> float64 [n]."""
+    """Statistics of one request's resident blocks.
+
+    Attributes:
+        index: int64 [n], logical blocks, ascending.
+        statistics: name -> float64 [n].
+    """
 
     index: np.ndarray
     statistics: dict[str, np.ndarray]
 
 
+#: Request -> its report in one KV group.
 Reports = dict[str, Report]

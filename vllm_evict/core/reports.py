@@ -1,4 +1,4 @@
-"""What workers report, looked at before any decision is: a report that cannot be right counts as missing."""
+"""Checks workers' reports before any decision uses them: a flawed report counts as missing."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ logger = logging.getLogger("vllm.evict")
 
 
 class Inbox:
-    """Takes reports in, and says in the log, once, why one was refused."""
+    """Takes in reports, and logs the first flaw that it finds."""
 
     def __init__(self) -> None:
         self._said = False
@@ -20,20 +20,20 @@ class Inbox:
     def take(
         self, reports: Any, plans: Sequence[GroupPlan], held: Callable[[int, str], np.ndarray | None]
     ) -> list[Reports]:
-        """Reports that were asked for and have no flaw.
+        """Select the reports that the plans ask for and that have no flaw.
 
         Args:
-            reports: as they came with a step, a dict for each KV group.
-            plans: of that step, one for each KV group.
-            held: (KV group, request) -> int64 [n], ascending logical blocks that it holds; None if it is gone.
+            reports: what came with the step's output; expected is a list with `Reports` for each KV group.
+            plans: plans of that step, one for each KV group.
+            held: (KV group, request) -> int64 [n], resident logical blocks, ascending; None if the request is gone.
 
         Returns:
-            For each KV group a dict, which lacks what is missing.
+            `Reports` for each KV group, without missing and flawed reports.
         """
         if reports is None or not any(plan.report for plan in plans):
             return [{} for _ in plans]
         if not isinstance(reports, list) or list(map(type, reports)) != [dict] * len(plans):
-            self._refuse("all requests", "reports that are no dict for each KV group")
+            self._refuse("all requests", "no dict for each KV group")
             return [{} for _ in plans]
         sound: list[Reports] = []
         for group, (plan, given) in enumerate(zip(plans, reports)):
@@ -49,20 +49,20 @@ class Inbox:
         if not self._said:
             self._said = True
             logger.error(
-                "workers reported scores of %s that have %s; expected a finite number for each block that a request "
-                "holds; such scores count as missing. If the model's outputs are sound, please report this. Said once.",
+                "workers reported scores of %s with %s; expected a finite number for each resident block. Such scores "
+                "count as missing. If the model's outputs are sound, please report this. Said once.",
                 whose,
                 wrong,
             )
 
 
 def flaw(report: Any, names: frozenset[str], held: np.ndarray | None = None) -> str | None:
-    """What is wrong with one request's report; None if a decision can go by it.
+    """Name the flaw of one request's report; None if the report has no flaw.
 
     Args:
-        report: as it came.
-        names: statistics that were asked for.
-        held: int64 [n], ascending logical blocks that need a number; None: it does not matter which have one.
+        report: what came for the request.
+        names: statistics that the plan asks for.
+        held: int64 [n], logical blocks that need a number, ascending; if None, any blocks will do.
     """
     if not isinstance(report, Report) or not isinstance(report.statistics, dict):
         return f"the type {type(report).__name__}"

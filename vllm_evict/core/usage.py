@@ -1,4 +1,4 @@
-"""What one request's cache came to, for users of `LLM` and of the engine."""
+"""The KV cache use of one request, for users of `LLM` and of the engine."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .blocks import RequestBlocks
 
-#: Key that carries a `KVUsage` through vLLM's per-request transfer parameters.
+#: Key of a `KVUsage` in vLLM's per-request transfer parameters.
 USAGE_KEY = "vllm_evict"
-#: Key beside it where the request asked for its usage (`kv_usage`), and of the usage in what clients get then.
+#: Key beside `USAGE_KEY` if the request sets `kv_usage`, and key of the usage in the HTTP response.
 SHOWN_KEY = "kv_usage"
 
 
 @dataclass(frozen=True, slots=True)
 class KVUsage:
-    """KV cache use of one finished request; `RequestOutput.kv_usage`. Of a session, up to the output that has it.
+    """KV cache use of one finished request, `RequestOutput.kv_usage`; for a session, up to the current output.
 
-    Where heads are split in KV groups, blocks are those of all groups, and tokens the mean over groups.
+    If heads are split into KV groups, blocks are summed over groups and tokens are averaged over groups.
 
     Attributes:
-        policy: name of the policy it ran under.
-        budget_tokens: tokens it was brought back to; None if it, or any of its heads, kept everything.
+        policy: name of the request's policy.
+        budget_tokens: the request's budget in whole blocks; None if the request, or some of its heads, keep everything.
         peak_resident_blocks: most blocks held at once, the step in flight included.
         peak_resident_tokens: the same in tokens (whole blocks).
-        evicted_blocks: blocks it lost, over all its restarts.
+        evicted_blocks: evicted blocks, summed over restarts.
         evicted_tokens: the same in tokens.
     """
 
@@ -37,8 +37,8 @@ class KVUsage:
 
     @classmethod
     def of(cls, groups: Sequence["RequestBlocks"]) -> "KVUsage":
-        """Of a request, by its residency in each KV group."""
-        # KV groups are equally wide, each with its share of the heads.
+        """Make it from the request's blocks in each KV group."""
+        # KV groups are equally wide, so the mean over groups divides by their number.
         tokens = lambda blocks: blocks * groups[0].block_size // len(groups)  # noqa: E731
         peak, evicted = groups[0].state.peak_blocks, sum(group.evicted_blocks for group in groups)
         bounded = all(group.limits for group in groups)

@@ -1,4 +1,4 @@
-"""Mechanisms: each decides in one way which blocks of a request go, or move. The table has their order."""
+"""Mechanisms: each is one way in which requests lose blocks, or have keys rotated."""
 
 from .base import Group, Host, Mechanism, Step
 from .budget import Budget

@@ -1,5 +1,6 @@
-"""What a mechanism is, and what it sees of the scheduler."""
+"""The interface of mechanisms, and the scheduler as mechanisms see it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from ..actions import Action
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, GroupPlan, Report, Reports
 
-#: Reports in a row that a request may miss; then its oldest blocks go first, so that its bound holds.
+#: Successive missing reports after which a decision evicts the oldest blocks instead of waiting.
 MOST_MISSES = 3
 
 
@@ -17,9 +18,9 @@ class Group(Protocol):
     """A KV group whose blocks may be evicted.
 
     Attributes:
-        number: its place among them, in plans and reports.
+        number: index of the group in plans and reports.
         block_size: tokens.
-        in_flight: most blocks that a request holds on top while steps are in flight.
+        in_flight: most blocks that steps in flight add to a request.
         residents: request -> its blocks in this group.
     """
 
@@ -31,7 +32,7 @@ class Group(Protocol):
     def in_flight(self) -> int: ...
 
     def published_tokens(self, req_id: str) -> int:
-        """Tokens of a request whose blocks other requests can hit, those of the step being planned included."""
+        """Tokens of a request in published blocks, the step being planned included."""
         ...
 
 
@@ -39,10 +40,11 @@ class Host(Protocol):
     """The scheduler, as mechanisms see it.
 
     Attributes:
-        groups: KV groups that may have holes, in order.
-        requests: vLLM's `Request` of each id.
+        groups: KV groups that may have holes, in the order of `Group.number`.
+        requests: request id -> vLLM's `Request`.
         current_step: steps scheduled so far.
-        next_plan: what goes to the workers with the next step.
+        next_plan: the plan that workers get with the next step.
+        free_blocks: free blocks of the pool.
     """
 
     groups: Sequence[Group]
@@ -56,15 +58,15 @@ class Host(Protocol):
     def free_blocks(self) -> int: ...
 
     def running_request(self, req_id: str) -> Any | None:
-        """The request of this id, if it runs."""
+        """vLLM's `Request` of this id; None if it does not run."""
         ...
 
     def miss(self, req_id: str, blocks: RequestBlocks) -> None:
-        """Count and log a report that did not come."""
+        """Count and log a missing report."""
         ...
 
     def scoring_of(self, request: Any, blocks: RequestBlocks) -> Any:
-        """How workers measure a request from now on; None: not at all."""
+        """The `Scoring` of a request under its current policy; None if workers do not measure the request."""
         ...
 
 
@@ -74,8 +76,8 @@ class Step:
 
     Attributes:
         tokens: request -> tokens that it computes in this step.
-        over: for each KV group, the requests of the step whose blocks grew beyond their trigger.
-        short: whether the pool may run out before long.
+        over: for each KV group, requests of the step whose blocks grew beyond their trigger.
+        short: whether the pool is short of free blocks.
     """
 
     tokens: Mapping[str, int]
@@ -83,32 +85,37 @@ class Step:
     short: bool = False
 
 
-class Mechanism:
+class Mechanism(ABC):
     """One way in which requests lose blocks, or have them rearranged.
 
-    The scheduler gives each of its mechanisms the plan of a step before workers get it (`plan`), and again once the
-    step is done (`decide`). It applies the actions of `decide` one by one, so that a later one sees the blocks as an
-    earlier one left them.
-    A mechanism keeps no state of a request: that is `RequestBlocks`, which end with the request.
+    The scheduler calls `plan` before workers get the plan of a step, and `decide` once that step is done. It applies
+    each action before it asks for the next one, so a later action sees the blocks that an earlier one left.
+
+    State of a request belongs to its `RequestBlocks`, which end with the request, not to the mechanism.
     """
 
     def __init__(self, host: Host) -> None:
         self.host = host
 
     @classmethod
+    @abstractmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
-        """Whether a server under this policy has requests for it."""
-        raise NotImplementedError
+        """Whether a server with this policy needs the mechanism."""
 
-    def plan(self, plan: EvictionPlan, step: Step) -> None:
-        """Say what workers have to report, and note which requests are to be decided on, once the step is done."""
+    def plan(self, plan: EvictionPlan, step: Step) -> None:  # noqa: B027 - optional
+        """Add the requests to decide on after the step, and the reports that their decisions need."""
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
-        """Decide once the step of this plan is done, by what workers reported for each KV group."""
+        """Yield actions once the step of this plan is done.
+
+        Args:
+            plan: plan of the step.
+            reports: what workers reported, for each KV group.
+        """
         return ()
 
     def due(self, plan: EvictionPlan) -> Iterator[tuple[Group, Any, RequestBlocks]]:
-        """Requests that the plan noted as due, and that still run without having started over since."""
+        """Yield the requests that the plan notes as due, if they still run and have not restarted."""
         for group, noted in zip(self.host.groups, plan.groups):
             for req_id, incarnation in noted.due.items():
                 request = self.host.running_request(req_id)
@@ -116,11 +123,11 @@ class Mechanism:
                     yield group, request, group.residents[req_id]
 
     def waits_for(self, report: Report | None, req_id: str, blocks: RequestBlocks) -> bool:
-        """Whether a request's blocks stay this time, because its scores did not come.
+        """Whether the decision on a request is put off because its report is missing.
 
-        They do not if the pool has too little room for what may be in flight until the next decision: a request that
-        ran out of blocks here would be preempted, and begin anew with all its scores to come. Nor do they if the
-        request has a context, which has no room for more than one decision's growth.
+        The decision is not put off after `MOST_MISSES` missing reports. It is not put off if the pool has no room for
+        all blocks in flight, since the request could be preempted before the next decision. It is not put off if the
+        request has a context, which has room for the growth up to one decision only.
         """
         if report is not None:
             blocks.misses = 0
@@ -132,12 +139,12 @@ class Mechanism:
 
 
 def settled(request: Any) -> int:
-    """Tokens of a request whose steps are done."""
+    """Tokens of a request whose step is done."""
     return request.num_computed_tokens - request.num_in_flight_tokens
 
 
 def note(plan: GroupPlan, req_id: str, blocks: RequestBlocks) -> None:
-    """Make a request due, with the statistics that its decision takes."""
+    """Note a request as due, and ask workers for the statistics that its decision needs."""
     plan.due[req_id] = blocks.incarnation
     if blocks.config.granularity == "token":
         plan.judged.add(req_id)

@@ -1,4 +1,4 @@
-"""Requests that outgrew their trigger go back to their budget: by whole blocks, or by tokens of each head."""
+"""Brings requests above their trigger back to their budget, by whole blocks or by tokens of each KV head."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ from .base import Mechanism, Step, note, settled
 
 
 class Budget(Mechanism):
-    """Each KV group of a request by itself."""
+    """Decides on each KV group of a request separately."""
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -23,7 +23,7 @@ class Budget(Mechanism):
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, blocks in self.due(plan):
             if blocks.config.policy.reconstructs:
-                continue  # by scores of another pass (`integration.reconstruction`)
+                continue  # `integration.reconstruction` decides, by scores of a separate pass
             report = reports[group.number].get(request.request_id)
             by_block = blocks.config.granularity == "block"
             if by_block and blocks.measured and self.waits_for(report, request.request_id, blocks):

@@ -1,4 +1,4 @@
-"""Requests that outgrow the model's context: what they keep moves up, its keys rotated to later positions."""
+"""Closes position gaps when the oldest kept token would leave the context, by rotating kept keys."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,11 +10,13 @@ from .base import Host, Mechanism, settled
 
 
 class Context(Mechanism):
-    """After a decision of `Budget`, so that what went is not moved.
+    """Rotates keys of a request whose oldest kept token would leave the context before the next decision.
+
+    It runs after `Budget`, so no key of an evicted block is rotated.
 
     Args:
         host: the scheduler.
-        in_flight_tokens: most tokens of a request that are in flight.
+        in_flight_tokens: most tokens of a request in flight.
     """
 
     def __init__(self, host: Host, in_flight_tokens: int) -> None:
@@ -41,6 +43,6 @@ class Context(Mechanism):
                 )
 
     def _ahead(self, blocks: RequestBlocks) -> int:
-        """Most tokens that are computed until a request, which was just decided on, is decided on again."""
+        """Most tokens that a request computes between two decisions."""
         growth = (blocks.limits.trigger - blocks.limits.budget + 1) * blocks.block_size
         return growth + self._in_flight_tokens

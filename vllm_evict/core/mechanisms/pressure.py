@@ -1,4 +1,4 @@
-"""`when: pressure`: nothing goes until the pool runs out; then the least important blocks of all requests do."""
+"""`when: pressure`: evicts the least important blocks of all requests when the pool runs out, and none before."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,15 +12,15 @@ from ..blocks import NO_BLOCKS
 from ..plan import EvictionPlan, Reports
 from .base import Group, Host, Mechanism, Step, settled
 
-#: Steps after which the scores of a request are asked for again while the pool is short of blocks.
+#: Steps between two reports of a request while the pool is short of blocks.
 SCORES_STAY_FRESH = 8
-#: What parts the costs of two priorities: more than any cost (`RequestBlocks.offer`), and few enough digits that shares
-#: of one request stay apart.
+#: Added to costs for each step of priority: above any cost (`RequestBlocks.offer`), and small enough that float64 still
+#: tells the costs of one request apart.
 APART = 1 << 20
 
 
 class Pressure(Mechanism):
-    """Keeps scores at hand while the pool is short, and chooses what goes when it runs out.
+    """Collects reports while the pool is short, and chooses the blocks to evict when it runs out.
 
     Args:
         host: the scheduler.
@@ -36,10 +36,10 @@ class Pressure(Mechanism):
         return any(part.when == "pressure" for part in config.classes.values())
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
-        """While the pool is short, have the requests report that may be evicted from.
+        """Ask for reports of measured requests while the pool is short.
 
         A request reports with its first step, then every `SCORES_STAY_FRESH` steps, and as soon as more than one block
-        has filled that the last report does not have.
+        has filled since its last report.
         """
         if not step.short:
             return
@@ -56,7 +56,7 @@ class Pressure(Mechanism):
                     blocks.asked_at = now
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
-        """Keep what was asked for in case the pool runs out."""
+        """Store the reports for the time when the pool runs out."""
         for group, noted, reported in zip(self.host.groups, plan.groups, reports):
             for req_id, incarnation in noted.asked.items():
                 blocks = group.residents.get(req_id)
@@ -77,19 +77,20 @@ class Pressure(Mechanism):
         unscored: bool,
         by_priority: bool,
     ) -> list[Action]:
-        """Choose blocks to free, the least important of all requests first, and of the lowest priority before others.
+        """Choose blocks to evict: of the lowest priority first, then the cheapest of all requests.
 
-        And some more than are missing, so that requests are not compared anew in each step.
+        It chooses some blocks beyond `missing`, so that requests are not compared again in each step.
 
         Args:
-            givers: vLLM's requests that blocks may be taken from.
+            givers: vLLM's requests that may lose blocks.
             missing: blocks that have to become free.
-            frees: (group, request, logical block) -> whether it would become free, for the request that lacks blocks.
-            unscored: whether blocks may go that are younger than the scores of their request.
-            by_priority: whether vLLM schedules by priority; a larger number is a lower one.
+            frees: (group, request, logical block) -> whether evicting the block frees it for the request that lacks
+                room.
+            unscored: whether blocks younger than the last report of their request may go.
+            by_priority: whether vLLM schedules by priority, where a larger number is a lower priority.
 
         Returns:
-            What frees at least `missing` blocks; nothing if no choice does.
+            Actions that free at least `missing` blocks; an empty list if no choice does.
         """
         holders = [(group, giver) for giver in givers for group in self.host.groups]
         offers = [self.offer(*holder, unscored=unscored) for holder in holders]
@@ -121,15 +122,15 @@ class Pressure(Mechanism):
         ]
 
     def _reserve(self, requests: int) -> int:
-        """Blocks that are freed beyond what is missing: the buffer, or what decodes begin while scores stay fresh."""
+        """Blocks to free beyond the missing ones: the buffer, or what decodes begin until the next report."""
         groups = self.host.groups
         tokens = max(self._buffer, SCORES_STAY_FRESH * requests * len(groups))
         return math.ceil(tokens / groups[0].block_size)
 
     def offer(self, group: Group, request: Any, *, unscored: bool = True) -> tuple[np.ndarray, np.ndarray, int]:
-        """What a request can spare in the step being planned; see `RequestBlocks.offer`."""
+        """`RequestBlocks.offer` of a request; nothing if it may lose no block in the step being planned."""
         blocks = group.residents[request.request_id]
-        # Blocks of the step being planned may be published already: they must not see a reduced context.
+        # Published blocks of the step being planned must be computed without holes.
         published = max(each.published_tokens(request.request_id) for each in self.host.groups)
         if not blocks.started or not blocks.under_pressure or published > request.num_computed_tokens:
             return NO_BLOCKS, np.empty(0), 0
@@ -137,7 +138,7 @@ class Pressure(Mechanism):
 
 
 def ascending(values: np.ndarray, few: int) -> Iterator[int]:
-    """Indices in the order of a stable argsort. Sorts about `few`, and more only when they are asked for."""
+    """Yield indices in the order of a stable argsort. Sorts about `few` of them first, and more on demand."""
     done = 0
     while done < len(values):
         least = np.arange(len(values))

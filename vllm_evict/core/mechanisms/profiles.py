@@ -1,4 +1,4 @@
-"""Policies that choose another policy for each KV group when the prompt is computed (`policies.fastgen`)."""
+"""Chooses the policy of each KV group once the prompt is computed, for policies that do so (`policies.fastgen`)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ from .base import Mechanism, Step, settled
 
 
 class Profiles(Mechanism):
-    """Before `Budget`, which then evicts by the chosen policy."""
+    """Runs before `Budget`, which then evicts by the chosen policy."""
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:

@@ -1,4 +1,4 @@
-"""KV groups that share one budget (`policies.adakv`): a request's groups are decided on together."""
+"""Decides on all KV groups of a request together, for policies whose KV groups share a budget (`policies.adakv`)."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -11,14 +11,14 @@ from .base import Mechanism, Step, settled
 
 
 class SharedBudget(Mechanism):
-    """In the place of `Budget`."""
+    """Takes the place of `Budget`."""
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
         return config.policy.pools
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
-        # One KV group that grew makes all of a request's groups due, if they hold too much together.
+        # If one KV group of a request grew, all its groups are due, provided that they exceed their triggers together.
         for req_id in dict.fromkeys(chain.from_iterable(step.over)):
             of_groups = [group.residents[req_id] for group in self.host.groups]
             if over_shared_trigger(of_groups):
@@ -29,10 +29,10 @@ class SharedBudget(Mechanism):
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, first in self.due(plan):
             if group.number or first.limits is None:
-                continue  # the first group speaks for all
+                continue  # the first group's turn decides on all groups
             req_id, of_groups = request.request_id, [each.get(request.request_id) for each in reports]
             if None in of_groups:
-                of_groups = [None] * len(of_groups)  # groups without scores can't be compared with others
+                of_groups = [None] * len(of_groups)  # groups with and without scores do not compare
             if self.waits_for(of_groups[0], req_id, first):
                 continue
             held = [each.residents[req_id] for each in self.host.groups]
@@ -40,7 +40,7 @@ class SharedBudget(Mechanism):
             for number, victims in enumerate(chosen):
                 if len(victims):
                     yield Evict(req_id, number, victims)
-            # Each group has lost another number of blocks: workers foresee the next decision by their mean.
+            # Groups differ in holes. Workers foresee the next decision by the mean.
             missing = sum(map(len, chosen)) and sum(blocks.holes for blocks in held) // len(held)
             for told in self.host.next_plan.groups if missing else ():
                 told.missing[req_id] = missing
