@@ -140,10 +140,10 @@ BROKEN = {
     "lost": ("toy:Lost", "AttributeError: module 'toy' has no attribute 'Lost'"),
     "number": ("toy:STEP", "expected a subclass of vllm_evict.policies.Policy"),
     "renamed": ("toy:Toy", "the class is called 'toy'; expected 'renamed'"),
-    "clash": ("clash:Clash", "the field 'window' means something else: import its declaration, or rename it"),
+    "clash": ("clash:Clash", "the field 'window' differs from the field of that name in another policy"),
     "taken": ("clash:Taken", "'parse' can't be the name of a field"),
     "odd": ("clash:Odd", "measures luck; expected any of"),
-    "h2o": ("clash:H2O", "the name 'h2o' is another policy's"),
+    "h2o": ("clash:H2O", "the name 'h2o' is taken by another policy"),
 }
 CLASH = """
 from vllm_evict.config.options import Option, whole

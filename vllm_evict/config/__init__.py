@@ -1,12 +1,12 @@
-"""What users write, validated: policies' fields, their sizes in blocks, and what one request may ask for.
+"""Parses and validates what users write: policies and their fields, sizes in blocks, arguments of one request.
 
-    options    how a policy declares a field     fields     fields that many policies have
-    registry   which policies there are          schema     `KVPolicyConfig`
+    options    declaration of a field            fields     fields that many policies share
+    registry   all policies by name              schema     `KVPolicyConfig`
     sizes      limits of a request in blocks     groups     KV groups of policies that split heads or layers
-    request    what one request may ask for      sources    names, presets, JSON and files
+    request    arguments of one request          sources    names, presets, JSON and files
     gates      files of gates of heads           errors     refusals
 
-Policies build on this package: `vllm_evict.policies` puts them into the registry.
+`vllm_evict.policies` builds on this package and fills the registry.
 """
 
 from .errors import KVPolicyError

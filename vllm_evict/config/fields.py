@@ -1,4 +1,4 @@
-"""Fields that many policies have, and that more than the policy itself reads."""
+"""Fields that several policies share, and that other parts of the plugin read."""
 
 from typing import Any, Literal, get_args
 
@@ -14,7 +14,7 @@ TOKENS_OR_RATIO = f"a whole number of tokens above 0 and below {TOO_MANY}, or a 
 
 
 def tokens_or_ratio(number: Any) -> int | float | None:
-    """A budget as Python's own number, numpy's too; None for what is no budget."""
+    """Convert a budget, of Python's or numpy's types, to a Python number; None if it is not a budget."""
     if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and 0 < number < TOO_MANY:
         return int(number)
     return float(number) if isinstance(number, (float, np.floating)) and 0 < number < 1 else None
@@ -82,12 +82,12 @@ CONTEXT = Option(
     "blocks of a request that outgrows it move up",
     _context,
 )
-#: Of every policy that evicts, with their usual defaults.
+#: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
     (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT), budget=2048, buffer=128, sink=64, recent=256
 )
 
-#: Of policies whose scores tell tokens apart, so that each KV head can keep its own.
+#: Fields of policies that support token granularity.
 PER_TOKEN = (
     Option(
         "granularity",
@@ -112,7 +112,7 @@ PER_TOKEN = (
     Option("merge_threshold", real(ge=-1, le=1), 0.6, "`ems`: least cosine similarity of keys that are merged"),
 )
 
-#: Of every policy that measures.
+#: Fields of every policy that measures.
 REDUCTION = (
     Option("heads", Reduction, "sum", "how a group's KV heads become one score: `sum`, `mean` or `max`"),
     Option("layers", Reduction, "sum", "how a group's layers become one score: `sum`, `mean` or `max`"),
@@ -126,7 +126,7 @@ ACCUMULATE = Option(
     "that saw a token, `ema` (with `decay`), `last` (with `window` queries)",
 )
 WINDOW = Option("window", whole(1), 32, "queries before a decision that count, where the last ones do")
-#: Of policies that let attention mass add up as users say.
+#: Fields of policies whose users choose how attention mass adds up.
 MASS = (
     *REDUCTION,
     ACCUMULATE,
@@ -135,12 +135,12 @@ MASS = (
     Option("every", whole(1), 1, "score every n-th query position"),
 )
 
-#: Of policies that make KV groups of layers or heads.
+#: Field of policies that divide layers or heads into KV groups.
 BANDS = Option(
     "bands", whole(1) | None, None, "KV groups that layers or heads are dealt to; null: 4, or as many as there are"
 )
 
-#: What every policy has beside its own fields.
+#: Field of every policy, beside the fields that it declares.
 ALLOW = Option(
     "allow",
     entries(text) | None,
@@ -149,7 +149,7 @@ ALLOW = Option(
     "it is the server's; under pressure `full` and all that can be",
 )
 
-#: Values of fields that a policy does not have, for readers of all configurations.
+#: Values that `KVPolicyConfig` returns for fields that its policy does not have.
 NEUTRAL = {
     option.name: option.default
     for option in (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT, *PER_TOKEN, *MASS, BANDS)

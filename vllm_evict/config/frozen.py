@@ -1,26 +1,26 @@
-"""Fields as attributes that cannot be set, and that other policies' fields can be read beside."""
+"""Immutable fields as attributes, with defaults for fields of other policies."""
 
 from typing import Any, TypeVar
 
 from .registry import REGISTRY
 
-#: What is made from a configuration on demand, and is no part of it.
+#: Cached properties, which are not compared, copied or pickled.
 MADE = frozenset({"split_classes"})
 C = TypeVar("C", bound="Frozen")
 
 
 class Frozen:
-    """Base of the parts of `KVPolicyConfig`: values by name. A field that only other policies have is their default."""
+    """Base class of the parts of `KVPolicyConfig`. A field that only other policies have reads as its default."""
 
     name: str
-    #: Fields that the user gave.
+    #: Names of fields that the user gave.
     given: frozenset[str]
 
     def __init__(self, /, **fields: Any) -> None:
         vars(self).update(fields)
 
     def replace(self: C, **changes: Any) -> C:
-        """A copy with other values, which are not validated."""
+        """Return a copy with changed values, which are not validated."""
         copied = object.__new__(type(self))
         vars(copied).update(self.__getstate__(), **changes)
         vars(copied)["given"] = self.given | {field for field in changes if not field.startswith("_")}

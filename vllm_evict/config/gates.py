@@ -1,7 +1,7 @@
-"""Files of gates in DuoAttention's published form, and what retrieval and streaming heads hold.
+"""Files of gates in DuoAttention's published form, and the blocks that retrieval and streaming heads hold.
 
-A file is a TSV with a row a layer and a column a KV head, each the gate of full attention in [0, 1], and beside it a
-`config.json` with `sink_size` and `recent_size` in tokens. Xiao et al., ICLR 2025, arXiv:2410.10819.
+A file is a TSV with a row for each layer and a column for each KV head. Each entry is the gate of full attention, in
+[0, 1]. A `config.json` beside it has `sink_size` and `recent_size` in tokens. Xiao et al., ICLR 2025, arXiv:2410.10819.
 """
 
 import json
@@ -16,20 +16,20 @@ FILE = "full_attention_heads.tsv"
 CONFIG = "config.json"
 #: Most bytes of either file.
 LONGEST = 1 << 20
-#: How far a gate may stray outside [0, 1]: the published ones do so by up to 0.0014.
+#: Accepted distance of a gate from [0, 1]. Published gates exceed it by up to 0.0014.
 STRAY = 0.01
 
 
 class HeadsError(ValueError):
-    """Something a user can get wrong about head files; the message says what."""
+    """A mistake in a file of gates, or in how it is used."""
 
 
 @dataclass(frozen=True)
 class HeadPattern:
-    """Which KV heads keep everything (retrieval) and which keep sinks and recent tokens (streaming).
+    """Assigns each KV head a class: retrieval heads keep everything, streaming heads keep sinks and recent tokens.
 
     Attributes:
-        retrieval: bool [layers, kv_heads].
+        retrieval: bool [layers, kv_heads], whether a head is a retrieval head.
         sink: leading tokens that streaming heads keep.
         recent: trailing tokens that streaming heads keep, the newest included.
     """
@@ -46,27 +46,27 @@ class HeadPattern:
         sparsity: float | None = None,
         shape: tuple[int, int] | None = None,
     ) -> "HeadPattern":
-        """`HeadGates.read`, then `HeadGates.pattern`; raises what they raise."""
+        """Read gates (`HeadGates.read`) and split them (`HeadGates.pattern`). Raises HeadsError as they do."""
         return HeadGates.read(path, shape).pattern(threshold, sparsity)
 
     def save(self, path: str | Path) -> None:
-        """Write it as gates of 0 and 1. See `HeadGates.save`."""
+        """Write the pattern as gates of 0 and 1. See `HeadGates.save`."""
         HeadGates(self.retrieval.astype(float), self.sink, self.recent).save(path)
 
     @property
     def inverted(self) -> "HeadPattern":
-        """Retrieval heads as streaming heads and the other way round: the control of an ablation."""
+        """The pattern with both classes exchanged: the control of an ablation."""
         return HeadPattern(~self.retrieval, self.sink, self.recent)
 
     @property
     def share(self) -> float:
-        """Retrieval heads of all heads."""
+        """Share of retrieval heads."""
         return float(self.retrieval.mean())
 
     def blocks(self, tokens: int, block_size: int = 1) -> tuple[int, int]:
-        """Blocks that one KV head holds for a sequence of `tokens` -> (retrieval, streaming).
+        """Return the blocks of a sequence that one KV head holds: (a retrieval head, a streaming head).
 
-        A streaming head holds every block with a sink or a recent token in it. Blocks of one token are tokens.
+        A streaming head holds every block with a sink or a recent token in it.
         """
         every = math.ceil(tokens / block_size)
         sinks = min(every, math.ceil(self.sink / block_size))
@@ -74,24 +74,24 @@ class HeadPattern:
         return every, min(every, sinks + every - max(first_recent, sinks))
 
     def head_blocks(self, tokens: int, block_size: int = 1) -> int:
-        """Blocks of all KV heads of all layers together, a block being `block_size` tokens of one head."""
+        """Return the blocks of all KV heads of all layers, where a block is `block_size` tokens of one head."""
         retrieval, streaming = self.blocks(tokens, block_size)
         heads = int(self.retrieval.sum())
         return heads * retrieval + (self.retrieval.size - heads) * streaming
 
     def saving(self, tokens: int, block_size: int = 1) -> float:
-        """Full attention's KV cache over this pattern's: 2.0 is half of the cache."""
+        """Return the size of full attention's KV cache over this pattern's: 2.0 means half the cache."""
         return self.retrieval.size * self.blocks(tokens, block_size)[0] / self.head_blocks(tokens, block_size)
 
 
 @dataclass(frozen=True)
 class HeadGates:
-    """A gate a KV head: 1 is all full attention, 0 all streaming.
+    """A gate for each KV head: 1 is full attention, 0 is streaming attention.
 
     Attributes:
         gates: float64 [layers, kv_heads] in [0, 1].
-        sink: leading tokens of streaming attention, with which the gates were found.
-        recent: trailing tokens of it.
+        sink: leading tokens of the streaming attention that the gates were trained with.
+        recent: trailing tokens of that streaming attention.
     """
 
     gates: np.ndarray
@@ -100,15 +100,15 @@ class HeadGates:
 
     @classmethod
     def read(cls, path: str | Path, shape: tuple[int, int] | None = None) -> "HeadGates":
-        """Read a TSV, or a folder that holds it under its published name, and the config.json beside it.
+        """Read a TSV and the config.json beside it.
 
         Args:
-            path: file or folder.
-            shape: (layers, kv_heads) that the model has.
+            path: the TSV, or a folder that holds it under its published name.
+            shape: (layers, kv_heads) of the model; None: not checked.
 
         Raises:
-            HeadsError: no file, ragged rows, something that is no number, a gate far outside [0, 1], no config or one
-                without sizes, another shape than the model's.
+            HeadsError: a file is missing, too long or malformed; a gate is far outside [0, 1]; the config has no sizes;
+                the gates differ from `shape`.
         """
         path = Path(path)
         path = path / FILE if path.is_dir() else path
@@ -121,11 +121,11 @@ class HeadGates:
         return cls(gates, sizes["sink_size"], sizes["recent_size"])
 
     def save(self, path: str | Path) -> None:
-        """Write the TSV and the config.json beside it, folders included.
+        """Write the TSV and the config.json beside it. Makes missing folders.
 
         Raises:
-            HeadsError: a config.json that is no heads config lies there, as in a model's folder, or one with other
-                sizes that another file may need.
+            HeadsError: the folder has a config.json of another kind, such as a model's, or another TSV whose sizes
+                differ.
         """
         path = Path(path)
         config, sizes = path.parent / CONFIG, {"sink_size": self.sink, "recent_size": self.recent}
@@ -135,12 +135,12 @@ class HeadGates:
         config.write_text(json.dumps(sizes) + "\n")
 
     def pattern(self, threshold: float | None = None, sparsity: float | None = None) -> HeadPattern:
-        """Split the heads by a value or by their rank; by the value 0.5 if neither is given.
+        """Split the heads by a threshold or by rank; by the threshold 0.5 if neither is given.
 
         Args:
             threshold: heads with at least this gate are retrieval heads.
-            sparsity: share of all heads that stream, those of the smallest gates: exactly this share, to the nearest
-                head, also where gates are equal. Of equal gates earlier layers, then earlier heads, keep everything.
+            sparsity: share of streaming heads, of the smallest gates, rounded to the nearest head. Of equal gates
+                earlier layers, then earlier heads, are retrieval heads.
 
         Raises:
             HeadsError: both are given, or one is outside [0, 1].
@@ -159,7 +159,7 @@ class HeadGates:
 
 
 def check_out(path: str | Path, sink: int, recent: int) -> None:
-    """Make sure that gates with these sizes can be saved at `path`, before work is spent on them.
+    """Check that gates with these sizes can be saved at `path`, before they are computed.
 
     Raises:
         HeadsError: as `HeadGates.save`.
@@ -187,7 +187,7 @@ def check_out(path: str | Path, sink: int, recent: int) -> None:
 
 
 def _text(path: Path) -> str:
-    """The text of a file. Raises HeadsError if it is longer than any gates, and what reading and decoding raise."""
+    """Read a text file. Raises HeadsError above `LONGEST` bytes, and OSError or UnicodeDecodeError."""
     with path.open("rb") as file:
         content = file.read(LONGEST + 1)
     if len(content) > LONGEST:
@@ -196,7 +196,7 @@ def _text(path: Path) -> str:
 
 
 def _table(path: Path) -> np.ndarray:
-    """Gates of a TSV, clipped to [0, 1] -> float64 [layers, kv_heads]."""
+    """Read the gates of a TSV, clipped to [0, 1]: float64 [layers, kv_heads]."""
     try:
         lines = [line for line in _text(path).splitlines() if line.strip()]
     except OSError as error:
@@ -215,7 +215,7 @@ def _table(path: Path) -> np.ndarray:
             raise HeadsError(f"{path}: layer {number - 1} has {len(row)} KV heads, layer 0 has {len(rows[0])}")
         rows.append(row)
     gates = np.array(rows)
-    wrong = np.argwhere(~((gates >= -STRAY) & (gates <= 1 + STRAY)))  # not a number is wrong too
+    wrong = np.argwhere(~((gates >= -STRAY) & (gates <= 1 + STRAY)))  # NaN included
     if len(wrong):
         layer, head = wrong[0]
         raise HeadsError(f"{path}: the gate of layer {layer}, KV head {head} is {gates[layer, head]:g}, not in [0, 1]")
@@ -223,7 +223,7 @@ def _table(path: Path) -> np.ndarray:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """sink_size and recent_size of a config.json."""
+    """Read sink_size and recent_size of a config.json."""
     try:
         value: Any = json.loads(_text(path))
     except FileNotFoundError:

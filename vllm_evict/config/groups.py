@@ -1,4 +1,4 @@
-"""What KV groups run under where a policy splits layers or heads: bands, classes of heads, profiles."""
+"""Configurations of the KV groups of a policy that splits layers or heads: bands, classes of heads, profiles."""
 
 from functools import cached_property
 
@@ -8,20 +8,20 @@ from .errors import KVPolicyError
 from .frozen import C, Frozen
 from .gates import HeadPattern
 
-#: KV groups of policies that have bands, if `bands` is left out.
+#: KV groups of policies with the field `bands`, if it is left out.
 DEFAULT_BANDS = 4
 #: Names of head classes, in the order of their KV groups.
 RETRIEVAL, STREAMING = "retrieval", "streaming"
 
 
 class Groups(Frozen):
-    """Of `KVPolicyConfig`: KV groups."""
+    """The part of `KVPolicyConfig` about KV groups."""
 
     @property
     def classes(self: C) -> dict[str, C]:
-        """Head class -> what its heads run under. One class of all heads, called "", unless heads are split.
+        """Head class -> configuration of its heads. A policy that splits nothing has one class, named "".
 
-        The classes of `duo` that have no heads are left out.
+        Classes of `duo` without heads are left out.
         """
         if self._share is not None or not self.policy.splits:
             return {"": self}
@@ -30,7 +30,7 @@ class Groups(Frozen):
 
     @cached_property
     def split_classes(self: C) -> dict[str, C]:
-        """`classes` where heads are split. Made once: requests share them."""
+        """`classes` of a policy that splits heads or layers. Made once, and shared by requests."""
         may_keep_all = ("full",) if "full" in self.allowed else ()
         if self.policy.splits != "classes":
             shares = self.policy.shares(self, self.bands or DEFAULT_BANDS)
@@ -45,15 +45,19 @@ class Groups(Frozen):
         return classes
 
     def of_class(self: C, head_class: str) -> C:
-        """What heads of a class run under; the same for all where this config does not split them."""
+        """Return the configuration of a head class: this one if it splits nothing."""
         part: C = self.classes.get(head_class, self)
         return part
 
     def for_model(self: C, layers: int, kv_heads: int, ranks: int) -> C:
-        """This config with what it leaves to the model filled in.
+        """Return this configuration with the number of bands and of layers filled in.
+
+        Args:
+            layers, kv_heads: of the model.
+            ranks: tensor-parallel size.
 
         Raises:
-            KVPolicyError: as `check`; more bands than there is to band.
+            KVPolicyError: `bands` exceeds the number of layers, or of KV heads on a rank.
         """
         if self.policy.splits in ("", "classes"):
             return self
@@ -66,7 +70,7 @@ class Groups(Frozen):
         return self.replace(bands=self.bands or min(DEFAULT_BANDS, most), _depth=layers)
 
     def profiled(self: C, name: str, block_size: int) -> C:
-        """What a KV group runs under once its policy is chosen: its own sizes, as far as that policy has them."""
+        """Return the configuration of a KV group whose policy is chosen: that policy with this one's sizes."""
         fields = {**self._fitted(block_size), "protect": self.protect, "buffer": self.buffer}
         if name == "h2o":
             fields |= {"budget": self.budget, "accumulate": "last", "window": self.window, "heads": self.heads}
@@ -75,6 +79,6 @@ class Groups(Frozen):
 
     @property
     def head_pattern(self: C) -> HeadPattern:
-        """duo: its retrieval heads."""
+        """The retrieval and streaming heads of `duo`."""
         retrieval = np.array([[digit == "1" for digit in row] for row in self.pattern])
         return HeadPattern(retrieval, self.sink, self.recent)

@@ -1,4 +1,4 @@
-"""How a policy declares what users may set: the name of a field, its type, its default, and a line that explains it."""
+"""Declaration of a policy's fields: name, type, default and a line of documentation."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 
 from .errors import shown, words
 
-#: No size in tokens is as large.
+#: Upper bound of sizes in tokens, exclusive.
 TOO_MANY = 1 << 31
-#: Entries of a list: more than any model has layers or KV heads, and more than is worth repeating of token ids.
+#: Most entries of a list: above the layers and KV heads of any model.
 MOST_ENTRIES = 1 << 14
 
 
@@ -21,11 +21,12 @@ class Option:
     """One field of a policy.
 
     Attributes:
-        name: the field.
-        type: an annotation as pydantic takes it; see `whole`, `real`, `flag` and `entries`.
-        default: the value where the user gives none.
-        doc: what it means, in one line, for tables and help.
-        check: further validation: returns the value to keep. Raises ValueError with words that follow the field's name.
+        name: name of the field.
+        type: annotation that pydantic validates by; see `whole`, `real`, `flag` and `entries`.
+        default: value if the user gives none.
+        doc: meaning in one line, for tables and help.
+        check: further validation, which returns the value to keep. It raises ValueError with words that follow the
+            field's name.
     """
 
     name: str
@@ -39,10 +40,10 @@ class Option:
         return TypeAdapter(self.type, config=ConfigDict(allow_inf_nan=False))
 
     def validate(self, value: Any) -> Any:
-        """The value as it is kept.
+        """Validate a value, and return the value to keep.
 
         Raises:
-            ValueError: the value is none of this field; the words follow the field's name.
+            ValueError: the value does not fit; the words follow the field's name.
         """
         try:
             value = self._adapter.validate_python(value)
@@ -51,27 +52,27 @@ class Option:
         return value if self.check is None else self.check(value)
 
     def having(self, default: Any) -> "Option":
-        """The same field with another default."""
+        """Return the field with another default."""
         return replace(self, default=default)
 
 
 def having(options: Iterable[Option], **defaults: Any) -> tuple[Option, ...]:
-    """Options, some of them with other defaults, by name."""
+    """Return the options with other defaults for some names."""
     return tuple(option.having(defaults.get(option.name, option.default)) for option in options)
 
 
 def without(options: Iterable[Option], *names: str) -> tuple[Option, ...]:
-    """Options but those of these names."""
+    """Return the options without the given names."""
     return tuple(option for option in options if option.name not in names)
 
 
 def names_of(options: Iterable[Option]) -> frozenset[str]:
-    """Names of options."""
+    """Return the names of the options."""
     return frozenset(option.name for option in options)
 
 
 def _number(value: Any) -> Any:
-    # pydantic would take True for 1 and "64" for 64; in a policy both are mistakes.
+    # pydantic converts True to 1 and "64" to 64; a policy refuses both.
     if value is None or (isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)):
         return value
     raise ValueError(f"must be a number, not {shown(value)}")
@@ -83,20 +84,20 @@ def _true_or_false(value: Any) -> Any:
     return value
 
 
-#: true or false, and nothing that pydantic would take for it.
+#: Type of true and false, without pydantic's conversions.
 flag = Annotated[bool, BeforeValidator(_true_or_false)]
 
-#: Text, and nothing that pydantic would decode to it.
+#: Type of text, without pydantic's conversions.
 text = Annotated[str, Field(strict=True)]
 
 
 def whole(least: int = 0, below: int = TOO_MANY) -> Any:
-    """Type of whole numbers from `least` on."""
+    """Type of whole numbers in [least, below)."""
     return Annotated[int, Field(ge=least, lt=below), BeforeValidator(_number)]
 
 
 def real(**bounds: float) -> Any:
-    """Type of numbers within pydantic's `ge`, `gt`, `le` and `lt`."""
+    """Type of numbers with pydantic's bounds `ge`, `gt`, `le` and `lt`."""
     field: Any = Field
     return Annotated[float, field(**bounds), BeforeValidator(_number)]
 

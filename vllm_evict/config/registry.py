@@ -1,4 +1,4 @@
-"""Which policies there are. Rooms above fill the registry, so that configuration imports none of them."""
+"""The registry of policies. `vllm_evict.policies` fills it, so that this package imports no policy."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,32 +12,32 @@ if TYPE_CHECKING:
 
 
 class Declaration:
-    """What configuration has to know of a policy."""
+    """The part of a policy that configuration reads."""
 
     #: Name in configurations and requests.
     name: ClassVar[str]
-    #: Where it comes from: authors, venue, arXiv id.
+    #: Source: authors, title, venue, arXiv id.
     paper: ClassVar[str] = ""
     #: Fields that users may set.
     declares: ClassVar[tuple[Option, ...]] = KEEPING
-    #: Fields that the policy sets itself: name -> value.
+    #: Fields with a fixed value: name -> value.
     fixed: ClassVar[Mapping[str, Any]] = {}
-    #: Old names of fields, which work for a release: old -> new.
+    #: Old names of fields, which work for one release: old -> new.
     renamed: ClassVar[Mapping[str, str]] = {}
-    #: Names of declared fields; and values where the user gives none, of fixed fields too. Both follow from the above.
+    #: Names of declared fields. Follows from `declares`.
     options: ClassVar[frozenset[str]] = names_of(KEEPING)
+    #: Values of declared and fixed fields that the user does not give. Follows from `declares` and `fixed`.
     defaults: ClassVar[Mapping[str, Any]] = {option.name: option.default for option in KEEPING}
-    #: Statistics that workers have to measure for it.
+    #: Statistics that workers measure for the policy.
     measures: ClassVar[frozenset[str]] = frozenset()
-    #: Whether its recent window is simply what the budget leaves beside the sinks.
+    #: Whether the recent window is what the budget leaves beside the sinks.
     window_is_the_budget: ClassVar[bool] = False
-    #: Whether its statistics are those of a reconstruction of the prompt (see `core.reconstruction`). Until they are
-    #: there a request keeps everything.
+    #: Whether statistics come from a reconstruction of the prompt (see `integration.reconstruction`). A request keeps
+    #: everything until they are there.
     reconstructs: ClassVar[bool] = False
-    #: What gets KV groups, and so block tables, of its own: "classes" of heads, "bands" of layers, "heads" (each
-    #: layer's are dealt to several groups), or nothing.
+    #: What is divided into KV groups: "classes" of heads, "bands" of layers, "heads" of each layer, or "" (nothing).
     splits: ClassVar[str] = ""
-    #: Whether it chooses another policy for each KV group when the prompt is computed (`policies.fastgen`).
+    #: Whether the policy chooses another policy for each KV group once the prompt is computed (`policies.fastgen`).
     profiles: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -46,18 +46,18 @@ class Declaration:
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """Values of `when` that it supports."""
+        """Values of `when` that the policy supports."""
         return ("budget", "pressure")
 
     def complete(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The fields that a user gave, with others that follow from them. Raises ValueError in a user's words."""
+        """Add fields that follow from the given ones. Raises ValueError with words for the user."""
         return fields
 
     def check(self, config: "KVPolicyConfig") -> None:
-        """Refuse fields that do not go together by a ValueError in a user's words."""
+        """Raise ValueError, with words for the user, if fields do not fit together."""
 
     def shares(self, config: "KVPolicyConfig", bands: int) -> list[float]:
-        """Of each KV group that it makes: the group's budget over the mean, both beside sinks and recent window."""
+        """Return for each band its budget over the mean of all bands, both without sinks and recent window."""
         return [1.0] * bands
 
 
@@ -65,8 +65,8 @@ class Registry(Mapping[str, Any]):
     """Policies by name, in the order in which they were added.
 
     Attributes:
-        broken: name -> why a policy from outside of the package is not there.
-        reserved: names that no field may have, as configurations use them.
+        broken: name of a policy that could not be loaded -> reason.
+        reserved: names that no field may have, since configurations use them.
     """
 
     def __init__(self) -> None:
@@ -88,10 +88,10 @@ class Registry(Mapping[str, Any]):
         """Add a policy.
 
         Raises:
-            ValueError: its name is taken, or a field of it means something else in another policy.
+            ValueError: the policy's name is taken, or it declares a field in conflict with another policy.
         """
         if policy.name in self._policies:
-            raise ValueError(f"the name {policy.name!r} is another policy's")
+            raise ValueError(f"the name {policy.name!r} is taken by another policy")
         known = self.fields()
         own = [option.name for option in policy.declares]
         if twice := {name for name in own if own.count(name) > 1}:
@@ -102,7 +102,8 @@ class Registry(Mapping[str, Any]):
             other = known.get(option.name)
             if other is not None and other != option.having(other.default):
                 raise ValueError(
-                    f"the field {option.name!r} means something else: import its declaration, or rename it"
+                    f"the field {option.name!r} differs from the field of that name in another policy: import that "
+                    "declaration, or rename the field"
                 )
             option.validate(option.default)
         self._policies[policy.name] = policy
@@ -112,21 +113,22 @@ class Registry(Mapping[str, Any]):
         self._fields = found
 
     def fields(self) -> dict[str, Option]:
-        """Fields of all policies by name, as first declared: what most of them have first."""
+        """Fields of all policies by name, in the order of declarations, policies with a budget first."""
         return self._fields
 
     def default(self, field: str) -> Any:
-        """The value of a field in a policy that does not have it. Raises KeyError if no policy has it."""
+        """Return the value of a field for policies without it. Raises KeyError if no policy has it."""
         return NEUTRAL[field] if field in NEUTRAL else self.fields()[field].default
 
     def named(self, name: object, presets: Callable[[], Iterable[str]] = tuple) -> Any:
-        """The policy called `name`.
+        """Return the policy of this name.
 
         Args:
-            presets: makes names of presets, which are no policies' names.
+            name: what the user gave, of any type.
+            presets: returns names of presets; a preset's name gets a message of its own.
 
         Raises:
-            KVPolicyError: there is none; the message lists those there are.
+            KVPolicyError: no policy has this name; the message lists all names.
         """
         if isinstance(name, str) and name in self._policies:
             return self._policies[name]
@@ -140,11 +142,11 @@ class Registry(Mapping[str, Any]):
         raise KVPolicyError(f"unknown KV policy {shown(name)}: {instead(name, self)}")
 
     def with_option(self, option: str) -> str:
-        """Names of policies that have a field, as a list for a message."""
+        """Return the names of policies with a field, as a list for a message."""
         return ", ".join(sorted(name for name in self if option in self[name].options))
 
     def table(self) -> str:
-        """All fields as a table in Markdown: field, whose it is, default, meaning."""
+        """Return all fields as a Markdown table: field, policies, default, meaning."""
         rows = ["| field | of | default | meaning |", "|---|---|---|---|", "| `name` | all | | the policy |"]
         every = [name for name, policy in self.items() if "budget" in policy.options]
         for field, option in self.fields().items():

@@ -1,4 +1,4 @@
-"""What one request may ask for, and what it is granted."""
+"""Arguments of one request, and the configuration that it runs under."""
 
 import difflib
 import json
@@ -16,29 +16,37 @@ from .registry import REGISTRY, Declaration
 from .sizes import Limits
 from .sources import policy_named
 
-#: What a request may set, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
+#: Arguments of a request, in `SamplingParams.extra_args` or over HTTP in `vllm_xargs`.
 REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_usage")
-#: Those of them that are sizes.
+#: Arguments that are sizes.
 REQUEST_SIZES = ("kv_budget", "kv_sink", "kv_recent")
 SIZE = "a whole number of tokens, 0 or more"
-#: Names of one request's arguments that are compared with `REQUEST_FIELDS` letter by letter.
+#: Most argument names of one request that are compared with `REQUEST_FIELDS` letter by letter.
 MOST_COMPARED = 32
 
 
 class Requests(Frozen):
-    """Of `KVPolicyConfig`: requests."""
+    """The part of `KVPolicyConfig` about requests."""
 
     def for_request(self: C, extra_args: Mapping[str, Any] | None, prompt_len: int, block_size: int) -> C:
-        """This config as one request changes it by `REQUEST_FIELDS`; `kv_usage` changes nothing.
+        """Return the configuration of one request, whose `REQUEST_FIELDS` change this one.
 
-        A request that picks another policy keeps the server's budget, buffer, protection and shortest prompt, sinks and
-        recent window if the server's user gave them, and those options of scoring in which the server differs from its
-        own policy's defaults, as far as the other policy has them. The rest are the other policy's defaults. A window
-        that is the budget (sink-window) is no recent window to another policy, nor the other way round. Sinks and
-        recent window that neither gives follow the budget that the request has in the end.
+        A request that picks another policy keeps these fields of the server, if the other policy has them:
+
+        - budget, buffer, protect, min_prompt, when, context and the fields of token granularity;
+        - sink and recent, if the server's configuration gives them;
+        - scoring fields that differ from the defaults of the server's policy.
+
+        All other fields have the other policy's defaults. `recent` is not handed over from or to a policy whose window
+        is its budget (sink-window). Sinks and recent window that neither side gives follow the request's budget.
+
+        Args:
+            extra_args: arguments of the request.
+            prompt_len: tokens of its prompt.
+            block_size: tokens.
 
         Raises:
-            KVPolicyError: the request asks for what it may not have.
+            KVPolicyError: an argument is wrong, is not enabled, or exceeds what the server grants.
         """
         if not extra_args:
             return self
@@ -48,7 +56,7 @@ class Requests(Frozen):
             raise KVPolicyError(f"unknown request field {shown(key)}: {instead(key, REQUEST_FIELDS)}")
         extra_args = given(extra_args)
         usage = extra_args.get("kv_usage", False)
-        # vLLM's models of requests make a number of a bool.
+        # vLLM's HTTP models convert a bool to a number.
         if not isinstance(usage, (bool, int, float)) or usage not in (0, 1):
             raise KVPolicyError(f"kv_usage must be true or false (1 or 0), not {shown(usage)}")
         name = extra_args.get("kv_policy", self.name)
@@ -81,11 +89,11 @@ class Requests(Frozen):
         return config
 
     def _with_retrieval(self: C, sizes: Mapping[str, int | float], prompt_len: int, block_size: int) -> C:
-        """duo, with another budget of its retrieval heads."""
+        """Return `duo` with another budget of its retrieval heads."""
         for field in sizes:
             if field != "kv_budget":
                 raise KVPolicyError(
-                    f"kv_policy {self.name!r} takes no {field}: what streaming heads keep is the server's"
+                    f"kv_policy {self.name!r} takes no {field}: the server sets what streaming heads keep"
                 )
         if self.retrieval is None or self.retrieval.name == "full":
             raise KVPolicyError(f"kv_policy {self.name!r} takes no kv_budget here: its retrieval heads keep everything")
@@ -99,7 +107,7 @@ class Requests(Frozen):
         prompt_len: int,
         block_size: int,
     ) -> dict[str, Any]:
-        """Options of a policy, this one's or another's, for a request that sets `sizes`."""
+        """Return the fields of a policy, this one or another, for a request that sets `sizes`."""
         options = self.to_dict() if policy.name == self.name else self._handed_to(policy, block_size, prompt_len)
         asked = {field.removeprefix("kv_"): size for field, size in sizes.items()}
         for field in asked:
@@ -110,21 +118,21 @@ class Requests(Frozen):
         if policy.window_is_the_budget and "recent" in asked:
             options.pop("budget", None)
         elif policy.window_is_the_budget:
-            # More sinks leave less of a window.
+            # More sinks leave a smaller window.
             if granted is not None and "sink" in asked:
                 options["budget"] = granted.budget * block_size
             if options.get("budget") is not None or "budget" in asked:
                 options.pop("recent", None)
         options |= asked
         if self.context is not None and isinstance(asked.get("budget"), float):
-            options["budget"] = math.ceil(asked["budget"] * prompt_len)  # this prompt's length is known
+            options["budget"] = math.ceil(asked["budget"] * prompt_len)
         options = {field: value for field, value in options.items() if field in policy.options}
         if granted is not None and not isinstance(options.get("budget"), int):
             options = _within(self, policy, options, granted.budget, block_size) | options
         return options
 
     def _handed_to(self: C, policy: Declaration, block_size: int, prompt_len: int) -> dict[str, Any]:
-        """Options of another policy that follow from this config; see `for_request`."""
+        """Return the fields that this configuration hands to another policy; see `for_request`."""
         if self.name == "full":
             return {}
         default = type(self)(name=self.name)
@@ -147,10 +155,13 @@ class Requests(Frozen):
 
 
 def _mistaken(extra_args: Mapping[str, Any]) -> str | None:
-    """An argument whose name is a policy's option (`kv_window`), or a typo of one of `REQUEST_FIELDS`; None if none is.
+    """Find an argument named like a policy's field (`kv_window`), or a typo of one of `REQUEST_FIELDS`.
 
     Other names belong to other extensions of vLLM. A client may send any number of them, so only the first
-    `MOST_COMPARED` names that are about as long as a field are compared letter by letter.
+    `MOST_COMPARED` names of about the length of a field are compared letter by letter.
+
+    Returns:
+        The argument's name; None if there is no such argument.
     """
     options = {f"kv_{field}" for field in ("name", *REGISTRY.fields(), "allow")}
     for key in extra_args.keys() & options:
@@ -169,9 +180,9 @@ def _mistaken(extra_args: Mapping[str, Any]) -> str | None:
 
 
 def given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those of `REQUEST_FIELDS` that a request sets.
+    """Return the `REQUEST_FIELDS` that a request sets. None counts as not set.
 
-    A table of requests (Ray Data's, Arrow's) has a null in each row that leaves out what another row has.
+    Tables of requests (Ray Data, Arrow) have a null in each row without a field that another row has.
     """
     values = {field: (extra_args or {}).get(field) for field in REQUEST_FIELDS}
     return {field: value for field, value in values.items() if value is not None}
@@ -180,14 +191,19 @@ def given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
 def _within(
     config: Frozen, policy: Declaration, options: Mapping[str, Any], granted: int, block_size: int
 ) -> dict[str, int]:
-    """Sizes that nobody gave, where they are too large for what a request with a ratio, or no budget, may keep.
+    """Shrink sizes that are not given to what the server grants, for a request whose budget is a ratio or left out.
 
     Args:
-        config: the server's.
-        options: of the request's policy.
-        granted: blocks that the server grants the request; the sizes follow them.
+        config: the server's configuration.
+        policy: the request's policy.
+        options: fields of the request.
+        granted: blocks that the server grants the request.
+        block_size: tokens.
+
+    Returns:
+        Name of a size that shrinks -> tokens.
     """
-    window = {"recent"} if policy.window_is_the_budget else set()  # it is what the budget leaves
+    window = {"recent"} if policy.window_is_the_budget else set()
     unsaid = (policy.options & {"sink", "recent"}) - options.keys() - window
     if not unsaid or not options.get("protect", True):
         return {}
@@ -198,13 +214,13 @@ def _within(
 
 
 def _number(field: str, value: Any) -> int | float:
-    """One of `REQUEST_SIZES`, which may have come as text: HTTP clients send both.
+    """Parse one of `REQUEST_SIZES`, a number or its text, since HTTP clients send both.
 
-    Or as 256.0: a column of a table with nulls in it is one of floats. A budget of 1.0 stays one, and is refused, as it
-    might be a ratio.
+    A whole float such as 256.0 is accepted, since a table's column with nulls has floats. A budget of 1.0 is refused,
+    since it might be a ratio.
 
     Raises:
-        KVPolicyError: it is no number, or one that no size can be.
+        KVPolicyError: the value is not a size.
     """
     number = value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""One validated object for what to evict: from a flag, a dict, a YAML file or a request."""
+"""`KVPolicyConfig`: a validated policy with its fields, from a flag, a dict, a YAML file or a request."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -17,31 +17,31 @@ from .sources import policy_named, read
 
 logger = logging.getLogger("vllm.evict")
 
-#: Fields of one policy, known or not; with more there is no telling them apart in a message.
+#: Most fields of one policy, unknown fields included, so that messages stay readable.
 MOST_FIELDS = 100
 
 
 class KVPolicyConfig(Sizes, Groups, Requests):
-    """A KV eviction policy and its options. Sizes are tokens, rounded up to whole blocks where they are used.
+    """A KV eviction policy and its fields. Sizes are tokens; the plugin rounds them up to whole blocks.
 
-    Fields are attributes. Fields that a policy does not have are refused; fields left out take the policy's own
-    defaults. A field that only other policies have reads as their default. Configurations are frozen.
+    Fields are attributes. A field that the policy does not have is refused; it reads as the default of other policies.
+    A field that is left out has the policy's default. Configurations are frozen.
 
     Attributes:
-        name: the policy.
-        allow: policies that requests may pick; None: all that evict, and `full` as well if this is `full`, or under
-            pressure. Those that reconstruct prompts have to be named.
-        given: fields that the user gave.
+        name: name of the policy.
+        allow: policies that requests may pick. None: all policies that evict without reconstruction or split heads;
+            also `full`, if the policy is `full` or evicts under pressure.
+        given: names of fields that the user gave.
     """
 
     allow: tuple[str, ...] | None
-    #: Layers of the model, which bands are cut from; None: as many as bands. Set by `for_model`.
+    #: Layers of the model, which bands divide; None: as many as bands. Set by `for_model`.
     _depth: int | None
-    #: Of one band: its budget over the mean. Set by `classes`.
+    #: A band's budget over the mean of all bands; None if this is not a band. Set by `classes`.
     _share: float | None
 
     def __init__(self, /, **fields: Any) -> None:
-        """Raises KVPolicyError: with one message that says what is wrong and what is allowed."""
+        """Validate the fields. Raises KVPolicyError with one message for all mistakes."""
         if "name" not in fields:
             raise KVPolicyError(
                 f"a KV policy needs a name: one of {', '.join(sorted(REGISTRY))} (--kv-policy.name beside other "
@@ -67,14 +67,14 @@ class KVPolicyConfig(Sizes, Groups, Requests):
 
     @classmethod
     def parse(cls, value: "KVPolicyConfig | Mapping[str, Any] | str | Path") -> "KVPolicyConfig":
-        """Make a config from what users write.
+        """Make a configuration from what users write.
 
         Args:
-            value: a config, a dict of its fields, the name of a policy or preset, a JSON object, or the path of a YAML
-                or JSON file.
+            value: a configuration, a dict of fields, the name of a policy or preset, a JSON object, or the path of a
+                YAML or JSON file.
 
         Raises:
-            KVPolicyError: with one message that says what is wrong and what is allowed.
+            KVPolicyError: the value is not a valid policy.
         """
         if isinstance(value, cls):
             return value
@@ -84,7 +84,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         if not isinstance(fields, Mapping):
             raise KVPolicyError(f"{source}a KV policy is a name, a dict of its fields or a path, not {shown(fields)}")
         if len(fields) > MOST_FIELDS:
-            raise KVPolicyError(f"{source}a KV policy of {len(fields)} fields; it has at most {MOST_FIELDS}")
+            raise KVPolicyError(f"{source}got a KV policy of {len(fields)} fields; expected at most {MOST_FIELDS}")
         try:
             return cls(**fields)
         except KVPolicyError as error:
@@ -96,11 +96,11 @@ class KVPolicyConfig(Sizes, Groups, Requests):
 
     @property
     def unsaid(self) -> frozenset[str]:
-        """Sizes of what stays that were not given: the policy's defaults, which follow a budget in tokens."""
+        """Names of `sink` and `recent` that the user did not give, and that follow a budget in tokens."""
         return frozenset({"sink", "recent"} & self.policy.options) - self.given
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that this policy has, as `parse` takes them and JSON carries them; sizes only if given."""
+        """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes."""
         fields = {field: value for field, value in self.effective().items() if field not in self.unsaid}
         return {
             field: self.retrieval.to_dict() if field == "retrieval" and value else value
@@ -108,7 +108,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         }
 
     def effective(self) -> dict[str, Any]:
-        """All fields that this policy has, sizes that follow the budget included, as JSON carries them."""
+        """Return all fields of the policy, of JSON types, with sizes that follow the budget."""
         fields = ("name", *(option.name for option in self.policy.declares), "allow")
         return {field: _plain(getattr(self, field)) for field in fields}
 
@@ -124,37 +124,37 @@ class KVPolicyConfig(Sizes, Groups, Requests):
             return frozenset(self.allow) | {self.name}
         if self.policy.splits:
             return frozenset({self.name})
-        # A second pass over its prompt, and holding all of it, is not for a request to decide.
+        # A reconstruction costs a second pass and room for the whole prompt, so only the server can enable it.
         names = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.splits}
         names.add(self.name)
         if self.name == "full":
             return frozenset(names)
-        if self.when == "pressure":  # a request that keeps everything is no harm while there is room
+        if self.when == "pressure":  # `full` included: it takes no more room than the pool has
             return frozenset(name for name in names if "pressure" in REGISTRY[name].triggers)
         return frozenset(names - {"full"})
 
     @property
     def reconstructs(self) -> bool:
-        """Whether any request may need its prompt reconstructed."""
+        """Whether some request may need a reconstruction of its prompt."""
         return any(REGISTRY[name].reconstructs for name in self.allowed)
 
     @property
     def statistics(self) -> frozenset[str]:
-        """All that workers must be able to measure: what any request may need."""
+        """Statistics that workers must be able to measure for some request."""
         named = [REGISTRY[name].measures for name in self.allowed]
         parts = (part.statistics for part in self.classes.values() if part is not self)
         return frozenset[str]().union(*named, *parts)
 
 
 def _plain(value: Any) -> Any:
-    """A field's value as JSON carries it."""
+    """Return a field's value in JSON types."""
     if isinstance(value, KVPolicyConfig):
         return value.effective()
     return list(value) if isinstance(value, tuple) else value
 
 
 def _validated(known: Mapping[str, Option], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of all known fields. Raises KVPolicyError with all mistakes."""
+    """Return the values of all known fields. Raises KVPolicyError with all mistakes."""
     values, mistakes = {}, []
     for field, option in known.items():
         try:
@@ -185,13 +185,13 @@ def _with_new_names(policy: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _warn_of_old_name(policy: str, old: str, new: str) -> None:
-    """Once a process."""
+    """Log a renamed field, once a process."""
     logger.warning(
         "KV policy %s: the field %s is called %s now; the old name goes with the next release", policy, old, new
     )
 
 
-# --- which fields go together: each raises ValueError ---------------------------------------------------------------
+# --- rules about several fields: each raises ValueError -------------------------------------------------------------
 
 
 def _room_to_choose(config: KVPolicyConfig) -> None:
@@ -215,13 +215,19 @@ def _fits_its_context(config: KVPolicyConfig) -> None:
     if config.context is None:
         return
     for refused, why in (
-        (config.when == "pressure", "under pressure requests keep all while there is room: it needs when: budget"),
+        (
+            config.when == "pressure",
+            "under pressure a request grows while the pool has room; a context needs when: budget",
+        ),
         (
             config.granularity == "token",
-            "heads that keep tokens of their own can't move up: it needs granularity: block",
+            "a block of granularity: token has other positions in each head; a context needs granularity: block",
         ),
-        (isinstance(config.budget, float), "a ratio of a long prompt may be more: it needs a budget in tokens"),
-        (config.min_prompt > 1, "requests that are never evicted from would outgrow it: leave min_prompt out"),
+        (
+            isinstance(config.budget, float),
+            "a ratio of a long prompt may exceed it; a context needs a budget in tokens",
+        ),
+        (config.min_prompt > 1, "a request with a prompt below min_prompt may outgrow it; leave min_prompt out"),
     ):
         if refused:
             raise ValueError(f"context: {why}")
@@ -250,14 +256,14 @@ def _has_the_trigger(config: KVPolicyConfig) -> None:
     if policy.options and config.when not in policy.triggers:
         others = sorted(name for name in REGISTRY if config.when in REGISTRY[name].triggers and name != "full")
         raise ValueError(
-            f"policy {config.name!r} has no when: {config.when}, it has: {', '.join(policy.triggers)}; "
-            f"policies that have it: {', '.join(others)}"
+            f"when: {config.name!r} supports only {' and '.join(map(repr, policy.triggers))}. "
+            f"Policies that support {config.when!r}: {', '.join(others)}"
         )
     for name in config.allow or ():
         if config.when not in REGISTRY[name].triggers:
             others = sorted(n for n in REGISTRY if config.when in REGISTRY[n].triggers and not REGISTRY[n].splits)
             raise ValueError(
-                f"allow: {name!r} has no when: {config.when}, and a request has its server's; "
+                f"allow: {name!r} does not support the server's when: {config.when}; "
                 f"requests may pick: {', '.join(others)}"
             )
 

@@ -1,4 +1,4 @@
-"""What sizes in tokens come to in blocks, and what bounds a request."""
+"""Sizes of a policy in blocks, and the bound of a request."""
 
 import math
 from collections.abc import Mapping
@@ -9,21 +9,21 @@ from .errors import KVPolicyError
 from .frozen import C, Frozen
 from .registry import REGISTRY
 
-#: Trigger of requests that are evicted from only when the pool runs out.
+#: Trigger of requests under `when: pressure`, above any number of blocks.
 NEVER = 1 << 40
-#: Tokens of vLLM's smallest block on a device, in which sizes that follow a budget are shown.
+#: Tokens of vLLM's smallest block on a device. `effective` rounds sizes that follow a budget by it.
 SMALLEST_BLOCK = 16
-#: Size that follows the budget -> the size beside it, and blocks of the budget for one block of it.
+#: Size that follows the budget -> (the other size, blocks of the budget for each block of this size).
 FOLLOWING = {"sink": ("recent", 8), "recent": ("sink", 2)}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may keep resident, in whole blocks of one KV group.
+    """Limits of one request in one KV group, in whole blocks.
 
     Attributes:
-        budget: blocks left after a decision.
-        trigger: blocks above which a decision is taken; `NEVER` under `when: pressure`.
+        budget: resident blocks after a decision.
+        trigger: resident blocks above which a decision is due; `NEVER` under `when: pressure`.
         sink: leading blocks that are never evicted.
         recent: trailing *tokens* whose blocks are never evicted.
     """
@@ -35,21 +35,24 @@ class Limits:
 
     @property
     def bound(self) -> int:
-        """Blocks that a request may insist on between steps: under pressure its floor."""
+        """Most blocks that a request holds between steps; under pressure the blocks that it never loses."""
         return self.budget if self.trigger == NEVER else self.trigger
 
 
 def fitted(budget: Any, sizes: Mapping[str, int], unsaid: frozenset[str], block_size: int) -> dict[str, int]:
-    """Tokens of `sink` and `recent`; sizes that were not given in whole blocks where the budget is small for them.
+    """Fit sizes that are not given to a budget.
 
-    Sinks are at most an eighth of the budget's blocks and the recent window at most half of them. Beside a size that
-    was given they leave one block that can go, if that size does.
+    Sinks get at most an eighth of the budget's blocks, the recent window at most half of them. Beside a given size they
+    leave one block that can be evicted, if the given size does.
 
     Args:
-        budget: tokens; sizes follow no other budget.
-        sizes: tokens of both, given or the policy's defaults.
-        unsaid: names of those that were not given.
+        budget: tokens as int. For any other budget sizes stay.
+        sizes: tokens of `sink` and `recent`, given or the policy's defaults.
+        unsaid: names of sizes that are not given.
         block_size: tokens.
+
+    Returns:
+        Tokens of `sink` and `recent`; fitted sizes are whole blocks if they shrink.
     """
     found = dict(sizes)
     blocks = math.ceil(budget / block_size) if isinstance(budget, int) else 0
@@ -61,21 +64,20 @@ def fitted(budget: Any, sizes: Mapping[str, int], unsaid: frozenset[str], block_
 
 
 class Sizes(Frozen):
-    """Of `KVPolicyConfig`: sizes."""
+    """The part of `KVPolicyConfig` about sizes."""
 
     def _fitted(self: C, block_size: int) -> dict[str, int]:
         return fitted(self.budget, {"sink": self.sink, "recent": self.recent}, self.unsaid, block_size)
 
     def minimum(self: C, block_size: int) -> int:
-        """The smallest budget that leaves something to choose, in blocks."""
+        """Return the smallest budget with a block that can be evicted, in blocks."""
         return self._sinks_and_recent(block_size) + 1 if self.protect else 1
 
     def _sinks_and_recent(self: C, block_size: int) -> int:
-        # A window that does not end on a block's edge reaches into one block more.
         return sum(math.ceil(size / block_size) for size in self._fitted(block_size).values())
 
     def limits(self: C, block_size: int, prompt_len: int) -> Limits | None:
-        """Blocks that a request with this prompt may keep; None if all of them.
+        """Return the limits of a request with a prompt of this length; None if it keeps everything.
 
         Raises:
             KVPolicyError: the budget is smaller than `minimum`.
@@ -88,7 +90,7 @@ class Sizes(Frozen):
     def _limits(self: C, block_size: int, prompt_len: int) -> Limits:
         minimum = self.minimum(block_size)
         if self.budget is None:
-            # The same without protection: an ablation compares equal budgets.
+            # Without `protect` too, so that ablations compare equal budgets.
             budget = self._sinks_and_recent(block_size) + 1
         elif isinstance(self.budget, float):
             budget = max(math.ceil(math.ceil(self.budget * prompt_len) / block_size), minimum)
@@ -110,7 +112,7 @@ class Sizes(Frozen):
         return Limits(budget, trigger, math.ceil(sizes["sink"] / block_size), sizes["recent"])
 
     def bound(self: C, block_size: int, max_model_len: int) -> int | None:
-        """Most blocks that any request may hold between steps; None if requests may keep everything."""
+        """Return the most blocks that any request holds between steps; None if a request may keep everything."""
         profiles = any(REGISTRY[name].profiles for name in self.allowed | {self.name})
         if "full" in self.allowed or self.reconstructs or profiles or self.min_prompt > 1:
             return None
@@ -118,17 +120,17 @@ class Sizes(Frozen):
         return None if limits is None else limits.bound
 
     def check(self: C, block_size: int, layers: int, kv_heads: int, max_model_len: int, ahead: int = 0) -> None:
-        """Make sure that this config means something for a model and its blocks.
+        """Check this configuration against a model and its block size.
 
         Args:
             block_size: tokens.
             layers, kv_heads: of the model.
             max_model_len: tokens.
-            ahead: most tokens of a request that are in flight.
+            ahead: most tokens of a request in flight.
 
         Raises:
-            KVPolicyError: a budget leaves nothing to choose, or more than the context has room for; heads are split for
-                a model of another shape.
+            KVPolicyError: a budget is below `minimum`; the context has no room for a budget; the pattern of heads has
+                another shape than the model.
         """
         if self.pattern and self.head_pattern.retrieval.shape != (layers, kv_heads):
             shape = self.head_pattern.retrieval.shape
@@ -146,10 +148,10 @@ class Sizes(Frozen):
                 )
 
     def check_instruction(self: C, vocab_size: int) -> None:
-        """Make sure that the model knows the tokens that kvzip puts between a prompt and its repetition.
+        """Check the token ids of kvzip's `instruction`. An unknown id would end the engine with the first request.
 
         Raises:
-            KVPolicyError: naming one that it does not know, which would end the engine with the first request.
+            KVPolicyError: an id is not below `vocab_size`.
         """
         for token in self.instruction:
             if token >= vocab_size:

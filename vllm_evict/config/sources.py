@@ -1,4 +1,4 @@
-"""Where a policy comes from: its name, a preset, JSON or a file."""
+"""Sources of a policy: its name, a preset, JSON or a file."""
 
 import json
 import os
@@ -12,32 +12,32 @@ from .errors import KVPolicyError, instead, place, shown
 from .registry import REGISTRY
 
 PACKAGE = Path(__file__).parents[1]
-#: The folder of preset files. A wheel has it inside the package, without presets that name a file of gates; a checkout
-#: has it beside the package.
+#: Folder of preset files: inside the package in a wheel, without presets that name a file of gates; beside it in a
+#: checkout.
 PRESETS = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
 
 
 #: Most characters of a policy's JSON, and bytes of its file.
 LONGEST_TEXT = 1 << 16
-#: What files of a policy end in.
+#: Suffixes of policy files.
 FILES = (".yaml", ".yml", ".json")
 
 
 def presets() -> dict[str, Path]:
-    """Files of `PRESETS` by their names; a policy's name is the policy."""
+    """Return the files of `PRESETS` by name, without names of policies, which stand for the policies themselves."""
     files = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
     return {name: path for name, path in files.items() if name not in REGISTRY and not name.startswith("duo")}
 
 
 def read(text: str) -> tuple[Any, str]:
-    """The value behind a string, and the words that say where it came from.
+    """Return the value behind a string, and a prefix for messages that names its file ("" if there is none).
 
     Raises:
-        KVPolicyError: the string is no policy, no preset and no JSON object; or a file that can't be read as a policy.
+        KVPolicyError: the string is not a policy, preset, JSON object or readable policy file.
     """
     if text.startswith("{"):
         if len(text) > LONGEST_TEXT:
-            raise KVPolicyError(f"a JSON object of {len(text)} characters; a policy has at most {LONGEST_TEXT}")
+            raise KVPolicyError(f"got a JSON object of {len(text)} characters; expected at most {LONGEST_TEXT}")
         try:
             return json.loads(text), ""
         except (ValueError, RecursionError) as error:
@@ -56,7 +56,7 @@ def read(text: str) -> tuple[Any, str]:
     name, content = place(path), read_text(path)
     try:
         value = yaml.safe_load(content)
-    except Exception as error:  # constructors of tags raise what Python raises: KeyError, AttributeError, OverflowError
+    except Exception as error:  # PyYAML's constructors raise KeyError, AttributeError, OverflowError and others
         raise KVPolicyError(f"{name} is not YAML: {shown(' '.join(str(error).split()))[1:-1]}") from None
     if not isinstance(value, Mapping):
         raise KVPolicyError(f"{name} must hold the fields of one KV policy (name: ...), not {type(value).__name__}")
@@ -64,17 +64,17 @@ def read(text: str) -> tuple[Any, str]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """Read a file of text.
 
     Raises:
-        KVPolicyError: there is no such file, or it is no text in UTF-8, or one of more than `LONGEST_TEXT` bytes.
+        KVPolicyError: the file is missing, is not UTF-8, or has more than `LONGEST_TEXT` bytes.
     """
     try:
         with path.open("rb") as file:
             content = file.read(LONGEST_TEXT + 1)
     except OSError as error:
         raise KVPolicyError(f"{place(path)}: {error.strerror or error}") from None
-    except ValueError as error:  # no path can have such characters
+    except ValueError as error:  # a null character
         raise KVPolicyError(f"{place(path)} is no path: {error}") from None
     if len(content) > LONGEST_TEXT:
         raise KVPolicyError(f"{place(path)} is too long for a policy, which has at most {LONGEST_TEXT} bytes")
@@ -85,14 +85,10 @@ def read_text(path: Path) -> str:
 
 
 def path_of(text: str | Path) -> Path:
-    """A path that may begin with ~, which shells leave alone after "=" and in JSON."""
+    """Expand a leading ~, which shells do not expand after "=" and in JSON."""
     return Path(os.path.expanduser(text))
 
 
 def policy_named(name: object) -> Any:
-    """The policy called `name`.
-
-    Raises:
-        KVPolicyError: there is none; the message lists those there are.
-    """
+    """Return the policy of this name. Raises KVPolicyError as `Registry.named`."""
     return REGISTRY.named(name, presets)

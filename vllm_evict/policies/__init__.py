@@ -1,7 +1,8 @@
-"""Eviction policies: one short file each.
+"""Eviction policies, one file each.
 
-To add one here, write its file and name its class below. From outside of the package, name the class in the entry point
-group `vllm_evict.policies` of your own distribution. Configuration, help and documentation follow from the class.
+To add a policy to the package, write its file and name its class below. To add one from another distribution, name its
+class in that distribution's entry points, group `vllm_evict.policies`. Configuration, help and documentation follow
+from the class.
 """
 
 from collections.abc import Mapping

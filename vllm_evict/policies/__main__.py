@@ -1,4 +1,4 @@
-"""`python -m vllm_evict.policies`: the table of fields of docs/policies.md."""
+"""`python -m vllm_evict.policies` prints the table of fields of docs/policies.md."""
 
 from ..config import REGISTRY
 

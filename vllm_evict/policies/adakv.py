@@ -1,4 +1,4 @@
-"""Ada-KV: SnapKV with a budget that heads share: what one head does not need goes to another."""
+"""Ada-KV: SnapKV with one budget that all heads of a request share."""
 
 from ..config.fields import BANDS, PER_TOKEN
 from ..config.options import Option, names_of, real, without
@@ -8,8 +8,9 @@ FLOOR = Option("floor", real(ge=0, le=1), 0.2, "share of an even split of the bu
 
 
 class AdaKV(SnapKV):
-    """Each layer's heads are dealt to `bands` KV groups. A decision ranks the blocks of all groups together, and leaves
-    every group the share `floor` of an even split (the paper's safeguard).
+    """Deals the heads of each layer to `bands` KV groups, and ranks the blocks of all groups together.
+
+    A decision leaves each group at least the share `floor` of an even split of the budget (the paper's safeguard).
     """
 
     name = "adakv"

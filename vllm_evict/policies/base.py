@@ -1,4 +1,4 @@
-"""What a policy is: a score for each resident block. Everything else (when, how many, what is protected) is shared."""
+"""Base class of policies. A policy gives each candidate block an importance; all other rules are shared."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,26 +12,28 @@ from ..config.fields import KEEPING, MASS, PER_TOKEN, REDUCTION
 from ..config.options import names_of
 from ..config.registry import Declaration
 
-#: Names of fields: of every policy that evicts, of policies that tell tokens apart, of policies that measure, and of
-#: policies that let attention mass add up as users say.
+#: Names of fields: of all policies that evict, of policies with token granularity, of policies that measure, and of
+#: policies whose users choose how attention mass adds up.
 BUDGET_OPTIONS, TOKEN_OPTIONS, REDUCTIONS, MASS_OPTIONS = map(names_of, (KEEPING, PER_TOKEN, REDUCTION, MASS))
 
-#: Statistics that add up over queries, step by step; a policy uses one of them at most.
+#: Statistics that add up over queries, step by step. A policy measures at most one of them.
 RUNNING = frozenset({"mass", "pivots"})
-#: Statistics of resident keys and values, computed only when a decision is due (see `kernels.keys`).
+#: Statistics of resident keys and values, computed when a decision is due (see `compute.kernels.keys`).
 CACHED = frozenset({"key_norm", "key_diff", "value_key_ratio", "redundancy"})
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The candidates of one decision: resident blocks of one request, outside sinks and recent window.
+    """Candidates of one decision: the resident blocks of a request outside sinks and recent window.
+
+    With token granularity the candidates are tokens of one KV head, and `index` has their positions.
 
     Attributes:
-        index: int64 [n], logical block index in the request, ascending (0 holds the first tokens).
-        config: options of the request's policy.
-        statistics: name -> float64 [n], what the policy measures.
-        count: blocks of the request so far, holes included; the newest is `count - 1`.
-        key: a number of the request's prompt, the same in every run; 0 unless the policy is `by_prompt`.
+        index: int64 [n], logical blocks, ascending (0 holds the first tokens).
+        config: the request's policy and its fields.
+        statistics: name -> float64 [n], for each name in `Policy.measures`.
+        count: logical blocks of the request so far, holes included.
+        key: hash of the request's prompt, the same in every run; 0 unless the policy is `by_prompt`.
     """
 
     index: np.ndarray
@@ -45,41 +47,42 @@ class Blocks:
 
 
 class Policy(Declaration, ABC):
-    """Base of all policies. A policy is stateless and shared by all requests that use it."""
+    """Base class of policies. A policy is stateless, and shared by all requests under it."""
 
-    #: Statistics that workers have to measure for it, of `RUNNING` and `CACHED`.
+    #: Statistics that the policy needs, of `RUNNING` and `CACHED`.
     measures: ClassVar[frozenset[str]] = frozenset()
-    #: Whether its importance is a share of something, so that twice as much weighs twice; otherwise only an order.
+    #: Whether importance is additive: twice the importance weighs twice as much. If False it is only an order.
     weighs: ClassVar[bool] = False
-    #: Whether one budget is shared by all KV groups of a request.
+    #: Whether all KV groups of a request share one budget.
     pools: ClassVar[bool] = False
-    #: Whether it looks at `Blocks.key`.
+    #: Whether the policy reads `Blocks.key`.
     by_prompt: ClassVar[bool] = False
 
     @abstractmethod
     def importance(self, blocks: Blocks) -> np.ndarray:
-        """Score the candidates; the lowest go first, ties from the oldest on.
+        """Score the candidates. Lower values are evicted first; of equal values the oldest.
 
         Args:
-            blocks: the candidates, arrays of length n.
+            blocks: the n candidates.
 
         Returns:
-            Array of length n, any real dtype.
+            [n], of any real dtype.
         """
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """Values of `when`. Under pressure scores have to be at hand in any step, so they have to add up."""
+        """Values of `when` that the policy supports. Pressure needs scores in any step, so only statistics that add
+        up support it."""
         return ("budget",) if self.measures & CACHED or self.reconstructs else ("budget", "pressure")
 
     def cost(self, importance: np.ndarray) -> np.ndarray:
-        """What each candidate's loss takes from its request, to be compared with other requests' losses.
+        """Turn importance into costs that compare between requests.
 
         Args:
             importance: [n], of all candidates of one request.
 
         Returns:
-            float64 [n], shares that add up to 1. Where importance is no more than an order, they rise evenly with it.
+            float64 [n], costs that add up to 1: shares of the importance if it `weighs`, else linear in the rank.
         """
         if self.weighs and (total := importance.sum()) > 0:
             return importance / total

@@ -1,4 +1,4 @@
-"""DuoAttention: retrieval heads keep what their own policy says, streaming heads keep sinks and a recent window."""
+"""DuoAttention: retrieval heads follow a policy of their own, streaming heads keep sinks and a recent window."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +16,11 @@ from .full import Full
 
 
 def _whole_heads(retrieval: Any) -> KVPolicyConfig | None:
-    """The policy of retrieval heads, from its name, its fields or a configuration."""
+    """Parse the policy of retrieval heads: its name, its fields or a configuration."""
     if retrieval is None or isinstance(retrieval, KVPolicyConfig):
         config = retrieval
     elif isinstance(retrieval, Mapping) and "retrieval" in retrieval:
-        raise ValueError("retrieval has no retrieval of its own: it is a policy for whole layers, such as h2o")
+        raise ValueError("got a policy with the field retrieval; expected a policy for whole layers, such as h2o")
     elif isinstance(retrieval, (str, Mapping)):
         config = KVPolicyConfig.parse({"name": retrieval} if isinstance(retrieval, str) else retrieval)
     else:
@@ -31,16 +31,16 @@ def _whole_heads(retrieval: Any) -> KVPolicyConfig | None:
         names = (name for name, policy in REGISTRY.items() if not policy.splits and not policy.reconstructs)
         raise ValueError(f"retrieval heads can't run {config.name!r}, they can run: {', '.join(sorted(names))}")
     if config.allow is not None:
-        raise ValueError("allow belongs beside retrieval, not into it")
+        raise ValueError("got the field allow; set allow beside retrieval")
     if "max" in (config.heads, config.layers):
-        # Layers have different numbers of retrieval heads: they can't be compared head by head.
-        raise ValueError("heads and layers are reduced by sum or mean where heads are split, not by max")
+        # Layers differ in their numbers of retrieval heads, so a maximum over layers cannot go head by head.
+        raise ValueError("heads and layers must be sum or mean in the policy of retrieval heads, not max")
     return config
 
 
 def _as_many_heads_in_each_layer(pattern: tuple[str, ...]) -> tuple[str, ...]:
     if len({len(row) for row in pattern}) > 1:
-        raise ValueError("must have as many digits, one for each KV head, in every row")
+        raise ValueError("must have the same number of digits in every row, one for each KV head")
     return pattern
 
 
@@ -61,9 +61,9 @@ PATTERN = Option(
 
 
 class Duo(Full):
-    """Splits the KV heads of each layer in two classes, each under a policy of its own (`KVPolicyConfig.of_class`).
+    """Splits the KV heads of each layer into two classes, each under a policy of its own (`KVPolicyConfig.of_class`).
 
-    It decides nothing itself: streaming heads are under sink-window, retrieval heads under `full` or any policy given.
+    Streaming heads run `sink-window`. Retrieval heads run `full`, or the policy in the field `retrieval`.
     """
 
     name = "duo"
@@ -74,7 +74,7 @@ class Duo(Full):
     triggers = ("budget",)
 
     def complete(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The fields, with those that the file of gates says in place of those that are not given."""
+        """Fill fields that are not given from the file of gates. Raises ValueError if the file cannot be read."""
         given, pattern = dict(fields), fields.get("pattern")
         if pattern is not None and not (isinstance(pattern, (list, tuple)) and not pattern):
             return given

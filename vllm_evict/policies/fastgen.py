@@ -1,4 +1,4 @@
-"""FastGen: at the end of the prompt each class of heads gets the cheapest policy that keeps most of its attention."""
+"""FastGen: at the end of the prompt each group of heads gets the cheapest policy that keeps most of its attention."""
 
 import numpy as np
 
@@ -12,11 +12,13 @@ RECOVERY = Option(
 
 
 class FastGen(Policy):
-    """Each layer's heads are dealt to `bands` KV groups. Until the prompt is computed they keep everything; then the
-    mass of its last `window` queries says what a group keeps: sinks and recent tokens (`sink-window`), the most
-    important blocks of its budget (`h2o`), or all (`full`), the first of these with the share `recovery` of it.
+    """Deals the heads of each layer to `bands` KV groups, and chooses a policy for each group.
 
-    The paper's special tokens are the sinks here; it has a policy for punctuation, which blocks of tokens do not tell.
+    Until the prompt is computed all groups keep everything. Then a group gets the first of `sink-window`, `h2o` and
+    `full` that keeps the share `recovery` of the attention mass of the last `window` queries.
+
+    Sinks stand in for the paper's special tokens. The paper's policy for punctuation is missing, since blocks do not
+    tell tokens apart.
     """
 
     name = "fastgen"
@@ -33,13 +35,16 @@ class FastGen(Policy):
 
     @staticmethod
     def choose(mass: np.ndarray, protected: np.ndarray, budget: int, recovery: float) -> str:
-        """The name of the policy that a group of heads gets.
+        """Choose the policy of a group of heads.
 
         Args:
-            mass: float64 [n], of all blocks of the prompt.
-            protected: bool [n], those that hold sinks or recent tokens.
+            mass: float64 [n], attention mass of all blocks of the prompt.
+            protected: bool [n], whether a block holds sinks or recent tokens.
             budget: blocks.
-            recovery: share of the mass that has to be kept.
+            recovery: share of the mass that the policy has to keep.
+
+        Returns:
+            "sink-window", "h2o" or "full".
         """
         wanted = recovery * mass.sum()
         kept = mass[protected].sum()

@@ -1,4 +1,4 @@
-"""Full attention: keep everything. Stock vLLM, and the baseline of every comparison."""
+"""Full attention: keeps everything, as stock vLLM does. The baseline of comparisons."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, the blocks whose keys have drawn the most attention so far, beside sinks and recent window."""
+"""H2O: keeps heavy hitters, the blocks whose keys have drawn the most attention so far."""
 
 import numpy as np
 

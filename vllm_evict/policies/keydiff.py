@@ -1,4 +1,4 @@
-"""KeyDiff: keys that differ most from the average key stay. No attention is measured."""
+"""KeyDiff: keeps keys that differ most from the average key. Measures no attention."""
 
 import numpy as np
 

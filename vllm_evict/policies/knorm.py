@@ -1,4 +1,4 @@
-"""Key norm: keys of low norm draw attention, and stay. No attention is measured."""
+"""Key norm: keeps keys of low norm, which draw attention. Measures no attention."""
 
 import numpy as np
 

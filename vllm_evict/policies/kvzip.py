@@ -1,4 +1,4 @@
-"""KVzip: what the model looks at when it repeats its prompt stays, whatever will be asked."""
+"""KVzip: keeps what the model attends to when it repeats its prompt, independent of later questions."""
 
 import numpy as np
 
@@ -11,10 +11,10 @@ INSTRUCTION = Option("instruction", entries(whole()), (), "token ids between the
 
 
 class KVzip(Policy):
-    """A block weighs the attention mass that a reconstruction of the prompt puts on it; a token of a head the largest
-    share of attention that a query of the reconstruction pays to it, as in the paper (see `worker.prompts`).
+    """Weighs a block by the attention mass that a reconstruction of the prompt puts on it.
 
-    What is no part of the reconstructed prompt weighs nothing, so it goes first, from the oldest on.
+    A token of a KV head weighs the largest share of attention that a query of the reconstruction pays to it, as in the
+    paper (see `compute.prompts`). Blocks and tokens outside the reconstructed prompt weigh 0, so they go first.
     """
 
     name = "kvzip"

@@ -1,4 +1,4 @@
-"""Policies that other distributions bring by the entry point group `vllm_evict.policies`: name -> class."""
+"""Loads policies of other distributions from the entry point group `vllm_evict.policies`: name -> class."""
 
 import logging
 from importlib.metadata import EntryPoint, entry_points
@@ -12,7 +12,7 @@ logger = logging.getLogger("vllm.evict")
 
 
 def add_from_outside() -> None:
-    """Add them all. A broken one harms nothing until its name is used: it is refused then, with the reason."""
+    """Add all such policies to the registry. A configuration that names a broken one is refused with the reason."""
     for entry in entry_points(group=GROUP):
         try:
             REGISTRY.add(_loaded(entry))
@@ -25,10 +25,10 @@ def add_from_outside() -> None:
 
 
 def _loaded(entry: EntryPoint) -> Policy:
-    """The policy of an entry point.
+    """Load the policy of an entry point.
 
     Raises:
-        TypeError, ValueError: it is no policy that can come from outside.
+        TypeError, ValueError: the entry point is not a policy, or the policy has flags for policies of the package.
     """
     policy = entry.load()
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
@@ -36,7 +36,9 @@ def _loaded(entry: EntryPoint) -> Policy:
     if getattr(policy, "name", None) != entry.name:
         raise ValueError(f"the class is called {shown(getattr(policy, 'name', None))}; expected {entry.name!r}")
     if policy.splits or policy.reconstructs or policy.profiles or policy.pools:
-        raise ValueError("splits, reconstructs, profiles and pools are for policies of the package")
+        raise ValueError(
+            "got splits, reconstructs, profiles or pools; expected none of them: they are for policies of vllm_evict"
+        )
     if not policy.measures <= RUNNING | CACHED or len(policy.measures & RUNNING) > 1:
         raise ValueError(
             f"measures {', '.join(sorted(policy.measures))}; expected any of {', '.join(sorted(CACHED))}, and one of "

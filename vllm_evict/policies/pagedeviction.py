@@ -1,4 +1,4 @@
-"""PagedEviction: when a block fills, the resident block with the lowest value-to-key ratio goes."""
+"""PagedEviction: evicts the block with the lowest value-to-key ratio whenever a block fills."""
 
 import numpy as np
 
@@ -8,10 +8,10 @@ from .base import Blocks, Policy
 
 
 class PagedEviction(Policy):
-    """A block weighs the mean over its tokens of ||V|| / ||K||.
+    """Weighs a block by ||V|| / ||K||, averaged over its tokens.
 
-    Without a buffer one block goes for each that fills. A prompt is evicted by the same rule, in whole blocks; the
-    paper drops single tokens of it before they are laid out in blocks.
+    Without a buffer each block that fills evicts one block. The prompt follows the same rule in whole blocks, where the
+    paper drops single tokens before it lays them out in blocks.
     """
 
     name = "pagedeviction"

@@ -9,8 +9,10 @@ BETA = Option("beta", real(ge=1, lt=TOO_MANY), 20.0, "the last layer's budget is
 
 
 class PyramidKV(SnapKV):
-    """Layers are cut into `bands`, each a KV group. What the budget leaves beside sinks and recent window falls with
-    depth, linearly from 2 - 1/beta of its mean in the first layer to 1/beta in the last; a band has its layers' mean.
+    """Cuts the layers into `bands` of successive layers, each a KV group with a budget of its own.
+
+    The budget beside sinks and recent window falls linearly with depth, from 2 - 1/beta of its mean in the first layer
+    to 1/beta in the last. A band gets the mean of its layers.
     """
 
     name = "pyramidkv"
@@ -19,8 +21,7 @@ class PyramidKV(SnapKV):
     declares = (*without(SnapKV.declares, "context"), BANDS, BETA)
 
     def shares(self, config: KVPolicyConfig, bands: int) -> list[float]:
-        # Linear from 2 - 1 / beta at the first layer to 1 / beta at the last; a band has its layers' mean. Bands take
-        # as much memory each, however many layers they have, so it is their mean that is the budget.
+        # Bands take equal memory, however many layers they have, so the mean over bands is the budget.
         depth = config._depth or bands
         middles = [(depth * band // bands + depth * (band + 1) // bands - 1) / 2 for band in range(bands)]
         slope = (2 - 2 / config.beta) / max(depth - 1, 1)

@@ -1,4 +1,4 @@
-"""Chance: the control that every score has to beat."""
+"""Random choice: the control of every score."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ SEED = Option("seed", whole(below=1 << 63), 0, "of the hash that chance is made 
 
 
 class Random(Policy):
-    """A block's weight is a hash of `seed`, the request's prompt and the block: the same in every run and decision."""
+    """Weighs a block by a hash of `seed`, the request's prompt and the block: the same in every run and decision."""
 
     name = "random"
     by_prompt = True

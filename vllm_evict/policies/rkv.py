@@ -1,4 +1,4 @@
-"""R-KV: attention mass of the last queries against redundancy of keys."""
+"""R-KV: weighs attention mass of the last queries against redundancy of keys."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ MIX = Option("mix", real(ge=0, le=1), 0.1, "weight of attention against redundan
 
 
 class RKV(Policy):
-    """A block weighs mix · mass − (1 − mix) · redundancy, both as shares of all candidates'."""
+    """Weighs a block by mix · mass − (1 − mix) · redundancy, each divided by its sum over all candidates."""
 
     name = "rkv"
     paper = "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, 2025, arXiv:2505.24133"

@@ -1,4 +1,4 @@
-"""Scissorhands: persistence of importance; what has been pivotal to many recent queries stays."""
+"""Scissorhands: keeps blocks that were pivotal to many recent queries (persistence of importance)."""
 
 import numpy as np
 
@@ -7,10 +7,10 @@ from .base import Blocks, Policy
 
 
 class Scissorhands(Policy):
-    """A block weighs how often, among the last `window` queries, it drew more than its share of a query's attention.
+    """Weighs a block by how often it drew more than its share of attention from one of the last `window` queries.
 
-    The share of a block is 1/t for each of its tokens, when the query sees t tokens. Every query, KV head (its query
-    heads averaged) and layer counts for itself.
+    For a query that sees t tokens the share of a block is 1/t for each of its tokens. Each query, KV head (averaged
+    over its query heads) and layer counts once.
     """
 
     name = "scissorhands"

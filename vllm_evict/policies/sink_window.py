@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens (attention sinks) and a window of the most recent ones."""
+"""StreamingLLM: keeps the first tokens (attention sinks) and a window of the most recent tokens."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""SnapKV: the mass of the last queries, pooled over neighbours."""
+"""SnapKV: keeps blocks by attention mass of the last queries, pooled over neighbours."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from .base import Blocks, Policy
 
 def _odd(kernel: int) -> int:
     if kernel % 2 == 0:
-        raise ValueError(f"must be odd, a block and as many on either side, not {shown(kernel)}")
+        raise ValueError(f"must be odd, not {shown(kernel)}")
     return kernel
 
 
@@ -18,9 +18,9 @@ KERNEL = Option("kernel", whole(1), 3, "blocks, or tokens with `token`, in the p
 
 
 class SnapKV(Policy):
-    """A block weighs the largest mass among the candidates at most `kernel // 2` blocks away, itself one of them.
+    """Weighs a block by the largest mass of the candidates at most `kernel // 2` blocks away, itself included.
 
-    Protected blocks are no neighbours: sinks would lend theirs their mass.
+    Protected blocks are not pooled, so the mass of sinks does not spread to their neighbours.
     """
 
     name = "snapkv"

@@ -1,4 +1,4 @@
-"""TOVA: what the last query before a decision attends to stays."""
+"""TOVA: keeps what the last query before a decision attends to."""
 
 import numpy as np
 
