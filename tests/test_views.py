@@ -87,5 +87,5 @@ def test_what_is_written_follows_what_is_resident(in_graph, blocks):
 
 def test_builders_that_are_given_other_tables_are_not_obeyed():
     worker = Worker(False, blocks=9)
-    with pytest.raises(AssertionError, match="other block tables"):
+    with pytest.raises(AssertionError, match="another block table"):
         worker.views.of(worker.groups[0], SimpleNamespace(block_table_tensor=worker.views.tables[0].clone()))

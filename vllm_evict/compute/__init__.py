@@ -1,1 +1,1 @@
-"""Measures and moves on a worker: running sums, views of block tables, reports, compaction; imports no vLLM."""
+"""The worker's side: running sums, views of block tables, reports, compaction, rotation. Imports no vLLM."""

@@ -1,4 +1,4 @@
-"""Statistics of what a request's blocks hold, read from the KV cache when it has to report."""
+"""Statistics of resident keys and values, read from the KV cache when a request reports."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -11,19 +11,25 @@ from ..policies import CACHED
 from .kernels.keys import key_scores
 from .transfer import to_device, to_host
 
-#: (physical blocks (int64 [n]), whether values are wanted) -> keys, and values or None, of each layer,
+#: (physical blocks, int64 [n]; whether to read values) -> for each layer keys, and values or None,
 #: [n, Hkv, block_size, D] each.
 ReadBlocks = Callable[[torch.Tensor, bool], Iterable[tuple[torch.Tensor, torch.Tensor | None]]]
 
-#: Statistics that look at values.
+#: Statistics that read values.
 OF_VALUES = frozenset({"value_key_ratio"})
 
-#: Statistics of which less speaks for a block. A maximum over heads or layers takes the one that speaks most for it.
+#: Statistics whose lower values make a block more important. A maximum over heads or layers takes their minimum.
 LESS_IS_MORE = frozenset({"key_norm", "redundancy"})
 
 
 class Row(NamedTuple):
-    """Resident blocks of one request: logical (int64 [n], ascending) and physical (int32 [n]); tokens in them."""
+    """Resident blocks of one request.
+
+    Attributes:
+        logical: int64 [n], logical blocks, ascending.
+        physical: int32 [n], their physical blocks.
+        length: tokens in them.
+    """
 
     logical: np.ndarray
     physical: torch.Tensor
@@ -31,10 +37,10 @@ class Row(NamedTuple):
 
 
 class CachedStatistics:
-    """Computes `policies.CACHED` for requests that report, all layers and heads reduced.
+    """Computes `policies.CACHED` of requests that report, reduced over layers and heads.
 
     Args:
-        read: the KV cache of this rank and KV group.
+        read: reads the KV cache of this rank and KV group.
         kv_heads, layers: of this rank and KV group.
         reduce_heads, reduce_layers: "sum", "mean" or "max".
     """
@@ -54,14 +60,14 @@ class CachedStatistics:
         rows: Mapping[str, Row],
         all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
     ) -> Reports:
-        """Statistics of some requests, heads and ranks reduced.
+        """Compute statistics of some requests, reduced over heads and ranks.
 
         Args:
-            asked: request -> statistics; those that are not of `CACHED` are left to others.
-            rows: of these requests.
-            all_reduce: (float64 tensor, whether to take the maximum) -> the same over tensor-parallel ranks.
+            asked: request -> names of statistics; names outside `CACHED` are ignored.
+            rows: request -> its resident blocks.
+            all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
         """
-        # Sorted: ranks have to agree on what is where.
+        # Sorted, so that all ranks have one order.
         wanted = [(req_id, name) for req_id, names in asked.items() for name in sorted(names & CACHED)]
         if not wanted:
             return {}
@@ -78,15 +84,15 @@ class CachedStatistics:
         return reports
 
     def _scores(self, row: Row, names: frozenset[str]) -> dict[str, torch.Tensor]:
-        """This rank's scores, the more the better. name -> float64 [n]."""
-        # A rank may have no heads of a KV group.
+        """Return this rank's scores, where higher is more important: name -> float64 [n]."""
+        # A rank without heads of the KV group reports zeros.
         total: dict[str, torch.Tensor] = {}
         none = torch.zeros(1, len(row.logical), dtype=torch.float64, device=row.physical.device)
         for keys, values in self._read(row.physical.long(), bool(names & OF_VALUES)):
             for name, score in key_scores(keys, values, row.length, names).items():
                 score = -score.double() if name in LESS_IS_MORE else score.double()
                 if not (self._maximise_heads or self._maximise_layers):
-                    score = score.sum(0, keepdim=True)  # layers may differ in heads
+                    score = score.sum(0, keepdim=True)  # layers may differ in their numbers of heads
                 if name not in total:
                     total[name] = score
                 elif self._maximise_layers:

@@ -1,7 +1,7 @@
-"""Full CUDA graphs of decode steps: which kernel attends in one, and the memory that it reads and writes.
+"""Full CUDA graphs of decode steps: the kernel that attends in a graph, and the memory that the graph reads and writes.
 
-A graph replays launches that were captured once, on the memory of that time. So what changes from step to step, tables,
-lengths, weights and mass, lies where it lay when the graph was captured; the host fills it before each replay.
+A graph replays captured launches on the memory of the capture. Tables, lengths, weights and mass therefore keep their
+addresses from step to step, and the host fills them before each replay.
 """
 
 from enum import Enum
@@ -15,29 +15,29 @@ from .transfer import to_device
 
 
 class Attends(Enum):
-    """Which kernel attends in a full graph, to all requests of its batch."""
+    """The kernel that attends to all requests of a full graph."""
 
-    #: The backend's own, through the view. Nothing is measured.
+    #: The backend's kernel, through the view. It measures nothing.
     STOCK = "stock"
-    #: The plugin's, output and mass in one read.
+    #: The plugin's kernel, which computes output and mass in one read.
     OWN = "own"
 
 
 class GraphMemory:
-    """What graphs in which the plugin's kernel attends share, of one KV group.
+    """Memory of one KV group that all `Attends.OWN` graphs share.
 
     Args:
-        requests: most in a batch.
+        requests: most requests in a batch.
         blocks: resident blocks of the longest request that such a graph takes.
-        sums: what measures by block; None if nothing does.
-        tokens: what measures by token, and in graphs nothing else does; None if nothing does.
+        sums: the group's sums by block; None if there are none.
+        tokens: the group's sums by token; None if there are none. With them a graph measures by token only.
         tests: whether queries may be tested for pivotal blocks.
-        device: where the KV cache is.
+        device: device of the KV cache.
 
     Attributes:
         rows: int32 [requests], the batch's rows, then -1.
-        mass: what is measured by block; None if nothing is.
-        tokens: what is measured by token; None if nothing is.
+        mass: buffers of mass by block; None if nothing is measured by block.
+        tokens: buffers of mass by token; None if nothing is measured by token.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GraphMemory:
         return sum(tensor.nbytes for tensor in each if isinstance(tensor, torch.Tensor))
 
     def use(self, live: int) -> None:
-        """The batch has so many requests; the rest of a graph's rows is padding."""
+        """Set the number of requests in the batch. The other rows of a graph are padding."""
         if live != self._live:
             rows = np.arange(len(self.rows), dtype=np.int32)
             self.rows.copy_(to_device(np.where(rows < live, rows, -1).astype(np.int32), self.rows.device))

@@ -1,4 +1,4 @@
-"""What one worker knows of a KV group: which rows have holes, what to measure, what to report."""
+"""State of one KV group on a worker: holes, view, sums and reports."""
 
 from collections.abc import Iterator, Mapping, Set
 from copy import copy
@@ -22,19 +22,19 @@ from .work import StepWork
 
 
 class Batch:
-    """What the KV groups of a worker have in common."""
+    """The step's batch, shared by all KV groups of a worker."""
 
     def __init__(self) -> None:
-        #: The step's requests, in row order.
+        #: Requests of the step, in row order.
         self.req_ids: list[str] = []
-        #: Requests whose decodes are the plugin's kernel's, in all groups.
+        #: Requests that the plugin's kernel decodes, in all groups.
         self.own: set[str] = set()
-        #: The full graph that this step replays, or that is being captured; None: no full graph.
+        #: The full graph that this step replays or captures; None: no full graph.
         self.graph: Attends | None = None
         self._rows: tuple[list[str], set[str], np.ndarray] = ([], set(), np.empty(0, bool))
 
     def own_rows(self) -> np.ndarray:
-        """Which rows of the batch are `own`; made anew only when either changes. bool [R]"""
+        """Return which rows of the batch are in `own`: bool [R]. Cached until batch or `own` changes."""
         req_ids, own, rows = self._rows
         if self.req_ids != req_ids or self.own != own:
             rows = np.fromiter((req_id in self.own for req_id in self.req_ids), bool, len(self.req_ids))
@@ -43,19 +43,20 @@ class Batch:
 
 
 class GroupRuntime:
-    """One KV group of a worker: its holes, its view, and what is measured in it.
+    """One KV group of a worker: its holes, its view and its sums.
 
     Args:
-        config: the policy of its heads.
+        config: policy of the group's heads.
         block_size: tokens.
         max_requests: most requests at once.
         max_model_len: tokens.
-        kv_heads, layers: of this rank and KV group. Where heads are split layers may differ in heads; then this is one
-            layer of all the group's heads, and `shape` has the most heads of a layer, and the layers.
-        store: its KV cache; read after steps and before them.
-        device: where block tables and the KV cache are.
+        kv_heads, layers: of this rank and KV group. If heads are split, layers may differ in heads. Then the group
+            counts as one layer of all its heads.
+        store: KV cache of the group.
+        shape: (most KV heads of a layer, layers); None: (kv_heads, layers).
+        device: device of block tables and KV cache.
         graph_blocks: resident blocks of the longest request in a full graph that measures.
-        held_blocks: most that a request holds; None: of `max_model_len` tokens.
+        held_blocks: most blocks that a request holds; None: the blocks of `max_model_len` tokens.
     """
 
     def __init__(
@@ -73,10 +74,10 @@ class GroupRuntime:
         held_blocks: int | None = None,
     ) -> None:
         self.block_size, self.shape = block_size, shape or (kv_heads, layers)
-        #: What may be measured, and whether tokens may be chosen in the place of blocks.
+        #: Statistics that requests may need, and whether decisions are by token.
         self.statistics, self.by_token = config.statistics, config.granularity == "token"
         self.merges = bool(config.merge)
-        #: Whether full graphs test queries for pivotal blocks: each layer takes longer with them.
+        #: Whether full graphs test queries for pivotal blocks, which makes each layer slower.
         self._tests = "pivots" in config.policy.measures
         self.device = torch.device(device)
         max_blocks = -(-max_model_len // block_size) + 1
@@ -97,16 +98,16 @@ class GroupRuntime:
         if config.granularity == "token" and config.reconstructs:
             self.prompts = PromptScores(kv_heads, layers, block_size, self.device)
         self.store = store
-        #: Where keys may be turned to later positions.
+        #: None unless the policy has a context.
         self.originals: Originals | None = None
         if config.context is not None:
             self.originals = Originals(store, block_size, self.device)
-        #: Of requests that merge.
+        #: Request -> its merger, of requests that merge tokens.
         self.mergers: dict[str, Merger] = {}
         self.cached = CachedStatistics(store.read, kv_heads, layers, config.heads, config.layers)
-        #: Whether the layers' kernels can decode requests with holes themselves (see `StepWork`).
+        #: Whether the plugin's kernel can decode all layers of the group (see `StepWork`).
         self.decodes = False
-        #: Request -> the logical blocks it lacks.
+        #: Request -> its holes, logical blocks.
         self.with_holes: dict[str, list[int]] = {}
         self._lacks: tuple[list[str], np.ndarray] | None = None
         self._identity = torch.arange(max_blocks, dtype=torch.int32, device=self.device)
@@ -116,7 +117,7 @@ class GroupRuntime:
         self._rows: dict[str, Row] = {}
 
     def begin(self, scheduler_output: Any, plan: GroupPlan, number: int) -> None:
-        """See `EvictionRuntime.begin`; `number` is the group's among all of vLLM's."""
+        """See `EvictionRuntime.begin`. `number` is the index of the group among all of vLLM's KV groups."""
         self.plan = plan
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         cached = scheduler_output.scheduled_cached_reqs
@@ -128,8 +129,8 @@ class GroupRuntime:
         for req_id, holes in plan.holes.items():
             self.with_holes.setdefault(req_id, []).extend(holes)
         for req_id, block_ids in started:
-            # The next turn of a streaming session comes as a new request, with the holes it has, those of this plan
-            # too; a cached prefix may have some.
+            # The table of a started request has all its holes: those of a session's former turns and of this plan, or
+            # those of a cached prefix.
             self.with_holes.pop(req_id, None)
             if 0 in block_ids[number]:
                 self.with_holes[req_id] = np.flatnonzero(np.equal(block_ids[number], 0)).tolist()
@@ -149,7 +150,7 @@ class GroupRuntime:
             for req_id, scoring in plan.track.items():
                 if scoring.per_token == (sums is self.tokens):
                     sums.start(req_id, scoring)
-                    # Those that it had before are missing where its next decision is foreseen.
+                    # Holes of earlier plans. Holes of this plan are counted below.
                     sums.count_holes(req_id, len(self.with_holes.get(req_id, ())) - len(plan.holes.get(req_id, ())))
             for req_id, trigger in plan.triggers.items():
                 sums.set_trigger(req_id, trigger)
@@ -170,7 +171,7 @@ class GroupRuntime:
         return set().union(*(sums.requests for sums in (self.sums, self.tokens) if sums is not None))
 
     def fits_graphs(self, requests: Set[str]) -> bool:
-        """Whether all that a step of decodes measures can be measured in a full graph."""
+        """Whether a full graph can measure all that a decode step of these requests measures."""
         if self.prompts is not None and len(self.prompts):
             return False
         if self.tokens is not None:
@@ -178,7 +179,7 @@ class GroupRuntime:
         return self._tests or self.sums is None or not self.sums.test(requests)
 
     def fits_memory(self, lengths: Mapping[str, int]) -> bool:
-        """Whether no request holds more blocks than a graph in which the plugin's kernel attends has room for."""
+        """Whether resident tokens of all requests (request -> length with holes) fit into `Attends.OWN` graphs."""
         room, holes = self.graph_tokens, self.with_holes
         return all(
             length <= room or length - len(holes.get(req_id, ())) * self.block_size <= room
@@ -186,30 +187,30 @@ class GroupRuntime:
         )
 
     def held(self, seq_lens: np.ndarray) -> np.ndarray:
-        """Resident tokens of the batch's requests, of lengths with holes. int32 [R]"""
+        """Return the resident tokens of the batch's requests, int32 [R], from their lengths with holes."""
         return seq_lens - self._lacking(self.batch.req_ids) if self.with_holes else seq_lens
 
     def reserve(self, in_graphs: bool = True) -> None:
-        """Memory that stays, if there is none yet: of views, and of graphs in which the plugin's kernel attends."""
+        """Allocate the memory of views and of `Attends.OWN` graphs, once."""
         self.views.memory(self)
         if in_graphs and self._graph_memory is None:
             sizes = self.max_requests, self._graph_blocks
             self._graph_memory = GraphMemory(*sizes, self.sums, self.tokens, self._tests, self.device)
 
     def hold(self, pool: int) -> None:
-        """There are so many blocks in the pool: memory for what is kept of each."""
+        """Allocate the sums by token for a pool of this many blocks."""
         if self.tokens is not None:
             self.tokens.hold(min(pool, self.max_requests * self.held_blocks))
 
     @property
     def kept_bytes(self) -> int:
-        """Of all that stays where block tables and sums are."""
+        """Bytes on the device that the group keeps between steps."""
         kept = sum(each.nbytes for each in self.views.memory(self)) + self._identity.nbytes
         kept += self.store.kept_bytes
         return kept + sum(each.kept_bytes for each in (self.sums, self.tokens, self._graph_memory) if each is not None)
 
     def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
-        """Requests whose tables change with this step: {logical block: physical block, 0 for a hole}."""
+        """Yield requests whose tables change with this step, and {logical block: physical block, 0 for a hole}."""
         if self.plan is None:
             return
         for req_id in self.plan.holes.keys() | self.plan.moved.keys():
@@ -217,25 +218,25 @@ class GroupRuntime:
             yield req_id, self.plan.moved.get(req_id, {}) | holes
 
     def view(self, metadata: Any) -> tuple[Any, StepWork | None]:
-        """Batch metadata as attention should see it: block tables without their holes, resident lengths.
+        """Return batch metadata with resident views in place of block tables and lengths.
 
-        Stock metadata comes back untouched if no request of the worker has a hole and none is measured.
+        vLLM's metadata comes back unchanged if no request of the worker has a hole and none is measured.
 
         Args:
             metadata: vLLM's `CommonAttentionMetadata`.
 
         Returns:
-            The metadata, and what the layers have to do themselves (None: nothing). The same for all builders of a
-            step: layers of one KV group may have several, when their numbers of query heads differ.
+            The metadata, and the work of the plugin's kernels (None: none). All builders of a step get the same; a KV
+            group has several builders if its layers differ in query heads.
         """
-        if self.plan is None:  # a dummy run: no request of ours is in it
+        if self.plan is None:  # a dummy step
             return (metadata, None) if self.batch.graph is None else self._captured_view(metadata)
         if self._viewed is None:
             self._viewed = self._view(metadata) if self.batch.graph is None else self._graph_view(metadata)
         return self._viewed
 
     def _captured_view(self, metadata: Any) -> tuple[Any, StepWork | None]:
-        """Metadata of a graph that is captured: a batch of nobody's, in the memory that all its replays read."""
+        """`view` of a dummy step that captures a graph: metadata in the memory that all replays read."""
         rows, width = metadata.block_table_tensor.shape
         table, lens, _ = (each[:rows] for each in self.views.memory(self, metadata.block_table_tensor.shape))
         table[:, :width].copy_(metadata.block_table_tensor)
@@ -244,7 +245,7 @@ class GroupRuntime:
         metadata.block_table_tensor, metadata.seq_lens = table, lens
         if self.batch.graph is Attends.STOCK:
             return metadata, None
-        lens.clamp_(max=self.graph_tokens)  # made up, as long as vLLM likes
+        lens.clamp_(max=self.graph_tokens)  # lengths of dummy steps may exceed it
         memory = self._graph_memory
         memory.use(rows)
         metadata.max_seq_len = self.graph_tokens
@@ -253,7 +254,7 @@ class GroupRuntime:
         return metadata, StepWork.of_graph(mass, memory.rows[:rows], lens, tokens)
 
     def _graph_view(self, metadata: Any) -> tuple[Any, StepWork | None]:
-        """`_view` for a step that replays a full graph: all that the graph reads is written. Rows may be padding."""
+        """`_view` of a step that replays a full graph. Fills all memory that the graph reads; rows may be padding."""
         req_ids, rows = self.batch.req_ids, len(metadata.block_table_tensor)
         live = len(req_ids)
         seq_lens = metadata.seq_lens_cpu_upper_bound[:live].numpy()
@@ -290,7 +291,7 @@ class GroupRuntime:
         req_ids = self.batch.req_ids
         rows = len(req_ids)
         starts = metadata.query_start_loc_cpu[: rows + 1].numpy()
-        # A bound only under speculative decoding, which is refused.
+        # Exact: it is an upper bound only under speculative decoding, which is refused.
         seq_lens = metadata.seq_lens_cpu_upper_bound[:rows].numpy()
         held = self.held(seq_lens)
         longest = int(held.max())
@@ -307,7 +308,7 @@ class GroupRuntime:
             table = metadata.block_table_tensor
             logical = self._identity[:width].expand(rows, width)
         if decodes:
-            # Who is decoded by the plugin's kernel in one group is so in all of them.
+            # The plugin's kernel decodes a request in all groups or in none.
             own = np.flatnonzero(self.batch.own_rows() & (np.diff(starts) == 1))
         self._resident(table, held)
         step = None
@@ -328,7 +329,11 @@ class GroupRuntime:
         return metadata, work
 
     def end(self, all_reduce: Any) -> Reports:
-        """Sum up the step and report what the plan asks for."""
+        """Add the step's mass to the running sums, and return the reports that the plan asks for.
+
+        Args:
+            all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
+        """
         plan, viewed = self.plan, self._viewed
         self.plan, self._viewed = None, None
         if viewed is not None and viewed[1] is not None and viewed[1].mass is not None:
@@ -345,18 +350,18 @@ class GroupRuntime:
             for req_id, report in self.cached.report(asked, self._rows, all_reduce).items():
                 reports.setdefault(req_id, report).statistics.update(report.statistics)
         self._rows = {}
-        # All that was asked for, or nothing: the scheduler keeps blocks that it cannot judge.
+        # A report has all statistics that were asked for; an incomplete one is left out.
         return {req_id: report for req_id, report in reports.items() if asked[req_id] <= report.statistics.keys()}
 
     def _lacking(self, req_ids: list[str]) -> np.ndarray:
-        """Tokens in each row's holes; made anew only when the batch or the holes change. int32 [R]"""
+        """Return the tokens in the holes of each row: int32 [R]. Cached until batch or holes change."""
         if self._lacks is None or self._lacks[0] != req_ids:
             tokens = (len(self.with_holes.get(req_id, ())) * self.block_size for req_id in req_ids)
             self._lacks = list(req_ids), np.fromiter(tokens, np.int32, len(req_ids))
         return self._lacks[1]
 
     def _resident(self, table: torch.Tensor, held: np.ndarray) -> None:
-        """Note the resident blocks of requests that have to report; `held` are the tokens in them, int32 [R]."""
+        """Note the resident blocks of requests that report. `held` are their resident tokens, int32 [R]."""
         if not self.plan.report:
             return
         rows = {req_id: row for row, req_id in enumerate(self.batch.req_ids)}

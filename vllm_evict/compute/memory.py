@@ -1,8 +1,8 @@
-"""Memory of a device that a worker's policies take beside vLLM's KV cache, told to vLLM before it sizes its pool.
+"""Device memory that the plugin needs beside vLLM's KV cache. vLLM learns of it before it sizes its pool.
 
-What is there from start to end is allocated before vLLM profiles (`EvictionRuntime.reserve`), so vLLM finds it taken.
-What a step takes, and what a decision or a report takes for a moment, is taken while it profiles
-(`compat.runners.profiling`). What grows with the pool comes out of the memory that vLLM finds for the pool.
+Memory that the plugin keeps is allocated before vLLM's profile run (`EvictionRuntime.reserve`). Memory of a step, of a
+decision or of a report is allocated during the profile run (`integration.runners`). Memory that grows with the pool is
+taken from what vLLM finds for the pool.
 """
 
 from collections.abc import Iterable
@@ -17,28 +17,27 @@ from .runtime import EvictionRuntime
 from .tokens import TURNED
 
 MIB = 1 << 20
-#: Bytes of numbers that are kept about a token, layer and KV head: a sum, its position once a decision has left it, and
-#: a copy of the sum for a decision that is due. Of a reconstructed prompt: scores, the request's own, and positions.
+#: Bytes kept for each token, layer and KV head: its sum, its position, and a copy of the sum for a decision that is
+#: due. For a reconstructed prompt: the prompt's score, the request's score, and the position.
 OF_TOKEN = 12
-#: Of numbers that a decision by token makes of them, in float64 with what it is made from: for each candidate.
+#: Bytes that a decision by token takes for each candidate: float64 numbers and their inputs.
 OF_CANDIDATE = 72
-#: Of what statistics of keys and values, and merging, make of each number of a token's key: four in float32 at once.
+#: Bytes that statistics of keys and values, and merging, take for each element of a key: four float32 numbers.
 OF_DIMENSION = 16
-#: Of a block that moves up: a number of its key, with the one of its value; read, in float32, turned, and written.
+#: Bytes that a rotation takes for each element of a key with that of its value: read, float32, rotated and written.
 OF_TURNED = 32
-#: What is done some at a time, so that it takes no more than about so much: pairs of keys that are compared
-#: (`kernels.alike`), tokens that are moved (`triton_kernels.compact`).
+#: Bytes that work in pieces takes at most: pairs of keys (`kernels.alike`), tokens (`triton_kernels.compact`).
 AT_A_TIME = 128 * MIB
 
 
 class Needs(NamedTuple):
-    """Bytes on a device, at most.
+    """Upper bounds of device memory, in bytes.
 
     Attributes:
-        step: while layers run, beside their activations.
-        between: for a moment, before the first layer runs or after the last.
-        block: for each block that requests hold.
-        blocks: that they hold, if they share none.
+        step: bytes while layers run, beside their activations.
+        between: bytes before the first layer or after the last one, for a short time.
+        block: bytes for each block that requests hold.
+        blocks: number of blocks that requests hold if they share none.
     """
 
     step: int = 0
@@ -47,18 +46,18 @@ class Needs(NamedTuple):
     blocks: int = 0
 
     def left(self, available: int, block_bytes: int) -> int:
-        """What of the memory for a pool is left for its blocks, of so many bytes each, beside what is kept of them."""
+        """Return the bytes of `available` that are left for a pool with blocks of `block_bytes`."""
         blocks = available // (block_bytes + self.block) + 1
         return available - self.block * min(blocks, self.blocks)
 
 
 def needs(groups: Iterable[GroupRuntime], head_size: int, itemsize: int, queries: int) -> Needs:
-    """Of all KV groups of a worker.
+    """Return the needs of all KV groups of a worker.
 
     Args:
-        groups: its.
-        head_size, itemsize: dimensions of a key, and bytes of each.
-        queries: bytes of a layer's, in the largest step.
+        groups: KV groups of the worker.
+        head_size, itemsize: elements of a key, and bytes of an element.
+        queries: bytes of one layer's queries in the largest step.
     """
     each = [_needs(group, head_size, itemsize, queries) for group in groups]
     step, between, block, blocks = zip(*each)
@@ -68,21 +67,21 @@ def needs(groups: Iterable[GroupRuntime], head_size: int, itemsize: int, queries
 def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> Needs:
     layers, kv_heads = group.shape
     blocks, numbers = group.held_blocks * group.max_requests, group.held_blocks * group.block_size * kv_heads
-    rows = numbers * head_size  # of the longest request, in one layer
+    rows = numbers * head_size  # elements of the longest request's keys in one layer
     step = between = block = 0
     if group.sums is not None:
         tests = "pivots" in group.statistics
         by_layer = group.sums.kv_heads if tests or group.sums.maximise_layers else 0
-        # Queries in another dtype, or their LSE; of those that are looked at one by one copies, and outputs.
+        # A copy of the queries in another dtype, or their LSE. Tested queries need copies and outputs beside it.
         step += 4 * blocks * (group.sums.heads + by_layer) + queries * (3 if tests else 1)
         step += sums.PIVOT_SCRATCH if tests else 0
-        # Reports: both indices of each block, sums in float32 and float64, and what they are reduced to.
+        # Reports: two indices of each block, sums in float32 and float64, and their reduction.
         between = blocks * (32 + 16 * group.sums.heads)
     if group.statistics & CACHED:
         between = max(between, rows * (2 * itemsize + OF_DIMENSION) + AT_A_TIME)
     if group.originals is not None:
         tokens = max(min(TURNED, group.held_blocks * group.block_size), group.block_size)
-        # Besides keys of all layers, as they were computed.
+        # The rotation of one layer, and computed keys of all layers.
         between = max(between, tokens * kv_heads * head_size * (OF_TURNED + layers * itemsize))
     if group.by_token:
         decision = layers * numbers * OF_CANDIDATE + AT_A_TIME
@@ -99,12 +98,12 @@ def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> 
 
 
 def kept_bytes(runtime: EvictionRuntime) -> int:
-    """Of all that a worker's policies keep on the device from start to end."""
+    """Return the bytes on the device that a worker keeps between steps."""
     return runtime.ops.scratch_bytes + sum(group.kept_bytes for group in runtime.groups)
 
 
 def described(name: str, runtime: EvictionRuntime, beside: Needs, pool: int) -> str:
-    """What is set aside, for the log, once there is a pool of so many blocks."""
+    """Return the log line about device memory, for a pool of `pool` blocks."""
     blocks = min(pool, beside.blocks)
     taken = sum(group.tokens.nbytes for group in runtime.groups if group.tokens is not None)
     kept = kept_bytes(runtime) + beside.block * blocks - taken
@@ -115,7 +114,7 @@ def described(name: str, runtime: EvictionRuntime, beside: Needs, pool: int) -> 
 
 
 def put_aside(name: str, runtime: EvictionRuntime) -> str | None:
-    """Host memory that a request takes which outgrows its context, for the log; None if requests have no context."""
+    """Return the log line about host memory for rotated keys; None if the policy has no context."""
     groups = [group for group in runtime.groups if group.originals is not None]
     if not groups:
         return None

@@ -1,4 +1,4 @@
-"""Merging instead of dropping: a token that goes leaves its key and value to the token most like it that stays."""
+"""Merges an evicted token's key and value into the kept token with the most similar key, instead of dropping them."""
 
 import math
 
@@ -10,20 +10,21 @@ from ..config import KVPolicyConfig
 class Merger:
     """Merges one request's evicted tokens into kept ones, head by head.
 
-    - `d2o`: an evicted token is merged if the cosine similarity of its key to the kept key most like it reaches a
-      threshold: at the first decision the mean of all these similarities, then their exponential mean (`merge_decay`).
-      Weights are exp(similarity), e for the kept token itself. Wan et al., D2O, 2024, arXiv:2406.13035, section 3.3; a
-      decision here takes many tokens where the paper's takes one, so its similarities count by their mean.
-    - `ems`: of the evicted tokens the most important, as many as stay, are merged if that similarity reaches
-      `merge_threshold`; all others are dropped. Weights are importance, or equal where a policy's importance is no
-      weight. After the evict-then-merge of Li et al., EMS, 2024, arXiv:2412.08521; its global-local score is not here,
-      the policy's own is used.
+    Similarity is the cosine similarity of an evicted key to the most similar kept key.
 
-    Only tokens that were candidates are merged into: sinks and recent tokens may lie in blocks that others read.
+    - `d2o`: an evicted token is merged if its similarity reaches a threshold. The threshold is the mean similarity at
+      the first decision, then an exponential mean (`merge_decay`). Weights are exp(similarity), e for the kept token.
+      Wan et al., D2O, 2024, arXiv:2406.13035, section 3.3. A decision here evicts many tokens where the paper's evicts
+      one, so each decision counts by its mean similarity.
+    - `ems`: at most as many evicted tokens as kept ones, the most important, are candidates for merging. One is merged
+      if its similarity reaches `merge_threshold`. Weights are importance, or equal if some importance is not positive.
+      After evict-then-merge of Li et al., EMS, 2024, arXiv:2412.08521, with the policy's score in place of the paper's.
+
+    Sinks and recent tokens take in nothing, since other requests may read their blocks.
     """
 
     def __init__(self) -> None:
-        #: (layer, head) -> threshold of d2o.
+        #: (layer, head) -> threshold of d2o, a float64 scalar.
         self._thresholds: dict[tuple[int, int], torch.Tensor] = {}
 
     def merge(
@@ -35,17 +36,17 @@ class Merger:
         importance: torch.Tensor,
         keep: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Kept keys and values of one layer with what was merged into them.
+        """Merge the candidates of one layer.
 
         Args:
-            config: of the request.
-            layer: its number, by which thresholds are remembered.
+            config: configuration of the request.
+            layer: number of the layer, by which thresholds are remembered.
             keys, values: [Hkv, count, D], of all candidates; computed in float32.
             importance: float64 [Hkv, count].
-            keep: int64 [Hkv, kept], ascending.
+            keep: int64 [Hkv, kept], indices of kept candidates, ascending.
 
         Returns:
-            float32 [Hkv, kept, D] each.
+            Keys and values of the kept candidates, float32 [Hkv, kept, D] each.
         """
         merged = [
             self._head(config, (layer, head), keys[head].float(), values[head].float(), importance[head], keep[head])
@@ -62,7 +63,7 @@ class Merger:
         importance: torch.Tensor,
         keep: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Tokens that go and that are not merged take part with weight 0: which they are is not known on the host.
+        # Evicted tokens that are not merged take part with weight 0, since the host does not know which they are.
         going = torch.ones(len(keys), device=keys.device).index_fill_(0, keep, 0).argsort(descending=True, stable=True)
         going = going[: len(keys) - len(keep)]
         if not len(going) or not len(keep):
@@ -84,7 +85,7 @@ class Merger:
         return tuple(_added(x[keep] * own[:, None], into, x[going] * weights[:, None]) / total for x in (keys, values))
 
     def _threshold(self, decay: float, at: tuple[int, int], likeness: torch.Tensor) -> torch.Tensor:
-        """Of d2o, a scalar on the keys' device."""
+        """Update the threshold of d2o, and return it: float32 scalar on the keys' device."""
         mean, before = likeness.double().mean(), self._thresholds.get(at)
         new = mean if before is None else decay * mean + (1 - decay) * before
         self._thresholds[at] = new
@@ -92,7 +93,7 @@ class Merger:
 
 
 def _added(x: torch.Tensor, into: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """x with rows added at places `into` (int64), always in one order: on a device `index_put_` sorts them first."""
+    """Add rows to x at `into` (int64), in a fixed order: on a device `index_put_` sorts the indices first."""
     if x.device.type == "cpu":
         return x.index_add_(0, into, more)
     return x.index_put_((into,), more, accumulate=True)

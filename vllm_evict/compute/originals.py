@@ -1,4 +1,4 @@
-"""Keys of blocks that have moved up, as they were computed: each move turns these, so keys are rounded once."""
+"""Keeps computed keys of rotated blocks on the host, so that rotated keys are rounded once, however often they move."""
 
 from collections.abc import Iterable, Mapping, Set
 
@@ -11,59 +11,59 @@ from .transfer import restored, stashed, to_device
 
 
 class Originals:
-    """Turns keys of blocks that move up, in one KV group of a worker.
+    """Rotates keys of blocks in one KV group of a worker.
 
-    A turned key is rounded to the cache's dtype. If the next move turned that one, roundings would add up: fp8 keys
-    lose most of what they say in 100 moves. So the first move of a block puts its keys aside, bytes of the cache, and
-    every move turns these by the whole distance from the position that they were computed for. They lie on the host: a
-    device's memory is vLLM's pool's, and moves are rare. They go with their block, or with their request.
+    A rotated key is rounded to the cache's dtype. Rotating rounded keys again would add up errors: fp8 keys are useless
+    after 100 rotations. So the first rotation of a block copies its computed keys to the host, as bytes of the cache.
+    Each rotation starts from that copy and turns it by the whole distance. The copy ends with its block or request.
+    docs/design.md ("Past the model's context") has the measured errors, and why the copies lie on the host.
 
     Args:
         store: KV cache of the group.
         block_size: tokens.
-        device: where the cache is.
+        device: device of the cache.
     """
 
     def __init__(self, store: Store, block_size: int, device: torch.device) -> None:
         self._store, self._device = store, device
-        #: Blocks that are turned at once.
+        #: Blocks that are rotated at once.
         self._some = max(TURNED // block_size, 1)
-        #: Request -> {logical block: its keys of all layers, [X] (see `Store.keys`)}.
+        #: Request -> {logical block: computed keys of all layers, [X] (see `Store.keys`)}.
         self._kept: dict[str, dict[int, torch.Tensor]] = {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request is known."""
+        """Whether no request has keys here."""
         return not self._kept
 
     @property
     def block_bytes(self) -> int:
-        """Of host memory for each block that moves. Memory that a device copies to comes in powers of two."""
+        """Bytes of host memory for each rotated block. Pinned memory is allocated in powers of two."""
         keys = self._store.keys(torch.empty(0, dtype=torch.int64, device=self._device))
         size = keys.shape[1] * keys.itemsize
         return size if self._device.type == "cpu" else 1 << (size - 1).bit_length()
 
     def blocks(self, req_id: str) -> Set[int]:
-        """Logical blocks of a request whose keys are put aside."""
+        """Logical blocks of a request whose computed keys are kept."""
         return self._kept.get(req_id, {}).keys()
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """These requests ended, or begin again with their first token."""
+        """Drop the keys of requests that ended or restart."""
         for req_id in req_ids:
             self._kept.pop(req_id, None)
 
     def drop(self, holes: Mapping[str, list[int]]) -> None:
-        """These blocks are gone: request -> logical blocks."""
+        """Drop the keys of evicted blocks: request -> logical blocks."""
         for req_id, blocks in holes.items():
             if (kept := self._kept.get(req_id)) is not None:
                 for block in blocks:
                     kept.pop(block, None)
 
     def turn(self, move: KeyRotation) -> None:
-        """Obey a move.
+        """Rotate the keys of a plan's blocks.
 
         Raises:
-            KeyError: a block has moved before, and its keys were not put aside.
+            KeyError: the plan says that a block has been rotated before, and its computed keys are not here.
         """
         kept = self._kept.setdefault(move.req_id, {})
         orders = np.array([move.source, move.target, move.tokens], np.int64)

@@ -1,4 +1,4 @@
-"""What each token of a reconstructed prompt draws from its repetition, head by head (`kvzip` with single tokens)."""
+"""Scores of reconstructed prompts by token and KV head (`kvzip` with `granularity: token`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,10 @@ class Tokens:
     """One request's scores, in the order in which each head holds its tokens.
 
     Attributes:
-        prompt: float32 [L, Hkv, n], of its prompt; what comes after it weighs nothing.
-        scores: float32 [L, Hkv, held], of the tokens that were looked at so far.
-        positions: int32 [L, Hkv, held], where each stands in the request.
-        newest: position of the newest of them.
+        prompt: float32 [L, Hkv, n], scores of the prompt's tokens. Later tokens weigh 0.
+        scores: float32 [L, Hkv, held], scores of the held tokens up to `newest`.
+        positions: int32 [L, Hkv, held], positions of these tokens.
+        newest: position of the newest token so far.
     """
 
     prompt: torch.Tensor
@@ -31,7 +31,7 @@ class Tokens:
     newest: int = -1
 
     def grow(self, position: int) -> None:
-        """Take in the tokens up to `position`."""
+        """Append the tokens up to `position`."""
         new = position - self.newest
         if new <= 0:
             return
@@ -43,43 +43,43 @@ class Tokens:
 
 
 class PromptScores:
-    """Scores of reconstructed prompts and of the requests that have them, by token, layer and KV head of this rank.
+    """Scores of reconstructed prompts, and of requests with such a prompt, by token, layer and KV head of this rank.
 
-    KVzip's: a token's score is the largest share of attention that any query of the repetition, and any query head of
-    the KV head, pays to it. The share is of what the query sees of the sinks, of the part that is repeated, and of all
-    that follows the prompt (Kim et al. 2025, arXiv:2505.23416, section 3.3 and algorithm 1).
+    A token's score is the largest share of attention that a query of the repetition pays to it, over all query heads of
+    the KV head. Softmax runs over the sinks, the repeated part and all tokens after the prompt (Kim et al. 2025,
+    arXiv:2505.23416, section 3.3 and algorithm 1).
 
     Args:
-        kv_heads: most of any layer on this rank.
-        layers: of the KV group.
+        kv_heads: most KV heads of a layer on this rank.
+        layers: layers of the KV group.
         block_size: tokens.
-        device: where the scores are.
+        device: device of the scores.
     """
 
     def __init__(self, kv_heads: int, layers: int, block_size: int, device: torch.device | str = "cpu") -> None:
         self.shape, self.block_size, self.device = (layers, kv_heads), block_size, torch.device(device)
-        #: By the scheduler's number: float32 [L, Hkv, tokens].
+        #: Number of a prompt -> scores, float32 [L, Hkv, tokens].
         self._prompts: dict[int, torch.Tensor] = {}
-        #: Shadows that run.
+        #: Running shadow -> what it repeats.
         self._repeating: dict[str, Repetition] = {}
         self._requests: dict[str, Tokens] = {}
 
     def __len__(self) -> int:
-        """Shadows that run."""
+        """Number of running shadows."""
         return len(self._repeating)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is remembered of any request."""
+        """Whether no shadow and no request has state here."""
         return not self._repeating and not self._requests
 
     @property
     def numbers(self) -> set[int]:
-        """Prompts that have scores."""
+        """Numbers of prompts with scores."""
         return set(self._prompts)
 
     def begin(self, gone: set[str], plan: GroupPlan) -> None:
-        """Obey a plan: forget requests that are gone, start to measure repetitions, hand out scores, forget prompts."""
+        """Apply a plan: drop requests in `gone`, start repetitions, assign scores to requests, drop prompts."""
         for req_id in gone if not self.is_empty else ():
             self._repeating.pop(req_id, None)
             self._requests.pop(req_id, None)
@@ -93,7 +93,7 @@ class PromptScores:
             self._prompts.pop(prompt, None)
 
     def step(self, req_ids: list[str], query_start_loc: np.ndarray, seq_lens: np.ndarray) -> "PromptStep | None":
-        """What to measure in this step; None if nothing. Shadows have no holes.
+        """Return what layers measure in this step; None if nothing. Shadows have no holes.
 
         Args:
             req_ids: requests of the batch, in row order.
@@ -112,15 +112,15 @@ class PromptScores:
         return PromptStep(repeats) if repeats else None
 
     def judged(self, req_id: str, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a decision goes by, when `position` was the newest: scores (float32), positions (int32), [L, Hkv, n]."""
-        if req_id not in self._requests:  # its prompt could not be reconstructed: the oldest go first
+        """See `TokenSums.judged`."""
+        if req_id not in self._requests:  # no reconstruction: all scores are 0, so the oldest tokens go first
             self._requests[req_id] = self._tokens(torch.zeros(*self.shape, 0, device=self.device))
         tokens = self._requests[req_id]
         tokens.grow(position)
         return tokens.scores, tokens.positions
 
     def gather(self, req_id: str, position: int, first: int, count: int, keep: torch.Tensor) -> None:
-        """Tokens went: of `count` from `first` on `keep` (int64 [L, Hkv, kept]) are left, and later ones move up."""
+        """See `TokenSums.gather`."""
         tokens = self._requests[req_id]
         tokens.scores, tokens.positions = (gathered(x, first, count, keep) for x in (tokens.scores, tokens.positions))
 
@@ -129,7 +129,7 @@ class PromptScores:
         return Tokens(prompt, nothing, nothing.int())
 
     def _repeat(self, row: int, queries: range, length: int, repetition: Repetition, scores: torch.Tensor) -> "_Repeat":
-        """What a shadow of `length` tokens so far computes in a step, and which keys its `queries` are held against."""
+        """Describe one step of a shadow, which has `length` tokens so far, for its `queries` of the batch."""
         sinks, part = np.arange(min(repetition.sink, repetition.length)), np.arange(repetition.start, repetition.end)
         places = np.concatenate((np.union1d(sinks, part), np.arange(repetition.length, length)))
         blocks, which = np.unique(places // self.block_size, return_inverse=True)
@@ -146,14 +146,14 @@ class PromptScores:
 
 @dataclass(slots=True)
 class _Repeat:
-    """A shadow's share of a step.
+    """One shadow's part of a step.
 
     Attributes:
-        row: of the batch.
-        queries: tokens of the batch.
-        blocks: int64 [n], logical blocks that hold the keys.
-        keys: int64 [N], places in these blocks, ascending; the last are those of the queries.
-        part: those of `keys` that are repeated.
+        row: row of the batch.
+        queries: range of the batch's tokens.
+        blocks: int64 [n], logical blocks with the keys.
+        keys: int64 [N], token slots in these blocks, ascending; the last ones belong to the queries.
+        part: range of `keys` that is repeated.
         scores: float32 [L, Hkv, len(part)], the largest shares so far.
     """
 
@@ -166,13 +166,13 @@ class _Repeat:
 
 
 class PromptStep:
-    """Shares of attention that one step's repetitions pay to tokens of their prompts."""
+    """Measures the repetitions of one step, layer by layer."""
 
     def __init__(self, repeats: list[_Repeat]) -> None:
         self._repeats = repeats
 
     def add(self, ops: Any, layer: Any, place: int, query: torch.Tensor, kv_cache: Any, metadata: Any) -> None:
-        """Take in one layer, the `place`-th, whose queries [T, H, D] the stock kernel has attended to; in float32."""
+        """Add the layer with index `place`, after the stock kernel, from its queries [T, H, D]. Computes in float32."""
         for repeat in self._repeats:
             blocks = metadata.block_table[repeat.row, repeat.blocks].long()
             keys, _ = ops.read(layer, kv_cache, blocks, False)
@@ -184,12 +184,12 @@ class PromptStep:
 
 
 def _largest_shares(query: torch.Tensor, keys: torch.Tensor, wanted: range) -> torch.Tensor:
-    """The largest share of attention that any query pays to some keys.
+    """Return the largest share of attention that any query pays to each of some keys.
 
     Args:
-        query: float32 [Q, H, D], scaled; of the last Q keys, so that each sees all keys up to its own.
+        query: float32 [Q, H, D], scaled, of the last Q keys. A query sees all keys up to its own.
         keys: float32 [Hkv, N, D].
-        wanted: which keys.
+        wanted: range of keys.
 
     Returns:
         float32 [Hkv, len(wanted)]

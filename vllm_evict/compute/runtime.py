@@ -1,4 +1,4 @@
-"""What one worker does in a step, over its KV groups: it obeys plans, and chooses who decodes, and in which graph."""
+"""Applies the scheduler's plan on a worker, then picks the decode kernel and the CUDA graph of the step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,32 +14,31 @@ from .tokens import compact
 from .transfer import copied
 from .views import Views
 
-#: Of `EvictionRuntime.graph`, until somebody asks.
+#: `EvictionRuntime._graph` before the step's graph is chosen.
 _UNKNOWN = object()
 
 
 class EvictionRuntime:
     """State of one worker, between the scheduler's plans and the attention backend.
 
-    A step goes: `begin` (obey the plan), the runner puts `holes` of each group into its block tables and names the
-    batch's rows, the metadata builders ask for their group's `view`, each layer does its own work, `end` sums up and
-    reports.
+    Order of a step: `begin` applies the plan. The runner writes holes into its block tables and sets the batch's
+    requests. Metadata builders ask for the `view` of their group. Each layer runs its `StepWork`. `end` adds the step's
+    mass to the running sums and reports.
 
-    Nothing here waits for a device: what the host has to know (offsets of queries, lengths, who lacks which blocks) it
-    knows from vLLM's own host copies and from the plans.
+    Nothing here waits for a device: offsets of queries, lengths and holes come from vLLM's host copies and from plans.
 
     Args:
-        groups: of those of vLLM's KV groups that may have holes, in order.
-        ops: of the layers' attention backend (`attention.backend.BackendOps`).
-        pages: where heads are split, layer names of the groups' pages.
+        groups: KV groups that may have holes, in vLLM's order.
+        ops: the layers' attention backend (`attention.ops.BackendOps`).
+        pages: if heads are split, layer names of the groups' pages.
         attends_in_graphs: whether there are full CUDA graphs in which the plugin's kernel attends.
-        names: of the layers, or pages, in each group.
-        block_bytes: of a block of the pool, where other groups share it.
+        names: for each group the names of its layers, or of its pages.
+        block_bytes: bytes of a block of the pool, if other groups share the pool.
 
     Attributes:
-        numbers: of the groups, among all of vLLM's: layers with sliding windows have groups that are vLLM's alone.
-        copied: event after which the last reports hold what they say (see `transfer`); None: at once.
-        views: of the groups, made of vLLM's block tables.
+        numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
+        copied: event after which the contents of the last reports are valid (see `transfer`); None: they are valid.
+        views: views of the groups.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class EvictionRuntime:
         self.batch = Batch()
         self.views = Views(groups, self.batch)
         self.copied: Any = None
-        #: Whether a plan has come. From then on each step of requests has one.
+        #: Whether a plan has come. After the first plan each step with requests has a plan.
         self._planned = False
         self._scheduler_output: Any = None
         self._graph: Any = _UNKNOWN
@@ -67,10 +66,10 @@ class EvictionRuntime:
             group.batch, group.views = self.batch, self.views
 
     def begin(self, scheduler_output: Any) -> None:
-        """Obey a plan: forget requests that ended or start over, note holes, start to measure.
+        """Apply a plan: drop requests that ended or restart, note holes, start and stop measuring.
 
         Raises:
-            RuntimeError: the step has requests and no plan. Only vLLM's warm-up, before the first plan, has none.
+            RuntimeError: the step has requests and no plan. Only dummy steps before the first plan have none.
         """
         self.plan = getattr(scheduler_output, PLAN, None)
         if self.plan is None and self._planned and scheduler_output.num_scheduled_tokens:
@@ -89,40 +88,40 @@ class EvictionRuntime:
         self._scheduler_output, self._graph = scheduler_output, _UNKNOWN
 
     def check_begun(self, scheduler_output: Any) -> None:
-        """Before the runner takes a step in: its plan has to be the one that the worker has begun.
+        """Check, before the runner takes in a step, that `begin` has applied its plan.
 
         Raises:
-            RuntimeError: an executor went past the worker, so nobody would obey the plan.
+            RuntimeError: an executor bypassed the worker, so the plan was not applied.
         """
         plan = getattr(scheduler_output, PLAN, None)
         if plan is not None and plan is not self.plan:
             raise RuntimeError(
-                "an executor gave a step to the model runner past the worker, who obeys its KV policy's plan: "
-                "leave --kv-policy out, or use another --distributed-executor-backend"
+                "an executor gave a step to the model runner past the worker; expected a call of the worker, which "
+                "applies the KV policy's plan: leave --kv-policy out, or use another --distributed-executor-backend"
             )
 
     def reserve(self) -> None:
-        """Memory that stays, before vLLM measures what is left for its pool."""
+        """Allocate memory that stays, before vLLM measures what is left for its pool."""
         self.ops.reserve(self.groups[0].device)
         for group in self.groups:
             group.reserve(self.attends_in_graphs)
 
     def hold(self, pool: int, tables: Sequence[torch.Tensor]) -> None:
-        """Memory for what is kept of each of the pool's blocks, and views as wide as vLLM's block tables."""
+        """Allocate memory for a pool of `pool` blocks, and views as wide as vLLM's block tables."""
         for group, table in zip(self.groups, tables):
             self.views.memory(group, table.shape)
             group.hold(pool)
 
     @property
     def decodes_lacking(self) -> bool:
-        """Whether who lacks blocks is decoded by the plugin's kernel, where that can decode."""
+        """Whether the plugin's kernel decodes requests with holes, for layers that it supports."""
         return bool(self.pages) or not self.ops.decodes_measured
 
     def _own(self) -> set[str]:
-        """Requests whose decodes are the plugin's kernel's.
+        """Return the requests that the plugin's kernel decodes.
 
-        Those that lack blocks, where it is the faster one, or where heads are split, which it decodes by one call. On a
-        device those that are measured, which beside another kernel takes a second read of the keys.
+        These are requests with holes, if that kernel is faster or heads are split (it decodes split heads by one call).
+        On a device also measured requests, which another kernel would decode with a second read of the keys.
         """
         own = set()
         if self.ops.decodes_measured:
@@ -132,9 +131,10 @@ class EvictionRuntime:
         return own
 
     def choose_graph(self, full: bool) -> Attends | None:
-        """Which full CUDA graph this step replays, if it is one of decodes that has some (`full`); None: none.
+        """Choose the full CUDA graph that this step replays; None: no full graph.
 
-        While a graph is captured it is that one.
+        Args:
+            full: whether vLLM has a full graph for the step. During a capture the captured graph is returned instead.
         """
         if not self.ops.capturing:
             self.batch.graph = self.graph if full else None
@@ -142,9 +142,9 @@ class EvictionRuntime:
 
     @property
     def graph(self) -> Attends | None:
-        """What attends in the full CUDA graph that a step of decodes fits in; None: it fits in none."""
+        """The full CUDA graph that fits this step of decodes; None: no full graph fits."""
         if self.plan is None:
-            return Attends.STOCK  # a dummy run: no request of ours is in it
+            return Attends.STOCK  # a dummy step
         if self._graph is _UNKNOWN:
             self._graph = self._fitting()
         return self._graph
@@ -159,33 +159,37 @@ class EvictionRuntime:
         return Attends.OWN if self.attends_in_graphs and self._fits_memory() else None
 
     def _fits_memory(self) -> bool:
-        """Whether graphs in which the plugin's kernel attends have room for the longest request of the step."""
+        """Whether `Attends.OWN` graphs have room for the longest request of the step."""
         output, tokens = self._scheduler_output, self._scheduler_output.num_scheduled_tokens
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         computed = [request.num_computed_tokens for request in new] + cached.num_computed_tokens
         if max(computed) + max(tokens.values()) <= min(group.graph_tokens for group in self.groups):
-            return True  # whatever they lack
+            return True  # even without holes
         req_ids = [request.req_id for request in new] + cached.req_ids
         lengths = {req_id: before + tokens[req_id] for req_id, before in zip(req_ids, computed)}
         return all(group.fits_memory(lengths) for group in self.groups)
 
     @contextmanager
     def capturing(self, attends: Attends | None) -> Iterator[None]:
-        """Around the capture of a CUDA graph, its warm-up included; None: it is not a full one."""
+        """Context of the capture of a CUDA graph, its warm-up included. None: the graph is not a full one."""
         self.batch.graph, self.ops.capturing = attends, attends is not None
         try:
             yield
         finally:
             self.batch.graph, self.ops.capturing = None, False
 
-    @torch.inference_mode()  # caches and sums are made in it
+    @torch.inference_mode()  # as caches and sums are
     def rearrange(self, all_reduce: Any) -> None:
-        """Gather what heads keep, and turn keys of blocks that move up, before any block of this step is written."""
+        """Carry out the plan's rotations and compactions, before the step writes any block.
+
+        Args:
+            all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
+        """
         for move in self.plan.rotations:
             self.groups[move.group].originals.turn(move)
         for group, plan in zip(self.groups, self.plan.groups):
             if group.originals is not None:
-                group.originals.drop(plan.holes)  # some may have moved with this very plan
+                group.originals.drop(plan.holes)  # after the rotations, which may include blocks of these holes
         for each in self.plan.compactions:
             group = self.groups[each.group]
             merger = group.mergers.setdefault(each.req_id, Merger())
@@ -194,7 +198,7 @@ class EvictionRuntime:
 
     @torch.inference_mode()
     def end(self, all_reduce: Any) -> list[Reports]:
-        """Sum up the step and report what the plan asks for, group by group."""
+        """Return each group's reports (see `GroupRuntime.end`)."""
         self.plan = None
         reports = [group.end(all_reduce) for group in self.groups]
         self.copied = copied(self.groups[0].device) if any(reports) else None

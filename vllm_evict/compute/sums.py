@@ -1,4 +1,4 @@
-"""Running sums of attention mass, or of pivotal queries, per request and logical block."""
+"""Running sums of attention mass, or counts of pivotal queries, for each request and logical block."""
 
 from collections.abc import Callable, Sequence, Set
 from functools import partial
@@ -13,27 +13,28 @@ from .kernels.queries import Queries
 from .kernels.take import take
 from .transfer import to_device, to_host
 
-#: Attends for one layer, and adds the mass of its queries: (weights [T] or None, out [R, H, W] or None) -> None.
+#: Attends for one layer and adds the mass of its queries: (weights [T] or None, out [R, H, W] or None) -> None.
 Weigh = Callable[[torch.Tensor | None, torch.Tensor | None], None]
-#: One layer's mass of n queries one by one, as means over a KV head's query heads: (queries, W) -> float32 [n, Hkv, W].
+#: Returns one layer's mass of each of n queries, averaged over the query heads of a KV head:
+#: (queries, W) -> float32 [n, Hkv, W].
 WeighEach = Callable[[Queries, int], torch.Tensor]
 
 
-#: Bytes of what is made of queries that are looked at one by one, so many at once.
+#: Most bytes of temporary tensors of queries that are tested one by one.
 PIVOT_SCRATCH = 64 << 20
 
 
 class MassBuffers(NamedTuple):
-    """What layers of one step read and write to measure their mass.
+    """Memory that the layers of one step read and write to measure mass.
 
     Attributes:
-        weights: float32 [T], how much each query counts; None if all count as one.
-        mass: float32 [R, H, W], summed up (or maximised) over layers; counts of pivotal queries in rows of those.
-        layer: float32 [R, Hkv, W], of one layer, zeros between layers; None where each layer adds its mass to `mass`.
-        tested: int32 [R], not 0 where the only query of a row is tested for pivotal blocks; None: of no row.
+        weights: float32 [T], weight of each query; None: 1.
+        mass: float32 [R, H, W], sum or maximum over layers; counts in rows that are tested for pivotal blocks.
+        layer: float32 [R, Hkv, W], mass of one layer, zeros between layers; None if layers add to `mass` directly.
+        tested: int32 [R], not 0 for rows of one query that is tested for pivotal blocks; None: no row is tested.
         lens: int32 [R], resident tokens.
         block_size: tokens.
-        maximise: whether the maximum over layers is taken.
+        maximise: whether layers are reduced by the maximum instead of the sum.
     """
 
     weights: torch.Tensor | None
@@ -45,7 +46,7 @@ class MassBuffers(NamedTuple):
     maximise: bool
 
     def part(self, requests: int, blocks: int | None = None) -> "MassBuffers":
-        """The same memory, of a smaller batch of shorter requests."""
+        """Return views of the memory for fewer requests, of fewer blocks."""
         of_rows = {name: getattr(self, name)[:requests] for name in ("weights", "lens")}
         if self.tested is not None:
             of_rows["tested"] = self.tested[:requests]
@@ -58,7 +59,7 @@ class MassBuffers(NamedTuple):
         self.take(lambda out: weigh(self.weights, out), kv_heads, group)
 
     def take(self, measure: Callable[[torch.Tensor], None], kv_heads: int, group: int) -> None:
-        """Take in what `measure` adds to the zeros of a layer, or to the sum of those before it."""
+        """Add one layer, whose mass `measure` adds to the tensor that it gets."""
         if self.layer is None:
             measure(self.mass)
             return
@@ -72,12 +73,12 @@ class MassStep:
     """Mass of one step's queries on the batch's resident blocks, over all layers of a KV group.
 
     Attributes:
-        rows: int64 [K], batch rows that are measured.
+        rows: int64 [K], measured rows of the batch.
         slots: int64 [K], their rows in the running sums.
-        counted: int64 [K], queries that count.
+        counted: int64 [K], number of queries that count in each measured row.
         logical: int32 [R, W], logical index of each resident block, -1 past the end.
-        buffers: of R and W.
-        queries: those that are tested for pivotal blocks where a row has several; None if there are none.
+        buffers: memory of R rows and W blocks.
+        queries: queries that are tested for pivotal blocks, if a row has several; None if there are none.
         weighs: whether any row takes mass.
     """
 
@@ -111,9 +112,9 @@ class MassStep:
         self.buffers.take(measure, kv_heads, group)
 
     def _pivots(self, queries: Queries, mass: torch.Tensor, heads: int) -> torch.Tensor:
-        """Which blocks draw more than 1/t for each of their tokens from a query that sees t; NaN of NaN.
+        """Return 1 for blocks that draw more than 1/t for each of their tokens from a query that sees t tokens, else 0.
 
-        float32 [n, H, W]
+        NaN stays NaN. float32 [n, H, W].
         """
         lens, block_size = queries.lens[:, None], self.buffers.block_size
         places = torch.arange(mass.shape[2], device=mass.device)
@@ -123,10 +124,10 @@ class MassStep:
 
 
 class RunningSums:
-    """Sums of attention mass or of pivotal queries, float32 [measured requests, heads, logical blocks].
+    """Sums of attention mass, or counts of pivotal queries: float32 [measured requests, heads, logical blocks].
 
-    They belong to a request's logical blocks, start at zero when it (re)starts, and are indexed by position, so holes
-    move nothing. Layers are reduced step by step, queries as `Scoring.accumulate` says, heads when they are reported.
+    A request's sums start at zero when it starts or restarts. They are indexed by logical block, so holes move nothing.
+    Layers are reduced in each step, queries as `Scoring.accumulate` says, heads in reports.
 
     Args:
         requests: most requests at once.
@@ -134,7 +135,7 @@ class RunningSums:
         blocks: most logical blocks of a request.
         block_size: tokens.
         reduce_heads, reduce_layers: "sum", "mean" or "max".
-        device: where the sums are.
+        device: device of the sums.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class RunningSums:
     ) -> None:
         self.block_size, self.kv_heads = block_size, kv_heads
         self.maximise_heads, self.maximise_layers = reduce_heads == "max", reduce_layers == "max"
-        # Plain sums over heads need no rows of their own: the kernel adds them up. A maximum does, over layers too.
+        # The kernel adds up heads, so a sum takes one row. A maximum over heads or layers takes a row for each head.
         self.heads = kv_heads if self.maximise_heads or self.maximise_layers else 1
         self._scale = 1.0
         if reduce_heads == "mean":
@@ -160,7 +161,7 @@ class RunningSums:
         self._sums = torch.zeros(requests, self.heads, blocks, device=device)
         self._slots: dict[str, int] = {}
         self._free = list(range(requests))
-        # How each slot counts, as arrays, so that no step loops over requests.
+        # `Scoring` of each slot as arrays, so that no step loops over requests.
         self._every = np.ones(requests, np.int64)
         self._window = np.zeros(requests, np.int64)
         self._decay = np.zeros(requests)
@@ -169,28 +170,28 @@ class RunningSums:
         self._pivots = np.zeros(requests, bool)
         self._start = np.zeros(requests, np.int64)
         self._batch: tuple[list[str], np.ndarray, np.ndarray] = ([], np.empty(0, np.int64), np.empty(0, np.int64))
-        #: A batch's rows, and the slots of all of its requests where the sums are.
+        #: Rows of the last batch, and int32 [R] the slot of each of its requests, -1 for none, on the device.
         self._folded: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.int32))
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._slots
 
     def __len__(self) -> int:
-        """Requests that are being measured."""
+        """Number of measured requests."""
         return len(self._slots)
 
     @property
     def requests(self) -> Set[str]:
-        """Those that are being measured."""
+        """Measured requests."""
         return self._slots.keys()
 
     @property
     def kept_bytes(self) -> int:
-        """Of what stays where the sums are."""
+        """Bytes of the sums on their device."""
         return self._sums.nbytes
 
     def start(self, req_id: str, scoring: Scoring) -> None:
-        """Measure a request from now on, from zero."""
+        """Start to measure a request, from zero."""
         if req_id not in self._slots:
             self._slots[req_id] = self._free.pop()
             self._batch = ([], *self._batch[1:])
@@ -210,7 +211,7 @@ class RunningSums:
             self._batch = ([], *self._batch[1:])
 
     def set_trigger(self, req_id: str, trigger: int) -> None:
-        """The next decision falls above so many blocks."""
+        """Set the resident blocks above which the request's next decision is due."""
         if (slot := self._slots.get(req_id)) is not None:
             self._trigger[slot] = trigger
 
@@ -219,7 +220,7 @@ class RunningSums:
             self._holes[slot] += holes
 
     def set_holes(self, req_id: str, holes: int) -> None:
-        """Where KV groups share a budget, the next decision follows from the mean of their holes."""
+        """Set the number of holes by which the next decision is foreseen: a mean if KV groups share a budget."""
         if (slot := self._slots.get(req_id)) is not None:
             self._holes[slot] = holes
 
@@ -230,7 +231,13 @@ class RunningSums:
     def buffers(
         self, requests: int, blocks: int, lens: torch.Tensor, weights: torch.Tensor | None, tests: bool
     ) -> MassBuffers:
-        """Memory for a batch; `tests`: whether rows of one query may be tested for pivotal blocks."""
+        """Allocate memory for a batch.
+
+        Args:
+            requests, blocks: R and W.
+            lens, weights: as in `MassBuffers`.
+            tests: whether rows of one query may be tested for pivotal blocks.
+        """
         zeros = partial(torch.zeros, device=lens.device)
         layer = zeros(requests, self.kv_heads, blocks) if self.maximise_layers or tests else None
         tested = zeros(requests, dtype=torch.int32) if tests else None
@@ -246,15 +253,15 @@ class RunningSums:
         resident: torch.Tensor,
         memory: MassBuffers | None = None,
     ) -> MassStep | None:
-        """What to measure in this step; None if nothing.
+        """Return what layers measure in this step; None if nothing.
 
         Args:
             req_ids: requests of the batch, in row order.
             query_start_loc: int32 [R + 1].
-            seq_lens: int32 [R], with holes: position of the last query + 1.
+            seq_lens: int32 [R], tokens with holes: position of the last query + 1.
             logical: int32 [R, W], see `MassStep`.
             resident: int32 [R], resident tokens.
-            memory: of a graph that measures, of R and W; None makes some.
+            memory: memory of a graph, of R rows and W blocks; None allocates.
         """
         rows, slots = self._rows(req_ids)
         if not len(rows):
@@ -277,7 +284,7 @@ class RunningSums:
         if self._pivots[slots].any():
             tested = np.zeros(len(req_ids), np.int32)
             tested[rows] = self._pivots[slots]
-            if len(weights) == len(req_ids):  # a query each
+            if len(weights) == len(req_ids):  # one query in each row
                 weights[tested > 0] = weights[tested > 0] > 0
             else:
                 queries = self._queries(weights, rows, slots, lens, query_start_loc, seq_lens)
@@ -308,7 +315,7 @@ class RunningSums:
         fold(self._sums, self._folded[1], step.mass, step.logical, kept)
 
     def warm_up(self, tests: bool) -> None:
-        """Launch what `fold` and layers do, for a row that is not measured; `tests` as for `buffers`."""
+        """Compile the kernels of `fold` and of layers, by launches for a row that is not measured."""
         device = self._sums.device
         none, zero = (torch.full((1,), each, dtype=torch.int32, device=device) for each in (-1, 0))
         mass, ones = torch.zeros(1, self.heads, 1, device=device), torch.ones(1, device=device)
@@ -324,12 +331,12 @@ class RunningSums:
         resident: Sequence[np.ndarray],
         all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
     ) -> Reports:
-        """Sums of some requests, heads and ranks reduced.
+        """Return the sums of some requests, reduced over heads and ranks.
 
         Args:
             req_ids: measured requests.
-            resident: int64 [n] for each, its resident logical blocks, ascending.
-            all_reduce: (float64 tensor, whether to take the maximum) -> the same over tensor-parallel ranks.
+            resident: for each request int64 [n], resident logical blocks, ascending.
+            all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
         """
         if not req_ids:
             return {}
@@ -350,7 +357,7 @@ class RunningSums:
         return to_device(array, self._sums.device)
 
     def _rows(self, req_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the batch that are measured, and their slots; made anew only when the batch changes."""
+        """Return the measured rows of the batch and their slots, int64 [K] each. Cached until the batch changes."""
         if req_ids != self._batch[0]:
             slots = np.array([self._slots.get(req_id, -1) for req_id in req_ids], np.int64)
             rows = np.flatnonzero(slots >= 0)
@@ -366,7 +373,10 @@ class RunningSums:
         query_start_loc: np.ndarray,
         seq_lens: np.ndarray,
     ) -> Queries | None:
-        """Queries that are tested for pivotal blocks, taken out of `weights` (float32 [T]); None if there are none."""
+        """Return the queries that are tested for pivotal blocks, and set their `weights` (float32 [T]) to 0.
+
+        None if no query is tested.
+        """
         tested = np.zeros(len(lens), bool)
         tested[rows] = self._pivots[slots]
         holes = np.zeros(len(lens), np.int64)
@@ -384,7 +394,8 @@ class RunningSums:
     def _weights(
         self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, seq_lens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Weight of each query of the batch (float32 [T]) and queries that count in each measured row (int64 [K])."""
+        """Return the weight of each query, float32 [T], and the number of queries that count in each measured row,
+        int64 [K]."""
         lens_, ends = lens[rows], seq_lens[rows].astype(np.int64)
         row = np.repeat(np.arange(len(rows)), lens_)
         offsets = np.concatenate(([0], np.cumsum(lens_)))
@@ -406,7 +417,7 @@ class RunningSums:
 
 
 def _spread(values: np.ndarray, rows: np.ndarray, lens: np.ndarray, per_query: bool = False) -> np.ndarray:
-    """Values of some rows (or of their queries) laid out over all queries of the batch, zero elsewhere. [T]"""
+    """Spread values of some rows, or of their queries, over all queries of the batch: float32 [T], 0 elsewhere."""
     measured = np.zeros(len(lens), bool)
     measured[rows] = True
     out = np.zeros(int(lens.sum()), np.float32)

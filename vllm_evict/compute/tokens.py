@@ -1,4 +1,4 @@
-"""Token granularity: what every token of every KV head drew, which tokens each head keeps, and where they go."""
+"""Token granularity: sums of each token and KV head, the choice of kept tokens, and their compaction."""
 
 import logging
 from collections.abc import Callable, Iterable, Set
@@ -18,19 +18,19 @@ from .transfer import fetched, to_device
 
 logger = logging.getLogger("vllm.evict")
 
-#: Steps in flight at most, and with them decisions that are due and not yet carried out.
+#: Most steps in flight, and so most decisions that are due and not yet carried out.
 IN_FLIGHT = 3
-#: Tokens of one layer whose keys are turned at once: in float32 they take several times their memory.
+#: Tokens of one layer whose keys are rotated at once, since float32 copies take several times their memory.
 TURNED = 1024
-#: Pages that are added where they run out: one for so many, and at least so many.
+#: Growth when pages run out: one page for each `GROWTH` pages, and at least `LEAST` pages.
 GROWTH, LEAST = 4, 16
 
 
 class Store(Protocol):
-    """The KV cache of one KV group on this rank, layer by layer.
+    """The KV cache of one KV group on this rank, layer by layer. Blocks are physical.
 
     Attributes:
-        kept_bytes: that it takes beside it.
+        kept_bytes: bytes on the device beside the cache.
     """
 
     kept_bytes: int
@@ -40,37 +40,45 @@ class Store(Protocol):
         ...
 
     def kv_heads(self) -> list[int]:
-        """Of each layer."""
+        """Number of KV heads of each layer."""
         ...
 
     def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
-        """Gather kept tokens of each layer, int32 [Hkv, kept] each (see `kernels.compact`).
+        """Gather kept tokens of all layers (see `kernels.compact`).
 
-        Blocks are int32 on the host, `keep` is where the cache is.
+        Args:
+            source, target: int32 [n] and [m], blocks, on the host.
+            keep: for each layer int32 [Hkv, kept], on the device of the cache.
         """
         ...
 
     def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite blocks of one layer; keys and values [n, Hkv, block_size, D]."""
+        """Overwrite blocks (int64 [n]) of one layer; keys and values [n, Hkv, block_size, D], of any float dtype."""
         ...
 
     def keys(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Keys of all layers as the cache has them, in its dtype: [n, X] of blocks int64 [n]."""
+        """Return keys of all layers, as the cache stores them, of blocks int64 [n]: [n, X] of the cache's dtype."""
         ...
 
     def turn(self, source: torch.Tensor, target: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Copy blocks, int64 [n] each, with `keys` [n, X] in the place of theirs, turned so many tokens on."""
+        """Copy blocks of all layers, with rotated keys.
+
+        Args:
+            source, target: int64 [n]; a block of `target` is its own source, or no source at all.
+            keys: [n, X], computed keys as `keys` returns them.
+            tokens: int64 [n], distance in positions by which each block's keys are rotated.
+        """
         ...
 
 
 class TokenBuffers(NamedTuple):
-    """What layers of one step read and write to measure every resident token.
+    """Memory that the layers of one step read and write to measure every resident token.
 
     Attributes:
-        table: int32 [R, W], pages of each row of the batch (see `TokenSums`); 0 where a row is not measured, and past
-            its end.
-        weights: float32 [T], how much each query counts.
-        mass: float32 [R, Hkv, W * block_size], of one layer, zeros between layers.
+        table: int32 [R, W], pages of each row of the batch (see `TokenSums`); 0 past its end and in rows that are not
+            measured.
+        weights: float32 [T], weight of each query.
+        mass: float32 [R, Hkv, W * block_size], mass of one layer, zeros between layers.
     """
 
     table: torch.Tensor
@@ -78,17 +86,17 @@ class TokenBuffers(NamedTuple):
     mass: torch.Tensor
 
     def part(self, requests: int, blocks: int | None = None) -> "TokenBuffers":
-        """The same memory, of a smaller batch of shorter requests."""
+        """Return views of the memory for fewer requests, of fewer blocks."""
         tokens = None if blocks is None else self.mass.shape[2] // self.table.shape[1] * blocks
         return TokenBuffers(self.table[:requests, :blocks], self.weights[:requests], self.mass[:requests, :, :tokens])
 
 
 class TokenStep:
-    """Mass of one step's queries on every resident token. A model may call a layer several times a step, or not at all.
+    """Mass of one step's queries on every resident token. A model may call a layer any number of times in a step.
 
     Args:
         pages: float32 [L, P, Hkv, block_size], see `TokenSums`.
-        buffers: of R and W.
+        buffers: memory of R rows and W blocks.
         lens: int32 [R], resident tokens.
     """
 
@@ -96,9 +104,11 @@ class TokenStep:
         self._pages, self._buffers, self._lens = pages, buffers, lens
 
     def add(self, weigh: Weigh, kv_heads: int, place: int) -> None:
-        """Take in one layer, the `place`-th of `Store`.
+        """Add one layer of `kv_heads` KV heads.
 
-        `weigh` gets float32 [R, kv_heads, W * block_size] to add the mass of each token to.
+        Args:
+            weigh: adds the mass of each token to its argument, float32 [R, kv_heads, W * block_size].
+            place: index of the layer in `Store`.
         """
         mass = self._buffers.mass[:, :kv_heads]
         weigh(self._buffers.weights, mass)
@@ -106,19 +116,19 @@ class TokenStep:
 
 
 class TokenSums(RunningSums):
-    """Sums of attention mass by token, layer and KV head, for requests of token granularity.
+    """Sums of attention mass by token, layer and KV head, for requests with token granularity.
 
-    They lie in pages of their own, one for each block that a request holds: what two requests share has a score for
-    each of them. A request's tokens are in the order in which its heads hold them: first those that decisions left,
-    each head's own, then all that came since.
+    Sums lie in pages, one for each block that a request holds. Requests that share a block have a page each. Tokens are
+    in the order in which a head holds them: first the tokens that decisions left, which differ between heads, then all
+    later tokens.
 
     Args:
         requests: most requests at once.
-        kv_heads: most of any layer on this rank.
-        layers: of the KV group.
+        kv_heads: most KV heads of a layer on this rank.
+        layers: layers of the KV group.
         block_size: tokens.
-        blocks: most that a request holds.
-        device: where the sums are.
+        blocks: most blocks that a request holds.
+        device: device of the sums.
     """
 
     def __init__(
@@ -131,30 +141,30 @@ class TokenSums(RunningSums):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(requests, kv_heads, layers, 0, block_size, "sum", "sum", device)
-        #: float32 [L, P, Hkv, block_size]; page 0 is nobody's, and stays zero.
+        #: float32 [L, P, Hkv, block_size]. Page 0 is the null page: never allocated, always zero.
         self._pages = torch.zeros(layers, 1, kv_heads, block_size, device=device)
         self._unused: list[int] = []
-        #: Whether more pages were needed than `hold` was told.
+        #: Whether requests needed more pages than `hold` allocated.
         self.outgrown = self._told = False
-        #: Pages of each slot's request, in order, and how many.
+        #: For each slot the pages of its request, in order, and their number.
         self._table = np.zeros((requests, blocks), np.int64)
         self._held = np.zeros(requests, np.int64)
-        #: Tokens that are known, and the newest one's position.
+        #: For each slot the number of tokens with sums, and the position of the newest one.
         self._lengths = np.zeros(requests, np.int64)
         self._newest = np.zeros(requests, np.int64)
-        #: Slot -> where the tokens that decisions left stand in the request, int32 [L, Hkv, n].
+        #: Slot -> positions of the tokens that decisions left, int32 [L, Hkv, n].
         self._left: dict[int, torch.Tensor] = {}
-        #: Request -> {position of its newest token: scores}, of steps that called for a decision.
+        #: Request -> {position of its newest token: scores}, of decisions that are due.
         self._judged: dict[str, dict[int, torch.Tensor]] = {}
 
     @property
     def pages(self) -> int:
-        """Blocks that there is memory for."""
+        """Number of pages without the null page."""
         return self._pages.shape[1] - 1
 
     @property
     def nbytes(self) -> int:
-        """Of the pages."""
+        """Bytes of the pages."""
         return self._pages.nbytes
 
     @property
@@ -162,14 +172,14 @@ class TokenSums(RunningSums):
         return super().kept_bytes + self.nbytes
 
     def hold(self, blocks: int) -> None:
-        """Pages for so many blocks, before any request has one."""
+        """Allocate `blocks` pages, before any request has one."""
         self._told = True
         layers, _, *page = self._pages.shape
         self._pages = self._pages.new_zeros(layers, blocks + 1, *page)
         self._unused = list(range(blocks, 0, -1))
 
     def warm_up(self, tests: bool) -> None:
-        """Launch what layers do, for a row without tokens."""
+        """Compile the kernel of layers, by a launch for a row without tokens."""
         device, (_, _, heads, block_size) = self._pages.device, self._pages.shape
         zero = torch.zeros(1, dtype=torch.int32, device=device)
         put(self._pages[0], zero[None], torch.zeros(1, heads, block_size, device=device), zero)
@@ -184,22 +194,22 @@ class TokenSums(RunningSums):
         super().stop(req_id)
 
     def fit_graphs(self, req_ids: Set[str]) -> bool:
-        """Whether pages are, and stay in a step of decodes of these requests, where graphs know them to be."""
+        """Whether a decode step of these requests leaves the pages at the addresses that graphs captured."""
         if self.outgrown:
             return False
         slots = [self._slots[req_id] for req_id in req_ids & self.requests]
-        # Each may begin a block; one that was not measured yet needs all its pages at once.
+        # Each request may begin a block. A request without pages needs all its pages at once.
         return bool(self._held[slots].all()) and len(slots) <= len(self._unused)
 
     def token_buffers(self, requests: int, blocks: int) -> TokenBuffers:
-        """Memory of decodes, of which none is measured."""
+        """Allocate memory for decodes, none of them measured."""
         device, (_, _, *page) = self._pages.device, self._pages.shape
         table = torch.zeros(requests, blocks, dtype=torch.int32, device=device)
         mass = torch.zeros(requests, page[0], blocks * page[1], device=device)
         return TokenBuffers(table, torch.zeros(requests, device=device), mass)
 
     def captured(self, memory: TokenBuffers, lens: torch.Tensor) -> TokenStep:
-        """A step of a full graph that is captured, in which nothing counts."""
+        """Return the step of a graph's capture, in which no query counts."""
         memory.table.zero_()
         memory.weights.zero_()
         return TokenStep(self._pages, memory, lens)
@@ -213,13 +223,13 @@ class TokenSums(RunningSums):
         resident: torch.Tensor,
         memory: TokenBuffers | None = None,
     ) -> TokenStep | None:
-        """What to measure in this step; None if nothing.
+        """Return what layers measure in this step; None if nothing.
 
         Args:
             req_ids, query_start_loc, seq_lens: as for `RunningSums.step`.
             lens: int32 [R], resident tokens.
-            resident: the same where the sums are.
-            memory: of a graph that measures, of R and W; None makes some.
+            resident: the same on the device of the sums.
+            memory: memory of a graph, of R rows and W blocks; None allocates.
         """
         if memory is not None:
             memory.table.zero_()
@@ -245,26 +255,26 @@ class TokenSums(RunningSums):
         return TokenStep(self._pages, memory, resident)
 
     def judge(self, req_id: str) -> None:
-        """Keep what has added up until now for the decision that this step calls for."""
+        """Copy the sums of a request for the decision that is due after this step."""
         slot = self._slots[req_id]
         judged = self._judged.setdefault(req_id, {})
         judged[int(self._newest[slot])] = self._scores(slot)
         if len(judged) > IN_FLIGHT:
-            del judged[min(judged)]  # it led to nothing
+            del judged[min(judged)]  # that step led to no decision
         if self._window[slot]:  # the next window starts empty
             self._pages.index_fill_(1, self._to_device(self._table[slot, : self._held[slot]]), 0)
 
     def judged(self, req_id: str, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a decision goes by, when `position` was the newest: scores (float32), positions (int32), [L, Hkv, n]."""
+        """Return scores (float32) and positions (int32), [L, Hkv, n] each, of the decision at `position`."""
         return self._judged[req_id][position], self._positions(self._slots[req_id])
 
     def gather(self, req_id: str, position: int, first: int, count: int, keep: torch.Tensor) -> None:
-        """Tokens went: what is known of the others moves up with them.
+        """Drop the sums of evicted tokens, and close the gaps.
 
         Args:
-            position: of the newest token when the decision was called for.
-            first, count: candidates.
-            keep: int64 [L, Hkv, kept], of these.
+            position: position of the newest token at the decision.
+            first, count: range of the candidates.
+            keep: int64 [L, Hkv, kept], indices of kept candidates in that range.
         """
         slot = self._slots[req_id]
         scores = gathered(self._scores(slot), first, count, keep)
@@ -274,12 +284,12 @@ class TokenSums(RunningSums):
         pages = self._to_device(self._table[slot, : self._held[slot]])
         scores = torch.nn.functional.pad(scores, (0, -scores.shape[2] % self.block_size))
         self._pages[:, pages] = scores.unflatten(2, (-1, self.block_size)).transpose(1, 2)
-        # Decisions that are due already go by what was known before, of the tokens that are left.
+        # Later decisions that are due use their own copies, without the evicted tokens.
         later = {newest: scores for newest, scores in self._judged[req_id].items() if newest > position}
         self._judged[req_id] = {newest: gathered(scores, first, count, keep) for newest, scores in later.items()}
 
     def _forget(self, req_id: str) -> None:
-        """All that was measured of a request."""
+        """Drop all sums of a request."""
         slot = self._slots[req_id]
         self._hold(np.array([slot]), np.array([0]))
         self._lengths[slot] = 0
@@ -287,7 +297,7 @@ class TokenSums(RunningSums):
         self._judged.pop(req_id, None)
 
     def _hold(self, slots: np.ndarray, blocks: np.ndarray) -> None:
-        """Give each slot as many pages as its request has blocks, new ones with zeros."""
+        """Give each slot as many pages as its request has blocks. New pages are zeros."""
         taken = []
         for slot, wanted in zip(slots[blocks != self._held[slots]], blocks[blocks != self._held[slots]]):
             held = self._held[slot]
@@ -303,7 +313,7 @@ class TokenSums(RunningSums):
             self._pages.index_fill_(1, self._to_device(np.concatenate(taken)), 0)
 
     def _grow(self) -> None:
-        """More pages, with those there are: requests that share blocks have sums of their own for each."""
+        """Allocate more pages, for requests that share blocks of the pool."""
         if not self.outgrown and self._told:
             logger.warning(
                 "Requests share so many blocks that sums by token take more memory than was set aside; decodes of this "
@@ -316,18 +326,18 @@ class TokenSums(RunningSums):
         self._unused.extend(range(pages + more - 1, pages - 1, -1))
 
     def _fade(self, slots: np.ndarray, counted: np.ndarray) -> None:
-        """What exponential means forget with so many queries that count (int64 [K])."""
+        """Decay exponential means by the number of queries that count in each slot, int64 [K]."""
         for slot, count in zip(slots[self._decay[slots] > 0], counted[self._decay[slots] > 0]):
             pages = self._to_device(self._table[slot, : self._held[slot]])
             self._pages[:, pages] *= float(self._decay[slot] ** count)
 
     def _scores(self, slot: int) -> torch.Tensor:
-        """A copy of a request's scores. float32 [L, Hkv, n]"""
+        """Return a copy of a request's sums: float32 [L, Hkv, n]."""
         pages = self._to_device(self._table[slot, : self._held[slot]])
         return self._pages[:, pages].transpose(1, 2).flatten(2)[..., : self._lengths[slot]]
 
     def _positions(self, slot: int) -> torch.Tensor:
-        """Where each of a request's tokens stands in it. int32 [L, Hkv, n]"""
+        """Return the positions of a request's tokens: int32 [L, Hkv, n]."""
         layers, _, kv_heads, _ = self._pages.shape
         left = self._left.get(slot)
         known = 0 if left is None else left.shape[2]
@@ -338,7 +348,11 @@ class TokenSums(RunningSums):
 
 
 def gathered(values: torch.Tensor, first: int, count: int, keep: torch.Tensor) -> torch.Tensor:
-    """`keep` (int64 [L, Hkv, kept]) of the `count` entries from `first` on, and all others. [L, Hkv, n] -> less."""
+    """Replace the `count` entries from `first` on by those in `keep`, int64 [L, Hkv, kept].
+
+    Returns:
+        [L, Hkv, n - count + kept] for values [L, Hkv, n].
+    """
     chosen = values[:, :, first : first + count].gather(2, keep)
     return torch.cat((values[:, :, :first], chosen, values[:, :, first + count :]), 2)
 
@@ -352,18 +366,18 @@ def compact(
     all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
     device: torch.device | str = "cpu",
 ) -> None:
-    """Choose what each KV head keeps of a request's tokens, and gather it.
+    """Choose the tokens that each KV head of a request keeps, and gather them.
 
-    Policies judge on the host: this waits for a device, once.
+    Policies run on the host, so this waits for a device once.
 
     Args:
-        plan: whose, and which blocks.
-        store: the KV cache.
-        sums: what was measured; None if nothing is.
+        plan: request and blocks.
+        store: KV cache of the group.
+        sums: sums of the group; None if nothing is measured by token.
         block_size: tokens.
-        merger: of the request.
-        all_reduce: (float64 tensor, whether to take the maximum) -> the same over tensor-parallel ranks.
-        device: where the KV cache and sums are.
+        merger: merger of the request.
+        all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
+        device: device of KV cache and sums.
     """
     device = torch.device(device)
     first, count = plan.first * block_size, plan.count * block_size
@@ -382,7 +396,7 @@ def compact(
         store.write(layer, target, *(_in_blocks(x, block_size) for x in (keys, values)))
     if judged is not None and keep:
         heads = judged[0].shape[1]
-        # Rows of heads that a layer does not have are never read.
+        # Padding for layers with fewer heads; those rows are never read.
         full = [torch.cat([layer, layer[:1].expand(heads - len(layer), -1)]) for layer in keep]
         sums.gather(plan.req_id, plan.position, first, count, torch.stack(full))
 
@@ -394,11 +408,11 @@ def _importance(
     resident: torch.Tensor,
     candidates: slice,
 ) -> list[torch.Tensor]:
-    """What the policy thinks of each candidate -> for each layer float64 [Hkv, count]."""
+    """Return the policy's importance of each candidate: for each layer float64 [Hkv, count]."""
     policy, config, kv_heads = plan.config.policy, plan.config, store.kv_heads()
     if not kv_heads:
         return []
-    # Name -> of each layer, float64 [Hkv, count].
+    # Name -> for each layer float64 [Hkv, count].
     statistics: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(policy.measures)}
     if policy.measures & CACHED:
         for keys, values in store.read(resident, bool(policy.measures & OF_VALUES)):
@@ -440,7 +454,7 @@ def _merged(
     scores: list[torch.Tensor],
     keep: list[torch.Tensor],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Kept keys and values of each layer, with those that go merged into them. float32 [Hkv, kept, D] each"""
+    """Merge evicted tokens into kept ones: for each layer keys and values, float32 [Hkv, kept, D] each."""
     merged = []
     for layer, (keys, values) in enumerate(store.read(source, True)):
         tokens = (x.transpose(0, 1).flatten(1, 2) for x in (keys, values))
@@ -449,18 +463,19 @@ def _merged(
 
 
 def _in_blocks(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
-    """[Hkv, n * block_size, D] -> [n, Hkv, block_size, D]"""
+    """Reshape [Hkv, n * block_size, D] to [n, Hkv, block_size, D]."""
     return tokens.unflatten(1, (-1, block_size)).transpose(0, 1)
 
 
 def _age(positions: torch.Tensor, newest: int, every: int) -> torch.Tensor:
-    """Counted queries that saw each token, at least 1. float64, as `positions`."""
+    """Return the number of counted queries that saw each token, at least 1: float64, of the shape of `positions`."""
     counted_before = lambda position: -(-position // every)  # noqa: E731  (multiples of `every` below it)
     return (counted_before(newest + 1) - counted_before(positions)).double().clamp(min=1)
 
 
 def _kept(importance: torch.Tensor, kept: int) -> torch.Tensor:
-    """Places of the `kept` most important tokens, ascending; of equal ones the newest stay. int64 [Hkv, kept]"""
+    """Return the indices of the `kept` most important tokens, int64 [Hkv, kept], ascending. Of equal ones the newest
+    stay."""
     order = importance.argsort(dim=1, stable=True)
     return order[:, importance.shape[1] - kept :].sort(dim=1).values
 
@@ -472,8 +487,8 @@ def _reduced(
     all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
-    """One importance for all heads and layers. float64 [count]"""
-    # A rank may have no heads of a KV group, and takes part all the same.
+    """Reduce importance over all heads, layers and ranks: float64 [count]."""
+    # A rank without heads of the KV group takes part with zeros.
     of_layers = [torch.zeros(count, dtype=torch.float64, device=device)] if not layers else []
     for layer in layers:
         of_layers.append(layer.amax(0) if config.heads == "max" else layer.sum(0))

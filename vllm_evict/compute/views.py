@@ -1,4 +1,4 @@
-"""Block tables without holes of a worker's KV groups: memory that stays, and the launch that fills it once a step."""
+"""Views of a worker's KV groups, in memory with fixed addresses that one launch fills once a step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +9,14 @@ from .kernels.view import View, resident_view
 
 
 class Views:
-    """Resident views of all KV groups. Whoever asks first in a step has them all made.
+    """Views of all KV groups. Built lazily: the first `of()` call in a step builds the views of all groups.
 
     Args:
         groups: `GroupRuntime`s, in vLLM's order.
-        batch: theirs.
+        batch: the batch that the groups share.
 
     Attributes:
-        tables: vLLM's block tables of this step, by group: int32 [at least R, W].
+        tables: vLLM's block tables of this step, one for each group: int32 [at least R, W].
     """
 
     def __init__(self, groups: Sequence[Any], batch: Any) -> None:
@@ -26,15 +26,13 @@ class Views:
         self._made: dict[Any, View] = {}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Drop the views of the last step."""
         self._made = {}
 
     def memory(self, group: Any, least: tuple[int, int] = (0, 0)) -> View:
-        """Of one group, for the largest batch of the longest requests; addresses stay the same from step to step.
+        """Return the memory of one group's view, for the largest batch of the longest requests.
 
-        Args:
-            group: whose.
-            least: rows and width of vLLM's block table, which may be wider than its requests ever are.
+        Its addresses stay the same until vLLM's block table, of shape `least`, needs more rows or a greater width.
         """
         rows, width = max(least[0], group.max_requests), max(least[1], group.max_blocks)
         view = self._memory.get(group)
@@ -45,23 +43,23 @@ class Views:
         return view
 
     def warm_up(self, tables: Sequence[torch.Tensor]) -> None:
-        """Launch what makes views of block tables like these, of a request without tokens."""
+        """Compile the kernel for block tables like these, by a launch for a request without tokens."""
         lens = torch.zeros(1, dtype=torch.int32, device=tables[0].device)
         memory = (self.memory(group, table.shape) for group, table in zip(self._groups, tables))
         views = [View(*(each[:1] for each in view)) for view in memory]
         resident_view([table[:1] for table in tables], lens, self._groups[0].block_size, views)
 
     def of(self, group: Any, metadata: Any) -> View:
-        """One group's view of this step: R rows, or as many as the full graph has that is replayed.
+        """Return one group's view of this step: R rows, or all rows of the full graph that the step replays.
 
-        Nothing may be read past the longest resident request of the batch: what former steps left is there.
+        Entries past the longest resident request of the batch are undefined.
 
         Args:
-            group: one that lacks blocks, or any if a full graph is replayed.
+            group: a group with holes, or any group if the step replays a full graph.
             metadata: vLLM's `CommonAttentionMetadata` of the group.
         """
         own = self.tables[self._groups.index(group)]
-        assert own.data_ptr() == metadata.block_table_tensor.data_ptr(), "vLLM's builders were given other block tables"
+        assert own.data_ptr() == metadata.block_table_tensor.data_ptr(), "vLLM's builder got another block table"
         if not self._made:
             self._make(metadata)
         return self._made[group]

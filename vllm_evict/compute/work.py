@@ -1,4 +1,4 @@
-"""What the plugin's kernels do in one step, beside the stock attention kernel or in its place."""
+"""Work of the plugin's kernels in one step, beside the stock attention kernel or in its place."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from .transfer import to_device
 
 @dataclass(slots=True)
 class HeadSlice:
-    """What falls to the heads of one layer that are in one KV group.
+    """The heads of one layer in one KV group.
 
     Attributes:
-        work: of their KV group.
-        place: of the layer in the KV group (see `StepWork.do`).
-        query: [T, H, D], of these heads.
-        kv_cache: theirs.
-        metadata: the backend's, of their KV group.
+        work: the step's work of the KV group.
+        place: index of the layer in the KV group (see `StepWork.do`).
+        query: [T, H, D], queries of these heads.
+        kv_cache: KV cache of these heads.
+        metadata: the backend's metadata of the KV group.
     """
 
     work: "StepWork"
@@ -34,23 +34,24 @@ class HeadSlice:
 
 
 class StepWork:
-    """One step's decodes that the plugin attends to itself, and what it measures; the same for all layers.
+    """Decodes and measurements of the plugin in one step, the same for all layers of a KV group.
 
-    A request that lacks nothing stays with the stock kernel, so that its output is stock's to the byte. One that has
-    holes is decoded by a kernel that yields output and mass in one read; queries of its prefill are measured beside.
+    Requests without evicted blocks use vLLM's kernel; their output is bit-identical to vLLM's. Requests with holes are
+    decoded by a kernel that computes output and mass in one read. Queries of prefills are measured beside the stock
+    kernel.
 
     Args:
-        mass: what is measured by block; None if nothing.
-        tokens: what is measured by token; None if nothing.
-        prompts: what is measured of repeated prompts; None if nothing.
-        rows: int64 [n], batch rows of one query each that the plugin attends to.
+        mass: measurement by block; None if there is none.
+        tokens: measurement by token; None if there is none.
+        prompts: measurement of repeated prompts; None if there is none.
+        rows: int64 [n], batch rows, of one query each, that the plugin decodes.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens.
 
     Attributes:
         seq_lens: as given.
         is_all: whether no query is left for the stock kernel.
-        stock_lens: int32 [R], lengths for the stock kernel: 1 for each of `rows`, which it need not read.
+        stock_lens: int32 [R], lengths for the stock kernel: 1 for each of `rows`, whose output it need not compute.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class StepWork:
         seq_lens: torch.Tensor,
         tokens: TokenStep | None = None,
     ) -> "StepWork":
-        """All decodes of a batch, on memory that stays.
+        """Make the work of a full graph: the plugin decodes all requests, on memory that stays.
 
         Args:
-            mass, tokens: where it is measured, by block or by token.
-            rows: int32 [R], the batch's rows, -1 where a row is padding.
+            mass, tokens: measurement by block, or by token.
+            rows: int32 [R], the batch's rows, -1 for padding.
             seq_lens: int32 [R], resident tokens.
         """
         work = cls(mass, np.empty(0, np.int64), np.zeros(1, np.int32), seq_lens, tokens)
@@ -92,13 +93,13 @@ class StepWork:
 
     @property
     def measures(self) -> bool:
-        """Whether mass is taken of what the stock kernel attends to."""
+        """Whether queries of the stock kernel are measured."""
         return (self.mass is not None or self.tokens is not None) and not self.is_all
 
     def do(self, ops: Any, layer: Any, place: int, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
-        """One layer's share, after the stock kernel's (see `attention.backend.BackendOps`).
+        """Do the work of one layer, after the stock kernel (see `attention.ops.BackendOps`).
 
-        `place` is the layer's number in its KV group, as in `worker.tokens.Store`.
+        `place` is the index of the layer in its KV group, as in `tokens.Store`.
         """
 
         def weigh(weights: torch.Tensor | None, out: torch.Tensor | None, per_token: bool = False) -> None:
@@ -120,7 +121,7 @@ class StepWork:
             self.prompts.add(ops, layer, place, query, kv_cache, metadata)
 
     def _stock_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
-        """Weights without the queries that the plugin attends to. float32 [T]"""
+        """Return the weights with 0 for queries that the plugin decodes: float32 [T]; None: 1."""
         if not len(self.rows):
             return weights
         ones = torch.ones(self._queries, device=self.seq_lens.device) if weights is None else weights.clone()
@@ -128,10 +129,13 @@ class StepWork:
 
 
 def do_together(ops: Any, layer: Any, query: torch.Tensor, shares: Sequence[HeadSlice], output: torch.Tensor) -> bool:
-    """One layer's decodes in all its KV groups by one call, if nothing else is to do. Returns whether it was done.
+    """Decode one layer in all its KV groups by one call, if the step has no other work.
 
     Args:
         query, output: [T, H, D], heads in the order of `shares`.
+
+    Returns:
+        Whether the layer was decoded.
     """
     works = [share.work for share in shares]
     if any(work is None or not work.is_all for work in works):
