@@ -1,1 +1,1 @@
-"""vLLM's attention backends behind a resident view, each with what the plugin does beside its kernel."""
+"""Operations of the plugin for each attention backend of vLLM, beside the backend's kernel or in its place."""

@@ -1,4 +1,4 @@
-"""vLLM's CPU attention backend: where its keys and values lie, for what runs beside its kernel or in its place."""
+"""`BackendOps` of vLLM's CPU attention backend."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,15 +12,14 @@ from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpa
 from ..kernels.queries import Queries
 from ..work import HeadSlice
 
-#: Backend ISAs whose packed keys `block_mass` reads -> its name of the layout.
+#: ISA of the backend -> layout of its packed keys in `block_mass`.
 KEY_LAYOUTS = {"vec": "vec", "vec16": "vec", "amx": "amx"}
 
 
 class CPUOps:
-    """What `attention.backend` needs of vLLM's CPU backend (its `BackendOps`).
+    """`BackendOps` on a CPU.
 
-    Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D], in each block
-    and head first K, then V; metadata is vLLM's `CPUAttentionMetadata`, made through the resident view.
+    A block and head of kv_cache has all keys before all values, packed. Metadata is vLLM's `CPUAttentionMetadata`.
     """
 
     heads_dim = 1
@@ -32,7 +31,7 @@ class CPUOps:
 
     @staticmethod
     def unreadable(layer: Any) -> str | None:
-        """What keeps the score pass from reading a layer's keys, as the end of a sentence; None if nothing does."""
+        """See `BackendOps.unreadable`."""
         if layer.impl.is_fp8_kv_cache:
             return f"keeps its keys as {layer.kv_cache_dtype}, which the score pass can't read on a CPU"
         if layer.isa in KEY_LAYOUTS:
@@ -41,10 +40,10 @@ class CPUOps:
 
     @staticmethod
     def can_decode(layer: Any) -> bool:
-        """Whether `decode` computes what the layer's own kernel does, at least as fast."""
+        """Whether `decode` computes the same as the layer's own kernel, at least as fast."""
         impl = layer.impl
         plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
-        # AMX packs values too, and its tiles make up for a second read of the keys.
+        # Layout "amx" packs values too, and vLLM's AMX kernel is faster in spite of a second read of the keys.
         readable = KEY_LAYOUTS.get(layer.isa) == "vec" and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
         return plain and readable and kernel_path() not in ("torch reference", "portable")
 
@@ -54,16 +53,16 @@ class CPUOps:
 
     @staticmethod
     def reserve(device: torch.device) -> None:
-        """Nothing: kernels take their own."""
+        """Do nothing: kernels allocate their own scratch."""
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
-        """The backend's, which has all that is read here."""
+        """Return the backend's metadata, which has all that these operations read."""
         return stock()
 
     @staticmethod
     def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
-        """The query: vLLM quantises none for this backend."""
+        """Return the query: vLLM does not quantise it for this backend."""
         return query
 
     @staticmethod
@@ -78,7 +77,7 @@ class CPUOps:
     def compact(
         layer: Any, kv_caches: Sequence[torch.Tensor], source: torch.Tensor, keep: torch.Tensor, target: torch.Tensor
     ) -> None:
-        """Gather kept tokens of layers with equally many heads, keep int32 [L, Hkv, kept] (see `kernels.compact`)."""
+        """See `BackendOps.compact`."""
         compact([_pages(kv_cache) for kv_cache in kv_caches], source, keep, target, layout=KEY_LAYOUTS[layer.isa])
 
     @staticmethod
@@ -91,7 +90,7 @@ class CPUOps:
         out: torch.Tensor,
         per_token: bool = False,
     ) -> None:
-        """Add the mass of queries that the stock kernel has attended to (see `block_mass`)."""
+        """See `BackendOps.mass`; runs `block_mass`."""
         keys, _ = _halves(kv_cache)
         block_mass(
             query[: metadata.num_actual_tokens],
@@ -115,7 +114,7 @@ class CPUOps:
         queries: Queries,
         width: int,
     ) -> torch.Tensor:
-        """Mass of n queries one by one, the mean over a KV head's query heads. float32 [n, Hkv, width]"""
+        """See `BackendOps.mass_of`; runs `block_mass`."""
         keys, _ = _halves(kv_cache)
         out = torch.zeros(len(queries.tokens), keys.shape[1], width)
         block_mass(
@@ -143,7 +142,7 @@ class CPUOps:
         out: torch.Tensor | None,
         per_token: bool = False,
     ) -> None:
-        """Attend for requests `rows` of one token each, and add their mass (see `decode_mass`)."""
+        """See `BackendOps.decode`; runs `decode_mass`."""
         keys, values = _halves(kv_cache)
         tokens = metadata.num_actual_tokens
         decode_mass(
@@ -172,7 +171,7 @@ class CPUOps:
         outs: Sequence[torch.Tensor | None],
         per_token: bool = False,
     ) -> None:
-        """`decode` for heads in several KV groups, in one call; an entry of `outs` for each (see `decode_classes`)."""
+        """See `BackendOps.decode_together`; runs `decode_classes`."""
         keys, values = zip(*(_halves(share.kv_cache) for share in shares))
         metadata = shares[0].metadata
         tokens = metadata.num_actual_tokens
@@ -196,7 +195,7 @@ class CPUOps:
     def write(
         layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Overwrite physical `blocks` (int64 [n]) with keys and values [n, Hkv, block_size, D], of any float dtype."""
+        """See `BackendOps.write`."""
         layout = KEY_LAYOUTS[layer.isa]
         packed = (pack_keys(keys.to(kv_cache.dtype), layout), pack_values(values.to(kv_cache.dtype), layout))
         for half, content in zip(_halves(kv_cache), packed):
@@ -206,30 +205,30 @@ class CPUOps:
     def read(
         layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copies of the keys, and values if wanted, of physical `blocks` (int64 [n]), [n, Hkv, block_size, D] each."""
+        """See `BackendOps.read`."""
         stored_keys, stored_values = _halves(kv_cache)
         keys = CPUOps.as_keys(layer, stored_keys[blocks])
         return keys, unpack_values(stored_values[blocks], KEY_LAYOUTS[layer.isa]) if values else None
 
     @staticmethod
     def stored_keys(kv_cache: torch.Tensor) -> torch.Tensor:
-        """Keys of all blocks as they lie in a cache, blocks first."""
+        """See `BackendOps.stored_keys`."""
         return _halves(kv_cache)[0]
 
     @staticmethod
     def as_keys(layer: Any, stored: torch.Tensor) -> torch.Tensor:
-        """Some blocks of `stored_keys` as `read` gives them, [n, Hkv, block_size, D]."""
+        """See `BackendOps.as_keys`."""
         return unpack_keys(stored, KEY_LAYOUTS[layer.isa])
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [num_blocks, Hkv, block_size, D] of a cache."""
+    """Return packed keys and values of a cache, [num_blocks, Hkv, block_size, D] each."""
     block_size = kv_cache.shape[2]
     pages = _pages(kv_cache)
     return pages[:, :, :block_size], pages[:, :, block_size:]
 
 
 def _pages(kv_cache: torch.Tensor) -> torch.Tensor:
-    """A cache as [num_blocks, Hkv, 2 * block_size, D]: keys, then values."""
+    """View a cache as [num_blocks, Hkv, 2 * block_size, D]: keys, then values."""
     num_blocks, kv_heads, block_size, _ = kv_cache.shape
     return kv_cache.view(num_blocks, kv_heads, 2 * block_size, -1)

@@ -1,4 +1,4 @@
-"""vLLM's attention backends on a device: where keys and values lie, for what runs beside a kernel or in its place."""
+"""`BackendOps` of vLLM's attention backends on a device, with the plugin's Triton kernels."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,26 +15,24 @@ from ..work import HeadSlice
 from .ops import FP8_NAMES
 
 FP8 = torch.float8_e4m3fn
-#: Most bytes of the decode kernels' scratch for mass, but that of one request: for 256 requests with 32 query heads,
-#: 128k tokens each, or 8k if mass is by token.
+#: Bytes of the decode kernels' scratch for mass, or more if one request needs more. Enough for 256 requests with 32
+#: query heads and 128k tokens each, or 8k tokens each if mass is by token.
 MASS_SCRATCH = 256 << 20
-GRANULE = 16  # tokens, the fewest of which they keep one number a query head
-#: Bytes of their scratch for what splits of requests yield.
+GRANULE = 16  # least tokens for which decode kernels store one number for each query head
+#: Bytes of the decode kernels' scratch for splits.
 SPLIT_SCRATCH = 32 << 20
-ALIGNED = 64  # float32 numbers: where parts of it begin
+ALIGNED = 64  # float32 numbers, alignment of parts of the scratch
 
 
 class DeviceOps:
-    """What `attention.backend` needs of a backend on a device (its `BackendOps`), with our Triton kernels.
+    """`BackendOps` on a device. Nothing is read on the host.
 
-    Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D], a token's K
-    before its V, in any of vLLM's layouts; metadata is the backend's, made through the resident view. Rows that vLLM
-    pads a batch with are left out. Nothing is read on the host.
+    A slot of kv_cache has a token's key before its value, in any of vLLM's layouts. Rows of padding are skipped.
 
-    Caches may be fp8 (`FP8_NAMES`), which vLLM hands over as bytes. Kernels read them as they are: the keys' scale goes
-    into that of the softmax, the values' onto the output. vLLM may quantise queries too: `dequantised` undoes that.
+    Caches may be fp8 (`FP8_NAMES`), which vLLM passes as bytes. Kernels read fp8 directly: the scale of keys multiplies
+    the softmax scale, and the scale of values multiplies the output. `dequantised` converts quantised queries.
 
-    The mass beside a stock kernel takes a pass of its own for the LSE, unless a subclass has it from the kernel.
+    The mass beside a stock kernel takes a separate pass for the LSE, unless a subclass gets the LSE from the kernel.
     """
 
     heads_dim = 1
@@ -44,19 +42,19 @@ class DeviceOps:
 
     def __init__(self) -> None:
         self.capturing = False
-        #: Plans of decode kernels and how many requests they are for, by shapes and requests.
+        #: Requests and shapes -> plan of the decode kernels, and the number of requests that it is for.
         self._plans: dict[tuple[Any, ...], tuple[Any, int]] = {}
-        #: What all of them take theirs from: layers, steps and graphs run one after the other.
+        #: Scratch of all plans. Layers, steps and graphs run one after the other, so they share it.
         self._scratch: torch.Tensor | None = None
         self.scratch_bytes = MASS_SCRATCH + SPLIT_SCRATCH
-        #: Where the pages of layers lie, by their caches: see `compact`.
+        #: Caches -> their plan of `compact`.
         self._places: dict[tuple[Any, ...], Any] = {}
-        #: In the place of `decode_mass`, for what it takes; None unless it is asked for.
+        #: Replaces `decode_mass` for tensors that it supports; None unless VLLM_EVICT_DECODE=cuda.
         self._cuda = CudaDecode.if_wanted()
 
     @staticmethod
     def unreadable(layer: Any) -> str | None:
-        """What keeps the score pass from reading a layer's keys, as the end of a sentence; None if nothing does."""
+        """See `BackendOps.unreadable`."""
         if layer.kv_cache_dtype in FP8_NAMES:
             if any(scale.numel() != 1 for scale in (layer._q_scale, layer._k_scale, layer._v_scale)):
                 return "has fp8 scales for each head, which the score pass can't read (it reads one for a layer)"
@@ -68,7 +66,7 @@ class DeviceOps:
         return None
 
     def can_decode(self, layer: Any) -> bool:
-        """Whether `decode` computes what the layer's own kernel does."""
+        """Whether `decode` computes the same as the layer's own kernel."""
         impl = layer.impl
         plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
         return plain and self.unreadable(layer) is None
@@ -88,16 +86,16 @@ class DeviceOps:
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
-        """The backend's, which has all that is read here."""
+        """Return the backend's metadata, which has all that these operations read."""
         return stock()
 
     @staticmethod
     def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
-        """Queries in the model's dtype, as `mass`, `mass_of` and the decodes take them."""
+        """See `BackendOps.dequantised`."""
         return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float
 
     def decodes_in_cuda(self, *tensors: torch.Tensor) -> bool:
-        """Whether the kernel in CUDA C++ takes query, keys and values in the place of `decode_mass`."""
+        """Whether the CUDA C++ kernel replaces `decode_mass` for this query, keys and values."""
         return self._cuda is not None and self._cuda.takes(*tensors)
 
     @staticmethod
@@ -117,7 +115,7 @@ class DeviceOps:
         out: torch.Tensor,
         per_token: bool = False,
     ) -> None:
-        """Add the mass of queries that the stock kernel has attended to (see `mass_from_lse`)."""
+        """See `BackendOps.mass`; runs `mass_from_lse`."""
         from ...triton_kernels.mass_from_lse import mass_from_lse
 
         keys, _ = halves(kv_cache)
@@ -127,7 +125,7 @@ class DeviceOps:
         mass_from_lse(query, keys, lse, *rows, scale, out, per_token=per_token, weights=weights)
 
     def warm_up_mass(self, *args: Any) -> None:
-        """`mass`, in each way that it may go."""
+        """Launch all variants of `mass`, with its arguments."""
         self.mass(*args)
 
     def lse_of(
@@ -141,7 +139,7 @@ class DeviceOps:
         longest: int,
         weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """LSE of the queries that `mass` is asked for, float32 [T, H] (see `query_lse`)."""
+        """Return the LSE of queries: float32 [T, H] (see `query_lse`)."""
         from ...triton_kernels.query_lse import query_lse
 
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -157,7 +155,7 @@ class DeviceOps:
         queries: Queries,
         width: int,
     ) -> torch.Tensor:
-        """Mass of n queries one by one, the mean over a KV head's query heads. float32 [n, Hkv, width]"""
+        """See `BackendOps.mass_of`; runs `decode_mass`."""
         keys, values = halves(kv_cache)
         query = query[queries.tokens]
         numbers = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
@@ -182,7 +180,7 @@ class DeviceOps:
         out: torch.Tensor | None,
         per_token: bool = False,
     ) -> None:
-        """Attend for requests `rows` of one token each, and add their mass (see `decode_mass`)."""
+        """See `BackendOps.decode`; runs `decode_mass`."""
         keys, values = halves(kv_cache)
         tokens = metadata.num_actual_tokens
         query = query[:tokens]
@@ -203,8 +201,8 @@ class DeviceOps:
         outs: Sequence[torch.Tensor | None],
         per_token: bool = False,
     ) -> None:
-        """`decode` for heads in several KV groups; an entry of `outs` for each. Of two groups it is one call (see
-        `triton_kernels.decode_classes`), of more one after the other.
+        """See `BackendOps.decode_together`. Two groups are one call of `triton_kernels.decode_classes`, other numbers
+        of groups a `decode` each.
         """
         if len(shares) == 2:
             self._decode_two(layer, query, shares, output, weights, outs, per_token)
@@ -224,11 +222,7 @@ class DeviceOps:
         keep: torch.Tensor,
         target: torch.Tensor,
     ) -> None:
-        """Gather kept tokens of layers with equally many heads (see `triton_kernels.compact`).
-
-        `source` and `target` are int32 on the host, where their order can be seen; keep is int32 [L, Hkv, kept] on the
-        device.
-        """
+        """See `BackendOps.compact`; runs `triton_kernels.compact`."""
         from ...triton_kernels.compact import compact, plan_compact
 
         one = kv_caches[0]
@@ -242,10 +236,7 @@ class DeviceOps:
     def write(
         layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Overwrite physical `blocks` (int64 [n]) with keys and values [n, Hkv, block_size, D], of any float dtype.
-
-        Of fp8 what is too large becomes the largest number, as when vLLM writes it.
-        """
+        """See `BackendOps.write`. Numbers beyond the range of fp8 are clamped, as in vLLM."""
         largest = torch.finfo(FP8).max
         for half, content, scale in zip(halves(kv_cache), (keys, values), _cache_scales(layer, kv_cache)):
             if half.dtype == FP8:
@@ -256,22 +247,19 @@ class DeviceOps:
     def read(
         layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copies of the keys, and values if wanted, of physical `blocks` (int64 [n]), [n, Hkv, block_size, D] each.
-
-        Of fp8 they are float32, scaled: what the cache stands for.
-        """
+        """See `BackendOps.read`. An fp8 cache gives float32, multiplied by its scale."""
         read = [half[blocks] for half in halves(kv_cache)[: 1 + values]]
         read = [_scaled(part, scale) for part, scale in zip(read, _cache_scales(layer, kv_cache))]
         return read[0], read[1] if values else None
 
     @staticmethod
     def stored_keys(kv_cache: torch.Tensor) -> torch.Tensor:
-        """Keys of all blocks as they lie in a cache, blocks first."""
+        """See `BackendOps.stored_keys`."""
         return halves(kv_cache)[0]
 
     @staticmethod
     def as_keys(layer: Any, stored: torch.Tensor) -> torch.Tensor:
-        """Some blocks of `stored_keys` as `read` gives them, [n, Hkv, block_size, D]."""
+        """See `BackendOps.as_keys`."""
         return _scaled(stored, _cache_scales(layer, stored)[0])
 
     def _decode_two(self, layer, query, shares, output, weights, outs, per_token) -> None:
@@ -331,7 +319,10 @@ class DeviceOps:
         mass: bool,
         per_token: bool = False,
     ) -> tuple[list[Any], int]:
-        """Plans of the Triton kernels for requests of so many blocks of each class, and for how many (see `_plan`)."""
+        """Return the plan of the Triton kernels for each class, and the requests of a launch (see `_plan`).
+
+        `widths` are the blocks of a request in each class.
+        """
         from ...triton_kernels.decode_classes import plan_classes
 
         kv_heads = tuple(its.shape[1] for its in keys)
@@ -345,7 +336,7 @@ class DeviceOps:
         return self._plan(make, query.device, rows, *shape, query.dtype, per_token, mass, *widths)
 
     def _cuda_plan(self, query: torch.Tensor, keys: torch.Tensor, rows: int, width: int, mass: bool) -> tuple[Any, int]:
-        """The same of the kernel in CUDA C++."""
+        """Return the plan of the CUDA C++ kernel, and the requests of a launch (see `_plan`)."""
         shape = query.shape[1], keys.shape[1], query.shape[2], keys.shape[2], *self._rounded(width)
 
         def make(rows: int, take: Callable[..., torch.Tensor]) -> Any:
@@ -354,12 +345,12 @@ class DeviceOps:
         return self._plan(make, query.device, rows, "cuda", *shape, query.dtype, mass)
 
     def _plan(self, make: Callable[..., Any], device: torch.device, rows: int, *key: Any) -> tuple[Any, int]:
-        """A plan for all requests of a batch, or for as many as the scratch has room for at once; and for how many.
+        """Return a plan, and the number of requests that it is for: `rows`, or as many as the scratch has room for.
 
         Args:
-            make: (requests, what gives scratch, called like `torch.empty`) -> a plan.
-            rows: requests.
-            key: all else that it depends on.
+            make: (requests, allocator called like `torch.empty`) -> plan.
+            rows: requests of the batch.
+            key: all other values that the plan depends on.
         """
         (rows,) = self._rounded(rows)
         key = rows, *key
@@ -373,13 +364,13 @@ class DeviceOps:
         return self._plans[key]
 
     def _rounded(self, *sizes: int) -> tuple[int, ...]:
-        """Powers of two, so that steps that differ little have one plan. Graphs' sizes are few, and the scratch is just
-        what they need."""
+        """Round sizes up to powers of two, so that similar steps share a plan. Sizes of a capture stay exact, since
+        graphs are few and the scratch has room for exact sizes only."""
         return sizes if self.capturing else tuple(map(_power_of_2, sizes))
 
 
 class _Taking:
-    """Part after part of some scratch, called like `torch.empty`; past its end shapes, and nothing in them."""
+    """Allocates successive parts of the scratch, called like `torch.empty`. Past its end tensors are on "meta"."""
 
     def __init__(self, scratch: torch.Tensor) -> None:
         self.fits, self._left = True, scratch
@@ -398,12 +389,12 @@ def _power_of_2(least: int) -> int:
 
 
 def _rows(metadata: Any, requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Block table, offsets of queries and lengths of a batch's requests, without rows of padding."""
+    """Return block table, offsets of queries and lengths of a batch's requests, without rows of padding."""
     return metadata.block_table[:requests], metadata.query_start_loc[: requests + 1], metadata.seq_lens[:requests]
 
 
 def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [num_blocks, Hkv, block_size, D] of a cache, with its strides; bytes are fp8."""
+    """Return views of a cache's keys and values, [num_blocks, Hkv, block_size, D] each. A cache of bytes is fp8."""
     if kv_cache.dtype == torch.uint8:
         kv_cache = kv_cache.view(FP8)
     keys, values = kv_cache.split(kv_cache.shape[3] // 2, dim=3)
@@ -411,23 +402,23 @@ def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scaled(stored: torch.Tensor, scale: float) -> torch.Tensor:
-    """What keys or values of a cache stand for; of fp8 they are float32."""
+    """Return keys or values with their scale applied: float32 if they are fp8."""
     return stored.float().mul_(scale) if stored.dtype == FP8 else stored
 
 
 def _cache_scales(layer: Any, kv_cache: torch.Tensor) -> tuple[float, float]:
-    """What stored keys, and stored values, are to be multiplied with. vLLM has these numbers on the host too."""
+    """Return the scales of stored keys and of stored values, from vLLM's copies on the host."""
     if kv_cache.dtype not in (FP8, torch.uint8):
         return 1.0, 1.0
     return layer._k_scale_float, layer._v_scale_float
 
 
 def scales(layer: Any, keys: torch.Tensor) -> tuple[float, float]:
-    """Of scores, and of values, for kernels that read a cache as it is."""
+    """Return the factors on scores and on values, for kernels that read a cache directly."""
     key_scale, value_scale = _cache_scales(layer, keys)
     return layer.impl.scale * key_scale, value_scale
 
 
 def _narrow(table: torch.Tensor, metadata: Any, keys: torch.Tensor) -> torch.Tensor:
-    """A block table as wide as the longest request, not as the longest there may be: scratch is."""
+    """Cut a block table to the batch's longest request, since scratch grows with its width."""
     return table[:, : -(-metadata.max_seq_len // keys.shape[2])]

@@ -1,4 +1,4 @@
-"""vLLM's FlashAttention backend, whichever version of FlashAttention it runs on."""
+"""`BackendOps` of vLLM's FlashAttention backend, for any version of FlashAttention."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,15 +10,15 @@ from .device import DeviceOps
 
 
 class FlashOps(DeviceOps):
-    """Metadata is vLLM's `FlashAttentionMetadata`. The mass beside its kernel goes by the kernel's own LSE."""
+    """Metadata is vLLM's `FlashAttentionMetadata`. Mass beside its kernel uses the kernel's own LSE."""
 
     beside = "FlashAttention's LSE and mass_from_lse"
 
     def __init__(self) -> None:
         super().__init__()
-        #: Context manager whose list gets the LSE of each call of FlashAttention within it, float32 [H, T].
+        #: Makes a context manager. Its list gets the LSE of each call of FlashAttention, float32 [H, T].
         self.capture_lse: Callable[[], AbstractContextManager[list[torch.Tensor]]]
-        #: Of the layer that was attended to last, float32 [H, T], until its mass is taken.
+        #: LSE of the last attended layer, float32 [H, T]; None once its mass is measured.
         self._lse: torch.Tensor | None = None
 
     def can_decode(self, layer: Any) -> bool:
@@ -33,7 +33,7 @@ class FlashOps(DeviceOps):
     def warm_up_mass(self, layer: Any, query: torch.Tensor, *args: Any) -> None:
         self._lse = torch.zeros(query.shape[1], len(query), device=query.device)
         super().warm_up_mass(layer, query, *args)
-        super().warm_up_mass(layer, query, *args)  # where the kernel gives none
+        super().warm_up_mass(layer, query, *args)  # without an LSE from the kernel
 
     def lse_of(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         lse, self._lse = self._lse, None

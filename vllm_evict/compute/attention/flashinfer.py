@@ -1,4 +1,4 @@
-"""vLLM's FlashInfer backend: FlashInfer's own kernels, TensorRT-LLM's, or XQA, as vLLM chooses among them."""
+"""`BackendOps` of vLLM's FlashInfer backend, for FlashInfer's own kernels, TensorRT-LLM's and XQA."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,16 +9,16 @@ from .device import DeviceOps
 
 
 class FlashInferOps(DeviceOps):
-    """Metadata is vLLM's `FlashInferMetadata`, with the block table and lengths that it was made of."""
+    """Metadata is vLLM's `FlashInferMetadata`, with block table and lengths of the batch added."""
 
     def can_decode(self, layer: Any) -> bool:
         return super().can_decode(layer) and layer.impl.sliding_window == (-1, -1)
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
-        """vLLM's keeps plans, or slices for decodes and prefills; we read the batch as a whole.
+        """Return vLLM's metadata with the batch's block table, lengths and offsets, which vLLM keeps in slices only.
 
-        Each step is planned for on the host and copied to the device: not where nobody runs the plan.
+        If the backend's kernel attends to nothing, vLLM's plan of the step is skipped.
         """
         if needed:
             with _for_graphs(builder, in_graph):
@@ -33,9 +33,10 @@ class FlashInferOps(DeviceOps):
 
 @contextmanager
 def _for_graphs(builder: Any, in_graph: bool) -> Iterator[None]:
-    """For decodes vLLM's builder keeps a wrapper, of 8 MiB on the device, for each batch size that has had a plan.
+    """Let vLLM's builder use graph wrappers only for steps in a graph.
 
-    To vLLM all batches of decodes are graphs', of a few sizes. Those of ours that are none may have any.
+    The builder keeps a wrapper of 8 MiB on the device for each batch size of decodes. Graphs have few sizes, and other
+    steps may have any size.
     """
     enabled = builder.enable_cuda_graph
     builder.enable_cuda_graph = enabled and in_graph

@@ -1,4 +1,4 @@
-"""vLLM's attention backends that a policy runs on, by name: all of them, in one place."""
+"""The interface `BackendOps`, and its implementation for each attention backend that policies run on."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -8,31 +8,33 @@ from typing import Any, Protocol
 from ..kernels.queries import Queries
 from ..work import HeadSlice
 
-#: Name of a backend -> module and class of its `BackendOps`, imported when it is used: a CPU may have no Triton.
+#: Name of a backend -> module and class of its `BackendOps`. Imported on use, since a CPU may lack Triton.
 OPS = {
     "CPU_ATTN": ("cpu", "CPUOps"),
     "FLASH_ATTN": ("flash", "FlashOps"),
     "FLASHINFER": ("flashinfer", "FlashInferOps"),
     "TRITON_ATTN": ("triton", "TritonOps"),
 }
-#: Those whose metadata is made for all heads of a layer: policies that split heads are not for them.
+#: Backends whose metadata is for all heads of a layer. They do not run policies that split heads.
 WHOLE_LAYERS = ("FLASHINFER",)
-#: vLLM's names of caches in float8_e4m3fn, with one scale for a layer's keys and one for its values.
+#: vLLM's names of float8_e4m3fn caches, with one scale for a layer's keys and one for its values.
 FP8_NAMES = ("fp8", "fp8_e4m3")
 
 
 class BackendOps(Protocol):
-    """What is done for one layer beside or instead of a backend's kernel. `attention.cpu.CPUOps` has the shapes.
+    """Operations on one layer, beside a backend's kernel or in its place.
+
+    Shapes: query and output [T, H, D], the query rotated; kv_cache [num_blocks, Hkv, block_size, 2 * D]; metadata is
+    the backend's, made from views; blocks are physical.
 
     Attributes:
         heads_dim: dimension of a layer's cache that counts its KV heads.
-        beside: the kernels of `mass`, for the log.
-        decodes_measured: whether requests that are measured are better decoded by `decode`, which reads keys once, and
-            all others by the backend's kernel; else those that lack blocks are.
-        compiles: whether its kernels are compiled when they are first launched: see `attention.warmup`. They run on a
-            device, whose memory vLLM shares out.
-        capturing: whether calls are captured in a full CUDA graph, or warm up one.
-        scratch_bytes: of what `reserve` takes.
+        beside: names of the kernels of `mass`, for the log.
+        decodes_measured: whether `decode`, which reads keys once, decodes measured requests, and the backend's kernel
+            all others. If False, `decode` decodes requests with holes.
+        compiles: whether kernels are compiled at their first launch (see `attention.warmup`). They run on a device.
+        capturing: whether calls are captured in a full CUDA graph, or warm one up.
+        scratch_bytes: bytes that `reserve` allocates.
     """
 
     heads_dim: int
@@ -42,59 +44,76 @@ class BackendOps(Protocol):
     capturing: bool
     scratch_bytes: int
 
-    def unreadable(self, layer: Any) -> str | None: ...
+    def unreadable(self, layer: Any) -> str | None:
+        """Return why the score pass cannot read a layer's keys, as the end of a sentence; None if it can."""
+        ...
 
-    def can_decode(self, layer: Any) -> bool: ...
+    def can_decode(self, layer: Any) -> bool:
+        """Whether `decode` replaces the layer's own kernel."""
+        ...
 
     def scratch_for(
         self, requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool
     ) -> int:
-        """Settle how much scratch `decode` has. It attends to as many requests at once as there is room for.
+        """Set the size of `decode`'s scratch. One launch decodes as many requests as the scratch has room for.
 
         Args:
-            requests: most of a step; 0: nothing is decoded.
-            in_graphs: most of a full CUDA graph; 0: there are none.
+            requests: most requests of a step; 0: `decode` is not used.
+            in_graphs: most requests of a full CUDA graph; 0: there are no full graphs.
             heads: query heads of a layer.
             block_size: tokens.
             longest: most blocks of a request.
             per_token: whether mass may be by token.
 
         Returns:
-            Blocks of the longest request that `decode` takes in full CUDA graphs, at most `longest`; 0: it is in none.
+            Most blocks of a request that `decode` supports in full CUDA graphs, at most `longest`; 0: none.
         """
         ...
 
     def reserve(self, device: Any) -> None:
-        """Take the scratch, if there is none yet."""
+        """Allocate the scratch, once."""
         ...
 
     def metadata(self, builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
-        """A step's metadata, which the other methods are given.
+        """Return a step's metadata for the other methods.
 
         Args:
-            builder: the backend's.
-            stock: has it make the backend's metadata.
-            common: vLLM's `CommonAttentionMetadata` that it is made of, through the resident view.
+            builder: the backend's builder.
+            stock: makes the backend's metadata.
+            common: vLLM's `CommonAttentionMetadata`, with views.
             needed: whether the backend's kernel attends to anything.
-            in_graph: whether it is for a full CUDA graph, to capture or to replay.
+            in_graph: whether a full CUDA graph is captured or replayed.
         """
         ...
 
-    def dequantised(self, layer: Any, query: Any) -> Any: ...
+    def dequantised(self, layer: Any, query: Any) -> Any:
+        """Return the query in the model's dtype, as `mass`, `mass_of`, `decode` and `decode_together` take it."""
+        ...
 
     def kv_heads(self, kv_cache: Any) -> int: ...
 
     def attending(self) -> AbstractContextManager[None]:
-        """Around the stock kernel of one layer, where `mass` comes next."""
+        """Context of the stock kernel of one layer, before `mass`."""
         ...
 
-    def compact(self, layer: Any, kv_caches: Sequence[Any], source: Any, keep: Any, target: Any) -> None: ...
+    def compact(self, layer: Any, kv_caches: Sequence[Any], source: Any, keep: Any, target: Any) -> None:
+        """Gather kept tokens of L layers with equal numbers of heads (see `kernels.compact`).
+
+        Args:
+            source, target: int32, on the host.
+            keep: int32 [L, Hkv, kept], on the device of the caches.
+        """
+        ...
 
     def mass(
         self, layer: Any, query: Any, kv_cache: Any, metadata: Any, weights: Any, out: Any, per_token: bool = False
-    ) -> None: ...
+    ) -> None:
+        """Add to `out` the mass of queries that the stock kernel attends to (arguments as in `kernels.mass`)."""
+        ...
 
-    def mass_of(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, queries: Queries, width: int) -> Any: ...
+    def mass_of(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, queries: Queries, width: int) -> Any:
+        """Return the mass of each of n queries, averaged over the query heads of a KV head: float32 [n, Hkv, width]."""
+        ...
 
     def decode(
         self,
@@ -108,7 +127,9 @@ class BackendOps(Protocol):
         weights: Any,
         out: Any,
         per_token: bool = False,
-    ) -> None: ...
+    ) -> None:
+        """Attend for the requests `rows`, of one token each, and add their mass (arguments as in `kernels.decode`)."""
+        ...
 
     def decode_together(
         self,
@@ -119,18 +140,28 @@ class BackendOps(Protocol):
         weights: Any,
         outs: Any,
         per_token: bool = False,
-    ) -> None: ...
+    ) -> None:
+        """`decode` of one layer's heads in several KV groups. `outs` has an entry for each group."""
+        ...
 
-    def write(self, layer: Any, kv_cache: Any, blocks: Any, keys: Any, values: Any) -> None: ...
+    def write(self, layer: Any, kv_cache: Any, blocks: Any, keys: Any, values: Any) -> None:
+        """Overwrite `blocks` (int64 [n]) with keys and values [n, Hkv, block_size, D], of any float dtype."""
+        ...
 
-    def read(self, layer: Any, kv_cache: Any, blocks: Any, values: bool) -> tuple[Any, Any]: ...
+    def read(self, layer: Any, kv_cache: Any, blocks: Any, values: bool) -> tuple[Any, Any]:
+        """Return copies of keys, and values or None, of `blocks` (int64 [n]): [n, Hkv, block_size, D] each."""
+        ...
 
-    def stored_keys(self, kv_cache: Any) -> Any: ...
+    def stored_keys(self, kv_cache: Any) -> Any:
+        """Return a view of all keys as the cache stores them, blocks first."""
+        ...
 
-    def as_keys(self, layer: Any, stored: Any) -> Any: ...
+    def as_keys(self, layer: Any, stored: Any) -> Any:
+        """Convert blocks of `stored_keys` to [n, Hkv, block_size, D] in plain order, as `read` returns them."""
+        ...
 
 
 def ops_for(backend: str) -> BackendOps:
-    """What is done beside or instead of a backend's kernel; with its own scratch, for the layers of one engine."""
+    """Make the `BackendOps` of a backend, with scratch of its own, for all layers of one engine."""
     module, name = OPS[backend]
     return getattr(import_module(f".{module}", __package__), name)()

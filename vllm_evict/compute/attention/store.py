@@ -1,4 +1,4 @@
-"""The KV cache of one KV group, layer by layer, through what a backend says of its layout."""
+"""The KV cache of one KV group, layer by layer, through `BackendOps`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -11,13 +11,13 @@ from .ops import BackendOps
 
 
 class LayerStore:
-    """Implements `worker.tokens.Store`.
+    """Implements `compute.tokens.Store`, which documents the methods.
 
     Args:
-        ops: of the backend.
-        caches: gives each layer of the group with the part of its KV cache that is the group's; called when needed, for
-            caches are allocated late.
-        rotations: how keys of each layer are turned; needed for `turn` only.
+        ops: operations of the backend.
+        caches: returns pairs of a layer and the part of its KV cache in this group. Called on use, since vLLM allocates
+            caches late.
+        rotations: layer -> rotation of its keys, for `turn`.
     """
 
     def __init__(
@@ -30,19 +30,16 @@ class LayerStore:
 
     @property
     def kept_bytes(self) -> int:
-        """Of device memory, beside the cache."""
+        """Bytes of device memory beside the cache."""
         return sum(rotation.frequencies.nbytes for rotation in {id(r): r for r in self._rotations.values()}.values())
 
     def read(self, blocks: torch.Tensor, values: bool) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Keys, and values or None, of each layer: copies, [n, Hkv, block_size, D] each."""
         return (self._ops.read(layer, kv_cache, blocks, values) for layer, kv_cache in self._caches())
 
     def kv_heads(self) -> list[int]:
-        """Of each layer."""
         return [self._ops.kv_heads(kv_cache) for _, kv_cache in self._caches()]
 
     def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
-        """Gather kept tokens of each layer, int32 [Hkv, kept] each, from `source` into `target`, int32 on the host."""
         layers = list(self._caches())
         if len({len(heads) for heads in keep}) == 1:
             self._ops.compact(layers[0][0], [cache for _, cache in layers], source, torch.stack(keep), target)
@@ -51,11 +48,9 @@ class LayerStore:
             self._ops.compact(layer, [cache], source, heads[None], target)
 
     def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite blocks of the layer with this number; keys and values [n, Hkv, block_size, D]."""
         self._ops.write(*list(self._caches())[layer], blocks, keys, values)
 
     def keys(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Keys of all layers as the cache has them, in its dtype: [n, X] of physical blocks int64 [n]."""
         layers = [self._ops.stored_keys(kv_cache) for _, kv_cache in self._caches()]
         sizes = [stored[0].numel() for stored in layers]
         keys = torch.empty(len(blocks), sum(sizes), dtype=layers[0].dtype, device=layers[0].device)
@@ -64,13 +59,6 @@ class LayerStore:
         return keys
 
     def turn(self, source: torch.Tensor, target: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Copy blocks of all layers, with other keys in the place of theirs, turned to later positions.
-
-        Args:
-            source, target: int64 [n], physical blocks; each of `target` is its own source, or no source at all.
-            keys: [n, X], out of `keys`.
-            tokens: int64 [n], positions by which each goes on.
-        """
         first = 0
         for layer, kv_cache in self._caches():
             stored = self._ops.stored_keys(kv_cache)

@@ -1,4 +1,4 @@
-"""vLLM's Triton attention backend."""
+"""`BackendOps` of vLLM's Triton attention backend."""
 
 from typing import Any
 

@@ -1,9 +1,8 @@
-"""Each variant of the plugin's Triton kernels, launched once before requests come, which would wait for the compiler.
+"""Launches each variant of the plugin's Triton kernels once at start-up, so that no request waits for the compiler.
 
-Triton compiles a kernel anew for other dtypes and constants, and for integers that are 1, multiples of 16 or neither.
-What differs from step to step is not specialised for (`triton_kernels.decode_mass.ATTEND_SIZES`), but for tile sizes.
-So variants follow from the model, the layout of its cache and what policies measure. Caches are touched in vLLM's null
-block only.
+Triton compiles a kernel again for other dtypes and constants, and for integers that are 1, multiples of 16 or neither.
+Integers that differ between steps are not specialised (`triton_kernels.decode_mass.ATTEND_SIZES`), except tile sizes.
+So the variants follow from the model, the layout of its cache and the policy. Launches write only vLLM's null block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +23,12 @@ from .device import halves, scales
 
 
 class Heads(NamedTuple):
-    """Those of one layer that are in one KV group.
+    """The heads of one layer in one KV group.
 
     Attributes:
         group: index of the KV group.
-        query_heads: which of the layer's.
-        kv_cache: [num_blocks, Hkv, block_size, 2 * D], theirs.
+        query_heads: range of the layer's query heads.
+        kv_cache: [num_blocks, Hkv, block_size, 2 * D], cache of these heads.
     """
 
     group: int
@@ -38,10 +37,10 @@ class Heads(NamedTuple):
 
 
 class Mass(NamedTuple):
-    """What one call adds.
+    """The mass that one call measures.
 
     Attributes:
-        heads: rows of mass a request; 0: no mass is taken.
+        heads: rows of mass for each request; 0: no mass.
         weighted: whether queries have weights.
         per_token: whether mass is by token.
     """
@@ -58,25 +57,25 @@ def warm_up(
     queries: int,
     blocks: int,
 ) -> None:
-    """Launch what a worker's policies can need, behind `attention.device.DeviceOps`.
+    """Launch all variants that a worker may need, behind `attention.device.DeviceOps`.
 
     Args:
-        runtime: of the worker.
-        layers: with their heads in each KV group.
+        runtime: state of the worker.
+        layers: pairs of a layer and its heads in each KV group.
         tables: vLLM's block table of each KV group, int32 [requests, width]. Not read.
-        queries: most of a step.
-        blocks: most of a request.
+        queries: most queries of a step.
+        blocks: most blocks of a request.
     """
     runtime.views.warm_up(tables)
     for group in runtime.groups:
         for sums in (group.sums, group.tokens):
             if sums is not None:
                 sums.warm_up("pivots" in group.statistics)
-    # Scratch is made for powers of two (`DeviceOps`).
+    # `DeviceOps` makes plans for powers of two.
     rows, widths = ([1 << power for power in range((most - 1).bit_length() + 1)] for most in (queries, blocks))
     done = set()
     for layer, parts in layers:
-        # All parts of a layer may be attended to by one call.
+        # One call may attend for both parts of a layer.
         for some in [[part] for part in parts] + [parts] * (len(parts) == 2):
             kind = tuple(_kind(layer, part) for part in some)
             if kind not in done:
@@ -85,14 +84,14 @@ def warm_up(
 
 
 def _kind(layer: Any, part: Heads) -> tuple[Any, ...]:
-    """Heads of one kind are launched for in the same variants."""
+    """Return a key of the variants that some heads need."""
     cache = part.kv_cache
     where = part.query_heads.start, cache.data_ptr() % 16
     return part.group, layer.num_heads, layer.num_kv_heads, cache.dtype, cache.shape[1:], cache.stride(), *where
 
 
 class _Launches:
-    """For some heads of one layer, of one request whose blocks are all the null block."""
+    """Launches for some heads of one layer, with one request whose blocks are all the null block."""
 
     def __init__(self, runtime: EvictionRuntime, layer: Any, parts: Sequence[Heads]) -> None:
         self.ops, self.layer, self.parts = runtime.ops, layer, parts
@@ -104,7 +103,7 @@ class _Launches:
         self.heads = slice(parts[0].query_heads.start, parts[-1].query_heads.stop)
 
     def all(self, rows: Sequence[int], widths: Sequence[int]) -> None:
-        """`rows` and `widths` are those that scratch may be made for."""
+        """Launch everything. `rows` and `widths` are the requests and blocks of all plans."""
         if len(self.parts) == 1:
             (part,), (group,) = self.parts, self.groups
             for mass in _measured(group, part):
@@ -116,19 +115,19 @@ class _Launches:
                 self._decode(splits, way)
 
     def _ways(self) -> Iterator[list[Mass]]:
-        """What one call that decodes may add, for each part."""
+        """Yield the mass, for each part, of all decodes that may occur."""
         yield [Mass()] * len(self.parts)
         for index, (group, part) in enumerate(zip(self.groups, self.parts)):
             ways = list(_measured(group, part))
             if "pivots" in group.statistics:
-                ways.append(Mass(0, True))  # queries that are looked at one by one: their mass comes of other calls
+                ways.append(Mass(0, True))  # other calls measure queries that are tested one by one
             for mass in ways:
                 way = [mass._replace(heads=0)] * len(self.parts)
                 way[index] = mass
                 yield way
 
     def _splits(self, rows: Sequence[int], widths: Sequence[int]) -> list[list[int]]:
-        """Into how many pieces requests are cut, for each class: one choice for each that kernels are compiled for."""
+        """Return numbers of splits for each class, one choice for each variant of the kernels."""
         kv_heads, programs = [part.kv_cache.shape[1] for part in self.parts], programs_on(self.device)
         choices = {}
         for count, *blocks in product(rows, *[widths] * len(self.parts)):
@@ -161,7 +160,7 @@ class _Launches:
                 decode_mass(*one, scale, output, out=outs[0], plan=plans[0], **options)
 
     def _beside(self, part: Heads, mass: Mass) -> None:
-        """Mass beside another kernel. Tiles have as many rows as a request has queries times heads of a group."""
+        """Launch `mass` beside a stock kernel, for all tile sizes: tiles have queries times G rows."""
         sizes = [1 << power for power in range(MIN_ROWS.bit_length() - 1, MAX_ROWS.bit_length())]
         for tokens in sorted({1, *(size // 2 // self.group_size + 1 for size in sizes)}):
             table, starts, lens, _ = self._batch(tokens)
@@ -174,7 +173,7 @@ class _Launches:
                 self.ops.warm_up_mass(self.layer, query, part.kv_cache, *given)
 
     def _compact(self, part: Heads) -> None:
-        """The null block's tokens, each to its own place."""
+        """Launch `compact`, which copies each token of the null block to itself."""
         tokens = torch.arange(self.block_size, dtype=torch.int32, device=self.device)
         keep = tokens.expand(1, part.kv_cache.shape[1], -1).contiguous()
         block = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -182,9 +181,9 @@ class _Launches:
             compact([part.kv_cache], block, keep, block, ordered=ordered)
 
     def _tensors(self, tokens: int, beside: bool = False) -> Iterator[torch.Tensor]:
-        """Queries or outputs [T, H, D]: one for each way in which kernels are compiled for their strides.
+        """Yield queries or outputs [T, H, D], one for each variant of their strides.
 
-        They lie by themselves, in those of the layer, or (`beside`) beside the layer's keys and values.
+        They are separate tensors, parts of the layer's tensor, or (`beside`) parts of a tensor with keys and values.
         """
         mine, heads = self.heads.stop - self.heads.start, self.layer.num_heads
         of_row = [mine, heads] + [heads + 2 * self.layer.num_kv_heads] * beside
@@ -194,7 +193,7 @@ class _Launches:
             yield rows[:, first : first + mine]
 
     def _batch(self, tokens: int) -> tuple[torch.Tensor, ...]:
-        """Block table, offsets of queries, lengths and rows of one request."""
+        """Return block table, offsets of queries, lengths and rows of one request."""
         numbers = [0] * -(-tokens // self.block_size), [0, tokens], [tokens], [0]
         table, *others = (torch.tensor(each, dtype=torch.int32, device=self.device) for each in numbers)
         return table[None], *others
@@ -208,9 +207,9 @@ class _Launches:
 
 
 def _measured(group: GroupRuntime, part: Heads) -> Iterator[Mass]:
-    """What is measured of heads of a KV group in one call."""
+    """Yield the mass that one call measures for heads of a KV group."""
     if group.sums is not None:
-        # Where queries are tested for pivotal blocks each head's mass is wanted, else perhaps all heads' sum.
+        # Tests for pivotal blocks need the mass of each head.
         heads = {group.sums.heads} | ({part.kv_cache.shape[1]} if "pivots" in group.statistics else set())
         yield from (Mass(*each) for each in product(sorted(heads), (False, True)))
     if group.tokens is not None:

@@ -1,4 +1,4 @@
-"""The last key that is alike to each key (R-KV), without a look at all pairs where few are needed."""
+"""Finds the last similar key of each key (R-KV), without comparing all pairs if few comparisons are enough."""
 
 from collections.abc import Iterator
 
@@ -6,19 +6,19 @@ import torch
 
 from .mass import kernel_path
 
-#: Cosine similarity above which R-KV takes two keys for alike.
+#: Cosine similarity above which two keys are alike.
 ALIKE = 0.5
-#: Keys on the host are compared in tiles of so many rows and columns.
+#: Rows and columns of a tile of products on the host.
 ROWS, COLUMNS = 2048, 512
-#: Products at once on a device: bounds the memory that they take.
+#: Most products at once on a device, which bounds their memory.
 PAIRS = 1 << 24
 
 
 def last_alike(units: torch.Tensor) -> torch.Tensor:
-    """For each key the index of the last other one that is alike to it (`ALIKE`); its own if there is none.
+    """Return for each key the index of the last other key that is alike to it (`ALIKE`), or its own index.
 
     Args:
-        units: float32 [H, T, D], keys of length 1 (or 0: alike to none).
+        units: float32 [H, T, D], keys of length 1. A key of length 0 is alike to no other.
 
     Returns:
         int64 [H, T].
@@ -29,7 +29,7 @@ def last_alike(units: torch.Tensor) -> torch.Tensor:
 
 
 def last_alike_dense(units: torch.Tensor) -> torch.Tensor:
-    """`last_alike` by all T^2 products, of which nothing is read on the host."""
+    """`last_alike` by all T^2 products, without a wait for the device."""
     heads, count, _ = units.shape
     places = torch.arange(count, dtype=torch.int32, device=units.device)
     size = max(1, PAIRS // (heads * count))
@@ -43,30 +43,32 @@ def last_alike_dense(units: torch.Tensor) -> torch.Tensor:
 
 
 class _Search:
-    """Of one head's keys, on the host.
+    """Search over one head's keys on the host.
 
-    Columns are gone through from the last to the first, by those rows before them that have found none yet: where many
-    are alike, few pairs are looked at, and half of them where none are. What is left are keys that are alike to none
-    after them. Whatever is alike to such a key is before it, and has found it or a later one: only those are compared.
+    The first pass goes through columns from the last to the first, and compares each column with earlier rows that have
+    no match yet. With many similar keys it compares few pairs, with none half of all pairs. Afterwards the rows without
+    a match are alike to no later key. A key that is alike to such a row lies before it and has itself a match at that
+    row or later, so the second pass compares only these keys.
 
-    Tiles of products are made in bfloat16 where the CPU multiplies it several times faster. Rounding both keys changes
-    a product by less than 2^-7: what may be alike by that is computed in float32, which decides.
+    Tiles of products are bfloat16 if the CPU multiplies it several times faster. Rounding both keys changes a product
+    by less than 2^-7, so products within that distance of `ALIKE` are computed again in float32.
     """
 
     def __init__(self, units: torch.Tensor) -> None:
         self._units = units
         quick = torch.bfloat16 if kernel_path() == "avx512_bf16" else torch.float32
         self._quick = units.to(quick)
-        # Positive numbers are in the order of their bits, negative ones below them; integers are reduced faster.
+        # The bits of positive numbers, as integers, are in their order, and above those of negative ones. Reducing
+        # integers is faster.
         self._bits = torch.int16 if quick == torch.bfloat16 else torch.int32
         self._perhaps = int(torch.tensor(ALIKE - 2**-7, dtype=quick).view(self._bits))
         self._places = torch.arange(len(units), dtype=torch.int32)
         self._numbers = torch.arange(1, max(ROWS, COLUMNS) + 1, dtype=torch.int16)
-        #: -1 as long as none is found.
+        #: -1 for keys without a match so far.
         self._last = torch.full_like(self._places, -1)
 
     def last(self) -> torch.Tensor:
-        """int32 [T]"""
+        """Return `last_alike` of the head: int32 [T]."""
         waiting, alone = self._places, []
         for columns in _from_the_end(self._places):
             before = int(torch.searchsorted(waiting, columns[0]))
@@ -88,7 +90,7 @@ class _Search:
         return rows[self._last[rows] < 0]
 
     def _latest(self, rows: torch.Tensor, columns: torch.Tensor, among: torch.Tensor | None = None) -> None:
-        """Note for each of `rows` the last of `columns`, ascending, or `among` them, bool [rows, columns]."""
+        """Note the last match of each row among ascending `columns`; `among`, bool [rows, columns], has the pairs."""
         tile = (self._quick.index_select(0, rows) @ self._quick.index_select(0, columns).T).view(self._bits)
         perhaps = (tile if among is None else torch.where(among, tile, 0)).amax(1) > self._perhaps
         if not perhaps.any():
@@ -106,7 +108,7 @@ def _parts(places: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 
 def _from_the_end(places: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts, from the last on: the first ones are small, as many keys find theirs there."""
+    """Yield parts from the last to the first. The first parts are small, since many keys find their match there."""
     size = COLUMNS // 8
     while len(places):
         yield places[-size:]

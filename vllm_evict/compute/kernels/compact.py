@@ -1,4 +1,4 @@
-"""Token eviction inside blocks: each KV head's kept tokens move together, and the blocks left over can go back."""
+"""Compaction: gathers the kept tokens of each KV head into fewer blocks."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 from .mass import AMX_DIMS, AMX_TOKENS, LAYOUTS, _C_cpu, _require
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # what an element of so many bytes is moved as
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> dtype of its copy
 
 
 def compact(
@@ -19,16 +19,14 @@ def compact(
     layout: str = "vec",
     isa: str | None = None,
 ) -> None:
-    """Write the kept tokens of each layer and KV head, keys and values, to the first slots of other blocks.
+    """Copy the kept tokens of each layer and KV head, keys and values, into the first slots of other blocks.
 
-    Slot j of a request, its j-th place in the blocks of `target`, gets what token ``keep[layer, head, j]`` of `source`
-    held. Bytes are moved as they are. Slots behind the last kept token keep what they hold; so do blocks that are in
-    `source` alone.
+    Slot j of a request is the j-th token in its blocks of `target`. It gets the bytes of token ``keep[layer, head, j]``
+    of `source`. Slots behind the last kept token keep their contents, and so do blocks that are only in `source`.
 
-    A block may be in `source` and `target` of one request. Kept tokens ascend, so token ``keep[j] >= j`` is read before
-    slot j is written; if every such block's place in `source` is at or before its place in `target` (`is_ordered`),
-    nothing is overwritten that is still to be read, and tokens move directly. Else each head's tokens are gathered in
-    scratch memory first: twice the bytes.
+    A block may be in `source` and `target` of one request. If the index of each such block in `source` is at or before
+    its index in `target` (`is_ordered`), tokens move directly: kept tokens ascend, so token ``keep[j] >= j`` is read
+    before slot j is written. Otherwise each head's tokens go through scratch memory, which moves twice the bytes.
 
     Args:
         caches: L tensors [num_blocks, Hkv, 2 * bs, D] on the CPU, one for each layer, keys before values, packed as
@@ -36,19 +34,19 @@ def compact(
         source: int32 [n], physical blocks of each request in logical order. Requests may share them.
         keep: int32 [L or 1, Hkv, kept], ascending places of tokens among the n * bs of their request's source; 1: the
             same in all layers. Last dimension contiguous.
-        target: int32 [m], physical blocks, m * bs >= kept for each request. Each once, and none that is a source of
-            another request, in this call or not: who else reads such a block finds the moved tokens.
+        target: int32 [m], physical blocks, m * bs >= kept for each request. Each block once. No block may be a source
+            of another request, in this call or elsewhere, since its readers would find the moved tokens.
         starts: int32 [3, R + 1], offsets of R requests in `source`, in the last dimension of `keep`, and in `target`;
             None for one request.
         layout: "vec", "vec16" or "amx" (bfloat16 or 1 byte), as for `block_mass`.
-        isa: "avx512" (which needs VBMI2) or "portable" to force how keys are moved; None takes the best here.
+        isa: "avx512" (needs VBMI2) or "portable" to force a kernel; None takes the fastest on this CPU.
 
     Raises:
-        ValueError: a shape, stride, offset, block id, token, layout or `isa` is wrong. Nothing has been written then.
+        ValueError: a shape, stride, offset, block id, token, layout or `isa` is wrong. Nothing is written then.
         TypeError: a dtype is unsupported.
 
-    Bytes moved: 2 * L * Hkv * kept * 2 * D * itemsize, read and written; keys in lines of a block, so that those of a
-    block of which few tokens stay are read whole. Scratch: 2 * m * bs * D * itemsize a thread.
+    Bytes moved: 2 * L * Hkv * kept * 2 * D * itemsize, read and written. Keys are read in whole lines of a block, even
+    if few of its tokens stay. Scratch: 2 * m * bs * D * itemsize for each thread.
     """
     if _C_cpu is None:
         compact_reference(caches, source, keep, target, starts, layout=layout)
@@ -76,7 +74,7 @@ def compact_reference(
             cache = cache.view(WORDS[cache.element_size()])
             for head in range(kv_heads):
                 kept = tokens[layer if len(tokens) > 1 else 0, head].long()
-                held = cache[blocks.long(), head].flatten(1)  # copies: the two may overlap
+                held = cache[blocks.long(), head].flatten(1)  # a copy, since source and target may overlap
                 page = cache[targets.long(), head].flatten(1)
                 moved = held[kept[:, None] // block_size, places[kept % block_size]]
                 page[slots[:, None] // block_size, places[slots % block_size]] = moved
@@ -84,16 +82,13 @@ def compact_reference(
 
 
 def is_ordered(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether each block of one request's `target` that is in `source` too has its place there, or a later one.
-
-    Tokens that move in ascending order then overwrite none that is still to be read. source, target: ints [n], [m].
-    """
+    """Whether tokens of one request can move directly: see `compact`. source, target: ints [n] and [m]."""
     places = {block: place for place, block in enumerate(source.tolist())}
     return all(places.get(block, 0) <= place for place, block in enumerate(target.tolist()))
 
 
 def _places(block_size: int, dim: int, layout: str) -> torch.Tensor:
-    """Where a block and head holds each token's keys, then values: int64 [bs, 2 * D]."""
+    """Return the offsets of each token's key and value elements in a block and head: int64 [bs, 2 * D]."""
     token, element = torch.arange(block_size)[:, None], torch.arange(dim)[None, :]
     keys, values = element * block_size + token, token * dim + element
     if layout == "amx":
@@ -105,7 +100,7 @@ def _places(block_size: int, dim: int, layout: str) -> torch.Tensor:
 
 
 def requests_of(source, keep, target, starts):
-    """Each request's share of the three."""
+    """Split `source`, `keep` and `target` by request."""
     if starts is None:
         return [(source, keep, target)]
     parts = (tensor.split(row.diff().tolist(), -1) for tensor, row in zip((source, keep, target), starts))
@@ -113,7 +108,7 @@ def requests_of(source, keep, target, starts):
 
 
 def _check(caches, source, keep, target, starts, layout):
-    """Raise ValueError or TypeError on what the C++ kernel refuses too, in the same words."""
+    """Raise ValueError or TypeError as the C++ kernel does, with the same texts."""
     _require(len(caches) > 0, "caches must hold at least one layer")
     shape, dtype = caches[0].shape, caches[0].dtype
     for cache in caches:
@@ -143,7 +138,7 @@ def _check(caches, source, keep, target, starts, layout):
 
 
 def _check_requests(num_blocks, kv_heads, layers, source, keep, target, starts):
-    """What `_check` has to say about offsets and block ids."""
+    """The part of `_check` about offsets and block ids."""
     tensors = [("source", source, 1), ("target", target, 1), ("keep", keep, 3)]
     if starts is not None:
         tensors.append(("starts", starts, 2))

@@ -1,7 +1,7 @@
-"""Decode attention on the CPU that gives each block's, or each token's, attention mass as well.
+"""Decode attention that also computes the attention mass of each block or token, from one read of keys and values.
 
-Output and mass come from one read of keys and values, as FlashDecoding's split softmax makes possible: a tile of keys
-with maximum m_b and sum l_b = sum(exp(s - m_b)) has the mass l_b * exp(m_b - m) / l, with m and l the row's own.
+It applies the identity of `mass` to each tile of keys. This is the contract of all decode kernels: C++ runs here, and
+`triton_kernels.decode_mass` and `decode_cuda` document their differences.
 """
 
 from collections.abc import Sequence
@@ -28,22 +28,22 @@ def decode_mass(
     layout: str = "vec",
     isa: str | None = None,
 ) -> None:
-    """Attention of requests that decode one token: `output` is written, their mass added to `out`.
+    """Attend for requests that decode one token: write `output`, and add the mass of their queries to `out`.
 
-    Keys are read in pieces of 512 tokens, the same for any batch and number of threads, and combined in order: a
-    request's output depends on nothing but its own query, keys and values, to the bit. A NaN key makes the output
-    and the mass of query heads that see it NaN.
+    A request's output depends on nothing but its own query, keys and values, to the bit: keys are read in pieces of 512
+    tokens, for any batch and number of threads, and combined in order. A NaN key makes the output and the mass of query
+    heads that see it NaN.
 
     Args:
         query: [T, H, D] as for `block_mass`, D a multiple of 16.
         key_cache, value_cache: [num_blocks, Hkv, bs, D], of one dtype, with the same strides. Keys are packed as
             `layout` says; values lie in rows of D.
         block_table, query_start_loc, seq_lens: as for `block_mass`.
-        rows: int32 [n], requests that decode here; each has one token.
+        rows: int32 [n], rows of the requests to decode. Each has one token.
         scale: factor on the scores before the softmax.
-        output: [T, H, D], of the query's dtype. Rows of other requests are left alone.
-        out: float32 [R, Hkv or 1, Wout], added to as `block_mass` does; None if no mass is wanted.
-        per_token: whether entries of `out` are tokens instead of blocks, as for `block_mass`.
+        output: [T, H, D], of the query's dtype. Other requests' rows keep their contents.
+        out: float32 [R, Hkv or 1, Wout], as for `block_mass`; None: no mass.
+        per_token: as for `block_mass`.
         weights: float32 [T], or None for ones. A token of weight 0 gets its output and adds no mass.
         layout: "vec" or "vec16".
         isa: as for `block_mass`.
@@ -52,8 +52,8 @@ def decode_mass(
         ValueError: a shape, stride, block id, length, layout or `isa` is wrong.
         TypeError: a dtype is unsupported.
 
-    Bytes moved: each resident key and value of a row once, 2 * seq_len * Hkv * D * itemsize; statistics take
-    8 bytes a query head and tile of 8 to 32 tokens, if `per_token` 4 bytes a query head and token more.
+    Bytes moved: each resident key and value of a row once, 2 * seq_len * Hkv * D * itemsize. Statistics take 8 bytes
+    for each query head and tile of 8 to 32 tokens, and with `per_token` 4 bytes for each query head and token.
     """
     tensors = query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows
     if _C_cpu is None:
@@ -79,22 +79,21 @@ def decode_classes(
     layout: str = "vec",
     isa: str | None = None,
 ) -> None:
-    """`decode_mass` of a layer whose KV heads fall into classes with resident tokens of their own, in one call.
+    """`decode_mass` in one call for a layer whose KV heads form classes, each with a block table of its own.
 
-    DuoAttention's retrieval and streaming heads, for instance. Work of all classes is shared out to the threads
-    together, so that short classes do not leave them idle. Output and mass are those of `decode_mass` on each class
-    alone, to the bit.
+    Examples are the retrieval and streaming heads of DuoAttention. Threads share the work of all classes, so a short
+    class leaves none idle. Output and mass are those of `decode_mass` on each class alone, to the bit.
 
     Args:
-        query: [T, H, D] as for `decode_mass`: H = G * the sum of all classes' KV heads, those of the first class first.
-        key_caches, value_caches: for each class [num_blocks, Hkv of the class, bs, D] as for `decode_mass`; sizes may
-            differ but for D.
+        query: [T, H, D] as for `decode_mass`. H = G * the sum of all classes' KV heads, in the order of classes.
+        key_caches, value_caches: for each class [num_blocks, Hkv of the class, bs, D] as for `decode_mass`. Only D has
+            to agree between classes.
         block_tables, seq_lens: for each class, as for `decode_mass`.
-        query_start_loc, rows, scale, per_token, weights, layout, isa: as for `decode_mass`, of all classes.
+        query_start_loc, rows, scale, per_token, weights, layout, isa: as for `decode_mass`, shared by all classes.
         output: [T, H, D], of the query's dtype, heads as in `query`.
-        out: for each class float32 [R, Hkv of the class or 1, Wout] or None; None if no mass is wanted.
+        out: for each class float32 [R, Hkv of the class or 1, Wout] or None; None: no mass.
 
-    Raises: as `decode_mass`. Bytes moved: those of `decode_mass` on each class.
+    Raises and bytes moved: as `decode_mass`, for each class.
     """
     tensors = query, list(key_caches), list(value_caches), list(block_tables), query_start_loc, list(seq_lens), rows
     out = None if out is None else list(out)

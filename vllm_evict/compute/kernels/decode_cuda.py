@@ -1,7 +1,7 @@
 """`decode_mass` in CUDA C++ (csrc/cuda), for bfloat16 and float16 on GPUs from compute capability 8.0 on.
 
-The contract of `triton_kernels.decode_mass`; what it does not take is left to that kernel (`refused`). The library is
-called by ctypes and knows nothing of torch: one build serves any version of it.
+It has the contract of `triton_kernels.decode_mass`, which runs for inputs that this kernel does not support
+(`refused`). The library is called by ctypes and does not link torch, so one build serves any version of torch.
 """
 
 import ctypes
@@ -19,17 +19,17 @@ logger = logging.getLogger("vllm_evict")
 
 MODULE = "vllm_evict._C_cuda"
 DTYPES = (torch.bfloat16, torch.float16)
-#: Head size -> most query heads of a KV head: what the kernel keeps in registers.
+#: Head size -> most query heads of a KV head, bounded by registers.
 MOST_GROUP = {64: 16, 128: 16, 256: 8}
-CHUNK = 16  # tokens of a granule; blocks are whole ones
-ALIGNED = 16  # bytes, of every row of keys and values
+CHUNK = 16  # tokens of a granule; the block size is a multiple
+ALIGNED = 16  # bytes, alignment of each row of keys and values
 LEAST_CAPABILITY, BULK_CAPABILITY = (8, 0), (9, 0)
 
-# H100 and H200 (SXM): the plan where there is no GPU to ask
+# H100 and H200 (SXM), for plans on a machine without a GPU
 HOPPER_SMS, HOPPER_SHARED_BYTES = 132, 228 * 1024
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 128
-# What a split costs beside its tokens, in tokens: its start, and its output written and read. A guess, not measured.
+# Cost of a split in tokens: its start, and its output written and read. A guess, not measured.
 SPLIT_COST = 64
 
 LOG2_E = 1.4426950408889634
@@ -47,7 +47,7 @@ _SIZES = (
 
 
 class _Args(ctypes.Structure):
-    """DecodeArgs of csrc/cuda/decode_mass.h."""
+    """`DecodeArgs` of csrc/cuda/decode_mass.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -60,7 +60,7 @@ class Library:
     """The compiled kernels.
 
     Raises:
-        OSError: `path` cannot be loaded, or is of another version.
+        OSError: `path` cannot be loaded, or has another version.
     """
 
     def __init__(self, path: str) -> None:
@@ -84,10 +84,10 @@ class Library:
 
 @cache
 def library() -> Library:
-    """`vllm_evict._C_cuda`.
+    """Load `vllm_evict._C_cuda`.
 
     Raises:
-        OSError: it was not built, or does not load.
+        OSError: the library was not built, or does not load.
     """
     spec = importlib.util.find_spec(MODULE)
     if spec is None:
@@ -96,7 +96,7 @@ def library() -> Library:
 
 
 def missing() -> str | None:
-    """Why the kernel cannot run in this process; None if it can."""
+    """Return why the kernel cannot run in this process; None if it can."""
     try:
         library()
     except OSError as error:
@@ -107,7 +107,7 @@ def missing() -> str | None:
 
 
 def refused(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> str | None:
-    """What of these tensors the kernel does not take, as a sentence; None if it takes them."""
+    """Return why the kernel does not support these tensors; None if it supports them."""
     if query.dtype not in DTYPES or key_cache.dtype != query.dtype or value_cache.dtype != query.dtype:
         return "query and caches must have one dtype: bfloat16 or float16"
     head_dim, kv_heads, block_size = query.shape[2], key_cache.shape[1], key_cache.shape[2]
@@ -117,7 +117,7 @@ def refused(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Ten
         return f"query must have 1 to {MOST_GROUP[head_dim]} heads for each of the caches'"
     if key_cache.shape != value_cache.shape or key_cache.shape[3] != head_dim or block_size % CHUNK:
         return "caches must be [num_blocks, Hkv, bs, D], of one shape, bs a multiple of 16"
-    # Pairs of a query's elements are loaded at once, eight of a key's or value's.
+    # A load takes two elements of a query, and eight of a key or value.
     for tensor, size in ((query, 2), (key_cache, ALIGNED // 2), (value_cache, ALIGNED // 2)):
         *outer, last = tensor.stride()
         if last != 1 or tensor.data_ptr() % (2 * size) or any(stride % size for stride in outer):
@@ -126,16 +126,13 @@ def refused(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Ten
 
 
 class CudaPlan(NamedTuple):
-    """Launch sizes and scratch of `decode_mass`, from shapes alone; all layers of one shape share it.
+    """Launch sizes and scratch of `decode_mass`. They follow from shapes, so layers of one shape share a plan.
 
     Attributes:
-        splits: pieces that a request's keys are cut into, equal for each request by itself.
-        max_blocks: blocks of the longest request.
-        partial: float32 [n, H, splits, D], outputs of splits, not normalised.
-        stats: float32 [n, H, splits, 2], their maxima (log2) and sums.
+        splits, max_blocks, partial, stats: as in `triton_kernels.decode_mass.DecodePlan`.
         granules: float32 [n, Hkv, max_blocks * bs / 16, G], log2 of each 16 tokens' sum of exponentials; None: no mass.
-        depth: chunks of 16 tokens that each of a program's four warps may have on their way.
-        bulk: whether bulk copies bring keys and values (compute capability 9.0), or cp.async.
+        depth: most chunks of 16 tokens in flight for each of a program's four warps.
+        bulk: whether bulk copies (compute capability 9.0) load keys and values, instead of cp.async.
     """
 
     splits: int
@@ -163,11 +160,14 @@ def plan_decode(
     bulk: bool | None = None,
     take: Callable[..., torch.Tensor] = torch.empty,
 ) -> CudaPlan:
-    """A plan for up to `rows` requests of up to `max_blocks` blocks each.
+    """Make a plan for up to `rows` requests of up to `max_blocks` blocks each.
 
-    Outputs depend on the number of splits in their last bits: who wants them not to depend on the batch passes one for
-    all. `depth` None: as many as let three programs fit on an SM, or two where there are no more of them; `bulk` None:
-    bulk copies where the device has them. `take` gives the scratch, called like `torch.empty`.
+    Args:
+        splits: None chooses. The last bits of outputs depend on it, so a fixed number makes them independent of the
+            batch.
+        depth: None takes the largest with which three programs fit on an SM, or two if there are only two for each SM.
+        bulk: None takes bulk copies if the device has them.
+        take: allocates scratch, called like `torch.empty`.
     """
     on_gpu = torch.device(device).type == "cuda"
     if bulk is None:
@@ -176,7 +176,7 @@ def plan_decode(
     if on_gpu:
         properties = torch.cuda.get_device_properties(device)
         sms, shared = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
-    together = 2 if heads // kv_heads > 8 or head_dim > 128 else 3  # programs on an SM, by their registers
+    together = 2 if heads // kv_heads > 8 or head_dim > 128 else 3  # programs on an SM, bounded by registers
     if splits is None:
         splits = splits_for(rows * kv_heads, max_blocks * block_size, together * sms)
     if depth is None:
@@ -191,18 +191,23 @@ def plan_decode(
 
 
 def splits_for(pairs: int, tokens: int, places: int) -> int:
-    """Splits of `pairs` requests and KV heads of `tokens` tokens each, where `places` programs run at once.
+    """Return the number of splits with the least time, and of equal ones the smallest.
 
-    The fewest of those whose waves of programs, one after the other, take the least time, if all programs are of one
-    speed: a wave that leaves most places empty costs as much as a full one.
+    Time is the number of waves of programs times the cost of a split, since a wave that is mostly empty takes as long
+    as a full one.
+
+    Args:
+        pairs: number of pairs of a request and a KV head.
+        tokens: tokens of each request.
+        places: number of programs that run at once.
     """
     most = max(min(-(-tokens // MIN_SPLIT_TOKENS), MAX_SPLITS), 1)
     return min(range(1, most + 1), key=lambda n: -(-max(pairs, 1) * n // places) * (-(-tokens // n) + SPLIT_COST))
 
 
 def depth_for(head_dim: int, programs: int, shared: int = HOPPER_SHARED_BYTES) -> int:
-    """Chunks that each of four warps may have on their way, where so many programs share the memory of an SM."""
-    chunk = CHUNK * (4 * head_dim + 16) + 16  # a row is a key, a value and 16 bytes; two barriers
+    """Return the most chunks in flight for each of four warps, if `programs` share the shared memory of an SM."""
+    chunk = CHUNK * (4 * head_dim + 16) + 16  # rows of a key, a value and 16 bytes, and two barriers
     return max((shared // programs - 1024) // (4 * chunk), 1)  # CUDA takes 1 KiB of each
 
 
@@ -223,20 +228,19 @@ def decode_mass(
     plan: CudaPlan | None = None,
     kernels: Library | None = None,
 ) -> None:
-    """Attention of requests that decode one token: `output` is written, their mass added to `out`.
+    """`triton_kernels.decode_mass.decode_mass` for tensors that `refused` accepts, without `per_token`.
 
-    Arguments as for `triton_kernels.decode_mass.decode_mass`, but for dtypes, head sizes and alignment (`refused`) and
-    the plan. Two launches on the current stream, that of query's device, which must be the current one; with a plan it
-    allocates nothing and reads nothing on the host. Each number has one writer that adds in a fixed order.
+    It makes two launches on the current stream of the query's device, which must be the current device.
 
     Args:
+        plan: from `plan_decode`; None makes one.
         kernels: None takes `library()`.
 
     Raises:
-        ValueError: what `refused` says, or a shape or stride that does not fit.
+        ValueError: `refused` names a reason, or a shape or stride is wrong.
         TypeError: an int32 or float32 tensor has another dtype.
         OSError: the library was not built or does not load.
-        RuntimeError: a launch failed; says why.
+        RuntimeError: a launch failed, for the reason in the message.
 
     Bytes moved, for each request: 2 * seq_len * Hkv * D * 2 of keys and values, once. Beside them, written and read,
     4 * H * (D + 2) a split and 4 * H every 16 tokens for the mass: G / (8 * D) of the bytes, 0.4 % for G = 4, D = 128.
@@ -307,14 +311,14 @@ def _require(valid: bool, sentence: str | None) -> None:
 
 
 class CudaDecode:
-    """The kernel: what runs behind a GPU backend where it is asked for."""
+    """The kernel behind a GPU backend, if VLLM_EVICT_DECODE=cuda."""
 
     def __init__(self, kernels: Library) -> None:
         self._kernels = kernels
 
     @classmethod
     def if_wanted(cls) -> "CudaDecode | None":
-        """None unless VLLM_EVICT_DECODE=cuda; if it cannot run either, which the log says in a line."""
+        """Make it if VLLM_EVICT_DECODE=cuda, else None. If the kernel cannot run, log why and return None."""
         if decode_kernel() != "cuda":
             return None
         if (why := missing()) is not None:
@@ -325,7 +329,7 @@ class CudaDecode:
 
     @staticmethod
     def takes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
-        """Whether the kernel reads these tensors."""
+        """Whether the kernel supports these tensors."""
         return refused(query, key_cache, value_cache) is None
 
     def __call__(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, plan) -> None:

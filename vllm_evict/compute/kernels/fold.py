@@ -1,4 +1,4 @@
-"""A step's mass into the running sums of its requests."""
+"""Adds a step's mass to the running sums of its requests."""
 
 import torch
 
@@ -6,16 +6,16 @@ import torch
 def fold(
     sums: torch.Tensor, slots: torch.Tensor, mass: torch.Tensor, logical: torch.Tensor, kept: torch.Tensor | None = None
 ) -> None:
-    """sums[slots[r], :, logical[r, w]] = kept[r] * itself + mass[r, :, w]
+    """Set sums[slots[r], :, logical[r, w]] to kept[r] * itself + mass[r, :, w].
 
     Args:
-        sums: float32 [S, H, B], of logical blocks.
-        slots: int32 [R], row of `sums` of each row of the batch; -1 where none is measured. No two rows have the same.
-        mass: float32 [R, H, W], of resident blocks; 0 past the end.
+        sums: float32 [S, H, B], by logical block.
+        slots: int32 [R], row of `sums` for each row of the batch; -1 if the row is not measured. No slot occurs twice.
+        mass: float32 [R, H, W], by resident block; 0 past the end.
         logical: int32 [R, W], logical index of each resident block, -1 past the end.
-        kept: float32 [R], or None for ones. What is not resident is left alone: it is never looked at again.
+        kept: float32 [R], or None for ones. Sums of evicted blocks stay; nothing reads them.
 
-    On a device it is one launch, and nothing is read on the host. Bytes moved: 4 * W * (1 + 3 * H) a row.
+    On a device it is one launch that reads nothing on the host. Bytes moved: 4 * W * (1 + 3 * H) for each row.
     """
     if sums.device.type != "cpu":
         from ...triton_kernels.fold import fold as on_device
@@ -24,7 +24,7 @@ def fold(
     elif kept is not None or (slots < 0).any():
         fold_reference(sums, slots, mass, logical, kept)
     else:
-        # Faster. Past a row's end there is no mass; it may all land in block 0.
+        # Faster than the reference. Entries past a row's end are 0, so they may add to block 0.
         heads = torch.arange(sums.shape[1])[None, :, None]
         blocks = logical.clamp(min=0).long()[:, None, :]
         sums.index_put_((slots.long()[:, None, None], heads, blocks), mass, accumulate=True)

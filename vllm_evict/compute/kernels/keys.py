@@ -1,4 +1,4 @@
-"""Scores of KV blocks from their keys and values alone: no query is needed, and nothing is kept between decisions."""
+"""Statistics of blocks and tokens from resident keys and values, without queries or state between decisions."""
 
 import torch
 
@@ -9,8 +9,9 @@ from .alike import last_alike
 def key_scores(
     keys: torch.Tensor, values: torch.Tensor | None, length: int, statistics: frozenset[str]
 ) -> dict[str, torch.Tensor]:
-    """Statistics of one request's resident blocks in one layer, per KV head: means over a block's tokens of
-    `token_scores`, for redundancy sums.
+    """Compute statistics of one request's resident blocks in one layer.
+
+    They are means of `token_scores` over a block's tokens; redundancy is a sum.
 
     Args:
         keys, values, length, statistics: as for `token_scores`.
@@ -31,20 +32,20 @@ def key_scores(
 def token_scores(
     keys: torch.Tensor, values: torch.Tensor | None, length: int, statistics: frozenset[str]
 ) -> dict[str, torch.Tensor]:
-    """Statistics of one request's resident tokens in one layer, per KV head.
+    """Compute statistics of one request's resident tokens in one layer.
 
-    - key_norm: ||K|| (Devoto et al., 2024).
-    - value_key_ratio: ||V|| / ||K|| (PagedEviction).
-    - key_diff: -cos(K, A); A is the mean of all resident keys, each normalised (KeyDiff).
-    - redundancy: softmax_j(mean_i S_ij), over all resident tokens. S_ij is the cosine similarity of keys i and j, 0 for
-      i = j and for the last j that is alike to i (`ALIKE`): of keys that are alike, the most recent one is not
-      redundant (R-KV).
+    - key_norm: ||K|| (Devoto et al., 2024, arXiv:2406.11430).
+    - value_key_ratio: ||V|| / ||K|| (PagedEviction, arXiv:2509.04377).
+    - key_diff: -cos(K, A), where A is the mean of all resident keys, each normalised (KeyDiff, arXiv:2504.15364).
+    - redundancy: softmax_j(mean_i S_ij) over all resident tokens (R-KV, arXiv:2505.24133). S_ij is the cosine
+      similarity of keys i and j. It is 0 for i = j, and for the last j that is alike to i (`ALIKE`), so the most recent
+      of similar keys is not redundant.
 
     Args:
-        keys, values: [n, Hkv, block_size, D], in logical order; any float dtype, computed in float32. Values are for
-            value_key_ratio only.
+        keys, values: [n, Hkv, block_size, D], in logical order, of any float dtype; computed in float32. Only
+            value_key_ratio reads values.
         length: resident tokens; the last block may be partly filled.
-        statistics: some of `policies.CACHED`.
+        statistics: names, some of `policies.CACHED`.
 
     Returns:
         name -> float32 [Hkv, length].
@@ -69,15 +70,15 @@ def token_scores(
 
 
 def _redundancy(units: torch.Tensor) -> torch.Tensor:
-    """float32 [H, T] for normalised keys [H, T, D].
+    """Return redundancy, float32 [H, T], of normalised keys [H, T, D].
 
-    A key's similarities to all keys add up to its product with the sum of all keys. Taken out of them are its own, and
-    those to keys whose last one it is.
+    The similarities of a key to all keys add up to its product with the sum of all keys. Subtracted are the product
+    with itself, and those with keys whose last similar key it is.
     """
     last = last_alike(units)
     count = units.shape[1]
     spared = (units * units.gather(1, last[..., None].expand_as(units))).sum(-1)
-    # One that is alike to none is its own last.
+    # `last_alike` returns a key's own index if no other key is alike.
     spared = torch.where(last == torch.arange(count, device=last.device), 0.0, spared)
     taken = units.square().sum(-1).scatter_add(1, last, spared)
     total = (units * units.sum(1, keepdim=True)).sum(-1)

@@ -1,12 +1,9 @@
-"""Attention mass per KV block or per token, computed beside vLLM's fused CPU attention.
+"""Attention mass of each block or token, computed beside vLLM's fused CPU attention.
 
-A fused attention kernel never shows its probabilities. Block scores built on
-accumulated attention, as in H2O (Zhang et al., NeurIPS 2023,
-arXiv:2306.14048), need them, so after attention ran this module makes one more
-pass over the keys. The split softmax identity of FlashDecoding makes one pass
-enough: with a block's own maximum m_b and sum l_b = sum(exp(s - m_b)), the mass
-of block b is l_b * exp(m_b - m) / l, where m = max(m_b) and
-l = sum(l_b * exp(m_b - m)).
+Fused attention kernels do not return probabilities, which scores from accumulated attention need (H2O: Zhang et al.,
+NeurIPS 2023, arXiv:2306.14048). So this module makes one more pass over the keys after attention. By the split softmax
+of FlashDecoding one pass is enough: for a block with maximum m_b and sum l_b = sum(exp(s - m_b)) the mass is
+l_b * exp(m_b - m) / l, where m = max(m_b) and l = sum(l_b * exp(m_b - m)).
 """
 
 import logging
@@ -17,7 +14,7 @@ try:
     from vllm_evict import _C_cpu
 
     _missing = ""
-except ImportError as error:  # not built (see setup.py), or for another torch
+except ImportError as error:  # not built (see setup.py), or built for another torch
     _C_cpu = None
     _missing = str(error)
 
@@ -45,58 +42,46 @@ def block_mass(
     layout: str = "vec",
     isa: str | None = None,
 ) -> None:
-    """Add to `out` the softmax mass that each query row puts on each KV block, or on each token.
+    """Add to `out` the softmax mass that each query puts on each block, or on each token.
 
-    Query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i; query
-    head h reads KV head h // (H // Hkv). For H = Hkv * G heads,
-    ``out[r, k, j] += sum(weights[i] * p[i, h, t])`` over the request's queries
-    i, the G heads h of KV head k and the tokens t of its j-th block. With
-    ``Hout == 1`` the KV heads are summed as well. Over a row of `out` the
-    increments sum to G (or H) times the sum of the request's weights. If
-    `per_token`, ``out[r, k, t]`` gets the mass of the t-th resident token alone,
-    in the order of the request's block table.
+    Query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i. Query head h reads KV head h // G.
+    ``out[r, k, j] += sum(weights[i] * p[i, h, t])`` over the request's queries i, the G query heads h of KV head k and
+    the tokens t of its j-th block. With one row in `out`, KV heads are summed as well. The increments of a row of `out`
+    sum to G (or H) times the sum of the request's weights. With `per_token`, ``out[r, k, t]`` gets the mass of the
+    t-th resident token, in the order of the request's block table.
 
-    A NaN key makes all mass of each query that sees it NaN; what lies past a
-    request's last token may be anything.
+    A NaN key makes all mass of each query that sees it NaN. Slots past a request's last token may hold anything.
 
-    The sums are taken in float32 in a fixed order: the same input gives the
-    same bits for any number of threads. `torch.get_num_threads()` threads run.
+    Sums are float32 in a fixed order: the same input gives the same bits for any number of threads.
+    `torch.get_num_threads()` threads run.
 
     Args:
-        query: [T, H, D] float32, bfloat16 or float16 on the CPU, rotated, last
-            dimension contiguous.
-        key_cache: [num_blocks, Hkv, bs, D], same dtypes, bs a multiple of 16, D
-            even. Blocks and heads may lie anywhere (strides 0 and 1 are used);
-            the bs * D elements of one block and head are contiguous storage,
-            packed as `layout` says. Holds the keys of this step's tokens too.
-        block_table: int32 [R, W], row stride arbitrary. The first
-            ceil(seq_lens[r] / bs) entries of row r are physical blocks in
-            order, without holes (see `resident_view`).
+        query: [T, H, D] float32, bfloat16 or float16 on the CPU, rotated, last dimension contiguous.
+        key_cache: [num_blocks, Hkv, bs, D], of the same dtypes, bs a multiple of 16, D even; this step's keys included.
+            Strides of blocks and heads are arbitrary. The bs * D elements of one block and head are contiguous, packed
+            as `layout` says.
+        block_table: int32 [R, W], row stride arbitrary. The first ceil(seq_lens[r] / bs) entries of row r are physical
+            blocks in order, without holes (see `resident_view`).
         query_start_loc: int32 [R + 1], offsets of the requests in `query`.
         seq_lens: int32 [R], resident tokens, this step's queries included.
         scale: factor on the scores before the softmax.
-        out: float32 [R, Hkv or 1, Wout], last dimension contiguous, Wout at
-            least the number of blocks of the longest request, or of its tokens
-            if `per_token`. The other strides are arbitrary; entries past a
-            request's own are left alone.
+        out: float32 [R, Hkv or 1, Wout], last dimension contiguous, other strides arbitrary. Wout is at least the
+            number of blocks (with `per_token`, of tokens) of the longest request. Entries past a request's end stay.
         per_token: whether entries of `out` are tokens instead of blocks.
-        weights: float32 [T], or None for ones. Rows of weight 0 cost nothing.
-        layout: how vLLM's CPU kernels pack a block's keys. "vec" and "vec16":
-            element (t, d) at d * bs + t. "amx" (bfloat16): at
-            t // 16 * 16 * D + d // 2 * 32 + t % 16 * 2 + d % 2.
-        isa: "avx512_bf16", "avx512", "avx2" or "portable" to force a kernel;
-            None takes the best one this CPU runs. The first multiplies bfloat16
-            queries and keys by the CPU's own instruction, twice as fast.
+        weights: float32 [T], or None for ones. Queries of weight 0 cost nothing.
+        layout: how vLLM's CPU kernels pack a block's keys. "vec" and "vec16": element (t, d) at d * bs + t. "amx"
+            (bfloat16): at t // 16 * 16 * D + d // 2 * 32 + t % 16 * 2 + d % 2.
+        isa: "avx512_bf16", "avx512", "avx2" or "portable" to force a kernel; None takes the fastest on this CPU.
+            "avx512_bf16" multiplies bfloat16 queries and keys by the CPU's own instruction, twice as fast.
 
     Raises:
         ValueError: a shape, stride, block id, length, layout or `isa` is wrong.
         TypeError: a dtype is unsupported.
 
-    Bytes moved: a row is a query of one head, and each 64 rows of a request that
-    share a KV head (all of them in decode, up to G = 64) read its resident keys
-    once: seq_len * D * itemsize. Results in between take 8 bytes a row and tile
-    of 8 to 32 tokens, in cache; if `per_token` 4 bytes a row and token more,
-    written and read once, of fewer rows at a time where they would pass 8 MiB.
+    Bytes moved: a row is a query of one head. Each 64 rows of a request that share a KV head (in a decode all of them,
+    up to G = 64) read its resident keys once: seq_len * D * itemsize. Scratch takes 8 bytes for each row and tile of 8
+    to 32 tokens, in cache. With `per_token` it takes 4 bytes for each row and token, written and read once, for as many
+    rows at a time as fit into 8 MiB.
     """
     tensors = query, key_cache, block_table, query_start_loc, seq_lens
     if _C_cpu is None:
@@ -107,7 +92,7 @@ def block_mass(
 
 
 def kernel_path(isa: str | None = None) -> str:
-    """The kernel `block_mass` runs: an `isa` of its arguments, or "torch reference".
+    """Return the kernel that `block_mass` runs: a value of its argument `isa`, or "torch reference".
 
     Raises:
         ValueError: this CPU cannot run `isa`, or it is unknown.
@@ -128,7 +113,7 @@ def block_mass_reference(
     weights: torch.Tensor | None = None,
     layout: str = "vec",
 ) -> None:
-    """`block_mass` in plain torch. A float64 `out` makes it compute in float64."""
+    """`block_mass` in plain torch, in the dtype of `out` (float32 or float64)."""
     _check(query, key_cache, block_table, query_start_loc, seq_lens, out, per_token, weights, layout)
     num_heads = query.shape[1]
     num_kv_heads, block_size = key_cache.shape[1:3]
@@ -163,10 +148,7 @@ def _per_block(mass: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def unpack_keys(key_cache: torch.Tensor, layout: str = "vec") -> torch.Tensor:
-    """The keys [num_blocks, Hkv, bs, D], element (t, d) in its place, of a packed cache.
-
-    Shares memory with `key_cache` for "vec"; a copy for "amx".
-    """
+    """Unpack keys to [num_blocks, Hkv, bs, D] in plain order: a view for "vec", a copy for "amx"."""
     num_blocks, num_heads, block_size, head_dim = key_cache.shape
     if _is_vec(layout, key_cache.dtype):
         return key_cache.view(num_blocks, num_heads, head_dim, block_size).transpose(2, 3)
@@ -176,7 +158,7 @@ def unpack_keys(key_cache: torch.Tensor, layout: str = "vec") -> torch.Tensor:
 
 
 def pack_keys(keys: torch.Tensor, layout: str = "vec") -> torch.Tensor:
-    """A contiguous packed cache of logical keys [num_blocks, Hkv, bs, D]; undoes `unpack_keys`."""
+    """Pack keys [num_blocks, Hkv, bs, D] contiguously: the inverse of `unpack_keys`."""
     num_blocks, num_heads, block_size, head_dim = keys.shape
     if _is_vec(layout, keys.dtype):
         return keys.transpose(2, 3).reshape(keys.shape).contiguous()
@@ -186,9 +168,9 @@ def pack_keys(keys: torch.Tensor, layout: str = "vec") -> torch.Tensor:
 
 
 def unpack_values(value_cache: torch.Tensor, layout: str = "vec") -> torch.Tensor:
-    """The values [num_blocks, Hkv, bs, D], element (t, d) in its place, of a packed cache.
+    """Unpack values to [num_blocks, Hkv, bs, D] in plain order.
 
-    "vec" keeps them as they are; "amx" keeps tiles of 16 elements, two tokens interleaved. A copy for "amx".
+    "vec" stores them in plain order. "amx" stores tiles of 16 elements with two tokens interleaved; unpacking copies.
     """
     num_blocks, num_heads, block_size, head_dim = value_cache.shape
     if _is_vec(layout, value_cache.dtype):
@@ -199,7 +181,7 @@ def unpack_values(value_cache: torch.Tensor, layout: str = "vec") -> torch.Tenso
 
 
 def pack_values(values: torch.Tensor, layout: str = "vec") -> torch.Tensor:
-    """A contiguous packed cache of logical values [num_blocks, Hkv, bs, D]; undoes `unpack_values`."""
+    """Pack values [num_blocks, Hkv, bs, D] contiguously: the inverse of `unpack_values`."""
     num_blocks, num_heads, block_size, head_dim = values.shape
     if _is_vec(layout, values.dtype):
         return values.contiguous()
@@ -224,7 +206,7 @@ def _warn_once() -> None:
 
 
 def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, per_token, weights, layout):
-    """Raise ValueError or TypeError on what the C++ kernel refuses too, in the same words."""
+    """Raise ValueError or TypeError as the C++ kernel does, with the same texts."""
     for name, tensor in (("query", query), ("key_cache", key_cache)):
         if tensor.dtype not in KEY_DTYPES:
             raise TypeError(f"{name} must be float32, bfloat16 or float16")

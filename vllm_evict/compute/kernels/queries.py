@@ -1,4 +1,4 @@
-"""Queries of a step that are measured one by one, where a sum over queries would not do."""
+"""Queries that are measured one by one, for statistics that are not sums over queries."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ class Queries(NamedTuple):
     """n queries of a batch.
 
     Attributes:
-        tokens: int64 [n], their places among the batch's queries.
-        rows: int64 [n], their requests' rows.
-        lens: int32 [n], resident tokens that each sees.
+        tokens: int64 [n], indices among the batch's T queries.
+        rows: int64 [n], rows of their requests.
+        lens: int32 [n], resident tokens that each query sees.
     """
 
     tokens: torch.Tensor

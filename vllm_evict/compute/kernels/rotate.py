@@ -1,4 +1,4 @@
-"""Keys at other positions: a rotary embedding turns them on from where they are."""
+"""Rotates computed keys to later positions by a rotary embedding."""
 
 from dataclasses import dataclass
 
@@ -7,29 +7,29 @@ import torch
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotary position embedding (Su et al., RoFormer, 2021, arXiv:2104.09864), as far as keys are turned by it.
+    """The rotation of a rotary position embedding (Su et al., RoFormer, 2021, arXiv:2104.09864).
 
     Attributes:
         frequencies: float64 [R / 2], angle of each pair of dimensions per position, on the device of the keys.
-        neox: whether dimension i is paired with i + R / 2, or else 2 i with 2 i + 1.
+        neox: whether dimension i is paired with i + R / 2. If False, 2 i is paired with 2 i + 1.
     """
 
     frequencies: torch.Tensor
     neox: bool
 
     def __call__(self, keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Keys as they would be some positions later.
+        """Rotate keys to later positions.
 
-        An embedding that scales keys as well (YaRN) has done so already; dimensions from R on are not turned.
+        Dimensions from R on stay. Scaling by the embedding (YaRN) stays as well, since stored keys have it already.
 
         Args:
-            keys: [n, Hkv, block_size, D], blocks of rotated keys, of any float dtype.
-            tokens: int64 [n], positions by which each block goes on.
+            keys: [n, Hkv, block_size, D], keys as the model stored them, of any float dtype.
+            tokens: int64 [n], distance in positions for each block.
 
         Returns:
             float32 [n, Hkv, block_size, D].
         """
-        # Positions are large numbers, and their angles have to be right to a small part of a turn.
+        # float64: distances are large, and an angle has to be exact to a small part of a turn.
         angles = (tokens[:, None].double() * self.frequencies)[:, None, None]
         cos, sin = angles.cos().float(), angles.sin().float()
         turned = keys.to(torch.float32, copy=True)

@@ -1,4 +1,4 @@
-"""One layer's mass into what the layers before it drew."""
+"""Adds one layer's mass to the mass of the layers before it."""
 
 import torch
 
@@ -13,22 +13,22 @@ def take(
     tested: torch.Tensor | None = None,
     share: float = 1.0,
 ) -> None:
-    """mass = mass + layer, or the larger of both; `layer` is zeros afterwards.
+    """Set `mass` to mass + layer, or to the maximum of both, then zero `layer`.
 
-    Of rows that are tested counts go in, in the place of mass: 1 where a block draws more than 1 / len for each of its
-    tokens, 0 elsewhere. NaN stays NaN, as a sum, a maximum and a count.
+    A tested row adds counts instead: 1 for each block that draws more than 1 / len for each of its tokens, else 0. NaN
+    stays NaN in sums, maxima and counts.
 
     Args:
-        mass: float32 [R, H or 1, W], of resident blocks; 1: heads are summed up.
+        mass: float32 [R, H or 1, W], by resident block; with 1 row heads are summed.
         layer: float32 [R, H, W], 0 past the end of a row.
         lens: int32 [R], resident tokens.
         block_size: tokens.
-        maximise: whether the larger one stays.
-        tested: int32 [R], not 0 where a row is tested; None: none is. Its `layer` is of one query.
-        share: factor on the mass of rows that are tested.
+        maximise: whether the maximum is taken instead of the sum.
+        tested: int32 [R], not 0 for tested rows, whose `layer` has one query; None: no row is tested.
+        share: factor on the mass of tested rows.
 
-    On a device it is one launch, which allocates nothing. Bytes moved: 8 * H for each resident block, and as much for
-    each row of `mass`.
+    On a device it is one launch that allocates nothing. Bytes moved for each resident block: 8 * H, and 8 for each row
+    of `mass`.
     """
     if mass.device.type != "cpu":
         from ...triton_kernels.take import take as on_device

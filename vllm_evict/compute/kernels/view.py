@@ -1,4 +1,4 @@
-"""Block tables without holes: what an attention kernel reads after eviction."""
+"""Views: block tables without holes, for attention kernels."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,12 +12,12 @@ except ImportError:  # built without the extension: see setup.py
 
 
 class View(NamedTuple):
-    """What `resident_view` makes of one KV group's block table.
+    """Output of `resident_view` for one KV group.
 
     Attributes:
-        table: int32 [R, W], gets the resident blocks of each row, then zeros.
-        lens: int32 [R], gets the number of resident tokens.
-        logical: int32 [R, W] or None, gets the place in the block table of each resident block, then -1.
+        table: int32 [R, W], the resident blocks of each row, then zeros.
+        lens: int32 [R], resident tokens.
+        logical: int32 [R, W], the index in the block table of each resident block, then -1; None: not written.
     """
 
     table: torch.Tensor
@@ -28,25 +28,22 @@ class View(NamedTuple):
 def resident_view(
     block_tables: Sequence[torch.Tensor], seq_lens: torch.Tensor, block_size: int, views: Sequence[View | None]
 ) -> None:
-    """Squeeze the holes out of each row of the block tables of some KV groups, keeping the order.
+    """Write the views of some KV groups: each row of a block table without its holes, in order.
 
     Args:
-        block_tables: int32 [R, W] each, row stride arbitrary. The first
-            ceil(seq_lens[r] / block_size) entries of row r are physical blocks,
-            0 (vLLM's null block) where one was evicted. The last of them is
-            never a hole. What follows is ignored.
-        seq_lens: int32 [R], tokens including evicted ones; the same in all groups.
-        block_size: tokens per block.
-        views: one for each block table, as wide as the longest resident row at
-            least; None where a group is left alone.
+        block_tables: for each group int32 [R, W], row stride arbitrary. The first ceil(seq_lens[r] / block_size)
+            entries of row r are physical blocks, or 0 (vLLM's null block) for a hole. The last of them is no hole.
+            Later entries are ignored.
+        seq_lens: int32 [R], tokens with evicted ones; the same in all groups.
+        block_size: tokens.
+        views: for each group its view, at least as wide as the longest resident row; None: the group is skipped.
 
     Raises:
         ValueError: a shape, length or width is wrong.
         TypeError: a dtype is not int32.
 
-    Views must not overlap the inputs. Bytes moved for each group: 4 for each
-    entry up to a row's length, 8 * R * the view's width. On a device it is one
-    launch for all groups, which checks no contents.
+    Views must not overlap the inputs. Bytes moved for each group: 4 for each entry up to a row's length, 8 * R * the
+    view's width. On a device it is one launch for all groups, which does not check contents.
     """
     if seq_lens.device.type != "cpu":
         from ...triton_kernels.resident_view import resident_view as on_device
@@ -97,7 +94,7 @@ def _squeeze(
 
 
 def _check(block_table, seq_lens, block_size, out_table, out_lens, out_logical):
-    """Raise ValueError or TypeError on what the C++ kernel refuses too, in the same words."""
+    """Raise ValueError or TypeError as the C++ kernel does, with the same texts."""
     tensors = [
         ("block_table", block_table, 2),
         ("seq_lens", seq_lens, 1),
