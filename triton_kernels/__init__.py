@@ -1,12 +1,12 @@
 """Triton kernels of vllm_evict, imported as `vllm_evict.triton_kernels`.
 
-Nothing is imported here: a CPU installation may lack Triton. Each module has one kernel, its launcher and its torch
-reference, or the name of the one that the CPU kernel of the same contract has. Launchers check shapes and dtypes, which
-cost no synchronisation; what lies in device memory (block ids, lengths) is the caller's to get right.
+Nothing is imported here, since a CPU installation may lack Triton. Each module has one kernel and its launcher. Its
+torch reference is there too, or in `compute.kernels` if a CPU kernel has the same contract. Launchers check shapes and
+dtypes, not the contents of device memory (block ids, lengths), which would cost a synchronisation.
 
 vLLM looks for a top-level `triton_kernels`, which is a package of the Triton project. Python finds this folder under
-that name if a checkout is on `sys.path` (`python -m ...` in its root). The import then continues with the rest of
-`sys.path`, as if the checkout were not on it.
+that name if a checkout is on `sys.path` (`python -m ...` in its root). Then the code below imports the package from the
+rest of `sys.path`.
 """
 
 if __name__ == "triton_kernels":
@@ -22,6 +22,6 @@ if __name__ == "triton_kernels":
         raise ModuleNotFoundError(
             f"{checkout / __name__} has the kernels of vllm_evict; import them as vllm_evict.{__name__}", name=__name__
         )
-    # Python returns what sys.modules has once this module has run.
+    # The import statement returns the entry of sys.modules once this module has run.
     sys.modules[__name__] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules[__name__])

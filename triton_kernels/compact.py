@@ -1,4 +1,4 @@
-"""Kept tokens of each KV head moved into fewer blocks, for all layers of a group in one launch."""
+"""Compaction for all layers of a KV group in one launch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,21 +11,21 @@ from ..compute.kernels.compact import requests_of
 from .tiles import check_int32, require
 
 WORD = 4  # bytes
-# What a program reads before it writes: 32 registers of each of its threads.
+# Bytes that a program reads before it writes: 32 registers of each thread.
 CHUNK_BYTES = 32 * 1024
 WARPS = 8
-# Scratch that is allocated where none is given, or that of one layer if it takes more.
+# Scratch that is allocated if none is given, or that of one layer if it takes more.
 SCRATCH_BYTES = 64 * 2**20
 
 
 class CompactPlan(NamedTuple):
-    """Where the pages of a group's layers lie. It holds addresses: the caches must stay where they are.
+    """Addresses of the caches of a group's layers, which must not move afterwards.
 
     Attributes:
         pages: int64 [L], addresses, on the device.
-        shape: of each cache, [num_blocks, Hkv, bs, C].
-        words: of a token's row, 4 bytes each.
-        strides: of blocks, heads and tokens, in words.
+        shape: shape of each cache, [num_blocks, Hkv, bs, C].
+        words: words of 4 bytes in a token's row.
+        strides: strides of blocks, heads and tokens, in words.
         aligned: whether rows begin at multiples of 16 bytes.
     """
 
@@ -37,7 +37,7 @@ class CompactPlan(NamedTuple):
 
 
 def plan_compact(caches: Sequence[torch.Tensor]) -> CompactPlan:
-    """A plan for L caches [num_blocks, Hkv, bs, C] of one shape, dtype and strides, as `compact` takes them."""
+    """Make a plan for L caches [num_blocks, Hkv, bs, C] of one shape, dtype and strides."""
     require(len(caches) > 0, "caches must hold at least one layer")
     one = caches[0]
     like = [cache.dtype == one.dtype and cache.shape == one.shape for cache in caches]
@@ -64,34 +64,22 @@ def compact(
     scratch: torch.Tensor | None = None,
     plan: CompactPlan | None = None,
 ) -> None:
-    """Write the kept tokens of each layer and KV head, keys and values, to the first slots of other blocks.
+    """`compute.kernels.compact.compact` on caches with strides in place of packings, on a device.
 
-    `kernels.compact.compact` on caches with strides: slot j of a request, its j-th place in the blocks of `target`,
-    gets what token ``keep[layer, head, j]`` of `source` held. Bytes are moved as they are, whatever the dtype.
-
-    A block may be in `source` and `target` of one request. If each such block's place in `source` is at or before its
-    place in `target` (`kernels.compact.is_ordered`; new blocks always are), the caller may say so: with `ordered` it
-    is one launch, a program for each request, layer and head. It goes through the slots in ascending order and reads
-    each chunk before it writes it, so it overwrites nothing that is still to be read. That cannot be seen from here
-    without reading the device, and it is not assumed: without `ordered` tokens go through scratch memory, some layers
-    at a time, in two launches for each time, which is right in any order.
+    With `ordered` it is one launch, with a program for each request, layer and head. A program goes through the slots
+    in ascending order and reads each chunk before it writes the chunk. Without `ordered` tokens go through scratch
+    memory, some layers at a time, in two launches each time.
 
     With a plan, and `ordered` or scratch, it allocates nothing and reads nothing on the host.
 
     Args:
         caches: L tensors [num_blocks, Hkv, bs, C], one for each layer, of one shape, dtype and strides; C contiguous,
             a token's keys and values. C and all strides are multiples of 4 bytes.
-        source: int32 [n], physical blocks of each request in logical order. Requests may share them.
-        keep: int32 [L or 1, Hkv, kept], ascending places of tokens in their request's source; 1: the same in all
-            layers. Last dimension contiguous.
-        target: int32 [m], physical blocks, m * bs >= kept for each request. Each once, and none that is a source of
-            another request, in this call or not: who else reads such a block finds the moved tokens.
-        starts: int32 [3, R + 1], offsets of R requests in `source`, in the last dimension of `keep`, and in `target`;
-            rows dense. None for one request.
-        ordered: whether every request's blocks are as above.
-        scratch: int32, dense, of at least Hkv * kept * C * itemsize / 4 elements; the more layers fit, the fewer
+        source, keep, target, starts: as for `compute.kernels.compact.compact`, on the device; rows of `starts` dense.
+        ordered: whether `compute.kernels.compact.is_ordered` holds for each request. Not checked.
+        scratch: int32, dense, of at least Hkv * kept * C * itemsize / 4 elements. The more layers fit, the fewer
             launches. None allocates, unless `ordered`.
-        plan: of `plan_compact(caches)`; None makes one.
+        plan: from `plan_compact(caches)`; None makes one.
 
     Bytes moved: 2 * L * Hkv * kept * C * itemsize, read and written, twice that without `ordered`; beside them 8 for
     each token of a layer and head.
@@ -139,7 +127,7 @@ def compact(
             )
 
 
-# Not compiled anew for the tokens of a request (see `decode_mass.ATTEND_SIZES`).
+# Not specialised for the tokens of a request (see `decode_mass.ATTEND_SIZES`).
 @triton.jit(do_not_specialize=["first_layer", "all_kept", "stride_kl", "stride_kh"])
 def _compact(
     pages, source, keep, target, starts, scratch, first_layer, all_kept, kv_heads, stride_kl, stride_kh, stride_starts,
@@ -147,7 +135,7 @@ def _compact(
     FROM_CACHE: tl.constexpr, TO_CACHE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WORDS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Chunks of one request's tokens in one layer and head: from the cache or scratch, to scratch or the cache."""
+    """Copy chunks of one request's tokens in one layer and head, from cache or scratch to scratch or cache."""
     unit = tl.program_id(0).to(tl.int64)
     request = tl.program_id(2)
     layer = first_layer + unit // kv_heads
@@ -165,7 +153,7 @@ def _compact(
         cache = tl.multiple_of(cache, 16)
     aside = scratch + (unit * all_kept + first) * WORDS
     word = tl.arange(0, DIM)
-    # One program goes through all chunks if tokens move within the cache, and each takes its own otherwise.
+    # If tokens move within the cache, one program goes through all chunks. Otherwise each program has one chunk.
     for start in range(tl.program_id(1) * CHUNK, kept, tl.num_programs(1) * CHUNK):
         slot = start + tl.arange(0, CHUNK)
         there = (slot < kept)[:, None] & (word < WORDS)[None, :]
@@ -177,7 +165,7 @@ def _compact(
             at = aside + slot * WORDS
         held = tl.load(at[:, None] + word[None, :], mask=there, other=0)
         if FROM_CACHE and TO_CACHE:
-            tl.debug_barrier()  # until all threads have read this chunk, nothing of it is written
+            tl.debug_barrier()  # all threads read this chunk before any thread writes it
         if TO_CACHE:
             block = tl.load(target + slot // BLOCK_SIZE, mask=slot < kept, other=0).to(tl.int64)
             to = cache + block * stride_b + slot % BLOCK_SIZE * stride_n
@@ -201,5 +189,5 @@ def compact_reference(
         for layer, cache in enumerate(caches):
             rows = cache.view(torch.uint8)
             kept = tokens[layer if len(tokens) > 1 else 0].long()
-            held = rows[blocks[kept // block_size].long(), heads, kept % block_size]  # a copy: the two may overlap
+            held = rows[blocks[kept // block_size].long(), heads, kept % block_size]  # a copy, as blocks may overlap
             rows[targets[slots // block_size].long(), heads, slots % block_size] = held

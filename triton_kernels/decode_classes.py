@@ -1,4 +1,4 @@
-"""Decode attention, with mass, of a layer whose heads fall into two classes with block tables of their own."""
+"""`decode_mass` for a layer whose heads form two classes, each with a block table of its own."""
 
 from collections.abc import Callable, Sequence
 
@@ -42,9 +42,9 @@ def plan_classes(
     stages: int = STAGES,
     take: Callable[..., torch.Tensor] = torch.empty,
 ) -> list[DecodePlan]:
-    """A `plan_decode` for each class; `group` query heads share a KV head.
+    """Make a plan for each class (see `plan_decode`). `group` query heads share a KV head.
 
-    Splits are of about the same length in all classes, and together as many programs as `plan_decode` wants of one.
+    Splits have about the same length in all classes. All classes together have as many programs as `plan_decode` makes.
     """
     if splits is None:
         splits = splits_of(rows, kv_heads, [blocks * block_size for blocks in max_blocks], programs_on(device))
@@ -63,7 +63,13 @@ def plan_classes(
 
 
 def splits_of(rows: int, kv_heads: Sequence[int], tokens: Sequence[int], programs: int) -> list[int]:
-    """Splits of each class, whose longest request has so many `tokens`; `programs` fill the device."""
+    """Return the number of splits of each class.
+
+    Args:
+        rows: requests.
+        kv_heads, tokens: for each class its KV heads, and the tokens of its longest request.
+        programs: number of programs that fill the device.
+    """
     work = max(rows * sum(heads * longest for heads, longest in zip(kv_heads, tokens)), 1)
     share = max(triton.cdiv(work, programs), MIN_SPLIT_TOKENS)
     return [max(min(triton.cdiv(longest, share), MAX_SPLITS), 1) for longest in tokens]
@@ -87,26 +93,18 @@ def decode_classes(
     plans: Sequence[DecodePlan] | None = None,
     value_scale: float = 1.0,
 ) -> None:
-    """`decode_mass` of two classes of heads, DuoAttention's retrieval and streaming heads, in its two launches.
+    """`compute.kernels.decode.decode_classes` for two classes, in the two launches of `decode_mass`.
 
-    The contract of `kernels.decode.decode_classes` for two classes, on caches with strides in place of packings. A
-    program works on a request, a KV head and a split of one class, as in `decode_mass`; long and short classes fill
-    the device together. With plans it gives the bits of `decode_mass` on each class alone with its plan, allocates
-    nothing and reads nothing on the host: a CUDA graph can capture it.
+    A program works on a request, a KV head and a split of one class, so long and short classes fill the device
+    together. With plans the outputs are those of `decode_mass` on each class alone with its plan, to the bit, and a
+    CUDA graph can capture the launches.
 
     Args:
-        query: [T, H, D] as for `decode_mass`: H = G * both classes' KV heads, those of the first class first.
-        key_caches, value_caches: for each class [num_blocks, Hkv of the class, bs, D] as for `decode_mass`; bs and D
-            of all are the same, and so are their dtypes.
-        block_tables, seq_lens: for each class, as for `decode_mass`.
-        query_start_loc, rows, scale, weights, value_scale: as for `decode_mass`, of both classes.
-        output: [T, H, D] of the query's dtype, last dimension contiguous, heads as in `query`.
-        out: for each class float32 [R, Hkv of the class or 1, Wout] or None; None if no mass is wanted.
-        per_token: whether entries of `out` are resident tokens instead of blocks, in both classes.
-        lse: float32 [T, H] or None.
+        query, output, query_start_loc, rows, scale, per_token, weights, lse, value_scale: as for `decode_mass`, for the
+            heads of both classes, in the order of classes.
+        key_caches, value_caches, block_tables, seq_lens, out: for each class, as for `decode_mass`. bs, D and dtypes of
+            caches agree.
         plans: from `plan_classes`; None makes them.
-
-    Bytes moved: those of `decode_mass` on each class.
     """
     out = [None, None] if out is None else out
     per_class = key_caches, value_caches, block_tables, seq_lens, out
@@ -146,7 +144,7 @@ def decode_classes(
     )  # fmt: skip
 
 
-# What differs from step to step or between layers comes by itself: numbers in a tuple are always specialised for.
+# Sizes that differ between steps or layers are separate arguments, since Triton specialises all numbers in a tuple.
 @triton.jit(do_not_specialize=[f"{each}_{size}" for each in ("first", "second") for size in ATTEND_SIZES])
 def _attend_classes(
     starts, rows, weights, scale, first, second,
@@ -156,10 +154,10 @@ def _attend_classes(
     HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
     PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
-    """Programs of the first class, then those of the second: of a KV head, split by split."""
+    """Programs of the first class, then those of the second class; in a class by KV head, then by split."""
     program = tl.program_id(1)
     is_first = program < first_kv_heads * first_splits
-    # Selected here: a body for each class would take its own shared memory.
+    # One body with selected arguments: a body for each class would take its own shared memory.
     mine = ()
     for i in tl.static_range(len(first)):
         mine += (tl.where(is_first, first[i], second[i]),)
@@ -185,7 +183,7 @@ def _combine_classes(
     second_stride_mr, second_stride_mh,
     FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    # Constants one by one: Triton 3.6 can't unpack them.
+    # Constants are passed one by one, since Triton 3.6 cannot unpack them.
     role = tl.program_id(1)
     if role < first_roles:
         combine_splits(

@@ -1,4 +1,4 @@
-"""Split-KV paged decode attention that gives each block's or token's attention mass as well, in one read of K and V."""
+"""Split-KV paged decode attention that also computes the mass of each block or token, from one read of K and V."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,27 +10,27 @@ import triton.language as tl
 from ..compute.kernels.decode import decode_mass_reference  # noqa: F401  (the reference)
 from .tiles import MIN_ROWS, Tile, check_cache, check_int32, require, tile_of
 
-HOPPER_SMS = 132  # H100 and H200 (SXM): the plan where there is no GPU to ask
-# Programs for each SM: three fit (72 KiB of shared memory, 150 registers a thread), and one fills in for the short.
+HOPPER_SMS = 132  # H100 and H200 (SXM), for plans on a machine without a GPU
+# Programs for each SM. Three run at once (72 KiB of shared memory, 150 registers a thread); the fourth fills gaps that
+# short programs leave.
 PROGRAMS_PER_SM = 4
-MIN_SPLIT_TOKENS = 256  # a shorter split reads less than four tiles, and its start and its combining show
+MIN_SPLIT_TOKENS = 256  # a shorter split reads less than four tiles, and its fixed costs show
 MAX_SPLITS = 128
 SPLIT_TILE = 16  # splits that are combined at once
-# What the number of splits is padded to where all are looked at. The number differs from step to step, and a kernel is
-# compiled for each size: so there are few.
+# Padded numbers of splits. The number of splits differs between steps, and each padded number is a compiled variant.
 PADDED_SPLITS = (8, 32, MAX_SPLITS)
-# What a program of the second launch adds up at once, blocks of heads: heads one by one would be a chain of loads.
+# Blocks and heads that a program of the second launch adds up at once. Heads one by one would be a chain of loads.
 MASS_TILE = 128
 MAX_MEMBERS = 16
-# The same of tokens: as many numbers at once, of which fewer heads belong to one sum.
+# The same for tokens.
 TOKEN_TILE = 512
 MAX_TOKEN_MEMBERS = 4
 
-# A tile's page numbers, then its keys and values, then their use: of five stages two are left for tiles in flight.
+# Page numbers of a tile, its keys and values, and their use take three stages; two are left for tiles in flight.
 STAGES = 5
 
-# Triton compiles a kernel for an integer that is 1, another for multiples of 16, another for all else. What differs
-# from step to step, or between layers, is not worth that: requests would wait for the compiler.
+# Triton compiles a variant for an integer that is 1, one for multiples of 16, and one for all others. Sizes that differ
+# between steps or layers are not specialised, so that requests do not wait for the compiler.
 ATTEND_SIZES = ["stride_table", "kv_heads", "capacity", "splits"]
 COMBINE_SIZES = ["heads", "heads_out", "capacity", "splits", "measured", "chunks", "stride_mr", "stride_mh"]
 
@@ -39,17 +39,17 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class DecodePlan(NamedTuple):
-    """Launch sizes and scratch of `decode_mass`, from shapes alone; all layers of one shape share it.
+    """Launch sizes and scratch of `decode_mass`. They follow from shapes, so layers of one shape share a plan.
 
     Attributes:
-        splits: pieces that a request's keys are cut into, equal for each request by itself.
-        tile: what a program reads at once.
+        splits: pieces of a request's keys, of equal length within a request.
+        tile: tile that a program reads at once.
         max_blocks: blocks of the longest request.
         partial: float32 [n, H, splits, D], outputs of splits, not normalised.
-        stats: float32 [n, H, splits, 2], their maxima (log2) and sums.
-        granules: float32 [n, H, max_blocks * tile.parts], log2 of each granule's sum of exponentials; with mass of each
-            token [n, H, max_blocks * block_size], scores (log2); None: no mass.
-        warps, stages: of the first launch.
+        stats: float32 [n, H, splits, 2], maxima (log2) and sums of splits.
+        granules: float32 [n, H, max_blocks * tile.parts], log2 of each granule's sum of exponentials; for mass by token
+            [n, H, max_blocks * block_size], scores (log2); None: no mass.
+        warps, stages: launch options of the first launch.
     """
 
     splits: int
@@ -79,12 +79,16 @@ def plan_decode(
     stages: int = STAGES,
     take: Callable[..., torch.Tensor] = torch.empty,
 ) -> DecodePlan:
-    """A plan for up to `rows` requests of up to `max_blocks` blocks each; with `per_token` it does for blocks too.
+    """Make a plan for up to `rows` requests of up to `max_blocks` blocks each.
 
-    A program reads one split of one request and KV head. `splits` is as many as give `PROGRAMS_PER_SM` programs to each
-    SM, and no more than leave `MIN_SPLIT_TOKENS` to a split of the longest request. The number of splits decides how
-    a request's sums are grouped: who wants outputs that do not depend on the batch, to the bit, passes one for all.
-    `take` gives the scratch, called like `torch.empty`.
+    A program reads one split of one request and KV head.
+
+    Args:
+        mass, per_token: whether there is scratch for mass, and for mass by token (which serves blocks too).
+        splits: None takes `PROGRAMS_PER_SM` programs for each SM, with at least `MIN_SPLIT_TOKENS` in a split of the
+            longest request. The last bits of outputs depend on it, so a fixed number makes them independent of the
+            batch.
+        take: allocates scratch, called like `torch.empty`.
     """
     if splits is None:
         wanted = triton.cdiv(programs_on(device), max(rows * kv_heads, 1))
@@ -101,12 +105,12 @@ def plan_decode(
 
 
 def _logs(tile: Tile, block_size: int, per_token: bool) -> int:
-    """Numbers that the first launch keeps of a block and query head, for its mass."""
+    """Return how many numbers the first launch stores for each block and query head."""
     return block_size if per_token else tile.parts
 
 
 def programs_on(device: torch.device | str) -> int:
-    """As many as fill the device."""
+    """Return the number of programs that fill the device."""
     sms = HOPPER_SMS
     if torch.device(device).type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -131,38 +135,33 @@ def decode_mass(
     plan: DecodePlan | None = None,
     value_scale: float = 1.0,
 ) -> None:
-    """Attention of requests that decode one token: `output` is written, their mass added to `out`.
+    """`compute.kernels.decode.decode_mass` on caches with strides in place of packings, on a device.
 
-    The contract of `kernels.decode.decode_mass`, on caches with strides in place of packings. Two launches. The first
-    attends, a program for each request, KV head and split; the query heads of a KV head are the rows of one tl.dot.
-    Every tile's probabilities are summed per block as they are, relative to the maximum so far, and kept as a
-    logarithm: mass_b = 2 ** (log_b - lse), whatever the maximum becomes. If `per_token`, the scores themselves are
-    kept: mass_t = 2 ** (score_t - lse). The second combines splits into output and LSE, and blocks or tokens into mass.
-    Each number has one writer that adds in a fixed order: the same input and plan give the same bits. With a plan it
-    allocates nothing and reads nothing on the host: a CUDA graph can capture it.
+    The first launch attends, with a program for each request, KV head and split; the query heads of a KV head are the
+    rows of one tl.dot. For each block it stores log_b, the logarithm of the tile's sum of exponentials, so that
+    mass_b = 2 ** (log_b - lse) for any later maximum. With `per_token` it stores scores: mass_t = 2 ** (score_t - lse).
+    The second launch combines splits into output and LSE, and blocks or tokens into mass.
+
+    Each number has one writer that adds in a fixed order: the same input and plan give the same bits. With a plan
+    nothing is allocated or read on the host, so a CUDA graph can capture both launches.
 
     Args:
         query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous. D from 16 to 256.
         key_cache, value_cache: [num_blocks, Hkv, bs, D] of the query's dtype or both float8_e4m3fn, any strides but a
-            contiguous D: of a vLLM cache [num_blocks, Hkv, bs, 2 * D], head-major or token-major, the two halves.
-        block_table: int32 [R, W], row stride arbitrary, without holes (`resident_view`).
-        query_start_loc: int32 [R + 1].
-        seq_lens: int32 [R], resident tokens.
-        rows: int32 [n], requests that decode here, each of one token; -1 for padding, which costs nothing.
-        scale: factor on the scores before the softmax, that of quantised keys included.
-        output: [T, H, D] of the query's dtype, last dimension contiguous. Other tokens' rows are left alone.
-        out: float32 [R, Hkv or 1, Wout], last dimension contiguous; None if no mass is wanted. Entries past a request's
-            own are left alone.
-        per_token: whether entries of `out` are resident tokens, in the order of the block table, instead of blocks.
-        weights: float32 [T], or None for ones. A token of weight 0 gets its output and adds no mass.
+            contiguous D, such as both halves of a vLLM cache [num_blocks, Hkv, bs, 2 * D].
+        block_table, query_start_loc, seq_lens, out, per_token, weights: as for `compute.kernels.decode.decode_mass`.
+        rows: int32 [n], rows of the requests to decode, of one token each; -1 for padding, which costs nothing.
+        scale: factor on the scores before the softmax, times the scale of quantised keys.
+        output: [T, H, D] of the query's dtype, last dimension contiguous. Other requests' rows keep their contents.
         lse: float32 [T, H] or None; gets the natural logarithm of each row's sum of exponentials.
-        plan: from `plan_decode`, for at least n rows and the blocks of the longest request, and for tokens if they are
-            wanted; None makes one.
-        value_scale: factor on the values, where they are quantised.
+        plan: from `plan_decode`, for at least n rows and the blocks of the longest request; None makes one.
+        value_scale: factor on quantised values.
 
-    Bytes moved, for each request: 2 * seq_len * Hkv * D * itemsize of keys and values, once. Beside them, written and
-    read, 4 * H * (D + 2) a split and 4 * H a block: for G query heads a KV head and 2-byte caches the mass adds
-    2 * G / (bs * D) of the bytes, 0.8 % for G = 8, bs = 16, D = 128. If `per_token` it is 4 * H a token, bs times that.
+    Raises: as `compute.kernels.decode.decode_mass`, for shapes and dtypes; contents are not checked.
+
+    Bytes moved for each request: 2 * seq_len * Hkv * D * itemsize of keys and values, once. Beside them, written and
+    read: 4 * H * (D + 2) for each split and 4 * H for each block. With G query heads for each KV head and 2-byte caches
+    the mass adds 2 * G / (bs * D) of the bytes, 0.8 % for G = 8, bs = 16, D = 128; with `per_token` bs times that.
     """
     check_arguments(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, output, weights, lse)
     n, heads, kv_heads = len(rows), query.shape[1], key_cache.shape[1]
@@ -184,15 +183,15 @@ def decode_mass(
 
 
 class Launch(NamedTuple):
-    """What two launches take of some heads, in the order of `attend_split` and `combine_splits`."""
+    """Arguments of both launches for some heads, in the order of `attend_split` and `combine_splits`."""
 
-    attend: tuple  # tensors, and strides that stay
-    attend_sizes: tuple  # what differs from step to step, or between layers
+    attend: tuple  # tensors, and strides that do not differ between steps
+    attend_sizes: tuple  # sizes that differ between steps or layers
     attend_shape: tuple  # constexprs
     combine: tuple
     combine_sizes: tuple
     combine_shape: tuple
-    roles: int  # of the second launch, for each request
+    roles: int  # programs of the second launch for each request
 
 
 def check_arguments(
@@ -214,7 +213,7 @@ def launch_of(
     query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse,
     plan: DecodePlan, n: int, per_token: bool,
 ) -> Launch:  # fmt: skip
-    """The launches for the heads of `query`, [T, H, D], over n requests."""
+    """Return the arguments of both launches for the heads of `query`, [T, H, D], over n requests."""
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
     requests, width = block_table.shape
@@ -231,7 +230,7 @@ def launch_of(
         and room >= capacity,
         "plan must be for this shape, dtype, block size and at least n rows, and for tokens if they are wanted",
     )
-    # Tokens are combined as blocks of one token.
+    # The second launch combines tokens as blocks of one token.
     blocks = (1, 1, 1) if per_token else (block_size, tile.tokens, tile.parts)
     mass_tile, members = (TOKEN_TILE, MAX_TOKEN_MEMBERS) if per_token else (MASS_TILE, MAX_MEMBERS)
     entries = min(plan.max_blocks, width) * (block_size // blocks[0])
@@ -239,7 +238,7 @@ def launch_of(
     chunks = triton.cdiv(measured, mass_tile)
     out_heads = out.shape[1] if has_mass else 0
     heads_out = heads // out_heads if out_heads else 1
-    # Where there is no mass or LSE, pointers that are not followed.
+    # Without mass or LSE their pointers are placeholders that no program reads.
     granules, mass = (plan.granules, out) if has_mass else (plan.partial, plan.partial)
     logs = plan.stats if lse is None else lse
     scratch = seq_lens, plan.partial, plan.stats, granules
@@ -273,7 +272,7 @@ def padded_splits(splits: int) -> int:
 
 @triton.jit
 def _granules_of(seq_len, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr):
-    """Granules of a request that hold at least one token."""
+    """Return the number of a request's granules with at least one token."""
     blocks = tl.cdiv(seq_len, BLOCK_SIZE)
     return (blocks - 1) * PARTS + tl.cdiv(seq_len - (blocks - 1) * BLOCK_SIZE, TOKENS)
 
@@ -307,7 +306,7 @@ def attend_split(
     HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
     PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
-    """One split of one request and KV head. Exponents are of base 2: `scale` holds log2(e)."""
+    """Attend to one split of one request and KV head. Exponents have base 2: `scale` includes log2(e)."""
     n = tl.program_id(0).to(tl.int64)
     kv_head = kv_head.to(tl.int64)
     heads = kv_heads * GROUP
@@ -343,10 +342,10 @@ def attend_split(
             block = at // PARTS
             place = at % PARTS * TOKENS + lane % TOKENS
             seen = (place < BLOCK_SIZE) & (block * BLOCK_SIZE + place < seq_len)
-            # 64 bits: a cache has more than 2**31 elements.
+            # 64 bits, since a cache has more than 2**31 elements.
             page = tl.load(table + row * stride_table + block, mask=seen, other=0).to(tl.int64)
             there = seen[:, None] & (dim < HEAD_DIM)[None, :]
-            # Masked loads: what lies beyond the last token may be NaN.
+            # Masked loads, since slots beyond the last token may hold NaN.
             slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
             k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
             slot = page * stride_vb + kv_head * stride_vh + place * stride_vn
@@ -354,7 +353,7 @@ def attend_split(
 
             if ROWS > 1:
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            else:  # one query head: fifteen of tl.dot's sixteen rows would be padding
+            else:  # with one query head, fifteen of tl.dot's sixteen rows would be padding
                 scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
             scores = tl.where(seen[None, :], scores * scale, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))  # finite: each tile has a token, unless all are NaN
@@ -389,14 +388,14 @@ def attend_split(
 
 @triton.jit
 def _lse_of(stats, at, valid, splits, PADDED_SPLITS: tl.constexpr):
-    """LSEs (log2) of rows `at` of the splits' statistics; -inf where there are no keys, or `valid` does not hold."""
+    """Return the LSEs (log2) of rows `at` of the splits' statistics; -inf for rows without keys or not `valid`."""
     split = tl.arange(0, PADDED_SPLITS)
     where = stats + (at[:, None] * splits + split[None, :]) * 2
     there = valid[:, None] & (split < splits)[None, :]
     top = tl.load(where, mask=there, other=float("-inf"))
     total = tl.load(where + 1, mask=there, other=0.0)
     highest = tl.max(top, 1)
-    # An empty split has the maximum -inf and the sum 0; if all are empty, so has the row. NaN stays.
+    # An empty split has the maximum -inf and the sum 0, and so has a row of empty splits. NaN stays.
     parts = tl.where(total != 0, total * tl.exp2(top - highest[:, None]), 0.0)
     return highest + tl.log2(tl.sum(parts, 1))
 
@@ -427,8 +426,8 @@ def combine_splits(
     HAS_WEIGHTS: tl.constexpr, PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr,
     MEMBERS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One request: roles below `heads` write output and LSE of a head, the others the mass of some blocks, or of some
-    tokens, which come as blocks of one token."""
+    """Combine the splits of one request. Roles below `heads` write output and LSE of a head, other roles the mass of
+    some blocks; a token is a block of one token."""
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + n).to(tl.int64)
     if row >= 0:
@@ -443,14 +442,14 @@ def combine_splits(
                 split = start + tl.arange(0, SPLIT_TILE)
                 where = at * splits + split
                 top = tl.load(stats + where * 2, mask=split < splits, other=float("-inf"))
-                used = top > float("-inf")  # what an empty split left in the scratch is not read
+                used = top > float("-inf")  # an empty split has not written its output
                 part = tl.load(
                     partial + where[:, None] * HEAD_DIM + dim[None, :],
                     mask=used[:, None] & (dim < HEAD_DIM)[None, :],
                     other=0.0,
                 )
                 acc += tl.sum(part * tl.where(used, tl.exp2(top - log), 0.0)[:, None], 0)
-            acc = tl.where(log == log, acc, log)  # a split of nothing but NaN has the maximum -inf, too
+            acc = tl.where(log == log, acc, log)  # a split of NaN alone has the maximum -inf too
             where = output + token * stride_ot + role * stride_oh + dim
             tl.store(where, (acc * value_scale).to(output.dtype.element_ty), mask=dim < HEAD_DIM)
             if HAS_LSE:

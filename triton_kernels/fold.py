@@ -1,4 +1,4 @@
-"""A step's mass into the running sums of its requests, for a whole batch in one launch."""
+"""`compute.kernels.fold` for a whole batch in one launch."""
 
 import torch
 import triton
@@ -17,19 +17,10 @@ def fold(
     logical: torch.Tensor,
     kept: torch.Tensor | None = None,
 ) -> None:
-    """sums[slots[r], :, logical[r, w]] = kept[r] * itself + mass[r, :, w] (`kernels.fold.fold`)
+    """`compute.kernels.fold.fold` on a device. Last dimensions are contiguous, and indices from B on are skipped.
 
-    One launch, a program for each row and `CHUNK` of its blocks. Each number has one writer: rows have slots of their
-    own, and a row's logical indices are different. It reads nothing on the host and allocates nothing.
-
-    Args:
-        sums: float32 [S, H, B], last dimension contiguous.
-        slots: int32 [R], -1 where a row is not measured.
-        mass: float32 [R, H, W], last dimension contiguous.
-        logical: int32 [R, W], rows dense; -1 past a row's end. Places from B on are left out.
-        kept: float32 [R] or None.
-
-    Bytes moved: 4 * W * (1 + 3 * H) a measured row, as far as its blocks go.
+    One launch, with a program for each row and `CHUNK` of its blocks. Each number has one writer, since rows have
+    different slots and a row's logical indices differ. It reads nothing on the host and allocates nothing.
     """
     check_int32(slots=slots, logical=logical)
     rows, heads, width = mass.shape
@@ -48,7 +39,7 @@ def fold(
     )  # fmt: skip
 
 
-# Not compiled anew for the width of a step (see `decode_mass.ATTEND_SIZES`).
+# Not specialised for the width of a step (see `decode_mass.ATTEND_SIZES`).
 @triton.jit(do_not_specialize=["stride_row", "stride_mass_head", "stride_logical", "width"])
 def _fold(
     sums, slots, mass, logical, kept,

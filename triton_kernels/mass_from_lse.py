@@ -1,4 +1,4 @@
-"""Attention mass per KV block or token beside a kernel that is not ours, from queries, paged K and its LSE."""
+"""Attention mass of each block or token beside a stock kernel, from queries, paged keys and the kernel's LSE."""
 
 import torch
 import triton
@@ -7,8 +7,8 @@ import triton.language as tl
 from ..compute.kernels.mass import _per_block
 from .tiles import MIN_ROWS, TILE_BYTES, check_cache, check_int32, require, tile_of
 
-MAX_ROWS = 64  # query rows of one tl.dot: the least M of Hopper's wgmma
-# float32 has no exact tensor core product: tiles that fit the registers of more threads.
+MAX_ROWS = 64  # query rows of one tl.dot, the least M of Hopper's wgmma
+# Tensor cores have no exact float32 product, so float32 tiles have to fit the registers of more threads.
 FLOAT32_TILE_BYTES = 8 * 1024
 FLOAT32_WARPS = 8
 LOG2_E = 1.4426950408889634
@@ -32,37 +32,29 @@ def mass_from_lse(
     warps: int | None = None,
     stages: int = 3,
 ) -> None:
-    """Add to `out` the softmax mass that query rows put on each KV block, or on each token, given each row's LSE.
+    """Compute the sums of `compute.kernels.mass.block_mass` from the LSE of each query, on a device.
 
-    The sums of `kernels.mass.block_mass`: query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i, and
-    ``out[r, k, j] += sum(weights[i] * exp(scale * q . k_t - lse[i, h]))`` over its queries i, the heads h of KV head k
-    (all heads with ``Hout == 1``) and the tokens t of its j-th block that query i sees. If `per_token`,
-    ``out[r, k, t]`` gets the mass of the t-th resident token alone, in the order of the request's block table.
+    ``out[r, k, j] += sum(weights[i] * exp(scale * q . k_t - lse[i, h]))`` over the request's queries i, the query heads
+    h of KV head k and the tokens t of its j-th block that query i sees.
 
-    A program owns some blocks of a request and a row of `out`: it holds a tile of keys and goes over the queries that
-    see it, so keys are read once and each sum has one writer: the same input gives the same bits. With one row for all
-    heads it goes over the KV heads in turn. One launch; it reads nothing on the host and allocates nothing.
+    A program has some blocks of a request and a row of `out`. It holds a tile of keys and goes over the queries that
+    see the tile, so keys are read once. Each sum has one writer: the same input gives the same bits. One launch, which
+    reads nothing on the host and allocates nothing.
 
     Args:
         query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous.
         key_cache: [num_blocks, Hkv, bs, D] of the query's dtype or float8_e4m3fn, any strides but a contiguous D.
-        lse: float32 [T, H], any strides: logarithm of each row's sum of exponentials over the resident keys it sees.
-            FlashAttention's is its transpose, FlashInfer's is of base 2.
-        block_table: int32 [R, W], row stride arbitrary, without holes.
-        query_start_loc: int32 [R + 1].
-        seq_lens: int32 [R], resident tokens, this step's queries included.
-        scale: factor on the scores before the softmax, that of quantised keys included.
-        out: float32 [R, Hkv or 1, Wout], last dimension contiguous. Entries past a request's own are left alone.
-        per_token: whether entries of `out` are tokens instead of blocks.
-        weights: float32 [T], or None for ones.
-        last: int32 [R] or None: only the last last[r] queries of a request are looked at, which is what makes windows
-            cheap. 0 leaves a request out.
+        lse: float32 [T, H], any strides: logarithm of each row's sum of exponentials over the resident keys that it
+            sees. FlashAttention returns the transpose, FlashInfer base 2.
+        block_table, query_start_loc, seq_lens, out, per_token, weights: as for `block_mass`.
+        scale: factor on the scores before the softmax, times the scale of quantised keys.
+        last: int32 [R]: only the last last[r] queries of a request count, which makes windows cheap; None: all.
         lse_base_2: whether `lse` is a logarithm of base 2.
-        rows_per_tile: query rows (queries times heads of a group) at once, a power of two from 16; None chooses.
-        warps, stages: of the launch; None chooses.
+        rows_per_tile: query rows (queries times G) at once, a power of two from 16; None chooses.
+        warps, stages: launch options; None chooses.
 
-    Bytes moved: seq_len * Hkv * D * itemsize of keys, once. The looked-at queries, H * D * itemsize each, and their LSE
-    are read again for each tile of keys (128 tokens at most), from L2; work is 2 * H * D for each query and key.
+    Bytes moved: seq_len * Hkv * D * itemsize of keys, once. Queries that count, H * D * itemsize each, and their LSE
+    are read again for each tile of keys (at most 128 tokens), from L2. Work is 2 * H * D for each query and key.
     """
     check_cache(query, key_cache)
     check_int32(block_table=block_table, query_start_loc=query_start_loc, seq_lens=seq_lens)
@@ -80,7 +72,7 @@ def mass_from_lse(
     if not requests or not tokens:
         return
     group, out_heads, exact = heads // kv_heads, out.shape[1], query.dtype == torch.float32
-    if rows_per_tile is None:  # by the mean chunk; the longest would have to be read from the device
+    if rows_per_tile is None:  # by the mean chunk, since the longest one is known only on the device
         rows_per_tile = min(max(triton.next_power_of_2(triton.cdiv(tokens, requests) * group), MIN_ROWS), MAX_ROWS)
         rows_per_tile = MIN_ROWS if exact else rows_per_tile
     tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
@@ -98,7 +90,7 @@ def mass_from_lse(
     )  # fmt: skip
 
 
-# Not compiled anew for the tokens and the width of a step (see `decode_mass.ATTEND_SIZES`).
+# Not specialised for the tokens and the width of a step (see `decode_mass.ATTEND_SIZES`).
 @triton.jit(do_not_specialize=["measured", "stride_lt", "stride_lh", "stride_table", "stride_mr", "stride_mh"])
 def _mass_from_lse(
     query, keys, lse, table, starts, lens, weights, last, out, scale, lse_scale, measured,
@@ -107,7 +99,7 @@ def _mass_from_lse(
     GRANULES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS_OUT: tl.constexpr, ROWS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, HAS_LAST: tl.constexpr, PER_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Some blocks of one request and row of `out`. Exponents are of base 2."""
+    """Measure some blocks of one request and row of `out`. Exponents have base 2."""
     first_block = tl.program_id(0) * GRANULES
     out_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -129,7 +121,7 @@ def _mass_from_lse(
             position = block * BLOCK_SIZE + place
             held = (place < BLOCK_SIZE) & (position < seq_len)
             page = tl.load(table + row * stride_table + block, mask=held, other=0).to(tl.int64)
-            # Queries before these see nothing of the tile.
+            # The first query that sees a key of the tile.
             earliest = tl.maximum(first_block * BLOCK_SIZE + part * TOKENS - before, queries - looked_at)
             sums = tl.zeros([GRANULES * TOKENS], tl.float32)
             for each in range(KV_HEADS_OUT):

@@ -1,4 +1,4 @@
-"""One layer's mass of each token into the pages of its request's sums, for a whole batch in one launch."""
+"""`compute.kernels.put` for a whole batch in one launch."""
 
 import torch
 import triton
@@ -11,18 +11,10 @@ CHUNK = 512  # tokens that a program takes
 
 
 def put(pages: torch.Tensor, table: torch.Tensor, mass: torch.Tensor, lens: torch.Tensor) -> None:
-    """pages[table[r, t // bs], h, t % bs] += mass[r, h, t]; `mass` is zeros afterwards (`kernels.put.put`).
+    """`compute.kernels.put.put` on a device. Last dimensions are contiguous. Mass past a request's end is not read.
 
-    One launch, a program for each row and `CHUNK` of its tokens, in all heads. Each number has one writer, as no two
-    requests have the same page. It reads nothing on the host and allocates nothing: a CUDA graph can capture it.
-
-    Args:
-        pages: float32 [P, H, bs], last dimension contiguous.
-        table: int32 [R, W], rows dense, 0 where a request is not measured.
-        mass: float32 [R, H, at least W * bs], last dimension contiguous. What lies past a request's end is left alone.
-        lens: int32 [R], at most W * bs.
-
-    Bytes moved: 16 * H a token, and 4.
+    One launch, with a program for each row and `CHUNK` of its tokens, in all heads. Each number has one writer, since
+    requests share no page. It reads nothing on the host and allocates nothing, so a CUDA graph can capture it.
     """
     check_int32(table=table, lens=lens)
     for name, tensor in (("pages", pages), ("mass", mass)):
@@ -39,7 +31,7 @@ def put(pages: torch.Tensor, table: torch.Tensor, mass: torch.Tensor, lens: torc
     )  # fmt: skip
 
 
-# Not compiled anew for the width of a step, or for layers that differ in heads (see `decode_mass.ATTEND_SIZES`).
+# Not specialised for the width of a step, or for layers that differ in heads (see `decode_mass.ATTEND_SIZES`).
 @triton.jit(do_not_specialize=["stride_table", "stride_mr", "stride_mh", "heads"])
 def _put(
     pages, table, mass, lens, stride_p, stride_ph, stride_table, stride_mr, stride_mh, heads,

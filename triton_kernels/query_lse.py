@@ -1,4 +1,4 @@
-"""LSE of query rows over paged K, for stock kernels that do not return theirs: the first half of `mass_from_lse`."""
+"""LSE of query rows over paged keys, for stock kernels that do not return it; `mass_from_lse` needs it."""
 
 import torch
 import triton
@@ -24,30 +24,25 @@ def query_lse(
     warps: int | None = None,
     stages: int = 3,
 ) -> None:
-    """Write each query row's natural logarithm of sum(exp(scale * q . k_t)) over the resident keys that it sees.
+    """Write the natural logarithm of sum(exp(scale * q . k_t)) over the resident keys that each query row sees.
 
-    Query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i. A program holds some query rows of one request
-    and KV head and goes over the keys. One launch; it reads nothing on the host and allocates nothing.
+    A program holds some query rows of one request and KV head and goes over the keys. One launch, which reads nothing
+    on the host and allocates nothing.
 
     Args:
-        query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous.
-        key_cache: [num_blocks, Hkv, bs, D] of the query's dtype or float8_e4m3fn, any strides but a contiguous D.
-        block_table: int32 [R, W], row stride arbitrary, without holes.
-        query_start_loc: int32 [R + 1].
-        seq_lens: int32 [R], resident tokens, this step's queries included.
-        scale: factor on the scores before the softmax, that of quantised keys included.
+        query, key_cache, block_table, query_start_loc, seq_lens, scale: as for `mass_from_lse`.
         lse: float32 [T, H], any strides.
-        longest: queries of the longest request, or more; None takes T.
-        weights: float32 [T], or None for ones. Rows of queries of weight 0 are not written; where a program has no
-            others, it reads no keys.
-        warps, stages: of the launch; None chooses.
+        longest: an upper bound of the queries of a request; None takes T.
+        weights: float32 [T], or None for ones. Rows of queries of weight 0 are not written. A program with such rows
+            alone reads no keys.
+        warps, stages: launch options; None chooses.
 
     Raises:
         ValueError: a shape or stride is wrong.
         TypeError: a dtype is unsupported.
 
-    Bytes moved: seq_len * Hkv * D * itemsize of keys for each 64 rows (queries times heads of a group), from L2 after
-    the first; work is 2 * H * D for each query and key that it sees.
+    Bytes moved: seq_len * Hkv * D * itemsize of keys for each 64 rows (queries times G), from L2 after the first 64.
+    Work is 2 * H * D for each query and key that it sees.
     """
     check_cache(query, key_cache)
     check_int32(block_table=block_table, query_start_loc=query_start_loc, seq_lens=seq_lens)
@@ -73,7 +68,7 @@ def query_lse(
     )  # fmt: skip
 
 
-# As for `mass_from_lse`.
+# Not specialised for the width of a step (see `decode_mass.ATTEND_SIZES`).
 @triton.jit(do_not_specialize=["stride_table"])
 def _query_lse(
     query, keys, table, starts, lens, weights, lse, scale,
@@ -81,7 +76,7 @@ def _query_lse(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     GRANULES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Some query rows of one request and KV head. Exponents are of base 2."""
+    """Compute the LSE of some query rows of one request and KV head. Exponents have base 2."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -102,7 +97,7 @@ def _query_lse(
             other=0.0,
         )
         position = seq_len - queries + number
-        # Keys that the last row of the program sees.
+        # The keys that the last row of the program sees.
         end = tl.minimum(tl.max(tl.where(counts, position, 0), 0) + 1, seq_len)
         blocks = tl.cdiv(end, BLOCK_SIZE)
         granules = (blocks - 1) * PARTS + tl.cdiv(end - (blocks - 1) * BLOCK_SIZE, TOKENS)
@@ -117,13 +112,13 @@ def _query_lse(
             held = (place < BLOCK_SIZE) & (key_position < end)
             page = tl.load(table + row * stride_table + block, mask=held, other=0).to(tl.int64)
             slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
-            # Masked loads: what lies beyond the last token may be NaN.
+            # Masked loads, since slots beyond the last token may hold NaN.
             there = held[:, None] & (dim < HEAD_DIM)[None, :]
             k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             seen = held[None, :] & (key_position[None, :] <= position[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-            # Finite: all rows, padding too, see the first key, which is in the first tile.
+            # Finite, since all rows, padding included, see the first key.
             higher = tl.maximum(top, tl.max(scores, 1))
             total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
             top = higher

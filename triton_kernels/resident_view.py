@@ -1,4 +1,4 @@
-"""Block tables without holes, for a whole batch and all KV groups in one launch."""
+"""`compute.kernels.view` for a whole batch and all KV groups in one launch."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from ..compute.kernels.view import View, resident_view_reference  # noqa: F401  (the reference)
 from .tiles import check_int32, require
 
-# Entries that a program takes at once: 64k tokens in blocks of 16 need no second round, 16 registers a thread.
+# Most entries that a program reads at once: 64k tokens in blocks of 16, 16 registers a thread.
 MAX_CHUNK = 4096
 
 
@@ -21,24 +21,17 @@ def resident_view(
     *,
     chunk: int | None = None,
 ) -> None:
-    """Squeeze the holes out of each row of some block tables, keeping the order (`kernels.view.resident_view`).
+    """`compute.kernels.view.resident_view` on a device, for all groups in one launch.
 
-    One launch, one program for each row and KV group; those of a group that is left alone end at once. It reads nothing
-    on the host and allocates nothing, so a CUDA graph can capture it. Rows may be padding: a length of 0 gives zeros,
-    and no length is below 0. It is compiled once for a number of groups, whatever the views' width is and whichever
-    groups are left alone.
+    There is one program for each row and KV group; programs of a skipped group end at once. Nothing is read on the host
+    or allocated, so a CUDA graph can capture the launch. A row of padding has length 0 and gives zeros. The kernel is
+    compiled once for each number of groups, for any width and any skipped groups.
 
     Args:
-        block_tables: int32 [R, W] each, row stride arbitrary. Of row r the first ceil(seq_lens[r] / block_size) entries
-            count; 0, vLLM's null block, is a hole.
-        seq_lens: int32 [R], tokens including evicted ones, at most W * block_size.
-        block_size: tokens.
-        views: one for each block table, of one width, all with logical indices or none; None where a group is left
-            alone. Blocks beyond the width are dropped.
-        chunk: entries in a round, a power of two; None chooses.
-
-    Views must not overlap the inputs. Bytes moved for each group: 4 for each entry up to a row's length, 8 * width for
-    each row, 8 for its lengths.
+        block_tables, seq_lens, block_size: as for `compute.kernels.view.resident_view`.
+        views: for each group its view, or None to skip the group. All views have one width, and all or none have
+            logical indices. Blocks beyond the width are dropped.
+        chunk: entries that a program reads at once, a power of two; None chooses.
     """
     require(block_size > 0, "block_size must be positive")
     require(len(block_tables) == len(views), "views must be one for each block table")
@@ -61,7 +54,7 @@ def resident_view(
         require(seq_lens.is_contiguous() and view.lens.is_contiguous(), "lengths must be contiguous")
         require(len(view.lens) == rows, "views must have a length for each row")
     chunk = chunk or min(triton.next_power_of_2(max(table.shape[1] for table in block_tables)), MAX_CHUNK)
-    # In the place of a view that is not made, to which nothing is written.
+    # A skipped group gets another group's view as a placeholder, which its programs do not write.
     tables, lens, logical = zip(*((view or made[0]) for view in views))
     _resident_view[(len(seq_lens), len(views))](
         tuple(block_tables), seq_lens, tables, lens, logical if has_logical else tables,

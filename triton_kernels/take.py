@@ -1,4 +1,4 @@
-"""One layer's mass into what the layers before it drew, for a whole batch in one launch."""
+"""`compute.kernels.take` for a whole batch in one launch."""
 
 import torch
 import triton
@@ -20,19 +20,10 @@ def take(
     tested: torch.Tensor | None = None,
     share: float = 1.0,
 ) -> None:
-    """mass = mass + layer, or the larger of both; `layer` is zeros afterwards (`kernels.take.take`).
+    """`compute.kernels.take.take` on a device. Last dimensions are contiguous. Entries past a row's end are not read.
 
-    One launch, a program for each row and `CHUNK` of its blocks, in all heads. Each number has one writer. It reads
-    nothing on the host and allocates nothing: a CUDA graph can capture it.
-
-    Args:
-        mass: float32 [R, H or 1, W], last dimension contiguous.
-        layer: float32 [R, H, W], last dimension contiguous. What lies past a row's blocks is left alone.
-        lens: int32 [R].
-        block_size, maximise, share: as there.
-        tested: int32 [R] or None.
-
-    Bytes moved: 8 * H for each block of `layer`, and as much for each row of `mass`, as far as the row's blocks go.
+    One launch, with a program for each row and `CHUNK` of its blocks, in all heads. Each number has one writer. Nothing
+    is read on the host or allocated, so a CUDA graph can capture it.
     """
     check_int32(lens=lens) if tested is None else check_int32(lens=lens, tested=tested)
     for name, tensor in (("mass", mass), ("layer", layer)):

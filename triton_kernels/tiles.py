@@ -1,28 +1,28 @@
-"""Tile sizes, from shapes alone: a CUDA graph replays the launches it captured, whatever the lengths are by then."""
+"""Tile sizes, from shapes alone, since a CUDA graph replays captured launches for any lengths."""
 
 from typing import NamedTuple
 
 import torch
 import triton
 
-# Keys of one tile. Two tiles in flight, with their values, are 64 KiB of shared memory: three programs to a Hopper SM.
+# Keys of one tile. Two tiles in flight with their values are 64 KiB of shared memory: three programs on a Hopper SM.
 TILE_BYTES = 16 * 1024
-MIN_TILE, MAX_TILE = 16, 128  # tokens: the least that tl.dot takes; more only adds registers
-MIN_ROWS = 16  # query rows: the least that tl.dot takes
+MIN_TILE, MAX_TILE = 16, 128  # tokens; 16 is the least of tl.dot, and more than 128 only adds registers
+MIN_ROWS = 16  # query rows, the least of tl.dot
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FP8 = torch.float8_e4m3fn  # what caches may have instead of the query's dtype
+FP8 = torch.float8_e4m3fn  # dtype that caches may have instead of the query's
 
 
 class Tile(NamedTuple):
     """Tokens that a program reads at once: some whole blocks, or one part of a block.
 
-    A *granule* is a block, or a part of one that fills a tile; blocks that are no power of two are padded to one.
+    A *granule* is a block, or a part of a block that fills a tile. Blocks are padded to a power of two.
 
     Attributes:
-        granules: in a tile, a power of two.
-        tokens: of a granule, padding included, a power of two.
-        parts: granules of a block. Either this or `granules` is 1.
-        dim: the head size, padded to a power of two. Padding is masked, never read.
+        granules: granules of a tile, a power of two.
+        tokens: tokens of a granule, padding included, a power of two.
+        parts: granules of a block. `parts` or `granules` is 1.
+        dim: head size, padded to a power of two. Padding is masked, never read.
     """
 
     granules: int
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(head_dim: int, block_size: int, dtype: torch.dtype, tile_bytes: int = TILE_BYTES) -> Tile:
-    """Tile for queries of `dtype`: that of keys and values too, once they are in registers."""
+    """Return the tile for queries of `dtype`, to which keys and values are converted in registers."""
     dim = max(triton.next_power_of_2(head_dim), MIN_TILE)
     most = min(max(tile_bytes // (dim * dtype.itemsize), MIN_TILE), MAX_TILE)
     tokens = min(max(triton.next_power_of_2(block_size), MIN_TILE), most)
@@ -51,8 +51,8 @@ def check_int32(**tensors: torch.Tensor) -> None:
 
 
 def check_cache(query: torch.Tensor, *caches: torch.Tensor) -> None:
-    """Query [T, H, D] and caches [num_blocks, Hkv, bs, D] of its dtype or all float8_e4m3fn, D contiguous, all else
-    strided."""
+    """Check a query [T, H, D] and caches [num_blocks, Hkv, bs, D] of its dtype or all float8_e4m3fn, with D contiguous
+    and any other strides."""
     kept = {cache.dtype for cache in caches}
     if query.dtype not in DTYPES or kept not in ({query.dtype}, {FP8}):
         raise TypeError("query and caches must have one dtype, float32, bfloat16 or float16, or caches float8_e4m3fn")

@@ -1,4 +1,4 @@
-// What block_mass and decode_mass share: checks of a batch, and its queries as kernels take them.
+// Shared by block_mass and decode_mass: checks of a batch, and its queries in the kernels' layout.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -12,7 +12,7 @@
 
 namespace vllm_evict {
 
-constexpr int64_t kPieceTokens = 512;     // least keys worth a thread's while
+constexpr int64_t kPieceTokens = 512;     // keys of a piece, the least work of a thread
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds below which one thread is faster
 constexpr float kLog2e = 1.44269504f;
 
@@ -43,7 +43,7 @@ inline void check_blocks(const MassArgs& a, int64_t r, int64_t blocks) {
   require(valid, "block_table must hold block ids of key_cache");
 }
 
-// Entries that fold() or fold_tokens() writes for a request, and those of them that `out` has.
+// Entries that fold() or fold_tokens() writes for a request, and how many of them `out` has.
 inline int64_t folded(const MassArgs& a, int64_t blocks) {
   return a.per_token ? blocks * a.block_size : blocks;
 }

@@ -1,5 +1,5 @@
-// The Python module vllm_evict._C_cpu: checks shapes and dtypes, takes raw
-// pointers out of tensors. vllm_evict/compute/kernels documents the functions.
+// The Python module vllm_evict._C_cpu: checks shapes and dtypes, and passes raw
+// pointers. vllm_evict/compute/kernels documents the functions.
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/utils/pybind.h>
@@ -70,7 +70,7 @@ bool runs(const Kernel* kernel) {
 }
 
 const Kernel& choose_kernel(const optional<string>& isa) {
-  // The best comes first.
+  // In the order of speed, the fastest first.
   static const std::vector<const Kernel*> kernels = [] {
     std::vector<const Kernel*> found;
     for (const Kernel* kernel : {avx512_bf16_kernel, avx512_kernel, avx2_kernel, portable_kernel})

@@ -1,7 +1,5 @@
-// Moves tokens between blocks, a layer and head at a time. Kept tokens ascend, so slot j gets a
-// token that lies at j or behind it: in ascending order a move overwrites nothing that is still to
-// be read, if every target block that is a source too has its slots at its own place there or
-// behind it. Where one has not, tokens are gathered in scratch memory first.
+// Compaction, one layer and head at a time. compute/kernels/compact.py says when tokens move directly
+// (`ordered`). Otherwise they go through scratch memory.
 
 #include "compact.h"
 
@@ -16,24 +14,24 @@
 namespace vllm_evict {
 namespace {
 
-constexpr int64_t kSerialBytes = 1 << 17;  // below, starting threads costs more
-constexpr int64_t kAmxTokens = 16;         // of a group of keys
-constexpr int64_t kAmxDims = 16;           // of a group of values
-constexpr int64_t kMaxRun = 256;           // tokens of a group that are moved together
+constexpr int64_t kSerialBytes = 1 << 17;  // below this size one thread is faster
+constexpr int64_t kAmxTokens = 16;         // tokens in a group of keys
+constexpr int64_t kAmxDims = 16;           // elements in a group of values
+constexpr int64_t kMaxRun = 256;           // most tokens of a group that move together
 
 void require(bool valid, const char* sentence) {
   if (!valid) throw std::invalid_argument(sentence);
 }
 
-// One request's share of the call.
+// One request of the call.
 struct Request {
   const int32_t *source, *target;
   int64_t sources, targets;
-  int64_t first, kept;  // of keep
-  bool ordered;         // what is in both lies in `source` at or before its place in `target`
+  int64_t first, kept;  // range in keep
+  bool ordered;         // is_ordered of compute/kernels/compact.py
 };
 
-// One head's blocks: pages of a cache, or scratch, where they follow each other.
+// One head's blocks: pages of a cache, or successive blocks of scratch.
 struct Place {
   char* first;
   int64_t stride;
@@ -41,7 +39,7 @@ struct Place {
   char* block(int64_t index) const { return first + (table ? table[index] : index) * stride; }
 };
 
-// Tokens that go from one place to another, in ascending order; without `keep`, the first ones.
+// Tokens to move, in ascending order: those of `keep`, or without it the first ones.
 struct Move {
   Place from, to;
   const int32_t* keep;
@@ -63,7 +61,7 @@ void move_rows(const KeyRun& run) {
 constexpr MoveRows kPortableMoves[] = {move_rows<uint8_t>, move_rows<uint16_t>,
                                        move_rows<uint32_t>};
 
-// Keys: words of a token lie `columns` tokens apart, within a group of as many tokens.
+// Keys: a group has `columns` tokens, and the words of a token lie `columns` words apart.
 void move_keys(const Move& m, MoveRows move, int64_t columns, int64_t rows, int64_t word_bytes) {
   const auto group_of = [&](const Place& place, int64_t token) {
     const int64_t first = token / columns * columns;
@@ -84,7 +82,7 @@ void move_keys(const Move& m, MoveRows move, int64_t columns, int64_t rows, int6
   }
 }
 
-// Values in rows of a token each; tokens that stay neighbours move together.
+// Values in rows of one token each. Successive kept tokens move together.
 void move_values(const Move& m, int64_t offset, int64_t row_bytes) {
   for (int64_t slot = 0; slot < m.kept;) {
     const int64_t token = m.token(slot);
@@ -92,7 +90,7 @@ void move_values(const Move& m, int64_t offset, int64_t row_bytes) {
     const int64_t most = std::min(m.kept - slot, m.block_size - std::max(in_from, in_to));
     int64_t run = 1;
     while (run < most && m.token(slot + run) == token + run) ++run;
-    // In place the two may overlap.
+    // Source and target may overlap.
     std::memmove(m.to.block(slot / m.block_size) + offset + in_to * row_bytes,
                  m.from.block(token / m.block_size) + offset + in_from * row_bytes,
                  run * row_bytes);
@@ -100,7 +98,7 @@ void move_values(const Move& m, int64_t offset, int64_t row_bytes) {
   }
 }
 
-// Values in groups of dims, in which two tokens alternate.
+// Values in groups of dims, with two tokens interleaved.
 template <class Element>
 void move_value_pairs(const Move& m, int64_t offset) {
   const auto place = [&](char* block, int64_t token) {
@@ -162,7 +160,7 @@ std::vector<Request> check(const CompactArgs& a) {
   check_blocks(a.source, a.sources, a.num_blocks);
   check_blocks(a.target, a.targets, a.num_blocks);
   std::vector<Request> requests;
-  std::unordered_map<int32_t, int64_t> places;  // of a target block among all
+  std::unordered_map<int32_t, int64_t> places;  // target block -> its index among all
   for (int64_t i = 0; i < a.targets; ++i) places.emplace(a.target[i], i);
   bool valid = static_cast<int64_t>(places.size()) == a.targets;
   for (int64_t r = 0; r < a.requests; ++r) {
@@ -191,7 +189,7 @@ const MoveRows* const portable_moves = kPortableMoves;
 
 void compact(const CompactArgs& a, const MoveRows* moves, int threads) {
   const std::vector<Request> requests = check(a);
-  const int64_t page = 2 * a.block_size * a.dim * a.item_bytes;  // of a block and head
+  const int64_t page = 2 * a.block_size * a.dim * a.item_bytes;  // bytes of a block and head
   int64_t scratch_bytes = 0;
   for (const Request& request : requests)
     if (!request.ordered) scratch_bytes = std::max(scratch_bytes, request.targets * page);

@@ -9,7 +9,7 @@
 namespace vllm_evict {
 namespace {
 
-// A word's instructions: a masked load, squeezed together, and a masked store.
+// Instructions for one word size: a masked load, a compression, and a masked store.
 template <int kBytes>
 inline void squeeze(const char* from, uint64_t taken, char* to, uint64_t written);
 
@@ -31,8 +31,8 @@ inline void squeeze<4>(const char* from, uint64_t taken, char* to, uint64_t writ
                            _mm512_maskz_compress_epi32((__mmask16)taken, words));
 }
 
-// A vector of columns at a time, in ascending order: a store ends before the next vector's columns
-// where the two are one block.
+// A vector of columns at a time, in ascending order. Within one block a store ends before the columns of
+// the next vector.
 template <int kBytes>
 void move_rows(const KeyRun& run) {
   constexpr int64_t kLanes = 64 / kBytes;

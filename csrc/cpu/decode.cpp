@@ -1,7 +1,6 @@
-// Decode attention that also gives each block's or token's mass: output and statistics in
-// one read of keys and values. A request's keys are cut into pieces of a fixed
-// size, whatever the batch and the number of threads, so neither changes a bit.
-// Classes of heads, each with caches and block tables of its own, share the threads.
+// Decode attention with the mass of each block or token: output and statistics from one read of
+// keys and values. Pieces of a request's keys have a fixed size, so the bits of a result do not
+// depend on the batch or the number of threads. Classes of heads share the threads.
 
 #include <omp.h>
 
@@ -14,14 +13,14 @@
 namespace vllm_evict {
 namespace {
 
-// One row (a request's only token) under one KV head.
+// One row (the only token of a request) and one KV head.
 struct Item {
   int64_t request, kv_head;
   int32_t token;
   int64_t blocks, pieces;
-  int64_t piece;  // its first one's place among all
-  int64_t tile;   // likewise; -1 if no mass is wanted
-  int64_t mass;   // its blocks' or tokens' place among all
+  int64_t piece;  // index of its first piece among all
+  int64_t tile;   // index of its first tile among all; -1: no mass
+  int64_t mass;   // index of its first block or token among all
 };
 
 struct Work {
@@ -43,7 +42,7 @@ class Decode {
         tiles_per_block_(a_.block_size / kernel.tile_tokens(a_.block_size)),
         piece_blocks_(ceil_div(kPieceTokens, a_.block_size)) {}
 
-  // Checks, and finds what is to be done: attend() to each piece, then finish() each item.
+  // Checks the arguments and lists the work: attend() to each piece, then finish() each item.
   void plan();
   void attend(int64_t piece, void* memory);
   void finish(int64_t item, void* memory);
@@ -107,7 +106,7 @@ void Decode::plan() {
   folded_.reset(new float[work_.masses]);
 }
 
-// In `memory`: packed queries, then what each row sees, then weights.
+// Layout of `memory`: packed queries, then the tokens that each row sees, then weights.
 Rows Decode::rows(const Item& item, void* memory, bool with_queries) {
   const bool pairs =
       kernel_.dots_pairs && a_.packing == Packing::bf16 && a_.query_type == Type::bf16;
@@ -160,7 +159,7 @@ void Decode::write(const Item& item, const float* sums, const float* factor) {
   }
 }
 
-// Combines an item's pieces, in their order, and turns its tiles into mass.
+// Combines an item's pieces in order, and computes mass from its tiles.
 void Decode::finish(int64_t index, void* memory) {
   const Item& item = work_.items[index];
   float* sums = part(item.piece);

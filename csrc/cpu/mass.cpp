@@ -1,5 +1,5 @@
-// Divides a batch into units of work, runs them, and adds up the results in an
-// order that depends on the batch's shape alone.
+// Divides a batch into units of work, runs them, and adds up their results in an
+// order that depends on nothing but the batch's shape.
 
 #include <omp.h>
 
@@ -16,34 +16,34 @@ namespace {
 constexpr int64_t kRowsPerPass = 64;          // query rows that share one pass over the keys
 constexpr int64_t kMaxUnits = 64;             // units per request and KV head
 constexpr int64_t kMaxSplitBytes = 32 << 20;  // scratch memory of all units at once
-// With mass of each token, for a request: of a pass's powers, and of its units' results.
+// Scratch for mass by token, for each request: powers of a pass, and results of its units.
 constexpr int64_t kMaxPowersBytes = 8 << 20;
 constexpr int64_t kMaxPartialBytes = 32 << 20;
 
-// One request's share of the batch.
+// One request of the batch.
 struct Request {
   int64_t index;
-  int64_t first_token, num_tokens;  // its tokens of non-zero weight, in Plan::tokens
+  int64_t first_token, num_tokens;  // range of its tokens of non-zero weight in Plan::tokens
   int64_t blocks;
-  int64_t pass_tokens;  // that share a pass
+  int64_t pass_tokens;  // tokens that share a pass
 };
 
-// Consecutive passes over one request's keys under one KV head, by one thread.
+// Successive passes over one request's keys of one KV head, by one thread.
 struct Unit {
   const Request* request;
   int64_t kv_head;
   int64_t first_token, num_tokens;
-  int64_t partial;  // its result's place in Plan::partials
+  int64_t partial;  // index of its result in Plan::partials
 };
 
 struct Plan {
-  std::vector<int32_t> tokens;  // places in the query, zero weights left out
+  std::vector<int32_t> tokens;  // indices in the query, without zero weights
   std::vector<Request> requests;
   std::vector<Unit> units;
   int64_t partials = 0;
-  // The most of any request: passes of a unit, tokens of a pass, blocks.
+  // Maxima over requests: passes of a unit, tokens of a pass, blocks.
   int64_t unit_passes = 0, pass_tokens = 0, max_blocks = 0;
-  int64_t powers = 0;  // floats of a pass's powers, likewise
+  int64_t powers = 0;  // floats of a pass's powers, the maximum
   double work = 0;  // multiply-adds
 };
 
@@ -103,16 +103,16 @@ Plan make_plan(const MassArgs& a, const Kernel& kernel) {
   return plan;
 }
 
-// One reading of a unit's keys, for up to kRowsPerPass rows (more if the heads of
-// one token are more).
+// One read of a unit's keys, for up to kRowsPerPass rows (more if one token has more
+// heads).
 struct Pass {
   Rows rows;
   Blocks blocks;
   Tiles tiles;
-  int64_t num_blocks;  // that any row sees
+  int64_t num_blocks;  // blocks that some row sees
 };
 
-// Memory for passes, the same for each.
+// Memory of equal size for each pass.
 class Scratch {
  public:
   Scratch(const MassArgs& a, const Kernel& kernel, const Plan& plan) {
@@ -176,7 +176,7 @@ void fold(const MassArgs& a, const Kernel& kernel, const Pass& pass, float* part
   fold(pass.rows, a.block_size, pass.num_blocks, pass.tiles, partial);
 }
 
-// A unit per thread at a time: the way of large batches.
+// One thread for each unit, for large batches.
 void run_units(const MassArgs& a, const Kernel& kernel, const Plan& plan, int threads,
                Scratch& scratch, float* partials) {
   scratch.allocate(threads);
@@ -196,8 +196,8 @@ void run_units(const MassArgs& a, const Kernel& kernel, const Plan& plan, int th
   }
 }
 
-// Several threads per unit: the way of a few decodes. A tile's statistics do not
-// depend on who computes them, so neither does the result.
+// Several threads for each unit, for a few decodes. The result does not depend on the
+// threads, since a tile's statistics do not.
 void run_pieces(const MassArgs& a, const Kernel& kernel, const Plan& plan, int threads,
                 Scratch& scratch, float* partials) {
   const int64_t units = plan.units.size();

@@ -1,5 +1,5 @@
-// Attention mass per KV block or token: what the scheduler (mass.cpp) and the kernels
-// (mass_kernel.h, compiled once per instruction set) tell each other.
+// Attention mass of each block or token: the interface between mass.cpp, which divides the work, and the
+// kernels (mass_kernel.h, compiled once for each instruction set).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace vllm_evict {
 
 enum class Type { f32, bf16, f16 };
 
-// How a block's keys are stored: "vec" of some type, or "amx" (bfloat16).
+// Packing of a block's keys: "vec" of some type, or "amx" (bfloat16).
 enum class Packing { f32, bf16, f16, amx };
 
 // One call of block_mass or decode_mass. Strides count elements.
@@ -28,7 +28,7 @@ struct MassArgs {
   float* out;             // [requests, kv_heads or 1, >= entries of the request]
   int64_t out_request_stride, out_head_stride, out_width;
   bool sum_heads;  // out has one row for all KV heads
-  bool per_token;  // out's entries are tokens; blocks otherwise
+  bool per_token;  // entries of out are tokens instead of blocks
   float scale;
   int64_t requests, tokens, heads, kv_heads, dim, block_size, num_blocks;
 };
@@ -54,57 +54,56 @@ struct Blocks {
 };
 
 // Split softmax statistics of each row over each tile of tokens:
-// mass = sum(exp2(score - peak)), both [tile, stride] with a column per row. Where mass is wanted
-// of each token, `powers` keeps the terms: [tile, power_rows, tokens of a tile].
+// mass = sum(exp2(score - peak)), both [tile, stride] with a column for each row. For mass by token
+// `powers` keeps the terms: [tile, power_rows, tokens of a tile].
 struct Tiles {
   float* peak;
   float* mass;
   int64_t stride;      // multiple of kRowAlign
-  float* powers;       // or null; where a row does not see the tile, anything
-  int64_t power_rows;  // at least the rows, the last group padded
+  float* powers;       // or null; undefined for rows that do not see the tile
+  int64_t power_rows;  // at least the number of rows, with the last group padded
 };
 
-// Attention of rows that see the same tokens, so far: output = sums / mass.
+// Attention so far of rows that see the same tokens: output = sums / mass.
 struct Output {
-  const void* values;  // block 0, this head: [block_size, dim], where and of the type the keys are
+  const void* values;  // block 0, this head: [block_size, dim], of the keys' type and strides
   float* sums;         // [rows up to Kernel::padded, dim]
-  float* peak;         // [rows], and room for kRowAlign more
+  float* peak;         // [rows + kRowAlign]
   float* mass;
 };
 
 constexpr int64_t kRowAlign = 16;
-constexpr float kUnseen = -1e30f;  // peak of a tile, of mass 0, that a row does not see
+constexpr float kUnseen = -1e30f;  // peak of a tile that a row does not see; its mass is 0
 
 struct Kernel {
   const char* name;
   int64_t rows;     // rows scored together
-  bool dots_pairs;  // takes Rows::pairs where queries and keys are bfloat16
+  bool dots_pairs;  // takes Rows::pairs if queries and keys are bfloat16
   // Tokens in a tile; divides block_size.
   int64_t (*tile_tokens)(int64_t block_size);
   // Rows that a group of `count` <= rows takes in Rows::q.
   int64_t (*padded)(int64_t count);
   // Statistics of the tiles of blocks [begin, end).
   void (*score)(const Rows&, const Blocks&, int64_t begin, int64_t end, const Tiles&);
-  // Attention to blocks [begin, end); their statistics too, if there are `tiles` (not for amx).
+  // Attends to blocks [begin, end), and stores statistics if there are `tiles`. Not for amx.
   void (*attend)(const Rows&, const Blocks&, int64_t begin, int64_t end, const Tiles&,
                  const Output&);
   // out[block] += sum over rows of weight * softmax mass; consumes the tiles.
   void (*fold)(const Rows&, int64_t block_size, int64_t num_blocks, const Tiles&, float* out);
-  // The same for each token of the blocks, from the tiles' powers.
+  // The same by token, from the tiles' powers.
   void (*fold_tokens)(const Rows&, int64_t block_size, int64_t num_blocks, const Tiles&,
                       float* out);
 };
 
-// Null where the compiler or the architecture lacks the instruction set.
+// Null if the compiler or the architecture lacks the instruction set.
 extern const Kernel* const avx512_bf16_kernel;
 extern const Kernel* const avx512_kernel;
 extern const Kernel* const avx2_kernel;
 extern const Kernel* const portable_kernel;
 
-// One class of heads of decode_mass, or all: what is written beside the mass. `keys` and `values`
-// share their strides.
+// Arguments of decode_mass for one class of heads, or for all. `keys` and `values` have the same strides.
 struct DecodeArgs {
-  MassArgs mass;        // out: null where no mass is wanted
+  MassArgs mass;        // out is null for no mass
   const void* values;   // [blocks, kv_heads, block_size, dim]
   const int32_t* rows;  // [num_rows], requests of one token each
   int64_t num_rows;
@@ -112,8 +111,8 @@ struct DecodeArgs {
   int64_t output_token_stride, output_head_stride;
 };
 
-// The same bits for any number of threads. Both throw std::invalid_argument where
-// a start, length or block id is out of range, before anything is written.
+// The same bits for any number of threads. Both throw std::invalid_argument, before they write
+// anything, if a start, length or block id is out of range.
 void block_mass(const MassArgs&, const Kernel&, int threads);
 void decode_mass(const std::vector<DecodeArgs>& classes, const Kernel&, int threads);
 

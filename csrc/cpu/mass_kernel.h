@@ -1,15 +1,15 @@
-// The one kernel, included by a source file per instruction set, which defines
+// The kernel. A source file for each instruction set includes it, and defines
 //   ISA         the namespace of this copy, and its name,
 //   LANES       floats in a vector register,
 //   REGISTERS   how many such registers there are,
 //   ROWS        query rows kept in registers together;
-// and where there are instructions for them
+// and, if there are instructions for them,
 //   WIDEN_U16   LANES uint16 to uint32,
 //   WIDEN_F16   LANES float16 to float32,
 //   DOT_BF16    float + dot product of two pairs of bfloat16, in each of LANES words.
-// Only GCC vector extensions and always-inline intrinsics here: the linker could
-// replace a standard header's inline function by another copy's, and a lambda
-// does not inherit the file's target.
+// Use only GCC vector extensions and always-inline intrinsics here. The linker could
+// replace a standard header's inline function by the copy of another source file, and
+// a lambda does not inherit the file's target.
 
 #include "mass.h"
 
@@ -35,7 +35,7 @@ inline void store(float* to, Vec v) { __builtin_memcpy(to, &v, sizeof(Vec)); }
 
 inline Vec splat(float x) { return x - Vec{}; }
 
-// Of a NaN and a number: b.
+// Returns b if one of the two is NaN.
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 // 2^x for x <= 0, at most 1.3 ulp off; 0 below 2^-126, NaN for NaN.
@@ -75,8 +75,8 @@ inline IntVec lane_numbers(Indices<I...>) {
 #define VLLM_EVICT_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
 #endif
 
-// Where bit S of the lane number is 0: a's lanes without / with the bit, to be
-// combined into one. Where it is 1: b's.
+// Lanes whose number has bit S = 0 get a's lanes without and with that bit, to be combined
+// into one. The other lanes get b's.
 template <int S, int... I>
 inline Vec lower(Vec a, Vec b, Indices<I...>) {
   return VLLM_EVICT_SHUFFLE(a, b, (I & S ? LANES + (I ^ S) : I)...);
@@ -144,8 +144,8 @@ inline Vec widen(const F16* from) {
 #endif
 }
 
-// What is multiplied at a time: two dims of LANES tokens by those of one query,
-// in kSteps instructions.
+// The unit of multiplication: two dims of LANES tokens by two dims of one query, in kSteps
+// instructions.
 
 struct Dims {
   typedef float Query;
@@ -163,11 +163,11 @@ struct Pairs {
 };
 #endif
 
-// How keys lie in a block: offset() is the place of a token's first element,
-// read() takes two dims of LANES tokens, the next two are a step() away. kBytes
-// is what LANES tokens take of a cache line.
+// Layout of keys in a block. offset() is the offset of a token's first element. read() loads
+// two dims of LANES tokens; the next two dims are a step() away. kBytes are the bytes of
+// LANES tokens in a cache line.
 
-// A dim's tokens side by side.
+// Tokens of one dim are adjacent.
 template <class T>
 struct DimRows {
   typedef T Element;
@@ -189,7 +189,7 @@ struct DimRows {
   }
 };
 
-// 16 tokens' pairs of dims side by side.
+// Pairs of dims of 16 tokens are adjacent.
 struct PairRows {
   typedef Bf16 Element;
   static constexpr int kBytes = LANES * 2 * sizeof(Bf16);
@@ -210,20 +210,20 @@ struct PairRows {
 
 // ---- Scores
 
-// Instances for groups of 5 and 7 rows would hardly be faster.
+// Groups of 5 and 7 rows have no instances of their own, which would hardly be faster.
 constexpr int padded_rows(int count) { return count == 5 ? 6 : count == 7 ? 8 : count; }
 
 // A tile of keys.
 template <class Element>
 struct Tile {
   const Element* block;
-  int64_t next_block;  // elements from `block` to the block that comes next
-  int64_t token;       // first token, from the block's beginning
-  int64_t position;    // the same, from the request's
-  int64_t index;       // in the request
+  int64_t next_block;  // elements from `block` to the next block
+  int64_t token;       // first token, counted from the begin of the block
+  int64_t position;    // first token, counted from the begin of the request
+  int64_t index;       // index of the tile in the request
 };
 
-// Two dims' share of the scores of M rows against N vectors of tokens.
+// Adds two dims to the scores of M rows against N vectors of tokens.
 template <class Keys, class Operand, int N, int M>
 inline void add_dims(const typename Keys::Element* (&from)[N], int64_t block_size,
                      int64_t next_block, const typename Operand::Query* q, Vec (&even)[M][N],
@@ -255,7 +255,7 @@ inline __attribute__((always_inline)) void score_rows(const Rows& rows, int64_t 
                                                       const Blocks& blocks,
                                                       const Tile<typename Keys::Element>& tile,
                                                       Vec (&score)[M][N]) {
-  // Two chains of additions, where registers allow, wait less for each other.
+  // Two chains of additions, if there are registers for them, hide the latency of an addition.
   constexpr int kChains = 2 * M * N <= REGISTERS - 8 ? 2 : 1;
   Vec sums[kChains][M][N] = {};
   const typename Keys::Element* from[N];
@@ -310,13 +310,13 @@ inline __attribute__((always_inline)) Vec peaks(const Vec (&score)[M][N]) {
   return across<Max, M>(top);
 }
 
-// Where a tile's powers go, from a row on; null if nobody wants them.
+// Address of a tile's powers from a row on; null if powers are not stored.
 template <int N>
 inline float* powers_of(const Tiles& tiles, int64_t tile, int64_t first) {
   return tiles.powers ? tiles.powers + (tile * tiles.power_rows + first) * N * LANES : nullptr;
 }
 
-// Scores of a tile and their statistics, without leaving the registers but for the powers.
+// Scores of a tile and their statistics, in registers. Only powers go to memory.
 template <class Keys, class Operand, int N, int M, bool kPowers>
 void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
                 const Tile<typename Keys::Element>& tile, const Tiles& tiles) {
@@ -417,7 +417,7 @@ void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
     __builtin_memcpy(tiles.peak + place, &peak, sizeof(float) * M);
     __builtin_memcpy(tiles.mass + place, &mass, sizeof(float) * M);
   }
-  // What lies behind the last token is not 0 times anything: it may be NaN.
+  // Slots behind the last token may hold NaN, so they are skipped, not multiplied by 0.
   const int64_t left = rows.seen[0] - tile.position;
   add_all_values<typename Keys::Element, M, kDims>(
       values + tile.token * blocks.dim, 0, blocks.dim, left < kTokens ? left : kTokens,
@@ -426,7 +426,7 @@ void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
 
 enum Task { kScore, kScoreTokens, kAttend };
 
-// Scores the tiles of blocks [begin, end), keeping their powers or not, or attends to them.
+// Scores the tiles of blocks [begin, end), with or without their powers, or attends to them.
 template <class Keys, class Operand, int N, Task kTask>
 void walk_blocks(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
                  const Tiles& tiles, const Output* output) {
@@ -472,7 +472,7 @@ void walk_blocks(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t 
 
 int64_t padded(int64_t count) { return padded_rows((int)count); }
 
-// Two vectors where the block size, a multiple of 16, allows.
+// Two vectors if the block size, a multiple of 16, has room.
 int64_t tile_tokens(int64_t block_size) { return block_size % (2 * LANES) ? LANES : 2 * LANES; }
 
 template <class Keys, class Operand, Task kTask>
@@ -524,14 +524,14 @@ void attend(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, 
     case Packing::f16:
       return walk<DimRows<F16>, Dims, kAttend>(rows, blocks, begin, end, tiles, &output);
     case Packing::amx:
-      return;  // refused before: values are packed in pairs of tokens
+      return;  // unreachable: decode_mass refuses "amx", whose values are packed in pairs of tokens
   }
 }
 
 // ---- Masses
 
-// LANES rows, one per lane: turns `mass` into probabilities times the row's
-// weight and adds them to `total`. All are [num_tiles, stride].
+// LANES rows, one for each lane. Converts `mass` to probabilities times the row's weight,
+// and adds them to `total`. All are [num_tiles, stride].
 void normalise(const float* peak, float* mass, float* total, int64_t stride, int64_t num_tiles,
                Vec weight) {
   const int64_t end = num_tiles * stride;
@@ -543,7 +543,7 @@ void normalise(const float* peak, float* mass, float* total, int64_t stride, int
     store(mass + t, part);
     sum += part;
   }
-  // A row's sum is at least 1, from its peak; that of a lane without a row is 0. NaN stays.
+  // The sum of a row is at least 1, from its peak. A lane without a row has 0. NaN stays.
   const Vec factor = weight / max(splat(1.f), sum);
   for (int64_t t = 0; t < end; t += stride) {
     const Vec part = load<Vec>(mass + t) * factor;
@@ -565,7 +565,7 @@ void fold(const Rows& rows, int64_t block_size, int64_t num_blocks, const Tiles&
   }
 }
 
-// LANES rows, one per lane: turns `mass` into what a tile's powers are to be multiplied by, to be
+// LANES rows, one for each lane. Converts `mass` to factors that turn a tile's powers into
 // probabilities times the row's weight. Both are [num_tiles, stride].
 void find_factors(const float* peak, float* mass, int64_t stride, int64_t num_tiles, Vec weight) {
   const int64_t end = num_tiles * stride;
@@ -583,7 +583,7 @@ void find_factors(const float* peak, float* mass, int64_t stride, int64_t num_ti
 
 template <int N>
 void add_powers(const Rows& rows, int64_t num_tiles, const Tiles& tiles, float* out) {
-  int64_t first = 0;  // row that sees the tile; later ones do too
+  int64_t first = 0;  // first row that sees the tile; all later rows see it
   for (int64_t tile = 0; tile < num_tiles; ++tile, out += N * LANES) {
     while (first < rows.count && rows.seen[first] <= tile * N * LANES) ++first;
     const float* factor = tiles.mass + tile * tiles.stride;

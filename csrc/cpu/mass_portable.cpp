@@ -1,4 +1,4 @@
-// What the compiler makes of 16-byte vectors: SSE2 on x86-64, NEON on Arm.
+// 16-byte vectors, which the compiler maps to SSE2 on x86-64 and NEON on Arm.
 #define ISA portable
 #define LANES 4
 #define REGISTERS 16

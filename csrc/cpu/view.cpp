@@ -6,7 +6,7 @@
 namespace vllm_evict {
 namespace {
 
-constexpr int64_t kSerialEntries = 1 << 15;  // below, starting threads costs more
+constexpr int64_t kSerialEntries = 1 << 15;  // below this size one thread is faster
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -1,4 +1,4 @@
-// Block tables without holes.
+// Views: block tables without holes (compute/kernels/view.py).
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct ViewArgs {
   int64_t logical_stride, logical_width;
 };
 
-// Throws std::invalid_argument where a length or a width is out of range.
+// Throws std::invalid_argument if a length or a width is out of range.
 void resident_view(const ViewArgs&, int threads);
 
 }  // namespace vllm_evict

@@ -1,4 +1,4 @@
-// Launchers of decode_mass.cuh, for what a shape and dtype need.
+// Launchers of decode_mass.cuh, by shape and dtype.
 
 #include <type_traits>
 
@@ -9,13 +9,13 @@ namespace {
 
 constexpr int kUnsupported = 1;  // cudaErrorInvalidValue
 
-// run(D, tiles of query heads), both constants, for a shape that there are kernels for; else kUnsupported.
+// Calls run(D, tiles of query heads), both constants, for a supported shape; otherwise returns kUnsupported.
 template <class Run>
 int64_t with_shape(int64_t head_dim, int64_t group, Run run) {
   using std::integral_constant;
   const auto with_dim = [&](auto dim) -> int64_t {
     if (group >= 1 && group <= kHeadTile) return run(dim, integral_constant<int, 1>{});
-    // Outputs of 16 heads of 256 would take more registers than there are.
+    // Outputs of 16 heads of size 256 do not fit the registers.
     if constexpr (dim() < 256)
       if (group > kHeadTile && group <= 2 * kHeadTile) return run(dim, integral_constant<int, 2>{});
     return kUnsupported;

@@ -1,4 +1,4 @@
-// Split-KV paged decode attention that gives each block's mass as well: kernels. docs/kernels.md has the design.
+// Kernels of split-KV paged decode attention with the mass of each block. docs/kernels.md has the design.
 #pragma once
 
 #include "decode_mass.h"
@@ -12,29 +12,29 @@ namespace vllm_evict {
 
 constexpr int kLanes = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kChunk = 16;     // tokens of one warp's matrix products; never of two blocks
+constexpr int kChunk = 16;     // tokens of one warp's matrix products, all of one block
 constexpr int kConsumers = 4;  // warps that compute
-constexpr int kProducers = 2;  // warps that copy; a part of kConsumers, so that a slot is filled by one of them
+constexpr int kProducers = 2;  // warps that copy; divides kConsumers, so that one warp fills a slot
 constexpr int kThreads = (kConsumers + kProducers) * kLanes;
 constexpr int kHeadTile = 8;  // query heads of one matrix product
-// Of the second launch. Its loads depend on nothing but statistics, so it has many on their way at once.
+// Sizes of the second launch. Its loads depend only on statistics, so many are in flight at once.
 constexpr int kCombineWarps = 4;
 constexpr int kCombineThreads = kCombineWarps * kLanes;
-constexpr int kSums = 4 * kCombineThreads;       // what its threads hold of an output or of blocks' mass
-constexpr int kLaneBlocks = kSums / kCombineThreads;  // blocks of a lane: a program adds up kMassBlocks
+constexpr int kSums = 4 * kCombineThreads;       // numbers of an output, or of mass, in its threads
+constexpr int kLaneBlocks = kSums / kCombineThreads;  // blocks of a lane
 constexpr int kMassBlocks = kLaneBlocks * kLanes;
 constexpr int kMembers = 8;  // query heads of a warp at once
 
 // Shared memory of `attend`: two barriers for each slot, then a ring of slots of one chunk each. A row is a token's
-// key, its value and 16 bytes that move the next row on by four banks, so that ldmatrix meets no conflict.
+// key, its value and 16 bytes of padding. The padding shifts rows by four banks, so that ldmatrix has no conflicts.
 template <int D>
 struct Ring {
   static constexpr int row = 4 * D + 16;
-  static constexpr int value = 2 * D;  // where in a row
+  static constexpr int value = 2 * D;  // offset in a row
   static constexpr int slot = kChunk * row;
 
-  // Slots are a multiple of the warps that compute, so that each slot is one warp's. A barrier tells a phase from the
-  // next only: who waits for a slot's second chunk before another warp has had its first would find it there.
+  // The number of slots is a multiple of the warps that compute, so each slot belongs to one warp. A barrier tells a
+  // phase only from the next one. If warps shared a slot, one could take the slot's first chunk for its second.
   int slots;
   unsigned char* memory;
 
@@ -45,7 +45,7 @@ struct Ring {
   __device__ unsigned char* rows(int number) const { return memory + 2 * sizeof(Barrier) * slots + number * slot; }
 };
 
-// When all chunks are done the slots hold what the warps have found: outputs, maxima and sums.
+// After all chunks the slots hold the results of the warps: outputs, maxima and sums.
 template <int D, int kTiles>
 struct Merge {
   static constexpr int heads = kTiles * kHeadTile;
@@ -60,7 +60,7 @@ int shared_bytes(int64_t depth) {
   return 2 * sizeof(Barrier) * slots + (ring > Merge<D, kTiles>::bytes ? ring : Merge<D, kTiles>::bytes);
 }
 
-// What one block attends to: chunks first ... first + count - 1 of a request.
+// The work of one thread block: chunks first ... first + count - 1 of a request.
 struct Split {
   int64_t n, row;
   int kv_head, split, len, first, count;
@@ -78,7 +78,7 @@ __device__ inline float sum_over_rows(float x) {
   return x;
 }
 
-// Each of two warps copies every other chunk into the ring, as far ahead as it has slots.
+// Each of two warps copies every other chunk into the ring, as far ahead as there are slots.
 template <int D, bool kBulk>
 __device__ void produce(const DecodeArgs& a, const Split& s, const Ring<D>& ring) {
   using R = Ring<D>;
@@ -86,14 +86,14 @@ __device__ void produce(const DecodeArgs& a, const Split& s, const Ring<D>& ring
   const int first = threadIdx.x / kLanes - kConsumers;
   const int block_size = static_cast<int>(a.block_size);
   const int32_t* table = a.table + s.row * a.table_row;
-  // 64 bits: a cache has more than 2**31 elements.
+  // 64 bits, since a cache has more than 2**31 elements.
   const char* keys = static_cast<const char*>(a.keys) + 2 * s.kv_head * a.key_head;
   const char* values = static_cast<const char*>(a.values) + 2 * s.kv_head * a.value_head;
-  // A token's value follows its key: one copy does for both.
+  // If a token's value follows its key, one copy brings both.
   const bool joined = values == keys + 2 * D && a.key_block == a.value_block && a.key_token == a.value_token;
 
-  // Of this warp's chunks from `start` on each lane knows one: where it lies, and the page of the one 32 further on,
-  // which comes while these are copied.
+  // Each lane has the address of one of this warp's chunks from `start` on, and the page of the chunk 32 later, which
+  // loads during the copies.
   const auto token_of = [&](int start) { return (s.first + start + lane * kProducers) * kChunk; };
   const auto page_of = [&](int start) {
     return start + lane * kProducers < s.count ? table[token_of(start) / block_size] : 0;
@@ -101,7 +101,7 @@ __device__ void produce(const DecodeArgs& a, const Split& s, const Ring<D>& ring
   constexpr int round = kLanes * kProducers;
   int32_t next_page = page_of(first);
   long long key_offset = 0, value_offset = 0;
-  int slot = first, parity = 1;  // of the phase before the first: all slots are empty
+  int slot = first, parity = 1;  // parity of the phase before the first one, in which all slots are empty
   for (int chunk = first; chunk < s.count; chunk += kProducers) {
     const int known = chunk % round / kProducers;
     if (known == 0) {
@@ -127,7 +127,7 @@ __device__ void produce(const DecodeArgs& a, const Split& s, const Ring<D>& ring
           copy_bulk(rows + row * R::row + R::value, value + 2 * row * a.value_token, 2 * D, full);
       }
     } else {
-      constexpr int pieces = 4 * D / 16;  // of a row
+      constexpr int pieces = 4 * D / 16;  // copies of a row
 #pragma unroll
       for (int i = 0; i < kChunk * pieces / kLanes; ++i) {
         const int row = (i * kLanes + lane) / pieces, piece = (i * kLanes + lane) % pieces;
@@ -142,7 +142,7 @@ __device__ void produce(const DecodeArgs& a, const Split& s, const Ring<D>& ring
 }
 
 // Each of four warps takes every fourth chunk, with a maximum, sums and outputs of its own. Keys are the rows of the
-// first product, dimensions those of the second; query heads are the columns of both. Exponents are of base 2.
+// first product, dimensions the rows of the second, and query heads the columns of both. Exponents have base 2.
 template <class T, int D, int kTiles>
 __device__ void consume(const DecodeArgs& a, const Split& s, const Ring<D>& ring) {
   using R = Ring<D>;
@@ -167,7 +167,7 @@ __device__ void consume(const DecodeArgs& a, const Split& s, const Ring<D>& ring
         q[tile][k][half] = head < group ? *reinterpret_cast<const uint32_t*>(row + 16 * k + 8 * half) : 0;
   }
 
-  // Of columns (query heads) 2t and 2t + 1; sums only of this lane's tokens.
+  // For columns (query heads) 2t and 2t + 1. Sums are over this lane's tokens only.
   float top[kTiles][2], total[kTiles][2], out[kTiles][D / 16][4];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -193,7 +193,7 @@ __device__ void consume(const DecodeArgs& a, const Split& s, const Ring<D>& ring
       for (int tile = 0; tile < kTiles; ++tile) multiply(T{}, scores[tile], keys, q[tile][k]);
     }
 
-    // Rows beyond the last token were not copied: what the slot holds there may be NaN.
+    // Rows beyond the last token are not copied, so the slot may hold NaN there.
     const int valid = s.len - (s.first + chunk) * kChunk;
     uint32_t probs[kTiles][2];
     float kept[kTiles][2];
@@ -223,7 +223,7 @@ __device__ void consume(const DecodeArgs& a, const Split& s, const Ring<D>& ring
       probs[tile][1] = transpose(pack(T{}, p[2], p[3]));
     }
 
-    // Tokens 2t and 2t + 1, and those eight further on: of values there only what is one.
+    // Tokens 2t, 2t + 1, 2t + 8 and 2t + 9. Values beyond the last token are masked.
     uint32_t there[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -247,7 +247,7 @@ __device__ void consume(const DecodeArgs& a, const Split& s, const Ring<D>& ring
     if ((slot += kConsumers) >= ring.slots) slot = warp, parity ^= 1;
   }
 
-  // All four have read their last chunk, and nothing is on its way: the slots are free.
+  // All four warps have read their last chunk and no copy is in flight, so the slots are free.
   sync_some(1, kConsumers * kLanes);
   float* outs = reinterpret_cast<float*>(ring.rows(0));
   float* tops = outs + kConsumers * M::warp;
@@ -274,7 +274,7 @@ __device__ void consume(const DecodeArgs& a, const Split& s, const Ring<D>& ring
     float highest = -INFINITY, sum = 0, value = 0;
     for (int w = 0; w < kConsumers; ++w) highest = fmaxf(highest, tops[w * M::heads + head]);
     for (int w = 0; w < kConsumers; ++w) {
-      // A warp without a chunk has the maximum -inf; the first one has one.
+      // A warp without a chunk has the maximum -inf. The first warp always has a chunk.
       const float factor = exp2_of(tops[w * M::heads + head] - highest);
       sum += factor * totals[w * M::heads + head];
       value += factor * outs[w * M::warp + head * M::head + dim];
@@ -285,7 +285,7 @@ __device__ void consume(const DecodeArgs& a, const Split& s, const Ring<D>& ring
   }
 }
 
-// A block for each KV head, split and request.
+// One thread block for each KV head, split and request.
 template <class T, int D, int kTiles, bool kBulk>
 __global__ void __launch_bounds__(kThreads, kTiles == 2 || D > 128 ? 2 : 3) attend(const __grid_constant__ DecodeArgs a) {
   if constexpr (kBulk && !kHasBulk) {
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 2 || D > 128 ? 2 : 3) atte
   if (s.row < 0) return;
   s.len = a.lens[s.row];
   const int chunks = (s.len + kChunk - 1) / kChunk, splits = static_cast<int>(a.splits);
-  // Equal shares, of as many chunks for each warp.
+  // Splits of equal size, with as many chunks for each warp.
   const int share = (chunks + splits * kConsumers - 1) / (splits * kConsumers) * kConsumers;
   s.first = s.split * share;
   s.count = min(share, chunks - s.first);
@@ -326,8 +326,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 2 || D > 128 ? 2 : 3) atte
     consume<T, D, kTiles>(a, s, ring);
 }
 
-// LSEs (log2) over their splits of heads first, first + step, ... below `heads`, by a whole warp; -inf where a request has
-// no tokens. The lanes' last bits differ: who wants one number takes lane 0's.
+// LSEs (log2) over all splits, of heads first, first + step, ... below `heads`, by a whole warp; -inf for a request
+// without tokens. The last bits differ between lanes, so callers that need one number take lane 0's.
 template <int kHeads>
 __device__ void lse_of(float (&lse)[kHeads], const float* stats, int first, int step, int heads, int splits) {
   float top[kHeads], sum[kHeads];
@@ -359,7 +359,7 @@ __device__ void lse_of(float (&lse)[kHeads], const float* stats, int first, int 
   }
 }
 
-// Output and LSE of one head: each group of threads adds up some splits, four dimensions a thread.
+// Output and LSE of one head. Each group of threads adds up some splits, four dimensions in a thread.
 template <class T>
 __device__ void combine_output(const DecodeArgs& a, int64_t n, int64_t row, int head) {
   const int splits = static_cast<int>(a.splits), dims = static_cast<int>(a.head_dim), thread = threadIdx.x;
@@ -380,7 +380,7 @@ __device__ void combine_output(const DecodeArgs& a, int64_t n, int64_t row, int 
   for (int split = group; split < splits; split += groups) {
     const float factor = factors[split];
     const float4 it = partial[static_cast<int64_t>(split) * wide];
-    // What an empty split left in the scratch may be NaN.
+    // An empty split has not written its scratch, which may hold NaN.
     sum.x += factor != 0 ? factor * it.x : 0;
     sum.y += factor != 0 ? factor * it.y : 0;
     sum.z += factor != 0 ? factor * it.z : 0;
@@ -447,7 +447,8 @@ __device__ inline void combine_mass(const DecodeArgs& a, int64_t n, int64_t row,
   }
 }
 
-// A block for each request and role: the first H write output and LSE of a head, the others the mass of some blocks.
+// One thread block for each request and role. The first H roles write output and LSE of a head, the others the mass of
+// some blocks.
 template <class T>
 __global__ void __launch_bounds__(kCombineThreads) combine(const __grid_constant__ DecodeArgs a) {
   const int64_t n = blockIdx.y, row = a.rows[n];

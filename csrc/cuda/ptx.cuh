@@ -1,5 +1,5 @@
-// The instructions that CUDA C++ has no name for, one function each. tests/cuda/emulator.h has the same
-// functions for a CPU, in terms of what each lane holds; only this file is out of its tests' reach.
+// Instructions without a name in CUDA C++, one function each. tests/cuda/emulator.h has the same functions for a CPU,
+// in terms of the contents of each lane. The emulator's tests cover all device code but this file.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@ namespace vllm_evict {
 struct Bf16 {};
 struct Half {};
 
-// Shared memory, in which an asynchronous copy announces that it has arrived.
+// A barrier in shared memory, by which an asynchronous copy signals its end.
 using Barrier = uint64_t;
 
 __device__ inline unsigned char* dynamic_shared() {
@@ -110,7 +110,7 @@ __device__ inline void barrier_init(Barrier* barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
-// What has been initialised is so for bulk copies too.
+// Makes initialised barriers visible to bulk copies.
 __device__ inline void barrier_init_done() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -122,7 +122,7 @@ __device__ inline void barrier_arrive(Barrier* barrier) {
                : "memory");
 }
 
-// Arrives, and lets the phase wait for so many bytes of bulk copies more.
+// Arrives, and makes the phase wait for `bytes` more bytes of bulk copies.
 __device__ inline void barrier_expect(Barrier* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(
@@ -163,12 +163,12 @@ __device__ inline void copy_16(void* shared, const void* global) {
                : "memory");
 }
 
-// The thread arrives when all that it has asked copy_16 for is there.
+// The thread arrives when all its copies by copy_16 have ended.
 __device__ inline void arrive_with_copies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// `bytes` is a multiple of 16; they count for `barrier` when they are there.
+// `bytes` is a multiple of 16. They count for `barrier` once they are copied.
 __device__ inline void copy_bulk(void* shared, const void* global, int bytes, Barrier* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -180,10 +180,10 @@ __device__ inline void copy_bulk(void* shared, const void* global, int bytes, Ba
 
 // ---- launches
 
-// cudaSuccess, or the error.
+// Returns cudaSuccess, or the error.
 template <class Args>
 int launch(void (*kernel)(Args), dim3 grid, int threads, int shared, void* stream, const Args& args) {
-  // Above 48 KiB a kernel gets dynamic shared memory only where it has asked, once on each device.
+  // Above 48 KiB dynamic shared memory has to be requested, once for each kernel and device.
   cudaError_t error = cudaSuccess;
   if (shared > 48 * 1024)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);

@@ -1,4 +1,4 @@
-"""Stands for `triton_kernels/` of a checkout, where this package's modules are; a wheel has them here instead."""
+"""Points to `triton_kernels/` of a checkout, which has the modules of this package. A wheel has the modules here."""
 
 from pathlib import Path
 
