@@ -1,7 +1,7 @@
 """Builds the optional extensions; the metadata is in pyproject.toml.
 
-VLLM_EVICT_NO_EXT=1 builds none. VLLM_EVICT_BUILD_CUDA=1 asks for the CUDA kernels, which then must build, and 0 does
-without them; otherwise they are built where nvcc and a CUDA torch are.
+With VLLM_EVICT_NO_EXT=1 none is built. With VLLM_EVICT_BUILD_CUDA=1 the CUDA kernels have to build, with 0 they are not
+built. If it is unset, they are built if there are nvcc and a CUDA torch.
 """
 
 import importlib.util
@@ -21,13 +21,13 @@ except ImportError as error:
     torch, BuildExtension = None, build_ext
     no_torch = error
 
-# Both folders are beside the package in a checkout and inside it once installed. vLLM looks for a top-level
-# `triton_kernels` of another project (triton_kernels/__init__.py says more).
+# Both folders are beside the package in a checkout, and inside it in a wheel. `triton_kernels` must not be installed at
+# the top level (see triton_kernels/__init__.py).
 TRITON_KERNELS = "vllm_evict.triton_kernels"
-# Presets. Those of duo name a file of gates, which only a checkout has.
+# Presets without those of duo, which name a file of gates that only a checkout has.
 CONFIGS = "vllm_evict.configs"
 CUDA = "vllm_evict._C_cuda"
-# Machine code for A100 and Hopper, and PTX for what comes after.
+# Machine code for A100 and Hopper, and PTX for later GPUs.
 CUDA_TARGETS = (
     "arch=compute_80,code=sm_80",
     "arch=compute_90a,code=sm_90a",
@@ -53,7 +53,7 @@ def cpu_extensions() -> list[Extension]:
 
 
 def cuda_extensions() -> list[Extension]:
-    """A library for ctypes, of nvcc alone: it has nothing of torch or Python in it."""
+    """Return a library for ctypes that nvcc builds alone, without torch or Python."""
     asked = os.environ.get("VLLM_EVICT_BUILD_CUDA")
     if asked not in (None, "0", "1"):
         raise SystemExit(f"VLLM_EVICT_BUILD_CUDA must be 0 or 1, not {asked!r}")
@@ -79,7 +79,7 @@ class OptionalBuild(BuildExtension):
         try:
             if self.extensions:
                 super().build_extensions()
-        except Exception as error:  # a missing or failing compiler: torch raises many types
+        except Exception as error:  # torch raises many types for a missing or failing compiler
             print(f"vllm-evict: no C++ extension: {error}")
         finally:
             self.extensions = every
@@ -108,9 +108,9 @@ def extensions() -> list[Extension]:
 
 
 def version() -> dict[str, str]:
-    """What `setup` needs where setuptools-scm is not installed (pip with --no-build-isolation).
+    """Return the argument `version` of `setup` if setuptools-scm is not installed (pip with --no-build-isolation).
 
-    An sdist has its version in PKG-INFO; other sources get the fallback of pyproject.toml.
+    It comes from PKG-INFO in an sdist, and otherwise from `fallback_version` in pyproject.toml.
     """
     if importlib.util.find_spec("setuptools_scm"):
         return {}

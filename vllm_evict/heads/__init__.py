@@ -1,12 +1,11 @@
-"""Retrieval and streaming heads: which KV heads need the whole context, after DuoAttention.
+"""Finds the KV heads that need the whole context (retrieval heads) and those that do not (streaming heads).
 
-    pattern    files of gates, thresholds, and what either class holds      dense     a transformers model by head class
-    passkeys   synthetic documents with answers far from their facts        profile   attention mass on the facts
-    train      gates by distillation                                        show      heat maps and memory
-    arrange    ranks, KV groups and head slots                              cli       `vllm-evict heads`
+    dense      a transformers model whose heads attend by class      profile   gates by attention mass on facts
+    passkeys   documents with answers far from their facts           train     gates by distillation
+    show       heat maps and memory                                  cli       `vllm-evict heads`
 
-Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads", ICLR 2025,
-arXiv:2410.10819. Only `pattern` is imported here; it and `arrange` need numpy alone.
+After Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads", ICLR 2025,
+arXiv:2410.10819. Files of gates are in `config.gates`.
 """
 
 from ..config.gates import HeadGates, HeadPattern, HeadsError

@@ -16,8 +16,8 @@ Lengths = Annotated[str, typer.Option(help="Fewest and most tokens of a document
 Passkeys = Annotated[int, typer.Option(help="Facts in a document, all asked for.")]
 Sink = Annotated[int, typer.Option(help="Leading tokens that streaming heads keep.")]
 Recent = Annotated[int, typer.Option(help="Trailing tokens that streaming heads keep.")]
-Seed = Annotated[int, typer.Option(help="Another seed is other documents.")]
-Device = Annotated[str, typer.Option(help="As torch names it; a GPU if there is one.")]
+Seed = Annotated[int, typer.Option(help="Seed of the documents.")]
+Device = Annotated[str, typer.Option(help="Device by torch's name; by default a GPU if there is one.")]
 
 
 @app.command()
@@ -32,7 +32,7 @@ def profile(
     seed: Seed = 0,
     device: Device = "",
 ) -> None:
-    """Score heads by the attention that answers put on their facts: minutes."""
+    """Score heads by the attention mass that answers put on their facts. Takes minutes."""
     between = _lengths(lengths) if lengths else None
     from . import dense
     from .profile import profile as run
@@ -61,7 +61,7 @@ def train(
     recompute: Annotated[bool, typer.Option(help="Recompute activations: less memory, more time.")] = False,
     device: Device = "",
 ) -> None:
-    """Train a gate a head against the model with full attention. Stopped, the same command goes on."""
+    """Train a gate for each KV head against the model with full attention. The same command resumes a stopped run."""
     between = _lengths(lengths) if lengths else None
     from . import dense
     from .train import train as run
@@ -87,7 +87,7 @@ def show(
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Write the heat map here too.")] = None,
 ) -> None:
-    """Heat map of the gates, retrieval heads of each layer, and the memory that they save."""
+    """Show a heat map of the gates, the retrieval heads of each layer, and the memory that the pattern saves."""
     from . import show as shown
 
     geometry, shape = None, None

@@ -1,8 +1,8 @@
-"""A transformers model whose KV heads attend by class: what training, profiling and checks compute with.
+"""A transformers model whose KV heads attend by class, for training, profiling and checks.
 
-Nothing is evicted here and no KV cache is kept: a whole document is one pass, and a streaming head does not see what a
-cache of sinks and recent tokens would not hold. It works for models of transformers whose attention goes through
-`AttentionInterface` and is plain causal in every layer.
+A whole document is one pass without a KV cache. A mask hides from streaming heads what a cache of sinks and recent
+tokens would not hold. Supported are models of transformers whose attention goes through `AttentionInterface` and is
+plain causal in every layer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,28 +25,38 @@ NAME = "vllm_evict_heads"
 
 
 class Heads(Protocol):
-    """How one layer attends."""
+    """Attention of all layers."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """query [batch, heads, tokens, dim], key and value [batch, kv_heads, tokens, dim] -> as query."""
+        """Attend in one layer.
+
+        Args:
+            layer: index of the layer.
+            query: [batch, heads, tokens, dim].
+            key, value: [batch, kv_heads, tokens, dim].
+            scale: factor on the scores before the softmax.
+
+        Returns:
+            Of the shape of `query`.
+        """
         ...
 
 
 def per_query_head(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """KV heads repeated for the query heads that share them: [batch, kv_heads, ...] -> [batch, heads, ...]."""
+    """Repeat KV heads for the query heads that share them: [batch, kv_heads, ...] -> [batch, heads, ...]."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
 
 
 def full(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention; shapes as `Heads.attend`."""
+    """Causal attention. Shapes are those of `Heads.attend`."""
     key, value = per_query_head(key, query), per_query_head(value, query)
     return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, sink: int, recent: int) -> torch.Tensor:
-    """What streaming heads see, for positions [n] and [m] -> bool [n, m]: sinks and the last `recent` tokens."""
+    """Return the mask of streaming heads, bool [n, m], for positions of queries [n] and keys [m]."""
     distance = queries[:, None] - keys[None]
     return (distance >= 0) & ((keys < sink) | (distance < recent))
 
@@ -54,7 +64,7 @@ def visible(queries: torch.Tensor, keys: torch.Tensor, sink: int, recent: int) -
 def streaming(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sink: int, recent: int
 ) -> torch.Tensor:
-    """Attention to sinks and recent tokens, in chunks of queries: linear in the tokens; shapes as `Heads.attend`."""
+    """Attention to sinks and recent tokens, in time linear in tokens. Shapes are those of `Heads.attend`."""
     key, value = per_query_head(key, query), per_query_head(value, query)
     tokens, chunk, out = query.shape[2], max(256, recent), []
     positions = torch.arange(tokens, device=query.device)
@@ -69,7 +79,7 @@ def streaming(
 
 
 class FullHeads:
-    """All heads attend to everything."""
+    """Full attention in all heads."""
 
     def attend(self, layer, query, key, value, scale):
         return full(query, key, value, scale)
@@ -77,7 +87,7 @@ class FullHeads:
 
 @dataclass
 class PatternHeads:
-    """Retrieval heads attend to everything, streaming heads to sinks and recent tokens."""
+    """Full attention in retrieval heads, streaming attention in streaming heads."""
 
     pattern: HeadPattern
 
@@ -95,7 +105,7 @@ class PatternHeads:
 
 @dataclass
 class GatedHeads:
-    """gate x full + (1 - gate) x streaming attention, with float gates [layers, kv_heads] that may be trained."""
+    """gate x full + (1 - gate) x streaming attention, with trainable float gates [layers, kv_heads]."""
 
     gates: torch.Tensor
     sink: int
@@ -109,12 +119,12 @@ class GatedHeads:
 
 @dataclass
 class MassHeads:
-    """Full attention that notes what answers look at.
+    """Full attention that measures the attention mass of answers on their facts.
 
     Attributes:
-        document: whose answers and facts.
-        sink, recent: facts with a token in the sinks, or in the window of a query, do not count for this query.
-        mass: layer -> float32 [heads], attention mass on the fact, the mean over the answer's queries that count.
+        document: document with answers and facts.
+        sink, recent: tokens. A query does not count if its fact has a token in the sinks or in the query's window.
+        mass: layer -> float32 [heads], attention mass on the fact, averaged over the queries that count.
     """
 
     document: Document
@@ -139,7 +149,7 @@ class MassHeads:
 
 def _forward(module, query, key, value, attention_mask, scaling=None, heads: Heads | None = None, **kwargs):
     if heads is None or attention_mask is not None or kwargs.get("sliding_window") is not None:
-        raise HeadsError(f"{type(module).__name__} is not plain causal attention: its heads cannot be told apart")
+        raise HeadsError(f"{type(module).__name__} is not plain causal attention; expected that in every layer")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return heads.attend(module.layer_idx, query, key, value, scale).transpose(1, 2).contiguous(), None
 
@@ -149,11 +159,11 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def load(path: str | Path, device: str = "") -> tuple[Any, Any]:
-    """A model with frozen weights, and its tokenizer: float32 on CPU, the model's own dtype elsewhere.
+    """Load a model with frozen weights, and its tokenizer: in float32 on CPU, in the model's own dtype elsewhere.
 
     Args:
         path: directory or Hub name.
-        device: as torch names it; empty: a GPU if there is one.
+        device: torch's name of the device; empty: a GPU if there is one.
 
     Raises:
         HeadsError: there is no such model.
@@ -169,20 +179,20 @@ def load(path: str | Path, device: str = "") -> tuple[Any, Any]:
 
 
 def shape(config: Any) -> tuple[int, int]:
-    """(layers, kv_heads) of a transformers config."""
+    """Return (layers, kv_heads) of a transformers config."""
     config = config.get_text_config()
     return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def lengths_for(model: Any, lengths: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Fewest and most tokens of the documents for a model; if none are given, 1,000 to 32,000 as far as they fit.
+    """Return the fewest and most tokens of documents: `lengths`, or 1,000 to 32,000 within the model's context.
 
     Raises:
-        HeadsError: the documents would be longer than the model's context.
+        HeadsError: `lengths` exceed the model's context.
     """
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     if lengths is None:
-        most = min(32000, context - context // 16)  # a document of n tokens has about n
+        most = min(32000, context - context // 16)  # lengths of documents are approximate
         return min(1000, most), most
     if lengths[1] > context:
         raise HeadsError(f"lengths up to {lengths[1]} exceed the model's context of {context} tokens")
@@ -190,10 +200,10 @@ def lengths_for(model: Any, lengths: tuple[int, int] | None = None) -> tuple[int
 
 
 def read_config(path: str | Path) -> Any:
-    """A model's transformers config.
+    """Read a model's transformers config.
 
     Raises:
-        HeadsError: there is none.
+        HeadsError: there is no config.
     """
     try:
         return AutoConfig.from_pretrained(path)
@@ -202,7 +212,7 @@ def read_config(path: str | Path) -> Any:
 
 
 def hidden_states(model: Any, document: Document, heads: Heads) -> torch.Tensor:
-    """Last hidden states that predict answers -> float32 [n, hidden]."""
+    """Return the last hidden states of the positions that predict answers: float32 [n, hidden]."""
     ids = torch.from_numpy(document.ids)[None].to(model.device)
     hidden = model.base_model(input_ids=ids, use_cache=False, heads=heads).last_hidden_state
     return hidden[0, torch.from_numpy(document.predicting).to(hidden.device)].float()
@@ -210,10 +220,10 @@ def hidden_states(model: Any, document: Document, heads: Heads) -> torch.Tensor:
 
 @contextmanager
 def recomputed(model: Any) -> Iterator[None]:
-    """Keep only what goes into each decoder layer for the backward pass, and compute the layer again there."""
+    """Keep only the inputs of decoder layers for the backward pass, which computes the layers again."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in layers:  # not what is in them: nothing may drop out
+    for layer in layers:  # not their modules, so that dropout stays off
         layer.training = True
     try:
         yield
@@ -225,10 +235,10 @@ def recomputed(model: Any) -> Iterator[None]:
 
 @torch.inference_mode()
 def answers_right(model: Any, documents: Iterable[Document], heads: Heads) -> list[bool]:
-    """Which documents a model answers without an error, every question of them.
+    """Return for each document whether the model answers all its questions without an error.
 
-    With greedy decoding a right prefix is what the model would have said, so one pass over the right answer decides as
-    generation would.
+    One pass over the right answers is enough: under greedy decoding the model generates an answer if and only if it
+    predicts each token from the right prefix.
     """
     right = []
     for document in documents:

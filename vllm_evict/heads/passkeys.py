@@ -1,6 +1,6 @@
-"""Synthetic passkeys: facts at random depths of a long context, all asked for at its end, with the right answers.
+"""Documents with passkeys: facts at random depths of a long context, and a question with its answer for each fact.
 
-The words and filler are those of `vllm_evict.eval`. Each document depends on seed and number only.
+Words and filler are those of `vllm_evict.eval`. A document depends on nothing but seed and number.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ..config.gates import HeadsError
 from ..eval.tasks import ask, draw, lay_out, values
 from ..eval.words import KEYS, MARKS, Filler
 
-#: Where facts lie, as in the paper: away from both ends.
+#: Range of the depths of facts, as in the paper.
 DEPTHS = (0.05, 0.95)
 
 
@@ -22,9 +22,9 @@ class Document:
     """A context, questions and right answers as one sequence of tokens.
 
     Attributes:
-        ids: int64 [tokens].
-        answers: for each question the positions that predict a token of its answer, int64 [tokens of the answer].
-        facts: for each question the tokens of the fact that answers it, int64 [tokens of the fact].
+        ids: int64 [tokens], token ids.
+        answers: for each question int64 [n], positions that predict the n tokens of its answer.
+        facts: for each question int64 [m], positions of the m tokens of its fact.
     """
 
     ids: np.ndarray
@@ -33,33 +33,33 @@ class Document:
 
     @property
     def predicting(self) -> np.ndarray:
-        """All positions that predict a token of an answer -> int64 [n]."""
+        """All positions that predict a token of an answer: int64 [n]."""
         return np.concatenate(self.answers)
 
 
 class Reader:
-    """Texts as a model reads them: its tokenizer, and its chat template if it has one.
+    """Converts texts to tokens by a model's tokenizer, with its chat template if it has one.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a fast tokenizer of transformers.
 
     Raises:
-        HeadsError: it cannot tell which text a token comes from.
+        HeadsError: the tokenizer is slow, so it has no offsets of tokens.
     """
 
     def __init__(self, tokenizer: Any):
         if not tokenizer.is_fast:
-            raise HeadsError("passkeys need a fast tokenizer: a slow one does not tell where a token comes from")
+            raise HeadsError("passkeys need a fast tokenizer: a slow one has no offsets of tokens")
         self.tokenizer = tokenizer
         self.chat = bool(tokenizer.chat_template)
 
     def document(self, context: str, turns: Sequence[tuple[str, str]], facts: Sequence[str] = ()) -> Document:
-        """One document.
+        """Make a document.
 
         Args:
-            context: what comes before the first question.
-            turns: questions and right answers.
-            facts: for each question a sentence of the context, where somebody asks for its tokens.
+            context: text before the first question.
+            turns: pairs of a question and its right answer.
+            facts: for each question a sentence of the context, if the positions of facts are needed.
         """
         text = self._text(context, turns)
         encoded = self.tokenizer(text, add_special_tokens=not self.chat, return_offsets_mapping=True)
@@ -89,16 +89,16 @@ class Reader:
 
 
 class Passkeys:
-    """Documents with passkeys.
+    """Makes documents with passkeys.
 
     Args:
-        reader: how the model reads.
+        reader: reader of the model.
         count: passkeys of a document.
-        lengths: fewest and most tokens of a document, about.
-        seed: another seed is other documents.
+        lengths: approximate fewest and most tokens of a document.
+        seed: seed of the documents.
 
     Raises:
-        HeadsError: there are no such documents.
+        HeadsError: count or lengths are out of range.
     """
 
     def __init__(self, reader: Reader, count: int, lengths: tuple[int, int], seed: int = 0):
@@ -108,7 +108,7 @@ class Passkeys:
             raise HeadsError(f"lengths must be the fewest and the most tokens, not {lengths[0]},{lengths[1]}")
         self.reader, self.count, self.lengths, self.seed = reader, count, lengths, seed
         self.filler = Filler()
-        # What facts, questions and a word of filler cost, measured once on this tokenizer.
+        # Tokens of facts and questions, and of a word of filler, measured on this tokenizer.
         short, long = (len(self._make(np.random.default_rng(0), n).ids) for n in (16, 1040))
         self._per_word = (long - short) / 1024
         self._fixed = short - 16 * self._per_word
@@ -118,7 +118,7 @@ class Passkeys:
             )
 
     def __call__(self, number: int) -> Document:
-        """Document of this number; its length is drawn evenly between the two."""
+        """Return the document of this number. Its length is uniform in `lengths`."""
         rng = np.random.default_rng([self.seed, number])
         return self._make(rng, int((rng.integers(self.lengths[0], self.lengths[1] + 1) - self._fixed) / self._per_word))
 

@@ -1,4 +1,4 @@
-"""Retrieval scores by attention: how much of it an answer spends on the fact that it comes from."""
+"""Scores KV heads by the attention mass that answers put on their facts."""
 
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,22 @@ def profile(
 ) -> HeadGates:
     """Score each KV head by attention mass, and write the scores to `out` as gates.
 
-    The score of a query head is the mass that positions which predict an answer put on the fact with this answer, their
-    mean over all answers; facts in the sinks, or in a query's window, do not count. A KV head has the largest score of
-    the query heads that share it: one that looks far back is reason enough to keep everything. Attention alone does not
-    tell whether a model could do without; `train` does.
+    The score of a query head is the attention mass that positions which predict an answer put on its fact, averaged
+    over all answers. Facts in the sinks, or in a query's window, do not count. A KV head has the largest score of its
+    query heads. Attention does not tell whether the model needs a head; `train` does.
 
     Args:
-        model, tokenizer: of `dense.load`.
-        out: the TSV; its config.json goes beside it.
-        samples: documents.
-        lengths: fewest and most tokens of a document, about; None as `dense.lengths_for`.
-        passkeys: in each document.
-        sink, recent: tokens that streaming heads would see.
-        seed: another seed is other documents.
+        model, tokenizer: from `dense.load`.
+        out: path of the TSV; config.json goes beside it.
+        samples: number of documents.
+        lengths: approximate fewest and most tokens of a document; None: see `dense.lengths_for`.
+        passkeys: passkeys of a document.
+        sink, recent: tokens that streaming heads see.
+        seed: seed of the documents.
+        progress: whether to show a progress bar.
 
     Raises:
-        HeadsError: a place where scores cannot be written, or no fact that counts.
+        HeadsError: scores cannot be written to `out`, or no fact counts.
     """
     check_out(out, sink, recent)
     lengths = dense.lengths_for(model, lengths)

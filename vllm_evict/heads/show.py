@@ -1,4 +1,4 @@
-"""What a file of gates says: heat maps, heads per layer, and memory."""
+"""Shows a file of gates: heat maps, heads of each layer, and memory."""
 
 import json
 import math
@@ -18,12 +18,12 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Geometry:
-    """What turns tokens of a KV head into bytes.
+    """Sizes that convert tokens of a KV head to bytes.
 
     Attributes:
-        head_dim: elements of one key, and of one value.
+        head_dim: elements of a key, and of a value.
         kv_bytes: bytes of an element of the KV cache.
-        weights: bytes of the model's weights; 0 where they are not known.
+        weights: bytes of the model's weights; 0 if unknown.
     """
 
     head_dim: int
@@ -31,12 +31,12 @@ class Geometry:
     weights: int = 0
 
     def cache(self, head_tokens: int) -> int:
-        """Bytes of keys and values of so many tokens of a KV head."""
+        """Return the bytes of keys and values of `head_tokens` tokens of one KV head."""
         return 2 * self.head_dim * self.kv_bytes * head_tokens
 
     @classmethod
     def of_model(cls, path: str | Path) -> "Geometry":
-        """From a model's config and weight files, the KV cache in the weights' dtype.
+        """Read the sizes of a model, with a KV cache in the weights' dtype.
 
         Raises:
             HeadsError: there is no model.
@@ -51,7 +51,7 @@ class Geometry:
 
 
 def _weights(folder: Path) -> int:
-    """Bytes of safetensors files in a folder; of an index what it says."""
+    """Return the bytes of a folder's safetensors files, from their index if there is one."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return int(json.loads(index.read_text())["metadata"]["total_size"])
@@ -59,7 +59,8 @@ def _weights(folder: Path) -> int:
 
 
 def context_for(pattern: HeadPattern, geometry: Geometry, ratio: float) -> int | None:
-    """The shortest context at which weights and KV cache together need `ratio` times less, in tokens; None if never."""
+    """Return the shortest context, in tokens, at which weights and KV cache together are `ratio` times smaller; None
+    if there is no such context."""
     every = pattern.retrieval.size
 
     def saves(tokens: int) -> bool:
@@ -76,7 +77,7 @@ def context_for(pattern: HeadPattern, geometry: Geometry, ratio: float) -> int |
 
 
 def memory(pattern: HeadPattern, lengths: tuple[int, ...], block_size: int, geometry: Geometry | None) -> Table:
-    """Tokens, bytes and ratios of one sequence at each length."""
+    """Make the table of tokens, bytes and ratios of one sequence at each length."""
     table = Table(title=f"KV cache of one sequence, blocks of {block_size} tokens", title_justify="left")
     for name in ("context", "a retrieval head", "a streaming head", "KV cache"):
         table.add_column(name, justify="right")
@@ -99,7 +100,7 @@ def memory(pattern: HeadPattern, lengths: tuple[int, ...], block_size: int, geom
 
 
 def heat_map(gates: HeadGates, pattern: HeadPattern) -> Table:
-    """Layers x KV heads, coloured by gate, retrieval heads marked, with their number."""
+    """Make the heat map of gates, layers x KV heads, with retrieval heads marked and counted."""
     import matplotlib
 
     colours = matplotlib.colormaps[COLOURS]
@@ -119,7 +120,7 @@ def heat_map(gates: HeadGates, pattern: HeadPattern) -> Table:
 
 
 def draw(gates: HeadGates, pattern: HeadPattern, path: Path, title: str) -> None:
-    """The heat map as a PNG, retrieval heads marked."""
+    """Write the heat map as a PNG, with retrieval heads marked. Raises HeadsError if the file cannot be written."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -155,12 +156,12 @@ def show(
     """Print heat map, counts and memory.
 
     Args:
-        gates, pattern: the file, and its heads as they were split.
-        console: where to.
+        gates, pattern: the gates, and the heads split by them.
+        console: output.
         lengths: contexts of the memory table, in tokens.
         block_size: tokens of a KV block.
-        geometry: adds bytes, and where it knows the weights ratios with them.
-        ratio: adds the context at which weights and KV cache together need so many times less.
+        geometry: adds bytes, and ratios with weights if they are known.
+        ratio: adds the context at which weights and KV cache together are this many times smaller.
     """
     console.print(heat_map(gates, pattern))
     heads, size = int(pattern.retrieval.sum()), pattern.retrieval.size

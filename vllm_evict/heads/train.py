@@ -1,4 +1,4 @@
-"""Gates by distillation: which heads change the answers when they see sinks and recent tokens only."""
+"""Trains gates by distillation: a gate stays high if streaming attention in its head changes the answers."""
 
 import time
 from contextlib import nullcontext
@@ -14,7 +14,8 @@ from .passkeys import Passkeys, Reader
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """A fifth of the steps up from, and a fifth down to, a tenth of the peak."""
+    """Return the learning rate of a step: linear from a tenth of the peak over the first fifth of steps, constant, and
+    linear down to a tenth over the last fifth."""
     edge = max(1, steps // 5)
     return peak * min(1.0, max((step + 1) / edge, 0.1), max((steps - step) / edge, 0.1))
 
@@ -37,31 +38,33 @@ def train(
     recompute: bool = False,
     progress: bool = True,
 ) -> HeadGates:
-    """Train one gate a KV head, from 1, with the model frozen; the gates are written to `out`.
+    """Train a gate for each KV head with the model frozen, and write the gates to `out`.
 
-    Each attention output is gate x full + (1 - gate) x streaming attention. The loss is the mean squared error of the
-    last hidden states that predict answers, against the model with full attention, plus `l1` times the mean gate; gates
-    are clipped to [0, 1] after each step of AdamW. Xiao et al., ICLR 2025, arXiv:2410.10819, with passkeys of this
-    package (four digits each) instead of theirs, and the mean of the gates in place of their sum, so that `l1` does not
-    depend on how many heads a model has.
+    Gates begin at 1. Each attention output is gate x full + (1 - gate) x streaming attention. The loss is the mean
+    squared error of the last hidden states that predict answers, against full attention, plus `l1` times the mean gate.
+    Gates are clipped to [0, 1] after each step of AdamW. After Xiao et al., ICLR 2025, arXiv:2410.10819, with passkeys
+    of this package (four digits each), and with the mean of gates in place of their sum, so that `l1` does not depend
+    on the number of heads.
 
-    The state is kept in `out` + ".state.pt" every `save_every` seconds; the same call resumes from it, and ends where
-    one without a stop would have.
+    The state is written to `out` + ".state.pt" every `save_every` seconds. The same call resumes from it, with the same
+    result as a run without a stop.
 
     Args:
-        model, tokenizer: of `dense.load`.
-        out: the TSV; its config.json goes beside it.
-        steps, batch: steps, and documents of each.
-        lengths: fewest and most tokens of a document, about; None as `dense.lengths_for`.
-        passkeys: in each document.
+        model, tokenizer: from `dense.load`.
+        out: path of the TSV; config.json goes beside it.
+        steps, batch: number of steps, and documents of each step.
+        lengths: approximate fewest and most tokens of a document; None: see `dense.lengths_for`.
+        passkeys: passkeys of a document.
         sink, recent: tokens that streaming attention sees.
         lr: peak of the learning rate.
         l1: weight of the mean gate.
-        seed: another seed is other documents.
-        recompute: compute activations again for the backward pass instead of keeping them: long documents need it.
+        seed: seed of the documents.
+        save_every: seconds between two writes of the state.
+        recompute: whether the backward pass computes activations again, which long documents need.
+        progress: whether to show a progress bar.
 
     Raises:
-        HeadsError: sizes that make no sense, a place where gates cannot be written, a state of another run.
+        HeadsError: a size is out of range, gates cannot be written to `out`, or the state is of another run.
     """
     for name, value, least in (("steps", steps, 1), ("batch", batch, 1), ("sink", sink, 0), ("recent", recent, 1)):
         if value < least:
