@@ -55,7 +55,7 @@ class MassBuffers(NamedTuple):
         return self._replace(mass=self.mass[:requests, :, :blocks], **of_rows)
 
     def add(self, weigh: Weigh, kv_heads: int, group: int, weigh_each: WeighEach | None = None) -> None:
-        """Take in one layer of so many KV heads, and query heads to each."""
+        """Add one layer with `kv_heads` KV heads and `group` query heads for each of them."""
         self.take(lambda out: weigh(self.weights, out), kv_heads, group)
 
     def take(self, measure: Callable[[torch.Tensor], None], kv_heads: int, group: int) -> None:
@@ -100,7 +100,7 @@ class MassStep:
         return self.buffers.mass
 
     def add(self, weigh: Weigh, kv_heads: int, group: int, weigh_each: WeighEach | None = None) -> None:
-        """Take in one layer of so many KV heads, and query heads to each."""
+        """Add one layer with `kv_heads` KV heads and `group` query heads for each of them."""
 
         def measure(out: torch.Tensor) -> None:
             weigh(self.buffers.weights, out if self.weighs else None)

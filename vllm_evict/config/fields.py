@@ -37,22 +37,22 @@ WHEN = Option(
     "when",
     Literal["budget", "pressure"],
     "budget",
-    "`budget`: every request keeps its budget. `pressure`: nothing goes while the pool has room; then the blocks that "
-    "matter least to all requests go, down to each request's budget, instead of preemption",
+    "`budget`: every request keeps its budget. `pressure`: no request loses blocks while the pool has room; then the "
+    "least important blocks of all requests go, down to each request's budget, instead of preemption",
 )
 BUDGET = Option(
     "budget",
     Any,
     None,
-    "tokens that a request keeps, or a ratio of its prompt below 1; null: what `sink` and `recent` need, and one block",
+    "tokens that a request keeps, or a ratio of its prompt below 1; null: `sink`, `recent` and one block",
     _budget,
 )
 BUFFER = Option(
     "buffer",
     whole(),
     0,
-    "tokens of hysteresis: eviction starts above `budget` + `buffer` and goes back to `budget`; under "
-    "pressure, tokens that are freed at a time beyond what is needed",
+    "tokens of hysteresis: a request above `budget` + `buffer` goes back to `budget`; under pressure, tokens that are "
+    "freed beyond the missing ones",
 )
 SINK = Option(
     "sink",
@@ -70,16 +70,16 @@ PROTECT = Option(
     "protect",
     flag,
     True,
-    "`false`: sinks and recent tokens may go like all others, for ablations; the block that is "
-    "written and blocks in flight stay",
+    "`false`: sinks and recent tokens may be evicted too, for ablations; the block that is written and blocks in "
+    "flight stay",
 )
 MIN_PROMPT = Option("min_prompt", whole(), 0, "requests with a shorter prompt keep everything")
 CONTEXT = Option(
     "context",
     Any,
     None,
-    "how far back a token may look, in tokens, or `model`: as far as the model was made for. Kept "
-    "blocks of a request that outgrows it move up",
+    "most tokens from the oldest kept token to the newest one, or `model`: the model's own context. Kept keys are "
+    "rotated to later positions before a request exceeds it",
     _context,
 )
 #: Fields of every policy that evicts, with their usual defaults.
@@ -125,7 +125,7 @@ ACCUMULATE = Option(
     "how attention mass adds up: `sum`, `mean` over the queries "
     "that saw a token, `ema` (with `decay`), `last` (with `window` queries)",
 )
-WINDOW = Option("window", whole(1), 32, "queries before a decision that count, where the last ones do")
+WINDOW = Option("window", whole(1), 32, "number of last queries before a decision that count")
 #: Fields of policies whose users choose how attention mass adds up.
 MASS = (
     *REDUCTION,
@@ -145,8 +145,8 @@ ALLOW = Option(
     "allow",
     entries(text) | None,
     None,
-    "policies that requests may pick; null: all that evict but `kvzip`, and `full` where "
-    "it is the server's; under pressure `full` and all that can be",
+    "policies that requests may pick; null: all that evict except `kvzip` and those that make KV groups, and `full` if "
+    "it is the server's; under pressure `full` and all that support it",
 )
 
 #: Values that `KVPolicyConfig` returns for fields that its policy does not have.

@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV with budgets that shrink with depth."""
+"""PyramidKV: SnapKV with a budget that falls with depth."""
 
 from ..config import KVPolicyConfig
 from ..config.fields import BANDS

@@ -6,7 +6,7 @@ from ..config.fields import KEEPING
 from ..config.options import Option, whole
 from .base import Blocks, Policy
 
-SEED = Option("seed", whole(below=1 << 63), 0, "of the hash that chance is made from")
+SEED = Option("seed", whole(below=1 << 63), 0, "seed of the hash that weighs blocks")
 
 
 class Random(Policy):

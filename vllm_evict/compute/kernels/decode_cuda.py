@@ -333,6 +333,6 @@ class CudaDecode:
         return refused(query, key_cache, value_cache) is None
 
     def __call__(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, plan) -> None:
-        """`decode_mass`"""
+        """Run `decode_mass`."""
         tensors = query, keys, values, table, starts, lens, rows
         decode_mass(*tensors, scale, output, out=out, weights=weights, plan=plan, kernels=self._kernels)
