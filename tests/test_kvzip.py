@@ -58,7 +58,7 @@ def test_it_is_only_for_those_who_name_it():
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("when", "pressure", "no when: pressure, it has: budget"),
+        ("when", "pressure", "when: 'kvzip' supports only 'budget'"),
         ("instruction", [-1], "instruction: .* greater than or equal to 0"),
         ("instruction", "Repeat it", "instruction: "),
         ("chunk", 0, "chunk: .* 1"),
