@@ -1,6 +1,7 @@
 """Device memory beside vLLM's KV cache: what is set aside before the pool is sized covers what requests then take."""
 
 import gc
+from types import SimpleNamespace
 
 import graphs
 import numpy as np
@@ -17,9 +18,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict.compute import memory, originals
 from vllm_evict.compute.attention import device
+from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.memory import Needs
 from vllm_evict.compute.tokens import TokenSums
 from vllm_evict.compute.work import StepWork
+from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import Scoring
 from vllm_evict.integration import layers, runners, worker
 
@@ -156,6 +159,16 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
             subject.pool.num_gpu_blocks, 4 * group.held_blocks
         )
     subject.assert_nothing_left()
+
+
+def test_needs_of_a_decision_follow_from_the_heads_of_a_layer():
+    """Statistics of keys are computed layer by layer, so the number of layers adds nothing."""
+    store = SimpleNamespace(read=None, kept_bytes=0)
+    for count in (2, 40):
+        group = GroupRuntime(KVPolicyConfig.parse(CASES["keydiff"]), 16, 2, 256, kv_heads=8, layers=count, store=store)
+        keys = group.held_blocks * 16 * 8 * 64
+        needs = memory.needs([group], head_size=64, itemsize=2, queries=0)
+        assert needs.between == keys * (2 * 2 + memory.OF_DIMENSION) + memory.AT_A_TIME
 
 
 def test_the_share_of_the_pool():

@@ -65,7 +65,7 @@ def needs(groups: Iterable[GroupRuntime], head_size: int, itemsize: int, queries
 
 
 def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> Needs:
-    layers, kv_heads = group.shape
+    kv_heads, layers = group.shape
     blocks, numbers = group.held_blocks * group.max_requests, group.held_blocks * group.block_size * kv_heads
     rows = numbers * head_size  # elements of the longest request's keys in one layer
     step = between = block = 0
