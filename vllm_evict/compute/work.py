@@ -128,34 +128,34 @@ class StepWork:
         return ones.index_fill_(0, self._own_queries, 0.0)
 
 
-def do_together(ops: Any, layer: Any, query: torch.Tensor, shares: Sequence[HeadSlice], output: torch.Tensor) -> bool:
+def do_together(ops: Any, layer: Any, query: torch.Tensor, slices: Sequence[HeadSlice], output: torch.Tensor) -> bool:
     """Decode one layer in all its KV groups by one call, if the step has no other work.
 
     Args:
-        query, output: [T, H, D], heads in the order of `shares`.
+        query, output: [T, H, D], heads in the order of `slices`.
 
     Returns:
         Whether the layer was decoded.
     """
-    works = [share.work for share in shares]
+    works = [heads.work for heads in slices]
     if any(work is None or not work.is_all for work in works):
         return False
-    measuring = [(share, step) for share in shares for step in (share.work.mass, share.work.tokens) if step is not None]
+    measuring = [(heads, step) for heads in slices for step in (heads.work.mass, heads.work.tokens) if step is not None]
     if len(measuring) > 1:
         return False
 
     def attend(weights: torch.Tensor | None, out: torch.Tensor | None, per_token: bool = False) -> None:
-        outs = [out if measuring and share is measuring[0][0] else None for share in shares]
-        ops.decode_together(layer, query, shares, output, weights, outs, per_token)
+        outs = [out if measuring and heads is measuring[0][0] else None for heads in slices]
+        ops.decode_together(layer, query, slices, output, weights, outs, per_token)
 
     if not measuring:
         attend(None, None)
         return True
-    ((share, step),) = measuring
-    kv_heads = ops.kv_heads(share.kv_cache)
-    if step is share.work.tokens:
-        step.add(partial(attend, per_token=True), kv_heads, share.place)
+    ((heads, step),) = measuring
+    kv_heads = ops.kv_heads(heads.kv_cache)
+    if step is heads.work.tokens:
+        step.add(partial(attend, per_token=True), kv_heads, heads.place)
     else:
-        weigh_each = partial(ops.mass_of, layer, share.query, share.kv_cache, share.metadata)
-        step.add(attend, kv_heads, share.query.shape[1] // kv_heads, weigh_each)
+        weigh_each = partial(ops.mass_of, layer, heads.query, heads.kv_cache, heads.metadata)
+        step.add(attend, kv_heads, heads.query.shape[1] // kv_heads, weigh_each)
     return True

@@ -165,24 +165,24 @@ class CPUOps:
     def decode_together(
         layer: Any,
         query: torch.Tensor,
-        shares: Sequence[HeadSlice],
+        slices: Sequence[HeadSlice],
         output: torch.Tensor,
         weights: torch.Tensor | None,
         outs: Sequence[torch.Tensor | None],
         per_token: bool = False,
     ) -> None:
         """See `BackendOps.decode_together`; runs `decode_classes`."""
-        keys, values = zip(*(_halves(share.kv_cache) for share in shares))
-        metadata = shares[0].metadata
+        keys, values = zip(*(_halves(heads.kv_cache) for heads in slices))
+        metadata = slices[0].metadata
         tokens = metadata.num_actual_tokens
         decode_classes(
             query[:tokens],
             keys,
             values,
-            [share.metadata.block_table for share in shares],
+            [heads.metadata.block_table for heads in slices],
             metadata.query_start_loc,
-            [share.work.seq_lens for share in shares],
-            shares[0].work.rows,
+            [heads.work.seq_lens for heads in slices],
+            slices[0].work.rows,
             layer.impl.scale,
             output[:tokens],
             out=outs,

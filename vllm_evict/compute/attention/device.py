@@ -195,7 +195,7 @@ class DeviceOps:
         self,
         layer: Any,
         query: torch.Tensor,
-        shares: Sequence[HeadSlice],
+        slices: Sequence[HeadSlice],
         output: torch.Tensor,
         weights: torch.Tensor | None,
         outs: Sequence[torch.Tensor | None],
@@ -204,14 +204,14 @@ class DeviceOps:
         """See `BackendOps.decode_together`. Two groups are one call of `triton_kernels.decode_classes`, other numbers
         of groups a `decode` each.
         """
-        if len(shares) == 2:
-            self._decode_two(layer, query, shares, output, weights, outs, per_token)
+        if len(slices) == 2:
+            self._decode_two(layer, query, slices, output, weights, outs, per_token)
             return
         first = 0
-        for share, out in zip(shares, outs):
-            attended = output[:, first : first + share.query.shape[1]]
-            first += share.query.shape[1]
-            work, where = share.work, (layer, share.query, share.kv_cache, share.metadata, attended)
+        for heads, out in zip(slices, outs):
+            attended = output[:, first : first + heads.query.shape[1]]
+            first += heads.query.shape[1]
+            work, where = heads.work, (layer, heads.query, heads.kv_cache, heads.metadata, attended)
             self.decode(*where, work.rows, work.seq_lens, weights, out, per_token)
 
     def compact(
@@ -262,23 +262,23 @@ class DeviceOps:
         """See `BackendOps.as_keys`."""
         return _scaled(stored, _cache_scales(layer, stored)[0])
 
-    def _decode_two(self, layer, query, shares, output, weights, outs, per_token) -> None:
+    def _decode_two(self, layer, query, slices, output, weights, outs, per_token) -> None:
         from ...triton_kernels.decode_classes import decode_classes
 
-        keys, values = zip(*(halves(share.kv_cache) for share in shares))
-        metadata = shares[0].metadata
-        rows, tokens = shares[0].work.rows, metadata.num_actual_tokens
+        keys, values = zip(*(halves(heads.kv_cache) for heads in slices))
+        metadata = slices[0].metadata
+        rows, tokens = slices[0].work.rows, metadata.num_actual_tokens
         tables = []
-        for share, its in zip(shares, keys):
-            table, starts, _ = _rows(share.metadata, len(share.work.seq_lens))
-            tables.append(_narrow(table, share.metadata, its))
+        for heads, its in zip(slices, keys):
+            table, starts, _ = _rows(heads.metadata, len(heads.work.seq_lens))
+            tables.append(_narrow(table, heads.metadata, its))
         measured = any(out is not None for out in outs)
         widths = [table.shape[1] for table in tables]
         plans, at_once = self._plans_for(query, keys, len(rows), widths, measured, per_token)
         scale, value_scale = scales(layer, keys[0])
         for some in rows.split(at_once):
             decode_classes(
-                *(query[:tokens], keys, values, tables, starts, [share.work.seq_lens for share in shares], some),
+                *(query[:tokens], keys, values, tables, starts, [heads.work.seq_lens for heads in slices], some),
                 *(scale, output[:tokens]),
                 out=outs,
                 per_token=per_token,

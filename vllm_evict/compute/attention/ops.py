@@ -135,7 +135,7 @@ class BackendOps(Protocol):
         self,
         layer: Any,
         query: Any,
-        shares: Sequence[HeadSlice],
+        slices: Sequence[HeadSlice],
         output: Any,
         weights: Any,
         outs: Any,
