@@ -1,8 +1,8 @@
-"""KV cache eviction for vLLM: frees KV blocks of running requests and returns them to vLLM's pool."""
+"""KV cache eviction for vLLM: heavy hitters, sinks and windows, with blocks really given back to the pool."""
 
 from importlib import metadata
 
-from . import policies  # noqa: F401 - fills the registry
+from . import policies  # noqa: F401 - which configurations look up by name
 from .config import KVPolicyConfig, KVPolicyError
 
 try:

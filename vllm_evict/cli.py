@@ -1,13 +1,13 @@
-"""The command `vllm-evict`. It needs the packages of the extra `eval`."""
+"""The command `vllm-evict`, whose packages come with the extra `eval` and may be missing."""
 
 import sys
 
-#: Packages of the extra `eval`.
+#: The packages of that extra.
 PACKAGES = frozenset({"datasets", "httpx", "matplotlib", "openai", "rich", "tqdm", "typer"})
 
 
 def main() -> None:
-    """Run `eval.cli.main`. If a package is missing, print one line to stderr and exit with status 2."""
+    """Run `eval.cli.main`; one line on stderr and exit status 2 if a package is missing."""
     try:
         from .eval.cli import main as command
 

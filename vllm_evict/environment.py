@@ -6,19 +6,19 @@ from .config import KVPolicyError
 
 
 def poison_mode() -> bool:
-    """Whether VLLM_EVICT_POISON=1: workers fill freed blocks with NaN, so that tests see a read after free."""
+    """VLLM_EVICT_POISON=1: freed blocks are filled with NaN, so that a read after free cannot stay unseen (tests)."""
     return os.environ.get("VLLM_EVICT_POISON", "0") == "1"
 
 
 def decode_kernel() -> str | None:
-    """VLLM_EVICT_DECODE: the decode kernel of requests with holes; None if unset: the plugin's kernel for the device.
+    """VLLM_EVICT_DECODE: what decodes requests that lack blocks; None: the plugin's kernel for the device.
 
-    "stock" is vLLM's own kernel, with attention mass measured beside it. "triton" and "cuda" are the plugin's kernels
-    behind a GPU backend, where unset means "triton". Elsewhere the log says that the variable is ignored (see
+    "stock" leaves them to vLLM's own kernel, with the mass taken beside it. Behind a GPU backend "triton" (what None is
+    there) and "cuda" say which kernel of the plugin's; elsewhere the log says what decodes (see
     `integration.layers.ignored_settings`).
 
     Raises:
-        KVPolicyError: the variable has another value.
+        KVPolicyError: it is none of these.
     """
     name = os.environ.get("VLLM_EVICT_DECODE")
     if name not in (None, "stock", "triton", "cuda"):

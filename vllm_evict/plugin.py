@@ -1,4 +1,4 @@
-"""Functions of the package's entry points."""
+"""The functions that entry points of the package name."""
 
 from .integration.plugin import platform, register
 
