@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "a restart is not counted",
         "core/blocks.py",
-        '"""Forget all blocks: preempted, to be computed again from the first token."""\n        self.incarnation += 1',
-        '"""Forget all blocks: preempted, to be computed again from the first token."""',
+        "self.incarnation += 1\n        self.started",
+        "self.started",
         ("residency",),
     ),
     Mutant(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .blocks import RequestBlocks
 
-#: Key of a `KVUsage` in vLLM's per-request transfer parameters.
+#: Key that carries a `KVUsage` through vLLM's per-request transfer parameters.
 USAGE_KEY = "vllm_evict"
-#: Key beside `USAGE_KEY` if the request sets `kv_usage`, and key of the usage in the HTTP response.
+#: Key beside it where the request asked for its usage (`kv_usage`), and of the usage in what clients get then.
 SHOWN_KEY = "kv_usage"
 
 
