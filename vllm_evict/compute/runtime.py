@@ -96,8 +96,8 @@ class EvictionRuntime:
         plan = getattr(scheduler_output, PLAN, None)
         if plan is not None and plan is not self.plan:
             raise RuntimeError(
-                "an executor gave a step to the model runner past the worker; expected a call of the worker, which "
-                "applies the KV policy's plan: leave --kv-policy out, or use another --distributed-executor-backend"
+                "an executor gave a step to the model runner past the worker, which applies the KV policy's plan: "
+                "leave --kv-policy out, or use another --distributed-executor-backend"
             )
 
     def reserve(self) -> None:
