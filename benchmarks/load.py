@@ -277,7 +277,7 @@ def matching_budget(options: argparse.Namespace, results: dict[str, list[dict]],
 def table(report: dict) -> str:
     lines = [
         "| case | throughput by steps (rounds) | by CPU time | by wall time | steps | output tokens/s of CPU "
-        "| preemptions | recomputed tokens | latency p50 / p99, steps | s of CPU | residency, blocks | peak requests "
+        "| preemptions | recomputed tokens | latency p50 / p99, steps | s of CPU | blocks held, mean | peak requests "
         "| evicted blocks | needles |",
         "|---|" + "---|" * 13,
     ]
