@@ -445,7 +445,7 @@ def test_an_instruction_that_the_model_does_not_know_is_refused_at_start(tiny):
 
 @pytest.mark.parametrize("additional", ["[1]", 5])
 def test_a_policy_needs_an_additional_config_that_can_carry_it(tiny, additional):
-    with pytest.raises(KVPolicyError, match="additional_config must be a dict.*, not "):
+    with pytest.raises(KVPolicyError, match="additional_config got .*; expected a dict"):
         engine_config(tiny, additional_config=additional)
 
 
@@ -649,10 +649,10 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
 
 
 WHO = {
-    ("CPU_ATTN", False): ("lack blocks", "lack blocks"),
-    ("FLASH_ATTN", False): ("are measured", ""),
-    ("FLASHINFER", False): ("are measured", ""),
-    ("FLASH_ATTN", True): ("lack blocks or are measured", "lack blocks"),
+    ("CPU_ATTN", False): ("requests with holes", "requests with holes"),
+    ("FLASH_ATTN", False): ("measured requests", ""),
+    ("FLASHINFER", False): ("measured requests", ""),
+    ("FLASH_ATTN", True): ("requests with holes and measured requests", "requests with holes"),
 }
 
 
@@ -671,14 +671,16 @@ def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, spl
 
     told, own = line(CUDAGraphMode.NONE), WHO[backend, split][not measured] if decodes else ""
     assert f"{backend}'s own kernel" in told and "graphs" not in told
-    assert (f"requests that {own} are decoded by the plugin's kernel" in told) == bool(own)
+    assert (f"the plugin's kernel decodes {own}" in told) == bool(own)
     assert ("attends to all requests" in told) != bool(own)
     assert ("output and mass in one read" in told) == (bool(own) and measured)
-    assert (f"mass is taken by {ops.beside}" in told) == measured
+    assert (f"mass comes from {ops.beside}" in told) == measured
     assert line(CUDAGraphMode.PIECEWISE) == told
     replayed = "; decodes replay full CUDA graphs"
-    assert line(CUDAGraphMode.FULL_AND_PIECEWISE) == told + replayed + ", but for those that are measured" * measured
-    longest = ", those that are measured up to 4096 resident tokens a request" * measured
+    assert (
+        line(CUDAGraphMode.FULL_AND_PIECEWISE) == told + replayed + ", except decodes of measured requests" * measured
+    )
+    longest = ", of measured requests up to 4096 resident tokens" * measured
     assert line(CUDAGraphMode.FULL_AND_PIECEWISE, True) == told + replayed + longest
 
 
@@ -696,7 +698,7 @@ def test_a_decode_kernel_that_is_not_run_is_one_line_that_says_what_is(monkeypat
     if kernel in ("stock", None) or (backend != "CPU_ATTN" and decodes):
         assert line is None
         return
-    assert line.startswith(f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}, as ") and "\n" not in line
+    assert line.startswith(f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}: ") and "\n" not in line
     assert ("a kernel for GPU backends" in line) == (backend == "CPU_ATTN")
     assert ("the plugin's kernel in C++ decodes" in line) == decodes == ("own kernel decodes" not in line)
 
@@ -709,10 +711,10 @@ def test_a_decode_kernel_for_gpus_is_said_to_have_no_effect_on_a_cpu(engine, mon
     if kernel is not None:
         monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
     own = engine(H2O).runtime.decodes
-    instead = "the plugin's kernel in C++ decodes" if own else "that backend's own kernel decodes"
+    instead = "the plugin's kernel in C++ decodes" if own else "CPU_ATTN's own kernel decodes"
     said = [line for line in lines if line.startswith("VLLM_EVICT_DECODE")]
-    line = "VLLM_EVICT_DECODE=cuda has no effect behind CPU_ATTN, as it names a kernel for GPU backends"
-    assert said == ([] if kernel is None else [f"{line}: {instead} requests that lack blocks"])
+    line = "VLLM_EVICT_DECODE=cuda has no effect behind CPU_ATTN: it names a kernel for GPU backends"
+    assert said == ([] if kernel is None else [f"{line}; {instead} requests with holes"])
 
 
 def test_a_decode_kernel_that_is_none_is_refused_before_anything_is_loaded(tiny, monkeypatch):

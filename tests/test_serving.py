@@ -691,7 +691,7 @@ def test_the_start_up_lines_say_what_is_going_to_happen(engine, monkeypatch, nam
     of_worker, line = [line for line in lines if line.startswith("KV policy")]
     assert f"KV policy {name}" in line and f"KV policy {name}" in of_worker
     # Requests may ask for policies that measure, whatever the server's own does.
-    assert "beside CPU_ATTN's own kernel mass is taken by block_mass" in of_worker
+    assert "beside CPU_ATTN's own kernel mass comes from block_mass" in of_worker
     assert f"model runner V{2 if V2 else 1}" in line
     assert ("budget=192" in line) == (name != "full")
     assert server.manager.kv_cache_spec.backend == "CPU_ATTN" and "attention backend CPU_ATTN" in line

@@ -219,8 +219,8 @@ def test_full_is_stock_to_the_byte(engine, models, layout, caching):
 @pytest.mark.v1_only
 def test_the_start_up_line_says_which_groups_are_whose(engine, models, monkeypatch):
     for layout, what in {
-        "windows-first": "; 1 KV group of 1 layers, beside 3 of sliding windows, which stay vLLM's",
-        "two-full": "; 2 KV groups of 2 layers, beside 1 of sliding windows, which stay vLLM's",
+        "windows-first": "; 1 KV group of 1 layers, beside 3 with sliding windows, managed by vLLM",
+        "two-full": "; 2 KV groups of 2 layers, beside 1 with sliding windows, managed by vLLM",
     }.items():
         lines = []
         monkeypatch.setattr(logging.getLogger("vllm.evict"), "info", lines.append)

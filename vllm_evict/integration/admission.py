@@ -1,4 +1,4 @@
-"""Requests on their way in, and sessions at each turn: what each may keep, and how workers measure it."""
+"""Grants a policy to each request on arrival, and to each session at each turn."""
 
 import math
 import zlib
@@ -35,7 +35,7 @@ class AdmissionMixin:
         super().add_request(request)
 
     def _admit(self, request: Request) -> None:
-        """Give a request a residency in each KV group."""
+        """Make the request's `RequestBlocks` in each KV group."""
         block_size, longest = self.kv_managers[0].block_size, self._longest(request)
         asked = dict((request.sampling_params and request.sampling_params.extra_args) or {})
         config = self._granted(request, asked)
@@ -44,19 +44,19 @@ class AdmissionMixin:
             part = classes.get(manager.kv_cache_spec.head_class, config)
             limits = part.limits(block_size, request.num_prompt_tokens)
             key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
-            # A session may come to anything.
+            # A resumable session has no known final length.
             may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
             resident = RequestBlocks(part, limits, block_size, config.name, may_outgrow, key, state=state)
             manager.residents[request.request_id] = resident
 
     def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
-        """What a request runs under that asks for this, by its prompt so far."""
+        """The policy of a request with these arguments and this prompt so far."""
         block_size = self.kv_managers[0].block_size
         try:
             return self.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
         except KVPolicyError as error:
-            # The front end has refused what it could; a request that got past it must not take the engine down. A
-            # session's sizes may be some that its prompt has to grow to first.
+            # The front end refuses wrong arguments. One that it did not see must not end the engine. A session's sizes
+            # may be valid only once its prompt has grown.
             sizes = request.resumable and not asked.keys().isdisjoint(REQUEST_SIZES)
             which = "budget, sinks and window" if sizes else "KV policy"
             logger.warning("request %s runs under the server's %s: %s", request.request_id, which, error)
@@ -69,7 +69,7 @@ class AdmissionMixin:
         self._renew(session)
 
     def _renew(self, session: Request) -> None:
-        """Let what a session may keep follow its prompt, and what its next turn asks for."""
+        """Compute a session's limits again, by its longer prompt and the next turn's arguments."""
         req_id, residents = session.request_id, self._residents_of(session.request_id)
         asked, name = residents[0].state.asked, residents[0].policy
         extra_args = given(session.sampling_params and session.sampling_params.extra_args)
@@ -92,14 +92,14 @@ class AdmissionMixin:
 
     @staticmethod
     def scoring_of(request: Request, resident: RequestBlocks) -> Scoring | None:
-        """How workers measure a request from now on; None: not at all."""
+        """How workers measure a request from now on; None if they do not."""
         scoring = Scoring.of(resident.config, resident.limits.trigger) if resident.measured else None
         if scoring is not None and resident.config.policy.profiles:
-            # Its decision falls with its prompt's last tokens, or in any step after them if no report comes.
+            # The decision is taken with the prompt's last tokens, or in a later step if no report comes.
             scoring = replace(scoring, trigger=0, start=max(request.num_prompt_tokens - scoring.window, 0))
         return scoring
 
 
 def _key(prompt: list[int] | None) -> int:
-    """See `policies.Blocks.key`: CRC-32 of the prompt's token ids as int64, as request ids differ from run to run."""
+    """CRC-32 of the prompt's token ids as int64 (`policies.Blocks.key`). Request ids differ from run to run."""
     return zlib.crc32(np.asarray(prompt or [], np.int64).tobytes())

@@ -1,7 +1,7 @@
-"""The KV cache manager: no class of ours can be named in its place.
+"""Patches of vLLM's `KVCacheManager`, whose class no configuration can name.
 
-Between an allocation that fails and what vLLM does then, preempt or let wait, is no hook; and it tells what a request
-has published from the blocks that it holds.
+vLLM has no hook between a failed allocation and the preemption or wait that follows. And it counts the published tokens
+of a request by the blocks that the request still holds.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
-    """Let `make_room` free blocks where the pool has too few, and allocate again if it did.
+    """Call `make_room` when the pool has too few blocks, and allocate again if it made room.
 
     Args:
         cache: vLLM's `KVCacheManager`, of one scheduler.
@@ -30,8 +30,8 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
     @wraps(allocate)
     def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         hit = kwargs.get("new_computed_blocks") or cache.empty_kv_cache_blocks
-        # vLLM looks at the whole prompt first, by its cap for sliding windows, and then at the next chunk. Room for the
-        # one may not be room for the other.
+        # vLLM checks room for the whole prompt first, by its cap for sliding windows, then for the next chunk. Each
+        # check may fail alone.
         both = kwargs.get("full_sequence_must_fit", False)
         while (blocks := allocate(request, num_new_tokens, *args, **kwargs)) is None and make_room(
             request,
@@ -49,11 +49,11 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
 
 
 def count_published(cache: Any, published: Callable[[Any], int | None]) -> None:
-    """Let `published` say how many tokens of a request are in the prefix cache, which vLLM reports as written to it.
+    """Count a request's published tokens by `published`; vLLM reports them as written to the prefix cache.
 
     Args:
         cache: vLLM's `KVCacheManager`, of one scheduler.
-        published: request -> tokens; None: vLLM's own count is right.
+        published: request -> tokens; None where vLLM's own count is right.
     """
     estimate = cache.estimate_cached_tokens
 

@@ -1,4 +1,4 @@
-"""`--kv-policy` and `LLM(kv_policy=...)`: vLLM's engine arguments with one more.
+"""Adds `--kv-policy` and `LLM(kv_policy=...)` to vLLM's engine arguments.
 
 The policy travels as `VllmConfig.additional_config["kv_policy"]`, the channel that vLLM keeps for plugins.
 """
@@ -51,16 +51,16 @@ def hook(module: ModuleType) -> None:
 
 
 def _add_field(cls: type) -> None:
-    """Make `kv_policy` a field like those that the class was made with.
+    """Make `kv_policy` a dataclass field of the class.
 
-    Whatever lists the fields of engine arguments or copies them (`dataclasses.replace`, `from_cli_args`, vLLM's log of
-    what is not default, Ray Serve LLM) then knows it, and so do subclasses.
+    Code that lists or copies the fields of engine arguments (`dataclasses.replace`, `from_cli_args`, vLLM's log of
+    non-default arguments, Ray Serve LLM) then includes it, and subclasses inherit it.
     """
     cls.__dataclass_fields__[_FIELD.name] = _FIELD
     cls.__annotations__[_FIELD.name] = _FIELD.type
     cls.kv_policy = None
     cls.__init__ = _with_keyword(cls.__init__)
-    # Their code names each field.
+    # The generated code of these methods names each field.
     made = dataclasses.make_dataclass(cls.__name__, [(f.name, f.type, f) for f in dataclasses.fields(cls)], init=False)
     cls.__repr__, cls.__eq__ = made.__repr__, made.__eq__
 
@@ -89,7 +89,7 @@ def _with_flag(add_cli_args: Any) -> Any:
 
 
 def _argument(text: str) -> KVPolicyConfig | None:
-    if text in ("", "None"):  # none, as of every flag of vLLM's; null in its --config file comes as the latter
+    if text in ("", "None"):  # vLLM's flags take both for none; null in its --config file arrives as "None"
         return None
     try:
         return KVPolicyConfig.parse(text)
@@ -105,11 +105,11 @@ def _with_policy(create_engine_config: Any) -> Any:
             return create_engine_config(self, *args, **kwargs)
         if not isinstance(self.additional_config, dict):
             given = shown(self.additional_config)
-            raise KVPolicyError(f"beside a KV policy additional_config must be a dict, as it carries it, not {given}")
+            raise KVPolicyError(f"additional_config got {given}; expected a dict, which carries the KV policy")
         self.additional_config = {**self.additional_config, "kv_policy": config.to_dict()}
         with longer_than_the_model(config):
             vllm_config = create_engine_config(self, *args, **kwargs)
-        # Here, not above: what it imports needs a vLLM whose platform is known.
+        # Imported here: the module needs a vLLM whose platform is known.
         from .plugin import activate
 
         activate(vllm_config, config)
@@ -120,10 +120,10 @@ def _with_policy(create_engine_config: Any) -> Any:
 
 @contextmanager
 def longer_than_the_model(config: KVPolicyConfig) -> Iterator[None]:
-    """While vLLM makes an engine's configuration: with a `context`, `max_model_len` may be more than the model's."""
+    """Let vLLM accept, under a policy with a `context`, a `max_model_len` above the model's own."""
     before = vars(envs).get(ALLOW_LONG)
     if config.context is not None:
-        # Not the environment, which vLLM reads once and remembers.
+        # vLLM reads the environment variable once and keeps its value, so set the value.
         vars(envs)[ALLOW_LONG] = True
     try:
         yield
@@ -135,12 +135,12 @@ def longer_than_the_model(config: KVPolicyConfig) -> Iterator[None]:
 
 
 def _requested(engine_args: Any) -> KVPolicyConfig | None:
-    """The policy that was asked for, by argument or by additional_config."""
+    """The policy given as argument or in additional_config."""
     additional = engine_args.additional_config
     carried = additional.get("kv_policy") if isinstance(additional, dict) else None
     for key in additional if isinstance(additional, dict) else ():
         if key != "kv_policy" and re.sub("[^a-z]", "", str(key).lower()) == "kvpolicy":
-            raise KVPolicyError(f"additional_config has {shown(key)}, which nobody reads: it is called 'kv_policy'")
+            raise KVPolicyError(f"additional_config got the key {shown(key)}; expected 'kv_policy'; rename it")
     given = engine_args.kv_policy
     if given is None:
         return None if carried is None else KVPolicyConfig.parse(carried)

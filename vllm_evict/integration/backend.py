@@ -1,7 +1,7 @@
-"""A stock attention backend behind a resident view, with a mass pass beside it, or a decode kernel in its place.
+"""A stock attention backend behind a view, with a mass pass beside it, or a decode kernel in its place.
 
-Nothing here knows which backend it is: the view is made of block tables and lengths, which all of them read. What is
-special to one lies in its `BackendOps`.
+This module serves every backend: all read the block tables and lengths that a view consists of. Operations that differ
+between backends are in their `BackendOps`.
 """
 
 from contextlib import nullcontext
@@ -25,23 +25,23 @@ PLACE = "kv_evict_place"
 def resident_backend(
     backend: type, runtime: GroupRuntime, ops: BackendOps, head_class: str = "", kv_heads: int | None = None
 ) -> type:
-    """A subclass of an `AttentionBackend` whose metadata builder looks through `runtime`'s view.
+    """A subclass of an `AttentionBackend` whose metadata builder takes `runtime`'s view.
 
     Args:
         backend: the stock backend.
         runtime: of the KV group.
         ops: of the backend.
         head_class: of all heads of its layers (see `KVPolicyConfig.classes`).
-        kv_heads: of a layer on this rank, where heads are split: the group's pages have slots for those of many layers.
+        kv_heads: of a layer on this rank, where heads are split: the group's pages have head slots for many layers.
     """
 
     class ResidentBuilder(backend.get_builder_cls()):
-        #: Else vLLM takes finished metadata for other layers and swaps its block table for one that has its holes.
+        #: If True, vLLM reuses finished metadata for other layers and replaces its view by a block table with holes.
         supports_update_block_table = False
 
         @classmethod
         def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
-            """Full graphs of decodes (see `compat.graphs`); all else differs too much from step to step."""
+            """Full graphs of decodes only (`graphs`): other batches differ too much from step to step."""
             stock = super().get_cudagraph_support(*args, **kwargs)
             return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
 
@@ -58,7 +58,7 @@ def resident_backend(
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             common_attn_metadata, work = runtime.view(common_attn_metadata)
-            # Schedules made ahead (FlashAttention 3) are for all heads of a layer: no use to parts of it, or to nobody.
+            # FlashAttention 3's schedule is for all heads of a layer: useless for parts of a layer, or without rows.
             needed = work is None or not work.is_all
             unscheduled = kv_heads is not None or not needed
             stock = partial(super().build, common_prefix_len, common_attn_metadata, fast_build or unscheduled)
@@ -78,20 +78,20 @@ def resident_backend(
                 spec = replace_as(spec, EvictableSpec, backend=backend.get_name(), head_class=head_class)
             return spec
 
-    # vLLM groups layers by their backend's name.
+    # vLLM groups layers by the name of their backend.
     ResidentBackend.__qualname__ = f"Resident[{backend.__qualname__}]"
     return ResidentBackend
 
 
 def working_impl(impl: type, ops: BackendOps) -> type:
-    """A subclass of an `AttentionImpl` that does the step's `StepWork` and leaves the rest to the stock kernel.
+    """A subclass of an `AttentionImpl` that does the step's `StepWork`; the stock kernel attends to all other rows.
 
     Its instances have a `PLACE`.
     """
 
     class WorkingImpl(impl):
         def fused_output_quant_supported(self, quant_key: Any) -> bool:
-            """Not by the kernel that decodes."""
+            """False: the plugin's decode kernel does not quantise outputs."""
             return False
 
         def forward(

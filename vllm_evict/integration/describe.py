@@ -1,4 +1,4 @@
-"""What the log says of a policy when the engine starts."""
+"""The line of the log that describes the policy when the engine starts."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
         counts = Counter(group.kv_cache_spec.head_class for group in groups)
         what = f"{len(groups)} KV groups of {spec.num_kv_heads} heads ({_listed(counts)})"
     if scheduler.sliding_managers:
-        what += f", beside {len(scheduler.sliding_managers)} of sliding windows, which stay vLLM's"
+        what += f", beside {len(scheduler.sliding_managers)} with sliding windows, managed by vLLM"
     return (
         f"KV policy {_described(scheduler.kv_policy)}"
         + f"; requests may use {', '.join(sorted(scheduler.kv_policy.allowed))}"

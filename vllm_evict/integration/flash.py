@@ -1,6 +1,6 @@
-"""FlashAttention's LSE: its kernels have it at no cost, and vLLM's backend does not ask for it.
+"""FlashAttention's LSE: its kernels return it at no cost, and vLLM's backend does not ask for it.
 
-Needed until a metadata or layer option of vLLM's backend gives it.
+Needed until an option of vLLM's backend returns it.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import vllm.v1.attention.backends.flash_attn as flash_attn
 
-#: The list that LSEs are added to; None: none is asked for.
+#: The list that gets LSEs; None outside `capture_lse`.
 _captured: list[torch.Tensor] | None = None
 
 
 @contextmanager
 def capture_lse() -> Iterator[list[torch.Tensor]]:
-    """Each call of FlashAttention within it, from vLLM's backend, adds its LSE, float32 [H, T], to the list."""
+    """In this context each call of FlashAttention by vLLM's backend adds its LSE, float32 [H, T], to the list."""
     global _captured
     _wrap()
     _captured = captured = []
@@ -28,7 +28,7 @@ def capture_lse() -> Iterator[list[torch.Tensor]]:
 
 
 def _wrap() -> None:
-    """Once; the function that the backend calls by its name."""
+    """Wrap the function that the backend calls by its name; once."""
     attend = flash_attn.flash_attn_varlen_func
     if getattr(attend, "kv_evict_captures_lse", False):
         return

@@ -1,12 +1,12 @@
-"""Full CUDA graphs: two for each batch of decodes, by what attends in it (`worker.graphs.Attends`).
+"""Full CUDA graphs: two for each batch size, by the kernel that attends in them (`compute.graphs.Attends`).
 
-vLLM captures a graph for each batch size and keeps them by descriptors. Those in which the plugin's kernel attends have
-descriptors of a class of their own, so that both lie in one table; which one a step replays is chosen where vLLM
-chooses among graphs. A step for which neither does runs like a batch that is not all decodes.
+vLLM captures a graph for each batch size and keeps graphs by descriptors. Graphs in which the plugin's kernel attends
+have descriptors of a class of their own, so both kinds lie in one table. The plugin chooses between them where vLLM
+chooses among graphs. A step that fits neither runs like a batch that is not all decodes.
 
-Data-parallel ranks of a dense model are engines of their own. Those of a mixture of experts agree on the size and the
-mode of each step (V1: `coordinate_batch_across_dp`, V2: `sync_cudagraph_and_dp_padding`), so what a rank votes for is
-what it can do; which of our two graphs of that size it replays is its own affair.
+Data-parallel ranks of a dense model are separate engines. Ranks of a mixture of experts agree on the size and the mode
+of each step (V1: `coordinate_batch_across_dp`, V2: `sync_cudagraph_and_dp_padding`). So a rank votes for a mode that it
+can run. Each rank chooses by itself which of the two graphs of that size it replays.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ from ..compute.runtime import EvictionRuntime
 
 @dataclass(frozen=True)
 class OwnBatch(BatchDescriptor):
-    """V1: of a graph in which the plugin's kernel attends."""
+    """V1: descriptor of a graph in which the plugin's kernel attends."""
 
 
 class EvictionDispatcher(CudagraphDispatcher):
-    """V1: keeps the descriptors of graphs, and chooses one for each step."""
+    """V1: keeps descriptors of both kinds of graphs, and chooses one for each step."""
 
     kv_evict: EvictionRuntime
 
@@ -64,15 +64,15 @@ def install_v1(runner: Any, runtime: EvictionRuntime) -> None:
 
 def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     """Before the runner's KV cache is initialised."""
-    # Not there without Triton.
+    # vLLM has this module only with Triton.
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
 
     @dataclass(frozen=True)
     class OwnExecution(BatchExecutionDescriptor):
-        """Of a graph in which the plugin's kernel attends."""
+        """Descriptor of a graph in which the plugin's kernel attends."""
 
     class Capturing(CudaGraphManager):
-        """Comes after `ModelCudaGraphManager`, which says how a graph's inputs are made."""
+        """A second base, after `ModelCudaGraphManager`, which makes a graph's inputs."""
 
         def capture(self, create_forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             def create(desc: BatchExecutionDescriptor, *args: Any, **kwargs: Any) -> Callable[[CUDAGraphMode], None]:
@@ -104,7 +104,7 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     @wraps(gather)
     def gather_batch_req_state(*args: Any, **kwargs: Any) -> tuple[Any, int | None]:
         batch, uniform_token_count = gather(*args, **kwargs)
-        # Said here, and not in `dispatch`, other data-parallel ranks hear of it: all of them run without a full graph.
+        # Set here, not in `dispatch`, so that other data-parallel ranks get it: all run without a full graph.
         if uniform_token_count is not None and runtime.graph is None:
             uniform_token_count = None
         return batch, uniform_token_count
@@ -112,7 +112,7 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
     @wraps(prepare)
     def prepare_attn(input_batch: Any, cudagraph_mode: CUDAGraphMode, *args: Any, **kwargs: Any) -> Any:
         if cudagraph_mode != CUDAGraphMode.FULL:
-            runtime.choose_graph(False)  # whatever was dispatched, ranks may have agreed on none
+            runtime.choose_graph(False)  # ranks may have agreed on no graph after dispatch
         return prepare(input_batch, cudagraph_mode, *args, **kwargs)
 
     @wraps(initialize)
@@ -122,7 +122,7 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
         manager.__class__ = EvictionGraphs
         full = manager._capture_descs.get(CUDAGraphMode.FULL, [])
         if runtime.attends_in_graphs:
-            # Largest first, both of a size together: what profiling extrapolates from two graphs is right for all.
+            # Largest first, both graphs of a size together: vLLM's profiling extrapolates from the first two graphs.
             full[:] = [each for desc in full for each in (desc, _as(OwnExecution, desc))]
         return result
 

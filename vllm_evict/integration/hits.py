@@ -1,4 +1,4 @@
-"""Prefix hits of requests: as long as the pool can hold them, with holes only where a KV group may have some."""
+"""Cuts prefix hits to the length that the pool can hold, with holes only in KV groups that may have them."""
 
 import bisect
 import math
@@ -17,18 +17,19 @@ class HitsMixin:
     sliding_managers: "list[SlidingManager]"
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> tuple[Any, int, int, bool]:
-        """The request's hit, as far as the pool can hold it beside the first chunk.
+        """The request's hit, cut so that the pool can hold it beside the first chunk.
 
-        vLLM plans its pool for requests that hold what their policy lets them; a prefix that other requests left in the
-        cache may be longer, and a request that waits for more blocks than there are would wait for ever.
+        vLLM plans its pool by the bounds of policies. A prefix that other requests left in the cache may be longer than
+        the pool, and a request that needs it whole would wait for ever.
         """
         blocks, tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
         most, resident = self._longest_hit(request), self.residents[request.request_id]
         shadow = self.reconstructions is not None and self.reconstructions.is_shadow(request.request_id)
         if shadow:
-            most = resident.pure_tokens  # what it repeats has to be computed
+            most = resident.pure_tokens  # the repeated tokens have to be computed
         if resident.config.context is not None:
-            # The first decision comes once the steps in flight are done, and none of their queries may look too far.
+            # The first decision follows the steps in flight, and no query of them may look back further than the
+            # context.
             reach = max(resident.config.context - self.vllm_config.max_in_flight_tokens, 0)
             most = min(most, reach // resident.block_size * resident.block_size)
         alone = len(self.kv_managers) + len(self.sliding_managers) == 1
@@ -39,14 +40,14 @@ class HitsMixin:
         return blocks, tokens, boundary, diverged
 
     def _joint_hit(self, request: Request, blocks: Any, tokens: int, most: int) -> tuple[Any, int]:
-        """A hit in several KV groups: as long as the pool can hold it, and with holes only where they are allowed."""
+        """A hit in several KV groups, cut to the length that the pool can hold, with holes only where allowed."""
         residents = self._residents_of(request.request_id)
         find = self.kv_cache_manager.coordinator.find_longest_cache_hit
         found, room = list(blocks.blocks), tokens
         if residents[0].limits and tokens > most:
-            room = most  # what streaming heads and sliding windows need of a shorter prefix are other blocks
+            room = most  # of a shorter prefix, streaming heads and sliding windows need other blocks
         while True:
-            # Heads that keep everything need everything.
+            # Heads that keep everything need every block of the prefix.
             parts = [found[manager.kv_cache_group_id] for manager in self.kv_managers]
             ends = [next((i for i, block in enumerate(part) if block.is_null), None) for part in parts]
             ends = [end for end, resident in zip(ends, residents) if end is not None and resident.limits is None]

@@ -1,4 +1,4 @@
-"""Act on a module once it is imported, without importing it."""
+"""Runs an action when a module has been imported, without importing it."""
 
 import importlib.util
 import sys
@@ -8,12 +8,10 @@ from types import ModuleType
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action(module)` when the module called `name` has been executed; now, if that has happened.
+    """Call `action(module)` when the module `name` has been executed; at once if it already has.
 
-    One action for each module.
-
-    vLLM calls platform plugins while its own modules are being imported. Importing them from there would be circular,
-    and some of them are half executed.
+    A module takes one action. vLLM calls platform plugins while its own modules are being imported. Importing these
+    modules from there would be circular, and some are half executed.
     """
     module = sys.modules.get(name)
     if module is None:
@@ -25,7 +23,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder:
-    """Finds one module like everybody else, and waits for it."""
+    """Finds one module by the other finders, and arranges the action."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name, self._action = name, action
@@ -41,7 +39,7 @@ class _Finder:
 
 
 def _await(spec: ModuleSpec, action: Callable[[ModuleType], None]) -> None:
-    """importlib marks a spec as initializing while its module is executed: act when the mark is taken off."""
+    """Act when importlib clears the mark that it sets on a spec while the module is executed."""
 
     class Awaited(type(spec)):
         @property
@@ -56,7 +54,7 @@ def _await(spec: ModuleSpec, action: Callable[[ModuleType], None]) -> None:
             if self.name in sys.modules:
                 action(sys.modules[self.name])
             else:
-                when_imported(self.name, action)  # the import failed; somebody may try again
+                when_imported(self.name, action)  # the import failed; another import may follow
 
     executing = spec.__dict__.pop("_initializing", False)
     spec.__class__ = Awaited

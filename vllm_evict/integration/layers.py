@@ -1,7 +1,8 @@
-"""Attention layers of a loaded model: their backend behind the resident view.
+"""Puts the backends of a loaded model's attention layers behind views.
 
 vLLM asks each layer for its backend when it makes KV cache specs and metadata builders, both after the model is loaded.
-Replacing it there touches one engine's layers and no registry, and works the same for every backend.
+The plugin replaces the backend of each layer then. That changes one engine's layers and no registry, and works for
+every backend.
 """
 
 from collections import Counter
@@ -42,7 +43,7 @@ PARTS = "kv_evict_parts"
 
 
 class HeadSlots(AttentionLayerBase):
-    """Stands for the pages of a KV group that hold heads of many layers: vLLM gives one cache to one layer name."""
+    """A stand-in layer whose pages hold heads of many layers: vLLM gives one cache to one layer name."""
 
     def __init__(self, spec: EvictableSpec, backend: type, num_heads: int) -> None:
         self.spec, self.backend, self.num_heads = spec, backend, num_heads
@@ -55,7 +56,7 @@ class HeadSlots(AttentionLayerBase):
 
 
 def layout(vllm_config: VllmConfig, config: KVPolicyConfig) -> Layout | None:
-    """Where the policy wants KV heads to lie; None if all are in one KV group."""
+    """The KV group and slot of each KV head under the policy; None if all heads are in one KV group."""
     names = tuple(config.classes)
     if len(names) < 2:
         return None
@@ -74,15 +75,15 @@ def install(
     model: torch.nn.Module,
     specs: Mapping[str, KVCacheSpec] | None = None,
 ) -> EvictionRuntime:
-    """Put all full attention layers of the model behind one runtime, with a group for each KV group.
+    """Put all full attention layers of the model behind one runtime, with a `GroupRuntime` for each KV group.
 
-    Layers with sliding windows are left to vLLM.
+    Layers with sliding windows keep vLLM's backend.
 
     Args:
         vllm_config: the worker's.
         config: the server's policy.
-        model: that is loaded.
-        specs: vLLM's own of all layers, which it groups layers by; needed where some have sliding windows.
+        model: the loaded model.
+        specs: vLLM's own specs of all layers, by which it groups them; needed if some layers have sliding windows.
 
     Raises:
         KVPolicyError: a layer cannot be served (see `refusals`).
@@ -98,7 +99,7 @@ def install(
         refusals.check_cache(name, layer)
     for name, layer in layers.items():
         refusals.check_layer(name, layer, config)
-    # The block size is final here; it may not have been when the configuration was checked.
+    # The block size is final here; it may have changed since the configuration was checked.
     kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
     config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, longest, vllm_config.max_in_flight_tokens)
     placed = layout(vllm_config, config)
@@ -116,17 +117,17 @@ def install(
 
 
 def _ops(backend: str) -> BackendOps:
-    """The operations beside a backend's kernel."""
+    """The plugin's operations for a backend."""
     ops = ops_for(backend)
     if backend == "FLASH_ATTN":
-        from .flash import capture_lse  # only where vLLM's FlashAttention backend can be imported
+        from .flash import capture_lse  # imports vLLM's FlashAttention backend
 
         ops.capture_lse = capture_lse
     return ops
 
 
 def _evictable(vllm_config: VllmConfig) -> dict[str, Attention]:
-    """Layers that a policy is for: those without sliding windows, by name."""
+    """Layers without sliding windows, by name: the layers that policies work on."""
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     return {name: layer for name, layer in layers.items() if layer.sliding_window is None}
 
@@ -134,9 +135,9 @@ def _evictable(vllm_config: VllmConfig) -> dict[str, Attention]:
 def _grouped(
     vllm_config: VllmConfig, config: KVPolicyConfig, layers: Mapping[str, Attention], specs: dict[str, KVCacheSpec]
 ) -> tuple[list[list[str]], int]:
-    """How vLLM will group these layers beside those with windows, and bytes of a block of the pool they share.
+    """Names of `layers` by vLLM's future KV groups, and bytes of a block of the shared pool.
 
-    It makes groups of equally many layers of a kind, so that there may be several of either kind.
+    vLLM makes groups of equally many layers, each with windows in all layers or in none. There may be several of both.
     """
     pages = {spec.page_size_bytes for spec in specs.values()}
     sizes = {spec.block_size for spec in specs.values()} | {vllm_config.cache_config.block_size}
@@ -154,7 +155,7 @@ def _whole(
     turns: dict[Attention, Rotation],
     in_graphs: int,
 ) -> GroupRuntime:
-    """All heads of the layers of one KV group; `in_graphs` as of `_scratch`."""
+    """The runtime of a KV group with all heads of its layers; `in_graphs` as returned by `_scratch`."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
     store = LayerStore(ops, lambda: ((layer, layer.kv_cache) for layer in layers), turns)
@@ -172,7 +173,7 @@ def _whole(
 def _split(
     vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout, ops: BackendOps
 ) -> EvictionRuntime:
-    """Heads in several KV groups; if they have to be in another order, they were given it when the model was loaded."""
+    """The runtime of layers whose heads lie in several KV groups; loading has put the heads in their order."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
     rank = placed.places[get_tp_group().rank_in_group]
     groups, pages = [], []
@@ -200,26 +201,26 @@ def _split(
             head += place.heads
         setattr(layer, PARTS, parts)
         layer.impl.__class__ = split_impl(type(layer.impl), parts, ops)
-        # To vLLM it reads the cache of its first part: it has none of its own, and metadata of that KV group.
+        # vLLM sees a layer without a cache of its own, which reads the cache and metadata of its first part.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
     return EvictionRuntime(groups, ops, pages, in_graphs > 0, [[page] for page in pages])
 
 
 def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], ops: BackendOps) -> int:
-    """Settle the scratch of the plugin's decode kernel.
+    """Choose the size of the decode kernel's scratch.
 
     Returns:
-        Resident blocks of the longest request in full CUDA graphs in which it attends; 0: in none.
+        Resident blocks of the longest request in full CUDA graphs in which that kernel attends; 0 if there are none.
     """
-    if not ops.compiles:  # nor is it known yet what the CPU's kernels can read
+    if not ops.compiles:  # on a CPU kernels take their own scratch
         return 0
     measures, requests = bool(config.statistics & RUNNING), vllm_config.scheduler_config.max_num_seqs
     decodes = decode_kernel() != "stock" and all(map(ops.can_decode, layers.values()))
     decodes &= measures or len(config.classes) > 1
     largest = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     return ops.scratch_for(
-        # Beside vLLM's kernel it is launched for what is measured query by query.
+        # Beside vLLM's kernel it is launched for requests that are measured query by query.
         requests if decodes or "pivots" in config.statistics else 0,
         min(requests, largest) if decodes else 0,
         max(layer.num_heads for layer in layers.values()),
@@ -230,7 +231,7 @@ def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, 
 
 
 def _held(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
-    """Most blocks that a request under a policy holds; where the pool runs out it may hold all until then."""
+    """Most blocks that a request under a policy holds; under pressure it may hold all of its blocks."""
     block_size, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
     most = -(-longest // block_size)
     return most if config.when == "pressure" else min(most, most_blocks(vllm_config, config, block_size))
@@ -239,7 +240,7 @@ def _held(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
 def _group(
     vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int], in_graphs: int
 ) -> GroupRuntime:
-    """`heads`: KV heads of each of its layers on this rank, which may have none; `in_graphs` as of `_scratch`."""
+    """A runtime; `heads`: KV heads of each of its layers on this rank; `in_graphs` as returned by `_scratch`."""
     heads = heads or [1]
     same = len(set(heads)) == 1
     return GroupRuntime(
@@ -260,7 +261,7 @@ def _group(
 def _spec(
     vllm_config: VllmConfig, config: KVPolicyConfig, layer: Attention, width: int, head_class: str, part: int
 ) -> EvictableSpec:
-    """Pages with `width` head slots like those of one layer."""
+    """The spec of pages with `width` head slots, each like a head of `layer`."""
     own = {"head_class": head_class}
     if head_class == STREAMING:
         limits = config.of_class(head_class).limits(vllm_config.cache_config.block_size, 1)
@@ -320,7 +321,7 @@ def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:
 
 def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[torch.Tensor]) -> None:
     """Compile the plugin's kernels, once `settle` has chosen; `tables` are vLLM's block tables of the KV groups."""
-    # Its kernels need Triton.
+    # This module needs Triton.
     from ..compute.attention.warmup import Heads, warm_up
 
     layers, group_of = [], {name: group for group, names in enumerate(runtime.names) for name in names}
@@ -334,32 +335,34 @@ def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[
 
 
 def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> str:
-    """Which kernels attend and measure, for the log, once `settle` has chosen."""
+    """The line of the log that names the kernels that attend and measure, after `settle`."""
     layers = _evictable(vllm_config)
     backend = next(iter(layers.values())).attn_backend.get_name()
     kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
     line = f"KV policy {config.name}: {kernel} attends to all requests"
-    who = {"lack blocks": runtime.decodes_lacking, "are measured": runtime.ops.decodes_measured and measures}
-    if runtime.groups[0].decodes and any(who.values()):
-        who = " or ".join(name for name, whether in who.items() if whether)
-        line = f"KV policy {config.name}: requests that {who} are decoded by the plugin's kernel"
-        line += ", output and mass in one read" if measures else f", all else is attended to by {kernel}"
+    decoded = {
+        "requests with holes": runtime.decodes_lacking,
+        "measured requests": runtime.ops.decodes_measured and measures,
+    }
+    if runtime.groups[0].decodes and any(decoded.values()):
+        named = " and ".join(name for name, whether in decoded.items() if whether)
+        line = f"KV policy {config.name}: the plugin's kernel decodes {named}"
+        line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
     if measures:
-        line += f"; beside {kernel} mass is taken by {runtime.ops.beside}"
+        line += f"; beside {kernel} mass comes from {runtime.ops.beside}"
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         line += "; decodes replay full CUDA graphs"
         if measures and runtime.attends_in_graphs:
-            line += f", those that are measured up to {runtime.groups[0].graph_tokens} resident tokens a request"
+            line += f", of measured requests up to {runtime.groups[0].graph_tokens} resident tokens"
         elif measures:
-            line += ", but for those that are measured"
+            line += ", except decodes of measured requests"
     return line
 
 
 def ignored_settings(vllm_config: VllmConfig, runtime: EvictionRuntime) -> str | None:
-    """What decodes in the place of the kernel that VLLM_EVICT_DECODE names, once `settle` has chosen.
+    """A warning if VLLM_EVICT_DECODE names a kernel and another one decodes, after `settle`; None if not.
 
-    None if it names none, or that one decodes. (Whether CUDA C++ can run behind a GPU backend, `kernels.decode_cuda`
-    says.)
+    `kernels.decode_cuda` logs whether CUDA C++ can run behind a GPU backend.
     """
     kernel = decode_kernel()
     layers = _evictable(vllm_config)
@@ -367,13 +370,13 @@ def ignored_settings(vllm_config: VllmConfig, runtime: EvictionRuntime) -> str |
     decodes, on_device = runtime.groups[0].decodes, backend in refusals.DEVICE_BACKENDS
     if kernel in (None, "stock") or (on_device and decodes):
         return None
-    why = "its layers have what the plugin's kernels do not know" if on_device else "it names a kernel for GPU backends"
-    instead = "the plugin's kernel in C++ decodes" if decodes else "that backend's own kernel decodes"
-    return f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}, as {why}: {instead} requests that lack blocks"
+    why = "the plugin's kernels do not support its layers" if on_device else "it names a kernel for GPU backends"
+    instead = "the plugin's kernel in C++ decodes" if decodes else f"{backend}'s own kernel decodes"
+    return f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}: {why}; {instead} requests with holes"
 
 
 def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:
-    """Sum or maximum of a tensor over tensor-parallel ranks; every rank gets the same."""
+    """Reduce a tensor to its sum or maximum over tensor-parallel ranks, on every rank."""
     group = get_tp_group()
     if group.world_size > 1:
         import torch.distributed as dist

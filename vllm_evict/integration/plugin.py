@@ -1,4 +1,4 @@
-"""Entry points: how vLLM finds the plugin, and what happens when a policy is asked for."""
+"""Entry points by which vLLM finds the plugin, and the activation of a policy."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from ..config import KVPolicyConfig, KVPolicyError
 from . import arguments, frontend
 from .late import when_imported
 
-#: vLLM's modules and what is added to them, in every process and idempotently. Without a policy all of it stays idle.
+#: vLLM's modules -> what the plugin adds to them, in every process and idempotently. Without a policy it stays idle.
 HOOKS = {
     "vllm.engine.arg_utils": arguments.hook,
     "vllm.entrypoints.openai.chat_completion.protocol": frontend.hook_protocol("ChatCompletionRequest"),
@@ -31,9 +31,10 @@ def register() -> None:
 
 
 def platform() -> None:
-    """Entry point `vllm.platform_plugins`: called first of all, and declines.
+    """Entry point `vllm.platform_plugins`: vLLM calls it first of all, and it declines to be a platform.
 
-    vLLM loads general plugins inside `EngineArgs.__init__`, too late for a keyword of it; this comes with the import.
+    vLLM loads general plugins inside `EngineArgs.__init__`, too late to add a keyword to it. It calls platform plugins
+    while it is being imported.
     """
     register()
 
@@ -42,7 +43,7 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     """Give an engine configuration the scheduler and worker that evict.
 
     Raises:
-        KVPolicyError: this vLLM, model or setting cannot be served.
+        KVPolicyError: the plugin cannot serve this vLLM, model or setting.
     """
     from vllm import __version__ as vllm_version
 
@@ -69,7 +70,7 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     vllm_config.parallel_config.worker_cls = WORKERS[worker]
 
 
-#: vLLM's workers -> ours.
+#: vLLM's workers -> the plugin's.
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_evict.integration.cpu_worker.CPUEvictionWorker",
     "vllm.v1.worker.gpu_worker.Worker": "vllm_evict.integration.gpu_worker.GPUEvictionWorker",
