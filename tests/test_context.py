@@ -432,12 +432,13 @@ def test_there_has_to_be_room_in_the_context(server, engine):
 
 
 def test_a_model_has_the_context_that_it_has(server, short, engine, complaints):
-    with pytest.raises(KVPolicyError, match="context: the model was made for 384 tokens, not for 385"):
+    with pytest.raises(KVPolicyError, match="context got 385; expected at most 384"):
         server({**WINDOW, "context": 385})
     assert not complaints
     assert server(WINDOW, max_model_len=CONTEXT)
     assert [message for _, message in complaints] == [
-        "KV policy sink-window: its context of 384 tokens changes nothing, as no request may outgrow --max-model-len 384"
+        "KV policy sink-window: its context of 384 tokens has no effect, because --max-model-len is 384; "
+        "raise the latter"
     ]
     # Without one a longer request is what it is in stock vLLM, and this is left as it was.
     with pytest.raises(ValueError, match="VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
@@ -495,7 +496,7 @@ def without_positions(at, keys):
 
 REFUSED = {
     "no embedding": (None, {}, r"has no rotary embedding beside it .* \(SelfAttention\)"),
-    "other": ("other", {}, r"has no rotary embedding beside it whose keys can be turned on \(Identity\)"),
+    "other": ("other", {}, r"has no rotary embedding beside it by which keys can be rotated \(Identity\)"),
     "uneven": ("uneven", {}, "has a RotaryEmbedding whose angles don't grow evenly"),
     "other dimensions": ("default", dict(keys=other_dimensions), r"\(SelfAttention\) computes other keys .* by \d+%"),
     "a part of them": ("partial", dict(keys=other_dimensions), r"\(SelfAttention\) computes other keys"),
@@ -507,7 +508,11 @@ REFUSED = {
     ),
     "NaN": ("default", dict(keys=lambda at, keys: keys * torch.nan), "computes other keys"),
     "values too": ("default", dict(values=lambda at, values: values + at[:, None]), "computes other values"),
-    "no call": ("default", dict(keys=lambda at, keys: keys.no_such()), r"can't be asked .*: AttributeError: .*no_such"),
+    "no call": (
+        "default",
+        dict(keys=lambda at, keys: keys.no_such()),
+        r"can't compute keys at other .*: AttributeError: .*no_such",
+    ),
 }
 
 

@@ -141,13 +141,13 @@ BESIDE_WINDOWS = {
         dict(disable_hybrid_kv_cache_manager=True),
         "leave --disable-hybrid-kv-cache-manager out",
     ),
-    "splits layers or heads": (
+    "puts heads into pages": (
         {"name": "pyramidkv", "budget": 512, "recent": 64},
         {},
         "use a policy for whole layers, such as h2o, snapkv or sink-window",
     ),
-    "a prompt can't be repeated": ({"name": "kvzip", "budget": 512, "recent": 64}, {}, "leave kvzip out"),
-    "a prompt can't be repeated by a request": ({**H2O, "allow": ["kvzip"]}, {}, "leave kvzip out"),
+    "to repeat a prompt": ({"name": "kvzip", "budget": 512, "recent": 64}, {}, "leave kvzip out"),
+    "to repeat a prompt by a request": ({**H2O, "allow": ["kvzip"]}, {}, "leave kvzip out"),
 }
 
 
@@ -178,7 +178,7 @@ def test_no_context_with_positions_of_several_dimensions(tmp_path):
 def test_no_context_beside_sliding_windows(tmp_path):
     """Some models (Cohere2, EXAONE 4) turn keys in layers with windows only, and have the embedding in all."""
     windows = with_config(tmp_path, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
-    with pytest.raises(KVPolicyError, match="only those with windows may have positions: leave context out"):
+    with pytest.raises(KVPolicyError, match="only layers with windows may have positions: leave context out"):
         engine_config(windows, {**H2O, "context": "model"}, max_num_batched_tokens=256)
 
 
@@ -314,7 +314,7 @@ def test_the_rust_front_end_is_refused(tiny, monkeypatch):
     assert engine_config(tiny, None).scheduler_config.scheduler_cls is None
 
 
-RUN_ON = "policies run on CPU_ATTN, and on a GPU on FLASH_ATTN, FLASHINFER and TRITON_ATTN (tested without one only)"
+RUN_ON = "policies run on CPU_ATTN, and on a GPU on FLASH_ATTN, FLASHINFER and TRITON_ATTN (tested without a GPU only)"
 PER_KIND = "--attention-config.backend_per_kind.full_attention"
 
 
@@ -548,7 +548,7 @@ def test_policies_that_split_heads_are_refused_where_plans_are_for_all_of_them(n
             refusals.check_config(plain, config)
             refusals.check_layer("layer.7", layer(named), config)
             continue
-        why = "plans for all heads of a layer, which this policy splits; set --attention-backend " + instead
+        why = "plans for all heads of a layer, and this policy splits them; set --attention-backend " + instead
         for where, check in {
             "": lambda: refusals.check_config(plain, config),
             ", which layer.7 has": lambda: refusals.check_layer("layer.7", layer(named), config),

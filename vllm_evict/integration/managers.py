@@ -1,4 +1,4 @@
-"""Blocks of one KV group: a policy's bound on allocation, a pure prefix cache, and the way back to the pool."""
+"""Managers of a KV group's blocks: bound allocation by the policy, publish pure blocks only, free evicted blocks."""
 
 import itertools
 import math
@@ -16,18 +16,18 @@ from ..core.blocks import RequestBlocks
 
 
 def hole_aware(manager: type) -> type:
-    """A subclass of one of vLLM's managers, for a KV group of requests that may lack blocks, there or in another.
+    """A subclass of one of vLLM's managers, for KV groups of requests that may have holes, in this group or in another.
 
-    It publishes nothing that was computed of a reduced context, and notes what the pool is asked for and hands out. No
-    mixin: with a second base it could not become the class of a manager that vLLM has made.
+    It publishes pure blocks only, and notes the blocks that the last allocation wanted and got. It is no mixin: with a
+    second base it could not become the class of a manager that vLLM has made.
     """
 
     class HoleAware(manager):
-        #: All requests of the scheduler, in this group, or where this group has no holes in another.
+        #: Blocks of all requests, in this group; in a group with holes if this one has none.
         residents: dict[str, RequestBlocks]
         #: Blocks that the last allocation wanted.
         wanted = 0
-        #: Test mode: freed blocks are poisoned, so what is allocated has to be cleaned. None when off.
+        #: Poison mode: allocated blocks, which have to be cleaned. None when off.
         allocated: list[int] | None = None
 
         def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
@@ -43,7 +43,7 @@ def hole_aware(manager: type) -> type:
             return new_blocks
 
         def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-            # Blocks computed after the first eviction saw a reduced context: they are not what their hash says.
+            # Blocks computed after the first eviction saw a reduced context, so they do not match their hash.
             resident = self.residents.get(request.request_id)
             if resident is not None and resident.pure_tokens is not None:
                 num_tokens = min(num_tokens, resident.pure_tokens)
@@ -53,25 +53,25 @@ def hole_aware(manager: type) -> type:
 
 
 class SlidingManager(hole_aware(SlidingWindowManager)):
-    """vLLM's manager for sliding windows, beside layers that may lack blocks."""
+    """vLLM's manager for sliding windows, beside layers that may have holes."""
 
     @classmethod
     def beside(
         cls, manager: SlidingWindowManager, residents: dict[str, RequestBlocks], poison: bool
     ) -> "SlidingManager":
-        """Make one of vLLM's manager, whose spec stays vLLM's own; `residents` are those of a group with holes."""
+        """Turn vLLM's manager into this class, with vLLM's own spec; `residents` are those of a group with holes."""
         manager.__class__ = cls
         manager.residents, manager.allocated = residents, [] if poison else None
         return manager
 
     def most_blocks(self, tokens: int) -> int:
-        """Most blocks that a request of so many tokens holds, in flight included."""
+        """Most blocks that a request of this length holds, in flight included."""
         return min(math.ceil(tokens / self.block_size), self.max_admission_blocks_per_request)
 
     def publish_end(self, request: Request) -> None:
-        """Let others hit what a request has computed until now, as from here on nothing of it will be published.
+        """Publish the blocks that a hit needs at the last pure block of a request: later blocks are never published.
 
-        vLLM publishes of a window what it needs to go on at the end of the prompt, which this request may not reach.
+        vLLM publishes the blocks that a hit needs at the end of the prompt, which this request may not reach pure.
         """
         req_id = request.request_id
         blocks, pure = self.req_to_blocks[req_id], self.residents[req_id].pure_tokens
@@ -87,13 +87,13 @@ class EvictableManager(hole_aware(FullAttentionManager)):
     """vLLM's manager for full attention, with holes.
 
     A hole is vLLM's null block at the evicted block's place, so positions, slot mappings and prefix hashes stay
-    vLLM's own. The scheduler decides what goes; this class only keeps the books.
+    vLLM's own. The scheduler decides; this class keeps tables, counts and the pool's blocks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.residents = {}
-        #: Its place among the KV groups that may have holes: that of its plans and reports.
+        #: Number of this group among the KV groups that may have holes, in plans and reports.
         self.number = 0
         self.max_in_flight_tokens = 0
         #: Policy -> blocks that its requests hold.
@@ -102,13 +102,13 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         self._over_trigger: dict[str, None] = {}
 
     def bind(self, number: int, max_in_flight_tokens: int, poison: bool) -> None:
-        """What the scheduler knows and vLLM does not pass on."""
+        """Set values that the scheduler knows and vLLM does not pass to managers."""
         self.number, self.max_in_flight_tokens = number, max_in_flight_tokens
         self.allocated = [] if poison else None
 
     @property
     def in_flight(self) -> int:
-        """Blocks that a request may hold on top while steps are in flight: one more may be begun by a chunk."""
+        """Blocks that a request may hold on top while steps are in flight; a chunk may begin inside a block."""
         return math.ceil(self.max_in_flight_tokens / self.block_size) + 1
 
     @classmethod
@@ -140,7 +140,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         return hits, count * kv_cache_spec.block_size
 
     def without_middle(self, hit: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """A cached prefix with holes where streaming heads can do without."""
+        """A cached prefix with holes where streaming heads need no blocks."""
         sink, window = self.kv_cache_spec.sink, self.kv_cache_spec.window
         if window is None or len(hit) <= sink + window:
             return list(hit)
@@ -165,8 +165,8 @@ class EvictableManager(hole_aware(FullAttentionManager)):
     ) -> int:
         resident = self.residents.get(request_id) if apply_admission_cap else None
         if resident and resident.evictable:
-            # A longer prompt is evicted chunk by chunk, so it never holds more than this at once. A cached prefix may
-            # be longer than the bound; the first chunk comes on top.
+            # A request with a longer prompt loses blocks chunk by chunk, so it never holds more than this. A cached
+            # prefix may be longer than the bound; the first chunk comes on top.
             held = max(resident.limits.bound, len(new_computed_blocks))
             num_tokens = min(num_tokens, (held + self.in_flight) * self.block_size)
         return super().get_num_blocks_to_allocate(
@@ -175,7 +175,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-        # A request's residency grows here and nowhere else, so only those that grow are looked at.
+        # The blocks of a request grow here and nowhere else, so only requests that grow are examined.
         if new_blocks and (resident := self.residents.get(request_id)):
             self._count(resident, resident.held(len(self.req_to_blocks[request_id])))
             self.note(request_id)
@@ -189,41 +189,42 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         return super().pop_blocks_for_free(request_id)
 
     def published_tokens(self, request_id: str) -> int:
-        """Tokens of a request whose blocks can be hit by others, those that the step being planned will compute too."""
+        """Tokens of a request that other requests can hit, those that the step being planned computes included."""
         return self.num_cached_block.get(request_id, 0) * self.block_size
 
     def note(self, request_id: str) -> None:
-        """See whether a request is over its trigger, now that it grew or that its limits changed."""
+        """Note a request that is over its trigger, after it grew or its limits changed."""
         if self.residents[request_id].over_trigger(len(self.req_to_blocks[request_id])):
             self._over_trigger[request_id] = None
 
     def take_over_trigger(self) -> list[str]:
-        """Drain the requests that may be over their trigger once their step is done."""
+        """Return, and forget, the requests that may be over their trigger when their step is done."""
         taken, self._over_trigger = list(self._over_trigger), {}
         return taken
 
     def blocks_at(self, request_id: str, indices: np.ndarray) -> list[int]:
-        """Physical blocks of a request at some logical ones, int64 [k]."""
+        """Physical blocks of a request at logical blocks `indices`, int64 [k]."""
         table = self.req_to_blocks[request_id]
         return [table[index].block_id for index in indices.tolist()]
 
     def rewrite(
         self, request_id: str, writes: np.ndarray, holes: np.ndarray
     ) -> tuple[dict[int, int], list[KVCacheBlock]] | None:
-        """Put holes into a request's table, and see that no other request reads some of its blocks, or will.
+        """Put holes into a request's table, and private blocks at `writes`.
 
-        The caller must tell the workers with the very next step: the pool may hand a block out in it, and steps in
-        flight still read it, but they run before any write of that step. What is written goes into blocks that are
-        neither shared nor published: those of the request, of `holes` too, or new ones.
+        The caller must tell the workers with the very next plan: the pool may hand out a freed block in that step.
+            Steps in
+        flight still read the block, and run before any write of that step. Private blocks are taken from the request,
+        from its `holes` too, or from the pool.
 
         Args:
             request_id: a running request, or a session between two turns.
             writes: int64 [n], ascending logical blocks that workers write into, none of them a hole.
-            holes: int64 [k], ascending logical blocks that go, after those of `writes`.
+            holes: int64 [k], ascending logical blocks that are evicted, all after those of `writes`.
 
         Returns:
-            {logical block: physical block} of those in `writes` that got another one, and the blocks given back; None,
-            with nothing changed, if the pool has too few new blocks and other requests hold these.
+            {logical block: physical block} for `writes` that got another block, and the blocks given back; None, with
+            nothing changed, if the pool has too few new blocks and other requests hold those of the request.
         """
         table, keep = self.req_to_blocks[request_id], len(writes)
         before = [table[index] for index in (*writes.tolist(), *holes.tolist())]
@@ -231,7 +232,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             return None
         own = [block for block in before if _is_private(block)][:keep]
         targets = own + self.block_pool.get_new_blocks(keep - len(own))
-        # A block that may stay where it is does.
+        # Private blocks among `writes` stay where they are.
         staying = {block.block_id for block in before[:keep] if block in targets}
         rest = [block for block in targets if block.block_id not in staying]
         after = [block if block.block_id in staying else rest.pop(0) for block in before[:keep]]
@@ -243,17 +244,17 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             table[index] = self._null_block
         kept = {block.block_id for block in after}
         given_back = [block for block in before if block.block_id not in kept]
-        # Tail first, as vLLM frees: the head of a cached prefix can be hit longest.
+        # Tail first, as vLLM frees: the head of a cached prefix stays hit-able longest.
         self.block_pool.free_blocks(reversed(given_back))
         resident = self.residents[request_id]
         self._count(resident, resident.held_blocks - len(holes))
         return moved, given_back
 
     def _find_room(self, blocks: Sequence[KVCacheBlock], copies: int) -> bool:
-        """See that the pool has a new block for each of `copies` that a request needs in place of some of its own.
+        """Make sure that the pool has `copies` new blocks, which a request needs in place of some of its own.
 
         If the pool has too few, the last of `blocks` that no other request holds leave the prefix cache, as many as are
-        missing: these need no copy. So a request that shares nothing is never short of room.
+        missing: these need no copy. So a request that shares no blocks always finds room.
 
         Returns:
             Whether there is room now. If not, nothing has changed.
@@ -273,21 +274,21 @@ class EvictableManager(hole_aware(FullAttentionManager)):
 
 
 def _is_private(block: KVCacheBlock) -> bool:
-    """Whether one request holds a block, and no other will find it in the prefix cache."""
+    """Whether one request holds a block, and no other request can hit it."""
     return block.ref_cnt == 1 and block.block_hash is None
 
 
 def longest_hit(there: Sequence[bool], sink: int, window: int) -> tuple[int, np.ndarray]:
     """The longest prefix whose first `sink` and last `window` blocks are cached.
 
-    A request that takes it starts with holes in between, as one that has computed it and was evicted from. If nothing
-    is missing there are no holes: what is computed next sees all of it, and can be published.
+    A request that takes it starts with holes in between, like a request that has computed the prefix and lost blocks.
+    If all blocks are cached there are no holes, and blocks that the request computes next are pure.
 
     Args:
         there: [n], whether each block is cached.
 
     Returns:
-        Its blocks, and which of them are taken: bool [count].
+        Number of blocks of the prefix, and which of them the request takes: bool [count].
     """
     absent = np.concatenate(([0], np.cumsum(~np.array(there, bool))))
     for count in range(len(there), 0, -1):

@@ -1,4 +1,4 @@
-"""Between a failed allocation and a preemption: room in the pool, made of blocks that requests can spare."""
+"""Makes room in the pool, after a failed allocation and before a preemption, from blocks that requests can spare."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.evict")
 
-#: Preemptions after which a request takes no blocks from others any more: it waits until the pool has room.
+#: Preemptions after which a request takes no blocks from other requests: it waits until the pool has room.
 MOST_TAKINGS = 2
 
 
@@ -26,8 +26,8 @@ class RoomMaker:
     """Frees blocks where vLLM's `KVCacheManager.allocate_slots` finds too few.
 
     Args:
-        scheduler: whose requests hold the blocks.
-        pressure: chooses which of them go.
+        scheduler: its requests hold the blocks.
+        pressure: chooses the blocks.
     """
 
     def __init__(self, scheduler: "EvictionMixin", pressure: Pressure) -> None:
@@ -39,7 +39,7 @@ class RoomMaker:
         self._tried_at = 0
 
     def scores_came(self) -> None:
-        """Note that offers may have changed: the request that waits may try again."""
+        """Note that offers may have changed: the waiting request may try again."""
         self._tried = None
 
     def make_room(
@@ -51,17 +51,17 @@ class RoomMaker:
         hit: Sequence[Sequence[KVCacheBlock]],
         watermark: bool,
     ) -> bool:
-        """Free as many blocks of other requests as `request` lacked just now.
+        """Free as many blocks of other requests as `request` lacked in its failed allocation.
 
         Args:
             request: the request whose allocation failed.
-            chunk: gives the blocks that its next chunk takes, if that is not what was asked for.
-            reserved: blocks of the pool that it may not take.
-            hit: for each KV group, the cached blocks that it is about to take.
+            chunk: gives the blocks of the request's next chunk; 0 if the allocation asked for these.
+            reserved: blocks of the pool that the request may not take.
+            hit: for each KV group, the cached blocks that the request is about to take.
             watermark: whether vLLM keeps its watermark free, if the request is waiting.
 
         Returns:
-            Whether the pool has room for it now. If not, nothing was freed.
+            Whether the pool has room for the request now. If not, no block was freed.
         """
         scheduler, runs = self._scheduler, request.status == RequestStatus.RUNNING
         wanted = sum(manager.wanted for manager in (*scheduler.kv_managers, *scheduler.sliding_managers))
@@ -81,7 +81,7 @@ class RoomMaker:
         return False
 
     def _may_succeed(self, request: Request) -> bool:
-        """Whether a waiting request may find room that it did not find when it tried last.
+        """Whether a waiting request may find more room than when it tried last.
 
         It may if requests have ended, begun or reported since, or after `SCORES_STAY_FRESH` steps.
         """
@@ -95,21 +95,21 @@ class RoomMaker:
     def _relieve(self, request: Request, missing: int, hit: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """Free `missing` blocks for a request, or none."""
         if request.num_preemptions >= MOST_TAKINGS and request.status == RequestStatus.PREEMPTED:
-            return False  # it lost twice what it had computed in blocks of others
+            return False  # it took blocks twice, and lost its own work both times
         scheduler, by_priority = self._scheduler, self._scheduler.policy == SchedulingPolicy.PRIORITY
-        # A cached block that the request is about to take would be as free as now, and be taken out again.
+        # Freeing a cached block that the request is about to take would gain nothing: the request takes it again.
         kept = {block.block_id for blocks in hit for block in blocks}
 
         def frees(manager: EvictableManager, req_id: str, index: int) -> bool:
             block = manager.req_to_blocks[req_id][index]
-            # A shared block stays in use by others: its loss would gain nothing.
+            # Evicting a shared block would gain nothing: other requests still hold it.
             return block.ref_cnt == 1 and block.block_id not in kept
 
         # Sessions between two turns hold blocks too.
         givers = [*scheduler.running, *scheduler.kv_holding_waiting]
         if by_priority:
             givers = [giver for giver in givers if giver.priority >= request.priority]
-        # A request that waits can wait for scores, too.
+        # A waiting request can wait for scores, too.
         unscored = request.status == RequestStatus.RUNNING
         actions = self._pressure.choose(givers, missing, frees, unscored=unscored, by_priority=by_priority)
         for action in actions:

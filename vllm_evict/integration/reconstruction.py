@@ -1,12 +1,13 @@
-"""KVzip's reconstruction: internal requests that repeat a prompt, and the scores that they leave.
+"""KVzip's reconstruction: internal requests that repeat a prompt, and their scores.
 
-When a request is over its trigger and its prompt is computed, a *shadow* is added to the scheduler: a request whose
-prompt is the same prompt, an instruction, and a part of the prompt once more. It hits the blocks that the request has
-published, so the prompt is not computed again; workers measure the queries of the repeated part. One shadow runs at a
-time, one after the other for prompts of several parts. It is no client's: its outputs are taken out of the scheduler's.
+When a request is over its trigger and its prompt is computed, the scheduler adds a *shadow*: a request whose prompt is
+the same prompt, an instruction, and a part of the prompt again. The shadow hits the blocks that the request has
+published, so the prompt is not computed again. Workers measure the queries of the repeated part. One shadow runs at a
+time; shadows of several parts run one after the other. No client sees a shadow: its outputs are removed from the
+scheduler's.
 
-Scores of blocks are reported, and kept here. Those of tokens and heads stay with the workers: the scheduler numbers the
-prompts, says which requests take which, and when to forget them.
+Workers report scores of blocks, and `Scores` keeps them. Scores of tokens and heads stay with the workers: the
+scheduler numbers the prompts, and says which requests take which prompt's scores, and when to forget them.
 """
 
 import itertools
@@ -34,12 +35,12 @@ from ..core.reports import flaw
 
 logger = init_logger("vllm.evict")
 
-#: Steps that a shadow lets clients go first, and steps without room after which a request does without scores.
+#: Steps for which a shadow lets waiting requests go first; steps without room after which a request gets no scores.
 PATIENCE, LONGEST_WAIT = 8, 64
-#: Last tokens of one part that lead over to the next one, as in the authors' code.
+#: Last tokens of one part that stand before the next part, as in the authors' code.
 OVERLAP = 8
 
-#: Why a request does without scores -> what the log says.
+#: Reason why a request gets no scores -> words of the log.
 WITHOUT = {
     "session": "a streaming session, whose prompt grows; expected a prompt that stays; send each turn as a new request",
     "tokens": "a prompt that is not of token ids alone; expected text or token ids; leave embeddings and media out",
@@ -55,24 +56,24 @@ WITHOUT = {
     ),
     "room": (
         "no room for the repetition of a prompt in {steps} steps; expected {least} free blocks, a place among "
-        "--max-num-seqs {seats} and tokens of --max-num-batched-tokens; send fewer at once, or raise what lacks"
+        "--max-num-seqs {seats} and tokens of --max-num-batched-tokens; send fewer at once, or raise the full one"
     ),
 }
 
 
 class Scores:
-    """Scores of reconstructed prompts, by the hash of each block's prefix; the prompts used last are kept.
+    """Scores of reconstructed prompts, by the hash of each block's prefix; drops the prompts used longest ago.
 
     Args:
-        most_blocks: kept at most, over all prompts.
-        forget: told of scores that are dropped.
+        most_blocks: most blocks with scores, over all prompts.
+        forget: called with scores that are dropped.
     """
 
     def __init__(self, most_blocks: int, forget: Callable[[Any], None] = lambda scores: None) -> None:
         self._most, self._forget = most_blocks, forget
         #: Hash of a prompt's last block -> hashes of its blocks, and scores. The prompt used last is at the end.
         self._prompts: OrderedDict[Any, tuple[list[Any], Any]] = OrderedDict()
-        #: Hash of a block -> all prompts that have it, by the hashes of their last blocks. The newest is at the end.
+        #: Hash of a block -> all prompts with this block, by the hashes of their last blocks. The newest is at the end.
         self._having: dict[Any, dict[Any, None]] = {}
         self._blocks = 0
 
@@ -81,7 +82,7 @@ class Scores:
         return self._blocks
 
     def get(self, hashes: Sequence[Any], slack: int) -> tuple[Any, int] | None:
-        """Scores of a prompt that has these blocks, or all but `slack` at their end, and how many; None if less."""
+        """Scores of a prompt with these blocks, or all but the last `slack`, and their number, or None."""
         for count in range(len(hashes), max(len(hashes) - slack, 1) - 1, -1):
             if having := self._having.get(hashes[count - 1]):
                 last = next(reversed(having))
@@ -115,18 +116,18 @@ class Scores:
 
 
 def parts(prompt: int, chunk: int, instruction: int, max_model_len: int) -> list[tuple[int, int]]:
-    """Ranges of a prompt's tokens that are repeated one by one; none if there is too little room for them.
+    """Ranges of a prompt's tokens, one for each repetition; none if they do not fit.
 
     Args:
         prompt, instruction: tokens.
         chunk: most tokens of a part.
-        max_model_len: tokens, of which one is sampled.
+        max_model_len: most tokens of a request, the sampled one included.
     """
     room = max_model_len - 1 - prompt - instruction
-    # All at once needs no overlap.
+    # One part needs no overlap.
     size = prompt if prompt <= min(chunk, room) else min(chunk, room - OVERLAP)
     if size < min(prompt, chunk) / 8:
-        return []  # the repetition would be more instruction and overlap than prompt
+        return []  # a part would be too small beside instruction and overlap
     return [(start, min(start + size, prompt)) for start in range(0, prompt, size)]
 
 
@@ -137,18 +138,18 @@ class Job:
     request: Request
     resident: RequestBlocks
     incarnation: int
-    #: The scheduler's step in which it asked for scores, or in which its last part was done.
+    #: The scheduler's step in which the job was made, or in which its last part was done.
     since: int
-    #: Steps since then in which it had its turn and found no room. Steps behind other prompts' shadows do not count.
+    #: Steps since then in which the job had its turn and found no room. Steps behind other shadows do not count.
     crowded: int = 0
-    #: What is still to be repeated; None until it is its turn.
+    #: Parts that are still to be repeated; None until the job's turn.
     parts: list[tuple[int, int]] | None = None
-    #: What is known by now: mass of its blocks, or the number by which workers know its tokens' scores.
+    #: Scores so far: mass of the blocks, or the number under which workers keep the scores of tokens.
     scores: np.ndarray | int | None = None
 
     @property
     def alive(self) -> bool:
-        """Whether its request still runs, and holds what is to be scored."""
+        """Whether its request still runs, without having started over."""
         return self.request.status == RequestStatus.RUNNING and self.resident.incarnation == self.incarnation
 
     @property
@@ -161,25 +162,25 @@ class Job:
 
     @property
     def blocks(self) -> int:
-        """Whole blocks of its prompt."""
+        """Number of whole blocks of the prompt."""
         return self.request.num_prompt_tokens // self.resident.block_size
 
 
 @dataclass(slots=True)
 class Shadow:
-    """One part of a job, as it runs; `scoring` and `repetition` say how its blocks or its tokens are measured."""
+    """The request that repeats one part; `scoring` or `repetition` says how workers measure its blocks or tokens."""
 
     request: Request
     job: Job
     scoring: Scoring
     repetition: Repetition | None
-    #: Blocks beside those of the prompt.
+    #: Blocks that the shadow needs beside those of the prompt.
     needed: int
-    #: Tokens that it had computed one step ago.
+    #: Tokens that it had computed at the last call of `advances`.
     computed: int = 0
 
     def advances(self) -> bool:
-        """Whether the last step had tokens of it, or it has computed all; asked once a step."""
+        """Whether the last step computed tokens of the shadow, or all are computed. Called once a step."""
         before, self.computed = self.computed, self.request.num_computed_tokens
         return self.computed > before or self.computed >= self.request.num_prompt_tokens
 
@@ -199,7 +200,7 @@ class Reconstructions(Mechanism):
         self._shadow: Shadow | None = None
         self._hidden: set[str] = set()
         self._ids, self._numbers = itertools.count(), itertools.count()
-        #: Reasons that the log has named (see `WITHOUT`).
+        #: Keys of `WITHOUT` that were logged.
         self._said: set[str] = set()
 
     @classmethod
@@ -207,14 +208,14 @@ class Reconstructions(Mechanism):
         return config.reconstructs
 
     def __len__(self) -> int:
-        """Requests that wait for scores."""
+        """Number of requests that wait for scores."""
         return len(self._jobs)
 
     def is_shadow(self, request_id: str) -> bool:
         return request_id in self._hidden
 
     def measure(self, plan: GroupPlan) -> None:
-        """Tell workers how the shadow that starts is measured."""
+        """Add to the plan how workers measure the shadow that starts."""
         req_id = self._shadow.request.request_id
         if self._shadow.repetition is None:
             plan.track[req_id] = self._shadow.scoring
@@ -222,7 +223,7 @@ class Reconstructions(Mechanism):
             plan.repeats[req_id] = self._shadow.repetition
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
-        """Ask for scores of blocks with the last step of a shadow."""
+        """Ask for a report of blocks with the last step of a shadow."""
         if self._shadow is None or self._shadow.repetition is not None:
             return
         shadow = self._shadow.request
@@ -230,7 +231,7 @@ class Reconstructions(Mechanism):
             plan.groups[0].report[shadow.request_id] = self._shadow.job.resident.config.policy.measures
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterator[Action]:
-        """Evict from requests over their trigger by the scores that they have, or see that they get some."""
+        """Evict blocks of requests over their trigger that have scores; make jobs for the others."""
         for _, request, resident in self.due(plan):
             if not resident.config.policy.reconstructs:
                 continue
@@ -245,14 +246,14 @@ class Reconstructions(Mechanism):
         yield from self._take(reports[0])
 
     def _evict(self, request: Request, resident: RequestBlocks) -> Iterator[Action]:
-        """Bring a request back to its budget by the scores of its prompt."""
+        """The action that brings a request back to its budget by the scores of its prompt."""
         group, scores = self._manager.number, resident.prompt_scores
         action = back_to_budget(request.request_id, group, resident, settled(request), scores)
         if action is not None:
             yield action
 
     def before_schedule(self) -> None:
-        """Withdraw a shadow that is not running, let the next one begin, and put it behind all that run."""
+        """Withdraw a shadow that does not run, begin the next one, and move it behind all running requests."""
         self.tidy()
         if self._shadow is not None:
             self._shadow.job.crowded += not self._shadow.advances()
@@ -263,18 +264,18 @@ class Reconstructions(Mechanism):
                 if self._begin(job):
                     break
         if self._shadow is not None:
-            # The last one is served last and preempted first.
+            # vLLM serves the last running request last and preempts it first.
             self._scheduler.running.sort(key=lambda request: request is self._shadow.request)
 
     def tidy(self) -> None:
-        """Forget requests that ended or were preempted, and their shadow."""
+        """Forget jobs of requests that ended or were preempted, and their shadow."""
         for req_id in [req_id for req_id, job in self._jobs.items() if not job.alive]:
             self._give_up(self._jobs.pop(req_id))
         if self._shadow is not None and not self._waits(self._shadow.job):
             self._withdraw()
 
     def reset(self) -> None:
-        """Forget all scores, and what is being measured."""
+        """Forget all scores, complete and incomplete."""
         self.scores.clear()
         if self._shadow is not None:
             self._withdraw()
@@ -283,7 +284,7 @@ class Reconstructions(Mechanism):
             job.parts = None
 
     def _take(self, reports: Reports) -> Iterator[Action]:
-        """Take the shadow's scores, and evict by them once they are complete."""
+        """Take the shadow's scores, and evict by them when they are complete."""
         shadow = self._shadow
         self.tidy()
         if self._shadow is not None and shadow.request.is_finished():
@@ -295,9 +296,9 @@ class Reconstructions(Mechanism):
                 yield from self._evict(job.request, job.resident)
 
     def _add_up(self, job: Job, report: Report | None) -> None:
-        """A shadow is done."""
+        """Add the scores of a finished shadow to its job."""
         if not job.per_token:
-            # A report that came is sound; of a shadow that has ended no scheduler knows which blocks it held.
+            # The inbox could not check its blocks: the shadow has ended, so the scheduler does not know them.
             if report is None or flaw(report, frozenset({"mass"}), np.arange(job.blocks)):
                 self._scheduler.miss(job.request.request_id, job.resident)
                 return self._do_without(job)
@@ -311,21 +312,21 @@ class Reconstructions(Mechanism):
                 self._look_up(other.request, other.resident)
 
     def hide(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Take shadows out of what clients get."""
+        """Remove shadows from the outputs that clients get."""
         if not self._hidden:
             return
         for client in outputs.values():
             client.outputs = [output for output in client.outputs if output.request_id not in self._hidden]
             if client.finished_requests:
                 client.finished_requests = client.finished_requests - self._hidden
-        # Who has ended is told at once.
+        # vLLM names a finished request once, so earlier shadows need no hiding any more.
         self._hidden &= {self._shadow.request.request_id} if self._shadow else set()
 
     def visible(self, requests: Iterable[Request]) -> list[Request]:
         return [request for request in requests if request.request_id not in self._hidden]
 
     def _look_up(self, request: Request, resident: RequestBlocks) -> None:
-        """Scores that another request with this prompt left, or with one that differs in recent tokens only."""
+        """Give a request the scores of the same prompt, or of one that differs in recent tokens only, if known."""
         blocks = request.num_prompt_tokens // resident.block_size
         found = self.scores.get(request.block_hashes[:blocks], resident.limits.recent // resident.block_size)
         if found is None:
@@ -341,7 +342,7 @@ class Reconstructions(Mechanism):
         return self._jobs.get(job.request.request_id) is job
 
     def _gets_on(self, shadow: Shadow) -> bool:
-        """Whether a shadow runs, or may be admitted yet. Clients would wait behind one that was preempted."""
+        """Whether a shadow runs or still fits. Requests would wait behind a preempted shadow."""
         if shadow.job.crowded > LONGEST_WAIT:
             return False
         if shadow.request.status == RequestStatus.WAITING:
@@ -349,12 +350,12 @@ class Reconstructions(Mechanism):
         return shadow.request.status == RequestStatus.RUNNING
 
     def _do_without(self, job: Job, why: str | None = None, **numbers: int) -> None:
-        """No scores: all blocks weigh nothing, so the oldest go first.
+        """Give a request no scores: all its blocks have importance 0, so the oldest are evicted first.
 
         Args:
             job: of the request.
-            why: one of `WITHOUT`; None if the log has its reason already.
-            numbers: of the sentence.
+            why: a key of `WITHOUT`; None if the reason was logged.
+            numbers: values for the words of the log.
         """
         if why is not None and why not in self._said:
             self._said.add(why)
@@ -367,7 +368,7 @@ class Reconstructions(Mechanism):
         job.resident.prompt_scores = Report(np.arange(0), {"mass": np.empty(0)})
 
     def _give_up(self, job: Job) -> None:
-        """Nobody asks for a job's scores, so far as it has any."""
+        """Drop the scores that a job has so far."""
         if job.scores is not None:
             self._forget(job.scores)
             job.scores = None
@@ -378,14 +379,14 @@ class Reconstructions(Mechanism):
 
     @property
     def _plan(self) -> GroupPlan:
-        """What goes to workers with the next step."""
+        """The next plan of the KV group."""
         return self._scheduler._plan.groups[self._manager.number]
 
     def _begin(self, job: Job) -> bool:
-        """Add the next shadow of a request, if it is time. Returns whether it was added."""
+        """Add the next shadow of a job if it fits and has its turn. Returns whether it was added."""
         scheduler, request, config = self._scheduler, job.request, job.resident.config
         if job.resident.prompt_scores is not None:
-            return False  # its decision falls with this step's output
+            return False  # the decision is taken with this step's output
         if request.num_computed_tokens - request.num_in_flight_tokens < request.num_prompt_tokens:
             job.since = scheduler.current_step
             return False
@@ -406,7 +407,7 @@ class Reconstructions(Mechanism):
             self._do_without(job, "seats")
             return False
         pool, held = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1, job.resident.held_blocks
-        if held + needed >= pool:  # not even alone
+        if held + needed >= pool:  # it would not fit in an otherwise empty pool
             self._do_without(job, "pool", pool=pool, least=held + needed)
             return False
         fits = self._fits(needed)
@@ -429,13 +430,13 @@ class Reconstructions(Mechanism):
         return "short" if request.num_prompt_tokens < self._manager.block_size else None
 
     def _prompt(self, job: Job, config: KVPolicyConfig) -> tuple[list[int], int]:
-        """Token ids of the next shadow, and where the part that is repeated starts in them."""
+        """Token ids of the next shadow, and the index where the repeated part starts."""
         context, (start, end) = job.request.prompt_token_ids, job.parts[0]
         before = [*context, *config.instruction, *context[max(start - OVERLAP, 0) : start]]
         return [*before, *context[start:end]], len(before)
 
     def _spare(self) -> int:
-        """Free blocks that are left to clients: all that run may want one more before long."""
+        """Free blocks that a shadow leaves: each running request may need one more before long."""
         return self._scheduler.kv_cache_manager.watermark_blocks + len(self._scheduler.running)
 
     def _fits(self, needed: int) -> bool:
@@ -461,7 +462,7 @@ class Reconstructions(Mechanism):
             sink = job.resident.limits.sink * job.resident.block_size
             repetition = Repetition(job.scores, original.num_prompt_tokens, *job.parts[0], sink)
         resident = RequestBlocks(config, None, job.resident.block_size, config.name)
-        # Only what is the prompt's own is published: what follows would be of use to nobody.
+        # It publishes blocks of the prompt only: no request can hit the others.
         resident.pure_tokens = job.blocks * resident.block_size
         self._hidden.add(shadow.request_id)
         self._shadow = Shadow(shadow, job, Scoring("sum", 0.0, 1, 1, NEVER, start=start), repetition, needed)

@@ -1,4 +1,4 @@
-"""What cannot be served right yet is refused at start, by name, with what to do instead."""
+"""Refuses models and settings that the plugin does not serve, at start, by name, with the way around."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,24 +12,24 @@ from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
 from ..policies import RUNNING
 
-#: Attention backends that have been put behind a resident view.
+#: Attention backends that work behind a view.
 BACKENDS = tuple(OPS)
 #: Those of them that run on a GPU.
 DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-#: Device -> KV cache dtypes that the its backends' ops read.
+#: Device -> KV cache dtypes that its backends' ops read.
 SCORED_DTYPES = {
     "cpu": ("auto", "float16", "bfloat16", "float32"),
     "cuda": ("auto", "float16", "bfloat16", "float32", *FP8_NAMES),
 }
-#: The least compute capability of GPUs that our kernels were compiled for (before Ampere some lack shared memory), and
-#: for which Triton compiles those that read float8_e4m3 (Ada).
+#: The least compute capability that the plugin's kernels were compiled for (GPUs before Ampere have too little shared
+#: memory), and the least for which Triton compiles kernels that read float8_e4m3 (Ada).
 LEAST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 _CHOOSE = (
     f"policies run on CPU_ATTN, and on a GPU on {', '.join(DEVICE_BACKENDS[:-1])} and {DEVICE_BACKENDS[-1]} (tested "
-    "without one only); set {setting} to one of these, or leave --kv-policy out"
+    "without a GPU only); set {setting} to one of these, or leave --kv-policy out"
 )
 _WHOLE = (
-    "it plans for all heads of a layer, which this policy splits; set {setting} to "
+    "this backend plans for all heads of a layer, and this policy splits them; set {setting} to "
     f"{' or '.join(backend for backend in DEVICE_BACKENDS if backend not in WHOLE_LAYERS)}"
 )
 
@@ -58,7 +58,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     backend, setting = _named_backend(vllm_config.attention_config)
     text = model.hf_text_config
     fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
-    # Scores, and decodes of split heads, are our kernels'.
+    # The plugin's kernels compute scores, and decode split heads.
     has_kernels = platform == "cuda" and bool(config.statistics or len(config.classes) > 1)
     capability = tuple((current_platform.get_device_capability() if has_kernels else None) or FP8_CAPABILITY)
     gpu = f"a GPU of compute capability {'.'.join(map(str, capability))}"
@@ -70,12 +70,12 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         ),
         (
             platform == "cuda" and envs.VLLM_BATCH_INVARIANT,
-            "VLLM_BATCH_INVARIANT, as its decode kernel splits keys by what the batch holds",
+            "VLLM_BATCH_INVARIANT, because the plugin's decode kernel splits keys by the size of the batch",
             "unset it, or leave --kv-policy out",
         ),
         (
             envs.VLLM_USE_RUST_FRONTEND,
-            "vLLM's Rust front end, which takes what requests ask for unseen, and has no metrics of ours",
+            "vLLM's Rust front end, which does not check the fields of requests and has no metrics of eviction",
             "unset VLLM_USE_RUST_FRONTEND",
         ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
@@ -123,7 +123,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (parallel.use_ubatching, "dual-batch overlap or microbatches", "leave --enable-dbo and --ubatch-size out"),
         (
             parallel.data_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher",
-            "data parallelism under an external launcher, where an empty step runs the model all the same",
+            "data parallelism under an external launcher, where a rank without requests runs the model too",
             "leave data_parallel_size out, or serve with --data-parallel-size",
         ),
         (
@@ -173,20 +173,20 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
 
 
 def _past_the_worker(vllm_config: Any) -> bool:
-    """Whether the executor is the one of vLLM 0.32 that hands a step to the model runner itself; 0.33 has none such."""
+    """Whether the executor calls the model runner itself, past the worker: vLLM 0.32 has one, 0.33 none."""
     executor = Executor.get_class(vllm_config)
     return any(base.__name__ == "RayDistributedExecutor" for base in executor.__mro__)
 
 
 def _slides(model: Any, cache: Any) -> bool:
-    """Whether any layer has a sliding window, as far as the configuration says; all, if the cache's has one."""
+    """Whether some layers have sliding windows by the configuration; all have if the cache's configuration has one."""
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
     some = "sliding_attention" in kinds and model.get_sliding_window() is not None
     return some or cache.sliding_window is not None
 
 
 def _windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> list[tuple[bool, str, str]]:
-    """What is refused where layers have sliding windows; `others`: whether there are layers that have none."""
+    """Refusals for models with sliding windows; `others`: whether some layers have none."""
     beside = "sliding-window attention beside full attention"
     return [
         (
@@ -196,32 +196,32 @@ def _windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> list[tup
         ),
         (
             bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
-            f"{beside} without vLLM's hybrid KV cache manager, as all layers share one block table then",
+            f"{beside} without vLLM's hybrid KV cache manager: all layers share one block table then",
             "leave --disable-hybrid-kv-cache-manager out",
         ),
         (
             len(config.classes) > 1,
-            f"{beside}, as it splits layers or heads in pages that are no layer's",
+            f"{beside}, because it puts heads into pages that belong to no layer",
             "use a policy for whole layers, such as h2o, snapkv or sink-window",
         ),
         (
             config.context is not None,
-            f"{beside}, where only those with windows may have positions",
+            f"{beside}, where only layers with windows may have positions",
             "leave context out for this model",
         ),
         (
             config.reconstructs,
-            f"{beside}, where a prompt can't be repeated from the blocks that it has left in the cache",
+            f"{beside}, where the prefix cache lacks blocks of windows to repeat a prompt",
             "leave kvzip out; snapkv, h2o and keydiff need no second pass",
         ),
     ]
 
 
 def check_windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> None:
-    """Refuse what can't be served in a model some of whose layers have sliding windows; `others`: some have none.
+    """Refuse policies and settings that do not work with sliding windows; `others`: whether some layers have none.
 
     Raises:
-        KVPolicyError: naming it.
+        KVPolicyError: naming the reason.
     """
     for refused, what, instead in _windows(vllm_config, config, others):
         if refused:
@@ -229,7 +229,7 @@ def check_windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> Non
 
 
 def check_pages(config: KVPolicyConfig, block_sizes: Collection[int], page_bytes: Collection[int]) -> None:
-    """Refuse models whose layers with and without sliding windows differ in the blocks of their caches.
+    """Refuse models whose layers with and without sliding windows have caches of different shapes.
 
     Args:
         block_sizes: tokens, of all KV groups and as configured.
@@ -249,10 +249,9 @@ def check_pages(config: KVPolicyConfig, block_sizes: Collection[int], page_bytes
 
 
 def _named_backend(attention_config: Any) -> tuple[str | None, str]:
-    """The backend that somebody named for plain full attention, and where; None if vLLM is to choose one.
+    """The backend that the configuration names for full attention, and the setting; None if vLLM chooses one.
 
-    It does when it makes the layers, which `check_layer` looks at. Other kinds of layers may have any: sliding
-    windows are left to vLLM.
+    vLLM chooses when it makes the layers, which `check_layer` checks. Layers of other kinds may have any backend.
     """
     if (backend := attention_config.backend_per_kind.get("full_attention")) is not None:
         return backend.name, "--attention-config.backend_per_kind.full_attention"
@@ -297,7 +296,7 @@ def check_cache(name: str, layer: Any) -> None:
 
 
 def check_alike(layers: dict[str, Any]) -> None:
-    """Refuse models whose layers' heads don't fit into pages of one shape, or differ, where heads are split.
+    """Refuse models whose heads can't be split, because layers differ or heads have values of their own.
 
     Raises:
         KVPolicyError: naming two layers.

@@ -1,11 +1,12 @@
-"""Heads in another order: the weights of attention projections are permuted while vLLM loads them.
+"""Puts heads in another order: permutes the weights of attention projections while vLLM loads them.
 
-Attention does not care in which order its KV heads come, as long as query heads, keys, values and the input of the
-output projection agree. Tensors are permuted whole, before vLLM cuts them for a tensor-parallel rank, so that a head
+Attention does not depend on the order of its KV heads, if query heads, keys, values and the input of the output
+projection have the same order. Tensors are permuted whole, before vLLM cuts them for a tensor-parallel rank, so a head
 may move to another rank.
 
-Whatever else of an attention module depends on the place of a head is refused by name, and so is a load format that
-passes the weight loaders by: a model half in the new order would run, and answer wrong.
+Attention modules in which anything else depends on a head's place are refused by name. So are load formats that bypass
+the
+weight loaders: a model partly in the new order would run, and give wrong answers.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,20 +28,20 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from ..config import KVPolicyError
 
-#: What to load with instead: formats that go through the weight loaders, or need no weights.
+#: Advice: formats that use the weight loaders, or need no weights.
 FORMATS = "use --load-format auto, safetensors, pt or dummy"
-#: How trained weights may come to a server that is running: those that go through the weight loaders.
+#: Backends that pass new weights to a running server through the weight loaders.
 TRANSFERS = ("nccl", "ipc")
-#: Attention modules whose projection has q, k and v of each KV head side by side. Their weights come whole, so that the
-#: loader can't know.
+#: Attention modules whose projection has q, k and v of each KV head side by side. Their weights come in one tensor, so
+#: the loader can't tell.
 INTERLEAVED = ("InternLM2Attention",)
 
-#: (parameter, shard) that no weight has come for yet. An output projection's one shard is "".
+#: Pairs (parameter, shard) without a loaded weight so far. An output projection's one shard is "".
 Awaited = set[tuple[str, str]]
 
 
 class Part(NamedTuple):
-    """The weights of one of q, k and v, or of the output projection's input.
+    """The weights of q, k or v, or of the output projection's input.
 
     Attributes:
         size: elements of a head.
@@ -53,17 +54,17 @@ class Part(NamedTuple):
 
 @contextmanager
 def reordering(vllm_config: VllmConfig, order: np.ndarray) -> Iterator[None]:
-    """The model that is loaded in this context gets its heads in another order.
+    """Put the heads of the model that is loaded in this context in another order.
 
-    Weights that are loaded into it again later come in this order too.
+    Weights that are loaded again later get this order too.
 
     Args:
         vllm_config: the worker's.
         order: int64 [layers, kv_heads], new place -> KV head of the checkpoint, a permutation a layer. Query heads
-            follow their KV head. Layers that keep their order are left alone.
+            follow their KV head. Layers whose order is unchanged are not touched.
 
     Raises:
-        KVPolicyError: a layer can't be reordered, or weights are not loaded in a way that lets them be; names it.
+        KVPolicyError: naming a layer that can't be reordered, or a way of loading that bypasses the weight loaders.
     """
     if vllm_config.lora_config is not None:
         raise KVPolicyError(
@@ -106,10 +107,10 @@ def reordering(vllm_config: VllmConfig, order: np.ndarray) -> Iterator[None]:
 
 
 def check_reload(weights_iterator: Any = None, weights_path: Any = None, is_checkpoint_format: bool = True) -> None:
-    """Of a model whose heads are in another order; arguments of vLLM's `reload_weights`.
+    """Check the arguments of vLLM's `reload_weights`, for a model whose heads are in another order.
 
     Raises:
-        KVPolicyError: weights would be put in as they are.
+        KVPolicyError: the weights would bypass the weight loaders.
     """
     if not is_checkpoint_format:
         raise KVPolicyError(
@@ -119,7 +120,7 @@ def check_reload(weights_iterator: Any = None, weights_path: Any = None, is_chec
 
 
 def _wrap(model: nn.Module, vllm_config: VllmConfig, order: np.ndarray) -> Awaited:
-    """Wrap the weight loaders of all layers that change their order -> what has to come through them."""
+    """Wrap the weight loaders of all layers whose order changes; returns the weights that they have to load."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     if len(layers) != len(order):
         raise KVPolicyError(f"the heads of {len(order)} layers can't be split: the model has {len(layers)}")
@@ -144,7 +145,7 @@ def _wrap(model: nn.Module, vllm_config: VllmConfig, order: np.ndarray) -> Await
 def _projections(model: nn.Module, name: str, attention: Any) -> list[tuple[str, Any]]:
     """Names and modules of a layer's QKVParallelLinear and RowParallelLinear.
 
-    Makes sure that nothing else hangs on the order of its heads.
+    Checks that nothing else in the module depends on the order of heads.
 
     Raises:
         KVPolicyError: naming the layer.
@@ -167,7 +168,7 @@ def _projections(model: nn.Module, name: str, attention: Any) -> list[tuple[str,
             raise _refusal(name, f"{path} has {len(found)} {cls.__name__} layers, not one")
         linears += found
     qkv, out = linears[0][1], linears[1][1]
-    # Gates that share the projection show as more query heads than attention has.
+    # If gates share the projection, it has more query heads than the attention layer.
     if (qkv.num_heads, qkv.num_kv_heads) != (attention.num_heads, attention.num_kv_heads):
         raise _refusal(name, f"{path} projects {qkv.num_heads} + {qkv.num_kv_heads} heads for it")
     if out.input_size != qkv.total_num_heads * qkv.v_head_size:
@@ -189,7 +190,7 @@ def _projections(model: nn.Module, name: str, attention: Any) -> list[tuple[str,
 
 
 def _own_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What checkpoints hold for a module, children aside. Caches such as rotary embeddings' are not."""
+    """Weights of a module in checkpoints, without its children and without caches such as rotary embeddings'."""
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
@@ -203,13 +204,13 @@ def _wrap_linear(
     parts: dict[str, Part],
     awaited: Awaited,
 ) -> None:
-    """Permute what a projection's parameters are loaded with.
+    """Wrap the weight loaders of a projection's parameters, so that they permute heads.
 
     Args:
         prefix: the projection's name.
         dim: attribute of the parameters with the dimension along which heads lie: `output_dim` or `input_dim`.
-        parts: what lies along it, in order, by shard.
-        awaited: gets what has to be loaded; loaded shards go.
+        parts: shards along this dimension, in order.
+        awaited: gets the shards that have to be loaded; the loader removes loaded ones.
 
     Raises:
         KVPolicyError: naming a parameter that can't be permuted.
@@ -234,9 +235,10 @@ def _wrap_linear(
                 if not block or part.size % block:
                     raise _refusal(full, f"it has a scale for {block} rows or columns, a head has {part.size}")
         awaited.update((full, shard) for shard in parts)
-        # Still a method of the layer: vLLM keeps copies of parameters, in which it exchanges references to the layer.
+        # It has to be a method of the layer: vLLM copies parameters, and replaces references to the layer in the
+        # copies.
         parameter.weight_loader = MethodType(loader(load.__func__, full, dim, parts, awaited), linear)
-    # It has made those copies when it built the model; weights are loaded again through them.
+    # vLLM made these copies when it built the model, and reloads weights through them: make them again.
     record_metadata_for_reloading(linear)
 
 
@@ -245,7 +247,7 @@ def _qkv_loader(
 ) -> Callable[..., None]:
     @wraps(load)
     def permuted(self: nn.Module, param: Any, loaded_weight: torch.Tensor, loaded_shard_id: str | None = None) -> None:
-        # Without a shard q, k and v come in one tensor. vLLM cuts it and calls itself, not this.
+        # Without a shard id q, k and v come in one tensor. vLLM cuts it and calls its own loader, not this one.
         shards = tuple(parts) if loaded_shard_id is None else (loaded_shard_id,)
         wanted = [parts[shard] for shard in shards]
         load(self, param, _permute(name, loaded_weight, getattr(param, dim, None), wanted), loaded_shard_id)
@@ -271,17 +273,17 @@ def _permute(name: str, tensor: torch.Tensor, dim: int | None, parts: list[Part]
     Args:
         name: the parameter's, for messages.
         tensor: weights, or scales and zero points with fewer entries.
-        dim: along which heads lie. Tensors with one entry along it, or without it, hold for all heads.
-        parts: what lies along it, in order.
+        dim: dimension along which heads lie. Tensors without it, or with one entry along it, are for all heads.
+        parts: shards along it, in order.
 
     Raises:
-        KVPolicyError: a head has no whole number of entries.
+        KVPolicyError: the entries of a head are no whole number.
     """
     if dim is None or dim >= tensor.ndim or tensor.shape[dim] == 1:
         return tensor
     entries, elements = tensor.shape[dim], sum(part.size * len(part.order) for part in parts)
     permuted, start = [], 0
-    # Some 8-bit types can be copied and nothing else.
+    # Some 8-bit types support copies only.
     plain = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     for part in parts:
         each, rest = divmod(entries * part.size, elements)

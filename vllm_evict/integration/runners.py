@@ -1,6 +1,6 @@
-"""Model runners V1 and V2: holes and moved blocks into their block tables, which the views of a batch are made of.
+"""Writes holes and moved blocks into the block tables of model runners V1 and V2; views are built from these tables.
 
-Both runners rebuild their tables from the scheduler's new blocks only; neither is ever told that a block went away.
+Both runners update their tables by the scheduler's new blocks only. vLLM never tells them that a block was evicted.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from . import graphs
 
 
 def install(runner: Any, runtime: EvictionRuntime, v2: bool) -> None:
-    """Let `runtime` see the runner's batches and write its holes."""
+    """Give `runtime` the runner's batches, and write its holes into the runner's tables."""
     (_install_v2 if v2 else _install_v1)(runner, runtime)
     (graphs.install_v2 if v2 else graphs.install_v1)(runner, runtime)
 
@@ -33,14 +33,14 @@ def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
                 request = runner.requests.get(req_id)
                 if request is None:
                     continue
-                # Rows of the batch are rebuilt from here when a request comes back after a pause.
+                # vLLM rebuilds rows of the batch from these lists when a request resumes.
                 for block, physical in blocks.items():
                     request.block_ids[number][block] = physical
                 row = runner.input_batch.req_id_to_index.get(req_id)
                 if row is not None:
                     table.np[row, list(blocks)] = list(blocks.values())
         runtime.batch.req_ids = runner.input_batch.req_ids
-        # Filled before any metadata is built; rows of padding are cleared later, but of length 0 by then.
+        # vLLM fills the tables before it builds metadata. It clears rows of padding later; their length is 0 by then.
         runtime.views.tables = [table.gpu for table in tables]
         return corrections
 
@@ -74,8 +74,14 @@ def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
 
 @contextmanager
 def profiling(runner: Any, step: int, between: int, device: torch.device) -> Iterator[None]:
-    """Within it vLLM's measure of what a step takes knows of ours: so many bytes while layers run, so many before or
-    after that."""
+    """Let vLLM's memory profiling include the plugin's memory of a step.
+
+    Args:
+        runner: vLLM's model runner.
+        step: bytes while layers run.
+        between: bytes before or after that.
+        device: where the memory is.
+    """
     profile = runner.profile_run
 
     @wraps(profile)
@@ -93,7 +99,7 @@ def profiling(runner: Any, step: int, between: int, device: torch.device) -> Ite
 
 
 def block_tables(runner: Any, runtime: EvictionRuntime, v2: bool) -> list[torch.Tensor]:
-    """vLLM's block table of each group, where metadata builders get its first rows. int32 [requests, width]"""
+    """vLLM's block table of each group, int32 [requests, width], whose first rows metadata builders get."""
     if v2:
         return [runner.block_tables.input_block_tables[number] for number in runtime.numbers]
     tables = runner.input_batch.block_table
@@ -112,9 +118,9 @@ def _runs(indices: list[int]) -> list[tuple[int, int]]:
 
 
 def fill_blocks(runner: Any, blocks: list[int], value: float) -> None:
-    """Overwrite whole blocks in all layers (tests: poison what is freed, clean what is handed out again)."""
+    """Overwrite whole blocks in all layers (tests: poison freed blocks, clean allocated ones)."""
     # Layers whose heads are split share one tensor.
     for cache in {cache.data_ptr(): cache for cache in runner.kv_caches}.values():
-        if cache.dtype == torch.uint8:  # fp8: its NaN is one of e5m2 too
+        if cache.dtype == torch.uint8:  # fp8: NaN of e4m3fn is NaN of e5m2 too
             cache = cache.view(torch.float8_e4m3fn)
         cache[blocks] = value

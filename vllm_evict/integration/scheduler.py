@@ -1,4 +1,4 @@
-"""vLLM's schedulers with eviction: workers measure, the scheduler decides, and tells workers with the step it plans."""
+"""vLLM's schedulers with eviction: workers measure, the scheduler decides, and its plan tells the workers."""
 
 import time
 from typing import Any
@@ -39,10 +39,10 @@ logger = init_logger("vllm.evict")
 class EvictionMixin(AdmissionMixin, HitsMixin):
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
 
-    A request over its trigger is found when its block table grows (`EvictableManager.allocate_new_blocks`), and decided
-    on when its step is done. Its blocks go back to the pool at once; the holes travel with the next `schedule`, the
-    first one that could hand those blocks out. Steps in flight still read the old table, and every worker runs them
-    before the step that writes a reused block.
+    `EvictableManager.allocate_new_blocks` finds requests whose block table grows past their trigger. When the step is
+    done, they are decided on. Evicted blocks go back to the pool at once. The holes travel with the plan of the next
+    `schedule`, the first one that could hand those blocks out. Steps in flight still read the old table, and every
+    worker runs them before the step that writes a reused block.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,14 +53,14 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         self.kv_managers, self.sliding_managers = self._managers()
         count_published(self.kv_cache_manager, self._published_tokens)
         self._plan, self._inbox = EvictionPlan.empty(len(self.kv_managers)), Inbox()
-        #: None if no request is evicted from when the pool runs out.
+        #: None unless some KV group uses `when: pressure`.
         self.pressure = Pressure(self, self.kv_policy) if Pressure.serves(self.kv_policy) else None
         self.room = RoomMaker(self, self.pressure) if self.pressure is not None else None
-        #: None if no request's prompt is ever reconstructed.
+        #: None unless requests may use a policy that reconstructs prompts.
         self.reconstructions = Reconstructions(self) if Reconstructions.serves(self.kv_policy) else None
         self.mechanisms = self._mechanisms()
-        #: Requests that the front end ends, on any of their outputs: those with stop strings, and sessions. And what it
-        #: was told last of their usage: peak, evicted blocks of each KV group.
+        #: Requests that the front end may end with any output, by stop strings or as sessions -> the usage sent last:
+        #: peak, evicted blocks of each KV group.
         self._stoppable: dict[str, tuple[int, ...]] = {}
         self._policies = sorted(self.kv_policy.allowed)
         logger.info(start_up_line(self))
@@ -75,9 +75,9 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         return [mechanism for mechanism in made if mechanism is not None]
 
     def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager]]:
-        """Those of KV groups that may have holes, in order, and those of sliding windows beside them.
+        """Managers of KV groups that may have holes, in order, and managers of sliding windows.
 
-        More than one may have holes only where heads are split, or where fewer layers slide than do not.
+        Several groups may have holes only where heads are split, or where most layers have full attention.
         """
         managers = self.kv_cache_manager.coordinator.single_type_managers
         evictable = [manager for manager in managers if isinstance(manager, EvictableManager)]
@@ -96,7 +96,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
 
     @property
     def residents(self) -> dict[str, RequestBlocks]:
-        """All requests, in the first KV group that may have holes."""
+        """Blocks of all requests in the first KV group that may have holes."""
         return self.kv_managers[0].residents
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -118,7 +118,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         return output
 
     def _plan_starts(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
-        """Tell workers how to measure the requests that start, or start over, with a step."""
+        """Add to a plan how workers measure the requests that start, or start over, with its step."""
         starts = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
         if cached.resumed_req_ids:
@@ -127,7 +127,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         for manager, group in zip(self.kv_managers, plan.groups):
             for req_id, computed_tokens in starts:
                 resident = manager.residents[req_id]
-                if resident.started:  # the next turn of a streaming session: what it may keep may have changed
+                if resident.started:  # the next turn of a streaming session, whose limits may have changed
                     manager.note(req_id)
                     continue
                 resident.started, resident.first_query = True, computed_tokens
@@ -161,16 +161,15 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         return outputs
 
     def _held(self, group: int, req_id: str) -> np.ndarray | None:
-        """Blocks that a request holds in a KV group, those of steps in flight left out; None if it has ended."""
+        """Blocks that a request holds in a KV group, without those of steps in flight; None if it has ended."""
         request = self.requests.get(req_id)
         return None if request is None else self.kv_managers[group].residents[req_id].held_after(settled(request))
 
     def apply(self, action: Action) -> None:
-        """Do what a mechanism decided: free blocks, and tell workers with the next step.
+        """Carry out an action of a mechanism: free blocks, and add holes and orders to the next plan.
 
-        An action may need private copies of blocks that other requests hold, and the pool may have no room for them.
-        Then nothing happens, and the next decision asks again; a request that can't go on without the action is
-        preempted.
+        An action may need private copies of blocks that other requests hold. If the pool has no room for them, nothing
+        changes and the next decision tries again; a request that can't go on without the action is preempted.
         """
         req_id, manager, plan = action.req_id, self.kv_managers[action.group], self._plan
         request, residents = self.requests[req_id], self._residents_of(req_id)
@@ -187,7 +186,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         if len(action.holes):
             resident.evict(action.holes, request.num_computed_tokens)
         if len(action.writes):
-            # Blocks that were published may still be, those that come next may not.
+            # Published blocks stay published; blocks that follow them are never published.
             resident.pure_tokens = min(resident.pure_tokens, manager.published_tokens(req_id))
         if whole:
             self._publish_ends(request)
@@ -199,7 +198,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         action.order(plan, source, target)
         freed = [block for block in given_back if block.ref_cnt == 0]
         if self._poison:
-            # A published block may still be hit: its content has to stay what its hash says.
+            # A published block may still be hit, so its content has to match its hash.
             poison = [block.block_id for block in freed if block.block_hash is None]
             plan.poison = [block for block in plan.poison if block not in target] + poison
         copies = len(given_back) - len(action.holes)
@@ -209,7 +208,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         else:
             self.tally.count(policy, len(action.holes), max(len(freed) - copies, 0), first, copies)
 
-    # What mechanisms see (`core.mechanisms.Host`)
+    # The interface for mechanisms (`core.mechanisms.Host`)
 
     @property
     def groups(self) -> list[EvictableManager]:
@@ -228,7 +227,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         return request if request is not None and request.status == RequestStatus.RUNNING else None
 
     def miss(self, req_id: str, resident: RequestBlocks) -> None:
-        """Count and log a report that was asked for and did not come."""
+        """Count and log a missing report."""
         resident.misses += 1
         self.tally.miss(resident.policy)
         if not resident.state.complained:
@@ -241,7 +240,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         return [manager.residents[req_id] for manager in self.kv_managers]
 
     def _send_usage(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Put usage so far on outputs that the front end may make the last, where it is news to it."""
+        """Put the usage so far on outputs that may be a request's last, where it has changed."""
         for client in outputs.values():
             for output in client.outputs:
                 req_id = output.request_id
@@ -254,27 +253,27 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
                     output.kv_transfer_params = self._usage(self.requests[req_id])
 
     def _published_tokens(self, request: Request) -> int | None:
-        """Tokens of a request that others can hit, blocks that it has lost included; None: it has all its blocks."""
+        """Tokens of a request that other requests can hit, evicted blocks included; None if it has all its blocks."""
         resident = self.residents.get(request.request_id)
         if resident is None or resident.pure_tokens is None:
             return None
         return min(manager.published_tokens(request.request_id) for manager in self.kv_managers)
 
     def _usage(self, request: Request) -> dict[str, Any]:
-        """Its usage as it travels to the front end."""
+        """The usage of a request, as it travels to the front end."""
         usage = {USAGE_KEY: KVUsage.of(self._residents_of(request.request_id)).as_dict()}
         params = request.sampling_params
         shown = params and (params.extra_args or {}).get(SHOWN_KEY)
         return usage | ({SHOWN_KEY: True} if shown else {})
 
     def _publish_ends(self, request: Request) -> None:
-        """What a request that loses its first block has computed until now is the last of it that others may hit."""
+        """Publish blocks of sliding windows, where a request loses its first block: later ones are never published."""
         if self.kv_cache_manager.enable_caching:
             for manager in self.sliding_managers:
                 manager.publish_end(request)
 
     def _free_request_blocks(self, request: Request) -> None:
-        # Its table is gone, and with it all that workers were to hear of.
+        # The request's table is gone, so the next plan has no orders for it.
         for group in self._plan.groups:
             for told in (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored):
                 told.pop(request.request_id, None)
@@ -287,7 +286,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         kv_params, ec_params = super()._free_request(request, *args, **kwargs)
         self._stoppable.pop(request.request_id, None)
         if request.request_id not in self.residents:
-            return kv_params, ec_params  # it never came in through `add_request`
+            return kv_params, ec_params  # `add_request` never saw it
         usage = self._usage(request)
         for manager in self.kv_managers:
             del manager.residents[request.request_id]

@@ -13,14 +13,14 @@ from .managers import EvictableManager
 
 @dataclass(frozen=True, kw_only=True)
 class EvictableSpec(FullAttentionSpec):
-    """Full attention over what a policy keeps resident.
+    """Full attention over the resident blocks of a policy.
 
     Attributes:
         backend: name of the attention backend that reads the blocks (for the start-up line).
-        head_class: whose heads these are, where heads are split (see `KVPolicyConfig.classes`).
-        part: number of the group among those of its class that may not share a block table.
-        sink, window: leading and trailing blocks of a cached prefix that are of use without the rest; None: it takes
-            all of them.
+        head_class: class of the heads, where heads are split (see `KVPolicyConfig.classes`).
+        part: number of the group among the groups of its class, which may not share a block table.
+        sink, window: leading and trailing blocks of a cached prefix that a request can use without the others; None: it
+            needs all blocks.
     """
 
     backend: str = ""
@@ -30,21 +30,21 @@ class EvictableSpec(FullAttentionSpec):
     window: int | None = None
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Most bytes that one request may hold, in flight included: vLLM plans its pool and concurrency with it."""
+        """Most bytes that one request may hold, in flight included. vLLM plans its pool and concurrency with it."""
         full = super().max_memory_usage_bytes(vllm_config)
         config = policy_config(vllm_config).of_class(self.head_class)
         return min(full, most_blocks(vllm_config, config, self.block_size) * self.page_size_bytes)
 
     @classmethod
     def merge(cls, specs: list["EvictableSpec"]) -> "EvictableSpec":
-        # FullAttentionSpec.merge rebuilds the spec from its own fields; ours would silently become defaults.
+        # FullAttentionSpec.merge rebuilds the spec from vLLM's fields; the plugin's fields would become defaults.
         own = {name: getattr(specs[0], name) for name in OWN_FIELDS}
-        # vLLM asks whether layers share a block table by merging them.
+        # vLLM merges specs to see whether layers can share a block table.
         assert all(specs[0].is_alike(spec) for spec in specs), "head classes have block tables of their own"
         return replace(super().merge(specs), **own)
 
     def is_alike(self, other: KVCacheSpec) -> bool:
-        """Whether two specs differ in nothing that is the plugin's."""
+        """Whether two specs agree in all fields of the plugin."""
         return all(getattr(self, name) == getattr(other, name, None) for name in OWN_FIELDS)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
@@ -53,12 +53,12 @@ class EvictableSpec(FullAttentionSpec):
 
 
 def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int) -> int:
-    """Most blocks of a KV group under a policy that one request may insist on, in flight included."""
+    """Most blocks of a KV group that one request under a policy may need, in flight included."""
     longest = vllm_config.model_config.max_model_len
     bound = config.bound(block_size, longest)
     if bound is None:
         return math.ceil(longest / block_size)
-    # Eviction follows the step, so whole chunks are held on top while steps are in flight.
+    # Eviction follows the step, so a request holds whole chunks on top while steps are in flight.
     return bound + math.ceil(vllm_config.max_in_flight_tokens / block_size) + 1
 
 
@@ -67,12 +67,12 @@ OWN_FIELDS = ("backend", "head_class", "part", "sink", "window")
 
 
 def policy_config(vllm_config: VllmConfig) -> KVPolicyConfig:
-    """The server's policy, as it travels in vLLM's configuration."""
+    """The server's policy, from vLLM's configuration."""
     model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     config = KVPolicyConfig.parse(vllm_config.additional_config["kv_policy"])
     return config.for_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), ranks)
 
 
-# A spec reaches the engine core by pickle, which imports this module first: whoever holds one has it registered.
+# A spec reaches the engine core by pickle, which imports this module: so every process with a spec has it registered.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(EvictableSpec, EvictableManager, uniform_type_base_spec=FullAttentionSpec)

@@ -1,4 +1,4 @@
-"""Attention of layers whose KV heads lie in several KV groups: one call for decodes, one a group for all else."""
+"""Attention of layers whose KV heads lie in several KV groups: one call for decodes, one call a group otherwise."""
 
 from copy import copy
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from .backend import PLACE, STEP_WORK
 
 @dataclass(slots=True)
 class Part:
-    """The heads of one class in one layer. A layer's heads are in the order of its parts (see `heads.arrange`).
+    """The heads of one class in one layer. A layer's heads are in the order of its parts (`core.arrange`).
 
     Attributes:
         pages: layer name of the KV group's pages.
-        heads, query_heads: which of the layer's KV heads, and of its query heads.
-        slots: which head slots of the group's pages.
-        impl: the layer's attention, for so many heads.
-        holder: what vLLM gives the pages to as `kv_cache`, anew each time that it allocates them.
+        heads, query_heads: the part's share of the layer's KV heads and query heads.
+        slots: the part's head slots in the group's pages.
+        impl: the layer's attention, for the part's heads.
+        holder: the stand-in layer; vLLM sets its `kv_cache` each time that it allocates the pages.
         heads_dim: dimension of the pages that counts head slots.
     """
 
@@ -36,7 +36,7 @@ class Part:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """[num_blocks, heads, ...], those slots of the pages."""
+        """The part's slots of the pages: [num_blocks, heads, ...]."""
         pages, cache = self._seen
         if pages is not self.holder.kv_cache:
             pages = self.holder.kv_cache
@@ -46,7 +46,7 @@ class Part:
 
 
 def part_of(layer: Any, pages: str, holder: Any, heads_dim: int, first: int, heads: int, slot: int, place: int) -> Part:
-    """KV heads `first` to `first + heads` of a layer, in head slots from `slot` on, the `place`-th of the KV group."""
+    """The part with KV heads from `first` on, in head slots from `slot` on, the `place`-th of the KV group."""
     impl, group = copy(layer.impl), layer.num_heads // layer.num_kv_heads
     impl.num_kv_heads, impl.num_heads = heads, heads * group
     setattr(impl, PLACE, place)
@@ -56,7 +56,7 @@ def part_of(layer: Any, pages: str, holder: Any, heads_dim: int, first: int, hea
 
 
 def split_impl(impl: type, parts: list[Part], ops: BackendOps) -> type:
-    """A subclass of an `AttentionImpl` for one layer that leaves its work to those of its parts."""
+    """A subclass of an `AttentionImpl` for one layer, which calls the `impl` of each part."""
 
     class SplitImpl(impl):
         def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -74,13 +74,13 @@ def split_impl(impl: type, parts: list[Part], ops: BackendOps) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> torch.Tensor:
-            if attn_metadata is None:  # a dummy run: a router of experts can't choose by what memory happens to hold
+            if attn_metadata is None:  # a dummy step: zeros, so that a router of experts gets defined numbers
                 return output.fill_(0)
             of_group, shares = get_forward_context().attn_metadata, []
             own_query = ops.dequantised(layer, query)
             for part in parts:
                 metadata = of_group[part.pages]
-                # vLLM takes the layer for one that reads another layer's cache, so it has not written these.
+                # vLLM does not write keys and values of a layer that shares another layer's cache.
                 part.impl.do_kv_cache_update(
                     layer, key[:, part.heads], value[:, part.heads], part.kv_cache, metadata.slot_mapping
                 )
@@ -89,7 +89,7 @@ def split_impl(impl: type, parts: list[Part], ops: BackendOps) -> type:
             if do_together(ops, layer, own_query, shares, output):
                 return output
             for part, share in zip(parts, shares):
-                # Kernels write outputs without gaps.
+                # Kernels write contiguous outputs.
                 attended = torch.empty(share.query.shape, dtype=output.dtype, device=output.device)
                 its_query = query[:, part.query_heads]
                 part.impl.forward(layer, its_query, None, None, part.kv_cache, share.metadata, attended)

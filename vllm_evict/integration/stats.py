@@ -1,4 +1,4 @@
-"""A request's metrics in vLLM, with what its cache came to."""
+"""A request's metrics in vLLM, with the usage of its cache."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from vllm.v1.metrics.stats import RequestStateStats
 class RequestStats(RequestStateStats):
     """`RequestOutput.metrics` of a request that asked for its usage.
 
-    Ray Data keeps the fields of these metrics, and little else of an output.
+    Ray Data keeps the fields of these metrics, and few other fields of an output.
 
     Attributes:
         kv_usage: a `KVUsage` as a dict; with n > 1 a list in the order of the completions.

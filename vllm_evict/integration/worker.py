@@ -20,7 +20,7 @@ logger = init_logger("vllm.evict")
 
 
 class EvictionWorkerMixin:
-    """Obeys the plan on each `SchedulerOutput`, and sends reports back on the step's `ModelRunnerOutput`."""
+    """Carries out the plan on each `SchedulerOutput`, and returns reports on the step's `ModelRunnerOutput`."""
 
     kv_evict: EvictionRuntime | None = None
     _needs = Needs()
@@ -40,7 +40,7 @@ class EvictionWorkerMixin:
         super().reload_weights(*args, **kwargs)
 
     def get_kv_cache_spec(self) -> Any:
-        # The first call after the model is loaded and the block size is settled; specs are what it changes.
+        # vLLM calls this first after the model is loaded and the block size is final. Layers then change their specs.
         if self.kv_evict is None:
             specs = super().get_kv_cache_spec()
             self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
@@ -74,7 +74,7 @@ class EvictionWorkerMixin:
                 logger.warning(line)
 
     def compile_or_warm_up_model(self) -> Any:
-        # Before vLLM captures graphs, and before its monitor takes what is compiled for a fault.
+        # Before vLLM captures graphs, and before its monitor reports compilations.
         if self.kv_evict.ops.compiles and self.vllm_config.kernel_config.enable_jit_warmup:
             self._warm_up()
         return super().compile_or_warm_up_model()
@@ -89,8 +89,8 @@ class EvictionWorkerMixin:
                 torch.accelerator.synchronize(self.device)
         except Exception:
             logger.warning(
-                "Kernels of KV policies could not be compiled ahead. They are compiled when requests first need them, "
-                "which will have to wait.",
+                "Kernels of KV policies could not be compiled ahead. Each is compiled when a request first needs it, "
+                "and the request waits.",
                 exc_info=True,
             )
         else:
@@ -117,7 +117,7 @@ class EvictionWorkerMixin:
 
 
 def with_reports(output: Any, reports: list[Reports], copied: Any = None) -> Any:
-    """The output with the reports on it, now or when it is awaited; `copied` says when they came from the device."""
+    """The output with the reports, at once or when it is awaited; `copied`: event after which they are on the host."""
     if isinstance(output, AsyncModelRunnerOutput):
         return _Reporting(output, reports, copied)
     if isinstance(output, ModelRunnerOutput):
