@@ -1,20 +1,21 @@
-"""Where prompts are answered: vLLM's `LLM` in this process, or any OpenAI-compatible server.
+"""Backends that answer prompts: vLLM's `LLM` in this process, or any OpenAI-compatible server.
 
-What policies have seen when they decide is a setting, and results of two settings are never mixed:
+The tokens that policies have seen when they decide are a setting. Results of two settings are never mixed:
 
-    agnostic   decisions over the context are taken before the question is there. Prompts are prefilled in chunks, the
-               context ends with one, and the question comes in the next. What stays then is at most the budget.
-    aware      the question is inside what is compressed: the whole prompt is one chunk, and the first decision follows.
-    served     as the server happens to chunk: facts in the last chunk are decided on with the question seen, all others
-               without. What users get; between the other two.
+    agnostic   decisions over the context are taken before the question. Prompts are prefilled in chunks, the context
+    ends
+               with a chunk, and the question comes in the next. By then a request holds at most its budget.
+    aware      decisions see the question: the whole prompt is one chunk, and the first decision follows it.
+    served     the server chooses chunks: decisions over the last chunk see the question, all others do not. Users get
+               this setting; it lies between the other two.
 
-A second request that hits the first one's prefix would not do for `agnostic`: blocks that were computed before the
-first eviction stay hit-able when they are evicted, so it would see them again. For the same reason prompts never share
-a prefix cache here, or every policy after the first would find what that one had computed.
+For `agnostic` a second request that hits the prefix of a first one would not work: blocks that were computed before the
+first eviction stay in the prefix cache when they are evicted, so the second request would hit them. For the same reason
+prompts never share a prefix cache here: a policy would hit blocks that the policy before it had computed.
 
-A policy that reconstructs prompts (`kvzip`) is shown the context alone first, which is what it repeats (the whole
-prompt, where the question is to be seen). Then the prompt is computed again from its first token, chunk by chunk, and
-evicted from by the scores that are there, as under any other policy.
+A policy that reconstructs prompts (`kvzip`) first gets the context alone (or the whole prompt, if the setting shows the
+question) and repeats it. Then the prompt is computed again from its first token, chunk by chunk, and blocks are evicted
+by the scores of the repetition.
 """
 
 import gc
@@ -37,23 +38,23 @@ from .prompts import Prompts
 from .tasks import NLL, Sample
 
 SETTINGS = ("agnostic", "aware", "served")
-#: Bytes of KV cache on a CPU, where the user does not say.
+#: Bytes of KV cache on a CPU, if the user gives none.
 CPU_CACHE = 1 << 30
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one sample, what it cost and what was won.
+    """The answer to one sample, and its costs.
 
     Attributes:
         text: the answer.
         nll: nats per token over the second half of the prompt, for the metric of that name.
         prompt_tokens, output_tokens: of this request.
-        budget_tokens: what the policy brought it back to; None if it kept all, or where nobody says (over HTTP).
+        budget_tokens: the request's budget; None if it kept all blocks, and over HTTP.
         peak_blocks: most KV blocks held at once, where heads are split the mean over KV groups; None over HTTP.
         evicted_tokens: tokens whose blocks were evicted; None over HTTP.
-        ttft_s: seconds from its arrival to its first token, waiting included.
-        tokens_per_s: tokens that were processed, prompts and answers, per second of the batch that it ran in.
+        ttft_s: seconds from the request's arrival to its first token, waiting included.
+        tokens_per_s: prompt and answer tokens per second of the batch that the request ran in.
     """
 
     text: str
@@ -80,7 +81,7 @@ def timed(answers: list[Answer], seconds: float) -> list[Answer]:
 
 
 class Offline:
-    """One vLLM engine in this process, which serves every contender whose options it has.
+    """One vLLM engine in this process, for every contender whose options it can serve.
 
     Args:
         model: directory or Hub name.
@@ -114,17 +115,17 @@ class Offline:
         from vllm.platforms import current_platform
 
         self.prompts, self.setting = prompts, setting
-        #: Prompts that have been reconstructed, by their salt.
+        #: Salts of the prompts that were reconstructed.
         self._known: set[str] = set()
         options: dict[str, Any] = {
             "block_size": block_size,
             "max_num_seqs": max(batch, 2) if server.reconstructs else batch,
-            # Prompts are reconstructed from a prefix cache, which nobody else reads here.
+            # Prompts are reconstructed from the prefix cache. No measured request reads it.
             "enable_prefix_caching": server.reconstructs,
             "disable_log_stats": False,
             "seed": 0,
             **self.chunking(setting, chunk, batch, model_length(model)),
-            # vLLM would take nearly all of a CPU's memory, which others use too.
+            # By default vLLM takes nearly all of a CPU's memory, which other processes need too.
             **({"kv_cache_memory_bytes": CPU_CACHE} if current_platform.is_cpu() else {}),
             **engine_args,
         }
@@ -144,9 +145,9 @@ class Offline:
 
     @staticmethod
     def chunking(setting: str, chunk: int, batch: int, max_len: int | None) -> dict[str, Any]:
-        """Engine arguments that make a setting true."""
+        """Engine arguments for a setting."""
         if setting == "agnostic":
-            # A step has room for a chunk of every request, so that none is ever cut short and boundaries stay.
+            # A step has room for a chunk of every request, so that no chunk is cut short.
             return {"long_prefill_token_threshold": chunk, "max_num_batched_tokens": batch * chunk}
         if setting == "aware":
             room = {"max_num_batched_tokens": max(max_len, batch)} if max_len else {}
@@ -162,7 +163,7 @@ class Offline:
         from vllm import SamplingParams
 
         if self.setting == "agnostic" and len(samples) == 1:
-            # vLLM does not cut the prompt of a request that is alone.
+            # vLLM does not cut the prompt of a single request into chunks.
             return self.answer([*samples, *samples], contender)[:1]
         prompts = [{"prompt_token_ids": self.prompts.ids(sample)} for sample in samples]
         params = [
@@ -185,10 +186,10 @@ class Offline:
         return timed([self._read(output) for output in outputs], time.perf_counter() - start)
 
     def _reconstructed(self, sample: Sample, prompt: dict[str, Any], contender: Contender) -> dict[str, Any]:
-        """A prompt, whose context has been reconstructed under the salt that it now has.
+        """The prompt with a salt under which its context has been reconstructed.
 
         Raises:
-            EvalError: it could not be; the answer would be that of another policy.
+            EvalError: the context was not reconstructed; the answer would be that of another policy.
         """
         from vllm import SamplingParams
 
@@ -205,7 +206,7 @@ class Offline:
                 f"{contender}: {longest} tokens (max_model_len) have no room for a context of {len(context)} and its "
                 "repetition: take a shorter length"
             )
-        # It has to run until its repetition is computed, and for the first decision after it.
+        # The request has to run until its repetition is computed, and for the first decision after it.
         chunk = self.about["engine"].get("long_prefill_token_threshold") or 256
         steps = 4 * (math.ceil(len(context) / chunk) + 8)
         params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, extra_args=contender.xargs)
@@ -245,13 +246,13 @@ class Http:
     """An OpenAI-compatible server, which takes `kv_policy` and `kv_budget` per request in `vllm_xargs`.
 
     Args:
-        url: its API, such as http://localhost:8000/v1.
-        model: name that it serves.
+        url: of the server's API, such as http://localhost:8000/v1.
+        model: name under which the server has it.
         batch: requests at once.
-        chat: ask through chat completions; else complete the bare text.
+        chat: use chat completions; if False, completions of the bare text.
 
     Raises:
-        EvalError: nothing answers there, or it has no such model.
+        EvalError: no server answers, or it has no such model.
     """
 
     def __init__(self, url: str, model: str, *, batch: int, chat: bool = True):
@@ -270,7 +271,7 @@ class Http:
         }
 
     def count(self, context: str) -> int:
-        """Tokens of a text, as vLLM's /tokenize tells them."""
+        """Tokens of a text, by vLLM's /tokenize."""
         import httpx
 
         root = self.url.removesuffix("/v1")
@@ -284,7 +285,7 @@ class Http:
         """Answers, in order. All requests run at once.
 
         Raises:
-            EvalError: the server refuses a request, or goes away.
+            EvalError: the server refuses a request, or stops.
         """
         start = time.perf_counter()
         with ThreadPoolExecutor(max_workers=self.batch) as pool:
@@ -341,7 +342,7 @@ class Http:
         )
 
     def _ask(self, call: Callable[[], Any], what: str) -> Any:
-        """What a call returns, its errors as one message."""
+        """The result of a call; its errors become one message."""
         import openai
 
         try:
@@ -362,10 +363,10 @@ class Http:
 
 
 def check_model(model: str) -> None:
-    """Refuse what is no model before anything else is done.
+    """Refuse a model without a configuration, before anything else is done.
 
     Raises:
-        EvalError: there is no configuration at that directory or name.
+        EvalError: the directory or name has none.
     """
     from transformers import AutoConfig
 
@@ -378,7 +379,7 @@ def check_model(model: str) -> None:
 
 
 def model_length(model: str) -> int | None:
-    """Context of a model, as its configuration says."""
+    """Context of a model by its configuration."""
     from transformers import AutoConfig
 
     return getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
@@ -392,7 +393,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """The hardware of this machine."""
     import torch
 
     cpu = platform.processor() or platform.machine()

@@ -34,7 +34,7 @@ def numbers(text: str, kind: type, what: str) -> tuple[Any, ...]:
     """A comma-separated list of numbers.
 
     Raises:
-        EvalError: an entry is none.
+        EvalError: an entry is no number.
     """
     try:
         return tuple(kind(entry) for entry in split_list(text))
@@ -59,23 +59,25 @@ def _all(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Option(help="Model directory or Hub name; with --url the name that is served.")],
-    out: Annotated[Path, typer.Option(help="Results folder; a run that was killed goes on where it was.")],
+    model: Annotated[str, typer.Option(help="Model directory or Hub name; with --url the served name.")],
+    out: Annotated[Path, typer.Option(help="Results folder; a second run continues a stopped one.")],
     tasks: Annotated[str, typer.Option(help=TASK_HELP)] = "niah,multikey,twostage,vt,ppl",
     policies: Annotated[str, typer.Option(help="Names, YAML files or JSON objects.")] = "full,h2o,sink-window",
     budgets: Annotated[str, typer.Option(help="Tokens, or ratios of the prompt below 1. '': the policies' own.")] = (
         "128,256,512,0.25"
     ),
     lengths: Annotated[str, typer.Option(help="Tokens before the question (built-in tasks).")] = "1024,2048,4096",
-    depths: Annotated[str, typer.Option(help="Where the asked fact lies, from 0 to 1.")] = "0.1,0.3,0.5,0.7,0.9",
+    depths: Annotated[
+        str, typer.Option(help="Depths of the asked fact in the context, from 0 to 1.")
+    ] = "0.1,0.3,0.5,0.7,0.9",
     samples: Annotated[int, typer.Option(help="Prompts for each task, length and depth.")] = 4,
-    settings: Annotated[
-        str, typer.Option(help="agnostic, aware, served; several run apart. Default: agnostic, over HTTP served.")
-    ] = "",
-    url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server instead of an engine in here.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, where it is not the model's.")] = None,
+    settings: Annotated[str, typer.Option(help="agnostic, aware, served. Default: agnostic, over HTTP served.")] = "",
+    url: Annotated[
+        str | None, typer.Option(help="An OpenAI-compatible server instead of an engine in this process.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if it is not the model's.")] = None,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template, if it has one.")] = True,
-    seed: Annotated[int, typer.Option(help="Another seed is other prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     sink: Annotated[int, typer.Option(help="Sink tokens of policies given by name.")] = 32,
     recent: Annotated[int, typer.Option(help="Recent tokens of policies given by name.")] = 32,
     buffer: Annotated[int, typer.Option(help="Hysteresis of policies given by name.")] = 0,
@@ -86,7 +88,7 @@ def evaluate(
     engine_args: Annotated[str, typer.Option(help='More arguments of LLM, as JSON: {"dtype": "float32"}.')] = "{}",
 ) -> None:
     """Run tasks under every policy and budget, then write tables, pictures and a report."""
-    # Before vLLM is imported: one process is enough here, and engines follow each other in it.
+    # Before vLLM is imported: engines run one after the other in this process.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from . import report
@@ -122,7 +124,7 @@ def evaluate(
 
 @app.command()
 def plot(folder: Annotated[Path, typer.Argument(help="Results folder of an evaluation.")]) -> None:
-    """Write tables, pictures and report of rows that are there, and print the table."""
+    """Write tables, pictures and report from a results folder, and print the table."""
     from . import report
 
     console = _console()
@@ -143,7 +145,7 @@ def policies(
 
 
 def _console() -> Console:
-    """Standard output; wide enough for every column where it is no terminal."""
+    """Standard output; if it is no terminal, wide enough for every column."""
     console = Console()
     return console if console.is_terminal else Console(width=150)
 
@@ -164,7 +166,7 @@ def _object(text: str, what: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command, with what a user got wrong as one line on stderr and exit status 2."""
+    """Run the command; a user's mistake is one line on stderr and exit status 2."""
     try:
         app()
     except (EvalError, HeadsError, KVPolicyError) as error:

@@ -1,4 +1,4 @@
-"""RULER, LongBench and 2StageRetr: rows in their published schema, from a file or a Hub dataset.
+"""Reads RULER, LongBench and 2StageRetr: rows in their published schema, from a file or a Hub dataset.
 
     ruler=DIR/niah_single_1/validation.jsonl     `index, input, outputs, length` (`answer_prefix`), as its scripts write
     ruler=hf:simonjegou/ruler/4096               `context, question, answer, answer_prefix, task, max_new_tokens`
@@ -6,7 +6,7 @@
     2stageretr=DIR/2stage.jsonl                  `prompt, answers`, as OmniKV's script writes
 
 A file is .jsonl (or a folder of them). Prompts and answer lengths of LongBench come from its own
-`config/dataset2prompt.json` and `config/dataset2maxlen.json`, looked for beside the data.
+`config/dataset2prompt.json` and `config/dataset2maxlen.json` beside the data.
 """
 
 import json
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 #: RULER: first letters of a subset -> most tokens of an answer, from its scripts.
 RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
-#: 2StageRetr: room to say the sum first, from OmniKV's script.
+#: 2StageRetr: answers may state the sum first; from OmniKV's script.
 TWO_STAGE_TOKENS = 200
 #: LongBench: dataset -> metric.
 LONGBENCH_METRICS = {
@@ -57,7 +57,7 @@ def load(benchmark: str, source: str, limit: int | None = None, seed: int = 0) -
         benchmark: a name in `BENCHMARKS`.
         source: a .jsonl file, a folder of them, or hf:OWNER/NAME[/CONFIG].
         limit: most rows of each file.
-        seed: noted on the samples; rows come in their own order.
+        seed: kept on the samples; the order of rows does not depend on it.
 
     Raises:
         EvalError: no such data, or a row without its fields; names file, line and field.
@@ -75,13 +75,13 @@ def load(benchmark: str, source: str, limit: int | None = None, seed: int = 0) -
 
 
 class Place:
-    """Where a row is from, for messages and for names that only its path tells."""
+    """The origin of a row, for messages and for names that only its path has."""
 
     def __init__(self, words: str, path: Path | None):
         self.words, self.path = words, path
 
     def field(self, row: Row, name: str, kind: type | tuple[type, ...]) -> Any:
-        """A field that must be there."""
+        """A required field."""
         if name not in row:
             raise EvalError(f"{self.words} has no field {name!r}; it has: {', '.join(sorted(row)) or 'none'}")
         if not isinstance(row[name], kind):
@@ -89,7 +89,7 @@ class Place:
         return row[name]
 
     def strings(self, row: Row, name: str) -> tuple[str, ...]:
-        """A field that is one string or some (numbers count as their text)."""
+        """A required field of one or several strings (numbers count as their text)."""
         value = self.field(row, name, (str, int, float, list))
         value = tuple(str(v) for v in (value if isinstance(value, list) else [value]))
         if not value:
@@ -98,7 +98,7 @@ class Place:
 
 
 def ruler(row: Row, place: Place, index: int, seed: int) -> Sample:
-    """A row as RULER's scripts write it, or as kvpress's copy on the Hub has it (context and question apart)."""
+    """A row in the form of RULER's scripts, or of kvpress's copy on the Hub, with separate context and question."""
     apart = "context" in row
     if apart:
         subset, answers = place.field(row, "task", str), place.strings(row, "answer")
@@ -124,7 +124,7 @@ def ruler(row: Row, place: Place, index: int, seed: int) -> Sample:
 
 
 def _ruler_subset(place: Place) -> str:
-    """RULER's files are named SUBSET/validation.jsonl; copies of them often SUBSET.jsonl."""
+    """The subset by the file's name: SUBSET/validation.jsonl by RULER's scripts, often SUBSET.jsonl for copies."""
     if place.path is None:
         raise EvalError(f"{place.words} has no field 'task', and no file name tells the subset")
     names = (place.path.stem, place.path.parent.name)
@@ -173,7 +173,7 @@ def _longbench_config(place: Place) -> tuple[dict[str, str], dict[str, int]]:
 
 
 def two_stage_retrieval(row: Row, place: Place, index: int, seed: int) -> Sample:
-    """A row of OmniKV's 2StageRetr; right if any answer occurs, as its script counts."""
+    """A row of OmniKV's 2StageRetr; an answer is right if any expected one occurs, as in its script."""
     prompt = place.field(row, "prompt", str)
     return Sample(
         task="2stageretr",
@@ -196,7 +196,7 @@ BENCHMARKS: dict[str, Callable[[Row, Place, int, int], Sample]] = {
 
 
 def _sources(source: str) -> Iterator[tuple[Iterator[tuple[int, Row]], str, Path | None]]:
-    """Rows (counted from 1), a name for messages, and the file if it is one."""
+    """Numbered rows from 1 on, a name for messages, and the file or None."""
     if source.startswith("hf:"):
         yield enumerate(_hub(source), 1), source, None
         return

@@ -1,4 +1,4 @@
-"""`vllm-evict policies`: what there is, and what one policy comes to."""
+"""`vllm-evict policies`: lists policies and presets, and the fields of one policy."""
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +9,7 @@ from ..config.fields import KEEPING, MASS, PER_TOKEN
 from ..config.options import names_of
 from ..policies import POLICIES
 
-#: Sizes that follow the budget where they were not given.
+#: Sizes that follow the budget if they are not given.
 FOLLOW = {"sink": "an eighth", "recent": "half"}
 
 
@@ -33,7 +33,7 @@ def show_all(console: Console) -> None:
 
 
 def show_one(policy: str, console: Console) -> None:
-    """Table of all fields of one policy, with those that were left out.
+    """Table of all fields of one policy, given or not.
 
     Raises:
         KVPolicyError: the policy is wrong.

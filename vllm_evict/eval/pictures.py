@@ -53,7 +53,7 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
 
 
 def styles(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and line of each policy, black for `full`; ten colours, then again with other lines."""
+    """Colour, marker and line of each policy: black for `full`, else ten colours, repeated with other lines."""
     names = list(dict.fromkeys(line.policy for line in lines if not line.is_full))
     full = {line.policy: {"color": "black", "marker": "*", "ls": "-"} for line in lines if line.is_full}
     looks = [("o", "-"), ("s", "--"), ("^", ":")]
@@ -65,9 +65,9 @@ def styles(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
 
 
 def budgets(pyplot: Any, lines: Sequence[Line]) -> Any:
-    """Quality against budget, a panel a task and length; `full` is the line across, bands and bars are 95 %.
+    """Quality against budget, a panel for each task and length; `full` is a horizontal line, bands and bars are 95 %.
 
-    Lengths side by side, a row a task; where there is one length, tasks side by side.
+    A task has a row of panels, by length. With one length tasks stand side by side.
     """
     tasks, lengths = list(dict.fromkeys(x.task for x in lines)), sorted({x.length for x in lines})
     panels = [(task, length) for task in tasks for length in lengths]
@@ -104,7 +104,7 @@ def budgets(pyplot: Any, lines: Sequence[Line]) -> Any:
 
 
 def pareto(pyplot: Any, lines: Sequence[Line]) -> Any:
-    """Quality against throughput, a panel a task; the stairs join what nothing else beats in both."""
+    """Quality against throughput, a panel for each task; the stairs are the `frontier`."""
     lines = [x for x in lines if x.tokens_per_s]
     tasks = list(dict.fromkeys(x.task for x in lines))
     figure, axes = pyplot.subplots(1, len(tasks), figsize=(3.8 * len(tasks) + 0.6, 3.6), squeeze=False)
@@ -128,7 +128,7 @@ def pareto(pyplot: Any, lines: Sequence[Line]) -> Any:
 
 
 def frontier(lines: Sequence[Line]) -> list[Line]:
-    """Lines that no other beats in both quality and throughput, slowest first."""
+    """Lines that no other line beats in both quality and throughput, slowest first."""
     better = (lambda a, b: a < b) if lines and lines[0].perplexity else (lambda a, b: a > b)
     front: list[Line] = []
     for line in sorted(lines, key=lambda x: x.tokens_per_s, reverse=True):
@@ -142,7 +142,7 @@ def heat_map(pyplot: Any, rows: Sequence[Row]) -> Any:
     policies = sorted({row["policy"] for row in rows}, key=lambda p: (p.split()[0] != "full", p))
     sizes = sorted({row["budget"] for row in rows if row["budget"] is not None}, key=lambda b: (b < 1, b))
     depths, lengths = sorted({r["depth"] for r in rows}), sorted({r["length"] for r in rows})
-    # A row a policy; with one budget, five policies a row.
+    # One policy a row; with one budget, five.
     wide = len(sizes) if len(sizes) > 1 else min(5, len(policies))
     panels: list[tuple[str, Any] | None] = []
     for policy in policies:
@@ -178,7 +178,7 @@ def _share(rows: Sequence[Row], depth: float, length: int) -> float:
 
 
 def _tokens(line: Line) -> float | None:
-    """A budget in tokens; a ratio is that of the length where nobody says what it came to."""
+    """A budget in tokens; if the budget in tokens is not known, a ratio is taken of the length."""
     if line.share is not None:
         return line.share * line.length if line.length else None
     if line.budget_tokens:
@@ -189,7 +189,7 @@ def _tokens(line: Line) -> float | None:
 
 
 def _bars(lines: Sequence[Line]) -> list[list[float]]:
-    """Lengths of error bars down and up; none where an interval is unbounded."""
+    """Lengths of error bars down and up; 0 where an interval is unbounded."""
     finite = [math.isfinite(x.high) for x in lines]
     down = [max(0.0, x.score - x.low) if ok else 0.0 for x, ok in zip(lines, finite, strict=True)]
     up = [max(0.0, x.high - x.score) if ok else 0.0 for x, ok in zip(lines, finite, strict=True)]

@@ -1,4 +1,4 @@
-"""What is compared: policies with budgets, and the fewest engines that can serve them all."""
+"""The contenders (policies with budgets), and the fewest engines that can serve all of them."""
 
 import functools
 import math
@@ -66,7 +66,7 @@ class Contender:
         return arranged.width * held / (layers * max(heads // ranks, 1) * every)
 
     def needs_eviction(self, tokens: int, block_size: int) -> bool:
-        """Whether a sequence of so many tokens outgrows the budget."""
+        """Whether a sequence of this length outgrows the budget."""
         limits = self.config.limits(block_size, tokens)
         return limits is not None and math.ceil(tokens / block_size) > limits.bound
 
@@ -80,7 +80,7 @@ def _arranged(pattern: tuple[str, ...], ranks: int) -> Arrangement:
 
 
 def brief(config: KVPolicyConfig) -> dict[str, Any]:
-    """A config's fields for rows of results: a pattern of heads is one hexadecimal number a layer."""
+    """A config's fields for rows of results; a pattern of heads becomes one hexadecimal number a layer."""
     fields = config.to_dict()
     if config.pattern:
         fields["pattern"] = ".".join(f"{int(row, 2):0{math.ceil(len(row) / 4)}x}" for row in config.pattern)
@@ -128,17 +128,17 @@ def contenders(
     block_size: int,
     pattern: tuple[str, ...] = (),
 ) -> list[Contender]:
-    """Every policy at every budget; `full`, and those that split heads, once.
+    """Every policy at every budget; `full`, and policies that split heads, once.
 
     Args:
         policies: names, YAML or JSON files, or JSON objects, separated by commas.
-        budgets: for each policy that evicts; empty: those that the policies bring themselves.
-        sink, recent, buffer: options of policies given by name; files and objects say theirs themselves.
-        block_size: tokens; a budget has to leave something to choose.
-        pattern: heads of policies given by name that split them; empty: those have to come with their own.
+        budgets: for each policy that evicts; if empty, the policies' own.
+        sink, recent, buffer: options of policies given by name; files and objects have their own.
+        block_size: tokens; a budget has to leave a block to choose.
+        pattern: heads of policies given by name that split heads; if empty, these need a pattern of their own.
 
     Raises:
-        EvalError: a policy or budget that cannot be.
+        EvalError: a policy or budget is wrong.
     """
     found: list[Contender] = []
     shared = {"sink": sink, "recent": recent, "buffer": buffer} | ({"pattern": pattern} if pattern else {})
@@ -169,11 +169,11 @@ def contenders(
 
 
 def _label(config: KVPolicyConfig) -> str:
-    """A JSON object's name, and how it scores, protects and splits heads if that is not the policy's default."""
+    """The name of a JSON object's policy, and its options of scoring and splitting that are not defaults."""
     unsaid = {"name", "budget", "buffer", "sink", "recent", "allow"}
     fields, defaults = brief(config), {"threshold": None, "sparsity": None}
     if config.policy.splits == "classes":
-        # Without a file of gates there is nothing but the pattern that says which heads.
+        # Without a file of gates only the pattern names the heads.
         unsaid |= {"gates"} | ({"pattern"} if config.gates else set())
     else:
         defaults = KVPolicyConfig(name=config.name).to_dict()
@@ -185,18 +185,18 @@ def _label(config: KVPolicyConfig) -> str:
 
 
 def servers(wanted: Sequence[Contender], max_len: int, block_size: int) -> list[tuple[KVPolicyConfig, list[Contender]]]:
-    """Engines that serve all contenders by per-request policies, fewest first come.
+    """Engines that together serve all contenders by per-request policies.
 
     A request may pick policy and budget, and inherits other options from its server or from the policy's defaults. So
-    each contender's own options are tried as a server's, with the whole context as budget, and the one that serves most
-    of the contenders exactly as wanted is taken, until all are served.
+    this tries each contender's options as those of a server, with the whole context as budget, and takes the server
+    that serves most contenders exactly. It repeats that until all are served.
     """
     plan, left = [], list(wanted)
     while left:
         options = [_server_like(contender, max_len) for contender in left]
         best = max(options, key=lambda server: sum(_serves(server, c, max_len, block_size) for c in left))
         served = [c for c in left if _serves(best, c, max_len, block_size)]
-        if not served:  # no request can be made for it, as its sizes follow the server's: it gets a server of its own
+        if not served:  # its sizes follow the server's, so no request can set them: it gets a server of its own
             best, served = left[0].config, left[:1]
         plan.append((best, served))
         left = [c for c in left if c not in served]
@@ -208,7 +208,7 @@ def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
     if config.name == "full" or config.policy.splits == "classes":
         return config
     budget = None if config.budget is None else max_len
-    # Only an engine of its own has the prefix cache that a prompt is reconstructed from; KV groups are made at start.
+    # Reconstruction needs an engine with a prefix cache; KV groups are made at start.
     allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits)
     if config.policy.splits:
         allow = ["full"]

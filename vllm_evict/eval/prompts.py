@@ -1,4 +1,4 @@
-"""Samples as the model reads them, and how many tokens come before the question."""
+"""Token ids of samples, and the number of tokens before the question."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ class Prompts:
 
     Args:
         source: directory or Hub name of a tokenizer.
-        chat: use the chat template if there is one; else the bare text is completed.
+        chat: use the chat template if there is one; if False, prompts are the bare text.
 
     Raises:
-        EvalError: there is no tokenizer.
+        EvalError: the source has no tokenizer.
     """
 
     def __init__(self, source: str, chat: bool = True):
@@ -34,7 +34,7 @@ class Prompts:
             self.before, _, self.after = text.partition(_MARK)
 
     def ids(self, sample: Sample) -> list[int]:
-        """Token ids of the whole prompt. Text that is itself measured ends where it ends."""
+        """Token ids of the whole prompt. If the text itself is measured, nothing follows it."""
         if sample.metric == NLL:
             return self._encode(self.before + sample.text)
         prefix = sample.prefix if self.chat or not sample.prefix else f" {sample.prefix}"
@@ -45,5 +45,5 @@ class Prompts:
         return len(self._encode(self.before + context))
 
     def _encode(self, text: str) -> list[int]:
-        # A chat template says the special tokens itself.
+        # A chat template adds the special tokens itself.
         return self.tokenizer(text, add_special_tokens=not self.chat)["input_ids"]

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a table in the terminal, CSV, Markdown, pictures, and one HTML page to read."""
+"""Writes the results of a run: a table in the terminal, CSV, Markdown, pictures, and one HTML page."""
 
 import base64
 import csv
@@ -17,26 +17,25 @@ from .summary import Line, columns, conditions, setting_of, settings_of, summari
 
 NOTES = [
     "Brackets are 95 % intervals: Wilson's for shares of right answers, bootstrap for others. "
-    "The difference from full is on the very same prompts; within noise is what a paired sign-flip test "
-    "(McNemar's exact test where answers are right or wrong) does not tell from chance, p ≥ 0.05. That is not to say "
-    "that there is no difference: more prompts tell smaller ones.",
+    "The difference from full is taken on the same prompts. Within noise means that a paired sign-flip test "
+    "(McNemar's exact test for right and wrong answers) cannot tell the difference from chance, p ≥ 0.05. A real "
+    "difference may still exist: more prompts show smaller ones.",
     "Peak blocks and evicted tokens are per request. Tokens/s counts prompt and answer tokens of the batch that a "
     "request ran in; first token is the time from a request's arrival, waiting included. Means over requests.",
 ]
 SETTINGS = {
-    "agnostic": "The question comes after the context was evicted: prompts are prefilled in chunks, the context ends "
-    "with one, and the question is in the next. No decision over the context had seen it.",
-    "aware": "The question is inside what is compressed: the whole prompt is one chunk; the first decision follows it.",
-    "served": "Prompts as they are, in chunks as the server makes them: facts in the last chunk are decided on with "
-    "the question seen, all others without it.",
+    "agnostic": "Decisions over the context do not see the question: prompts are prefilled in chunks, the context ends "
+    "with a chunk, and the question is in the next.",
+    "aware": "Decisions see the question: the whole prompt is one chunk, and the first decision follows it.",
+    "served": "The server makes the chunks: decisions over the last chunk see the question, all others do not.",
 }
 
 
 def load(folder: Path) -> list[Row]:
-    """Rows of a results folder; a half-written last line is left out.
+    """Rows of a results folder, without a half-written last line.
 
     Raises:
-        EvalError: there are none, or the file is damaged.
+        EvalError: the folder has no rows, or the file is damaged.
     """
     path = folder / FILE
     if not path.exists():
@@ -51,12 +50,12 @@ def write(rows: Sequence[Row], folder: Path, console: Console) -> list[Path]:
     """Write every report of these rows and print the table.
 
     Args:
-        rows: of any number of settings; each has its own table and pictures.
-        folder: where rows.jsonl is.
-        console: takes the table.
+        rows: of any number of settings; each gets a table and pictures of its own.
+        folder: the folder of rows.jsonl.
+        console: prints the table.
 
     Returns:
-        The files.
+        The written files.
     """
     lines = summarise(rows)
     parts: list[tuple[str, list[Line], dict[str, Path]]] = []
@@ -76,7 +75,7 @@ def write(rows: Sequence[Row], folder: Path, console: Console) -> list[Path]:
     return [folder / name for name in files] + pictures
 
 
-#: Columns that a narrow terminal does without; the files have them.
+#: Columns that are left out in a narrow terminal; the files have them.
 WIDE = ("n", "evicted tokens", "first token s")
 
 
@@ -100,9 +99,10 @@ def terminal_table(setting: str, lines: Sequence[Line], width: int) -> Table:
 
 
 def headlines(lines: Sequence[Line]) -> list[str]:
-    """What the figures say at the longest length, a sentence a task.
+    """A sentence for each task, on its longest length.
 
-    `full`, and each policy at its smallest budget and at the smallest from which on it is not told from `full`.
+    It has `full`, and each policy at its smallest budget and at the smallest budget from which on it is not worse than
+    `full`.
     """
     said = []
     for task in dict.fromkeys(x.task for x in lines):

@@ -1,4 +1,4 @@
-"""Results on disk: one JSON object a line, never lost, and never done twice."""
+"""Results on disk: one JSON object a line, safe once written, and never computed twice."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from . import EvalError
 FILE = "rows.jsonl"
 Row = dict[str, Any]
 
-#: Fields that say which row it is; the same key is the same question to the same policy.
+#: Fields that identify a row; rows with the same key ask the same policy the same question.
 KEY = (
     *("model", "backend", "chat", "task", "prompt", "length", "depth", "index", "seed"),
     *("setting", "chunk", "policy_config", "budget", "engine_args"),
@@ -22,7 +22,7 @@ def key_of(row: Row) -> str:
 
 
 def read(path: Path) -> tuple[list[Row], int | None]:
-    """Rows of a file, and where its last line starts if that was only half written (None if it is whole).
+    """Rows of a file, and the start of its last line if that is half written (None if it is whole).
 
     Raises:
         EvalError: a line in the middle is not a row.
@@ -47,14 +47,14 @@ def read(path: Path) -> tuple[list[Row], int | None]:
 class Rows:
     """The rows of a results folder, for appending.
 
-    A half-written last line, what a kill leaves, is cut off; `mended` says so.
+    A half-written last line of a killed run is removed; then `mended` is True.
 
     Args:
-        folder: made if it is missing.
-        model: what is evaluated; a folder holds one model's rows.
+        folder: created if it is missing.
+        model: evaluated model; a folder holds the rows of one model.
 
     Raises:
-        EvalError: the folder holds another model's rows, or is damaged otherwise.
+        EvalError: the folder holds another model's rows, or is damaged.
     """
 
     def __init__(self, folder: Path, model: str):
@@ -85,7 +85,7 @@ class Rows:
                     file.write(b"\n")
 
     def append(self, rows: list[Row]) -> None:
-        """Write rows out; they are safe when this returns."""
+        """Append rows to the file."""
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         self.rows += rows

@@ -1,4 +1,4 @@
-"""The matrix: every task, length and depth under every policy and budget, with one engine start a set of policies."""
+"""Runs the matrix: every task, length and depth under every policy and budget, one engine for a set of policies."""
 
 import datetime
 import functools
@@ -22,7 +22,7 @@ from .words import Filler
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a run is told; what each means is in `cli.py`."""
+    """The options of a run; `cli.py` explains each."""
 
     model: str
     out: Path
@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Case:
-    """One sample, made when it is needed; `prompt` tells external samples apart, which no seed does."""
+    """One sample, made when it is needed; external samples differ in `prompt`, not in seed."""
 
     task: str
     length: int
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """One engine: how to start it, the setting that it makes true, and whom it serves."""
+    """One engine: how to start it, its setting, and its contenders."""
 
     start: Callable[[], Offline | Http]
     setting: str
@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row to be: its identifying fields, and what fills in the rest."""
+    """One row before it runs: its identifying fields, its contender and its case."""
 
     row: Row
     contender: Contender
@@ -82,20 +82,20 @@ class Cell:
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
-    """Do what is not done yet, and return all rows of the folder.
+    """Run the rows that are missing in the folder, and return all its rows.
 
     Args:
         plan: the matrix.
-        say: takes lines for the user.
+        say: prints a line for the user.
 
     Raises:
-        EvalError: something in the plan cannot be; rows that are done are kept.
+        EvalError: the plan is wrong; finished rows are kept.
     """
     settings = plan.settings or ("served" if plan.url else "agnostic",)
     check(plan, settings)
     if plan.url:
         _only_names(plan.policies)
-    # Over HTTP all options but name and budget are the server's, and so are its block size and its classes of heads.
+    # Over HTTP all options but name and budget are the server's, also block size and classes of heads.
     options = (
         dict(sink=0, recent=0, buffer=0, block_size=1, pattern=("1",))
         if plan.url
@@ -130,11 +130,11 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
 
 
 def _work(plan: Plan, job: Job, cells: list[Cell], rows: Rows, bar: tqdm) -> None:
-    """Start a job's engine and fill in its cells, batch by batch."""
+    """Start a job's engine and run its cells, batch by batch."""
     backend = job.start()
     try:
         for cell in {cell.case.task: cell for cell in reversed(cells)}.values():
-            backend.answer([cell.case.sample()], cell.contender)  # warm-up: first rows are to be timed like the rest
+            backend.answer([cell.case.sample()], cell.contender)  # warm-up for the timing of the first rows
         for batch in batches(cells, plan.batch):
             contender, task = batch[0].contender, batch[0].case.task
             bar.set_description(f"{job.setting}, {contender}, {task}")
@@ -146,7 +146,7 @@ def _work(plan: Plan, job: Job, cells: list[Cell], rows: Rows, bar: tqdm) -> Non
         backend.close()
 
 
-#: Why a task does not suit a setting: external ones, built-in ones.
+#: Why a task does not suit a setting: external tasks, built-in tasks.
 WHY_NOT = (
     "its prompts are of any length, so no chunk ends before the question",
     "it has no question, and a single chunk is read before anything is evicted",
@@ -154,15 +154,15 @@ WHY_NOT = (
 
 
 def suits(task: str, setting: str) -> bool:
-    """Whether a setting means something for a task (a built-in one, or a benchmark's name)."""
+    """Whether a task (a built-in one, or a benchmark's name) can run in a setting."""
     return setting != "aware" if task == "ppl" else setting != "agnostic" or task in TASKS
 
 
 def check(plan: Plan, settings: tuple[str, ...]) -> None:
-    """Refuse what can be seen to be wrong before anything starts.
+    """Refuse a wrong plan before anything starts.
 
     Raises:
-        EvalError: with what is allowed.
+        EvalError: naming what is allowed.
     """
     if not plan.tasks:
         raise EvalError(f"no task to run: give --tasks, such as {','.join(TASKS)}")
@@ -205,7 +205,7 @@ def _only_names(policies: str) -> None:
 
 
 def _check_lengths(cases: list[Case], prompts: Prompts, max_len: int) -> None:
-    """Refuse what does not fit into the model, by one sample of each task and length."""
+    """Refuse prompts that do not fit into the model, by one sample of each task and length."""
     for case in {(case.task, case.length): case for case in cases}.values():
         sample = case.sample()
         tokens = len(prompts.ids(sample)) + sample.max_tokens
@@ -219,7 +219,7 @@ def _check_lengths(cases: list[Case], prompts: Prompts, max_len: int) -> None:
 def offline_jobs(
     plan: Plan, settings: tuple[str, ...], wanted: list[Contender], prompts: Prompts, max_len: int
 ) -> list[Job]:
-    """One engine for each setting and set of policies that a server can offer together."""
+    """One engine for each setting and set of policies that one server can serve."""
 
     def start(server: KVPolicyConfig, setting: str) -> Offline:
         return Offline(
@@ -241,7 +241,7 @@ def offline_jobs(
 
 
 def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
-    """Every sample of every task. External data is read here, so that a bad row is known before anything runs."""
+    """Every sample of every task. Reads external data, so that a wrong row is refused before anything runs."""
     filler, found = Filler(), []
     for task in plan.tasks:
         name, _, source = task.partition("=")
@@ -260,7 +260,7 @@ def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
 
 
 def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
-    """The rows that a job is for, with their keys."""
+    """The cells of a job, with their keys."""
     for contender in job.contenders:
         for case in cases:
             if not suits(case.task, job.setting):
@@ -274,7 +274,7 @@ def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
                 "seed": plan.seed,
                 "policy": contender.label,
                 "budget": contender.budget,
-                # Over HTTP the other options are the server's, and it does not tell.
+                # Over HTTP the other options are the server's, and not known.
                 "policy_config": {"name": contender.config.name} if plan.url else contender.options,
                 "model": plan.model,
                 "backend": plan.backend,
@@ -287,7 +287,7 @@ def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
 
 
 def batches(cells: list[Cell], size: int) -> Iterator[list[Cell]]:
-    """Runs of cells with one contender, task and length, at most `size` of them: what a throughput can be told of."""
+    """Runs of at most `size` cells with one contender, task and length: each has one throughput."""
     group: list[Cell] = []
     for cell in cells:
         same = group and (group[0].contender, group[0].case.task, group[0].case.length) == (
@@ -304,7 +304,7 @@ def batches(cells: list[Cell], size: int) -> Iterator[list[Cell]]:
 
 
 def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> Row:
-    """The whole row: all that is needed to repeat it, what came out, what it cost."""
+    """The whole row: the arguments to repeat it, the answer, and its costs."""
     share = None
     if cell.row["backend"] == "offline":
         size, ranks = (about["engine"].get(name, 1) for name in ("block_size", "tensor_parallel_size"))

@@ -1,4 +1,4 @@
-"""Metrics: how an answer is held against what was expected. All give 0 to 1.
+"""Metrics that compare an answer with the expected ones. All give 0 to 1.
 
 Those of RULER, LongBench and 2StageRetr follow the published scripts, quirks included, so that figures can be compared.
 """
@@ -14,7 +14,7 @@ from .tasks import Sample
 
 
 def contains(answer: str, sample: Sample) -> float:
-    """1 if the expected words occur in the answer, as whole words: the built-in tasks."""
+    """Built-in tasks: 1 if the expected words occur in the answer, as whole words."""
     (expected,) = sample.answers
     spoken = " ".join(answer.lower().split())
     return float(re.search(rf"(?<!\w){re.escape(expected.lower())}(?!\w)", spoken) is not None)
@@ -79,8 +79,8 @@ def rouge_l_zh(answer: str, expected: str, classes: tuple[str, ...] = ()) -> flo
 def classification(answer: str, expected: str, classes: tuple[str, ...] = ()) -> float:
     """1 over the number of labels in the answer, if the right one is among them.
 
-    Labels that are part of the right one do not count. The published script removes them from the list that it walks
-    through, which skips the label after each; so does this.
+    Labels that are part of the right one do not count. The published script removes them from the list over which it
+    iterates, and so skips the label after each; this function does the same.
     """
     found = [label for label in classes if label in answer]
     for label in found:
@@ -104,7 +104,7 @@ def count(answer: str, expected: str, classes: tuple[str, ...] = ()) -> float:
 
 
 def code_similarity(answer: str, expected: str, classes: tuple[str, ...] = ()) -> float:
-    """Likeness of the first line that is no comment, in hundredths."""
+    """Similarity of the first line that is no comment, in hundredths."""
     lines = answer.lstrip("\n").split("\n")
     line = next((s for s in lines if not any(mark in s for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, expected).ratio()) / 100
@@ -115,7 +115,7 @@ def _normal(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-#: What LongBench takes for Chinese punctuation, beside the ASCII one.
+#: LongBench's Chinese punctuation, beside the ASCII punctuation.
 PUNCTUATION_ZH = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣"
     "､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -168,7 +168,7 @@ def best_of(metric: Callable[..., float]) -> Callable[[str, Sample], float]:
 
 
 def first_line(metric: Callable[[str, Sample], float]) -> Callable[[str, Sample], float]:
-    """LongBench, few-shot tasks: only the first line counts; models go on with the next example."""
+    """LongBench, few-shot tasks: only the first line counts, because models continue with the next example."""
     return lambda answer, sample: metric(answer.lstrip("\n").split("\n")[0], sample)
 
 
@@ -191,5 +191,5 @@ METRICS: dict[str, Callable[[str, Sample], float]] = {
 
 
 def score(answer: str, sample: Sample) -> float:
-    """How good an answer is, 0 to 1."""
+    """The score of an answer, 0 to 1."""
     return METRICS[sample.metric](answer, sample)

@@ -1,4 +1,4 @@
-"""Intervals, and whether a difference is more than noise."""
+"""Intervals of scores, and tests of differences."""
 
 import itertools
 import math
@@ -10,12 +10,12 @@ import numpy as np
 Z = 1.959964
 ALPHA = 0.05
 RESAMPLES = 4000
-#: Up to this many differences all their sign patterns are tried.
+#: Up to this number of differences all sign patterns are tried.
 EXACT = 12
 
 
 def wilson(right: float, n: int) -> tuple[float, float]:
-    """95 % interval of a share: `right` of `n`. (Wilson, 1927: sensible at 0 and 1, and for small n.)"""
+    """95 % interval of the share `right` of `n` (Wilson, 1927, which holds at 0 and 1 and for small n)."""
     share, z2 = right / n, Z * Z
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
@@ -23,7 +23,7 @@ def wilson(right: float, n: int) -> tuple[float, float]:
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """95 % percentile interval of a mean; one value tells nothing, so its interval is unbounded."""
+    """95 % percentile interval of a mean; that of one value is unbounded."""
     values = np.asarray(values, dtype=float)
     if len(values) < 2:
         return -math.inf, math.inf
@@ -33,7 +33,7 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean score: Wilson where every score is 0 or 1, else by bootstrap."""
+    """95 % interval of a mean score: Wilson's if every score is 0 or 1, else by bootstrap."""
     if all(s in (0, 1) for s in scores):
         return wilson(sum(scores), len(scores))
     return bootstrap(scores)
@@ -42,7 +42,7 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
 def p_value(differences: Sequence[float]) -> float:
     """Two-sided p of "the differences are as likely up as down": paired sign-flip test.
 
-    For scores of 0 and 1 it is McNemar's exact test. Differences of 0 say nothing and drop out; 1.0 if none is left.
+    For scores of 0 and 1 it is McNemar's exact test. Differences of 0 are left out; 1.0 if no other is left.
     """
     d = np.array([x for x in differences if x], dtype=float)
     if not len(d):

@@ -1,4 +1,4 @@
-"""Rows to figures: a line for each task, policy, budget and length, with its interval and its distance from `full`."""
+"""Summarises rows: a line for each task, policy, budget and length, with interval and difference from `full`."""
 
 import json
 import math
@@ -20,10 +20,10 @@ class Line:
 
     Attributes:
         score, low, high: mean and 95 % interval: a share of 1, or a perplexity.
-        difference: score less that of `full` on the very same prompts; None for `full`, or where it did not run.
-        p: that the difference is noise, paired by prompt.
-        share: mean share of its cache that a policy keeps which splits heads; None for all others.
-        budget_tokens, peak_blocks, evicted_tokens, ttft_s, tokens_per_s: means; None where nobody says.
+        difference: score minus that of `full` on the same prompts; None for `full`, or if `full` did not run.
+        p: p-value of the difference, paired by prompt.
+        share: mean share of the cache that a policy which splits heads keeps; None for all others.
+        budget_tokens, peak_blocks, evicted_tokens, ttft_s, tokens_per_s: means; None where they are not known.
     """
 
     setting: str
@@ -51,12 +51,12 @@ class Line:
 
     @property
     def memory(self) -> str:
-        """What it keeps, for people: its budget, or where heads are split its share of the cache."""
+        """The budget in words, or where heads are split the share of the cache."""
         return memory_words(self.policy, self.budget, self.share)
 
     @property
     def verdict(self) -> str:
-        """How it stands to `full`, in words; a difference within noise is not called one."""
+        """The difference from `full` in words."""
         if self.p is None:
             return "" if self.is_full else "no full to compare"
         if self.p >= ALPHA or not self.difference:
@@ -65,7 +65,7 @@ class Line:
 
     @property
     def quality(self) -> str:
-        """Score and interval, for people."""
+        """Score and interval in words."""
         if self.perplexity:
             return f"{self.score:.2f}{self._interval('.2f', 1)}"
         return f"{self.score:.0%}{self._interval('.0f', 100)}"
@@ -77,26 +77,26 @@ class Line:
 
     @property
     def delta(self) -> str:
-        """Difference from `full`, for people."""
+        """Difference from `full` in words."""
         if self.difference is None:
             return ""
         return f"{self.difference:+.2f}" if self.perplexity else f"{100 * self.difference:+.0f}"
 
 
 def memory_words(policy: str, budget: Budget, share: float | None) -> str:
-    """A budget for tables, or the share that stands in its place; nothing where neither is known."""
+    """A budget for tables, or the share in its place; empty if neither is known."""
     if share is not None:
         return budget_words(share)
     return "" if budget is None and policy.split()[0] != "full" else budget_words(budget)
 
 
 def mean_share(rows: Iterable[Row]) -> float | None:
-    """Of rows of one policy; see `Line.share`."""
+    """Mean share of rows of one policy (see `Line.share`)."""
     return _mean([row["share"] for row in rows if row.get("share") is not None])
 
 
 def setting_of(row: Row) -> str:
-    """The setting with all that makes it one: rows that differ in it are never put together."""
+    """The setting, with its chunk size: rows that differ in it are never combined."""
     return f"{row['setting']}, chunks of {row['chunk']}" if row.get("chunk") else row["setting"]
 
 
@@ -105,10 +105,10 @@ def settings_of(rows: Iterable[Row]) -> list[str]:
 
 
 def one_setting(rows: Sequence[Row]) -> str:
-    """The setting of rows that are to be put into one picture or table.
+    """The setting of rows for one picture or table.
 
     Raises:
-        EvalError: they are of several.
+        EvalError: the rows have several settings.
     """
     settings = settings_of(rows)
     if len(settings) != 1:
@@ -117,7 +117,7 @@ def one_setting(rows: Sequence[Row]) -> str:
 
 
 def labelled(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose policy is told apart where one name stands for several sets of options, or several engines."""
+    """Rows with policy names that differ where the options or engines of one policy differ."""
     variants: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if _options(row) not in variants[row["policy"]]:
@@ -129,7 +129,7 @@ def labelled(rows: Sequence[Row]) -> list[Row]:
             return row["policy"]
         own = _options(row)
         differing = sorted({k for c in configs for k in c | own if any(c.get(k) != o.get(k) for o in configs)})
-        # What a pattern of heads comes from says it in fewer words.
+        # Sparsity or threshold say the same as a pattern of heads, in fewer words.
         differing = [k for k in differing if k != "pattern"] or differing
         return " ".join([row["policy"], *(f"{k}={own[k]}" for k in differing if k in own)])
 
@@ -234,7 +234,7 @@ def columns(line: Line) -> dict[str, Any]:
 
 
 def words(line: Line) -> dict[str, str]:
-    """A line as a row of a table for people."""
+    """A line as a row of a table, in words."""
 
     def number(value: float | None, form: str = ",.0f") -> str:
         return "" if value is None else f"{value:{form}}"
@@ -256,7 +256,7 @@ def words(line: Line) -> dict[str, str]:
 
 
 def conditions(rows: Sequence[Row]) -> list[str]:
-    """Where and how the rows were made, a sentence each, for the foot of every report."""
+    """Conditions of the run, a sentence each, for the foot of every report."""
 
     def distinct(name: str) -> list[str]:
         values = [row.get(name) for row in rows if row.get(name)]

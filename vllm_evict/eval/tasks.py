@@ -21,27 +21,27 @@ import numpy as np
 from . import EvalError
 from .words import ITEMS, KEYS, MARKS, NUMBERS, Filler, join
 
-#: Metric of `ppl`: nats per token, the one metric where less is better.
+#: Metric of `ppl`: nats per token, the only metric where less is better.
 NLL = "nll"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and what a right answer is.
+    """One prompt and its right answers.
 
     Attributes:
         task: its name; for external benchmarks also the subset, as "ruler/niah_single_1".
         context: text that a policy compresses.
-        question: text after it; empty where there is none, or where a benchmark's prompt holds it inseparably.
-        answers: what is expected; `metric` says whether any or all of them.
+        question: text after it; empty if there is none, or if a benchmark's prompt has it inside the context.
+        answers: expected answers; `metric` says whether one or all of them.
         metric: a name in `score.METRICS`, or `NLL`.
         max_tokens: most tokens of an answer.
         length: nominal tokens of the context.
-        depth: where the fact lies, 0 (first) to 1 (last); None if nowhere in particular.
-        index: which of the samples of its cell.
+        depth: of the fact, 0 (first) to 1 (last); None without a fact.
+        index: number of the sample in its cell.
         seed: of the run.
         classes: all labels, for classification.
-        prefix: how the answer begins, given to the model.
+        prefix: beginning of the answer, given to the model.
     """
 
     task: str
@@ -59,12 +59,12 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """What the user says."""
+        """The text of the user."""
         return f"{self.context} {self.question}" if self.question else self.context
 
     @property
     def sha256(self) -> str:
-        """Hash of everything that the model is told."""
+        """Hash of the whole prompt."""
         return hashlib.sha256(f"{self.text}\0{self.prefix}".encode()).hexdigest()
 
 
@@ -76,7 +76,7 @@ class Document:
     source: int = 0
     question: str = ""
     answer: str = ""
-    #: Where the facts lie that no question is about: index -> depth.
+    #: Depths of facts that no question asks for: index -> depth.
     depths: dict[int, float] = field(default_factory=dict)
 
 
@@ -135,13 +135,13 @@ def copying(rng: np.random.Generator, n: int = 2, length: int = 8) -> Document:
 
 
 def passages(rng: np.random.Generator, n: int = 4, length: int = 16) -> Document:
-    """n passages of unrelated words, once in the first half and again in the second: only the context can tell them."""
+    """n passages of unrelated words, in the first half and again in the second: only the context predicts them."""
     facts = [" ".join(draw(rng, ITEMS, length)) + "." for _ in range(n)]
     first, again = rng.random(n) * 0.45, 0.55 + rng.random(n) * 0.45
     return Document(facts * 2, depths=dict(enumerate(np.concatenate([first, again]).tolist())))
 
 
-#: Task -> (maker, most tokens of its answer). A model that answers in a sentence gets room for one.
+#: Task -> (maker, most tokens of its answer), with room for models that answer in a sentence.
 TASKS: dict[str, tuple[Callable[[np.random.Generator], Document], int]] = {
     "niah": (needles, 16),
     "multikey": (lambda rng: needles(rng, 8), 16),
@@ -154,7 +154,7 @@ TASKS: dict[str, tuple[Callable[[np.random.Generator], Document], int]] = {
 
 
 def lay_out(facts: list[str], depths: np.ndarray, filler: list[str]) -> str:
-    """Filler with each fact put between two sentences, as near to its depth as can be.
+    """Filler with each fact between two sentences, as near to its depth as possible.
 
     Args:
         facts: sentences.
@@ -178,9 +178,9 @@ def make(
     Args:
         task: a name in `TASKS`.
         length: tokens before the question. Exact where a word is a token; else the shortest text that is not shorter.
-        depth: where the asked fact lies; random for other facts, and without meaning for `ppl`.
-        index, seed: which sample; another index or seed is another document.
-        count: tokens before the question if the context is this text, the chat template's own included.
+        depth: of the asked fact; other facts have random depths, and `ppl` ignores it.
+        index, seed: of the sample; another index or seed gives another document.
+        count: tokens before the question for a context, those of the chat template included.
         filler: the filler generator.
     """
     maker, max_tokens = TASKS[task]
@@ -190,11 +190,11 @@ def make(
     is_text = not document.question
     for fact, place in (document.depths if is_text else {document.source: depth}).items():
         depths[fact] = place
-    words = filler(rng, 2 * length + 64)  # enough where a mark is no token of its own
+    words = filler(rng, 2 * length + 64)  # enough if a mark shares a token with a word
 
     def context(n_words: int) -> str:
         part = words[-n_words:]
-        # No text starts with a mark; a word in its place keeps the count.
+        # A word replaces a leading mark and keeps the count.
         return lay_out(document.facts, depths, ["and", *part[1:]] if part[0] in MARKS else part)
 
     smallest = count(context(1))
@@ -215,7 +215,7 @@ def make(
 
 
 def _fit(tokens: Callable[[int], int], wanted: int, most: int) -> int:
-    """The smallest n with tokens(n) >= wanted, for a count that grows about evenly with n (no n above `most`)."""
+    """The smallest n up to `most` with tokens(n) >= wanted, for a count that grows about evenly with n."""
     low, high, guess = 1, most, wanted
     while low < high:
         guess = min(max(guess, low), high - 1)

@@ -1,7 +1,7 @@
 """The language of the built-in tasks: a few hundred plain words, and filler text from a small grammar.
 
-examples/needle/model is trained on it (examples/needle/data.py), so its tokenizer spells each word as one token; any
-other model reads plain English. Whoever changes words, their order or the grammar changes that model's training data.
+examples/needle/model is trained on it (examples/needle/data.py), so its tokenizer has one token for each word; other
+models read plain English. A change of words, their order or the grammar changes that model's training data.
 """
 
 import numpy as np
@@ -77,10 +77,10 @@ def pick(rng: np.random.Generator, weights: np.ndarray, n: int) -> np.ndarray:
 
 
 class Filler:
-    """Text from a grammar: who appears depends on the document, what is said depends on the word before.
+    """Text from a grammar.
 
-    A document has a topic, six nouns and four names that come back throughout (what a long context can tell); the other
-    words follow from the one before them by a fixed random table (what a short context can tell).
+    A document has a topic: six nouns and four names that return throughout, which a model can predict from a long
+    context. Each other word follows from the word before by a fixed random table, so a short context predicts it.
     """
 
     def __init__(self, seed: int = 0):

@@ -29,7 +29,7 @@ _CHOOSE = (
     "without a GPU only); set {setting} to one of these, or leave --kv-policy out"
 )
 _WHOLE = (
-    "this backend plans for all heads of a layer, and this policy splits them; set {setting} to "
+    "it plans for all heads of a layer, and this policy splits them; set {setting} to "
     f"{' or '.join(backend for backend in DEVICE_BACKENDS if backend not in WHOLE_LAYERS)}"
 )
 
