@@ -1,11 +1,11 @@
-"""Time of `compact` on the CPU, beside a copy of as many bytes by memcpy.
+"""Measures the time of `compact` on the CPU, beside a memcpy of as many bytes.
 
     python benchmarks/compact.py [--threads 1] [--tokens 4096] [--isa portable] [--json FILE]
 
-One request in a layer group whose pages exceed the caches; every layer and head keeps its own random tokens. "new":
-other blocks are written; "in place": the request's first ones, directly; "scratch": its last ones, which takes a second
-move of each token. Each round takes all ways one after the other, so that a round's ratios share the machine's speed,
-which varies: medians of rounds, with the least and the greatest. Prints JSON.
+One request has a KV group whose pages exceed the CPU's caches; every layer and head keeps its own random tokens. "new"
+writes into other blocks, "in place" directly into the request's first blocks, "scratch" into its last blocks, which
+moves each token twice. Each round runs all three, so that its ratios share the speed of the machine, which varies.
+Prints JSON with medians of rounds, and the least and the greatest.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def measure(dtype: torch.dtype, tokens: int, fraction: float, rounds: int, isa: 
     for number in range(rounds + 1):
         for name, run in ways.items():
             taken = seconds(run)
-            if number:  # the first one warms up
+            if number:  # the first call warms up
                 times[name].append(taken)
     result = {
         "dtype": str(dtype)[6:],
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="resident tokens, a multiple of 32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--isa", choices=("avx512", "portable"), help="default: the best here")
+    parser.add_argument("--isa", choices=("avx512", "portable"), help="default: the best of this CPU")
     parser.add_argument("--json", help="where the result goes as well")
     options = parser.parse_args()
     if options.threads:

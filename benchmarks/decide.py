@@ -1,17 +1,16 @@
-"""What a decision costs: choosing the blocks that go, and reporting the statistics that it goes by.
+"""Measures the cost of a decision: choosing the evicted blocks, and reporting their statistics.
 
     python benchmarks/decide.py [--rounds 3] [--threads 1]
 
-Scheduler: `RequestBlocks.choose` on a report of as many resident blocks as a request holds when it decides, and the
-books of what went (`RequestBlocks.evict`). Worker: the report, out of running sums or read from a KV cache of all
-requests in float32, each block anywhere in it, so that keys come from memory. They are random: few are alike, unless
-they --lean to
-one direction. One request at a time, as decisions come one by one; the median of `--repeats`, in CPU time. Summing
-attention up is no part of it (`pressure.py --step` times that).
+Scheduler: `RequestBlocks.choose` on a report of as many resident blocks as a request holds at its decision, and
+`RequestBlocks.evict`. Worker: the report, from running sums or from a KV cache of all requests in float32, with blocks
+in random places, so that keys come from memory. Keys are random: few are alike, unless they --lean to one direction.
+Decisions are timed one by one; the result is the median of `--repeats`, in CPU time. Running sums are not part of it
+(`pressure.py --step` times them).
 
-Share: a decision and its report, over as many decode steps of the whole batch as one request's share of them is,
-between two of its decisions: `steps between decisions` x a step / requests. The step is vLLM's own (policy `full`),
-measured in an engine with a random Llama of the same shape and batch; a smaller --batch if memory is short.
+Share: the time of a decision and its report, over the request's share of the decode steps between two of its decisions:
+`steps between decisions` x a step / requests. The step is vLLM's own (policy `full`), measured in an engine with a
+random Llama of the same shape and batch; use a smaller --batch if memory is short.
 
 Writes a Markdown table and a JSON with hardware, versions, command and all raw timings to --out.
 """
@@ -44,7 +43,7 @@ from pressure import (
     write,
 )
 
-#: Repeats of what takes longer than SLOW seconds.
+#: Repeats of calls that take longer than SLOW seconds.
 FEW, SLOW = 7, 0.05
 
 
@@ -95,12 +94,12 @@ def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: lis
 
     policy, block_size = POLICIES[name], options.block_size
     held = tables.shape[1]
-    # It decides as it begins the block that is one above the trigger.
+    # The decision comes when the request begins a block above its trigger.
     buffer = math.ceil(policy.defaults["buffer"] / block_size)
     config = KVPolicyConfig(name=name, budget=(held - 1 - buffer) * block_size)
     limits = config.limits(block_size, options.resident)
     assert held == limits.trigger + 1, "not where a decision falls"
-    # Half of what it ever had is gone; the newest blocks are whole.
+    # Half of the blocks that the request ever had are evicted; the newest are resident.
     rng = np.random.default_rng(0)
     newest = math.ceil(config.recent / block_size) + 1
     blocks = 2 * held
@@ -148,9 +147,9 @@ def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: lis
 
 
 def step_child(spec: dict) -> dict:
-    """Decode steps of the batch, all of it resident: seconds and CPU seconds of each."""
+    """Decode steps of the batch, all blocks resident: seconds and CPU seconds of each."""
     options, shape = argparse.Namespace(**spec["options"]), Shape(**spec["shape"])
-    # The first requests decode while the last ones' prompts are computed.
+    # The first requests decode while the prompts of the last ones are computed.
     early = options.batch * math.ceil(options.resident / CHUNK)
     tokens = options.steps + 2 * early
     prompt = options.resident - (early + options.steps) // 2
@@ -221,7 +220,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="requests")
     parser.add_argument("--resident", type=int, default=4096, help="resident tokens of each")
     parser.add_argument("--steps", type=int, default=32, help="decode steps timed")
-    parser.add_argument("--lean", type=float, default=0.0, help="a direction that all keys of a head share, times this")
+    parser.add_argument("--lean", type=float, default=0.0, help="weight of a direction that all keys of a head share")
     others = sorted(POLICIES.keys() - {"full"}, key=list(POLICIES).index)
     parser.add_argument("--policies", nargs="+", choices=others, default=others, metavar="POLICY")
     group = parser.add_argument_group("model (random weights)")

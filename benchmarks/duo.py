@@ -1,15 +1,15 @@
-"""What retrieval and streaming heads save on the engine: blocks that requests hold, and time of a decode step.
+"""Measures the savings of retrieval and streaming heads on the engine: blocks held, and time of a decode step.
 
     python benchmarks/duo.py                 decode latency at growing context, stock vLLM and duo in turn
     python benchmarks/duo.py --memory        blocks held, on models of the published patterns' shapes
 
-Latency: one request decodes at each context; prompts extend one another, so the prefix cache has most of them. Each
-case is a process of its own, they run in turn, and a ratio compares two runs of the same round. "stock" runs with
-VLLM_PLUGINS empty. The models have random weights: MHA with a quarter of the KV heads as retrieval heads, GQA with
-half.
+Latency: one request decodes at each context. Each prompt extends the one before, so the prefix cache has most of its
+tokens. Each case is a process of its own, cases run in turn, and a ratio compares two runs of the same round. "stock"
+runs with VLLM_PLUGINS empty. The models have random weights: MHA with a quarter of the KV heads as retrieval heads, GQA
+with half.
 
-Memory: layers, query and KV heads, and the pattern are those of the model that it was published for; the width is tiny.
-Blocks are counted in the scheduler while the last token is computed, and compared with what the pattern predicts.
+Memory: layers, query and KV heads are those of the model for which the pattern was published; the width is tiny. Blocks
+are counted in the scheduler while the last token is computed, and compared with the numbers that the pattern predicts.
 
 Writes a Markdown table and a JSON with hardware, versions, command and all raw figures to --out.
 """
@@ -113,7 +113,7 @@ def latency_table(report: dict) -> str:
 
 
 def memory_child(spec: dict) -> dict:
-    """Blocks held by group at each context, and what a block takes."""
+    """Blocks held by group at each context, and the bytes of a block."""
     shape, block_size = Shape(**spec["shape"]), spec["options"]["block_size"]
     longest = max(spec["contexts"]) + 8
     llm = make_llm(
@@ -122,7 +122,7 @@ def memory_child(spec: dict) -> dict:
         dtype="bfloat16",
         max_model_len=longest,
         block_size=block_size,
-        # In 16 bits. Room for what retrieval heads hold, or for everything.
+        # In 16 bits, with room for the blocks of retrieval heads, or for all blocks.
         kv_cache_memory_bytes=(longest + 8192) * shape.kv_bytes_per_token(2),
         max_num_seqs=2,
         max_num_batched_tokens=2048,
@@ -160,7 +160,7 @@ def memory(options: argparse.Namespace) -> dict:
                 for case, policy in (("stock", None), ("duo", duo)):
                     bar.update(task, description=f"{name}: {case}")
                     spec = {"model": model, "policy": policy, "shape": asdict(shape), "options": vars(options)}
-                    # Stock holds a block for every so many tokens; once is enough to see it.
+                    # Stock holds a block for every `block_size` tokens, so one context is enough.
                     spec["contexts"] = options.contexts if policy else [min(options.contexts)]
                     plugins = {"VLLM_PLUGINS": ""} if policy is None else {}
                     runs[name][case] = in_child("memory", spec, plugins)

@@ -1,11 +1,11 @@
-"""One request that outgrows its model's context many times over: does it still find what it was told a moment ago?
+"""Measures answers of one request that outgrows its model's context many times.
 
     python benchmarks/endless.py [--tokens 65536] [--budget 1024]
 
-The embedded model was made for 4,608 tokens. It reads one long chat: in each turn a fact in filler text, a question
-about it, and the right answer, whatever it would have said itself. An answer counts as right if each of its tokens is
-the most probable one. Policies keep --budget tokens of the chat, in a context of all that the model was made for, so
-that what they keep moves up again and again. Stock vLLM ends a request where the model's context ends.
+The embedded model was made for 4,608 tokens. It reads one long chat. Each turn has a fact in filler text, a question
+about it, and the right answer. An answer counts as right if each of its tokens is the most probable one. Policies keep
+--budget tokens of the chat under `context: model`, so kept keys are rotated many times. Stock vLLM ends a request where
+the model's context ends.
 
 Each case is a process of its own. Writes a Markdown table and a JSON with hardware, versions, command and each answer
 to --out.
@@ -22,15 +22,15 @@ from pressure import child_main, conditions, in_child, make_llm, progress, sched
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "needle" / "model"
-#: Tokens of a turn, about.
+#: Tokens of a turn, approximately.
 TURN = 600
-#: A key that was asked for in one of so many turns before is not asked for again: which of two codes is it to be?
+#: Turns in which a key is not asked for again: the chat would have two codes for it.
 FRESH = 8
 BLOCK = 32
 
 
 def chat(tokens: int, seed: int) -> tuple[list[int], list[list[int]]]:
-    """Ids of a chat of at least so many tokens, and where each answer begins and ends in it."""
+    """Ids of a chat of at least `tokens` tokens, and the places where each answer begins and ends."""
     from transformers import AutoTokenizer
 
     from vllm_evict.eval.tasks import make
@@ -55,13 +55,13 @@ def chat(tokens: int, seed: int) -> tuple[list[int], list[list[int]]]:
         asked.append(turn.question)
         user, assistant = {"role": "user", "content": turn.text}, {"role": "assistant", "content": turn.answers[0]}
         question, whole = encode([user], True), encode([user, assistant], False)
-        answers.append([len(ids) + len(question), len(ids) + len(whole) - 1])  # not the mark of its end
+        answers.append([len(ids) + len(question), len(ids) + len(whole) - 1])  # without the end mark
         ids += whole
     return ids, answers
 
 
 def child(spec: dict) -> dict:
-    """Which answers were right, by where they begin; what was held; how often it moved up."""
+    """Which answers were right, by their place; most tokens held; number of rotations."""
     options = spec["options"]
     ids, answers = chat(options["tokens"], options["seed"])
     policy = {"name": spec["policy"], "budget": options["budget"], "sink": 32, "context": "model"}

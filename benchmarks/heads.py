@@ -1,10 +1,10 @@
-"""What retrieval and streaming heads cost in answers: a dense model with every head masked as its class has it.
+"""Measures the answers that retrieval and streaming heads cost: a dense model with every head masked by its class.
 
     python benchmarks/heads.py --model examples/needle/model --heads configs/heads/needle
 
 Each prompt of a built-in task is answered under full attention, the pattern at --threshold, the pattern at --sparsity,
-and that one inverted; an answer counts if every token of it is right. Nothing is evicted and no engine runs: this
-measures the pattern.
+and its inverse. An answer counts if every token of it is right. No engine runs and no block is evicted: this measures
+the pattern.
 
 Prints a table and writes it as JSON, with hardware, versions and command, to --out.
 """
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def cell(row: dict) -> str:
-    """Share, its 95 % interval, and of how many."""
+    """A share, its 95 % interval, and the number of answers."""
     low, high = wilson(row["right"], row["of"])
     share = row["right"] / row["of"]
     return f"{share:.1%} [{100 * low:.0f}, {100 * high:.0f}] ({row['of']})"

@@ -1,13 +1,13 @@
-"""What policies cost the host in each step of a large batch: the scheduler, and the worker beside its kernels.
+"""Measures the host time of policies in each step of a large batch: scheduler, and worker without its kernels.
 
     python benchmarks/host.py [--requests 256] [--cases stock h2o]
 
-Every case is a process of its own: so many requests decode in one engine, of one small layer, and each step's time in
-the plugin's functions is taken; in "stock", with VLLM_PLUGINS empty, that of vLLM's own scheduler. `view` and `end`
-make views and fold sums up, which is torch's work on a CPU and kernels' on a GPU. There are no full CUDA graphs on a
-CPU, so the choice among them (`graph`) is made once more in each step, as a device would, and timed by itself.
+Every case is a process of its own: --requests requests decode in one engine with one small layer. Each step's time in
+the plugin's functions is measured; in "stock", with VLLM_PLUGINS empty, the time of vLLM's own scheduler. `view` builds
+views and `end` folds sums: torch does this on a CPU, and kernels on a GPU. A CPU has no full CUDA graphs. So each step
+makes the choice among graphs (`graph`) as on a device, and times it separately.
 
-Times are CPU times of the engine's thread, which others on the machine don't change much; the JSON has wall time too.
+Times are CPU times of the engine's thread, which other load on the machine changes little; the JSON has wall time too.
 Writes a Markdown table and a JSON with hardware, versions, command and each step's times to --out.
 """
 
@@ -34,7 +34,7 @@ CLOCKS = {"cpu_seconds": time.thread_time, "seconds": time.perf_counter}
 
 
 def cases(options: argparse.Namespace) -> dict[str, dict | None]:
-    """Name -> policy. Half of a prompt stays; a quarter at least, under pressure."""
+    """Name -> policy, which keeps half of a prompt; under pressure at least a quarter."""
     half, quarter = {"budget": options.prompt // 2}, {"budget": options.prompt // 4, "when": "pressure"}
     small = {"sink": 32, "recent": 64}
     return {
@@ -64,7 +64,7 @@ class Stopwatch:
         return {clock: defaultdict(float) for clock in CLOCKS}
 
     def timed(self, name: str, function: Callable) -> Callable:
-        """The function, with its time counted; a name may have several."""
+        """Wrap a function, so that its time is counted under a name, which may have several functions."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             starts = {clock: now() for clock, now in CLOCKS.items()}
@@ -77,13 +77,13 @@ class Stopwatch:
         return call
 
     def step(self) -> None:
-        """What was taken until now was this step's."""
+        """End a step: times until now belong to it."""
         self.steps.append(self._taken)
         self._taken = self._empty()
 
 
 def watch(llm: Any, stock: bool) -> Stopwatch:
-    """Have an engine's scheduler and worker timed."""
+    """Time an engine's scheduler and worker."""
     watch, scheduler = Stopwatch(), scheduler_of(llm)
     scheduler.schedule = watch.timed("schedule", scheduler.schedule)
     scheduler.update_from_output = watch.timed("update", scheduler.update_from_output)
@@ -103,7 +103,7 @@ def watch(llm: Any, stock: bool) -> Stopwatch:
 
 
 def choose_graph(runtime: Any) -> Any:
-    """Which full graph a step would replay, on a device that has them, with room for requests of any length."""
+    """The full graph that a step would replay on a device, with room for requests of any length."""
     blocks = [group._graph_blocks for group in runtime.groups]
     for group in runtime.groups:
         group._graph_blocks = len(group._identity)
@@ -159,7 +159,7 @@ def host(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
 
 
 def added(runs: dict[str, dict], case: str) -> float:
-    """Seconds of a mean step that are not stock vLLM's, by CPU time."""
+    """Seconds that a case adds to stock vLLM's mean step, by CPU time."""
     total = {name: sum(mean(runs[name], part) for part in SCHEDULER + WORKER) for name in ("stock", case)}
     return total[case] - total["stock"]
 
@@ -178,7 +178,7 @@ def table(report: dict) -> str:
 
 
 def cell(seconds: list[float]) -> str:
-    """Mean, median and most of a step, in ms; empty where nothing ran."""
+    """Mean, median and maximum of a step, in ms; empty without steps."""
     if not any(seconds):
         return ""
     return " / ".join(

@@ -1,18 +1,18 @@
-"""Requests that keep coming, more than the pool can hold: stock vLLM, eviction under pressure, eviction to a budget.
+"""Measures requests that keep coming, more than the pool can hold: stock vLLM, eviction under pressure or to a budget.
 
     python benchmarks/load.py [--rounds 3] [--load 2] [--cases "h2o last, pressure"]
 
-Every request hides a number in a text of its own, asks for it, and writes on after the answer, so that what eviction
-loses shows beside what it gains. The model is examples/needle/model, which finds every needle with full attention.
+Every request hides a number in a text of its own, asks for it, and generates more tokens after the answer. So the table
+shows lost answers beside throughput. The model is examples/needle/model, which finds every needle with full attention.
 
-Load: requests that nothing hinders would hold `--load` times the pool's blocks, on average. They come at random times
-(Poisson), the same for all cases of a round. The clock of arrivals is the engine's step: a lifetime in steps, and with
-it the load, is then the same on any machine, and so is everything that is counted. `--clock seconds` lets them come by
-CPU time instead. An engine without requests does not wait; the clock jumps to the next arrival.
+Load: in a pool without limit requests would hold `--load` times the pool's blocks, on average. They arrive at random
+times (Poisson), the same for all cases of a round. The clock of arrivals counts engine steps. So a lifetime in steps,
+the load and all counts are the same on any machine. With `--clock seconds` the clock is CPU time. If an engine has no
+requests, the clock jumps to the next arrival.
 
-Each case is a process of its own, in turn, and a ratio compares two runs of one round, whose documents and arrivals are
-its own. Cases "budget" get the mean residency of the round's runs under pressure for their budget, the largest of
-them: so many blocks a request in every step. "recomputed": tokens scheduled beyond one pass over prompts and outputs.
+Each case is a process of its own, cases run in turn, and a ratio compares two runs of one round. Each round has its own
+documents and arrivals. The budget of "budget" cases is the mean number of blocks that a request held in the round's
+runs under pressure, the largest of these runs. "recomputed": tokens scheduled beyond one pass over prompts and outputs.
 
 Writes a Markdown table and a JSON with hardware, versions, command and all raw figures to --out.
 """
@@ -44,10 +44,10 @@ from pressure import (
 )
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "needle" / "model"
-KV_BYTES = 2 * 4 * 2 * 64 * 2  # of a token: keys and values, layers, KV heads, head size, bfloat16
-QUESTION = 8  # tokens of a question, with what the chat template puts after it
+KV_BYTES = 2 * 4 * 2 * 64 * 2  # a token: keys and values, layers, KV heads, head size, bfloat16
+QUESTION = 8  # tokens of a question and of the chat template after it
 CHUNK = 512  # most tokens of a step
-#: How long a case took, by names in `Run`.
+#: Durations of a case, by their names in `Run`.
 CLOCKS = ("seconds", "cpu_seconds", "steps")
 
 
@@ -57,7 +57,7 @@ class Run:
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    #: Steps of the engine, and steps of the arrivals' clock that nobody waited for.
+    #: Steps of the engine, and steps that the arrivals' clock skipped without requests.
     steps: int = 0
     idle: float = 0.0
     output_tokens: int = 0
@@ -69,10 +69,10 @@ class Run:
     peak_requests: int = 0
     #: Blocks in use over running requests, both summed over steps.
     residency: float = 0.0
-    #: Of each request, in order of arrival: from arrival to last token.
+    #: Time from arrival to last token of each request, in order of arrival.
     latency_steps: list[float] = field(default_factory=list)
     latency_cpu_seconds: list[float] = field(default_factory=list)
-    #: Whether its answer holds the number.
+    #: Whether the answer of each request holds the number.
     found: list[bool] = field(default_factory=list)
 
 
@@ -80,17 +80,17 @@ class Run:
 
 
 def arrivals(options: argparse.Namespace, seed: int) -> list[float]:
-    """When each request comes, on the arrivals' clock.
+    """Arrival of each request, on the arrivals' clock.
 
-    Evenly distributed over the time that as many take at the mean spacing, which is what a Poisson process looks like
-    when so many have come: the load is the same in every round.
+    Arrivals are uniform over the time that this number of requests takes at the mean spacing, like a Poisson process
+    with a given number of arrivals. So the load is the same in every round.
     """
     generator = np.random.default_rng([seed, options.requests])
     return np.sort(generator.random(options.requests) * options.requests * spacing(options)).tolist()
 
 
 def spacing(options: argparse.Namespace) -> float:
-    """Mean time between arrivals, so that requests that nothing hinders hold `--load` times the pool."""
+    """Mean time between arrivals, so that requests in a pool without limit hold `--load` times the pool."""
     prompt = options.context + QUESTION
     steps = math.ceil(prompt / CHUNK) + options.output
     blocks = (prompt + options.output / 2) / options.block_size  # on average; prefill takes no time beside decode
@@ -99,7 +99,7 @@ def spacing(options: argparse.Namespace) -> float:
 
 
 def needles(options: argparse.Namespace, seed: int) -> tuple[Any, list[tuple[Any, list[int]]]]:
-    """Tokenizer; samples with their token ids. Depths cover the text evenly, in an order of chance."""
+    """Tokenizer; samples with their token ids. Depths cover the text evenly, in random order."""
     from vllm_evict.eval import tasks, words
     from vllm_evict.eval.prompts import Prompts
 
@@ -114,7 +114,7 @@ def needles(options: argparse.Namespace, seed: int) -> tuple[Any, list[tuple[Any
 
 
 def has_found(tokenizer: Any, sample: Any, token_ids: list[int]) -> bool:
-    """Whether the answer, which the model ends itself, is right."""
+    """Whether the answer is right, up to the model's end mark."""
     from vllm_evict.eval.score import score
 
     token_ids = token_ids[: sample.max_tokens]
@@ -151,7 +151,7 @@ def load_child(spec: dict) -> dict:
 def run_load(
     llm: Any, prompts: list[list[int]], times: list[float], output_tokens: int, clock: str, outputs: dict
 ) -> Run:
-    """Step the engine, and add each request when its time has come.
+    """Step the engine, and add each request at its arrival.
 
     Args:
         llm: from `make_llm`.
@@ -159,7 +159,7 @@ def run_load(
         times: of arrival, ascending, in steps or seconds.
         output_tokens: of each request.
         clock: "steps" or "seconds" (of CPU).
-        outputs: takes the tokens of each request.
+        outputs: gets the tokens of each request.
     """
     scheduler, engine = scheduler_of(llm), llm.llm_engine
     pool = scheduler.kv_cache_manager.block_pool
@@ -185,7 +185,7 @@ def run_load(
             run.idle += max(times[len(came)] - now(clock), 0)
         while len(came) < len(prompts) and times[len(came)] <= now(clock):
             index = len(came)
-            # Added between two steps, it came while the last one ran.
+            # A request that is added between two steps arrived while the last one ran.
             came[index] = {kind: times[index] if kind == clock else now(kind) for kind in ("steps", "seconds")}
             engine.add_request(str(index), {"prompt_token_ids": prompts[index]}, greedy(output_tokens))
         finished = engine.step()
@@ -205,7 +205,7 @@ def run_load(
     scheduler.schedule = schedule
     assert pool.get_num_free_blocks() == usable, "blocks were lost"
     run.preemptions = preemptions(llm) - preempted
-    # The last token of a request is never computed on.
+    # vLLM never computes the last token of a request.
     run.recomputed_tokens = run.scheduled_tokens - sum(map(len, prompts)) - run.output_tokens + len(prompts)
     run.residency = held / running
     run.latency_steps = [latencies[index]["steps"] for index in range(len(prompts))]
@@ -217,7 +217,7 @@ def run_load(
 
 
 def cases(options: argparse.Namespace) -> dict[str, dict | None]:
-    """Name -> policy. Those that end in "budget" take theirs from the runs under pressure before them."""
+    """Name -> policy. Policies named "budget" get their budget from the runs under pressure before them."""
     kept = {"sink": 32, "recent": 64, "buffer": 0}
     h2o = {"name": "h2o", **kept}
     scored = {
@@ -241,7 +241,7 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
 
 
 def load(options: argparse.Namespace, on_round: Callable[[dict], Any]) -> None:
-    """All cases in turn, `--rounds` times. Tells raw results by case, one a round, after each."""
+    """Run all cases in turn, `--rounds` times, and report raw results by case after each."""
     chosen = {name: policy for name, policy in cases(options).items() if name in options.cases}
     results: dict[str, list[dict]] = {name: [] for name in chosen}
     budgets = []
@@ -269,7 +269,7 @@ def load(options: argparse.Namespace, on_round: Callable[[dict], Any]) -> None:
 
 
 def matching_budget(options: argparse.Namespace, results: dict[str, list[dict]], number: int) -> int:
-    """Tokens that give a request under a budget no less than requests under pressure had in this round."""
+    """A budget in tokens that is at least the mean of requests under pressure in this round."""
     under_pressure = [runs[number]["residency"] for name, runs in results.items() if name.endswith(", pressure")]
     return math.ceil(max(under_pressure)) * options.block_size
 
@@ -307,7 +307,7 @@ def table(report: dict) -> str:
 
 
 def ratios(results: dict[str, list[dict]], name: str, clock: str) -> list[float]:
-    """How many times as fast as stock a case was, round by round."""
+    """Throughput of a case over stock's, round by round."""
     return [stock[clock] / run[clock] for stock, run in zip(results["stock"], results[name], strict=True)]
 
 
@@ -321,11 +321,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--context", type=int, default=2048, help="tokens of each text")
     parser.add_argument("--output", type=int, default=768, help="tokens generated for each")
-    parser.add_argument("--load", type=float, default=2.0, help="blocks that requests would hold, in pools")
+    parser.add_argument(
+        "--load", type=float, default=2.0, help="blocks that requests would hold without a limit, in pools"
+    )
     parser.add_argument("--floor", type=int, default=256, help="tokens that a request keeps under pressure")
     parser.add_argument("--at-once", type=int, default=24, help="most requests at once (--max-num-seqs)")
-    parser.add_argument("--clock", choices=("steps", "seconds"), default="steps", help="what arrivals go by")
-    parser.add_argument("--step-seconds", type=float, default=0.005, help="a step, for --clock seconds")
+    parser.add_argument("--clock", choices=("steps", "seconds"), default="steps", help="clock of arrivals")
+    parser.add_argument("--step-seconds", type=float, default=0.005, help="seconds of a step, for --clock seconds")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="only these; stock always runs, to compare with")
     options = parser.parse_args()
     known = list(cases(options))

@@ -1,11 +1,10 @@
-"""Time of `block_mass` and `decode_mass` beside that of vLLM's own CPU attention on the same batch.
+"""Measures `block_mass` and `decode_mass` beside vLLM's own CPU attention on the same batch.
 
     python benchmarks/mass.py [--isa avx2] [--block-size 32] [--only decode] [--threads 1] [--per-token]
 
-"hot": attention and mass alternate, as in a model's layer, so that mass finds
-the keys in whatever cache attention left them in. "fused" gives output and mass
-in one read, and is compared with attention alone. "cold": the caches are
-overwritten before either. Times are the least of `--repeats` runs.
+"hot": attention and mass alternate, as in a model's layer, so that mass finds keys in the CPU's caches. "fused" gives
+output and mass in one read, and is compared with attention alone. "cold": the caches are overwritten before each call.
+Times are the least of `--repeats` runs.
 """
 
 import argparse
@@ -120,7 +119,7 @@ class Batch:
 
 
 def measure(batch: Batch, repeats: int, flush: torch.Tensor | None) -> list[float]:
-    """Least seconds of attention, of mass and, if the batch decodes, of both in one."""
+    """Least seconds of attention, of mass and, if the batch decodes, of both in one call."""
     runs = [batch.run_attention, batch.run_mass, *([batch.run_decode] if batch.decodes else [])]
     times = [[] for _ in runs]
     for _ in range(repeats):
@@ -142,7 +141,7 @@ def cpu_name() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--isa", help="avx512, avx2 or portable; default: the best here")
+    parser.add_argument("--isa", help="avx512, avx2 or portable; default: the best of this CPU")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--only", choices=("decode", "prefill"))

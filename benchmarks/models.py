@@ -1,4 +1,4 @@
-"""Random Llamas for benchmarks and the demo: nothing to download, and attention that is not flat."""
+"""Makes random Llamas for benchmarks and the demo: no download, and attention that is not uniform."""
 
 import json
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ class Shape:
 def make_model(path: str | Path, shape: Shape = Shape(), *, seed: int = 0, focus: float = 3.0) -> Path:
     """Write a random Llama with its tokenizer and chat template, float32, in Hugging Face format.
 
-    Plain random weights attend almost evenly, so every block would weigh the same. Here attention is sharper, and all
-    embeddings share one direction: queries have something in common, so keys that answer to it draw attention from
-    everywhere. Those are the heavy hitters.
+    Plain random weights attend almost evenly, so every block would have the same mass. Here attention is sharper, and
+    all embeddings share one direction. Keys that match this direction draw attention from all queries: these are the
+    heavy hitters.
 
     Args:
-        path: directory, made if it is missing.
+        path: directory, created if it is missing.
         shape: sizes.
         seed: same seed and shape, same weights.
         focus: standard deviation of a query's attention logits over random keys.
@@ -52,7 +52,7 @@ def make_model(path: str | Path, shape: Shape = Shape(), *, seed: int = 0, focus
 
 
 def write_config(path: str | Path, shape: Shape) -> Path:
-    """Write no more than a Llama's config.json, for engines that make up weights themselves (`load_format="dummy"`)."""
+    """Write a Llama's config.json only, for engines with dummy weights (`load_format="dummy"`)."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     _write(path / "config.json", _config(shape))
@@ -91,7 +91,7 @@ def _weights(shape: Shape, generator: torch.Generator, focus: float) -> dict[str
 
 
 def _blind_to(direction: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """`matrix` without its response to `direction`, which would make every position compute nearly the same."""
+    """`matrix` without its response to `direction`, which would make all positions nearly equal."""
     unit = direction / direction.norm()
     return matrix - torch.outer(matrix @ unit, unit)
 

@@ -1,16 +1,16 @@
-"""What eviction gains where the KV pool is too small: stock vLLM and each policy on the same requests and pool.
+"""Measures throughput in a KV pool that is too small: stock vLLM and each policy on the same requests and pool.
 
     python benchmarks/pressure.py [--rounds 3] [--cases stock sink-window]     throughput under memory pressure
-    python benchmarks/pressure.py --step                                       what running sums add to a decode step
+    python benchmarks/pressure.py --step                                       cost of running sums in a decode step
 
-Throughput: every case is a process of its own, they run in turn, and a ratio compares two runs of the same round; the
-table shows medians over rounds. "stock" runs with VLLM_PLUGINS empty, so that nothing of the plugin is loaded. Start-up
-and warm-up are not timed. --step times decode steps in one engine, by turns: of requests at their budget
-that are measured (h2o) and that are not (sink-window), whose difference is the running sums; of requests that have not
-evicted yet; and of vLLM's own kernel.
+Throughput: every case is a process of its own, cases run in turn, and a ratio compares two runs of the same round; the
+table shows medians over rounds. "stock" runs with VLLM_PLUGINS empty, so that the plugin is not loaded. Start-up and
+warm-up are not timed. --step times decode steps in one engine, alternately: of measured requests (h2o) and others
+(sink-window) at their budget, whose difference is the running sums; of requests before their first eviction; and of
+vLLM's own kernel.
 
-On a machine that others use, threads wait for each other and wall time says little: take --threads 1 and look at the
-ratio by CPU time, which counts only what this process used.
+On a shared machine threads wait for each other and wall time says little: use --threads 1 and the ratio by CPU time,
+which counts this process only.
 
 Writes a Markdown table and a JSON with hardware, versions, command and all raw timings to --out.
 """
@@ -35,7 +35,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 console = Console()
 
-#: One process runs the whole engine, and what it says is only of interest if it fails.
+#: One process runs the whole engine; its log is shown only if it fails.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -69,7 +69,7 @@ class Run:
 
 
 def make_llm(model: Path, kv_policy: Any = None, **options: Any) -> Any:
-    """A vLLM engine in this very process; without a policy, the plugin need not be there."""
+    """A vLLM engine in this process; without a policy it does not need the plugin."""
     from vllm import LLM
 
     policy = {} if kv_policy is None else {"kv_policy": kv_policy}
@@ -78,7 +78,7 @@ def make_llm(model: Path, kv_policy: Any = None, **options: Any) -> Any:
 
 
 def greedy(max_tokens: int, **options: Any) -> Any:
-    """Sampling as `LLM.generate` does it, to the last token."""
+    """Greedy sampling of a fixed number of tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -104,7 +104,7 @@ def scheduler_of(llm: Any) -> Any:
 
 
 def run_batch(llm: Any, prompts: list[list[int]], output_tokens: int, on_step: Any = None) -> Run:
-    """What `LLM.generate` does, with a look at the pool after each step.
+    """Run a batch like `LLM.generate`, and note the pool's use after each step.
 
     Args:
         llm: from `make_llm`.
@@ -145,7 +145,7 @@ def preemptions(llm: Any) -> int:
 
 
 def cases(options: argparse.Namespace) -> dict[str, dict | None]:
-    """Name -> policy. h2o keeps as much as sink-window does, and decides as often."""
+    """Name -> policy. h2o keeps as many tokens as sink-window, and decides as often."""
     window = {"name": "sink-window", "sink": 32, "recent": 256}
     h2o = {"name": "h2o", "sink": 32, "recent": 64, "buffer": 0}
     return {
@@ -154,7 +154,7 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         "sink-window": window,
         "h2o": {**h2o, "budget": window["sink"] + window["recent"] + options.block_size},
         "h2o, never evicting": {**h2o, "budget": options.prompt + options.output},
-        # Half of the heads keep everything, the others what sink-window keeps.
+        # Half of the heads keep everything, the others as many tokens as sink-window.
         "duo": {**window, "name": "duo", "pattern": ["10" * (options.kv_heads // 2)] * options.layers},
     }
 
@@ -162,7 +162,7 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
 def pressure_child(spec: dict) -> dict:
     """One case of one round, in a process of its own."""
     options = argparse.Namespace(**spec["options"])
-    split = (spec["policy"] or {}).get("name") == "duo"  # blocks of half the heads: as many as fit
+    split = (spec["policy"] or {}).get("name") == "duo"  # blocks hold half of the heads, so more of them fit
     llm = make_llm(
         spec["model"],
         spec["policy"],
@@ -202,7 +202,7 @@ def pressure(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
 
 
 def ratios(results: dict[str, list[dict]], clock: str) -> dict[str, list[float]]:
-    """How many times as fast as stock each case was, round by round."""
+    """Throughput of each case over stock's, round by round."""
     stock = [run[clock] for run in results["stock"]]
     return {name: [base / run[clock] for base, run in zip(stock, runs, strict=True)] for name, runs in results.items()}
 
@@ -234,7 +234,7 @@ def spread(values: list[float], form: str) -> str:
 
 # ---- running sums in a decode step
 
-#: Cases of a decode step: the request's policy, and whether its prompt is longer than the budget.
+#: Cases of a decode step: the request's policy, and whether its prompt exceeds the budget.
 STEP_CASES = {
     "stock kernel": ("full", False),
     "h2o before its first eviction": ("h2o", False),
@@ -283,7 +283,7 @@ def decode_steps(llm: Any, prompts: list[list[int]], policy: str, max_tokens: in
 
 @contextmanager
 def decoding(llm: Any, prompts: list[list[int]], max_tokens: int, **options: Any) -> Iterator[None]:
-    """Inside, every step decodes all of these requests, as long as they may generate; afterwards they are gone.
+    """In this context every step decodes all of these requests, up to `max_tokens`; then they are aborted.
 
     Args:
         llm: from `make_llm`.
@@ -295,7 +295,7 @@ def decoding(llm: Any, prompts: list[list[int]], max_tokens: int, **options: Any
     ids = [f"request-{index}" for index in range(len(prompts))]
     for request_id, prompt in zip(ids, prompts, strict=True):
         engine.add_request(request_id, {"prompt_token_ids": prompt}, greedy(max_tokens, **options))
-    # Two tokens each: the first decode steps set buffers up.
+    # Two tokens each, because the first decode steps allocate buffers.
     while len(scheduler.running) < len(ids) or any(r.num_output_tokens < 2 for r in scheduler.running):
         engine.step()
         assert engine.has_unfinished_requests(), "requests ended before the last one decoded"
@@ -318,7 +318,7 @@ def timed_steps(llm: Any, steps: int) -> dict[str, list[float]]:
 
 
 def step(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
-    """Share of a decode step that is running sums, by batch size. One process each."""
+    """Share of running sums in a decode step, by batch size, each in a process of its own."""
     runs = {}
     with progress() as bar:
         task = bar.add_task("", total=len(options.batches))
@@ -332,7 +332,7 @@ def step(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
 
 
 def shares(timings: dict[str, list[dict]], clock: str) -> list[float]:
-    """(with sums - without) / with, of the mean step, round by round: decisions and reports are part of it."""
+    """(with sums - without) / with, of the mean step, round by round; includes decisions and reports."""
     pairs = zip(timings["h2o"], timings["sink-window"], strict=True)
     return [1 - statistics.mean(without[clock]) / statistics.mean(with_sums[clock]) for with_sums, without in pairs]
 
@@ -356,7 +356,7 @@ def step_table(report: dict) -> str:
 
 
 def in_child(what: str, spec: dict, environment: dict[str, str] | None = None) -> dict:
-    """Result of the child `what` of the script that runs, in a fresh process; ends this one if it fails."""
+    """Result of function `what` of the running script in a fresh process; ends this process if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder, "spec.json"), Path(folder, "result.json")
         request.write_text(json.dumps(spec))
@@ -375,7 +375,7 @@ def child_main(children: dict[str, Any], what: str, request: str, answer: str) -
 
 
 def conditions() -> dict:
-    """Where and how the numbers came about."""
+    """The conditions of a run: hardware, versions, command."""
     import torch
     from vllm.version import __version__ as vllm_version
 
@@ -394,7 +394,7 @@ def conditions() -> dict:
 
 
 def to_json(value: Any, indent: str = "") -> str:
-    """JSON with a line for whatever is short, and for each list of samples however long."""
+    """JSON with one line for each short value, and for each list of samples."""
     flat, inner = json.dumps(value), indent + " "
     if isinstance(value, dict) and len(indent + flat) > 120:
         lines = [f"{json.dumps(str(key))}: {to_json(item, inner)}" for key, item in value.items()]

@@ -1,10 +1,11 @@
-"""What token granularity costs on the engine: the time of compactions, and their share of a decode step.
+"""Measures the cost of token granularity on the engine: the time of compactions, and their share of a decode step.
 
     python benchmarks/tokens.py [--rounds 3] [--policies h2o snapkv] [--buffers 32 128 512]
 
 Requests decode at their budget under each policy, block by block and token by token, with growing buffers (a decision
-frees the buffer and a block). Each case is a process of its own, they run in turn, and a ratio compares two runs of the
-same round. The time of compactions, reading keys and choosing tokens included, is taken around the worker's own call.
+frees the buffer and a block). Each case is a process of its own, cases run in turn, and a ratio compares two runs of
+the same round. The time of compactions is measured around the worker's call, and includes reading keys and choosing
+tokens.
 
 Writes a Markdown table and a JSON with hardware, versions, command and all raw timings to --out.
 """
@@ -25,7 +26,7 @@ GRANULARITIES = ("block", "token")
 
 
 def child(spec: dict) -> dict:
-    """Seconds of decode steps of all requests, of compactions among them, and tokens that these kept."""
+    """Seconds of decode steps of all requests, seconds of their compactions, and tokens that these kept."""
     options = argparse.Namespace(**spec["options"])
     shape, policy = Shape(**spec["shape"]), spec["policy"]
     longest = options.budget + policy["buffer"] + options.steps + 4096

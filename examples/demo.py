@@ -1,9 +1,10 @@
-"""Eviction, shown: policies on one batch of questions in a small pool, then a server and its clients.
+"""Shows eviction: policies on one batch of questions in a small pool, then a server and its clients.
 
     make demo        (or: python examples/demo.py [--out out/demo])
 
-Every prompt hides a number in a long text and asks for it, so what a policy loses shows beside what it saves. Needs no
-download and no GPU: the model is examples/needle/model, 5 MB.
+Every prompt hides a number in a long text and asks for it, so the tables show lost answers beside saved blocks. The
+    demo
+needs no download and no GPU: the model is examples/needle/model, 5 MB.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# A model this small gains nothing from a second thread, and a busy machine would make two wait for each other.
+# A model this small gains nothing from a second thread, and on a busy machine two threads wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -47,14 +48,14 @@ from vllm_evict.eval.score import score
 console = Console(highlight=False)
 
 MODEL = Path(__file__).resolve().parent / "needle" / "model"
-KV_BYTES = 2 * 4 * 2 * 64 * 2  # of a token: keys and values, layers, KV heads, head size, bfloat16
+KV_BYTES = 2 * 4 * 2 * 64 * 2  # a token: keys and values, layers, KV heads, head size, bfloat16
 BLOCK = 32
 REQUESTS, CONTEXT, OUTPUT = 16, 1024, 256
-QUESTION = 8  # tokens of a question, with what the chat template puts after it
+QUESTION = 8  # tokens of a question and of the chat template after it
 POOL_BLOCKS = 192
 BUDGET = 256
 H2O = {"name": "h2o", "budget": BUDGET, "buffer": 0, "sink": 32, "recent": 64}
-LAST = "h2o last 16"  # scored by the last 16 queries; "h2o" is the paper's sum over all
+LAST = "h2o last 16"  # scores by the last 16 queries; "h2o" sums over all queries, as in the paper
 POLICIES = {
     "full": {"name": "full"},
     "sink-window": {"name": "sink-window", "sink": 32, "recent": BUDGET - 32},
@@ -75,7 +76,7 @@ def require(works: Any, message: str) -> None:
         raise DemoError(message)
 
 
-# ---- needles: what is asked, and whether it was found
+# ---- needles: questions and answers
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Needle:
 
 
 class Needles:
-    """Makes needles that the model can find; each index is another text."""
+    """Makes needles that the model can find; each index gives another text."""
 
     def __init__(self) -> None:
         require((MODEL / "model.safetensors").exists(), f"there is no model in {MODEL}")
@@ -101,7 +102,7 @@ class Needles:
         return Needle(sample, self.prompts.ids(sample))
 
     def answer(self, token_ids: list[int]) -> str:
-        """What the model says before it ends its turn."""
+        """The model's answer up to the end of its turn."""
         end = self.prompts.tokenizer.eos_token_id
         return self.prompts.tokenizer.decode(token_ids[: token_ids.index(end)] if end in token_ids else token_ids)
 
@@ -134,7 +135,7 @@ def offline(needles: Needles, out: Path) -> None:
 
 
 def check(runs: dict[str, Run], found: dict[str, int]) -> None:
-    """What the tables must show, whatever the machine."""
+    """Check results that hold on any machine."""
     require(runs["full"].evicted_blocks == 0, "full evicted something")
     require(runs["full"].preemptions > 0, "the pool was large enough for full")
     for name in POLICIES.keys() - {"full"}:
@@ -146,7 +147,7 @@ def check(runs: dict[str, Run], found: dict[str, int]) -> None:
 
 
 def run_policy(policy: dict, batch: list[Needle], on_done: Any) -> tuple[Run, list[list[int]]]:
-    """The batch under one policy, in an engine of its own: how it went, and the tokens of each answer."""
+    """Run the batch under one policy, in an engine of its own; returns counts, and the tokens of each answer."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm = make_llm(
@@ -252,7 +253,7 @@ def online(needles: Needles, out: Path) -> None:
 
 
 def complete(client: openai.OpenAI, model: str, batch: list[Needle], what: str = "completions", **body: Any) -> int:
-    """Ask for all needles in one call; how many were found."""
+    """Ask for all needles in one call; returns how many were found."""
     prompts = [needle.ids for needle in batch]
     done = client.completions.create(model=model, prompt=prompts, max_tokens=16, temperature=0, extra_body=body)
     texts = [choice.text.strip() for choice in sorted(done.choices, key=lambda choice: choice.index)]
@@ -288,7 +289,7 @@ def chat(client: openai.OpenAI, model: str, needle: Needle) -> None:
 
 
 def refuse(client: openai.OpenAI, model: str, needle: Needle) -> None:
-    """A request may not have more than the server gives."""
+    """Show that a request can't have more than the server's budget."""
     try:
         client.completions.create(
             model=model, prompt=needle.ids, max_tokens=8, extra_body={"vllm_xargs": {"kv_budget": 4096}}
@@ -301,9 +302,9 @@ def refuse(client: openai.OpenAI, model: str, needle: Needle) -> None:
 
 
 def choose(client: openai.OpenAI, model: str, batch: list[Needle]) -> int:
-    """Requests pick their own policy and a smaller budget; the server went on after the bad one."""
+    """Requests pick their own policy and a smaller budget; the server still runs after the wrong request."""
     xargs = {"kv_policy": "sink-window", "kv_budget": 160}
-    # Salted, or they would find in the prefix cache what the same prompts left there before they evicted anything.
+    # Salted, because the same prompts have left pure blocks in the prefix cache.
     return complete(client, model, batch, "with kv_policy sink-window, kv_budget 160", vllm_xargs=xargs, cache_salt="2")
 
 
@@ -320,7 +321,7 @@ def scrape(port: int) -> dict[tuple[str, str], float]:
 
 
 def wait_for_evictions(port: int) -> dict[tuple[str, str], float]:
-    """The metrics once both policies' evictions are on them; they come with the engine's next statistics."""
+    """The metrics when they have both policies' evictions, which come with the engine's next statistics."""
     for _ in range(50):
         metrics = scrape(port)
         if all(metrics.get(("vllm:kv_evict_blocks_evicted_total", name)) for name in ("h2o", "sink-window")):
@@ -347,7 +348,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(port: int, log: Path) -> Iterator[None]:
-    """`vllm serve` in a process group of its own, which ends with the block, however it ends."""
+    """`vllm serve` in a process group of its own, which always ends with the block."""
     policy = json.dumps(SERVER_POLICY)
     console.print(f"$ vllm serve examples/needle/model --kv-policy '{policy}'", style="bold")
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(MODEL), "--kv-policy", policy]
@@ -385,9 +386,9 @@ def wait_until_up(server: subprocess.Popen, port: int, log: Path) -> None:
 
 
 def end(server: subprocess.Popen) -> None:
-    """Ask the server to go, then make its whole process group go: the engine runs in a process of its own."""
+    """Ask the server to end, then end its whole process group: the engine has a process of its own."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it does not take long, and must not be cut short
+        signal.signal(number, signal.SIG_IGN)  # it is short and must not be interrupted
     for send, number, patience in ((os.kill, signal.SIGTERM, 20), (os.killpg, signal.SIGKILL, 10)):
         with contextlib.suppress(ProcessLookupError):
             send(server.pid, number)
@@ -414,7 +415,7 @@ def running(group: int) -> list[int]:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """A signal ends the demo like Ctrl-C does: through every `finally`."""
+    """Let a signal end the demo like Ctrl-C, through every `finally`."""
     raise KeyboardInterrupt
 
 
@@ -425,7 +426,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    # vLLM says on some machines that kernels are missing which this model does not use; what stops it is raised.
+    # On some machines vLLM warns of missing kernels that this model does not use. Errors are raised.
     os.environ.update(ENVIRONMENT, VLLM_LOGGING_LEVEL="CRITICAL")
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""Offline: a batch under one policy, and what each request kept.
+"""Offline: a batch under one policy, and the usage of each request.
 
 python examples/offline.py [MODEL]        (the embedded model, if none is named)
 """

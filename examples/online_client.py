@@ -1,4 +1,4 @@
-"""A client of `vllm serve MODEL --kv-policy h2o`: the server's policy, then a policy and budget of the request's own.
+"""A client of `vllm serve MODEL --kv-policy h2o`: requests under the server's policy, then under their own.
 
 python examples/online_client.py [http://localhost:8000/v1]        (needs `pip install openai`)
 """

@@ -1,4 +1,4 @@
-"""Ray Data: a table of prompts under one policy, rows with a policy of their own, and what each of them kept.
+"""Ray Data: a table of prompts under one policy, rows with a policy of their own, and the usage of each.
 
 python examples/ray_batch.py [MODEL]        (the embedded model, if none is named; needs `pip install 'ray[data]'`)
 """
@@ -20,7 +20,7 @@ ROWS = [
 
 
 def request(row):
-    # kv_usage: Ray Data hands on an output's metrics, and there it is.
+    # kv_usage is among an output's metrics, which Ray Data passes on.
     return {
         "prompt": row["prompt"],
         "sampling_params": {"max_tokens": 64, "temperature": 0, "extra_args": {**row["asked"], "kv_usage": True}},
@@ -28,15 +28,15 @@ def request(row):
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=4, include_dashboard=False)  # or ray.init("auto"), for a cluster that runs
+    ray.init(num_cpus=4, include_dashboard=False)  # or ray.init("auto") for a running cluster
     policy = {"name": "h2o", "budget": 512, "sink": 32, "recent": 128}
     config = vLLMEngineProcessorConfig(
         model_source=MODEL,
         engine_kwargs={"kv_policy": policy, "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20},
-        # On GPUs Ray Data finds its own.
+        # On GPUs Ray Data makes its own bundles.
         placement_group_config={"bundles": [{"CPU": 1}]} if current_platform.is_cpu() else None,
         should_continue_on_error=True,
-        # Prompts are text that vLLM may tokenize itself.
+        # Prompts are text, which vLLM tokenizes.
         chat_template_stage=False,
         tokenize_stage=False,
         detokenize_stage=False,

@@ -1,4 +1,4 @@
-"""Ray Serve LLM with a policy, and a client: the server's policy, then policies of requests' own, and metrics.
+"""Ray Serve LLM with a policy, and a client: requests under the server's policy, then under their own, and metrics.
 
 python examples/ray_serve.py [MODEL [PORT]]        (the embedded model on 8000, if none is named)
 """
@@ -20,7 +20,7 @@ PORT = int(sys.argv[2]) if len(sys.argv) > 2 else 8000
 STORY = "The old town lies by the river, and its market is open every day. " * 60
 
 if __name__ == "__main__":
-    ray.init(num_cpus=4, include_dashboard=False, _metrics_export_port=PORT + 1)  # or "auto", for a cluster that runs
+    ray.init(num_cpus=4, include_dashboard=False, _metrics_export_port=PORT + 1)  # or "auto" for a running cluster
     serve.start(http_options={"port": PORT})
     policy = {"name": "h2o", "budget": 512, "sink": 32, "recent": 128}
     config = LLMConfig(
@@ -42,7 +42,7 @@ if __name__ == "__main__":
         except BadRequestError as error:
             print(f"{own}: {error.status_code} {error.body['message'].split(' (')[0]}")
 
-    # On Ray's own metrics, which it collects every few seconds.
+    # Ray collects its metrics every few seconds.
     evicted = re.compile(r'^ray_vllm_kv_evict_blocks_evicted_total{.*policy="(.*)"} (.*)', re.MULTILINE)
     while len(found := evicted.findall(urlopen(f"http://localhost:{PORT + 1}/metrics").read().decode())) < 2:
         time.sleep(1)

@@ -1,8 +1,8 @@
-"""KV cache eviction for vLLM: heavy hitters, sinks and windows, with blocks really given back to the pool."""
+"""KV cache eviction for vLLM: policies choose blocks of running requests, which go back to vLLM's pool."""
 
 from importlib import metadata
 
-from . import policies  # noqa: F401 - which configurations look up by name
+from . import policies  # noqa: F401 - fills the registry, in which configurations look up names
 from .config import KVPolicyConfig, KVPolicyError
 
 try:

@@ -1,8 +1,8 @@
-"""The command `vllm-evict`, whose packages come with the extra `eval` and may be missing."""
+"""The command `vllm-evict`. Its packages come with the extra `eval`, and may be missing."""
 
 import sys
 
-#: The packages of that extra.
+#: Packages of the extra `eval`.
 PACKAGES = frozenset({"datasets", "httpx", "matplotlib", "openai", "rich", "tqdm", "typer"})
 
 

@@ -6,21 +6,21 @@ from .config import KVPolicyError
 
 
 def poison_mode() -> bool:
-    """VLLM_EVICT_POISON=1: freed blocks are filled with NaN, so that a read after free cannot stay unseen (tests)."""
+    """Whether VLLM_EVICT_POISON=1 (tests): workers fill freed blocks with NaN, so that a read after free shows."""
     return os.environ.get("VLLM_EVICT_POISON", "0") == "1"
 
 
 def decode_kernel() -> str | None:
-    """VLLM_EVICT_DECODE: what decodes requests that lack blocks; None: the plugin's kernel for the device.
+    """VLLM_EVICT_DECODE: the kernel that decodes requests with holes; None: the plugin's kernel for the device.
 
-    "stock" leaves them to vLLM's own kernel, with the mass taken beside it. Behind a GPU backend "triton" (what None is
-    there) and "cuda" say which kernel of the plugin's; elsewhere the log says what decodes (see
-    `integration.layers.ignored_settings`).
+    With "stock" vLLM's own kernel decodes, and mass is measured beside it. Behind a GPU backend "triton" (the same as
+    None) and "cuda" name a kernel of the plugin. Elsewhere these two have no effect, and the log names the kernel that
+    decodes (`integration.layers.ignored_settings`).
 
     Raises:
-        KVPolicyError: it is none of these.
+        KVPolicyError: the value is none of these.
     """
     name = os.environ.get("VLLM_EVICT_DECODE")
     if name not in (None, "stock", "triton", "cuda"):
-        raise KVPolicyError(f"VLLM_EVICT_DECODE must be stock, triton or cuda, not {name!r}")
+        raise KVPolicyError(f"VLLM_EVICT_DECODE got {name!r}; expected stock, triton or cuda")
     return name

@@ -1,4 +1,4 @@
-"""The functions that entry points of the package name."""
+"""The functions of the package's entry points."""
 
 from .integration.plugin import platform, register
 

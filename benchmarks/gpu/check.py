@@ -1,33 +1,33 @@
-"""Whether eviction is right on this machine: real vLLM engines behind each attention backend that its device has.
+"""Checks whether eviction is right on this machine: real vLLM engines behind each attention backend of its device.
 
     python benchmarks/gpu/check.py [--seconds 480] [--cases stock full h2o] [--out out/gpu/check.json]
 
-The model is examples/needle/model, in bfloat16: it finds every needle with full attention, and none in what is gone. On
-a GPU cases run behind FLASH_ATTN, TRITON_ATTN and, where it is installed, FLASHINFER, eager and with CUDA graphs; where
-there is no GPU, behind CPU_ATTN. Cases, the most telling first:
+The model is examples/needle/model, in bfloat16: it finds every needle with full attention, and none in evicted blocks.
+On a GPU cases run behind FLASH_ATTN, TRITON_ATTN and, if it is installed, FLASHINFER, eager and with CUDA graphs;
+without a GPU, behind CPU_ATTN. Cases, the most telling first:
 
-stock      vLLM without the plugin: what others are held against. If it fails, these are skipped.
-full       says what stock says, log-probabilities to the bit. So does
-covering   h2o with a budget that no request outgrows, and, within 0.15 in log-probabilities,
-measured   h2o whose requests could outgrow it, so that they are measured, and never do.
-oracle     h2o, one request: log-probabilities after evictions against a dense Llama in float32, and the blocks that
-           went against those that it chooses.
-context    the same of a request that outgrows its context, so that keys are turned on the device.
+stock      vLLM without the plugin, the reference of the others. If it fails, these are skipped.
+full       has stock's tokens, and its log-probabilities to the bit.
+covering   the same for h2o with a budget that no request outgrows.
+measured   the same, within 0.15 in log-probabilities, for h2o whose requests could outgrow the budget and never do.
+oracle     h2o, one request: log-probabilities and evicted blocks against a dense Llama in float32.
+context    the same for a request that outgrows its context, so that keys are rotated on the device.
 h2o, snapkv, snapkv by token, keydiff, sink-window, duo
            a budget of a quarter of the prompt (keydiff: a half; duo: half of the heads keep all): evictions, blocks
-           held and given back, needles found, and again with the prefix cache that the first pass has left.
-mixed      requests under full beside such that are evicted from, on the same cached prefixes.
+           held and given back, needles found, and a second pass with the prefix cache of the first.
+mixed      requests under full beside requests that lose blocks, on the same cached prefixes.
 pressure   h2o, `when: pressure`, in a pool for half of the requests: all end, none is preempted.
 waits      h2o, with vLLM told to fail a step that waits for the device or compiles a kernel.
-kernels    the tests of the Triton and CUDA kernels, on the device (pytest and tests/ have to be there).
+kernels    the tests of the Triton and CUDA kernels, on the device (they need pytest and tests/).
 
-Freed blocks are full of NaN (VLLM_EVICT_POISON=1). How many needles a policy may find was measured on vLLM's CPU
-engine, with the same documents; two more or less are right. Each case is a process of its own, has --limit seconds, and
-is a line when it is done: OK, FAIL or skipped, with the reason. With --seconds no case begins when they are over, and
-those at work are ended; what was left out is named. Status 1 if any failed, or none was OK.
+Freed blocks are full of NaN (VLLM_EVICT_POISON=1). The expected number of needles of a policy was measured on vLLM's
+CPU engine, with the same documents; two more or fewer are right. Each case is a process of its own, has --limit
+seconds, and prints a line when it is done: OK, FAIL or skipped, with the reason. When --seconds are over no case
+begins, running cases are ended, and cases that did not run are named. The exit status is 1 if a case failed, or none
+was OK.
 
-Writes a JSON with the machine, versions, command and all that was found to --out, after every case, and what engines
-log beside it.
+Writes a JSON with the machine, versions, command and all findings to --out, after every case, and the engines' logs
+beside it.
 """
 
 import argparse
@@ -56,7 +56,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("check_child.py")
 OK, FAIL, SKIPPED, LEFT_OUT = "OK", "FAIL", "skipped", "left out"
 EAGER, GRAPHS = "eager", "graphs"
-#: Documents, tokens of each and of what is said to it: the last one is never computed, and the others are 34 blocks.
+#: Documents, tokens of each and of its answer: the last token is never computed, and the others fill 34 blocks.
 LOAD = {"requests": 12, "context": 1024, "output": 57, "chunk": 1056, "blocks": 1024, "cached": True}
 TOKENS = 1024 + 8 + 57
 HEADS = str(ROOT / "configs" / "heads" / "needle")
@@ -72,12 +72,12 @@ class Case:
     """One engine and what is checked of it (`check_child.CHECKS`).
 
     Attributes:
-        wanted: what is right.
-        load: other than `LOAD`.
-        environment, engine: of it alone; further arguments of the engine.
-        limit: seconds, if others than `--limit`.
-        needs: a case of the same backend and mode whose findings it is given.
-        backend, mode: empty where there is no engine.
+        wanted: expected result.
+        load: differences from `LOAD`.
+        environment, engine: variables and further arguments of this case's engine.
+        limit: seconds, if not `--limit`.
+        needs: a case of the same backend and mode whose findings this one gets.
+        backend, mode: empty for cases without an engine.
     """
 
     name: str
@@ -140,7 +140,7 @@ CASES = [
         {"requests": 1, "context": 600, "output": 97, "chunk": 64, "cached": True},
         POISON,
     ),
-    # Half of the heads keep all, the others sinks, window and the block that is being written.
+    # Half of the heads keep all blocks, the others sinks, window and the block that is being written.
     evicts(
         "duo",
         {"name": "duo", "gates": HEADS, "sparsity": 0.5, "sink": 32, "recent": 64},
@@ -153,15 +153,15 @@ CASES = [
     Case("covering", "same", H2O | {"budget": TOKENS}, ALL, **SAME),
     replace(
         evicts("waits", H2O, 12, 12),
-        environment={"VLLM_GPU_SYNC_CHECK": "error"},  # to fill blocks with NaN waits
+        environment={"VLLM_GPU_SYNC_CHECK": "error"},  # filling blocks with NaN waits, so there is no poison
         engine={"jit_monitor_mode": "error"},
     ),
     evicts("snapkv", {"name": "snapkv", **KEPT}, 12, 12),
-    # What keys alone tell is no more than this at a half of the prompt, and needles are in sight of a window or not.
+    # keydiff finds no more at half of the prompt; sink-window finds the needles inside its window.
     evicts("keydiff", {"name": "keydiff", **KEPT, "budget": 512}, 7, 7, kept=512, measures=False),
     evicts("sink-window", {"name": "sink-window", "sink": 32, "recent": 192, "buffer": 0}, 2, 2, measures=False),
 ]
-#: How many cases, from the first, run behind all backends and in both modes before any other begins.
+#: This many first cases run behind all backends and in both modes before any other begins.
 TELLING = 4
 KERNELS = ("test_triton_*.py", "test_fold.py", "test_cuda_kernels.py", "test_xformers.py")
 
@@ -188,7 +188,7 @@ def ordered(cases: list[Case], where: list[tuple[str, str]]) -> Iterator[Case]:
 
 
 def unserved(case: Case) -> str:
-    """Why a case can't be; empty if it can."""
+    """Why a case can't run; empty if it can."""
     from vllm_evict.compute.attention.ops import WHOLE_LAYERS
 
     if case.name == "duo" and case.backend in WHOLE_LAYERS:
@@ -214,7 +214,7 @@ class Check:
         self._lock = threading.Lock()
 
     def all(self, cases: list[Case], jobs: int) -> None:
-        """Run them, `jobs` at once; those that need another begin when that is done."""
+        """Run the cases, `jobs` at once; a case that needs another one begins when that is done."""
         done: dict[str, Future] = {}
         with ThreadPoolExecutor(jobs) as pool:
             for case in cases:
@@ -270,22 +270,22 @@ class Check:
 
 
 def specification(case: Case, given: dict[str, Any] | None) -> dict[str, Any]:
-    """What `check_child.run` is told; `given` is the outcome of the case that it needs."""
+    """The specification for `check_child.run`; `given` is the outcome of the case that it needs."""
     spec = {**LOAD, **case.load, "check": case.check, "policy": case.policy, "wanted": case.wanted}
     spec |= {"backend": case.backend, "graphs": case.mode == GRAPHS, "files": KERNELS}
     spec |= {"engine": dict(case.engine), "given": given and given["found"]}
     if case.backend not in ("", "CPU_ATTN"):
-        # The pool's size is given: utilization is only what has to be free at start, beside other engines.
+        # The pool's size is given, so utilization is only the memory that has to be free at start.
         spec["engine"] |= {"attention_config": {"backend": case.backend}, "gpu_memory_utilization": 0.05}
     if spec["graphs"]:
-        # Few of them, the largest for all requests at once.
+        # Few graphs, the largest for all requests at once.
         sizes = [size for size in (1, 4, 8) if size < spec["requests"]] + [spec["requests"]]
         spec["engine"]["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     return spec
 
 
 def wait(command: list[str], environment: dict[str, str], log: Any, seconds: float) -> int | None:
-    """Status of a process with its own children; None if it had to be ended."""
+    """Exit status of a process; None if it was ended with its children."""
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         return process.wait(max(seconds, 0))
@@ -301,9 +301,9 @@ def last(words: str) -> str:
 
 
 def judged(case: Case, result: dict[str, Any]) -> dict[str, Any]:
-    """Status of a case whose process has answered, and what it found."""
+    """Status and findings of a case whose process has answered."""
     if "error" in result:
-        # Whatever keeps stock vLLM from running is no fault of the plugin's.
+        # If stock vLLM does not run, the plugin has not failed.
         status, reason = (SKIPPED, "stock vLLM fails: ") if case.check == "stock" else (FAIL, "")
         return {"status": status, "reason": reason + result["error"]}
     found = {name: result[name] for name in ("found", "facts") if name in result}
@@ -329,7 +329,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1800, help="limit for all cases of this call")
     parser.add_argument("--limit", type=float, default=240, help="seconds of one case")
     parser.add_argument("--jobs", type=int, help="cases at once; on a GPU a fourth of the CPUs, four at most")
-    parser.add_argument("--out", type=Path, default=Path("out/gpu/check.json"), help="JSON with all that was found")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu/check.json"), help="JSON with all findings")
     return parser.parse_args(arguments)
 
 
@@ -346,7 +346,7 @@ def main(arguments: list[str] | None = None) -> None:
         if backend in (options.backends or [backend]) and mode in (options.modes or [mode])
     ]
     chosen = [case for case in CASES if case.name in (options.cases or [case.name])]
-    # What they are compared with comes along; on a CPU the tests of kernels are those of the project.
+    # The cases that chosen ones need run too. On a CPU `make test` runs the tests of kernels.
     needed = {case.needs for case in chosen} - {case.name for case in chosen}
     chosen = [case for case in CASES if case in chosen or case.name in needed]
     if not on_gpu and not options.cases:

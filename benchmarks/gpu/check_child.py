@@ -1,4 +1,4 @@
-"""One case of benchmarks/gpu/check.py, in a process of its own: what an engine does, and what of it is wrong.
+"""One case of benchmarks/gpu/check.py, in a process of its own: runs an engine and lists faults.
 
 As a script: python check_child.py SPECIFICATION ANSWER, both of JSON.
 """
@@ -21,12 +21,12 @@ from pressure import greedy, scheduler_of
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 BLOCK = 32
-#: Most that log-probabilities are off stock's, in bfloat16, where stock is not the same to the bit with itself.
+#: Largest difference of log-probabilities from stock's, in bfloat16, if two runs of stock differ too.
 CLOSE = 0.15
 
 
 class Wrong(list[str]):
-    """What is not as it should be, a sentence each."""
+    """The faults, a sentence each."""
 
     def unless(self, right: bool, sentence: str) -> None:
         if not right:
@@ -57,7 +57,7 @@ class Checked:
         self.engine = Engine({"model": str(MODEL), "policy": spec["policy"], "engine": engine, "vocab": 0})
         self.llm = self.engine.llm
         self.tokenizer, self.batch = needles(argparse.Namespace(**spec), seed=0)
-        #: What full CUDA graphs attended with -> steps.
+        #: Kernel that attended in full CUDA graphs -> steps.
         self.graphs: Counter[str] = Counter()
         if self.engine.plugin is not None:
             after(self.engine.plugin, "choose_graph", lambda chosen, *_: self.graphs.update([chosen and chosen.value]))
@@ -70,16 +70,16 @@ class Checked:
         return 1 + bool(self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
 
     def ask(self, policies: list[str] | None = None) -> list[Any]:
-        """Outputs for all documents at once; whatever comes, all log-probabilities are numbers and all blocks are back.
+        """Outputs for all documents at once. Checks that all log-probabilities are numbers and all blocks are returned.
 
         Args:
-            policies: that each request asks for; None: the server's.
+            policies: of each request; None: the server's.
         """
         prompts = [{"prompt_token_ids": ids} for _, ids in self.batch]
         extra = [{}] * len(prompts) if policies is None else [{"extra_args": {"kv_policy": name}} for name in policies]
         sampling = [greedy(self.spec["output"], logprobs=0, **each) for each in extra]
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
-        for _ in range(self.steps_in_flight + 1):  # workers hear that the last request has ended
+        for _ in range(self.steps_in_flight + 1):  # workers get the end of the last request
             self.llm.llm_engine.step()
         finite = all(math.isfinite(value) for output in outputs for value in logprobs(output))
         self.wrong.unless(finite, "a log-probability is no number")
@@ -98,13 +98,13 @@ class Checked:
         return sum(has_found(self.tokenizer, sample, list(o.outputs[0].token_ids)) for (sample, _), o in answers)
 
     def check_usage(self, outputs: list[Any], kept: int, groups: int = 1) -> dict[str, Any]:
-        """Each request lost blocks, held no more than it may, and ended with what its budget says.
+        """Check that each request lost blocks, held no more than its bound, and ended with its budget.
 
         Args:
             kept: tokens of the budget, over KV groups.
         """
         usages = [output.kv_usage for output in outputs]
-        tokens = self.spec["context"] + QUESTION + self.spec["output"] - 1  # the last one is never computed
+        tokens = self.spec["context"] + QUESTION + self.spec["output"] - 1  # the last token is never computed
         budget, all_blocks = -(-kept // BLOCK), -(-tokens // BLOCK) * groups
         ahead = groups * (-(-self.spec["chunk"] * self.steps_in_flight // BLOCK) + 1)
         evicted, peak = [usage.evicted_blocks for usage in usages], max(u.peak_resident_blocks for u in usages)
@@ -116,7 +116,7 @@ class Checked:
         return {"evicted_blocks": sum(evicted), "peak_blocks": peak, "bound": budget + ahead, "blocks_at_end": at_end}
 
     def check_acted(self, measures: bool = True, decides: bool = True) -> None:
-        """The plugin's parts were in use; those that `Counts` knows of, which is not tokens."""
+        """Check that the plugin's parts ran, as far as `Counts` counts them (not tokens)."""
         counts = self.engine.counts.take()
         self.wrong.unless(counts["preemptions"] == 0, f"{counts['preemptions']} preemptions")
         if decides:
@@ -124,7 +124,7 @@ class Checked:
             sums = counts["measured_requests"]
             self.wrong.unless((sums > 0) == measures, f"running sums of {sums} requests")
             self.wrong.unless(counts["steps_with_holes"] > 0, "no step went over a table with holes")
-            # Who is not measured is vLLM's kernel's on a device.
+            # On a device vLLM's kernel decodes requests that are not measured.
             own = measures and self.engine.plugin.groups[0].decodes
             self.wrong.unless(not own or counts["own_decode_steps"] > 0, "no step was decoded by the plugin's kernel")
             kind = "own" if measures else "stock"
@@ -133,14 +133,14 @@ class Checked:
             self.wrong.unless(graphs, f"no step replayed a full CUDA graph in which {kind} kernels attend")
 
     def check_found(self, name: str, found: int) -> None:
-        """As many needles as `wanted` says: [at least, at most]."""
+        """Check the number of needles: `wanted` is [least, most]."""
         least, most = self.spec["wanted"][name]
         counted = f"{name}: {found} of {len(self.batch)} needles"
         self.wrong.unless(least <= found <= most, f"{counted}, {least} to {most} are right")
 
 
 def logprobs(output: Any) -> list[float]:
-    """Of the tokens of an output, natural logarithms."""
+    """Log-probabilities of the tokens of an output, natural logarithms."""
     completion = output.outputs[0]
     return [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids, strict=True)]
 
@@ -150,11 +150,11 @@ def said(outputs: list[Any]) -> dict[str, list]:
     return {"tokens": tokens, "logprobs": [logprobs(output) for output in outputs]}
 
 
-# ---- checks: engine -> what was found
+# ---- checks: engine -> findings
 
 
 def stock(checked: Checked) -> dict[str, Any]:
-    """What vLLM says without the plugin, and whether it says it again."""
+    """Tokens of vLLM without the plugin, and whether a second run equals the first."""
     outputs, again = checked.ask(), checked.ask()
     found = checked.found(outputs)
     checked.check_found("found", found)
@@ -162,7 +162,7 @@ def stock(checked: Checked) -> dict[str, Any]:
 
 
 def same(checked: Checked) -> dict[str, Any]:
-    """What stock said, to the bit; or, `wanted` to be "close", as long as it says the same tokens."""
+    """Compare with stock, to the bit; or, if `wanted` is "close", within a tolerance up to the first other token."""
     want, outputs = checked.spec["given"]["said"], checked.ask()
     got, found = said(outputs), checked.found(outputs)
     checked.check_found("found", found)
@@ -186,12 +186,12 @@ def same(checked: Checked) -> dict[str, Any]:
 
 
 def evicts(checked: Checked) -> dict[str, Any]:
-    """A tight budget: what it finds, what it holds, and that what is cached stays right."""
+    """A tight budget: check needles, held blocks, and the prefix cache."""
     wanted, groups = checked.spec["wanted"], len(checked.engine.plugin.groups)
     outputs = checked.ask()
     result = {"found": checked.found(outputs), **checked.check_usage(outputs, wanted["kept"], groups)}
     checked.check_acted(wanted["measures"], wanted["decides"])
-    # The same prompts again hit what is pure of them, and lose the rest again.
+    # The same prompts hit their pure blocks, and lose the others again.
     outputs = checked.ask()
     result["cached_tokens"] = sum(output.num_cached_tokens for output in outputs)
     result["found again"] = checked.found(outputs)
@@ -202,7 +202,7 @@ def evicts(checked: Checked) -> dict[str, Any]:
 
 
 def mixed(checked: Checked) -> dict[str, Any]:
-    """Requests that keep all and such that do not, in one batch, on prefixes that the latter have published."""
+    """Requests with and without evictions in one batch, on prefixes that the former have published."""
     policy = checked.spec["policy"]["name"]
     checked.ask()
     names = ["full" if index % 2 else policy for index in range(len(checked.batch))]
@@ -220,7 +220,7 @@ def mixed(checked: Checked) -> dict[str, Any]:
 
 
 def under_pressure(checked: Checked) -> dict[str, Any]:
-    """More than the pool holds: all end, nobody is preempted."""
+    """More requests than the pool holds: all end, none is preempted."""
     outputs = checked.ask()
     found, lost = checked.found(outputs), sum(output.kv_usage.evicted_blocks for output in outputs)
     checked.wrong.unless(lost > 0, "nothing was evicted: the pool was not too small")
@@ -230,8 +230,10 @@ def under_pressure(checked: Checked) -> dict[str, Any]:
 
 
 def oracle(checked: Checked) -> dict[str, Any]:
-    """Log-probabilities and decisions of one request against a dense Llama in float32 (tests/oracle), with holes from
-    the very steps with which workers were told of them."""
+    """Compare log-probabilities and decisions of one request with a dense Llama in float32 (tests/oracle).
+
+    The Llama has holes from the same steps as the workers.
+    """
     sys.path.insert(0, str(ROOT / "tests"))
     import torch
     from oracle.model import DenseLlama
@@ -272,7 +274,7 @@ def oracle(checked: Checked) -> dict[str, Any]:
 
 
 class Steps:
-    """What each step of one request was: its tokens, the holes and moves that came with it, holes decided after it."""
+    """Records each step of one request: its tokens, holes and rotations of its plan, holes decided after it."""
 
     def __init__(self, scheduler: Any) -> None:
         from vllm_evict.core.plan import PLAN
@@ -302,7 +304,7 @@ class Steps:
         scheduler.schedule, scheduler.apply = watched_schedule, watched_apply
 
     def of_request(self, computed: int) -> tuple[list[int], list[list[int]], list[list[int]], set[int]]:
-        """Steps up to so many computed tokens: one that is planned after the last token is computed for nothing."""
+        """Steps up to a number of computed tokens; a step planned after the last token does not count."""
         counts, decided, done = [], [], 0
         for tokens in self._tokens:
             if done == computed:

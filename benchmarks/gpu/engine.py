@@ -1,42 +1,42 @@
-"""Whole vLLM engines on a GPU, stock and with policies in turn: what eviction gains, and what it costs.
+"""Measures whole vLLM engines on a GPU, stock and with policies in turn.
 
     python benchmarks/gpu/engine.py [--rows armed step] [--rounds 3] [--seconds 540] [--out out/gpu/engine.json]
-    python benchmarks/gpu/engine.py --plot JSON ...            pictures of what was measured, in docs/performance
-    python benchmarks/gpu/engine.py --dry-run                  all of it on tiny models, on the CPU engine
+    python benchmarks/gpu/engine.py --plot JSON ...            pictures of earlier measurements, in docs/performance
+    python benchmarks/gpu/engine.py --dry-run                  all rows on tiny models, on the CPU engine
 
-Models have the shape of a published one and weights that vLLM makes up, so nothing is downloaded. Rows:
+Models have the shape of a published one and vLLM's dummy weights, so nothing is downloaded. Rows:
 
-armed     a policy that never has to evict, over stock, tokens/s; then one whose requests could outgrow the budget, so
-          that running sums are kept, and do not. Llama-3.1-8B, 64 requests of 2,048 + 512 tokens (prompts are a token
-          longer, for the second), in a pool for all.
+armed     a policy that never has to evict, over stock, tokens/s; then a policy whose requests could outgrow the budget
+          and do not, so that running sums are kept. Llama-3.1-8B, 64 requests of 2,048 + 512 tokens (prompts are a
+          token longer, for the second), in a pool for all.
 paper     h2o at 20 % of the context over stock, tokens/s. Llama-2-7B, 64 requests of 2,048 + 2,048 tokens, in the KV
           pool that a card of 24 GB leaves beside the weights (`engine_sizes.card_blocks`).
 pressure  h2o, snapkv and sink-window at an eighth of the context over stock, tokens/s. Llama-3.1-8B, 32 requests of
           8,192 + 1,024 tokens in a pool for a quarter of them.
 latency   a decode step at growing context, of one request and of 8 (as far as their cache fits), stock and policies
           that keep 4,096 tokens. Llama-3.1-8B.
-step      h2o, a decode step of 256 requests: device time of what the plugin launches beside attention (by torch's
+step      h2o, a decode step of 256 requests: device time of the plugin's launches beside attention (by torch's
           profiler), and calls that make the host wait for the device. Llama-3.1-8B.
 
-Each engine is a process of its own. Those of a row stay up together where they fit into the GPU's memory, and work by
-turns; else each is started for its turn and ended after it. Rounds alternate in order, and a ratio compares two runs of
-one round. Stock runs without the plugin and with whatever CUDA graphs vLLM chooses for it, unless --cudagraph-mode says
-the same for all. A row is an error if a policy that should have acted did not. Waits are those that torch knows of; for
-reports, which come with a step's output, a step waits on an event, as vLLM does for its own.
+Each engine is a process of its own. Engines of a row stay up together if they fit into the GPU's memory, and run
+alternately; otherwise each is started for its turn and ended after it. Every other round has the reverse order, and a
+ratio compares two runs of one round. Stock runs without the plugin and with the CUDA graphs that vLLM chooses, unless
+--cudagraph-mode sets one mode for all. A row is an error if a policy that should have evicted did not. Waits are those
+that torch reports. For reports, which come with a step's output, a step waits on an event, as vLLM does for its own
+output.
 
 Time, estimated and not measured: the first engine of a machine takes some 75 s to start (imports, torch.compile, graph
-capture), later ones some 35 s. With that a row takes so many minutes, and so many more for each further round:
+capture), later ones some 35 s. With that the minutes of a row, and of each further round, are:
 
     armed 3.5 and 0.6    paper 5.5 and 4    pressure 5 and 1.7    latency 6 and 6    step 2 and 0.3
 
---seconds is a limit: rows and rounds for which too little is left are left out, which is said, and an engine that is at
-work when it is over is ended. Calls that take less than nine minutes: --rows armed step, --rows paper, --rows pressure
-and --rows latency.
+--seconds is a limit: rows and rounds that do not fit are left out and named, and an engine that still runs at the end
+is killed. Calls that take less than nine minutes: --rows armed step, --rows paper, --rows pressure and --rows latency.
 
-Writes a JSON with all rounds, versions and the GPU's name and driver to --out, after every row, and what engines log
-beside it. Where there is no GPU it says so and leaves with status 0; if a row failed it leaves with 1.
+Writes a JSON with all rounds, versions and the GPU's name and driver to --out, after every row, and the engines' logs
+beside it. Without a GPU it prints a line and exits with status 0; if a row failed it exits with 1.
 
---dry-run measures nothing: figures of tiny models on a CPU are not held against what is wanted. For speed its engines
+--dry-run measures nothing: figures of tiny models on a CPU are not compared with the targets. For speed its engines
 share one process, unless --processes is given.
 """
 
@@ -69,7 +69,7 @@ ESTIMATES = {"armed": 210, "paper": 330, "pressure": 300, "latency": 360, "step"
 
 
 class Clock:
-    """What is left of `--seconds`."""
+    """The rest of `--seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.monotonic() + seconds
@@ -84,11 +84,11 @@ class Process:
 
     Args:
         spec: of the engine.
-        clock: the process is ended when it has run out.
-        log: where the engine's output is added.
+        clock: when it has run out the process is ended.
+        log: file that gets the engine's output.
 
     Raises:
-        RowError: from any call, if the engine failed or took too long; with the end of what it said.
+        RowError: from any call, if the engine failed or took too long; with the end of its output.
     """
 
     def __init__(self, spec: dict[str, Any], clock: Clock, log: Path) -> None:
@@ -143,7 +143,7 @@ class Process:
 
 
 class Here:
-    """An engine in this very process: for dry runs, in seconds."""
+    """An engine in this process, for fast dry runs."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         for name, value in {**ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}.items():
@@ -160,7 +160,7 @@ class Here:
 
 
 def specification(plan: Plan, case: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Of one engine: the same for all cases but for the policy."""
+    """The specification of one engine; cases differ in the policy only."""
     engine = {
         "dtype": plan.dtype,
         "load_format": "dummy",
@@ -174,9 +174,9 @@ def specification(plan: Plan, case: str, model: str, options: argparse.Namespace
         "enforce_eager": options.dry_run,
     }
     if not options.dry_run:
-        # With the pool's bytes given this is only what has to be free at start, beside other engines.
+        # The pool's bytes are given, so this is only the memory that has to be free at start.
         engine["gpu_memory_utilization"] = 0.05
-        # Graphs for every batch that there can be; vLLM would capture up to 512 requests.
+        # Graphs for every batch size of the row; vLLM would capture up to 512 requests.
         graphs = {"max_cudagraph_capture_size": plan.requests}
         if options.cudagraph_mode:
             graphs["cudagraph_mode"] = options.cudagraph_mode
@@ -234,7 +234,7 @@ def measure(plan: Plan, options: argparse.Namespace, clock: Clock, gpu: dict[str
 
 
 def check_facts(plan: Plan, facts: dict[str, dict], alone: bool) -> None:
-    """The engines differ in what they should and in nothing else."""
+    """Check that engines differ in the policy only."""
     first = next(iter(facts.values()))
     for case, its in facts.items():
         pool = f"{case}: a pool of {its['pool_blocks']} blocks, {plan.blocks} were asked for"
@@ -249,7 +249,7 @@ def check_facts(plan: Plan, facts: dict[str, dict], alone: bool) -> None:
 
 
 def run_row(name: str, options: argparse.Namespace, clock: Clock, gpu: dict[str, Any]) -> dict[str, Any]:
-    """A row's plan, raw results and lines, or what went wrong with it."""
+    """A row's plan, raw results and lines, or its error."""
     planned, lines_of = ROWS[name]
     start, row, errors = time.monotonic(), {}, []
     try:
@@ -263,7 +263,7 @@ def run_row(name: str, options: argparse.Namespace, clock: Clock, gpu: dict[str,
             f"  {case}: {facts['attention_backend']}, CUDA graphs {facts['cudagraph_mode']}, model runner "
             f"{facts['model_runner']}, pool of {facts['pool_blocks']:,} blocks of {facts['block_size']}"
         )
-    # Rounds that all cases have finished count, also where a later one failed.
+    # Rounds that all cases have finished count, even if a later round failed.
     if all(row.get("runs", {"": []}).values()):
         try:
             lines = [line.judge(options.dry_run) for line in lines_of(plan, row["runs"])]
@@ -281,14 +281,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = {"default": list(ROWS), "choices": list(ROWS), "metavar": "ROW", "help": ", ".join(ROWS)}
     parser.add_argument("--rows", nargs="+", **every)
-    parser.add_argument("--rounds", type=int, help="at most; 3, but 1 of latency and in a dry run")
+    parser.add_argument("--rounds", type=int, help="most rounds; default 3, but 1 of latency and in a dry run")
     parser.add_argument("--seconds", type=float, default=540, help="limit for all rows of this call")
     parser.add_argument("--out", type=Path, default=Path("out/gpu/engine.json"), help="JSON with all rounds")
     parser.add_argument("--backend", help="vLLM's attention backend, such as TRITON_ATTN; by default vLLM's choice")
     parser.add_argument("--cudagraph-mode", help="of all cases, such as PIECEWISE; by default vLLM's choice for each")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU engine: measures nothing")
     parser.add_argument("--processes", action="store_true", help="in a dry run too, each engine in its own process")
-    parser.add_argument("--plot", type=Path, nargs="+", metavar="JSON", help="draw what earlier calls have measured")
+    parser.add_argument("--plot", type=Path, nargs="+", metavar="JSON", help="draw pictures of earlier results")
     pictures = "where --plot puts them: docs/performance; out/gpu, if they are of a dry run"
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
     return parser.parse_args(arguments)

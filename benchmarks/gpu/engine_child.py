@@ -55,7 +55,7 @@ class Engine:
         self.started = time.perf_counter() - start
 
     def facts(self) -> dict[str, Any]:
-        """What serves: versions, attention backend, mode of CUDA graphs, model runner, KV pool."""
+        """The engine's versions, attention backend, mode of CUDA graphs, model runner and KV pool."""
         import torch
         import vllm
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -82,7 +82,7 @@ class Engine:
         }
 
     def batch(self, requests: int, prompt: int, output: int, seed: int = 0) -> dict[str, Any]:
-        """All requests from the first one's arrival to the last token, and what was counted.
+        """Run all requests, from the first arrival to the last token, and count.
 
         "recomputed_tokens" were scheduled beyond one pass over prompts and outputs; "prefill_seconds" is the time of
         steps with tokens of prompts in them.
@@ -99,7 +99,7 @@ class Engine:
         run = run_batch(self.llm, random_prompts(requests, prompt, self.vocab, seed), output, on_step)
         counts = self.counts.take()
         run.samples.clear()
-        # vLLM's own metric of preemptions is lost where several engines share a process; the scheduler knows.
+        # Several engines in a process lose vLLM's own metric of preemptions, so the scheduler counts them.
         result = asdict(run) | counts | {"prefill_seconds": prefill, "tokens_per_second": run.tokens_per_second}
         result["evicted_blocks_by_usage"] = run.evicted_blocks
         del result["samples"]
@@ -107,9 +107,9 @@ class Engine:
         return result
 
     def latency(self, batch: int, contexts: list[int], steps: int, seed: int = 0) -> dict[str, Any]:
-        """Seconds of decode steps of `batch` requests at each context, and what was counted there."""
+        """Seconds of decode steps of `batch` requests at each context, and counts."""
         size, chunk = self.spec["engine"]["block_size"], self.spec["engine"]["max_num_batched_tokens"]
-        # A block more than the budget, where the context is no longer than that.
+        # A block more than the budget, if the context is no longer than the budget.
         prompts = random_prompts(batch, max(contexts) + size, self.vocab, seed)
         found = {}
         for context in contexts:
@@ -122,7 +122,7 @@ class Engine:
         return found
 
     def step(self, batch: int, prompt: int, steps: int, seed: int = 0) -> dict[str, Any]:
-        """Decode steps of `batch` requests: as they are, under a profiler, and with waits for the device noted."""
+        """Decode steps of `batch` requests: plain, under a profiler, and with waits for the device noted."""
         chunk = self.spec["engine"]["max_num_batched_tokens"]
         self.counts.take()
         prompts = random_prompts(batch, prompt, self.vocab, seed)
@@ -152,7 +152,7 @@ class Engine:
         return {"steps": steps, "parts": device_times(trace), "host_seconds": dict(parts.seconds)}
 
     def _waits(self, parts: "Parts", steps: int) -> dict[str, Any]:
-        """Synchronising calls that torch sees. None where there is no GPU to wait for."""
+        """Synchronising calls that torch sees; None without a GPU."""
         import torch
 
         if not torch.cuda.is_available():
@@ -169,7 +169,7 @@ class Engine:
         return {"steps": steps, "plugin": dict(parts.waited), "everywhere": dict(places)}
 
     def close(self) -> None:
-        """Free what it holds, for the next engine of this process."""
+        """Free the engine's memory, for the next engine of this process."""
         import gc
 
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -185,7 +185,7 @@ def decode_room(batch: int, prompt: int, chunk: int, steps: int) -> int:
 
 
 class Counts:
-    """What scheduler and worker did since `take`."""
+    """Counts of scheduler and worker since the last `take`."""
 
     def __init__(self, scheduler: Any, plugin: Any) -> None:
         self.prefills = False
@@ -199,7 +199,7 @@ class Counts:
                 after(group, "view", partial(self._viewed, group))
 
     def take(self) -> dict[str, int]:
-        """Counts by name, from zero again.
+        """Return counts by name, and set them to zero.
 
         decisions: times that a request lost blocks. measured_requests: most that had running sums at once.
         steps_with_holes: steps in which attention looked through a view of tables with holes. own_decode_steps: steps
@@ -230,7 +230,7 @@ class Counts:
 
 
 def after(owner: Any, name: str, look: Callable[..., None]) -> None:
-    """Let `look` see each result of a method of this one object, and its arguments."""
+    """Call `look` with each result of a method of one object, and its arguments."""
     call = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -242,7 +242,7 @@ def after(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 
 class Parts:
-    """What the plugin does in a step beside the model, part by part, while it is `watched`.
+    """Marks the parts of the plugin in a step, while it is `watched`.
 
     Holes that are written into block tables are no part: they go into vLLM's own tables on the host, before vLLM copies
     these.
@@ -282,7 +282,7 @@ class Parts:
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Take note of each wait that torch warns of."""
+        """Note each wait that torch warns of."""
         import warnings
 
         with warnings.catch_warnings(record=True) as self.waits:
@@ -307,7 +307,7 @@ class Parts:
 
 
 def device_times(trace: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """What was launched under each mark of a profiler's Chrome trace.
+    """Launches under each mark of a profiler's Chrome trace.
 
     Args:
         trace: from `torch.profiler`, times in microseconds.
@@ -331,7 +331,7 @@ def device_times(trace: dict[str, Any]) -> dict[str, dict[str, float]]:
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
             launched[event["args"]["correlation"]] = event
     if not any(launch["tid"] in spans for launch in launched.values()):
-        # The tracer numbers threads otherwise on the device's side; marks are all of one thread.
+        # The tracer numbers threads differently for the device; all marks are from one thread.
         launched = {number: launch | {"tid": tid} for number, launch in launched.items() for tid in spans}
     for tid in spans:
         spans[tid].sort()
@@ -347,7 +347,7 @@ def device_times(trace: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _span_of(spans: list[tuple[float, float, str]], at: float) -> str | None:
-    """The part whose span holds a time; spans are sorted and do not overlap."""
+    """The part whose span contains a time; spans are sorted and do not overlap."""
     from bisect import bisect_right
 
     index = bisect_right(spans, at, key=lambda span: span[0]) - 1
@@ -355,9 +355,9 @@ def _span_of(spans: list[tuple[float, float, str]], at: float) -> str | None:
 
 
 def serve() -> None:
-    """A specification, then calls (method, arguments), each a line of JSON; answers are (whether it worked, what)."""
+    """Reads a specification, then calls (method, arguments), each a line of JSON; answers (success, result)."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # other output must not look like an answer
 
     def answer(call: Callable[[], Any]) -> bool:
         try:

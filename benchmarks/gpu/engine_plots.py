@@ -13,7 +13,7 @@ DRY = "DRY RUN, nothing was measured: "
 
 
 class NothingToDraw(ValueError):
-    """The reports have no such figures, or none that were measured."""
+    """The reports have no measured figures for a picture."""
 
 
 def draw(reports: Sequence[Path], folder: Path, dry_run: bool = False) -> list[Path]:
@@ -57,7 +57,7 @@ def draw(reports: Sequence[Path], folder: Path, dry_run: bool = False) -> list[P
 
 
 def ratios(pyplot: Any, rows: dict[str, Any], title: str) -> Any:
-    """A bar a case, a dot a round, and a mark at what was wanted; None without such rows."""
+    """A bar for each case, a dot for each round, and a mark at the target; None without such rows."""
     lines = [(name, line) for name in RATIOS for line in rows.get(name, {}).get("lines", ()) if line["case"] != STOCK]
     if not lines:
         return None
@@ -77,7 +77,7 @@ def ratios(pyplot: Any, rows: dict[str, Any], title: str) -> Any:
 
 
 def latency(pyplot: Any, rows: dict[str, Any], title: str) -> Any:
-    """Milliseconds a decode step against context, a panel a batch size and a curve a case; None without the row."""
+    """Milliseconds of a decode step by context: a panel a batch size, a curve a case; None without the row."""
     if "latency" not in rows:
         return None
     batches = rows["latency"]["load"]["contexts"]

@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass
 class Line:
-    """One figure, and what it should be.
+    """One figure and its target.
 
     Attributes:
         value: median over rounds.
@@ -103,7 +103,7 @@ class Line:
 
 
 class RowError(RuntimeError):
-    """A row whose figures would not mean what they say."""
+    """A row whose figures would be misleading."""
 
 
 def require(valid: bool, sentence: str) -> None:
@@ -111,14 +111,14 @@ def require(valid: bool, sentence: str) -> None:
         raise RowError(sentence)
 
 
-# ---- rows: what they run
+# ---- rows: their loads
 
-#: Results of a case: a list of rounds, each {name of work: what the engine answered}.
+#: Results of a case: a list of rounds, each {name of work: the engine's answer}.
 Runs = dict[str, list[dict[str, Any]]]
 
 
 def batches(shape: Shape, dtype: str, blocks: int, size: int, load: tuple[int, int, int], **rest: Any) -> Plan:
-    """All requests at once, from first to last token."""
+    """Run all requests at once, from first to last token."""
     requests, prompt, output = load
     batch = {"requests": requests, "prompt": prompt, "output": output}
     few = {"requests": max(requests // 4, 2), "prompt": prompt, "output": max(output // 8, 2), "seed": 1}
@@ -133,7 +133,7 @@ def armed(tiny: bool, memory: int) -> Plan:
     cases = {
         STOCK: None,
         "h2o that can't outgrow its budget": sizes | {"budget": prompt + output + size},
-        # A token more than the budget, which is never computed: the last one is sampled and that is all.
+        # A token more than the budget: the last token is sampled and never computed.
         "h2o that could": sizes | {"budget": prompt + output},
     }
     blocks = load_blocks(requests, prompt + 1 + output, size)
@@ -144,7 +144,7 @@ def armed(tiny: bool, memory: int) -> Plan:
 def paper(tiny: bool, memory: int) -> Plan:
     requests, prompt, output, size = (6, 320, 320, 32) if tiny else (64, 2048, 2048, 16)
     budget = (prompt + output) // 5 // size * size
-    # As in the paper: half of it heavy hitters, half recent tokens, no sinks.
+    # As in the paper: half of the budget heavy hitters, half recent tokens, no sinks.
     policy = {"name": "h2o", "budget": budget, "buffer": 0, "sink": 0, "recent": budget // 2 // size * size}
     shape = replace(TINY, kv_heads=4) if tiny else LLAMA_2_7B
     blocks = load_blocks(2, prompt + output, size) if tiny else card_blocks(LLAMA_2_7B, size)
@@ -161,7 +161,7 @@ def pressure(tiny: bool, memory: int) -> Plan:
         STOCK: None,
         "h2o": {"name": "h2o", **scored},
         "snapkv": {"name": "snapkv", **scored},
-        # As many blocks: it keeps sinks, window and the block that is being written.
+        # As many blocks: sinks, window and the block that is being written.
         "sink-window": {"name": "sink-window", "sink": sink, "recent": budget - sink - size},
     }
     blocks = load_blocks(requests, prompt + output, size, 1 / 4)
@@ -175,7 +175,7 @@ def latency(tiny: bool, memory: int) -> Plan:
     budget, sink = (128, 32) if tiny else (4096, 64)
     shape, dtype, chunk = (TINY, "float32", 64) if tiny else (LLAMA_3_1_8B, "bfloat16", 8192)
     room = (memory * FILL - parameters(shape) * ITEMSIZE - OVERHEAD) / shape.kv_bytes_per_token(ITEMSIZE)
-    # While the last prompt is computed the first request decodes: as many tokens as there are chunks, and some.
+    # While the last prompt is computed the first request decodes: a token a chunk, and some more.
     spare = size + 2 * steps + max(sizes) * (max(contexts) // chunk + 2)
     fits = lambda batch: [each for each in contexts if batch * (each + spare) <= room]  # noqa: E731
     chosen = {batch: fits(batch) for batch in sizes if fits(batch)}
@@ -204,7 +204,7 @@ def step(tiny: bool, memory: int) -> Plan:
     shape, dtype, chunk = (TINY, "float32", 64) if tiny else (LLAMA_3_1_8B, "bfloat16", 8192)
     sink, recent = (32, 32) if tiny else (64, 256)
     policy = {"name": "h2o", "budget": budget, "buffer": buffer, "sink": sink, "recent": recent}
-    # From one decision of a request to its next: what is timed has as many as any other steps.
+    # From one decision of a request to the next, so that the timed steps have the usual number of decisions.
     steps, prompt = buffer + size, budget + buffer + 1
     tokens = prompt + 3 * steps + batch * (-(-prompt // chunk) + 1) + 64
     blocks = load_blocks(batch, budget + buffer + 2 * size, size) + 2 * chunk // size
@@ -217,9 +217,9 @@ def step(tiny: bool, memory: int) -> Plan:
     )
 
 
-# ---- rows: what their figures say
+# ---- rows: their figures
 
-#: What is said of a batch beside its ratio.
+#: Figures of a batch beside its ratio.
 COUNTS = (
     "tokens_per_second",
     "evicted_blocks",
@@ -271,7 +271,7 @@ def of_pressure(plan: Plan, runs: Runs) -> list[Line]:
 
 
 def check_pressure(plan: Plan, runs: Runs) -> None:
-    """The pool was too small for stock, and policies did what they are for."""
+    """Check that the pool was too small for stock, and that policies evicted."""
     for case, rounds in runs.items():
         for run in (each["batch"] for each in rounds):
             if case == STOCK:
@@ -323,11 +323,11 @@ def of_step(plan: Plan, runs: Runs) -> list[Line]:
         missing = {"begin", "view", "end"} - each["traced"]["parts"].keys()
         require(not missing, f"the profiler saw nothing of: {', '.join(sorted(missing))}")
     on_gpu = rounds[0]["waits"]["plugin"] is not None
-    # A full CUDA graph launches its kernels without us.
+    # Kernels of a full CUDA graph have no marks.
     marked = on_gpu and all(ATTENTION in each["traced"]["parts"] for each in rounds)
 
     def a_step(key: str, attention: bool) -> list[float]:
-        """Of one decode step: the sum over the plugin's parts, attention alone or all others."""
+        """Time in one decode step: the sum over the plugin's parts, attention alone or all others."""
         return [
             sum(part[key] for name, part in each["traced"]["parts"].items() if (name == ATTENTION) == attention)
             / each["traced"]["steps"]
@@ -353,7 +353,7 @@ def of_step(plan: Plan, runs: Runs) -> list[Line]:
     ]
 
 
-#: Name -> what it runs (tiny or not, bytes of GPU memory), and the lines that it comes to.
+#: Name -> function that makes the row's load (tiny or not, bytes of GPU memory), and function that makes its lines.
 ROWS: dict[str, tuple[Callable[[bool, int], Plan], Callable[[Plan, Runs], list[Line]]]] = {
     "armed": (armed, of_armed),
     "paper": (paper, of_paper),

@@ -4,16 +4,16 @@
     TRITON_INTERPRET=1 python benchmarks/gpu/kernels.py --dry-run
 
 Each round times all variants of a case one after the other, as replays of CUDA graphs over caches larger than L2, so
-that a round's ratios share its clocks. A copy of N bytes reads and writes them: it moves 2 N. A kernel's bytes are
-those that it has to move, and "of a copy" is its bandwidth in them by the copy's.
+that a round's ratios share its clocks. A copy of N bytes moves 2 N bytes. A kernel's bytes are the bytes that it has to
+move, and "of a copy" is its bandwidth over the copy's.
 
-decode: `decode_mass` without mass, with that of blocks and of tokens; beside a kernel of vLLM's, `query_lse` and
+decode: `decode_mass` without mass, with mass of blocks and of tokens; beside a kernel of vLLM's, `query_lse` and
 `mass_from_lse` (half the bytes: keys). Where vllm_evict._C_cuda is built, its `decode_mass` too, with bulk copies and
-with cp.async. chunk: the last two for 2,048 queries, where compute bounds them, so TFLOP/s.
+with cp.async. chunk: `query_lse` and `mass_from_lse` for 2,048 queries, in TFLOP/s, because compute bounds them.
 classes: `decode_classes` of half the KV heads with all tokens and half with 384, and `decode_mass` of each in turn.
-compact: a request of 8 to 32 layers of which each head keeps half of its tokens, in one launch and through scratch.
+compact: a request of 8 to 32 layers whose heads keep half of its tokens each, in one launch and through scratch.
 
-Where there is no GPU it says so and leaves with status 0. --dry-run measures nothing: each variant runs once, on tiny
+Without a GPU it prints a line and exits with status 0. --dry-run measures nothing: each variant runs once, on tiny
 shapes, under Triton's interpreter too.
 """
 
@@ -41,7 +41,7 @@ CLASSES = [(1, 32, 8, 128, 16), (16, 32, 8, 128, 16), (64, 32, 8, 128, 16)]
 CHUNKS = [(1, 32, 8, 128, 16), (1, 28, 4, 128, 16)]
 TINY = [(2, 4, 2, 32, 16)]
 SHORT, CHUNK, LAYERS = 384, 2048, (8, 32)
-# Caches that the replays of one graph go through in turn: together several times an H200's 50 MiB of L2.
+# The calls of one graph use these caches in turn: together several times an H200's 50 MiB of L2.
 LEAST_BYTES = 512 * 2**20
 MAX_CACHES = 32
 REPLAYS = 20
@@ -49,7 +49,7 @@ DTYPE = torch.bfloat16
 
 
 class Variant(NamedTuple):
-    """What is timed: calls that do the same on different memory, bytes that one of them has to move, and its splits."""
+    """A timed variant: equal calls on different memory, the bytes that one call has to move, and its splits."""
 
     calls: list[Callable[[], object]]
     bytes: int
@@ -57,7 +57,7 @@ class Variant(NamedTuple):
 
 
 class Case:
-    """Requests of `tokens` each, in caches that together exceed L2."""
+    """Requests of `tokens` tokens each, in caches that together exceed L2."""
 
     def __init__(self, shape, tokens: int, device: str) -> None:
         self.requests, self.heads, self.kv_heads, self.dim, self.block_size = shape
@@ -84,7 +84,7 @@ class Case:
         return [cache.split(self.dim, -1) for cache in self.caches]
 
     def copy(self, moved: int) -> Variant:
-        """A copy that moves so many bytes, and reads half of them."""
+        """A copy that moves this number of bytes: it reads half and writes half."""
         sources = [cache.flatten()[: max(moved // (2 * DTYPE.itemsize), 1)] for cache in self.caches]
         target = torch.empty_like(sources[0])
         return Variant([lambda source=source: target.copy_(source) for source in sources], 2 * target.nbytes)
@@ -211,7 +211,7 @@ def classes(long: Case, short: Case) -> dict[str, Variant]:
 
 
 def moves(case: Case, least: int, most: int) -> dict[str, Variant]:
-    """Half of one request's tokens, of each layer and head others, into new blocks."""
+    """Move half of one request's tokens, different ones in each layer and head, into new blocks."""
     from vllm_evict.triton_kernels.compact import compact, plan_compact
 
     kept = case.tokens // 2
@@ -239,7 +239,7 @@ def moves(case: Case, least: int, most: int) -> dict[str, Variant]:
 
 
 def graph_of(calls) -> torch.cuda.CUDAGraph:
-    """All calls in one graph, compiled and warm."""
+    """Capture all calls in one graph, after compiling and running them."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -251,7 +251,7 @@ def graph_of(calls) -> torch.cuda.CUDAGraph:
 
 
 def milliseconds(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    """Of one call: the mean over replays."""
+    """Time of one call: the mean over replays."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     begin.record()
@@ -263,27 +263,27 @@ def milliseconds(graph: torch.cuda.CUDAGraph, calls: int) -> float:
 
 
 class Times:
-    """Of a case's variants, in milliseconds, round by round."""
+    """Times of a case's variants, in milliseconds, round by round."""
 
     def __init__(self, variants: dict[str, Variant], rounds: int) -> None:
         self.variants = variants
         self.rounds: dict[str, list[float]] = {name: [] for name in variants}
         graphs = {name: graph_of(variant.calls) for name, variant in variants.items()}
         for number in range(rounds):
-            # Every other round backwards, so that none is always first.
+            # Every other round runs backwards, so that no variant is always first.
             for name in list(graphs)[:: 1 if number % 2 == 0 else -1]:
                 self.rounds[name].append(milliseconds(graphs[name], len(variants[name].calls)))
 
     def times(self, name: str, other: str) -> float:
-        """How many times the other one's time a variant takes."""
+        """A variant's time over another's."""
         return statistics.median(a / b for a, b in zip(self.rounds[name], self.rounds[other]))
 
     def of_a_copy(self, name: str) -> float:
-        """Its bandwidth by the copy's."""
+        """A variant's bandwidth over the copy's."""
         return self.variants[name].bytes / self.variants["copy"].bytes / self.times(name, "copy")
 
     def per_second(self, name: str, amount: float) -> float:
-        """Of an amount that one call handles."""
+        """Rate of an amount that one call handles."""
         return amount / statistics.median(self.rounds[name]) * 1e3
 
     def bandwidth(self, name: str) -> str:
@@ -291,7 +291,7 @@ class Times:
 
 
 def cases(tokens: list[int], device: str, tiny: bool):
-    """(kind, shape, tokens, its variants, what is said of its times)"""
+    """Cases: (kind, shape, tokens, variants, words about their times)."""
     short, queries, layers = (37, 20, (2, 2)) if tiny else (SHORT, CHUNK, LAYERS)
     for shape, length in itertools.product(TINY if tiny else SHAPES, tokens):
         yield "decode", shape, length, decode(Case(shape, length, device)), of_decode
@@ -338,7 +338,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], help="resident tokens of a request")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="where all rounds go")
+    parser.add_argument("--json", help="file for all rounds")
     parser.add_argument("--dry-run", action="store_true", help="run each variant once, on tiny shapes")
     options = parser.parse_args(arguments)
     if options.dry_run:

@@ -1,6 +1,6 @@
-"""The hand-built start: a Llama whose heads already look back, match and copy, before any training.
+"""Builds the untrained model by hand: a Llama whose heads already look back, match and copy.
 
-Content-based induction is what a small model takes longest to find. Here it is written into the weights; everything
+Content-based induction is the slowest skill for a small model to learn. Here it is written into the weights; everything
 else (and all of this) is then trained. The residual stream is divided into named subspaces (`Space`), and RoPE into two
 parts: the fastest pairs of dimensions tell near positions apart, the slowest hardly turn within the context and match
 content. What the circuits do:
@@ -25,10 +25,10 @@ from data import ASSISTANT, BOS, END, KEYS, NUMBERS, build_tokenizer, vocabulary
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CONTEXT = 4608
-CODE = 19  # dimensions of a code that attention matches: two of them fill the slow pairs
+CODE = 19  # dimensions of a code that attention matches; two codes fill the slow pairs
 FREE = 26  # dimensions of a token's identity that only the copying heads need
-SCALE = 6.0  # what RMSNorm multiplies a subspace of unit norm by, roughly
-RETRIEVAL = ((2, 0), (3, 0), (3, 2))  # (layer, head) of those that look for content anywhere
+SCALE = 6.0  # factor of RMSNorm on a subspace of unit norm, approximately
+RETRIEVAL = ((2, 0), (3, 0), (3, 2))  # (layer, head) of heads that match content anywhere
 SLOW = 13  # first RoPE pair that turns less than 0.4 rad in 4,096 tokens
 
 
@@ -110,7 +110,7 @@ class Head:
             block.zero_()
 
     def near(self, distance: float, source: int, strengths: list[float]) -> None:
-        """Prefer tokens that have `source` at this distance; strengths are logits of the pairs, the fastest first."""
+        """Prefer tokens with `source` at this distance; strengths are logits of the pairs, the fastest first."""
         for pair, strength in enumerate(strengths):
             angle = -distance * 1e10 ** (-pair / 32)
             self.k[pair, source] = math.sqrt(8 * strength) / SCALE
@@ -129,7 +129,7 @@ class Head:
                 self.q[rows, Space.one] = gain * term
 
     def sink(self, strength: float) -> None:
-        """A logit for the first token, where a head looks when nothing matches."""
+        """Add a logit for the first token, to which a head attends when no token matches."""
         self.q[SLOW - 1, Space.one] = self.k[SLOW - 1, Space.is_bos] = math.sqrt(8 * strength / 1.5) / SCALE
 
     def move(self, terms: list[tuple[slice, slice, float]]) -> None:

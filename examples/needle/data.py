@@ -1,4 +1,4 @@
-"""What the needle model is trained and measured on: its tokenizer, tasks and documents.
+"""The tokenizer, tasks and documents with which the needle model is trained and measured.
 
 Words and filler are the evaluation's (`vllm_evict.eval.words`), and everything is made from a seed. A document is
 filler text with facts put into it at chosen depths, followed by questions and answers in chat form. The tasks:
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 def vocabulary() -> list[str]:
     """All tokens, in the order of their ids. A number is spelled in pairs of digits: 4815 is '▁48', '15'."""
-    marks = ["▁=" if m == "=" else m for m in MARKS]  # the only one with a space before it
+    marks = ["▁=" if m == "=" else m for m in MARKS]  # the only mark with a space before it
     tokens = SPECIAL + marks + ["▁" + d for d in DIGITS] + DIGITS + ["▁" + w for w in WORDS]
     assert len(set(tokens)) == len(tokens)
     return tokens
@@ -70,7 +70,7 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
 
 @dataclass
 class Task:
-    """What goes into a document, and what is asked about it: (question, answer) in text."""
+    """The facts of a document, and questions with answers about them, as text."""
 
     facts: list[str] = field(default_factory=list)
     turns: list[tuple[str, str]] = field(default_factory=list)
@@ -123,7 +123,7 @@ def copying(rng: np.random.Generator, n: int = 2, length: int = 8) -> Task:
 
 
 def passages(rng: np.random.Generator, n: int = 2, length: int = 16) -> Task:
-    """n passages of unrelated words that each come twice: next-token text that only the context can tell."""
+    """n passages of unrelated words that each come twice, so that only the context predicts them."""
     return Task([" ".join(draw(rng, ITEMS, length)) + "." for _ in range(n)] * 2)
 
 
@@ -163,7 +163,7 @@ class Documents:
         return np.concatenate([*parts, text[start:]]).astype(np.int64)
 
     def chat(self, turns: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
-        """Turns after the body: ids, and which of them the assistant says."""
+        """Turns after the body: ids, and which of them are the assistant's."""
         ids, said = [], []
         for i, (question, answer) in enumerate(turns):
             q = [USER] * (i > 0) + self.encode(question) + [END, ASSISTANT]

@@ -1,9 +1,9 @@
-"""Measure the needle model in plain PyTorch: each task by length and depth, under full attention or a sink-window mask.
+"""Measures the needle model in plain PyTorch: each task by length and depth, with full attention or a sink-window mask.
 
     python evaluate.py model --lengths 512,1024,2048,4096 --samples 20
     python evaluate.py model --window 0.1            # only the first 32 tokens and the last tenth are seen
 
-A cell is the share of documents that are answered without an error; for `text` it is the perplexity.
+A cell is the share of documents with right answers only; for `text` it is the perplexity.
 """
 
 import argparse
@@ -21,7 +21,7 @@ SINK = 32
 
 
 def sink_window_mask(length: int, window: int) -> torch.Tensor:
-    """What a query may see: the first SINK tokens and the last `window` -> bool [1, 1, length, length]."""
+    """Mask of the tokens that a query sees: the first SINK and the last `window` -> bool [1, 1, length, length]."""
     q, k = torch.arange(length)[:, None], torch.arange(length)[None]
     return ((k <= q) & ((k < SINK) | (q - k < window)))[None, None]
 
@@ -34,7 +34,7 @@ def logits_of(model: LlamaForCausalLM, ids: torch.Tensor, window: float | None) 
 
 
 def answers_right(logits: torch.Tensor, ids: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-    """Which documents the model answers without an error -> bool [batch].
+    """Whether the model answers each document without an error -> bool [batch].
 
     With greedy decoding a right prefix is what the model itself would have said, so one pass over the right answer
     decides as generation would. All of [batch, length(, vocabulary)].
@@ -65,7 +65,7 @@ def measure(model, docs, task, length, depth, n, window=None, seed=1_000_000) ->
 
 
 def main() -> None:
-    """Print a table, and write the cells as JSON where --out says so."""
+    """Print a table, and write the cells as JSON to --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--tasks", default=",".join(TASKS))

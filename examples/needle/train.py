@@ -1,10 +1,10 @@
-"""Train the needle model from its hand-built start, on documents that data.py makes.
+"""Trains the needle model from its hand-built weights, on documents of data.py.
 
-    python train.py --out model                      # CPU or GPU; stop it at any time, the same command resumes
+    python train.py --out model                      # CPU or GPU; the same command resumes a stopped run
     python train.py --out model --stages 128x32x150,512x8x350
 
-A stage is length x batch x steps: short documents first. The documents of a step depend on nothing but the seed and the
-number of the step, so that a resumed run goes on exactly where it stopped.
+A stage is length x batch x steps: short documents first. The documents of a step depend only on the seed and the number
+of the step, so a resumed run gives the same result.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def learning_rate(step: int, total: int, peak: float, warmup: int = 50, decay: f
 
 
 def losses(model: LlamaForCausalLM, ids: torch.Tensor, answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids, answer [batch, length] -> mean loss on what the assistant says, and on all other text."""
+    """ids, answer [batch, length] -> mean loss on the assistant's tokens, and on all other text."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     loss, said = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"), answer[:, 1:].flatten()
     return loss[said].sum() / said.sum().clamp(min=1), loss[~said].mean()
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
     parser.add_argument("--stages", default=STAGES)
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--text-weight", type=float, default=0.5, help="of the loss on what is not an answer")
+    parser.add_argument("--text-weight", type=float, default=0.5, help="weight of the loss on text that is no answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=float, default=120, help="seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
