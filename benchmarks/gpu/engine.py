@@ -187,15 +187,11 @@ def specification(plan: Plan, case: str, model: str, options: argparse.Namespace
 
 
 def measure(plan: Plan, options: argparse.Namespace, clock: Clock, gpu: dict[str, Any], row: dict[str, Any]) -> None:
-    """All cases in turn, round by round.
+    """Run all cases in turn, round by round.
 
-    Args:
-        plan: what they run.
-        options: of the command line.
-        clock: no round is begun for which too little is left.
-        gpu: from `the_gpu`.
-        row: gets what is known so far, whatever fails later: `together`, facts of the engines (`engines`), raw results
-            of the rounds that all cases have finished (`runs`), of the last one what is there (`unfinished`).
+    Args: plan: their loads. options: of the command line. clock: limits the rounds. gpu: from `the_gpu`. row: gets
+        results as they come, so that a later failure loses none: `together`, facts of the engines (`engines`), raw
+        results of the rounds that all cases have finished (`runs`), and of an unfinished round (`unfinished`).
     """
     together = gpu["shared"] and len(plan.cases) * plan.memory <= gpu["free"] * FILL
     facts: dict[str, dict] = {}

@@ -22,8 +22,8 @@ class Contender:
     """One policy at one budget.
 
     Attributes:
-        label: how tables call the policy: its name, or the name of its file.
-        config: all of its options; the budget is in it.
+        label: name of the policy, or of its file, for tables.
+        config: all of its options, the budget included.
     """
 
     label: str
@@ -31,21 +31,21 @@ class Contender:
 
     @property
     def budget(self) -> Budget:
-        """Tokens, a ratio of the prompt, or None: all of it, or where heads are split what `share` says."""
+        """Tokens, a ratio of the prompt, or None: the whole cache, or where heads are split its `share`."""
         return None if self.config.name == "full" else self.config.budget
 
     @property
     def options(self) -> dict[str, Any]:
-        """The policy without its budget and without what only servers need."""
+        """The policy's fields without its budget and `allow`."""
         return {k: v for k, v in brief(self.config).items() if k not in ("budget", "allow")}
 
     @property
     def xargs(self) -> dict[str, Any]:
-        """What a request asks its server for."""
+        """The arguments of a request."""
         return {"kv_policy": self.config.name} | ({} if self.budget is None else {"kv_budget": self.budget})
 
     def share(self, tokens: int, block_size: int, ranks: int = 1) -> float | None:
-        """What a policy that splits heads keeps of a cache of so many tokens, after a decision; None for all others.
+        """Share of the cache that a policy which splits heads keeps after a decision; None for all others.
 
         Empty head slots count: they are taken from the pool.
 

@@ -267,14 +267,14 @@ def _spec(
         limits = config.of_class(head_class).limits(vllm_config.cache_config.block_size, 1)
         own |= {"sink": limits.sink, "window": limits.budget - limits.sink}
     else:
-        # vLLM makes groups of as many layers as the rarest spec has. Streaming groups have to hit together.
+        # vLLM puts as many layers into a group as the rarest spec has. Streaming groups need one spec to hit together.
         own["part"] = part
     spec = layer.get_kv_cache_spec(vllm_config)
     return replace_as(spec, EvictableSpec, num_kv_heads=width, backend=layer.attn_backend.get_name(), **own)
 
 
 def _caches_of(layers: dict[str, Attention], pages: str) -> Iterator[tuple[Attention, Any]]:
-    """Each layer that has heads in a KV group, and these heads' cache."""
+    """Each layer with heads in a KV group, and the cache of these heads."""
     for layer in layers.values():
         for part in getattr(layer, PARTS):
             if part.pages == pages:
@@ -284,18 +284,18 @@ def _caches_of(layers: dict[str, Attention], pages: str) -> Iterator[tuple[Atten
 def settle(
     vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime, kv_cache_config: KVCacheConfig
 ) -> None:
-    """Find out which of vLLM's KV groups are whose, and choose what attends to requests with holes.
+    """Find the plugin's groups among vLLM's KV groups, and choose the kernel that attends to requests with holes.
 
-    How keys are packed is known once metadata builders exist.
+    vLLM calls the worker for it after metadata builders exist, because these fix the packing of keys.
 
     Raises:
-        KVPolicyError: the score pass cannot read a layer's keys; says why.
+        KVPolicyError: the score pass cannot read a layer's keys; names the reason.
     """
     given = [group.layer_names for group in kv_cache_config.kv_cache_groups]
     layers = _evictable(vllm_config)
     holders = layers.keys() | set(runtime.pages)
     runtime.numbers = [number for number, names in enumerate(given) if names[0] in holders]
-    assert [given[number] for number in runtime.numbers] == runtime.names, f"vLLM's KV groups are others: {given}"
+    assert [given[number] for number in runtime.numbers] == runtime.names, f"vLLM made other KV groups: {given}"
     ops, decodes = runtime.ops, decode_kernel() != "stock"
     for name, layer in layers.items():
         if (config.statistics or config.context) and (reason := ops.unreadable(layer)):
@@ -306,7 +306,7 @@ def settle(
 
 
 def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
-    """Of the widest layer: dimensions of a key, bytes of each, and bytes of the most queries of a step."""
+    """Dimensions of a key, bytes of a dimension, and bytes of the most queries of a step, in the widest layer."""
     layers = _evictable(vllm_config).values()
     dims, itemsize = max(layer.impl.head_size for layer in layers), max(layer.dtype.itemsize for layer in layers)
     heads = max(layer.num_heads for layer in layers)
@@ -314,7 +314,7 @@ def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
 
 
 def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:
-    """Of one block of the pool: of all layers, or of one KV group where there are several."""
+    """Bytes of one block of the pool: in all layers, or in one KV group if there are several."""
     pages = [spec.page_size_bytes for spec in specs.values()]
     return runtime.block_bytes or (max(pages) if runtime.pages else sum(pages))
 
