@@ -267,7 +267,8 @@ def _spec(
         limits = config.of_class(head_class).limits(vllm_config.cache_config.block_size, 1)
         own |= {"sink": limits.sink, "window": limits.budget - limits.sink}
     else:
-        # vLLM puts as many layers into a group as the rarest spec has. Streaming groups need one spec to hit together.
+        # vLLM puts as many layers into a group as the rarest spec has. Streaming groups share one spec, because they
+        # have to hit together.
         own["part"] = part
     spec = layer.get_kv_cache_spec(vllm_config)
     return replace_as(spec, EvictableSpec, num_kv_heads=width, backend=layer.attn_backend.get_name(), **own)
@@ -286,7 +287,7 @@ def settle(
 ) -> None:
     """Find the plugin's groups among vLLM's KV groups, and choose the kernel that attends to requests with holes.
 
-    vLLM calls the worker for it after metadata builders exist, because these fix the packing of keys.
+    The caller waits until metadata builders exist, because these fix the packing of keys.
 
     Raises:
         KVPolicyError: the score pass cannot read a layer's keys; names the reason.
