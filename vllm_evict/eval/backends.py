@@ -3,8 +3,7 @@
 The tokens that policies have seen when they decide are a setting. Results of two settings are never mixed:
 
     agnostic   decisions over the context are taken before the question. Prompts are prefilled in chunks, the context
-    ends
-               with a chunk, and the question comes in the next. By then a request holds at most its budget.
+               ends with a chunk, and the question comes in the next. By then a request holds at most its budget.
     aware      decisions see the question: the whole prompt is one chunk, and the first decision follows it.
     served     the server chooses chunks: decisions over the last chunk see the question, all others do not. Users get
                this setting; it lies between the other two.
