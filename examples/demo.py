@@ -2,9 +2,9 @@
 
     make demo        (or: python examples/demo.py [--out out/demo])
 
-Every prompt hides a number in a long text and asks for it, so the tables show lost answers beside saved blocks. The
-    demo
-needs no download and no GPU: the model is examples/needle/model, 5 MB.
+Every prompt hides a number in a long text and asks for it, so the tables show lost answers beside saved blocks.
+
+The demo needs no download and no GPU: the model is examples/needle/model, 5 MB.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `arguments` | `EngineArgs` | a flag and a field for the policy | vLLM lets plugins add engine arguments |
 | `frontend` | `AsyncLLM`, /v1/responses, processors, loggers | 400s, usage, /metrics | vLLM has hooks |
-| `stats` | a request's metrics | the request's usage, where outputs become rows (Ray Data) | outputs have a free field |
+| `stats` | a request's metrics | its usage, where outputs become rows (Ray Data) | outputs have a free field |
 | `allocation` | `KVCacheManager.allocate_slots` | evictions instead of preemption | vLLM asks before it preempts |
 | `allocation` | `….estimate_cached_tokens` | evicted published blocks count | vLLM counts all published blocks |
 | `runners` | model runners V1 and V2 | holes in block tables, batch order | SchedulerOutput names holes |

@@ -5,8 +5,7 @@ projection have the same order. Tensors are permuted whole, before vLLM cuts the
 may move to another rank.
 
 Attention modules in which anything else depends on a head's place are refused by name. So are load formats that bypass
-the
-weight loaders: a model partly in the new order would run, and give wrong answers.
+the weight loaders: a model partly in the new order would run, and give wrong answers.
 """
 
 from collections.abc import Callable, Iterator
