@@ -38,7 +38,7 @@ if __name__ == "__main__":
         try:
             xargs = {"vllm_xargs": {**own, "kv_usage": 1}}
             answer = client.chat.completions.create(model="mine", messages=messages, max_tokens=64, extra_body=xargs)
-            print(f"{own or 'the server'}: {answer.usage.total_tokens} tokens, {answer.kv_transfer_params['kv_usage']}")
+            print(f"{own or 'the server'}: {answer.usage.total_tokens} tokens, {answer.usage.kv_usage}")
         except BadRequestError as error:
             print(f"{own}: {error.status_code} {error.body['message'].split(' (')[0]}")
 

@@ -39,12 +39,17 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict import KVPolicyConfig, KVPolicyError
 from vllm_evict.config import REQUEST_FIELDS, presets
+from vllm_evict.core.usage import KVUsage
 from vllm_evict.integration import arguments, frontend, plugin, versions
+from vllm_evict.integration.carriers import EvictionOutput, EvictionOutputs, EvictionStats
 from vllm_evict.integration.cpu_worker import CPUEvictionWorker
 from vllm_evict.integration.late import when_imported
 from vllm_evict.integration.metrics import COUNTERS
@@ -146,10 +151,9 @@ EDITS = {
     ),
     "a wrapped method gets its arguments in another order": (
         "vllm.v1.engine.output_processor",
-        "        stop_reason: int | str | None,\n        kv_transfer_params: dict[str, Any] | None = None,",
-        "        stop_reason: int | str | None,\n        usage: dict[str, Any] | None = None,\n"
-        "        kv_transfer_params: dict[str, Any] | None = None,",
-        "vllm.v1.engine.output_processor:RequestState.make_request_output",
+        "        self,\n        engine_core_outputs: list[EngineCoreOutput],",
+        "        self,\n        wave: int,\n        engine_core_outputs: list[EngineCoreOutput],",
+        "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
     ),
     "a keyword becomes positional": (
         "vllm.v1.core.kv_cache_coordinator",
@@ -488,56 +492,79 @@ def hooked_functions(module):
 def test_hooks_are_applied_once(name):
     module = importlib.import_module(name)
     before = hooked_functions(module)
-    assert before
+    assert before or module.EngineCoreOutputs is EvictionOutputs
     plugin.HOOKS[name](module)
     plugin.register()
     assert hooked_functions(module) == before
 
 
-#: Of each hooked module: the class, and its methods that are replaced.
+#: Of each hooked module: its classes, and their methods that are replaced.
 HOOKED = {
-    "vllm.entrypoints.openai.chat_completion.protocol": (
-        "ChatCompletionRequest",
-        ["to_beam_search_params", "to_sampling_params"],
-    ),
-    "vllm.entrypoints.openai.completion.protocol": (
-        "CompletionRequest",
-        ["to_beam_search_params", "to_sampling_params"],
-    ),
-    "vllm.entrypoints.openai.responses.serving": ("OpenAIServingResponses", ["_generate_with_builtin_tools"]),
-    "vllm.v1.engine.async_llm": ("AsyncLLM", ["generate", "_add_streaming_input_request"]),
-    "vllm.v1.engine.input_processor": ("InputProcessor", ["process_inputs"]),
-    "vllm.v1.engine.output_processor": ("RequestState", ["make_request_output", "_new_completion_output"]),
-    "vllm.v1.metrics.loggers": ("StatLoggerManager", ["__init__", "record"]),
+    "vllm.entrypoints.anthropic.protocol": {"AnthropicUsage": ["__init__"]},
+    "vllm.entrypoints.openai.chat_completion.protocol": {
+        "ChatCompletionRequest": ["to_beam_search_params", "to_sampling_params"]
+    },
+    "vllm.entrypoints.openai.completion.protocol": {
+        "CompletionRequest": ["to_beam_search_params", "to_sampling_params"]
+    },
+    "vllm.entrypoints.openai.responses.serving": {
+        "OpenAIServingResponses": ["_generate_with_builtin_tools"],
+        "ResponseUsage": ["__init__"],
+    },
+    "vllm.entrypoints.serve.engine.protocol": {"UsageInfo": ["__init__"]},
+    "vllm.v1.engine.async_llm": {"AsyncLLM": ["generate", "_add_streaming_input_request"]},
+    "vllm.v1.engine.input_processor": {"InputProcessor": ["process_inputs"]},
+    "vllm.v1.engine.output_processor": {
+        "OutputProcessor": ["process_outputs"],
+        "RequestState": ["make_request_output", "_new_completion_output"],
+    },
+    "vllm.v1.metrics.loggers": {"StatLoggerManager": ["__init__", "record"]},
 }
 
 
 @pytest.fixture(params=HOOKED)
 def traced(request, monkeypatch):
-    """(module, class, methods) as they are where a tracer has wrapped vLLM's own methods before the plugin hooks them."""
+    """(module's name, module) as it is where a tracer has wrapped vLLM's own methods before the plugin hooks them."""
     monkeypatch.setattr(RequestOutput, "add", RequestOutput.add)  # hooked too; to be taken back
-    name, methods = HOOKED[request.param]
-    module = importlib.import_module(request.param)
-    wrapped = {}
-    for method in methods:
-        own = inspect.unwrap(getattr(getattr(module, name), method))
-        wrapped[method] = functools.wraps(own)(lambda *args, own=own, **kwargs: own(*args, **kwargs))
-    cls = type(name, (getattr(module, name),), wrapped)
-    return request.param, types.SimpleNamespace(**{name: cls}), cls, methods
+    module, classes = importlib.import_module(request.param), dict(vars(importlib.import_module(request.param)))
+    for name, methods in HOOKED[request.param].items():
+        wrapped = {}
+        for method in methods:
+            own = inspect.unwrap(getattr(getattr(module, name), method))
+            wrapped[method] = functools.wraps(own)(lambda *args, own=own, **kwargs: own(*args, **kwargs))
+        classes[name] = type(name, (getattr(module, name),), wrapped)
+    return request.param, types.SimpleNamespace(**{name: classes[name] for name in classes if name[0] != "_"})
 
 
 def test_a_tracer_that_came_first_switches_nothing_off(traced):
-    name, module, cls, methods = traced
-    theirs = [vars(cls)[method] for method in methods]
+    name, module = traced
+    places = [(getattr(module, cls), method) for cls, methods in HOOKED[name].items() for method in methods]
+    theirs = [vars(cls)[method] for cls, method in places]
     plugin.HOOKS[name](module)
-    hooked = [vars(cls)[method] for method in methods]
-    assert hooked_functions(module).keys() == {(cls, method) for method in methods}
+    hooked = [vars(cls)[method] for cls, method in places]
     assert [function.__wrapped__ for function in hooked] == theirs
     # Nor does one that came later make it hook again.
-    later = functools.wraps(hooked[0])(lambda *args, **kwargs: hooked[0](*args, **kwargs))
-    setattr(cls, methods[0], later)
+    cls, method = places[-1]
+    later = functools.wraps(hooked[-1])(lambda *args, **kwargs: hooked[-1](*args, **kwargs))
+    setattr(cls, method, later)
     plugin.HOOKS[name](module)
-    assert vars(cls)[methods[0]] is later
+    assert vars(cls)[method] is later
+
+
+def test_usage_and_counts_travel_beside_vllms_own_fields():
+    """What an engine core sends is read by the front end with the plugin's fields, and as ever by vLLM's own types."""
+    usage = KVUsage("h2o", 192, 7, 224, 3, 96)
+    plain = EngineCoreOutput("b", [7], kv_transfer_params={"theirs": 1})
+    outputs = [EvictionOutput.of(EngineCoreOutput("a", [5, 6], finish_reason=FinishReason.STOP), usage), plain]
+    stats = EvictionStats(num_running_reqs=2, kv_connector_stats={"theirs": 2}, kv_evict={"h2o": {"evicted": 3}})
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, timestamp=1.0))
+    ours, theirs = MsgpackDecoder(EvictionOutputs).decode(sent), MsgpackDecoder(EngineCoreOutputs).decode(sent)
+    assert [output.kv_usage for output in ours.outputs] == [usage, None] and ours.scheduler_stats == stats
+    for read in (ours, theirs):
+        assert [output.finish_reason for output in read.outputs] == [FinishReason.STOP, None]
+        assert read.outputs[1].kv_transfer_params == {"theirs": 1} and read.timestamp == 1.0
+        assert read.scheduler_stats.num_running_reqs == 2 and read.scheduler_stats.kv_connector_stats == {"theirs": 2}
+    assert type(theirs.outputs[0]) is EngineCoreOutput and type(theirs.scheduler_stats) is SchedulerStats
 
 
 # Without a policy, and with one

@@ -248,18 +248,19 @@ def test_what_vllm_would_drop_unseen_is_refused(server, body, where, stream):
 
 MESSAGES = [{"role": "user", "content": PROMPT}]
 TOKENS = {"token_ids": [i * 7 % 256 for i in range(400)], "sampling_params": {"max_tokens": 40, "ignore_eos": True}}
-#: Ways to the engine that the clients above don't take: what they are asked, and whether they have a place for usage.
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+#: Ways to the engine that the clients above don't take, and what they are asked.
 ENDPOINTS = {
-    "/v1/messages": ({"messages": MESSAGES, "max_tokens": 40}, True),
-    "/v1/chat/completions/batch": ({"messages": [MESSAGES, MESSAGES], "max_tokens": 40}, False),
-    "/inference/v1/generate": (TOKENS, True),
-    "/invocations": ({"prompt": PROMPT, "max_tokens": 40}, True),
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 40},
+    "/v1/chat/completions/batch": {"messages": [MESSAGES, MESSAGES], "max_tokens": 40},
+    "/inference/v1/generate": TOKENS,
+    "/invocations": {"prompt": PROMPT, "max_tokens": 40},
 }
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_other_ways_to_the_engine_take_the_same(server, path):
-    body, shows_usage = ENDPOINTS[path]
+    body = ENDPOINTS[path]
 
     def ask(xargs, **options):
         request = {"model": "tiny", **body, **options}
@@ -269,15 +270,18 @@ def test_other_ways_to_the_engine_take_the_same(server, path):
             request["vllm_xargs"] = xargs
         return httpx.post(f"{server.address}{path}", json=request, timeout=120)
 
-    before = server.metrics()
+    before, several = server.metrics(), path.endswith("batch")
     answer = ask({"kv_usage": True, "kv_budget": 160})
     assert answer.status_code == 200
     assert server.moved(before)["blocks_evicted_total", "h2o"] >= 8
-    if shows_usage:
-        assert answer.json()["kv_transfer_params"]["kv_usage"]["budget_tokens"] == 160
-    for options in ({}, {"stream": True}) if shows_usage else ({},):
+    usages = answer.json()["usage"]["kv_usage"]
+    assert [one["budget_tokens"] for one in (usages if several else [usages])] == [160] * (1 + several)
+    for options in ({},) if several else ({}, {"stream": True}):
         refused = ask({"kv_budget": 512}, **options)
         assert refused.status_code == 400 and "above the server's 256" in refused.json()["error"]["message"]
+    if not several:
+        *_, last = (line for line in ask({"kv_usage": True}, **STREAMED).text.splitlines() if '"usage"' in line)
+        assert json.loads(last.removeprefix("data: "))["usage"]["kv_usage"]["policy"] == "h2o"
 
 
 def test_beams_have_what_their_search_asks_for(server):
@@ -297,7 +301,7 @@ def test_beams_have_what_their_search_asks_for(server):
         for bad, reason in (({"kv_budget": 512}, "above the server's 256"), ({"kv_buget": 128}, "'kv_buget'")):
             with pytest.raises(openai.BadRequestError, match=reason):
                 ask(bad, words, chat)
-    assert server.complete(xargs={"kv_usage": True}).kv_transfer_params["kv_usage"]["policy"] == "h2o"
+    assert server.complete(xargs={"kv_usage": True}).usage.kv_usage["policy"] == "h2o"
 
 
 def test_many_clients_with_policies_of_their_own(server):
@@ -338,29 +342,29 @@ USAGE = {
 @pytest.mark.parametrize("asks", [True, 1])
 def test_a_completion_has_its_usage_if_it_asks(server, asks):
     prompt = " ".join(WORDS[7:407])
-    assert server.complete(prompt, xargs={"kv_usage": asks}).kv_transfer_params == {"kv_usage": USAGE}
+    assert server.complete(prompt, xargs={"kv_usage": asks}).usage.kv_usage == USAGE
     for xargs in (None, {"kv_usage": False}, {"kv_policy": "h2o"}):
-        assert server.complete(prompt, xargs=xargs).kv_transfer_params is None
+        assert not hasattr(server.complete(prompt, xargs=xargs).usage, "kv_usage")
 
 
 def test_a_stop_string_does_not_take_the_usage_away(server):
     stop = server.complete(xargs={"kv_policy": "full"}).choices[0].text.split()[20]
     answer = server.complete(xargs={"kv_usage": True, "kv_policy": "full"}, stop=[stop])
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.kv_transfer_params["kv_usage"]["policy"] == "full"
+    assert answer.usage.kv_usage["policy"] == "full"
 
 
 def test_each_choice_has_its_usage(server):
     answer = server.complete(xargs={"kv_usage": True}, n=3, temperature=1)
-    usages = answer.kv_transfer_params["kv_usage"]
+    usages = answer.usage.kv_usage
     assert len(usages) == len(answer.choices) == 3
     for usage in usages:
         assert usage["policy"] == "h2o" and usage["evicted_blocks"] >= 5
 
 
-def test_of_many_prompts_vllm_hands_on_the_firsts(server):
+def test_each_of_many_prompts_has_its_usage(server):
     answer = server.complete([" ".join(WORDS[11:411]), "t1 t2"], xargs={"kv_usage": True})
-    assert len(answer.choices) == 2 and answer.kv_transfer_params["kv_usage"]["evicted_blocks"] == 5
+    assert [usage["evicted_blocks"] for usage in answer.usage.kv_usage] == [5, 0]
 
 
 def test_a_chat_has_its_usage_if_it_asks(server):
@@ -372,22 +376,26 @@ def test_a_chat_has_its_usage_if_it_asks(server):
             extra_body={"ignore_eos": True, "vllm_xargs": xargs},
         )
 
-    usage = ask(kv_usage=True, kv_policy="sink-window", kv_budget=192).kv_transfer_params["kv_usage"]
+    usage = ask(kv_usage=True, kv_policy="sink-window", kv_budget=192).usage.kv_usage
     assert (usage["policy"], usage["budget_tokens"]) == ("sink-window", 192) and usage["evicted_blocks"] >= 7
-    assert ask().kv_transfer_params is None
+    assert not hasattr(ask().usage, "kv_usage")
 
 
 def test_a_response_has_its_usage_if_it_asks_streamed_or_not(server):
     body = {"model": "tiny", "input": " ".join(WORDS[:300]), "max_output_tokens": 20, "store": False}
     body["extra_body"] = {"vllm_xargs": {"kv_usage": True}}
-    assert server.client.responses.create(**body).kv_transfer_params["kv_usage"]["policy"] == "h2o"
+    assert server.client.responses.create(**body).usage.kv_usage["policy"] == "h2o"
     *_, last = server.client.responses.create(**body, stream=True)
-    assert last.response.kv_transfer_params["kv_usage"]["policy"] == "h2o"
+    assert last.response.usage.kv_usage["policy"] == "h2o"
 
 
-def test_a_stream_of_this_release_has_no_place_for_usage(server):
-    chunks = list(server.complete(xargs={"kv_usage": True}, stream=True))
-    assert len(chunks) > 30 and not any(getattr(chunk, "kv_transfer_params", None) for chunk in chunks)
+@pytest.mark.parametrize("continuous", [False, True])
+def test_a_stream_has_its_usage_with_its_counts_of_tokens(server, continuous):
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    chunks = list(server.complete(" ".join(WORDS[13:413]), xargs={"kv_usage": 1}, stream=True, stream_options=options))
+    shown = [getattr(chunk.usage, "kv_usage", None) for chunk in chunks]
+    assert len(chunks) > 9 and set(map(str, shown[:-2])) == {"None"} and shown[-1] == USAGE
+    assert not any(chunk.usage for chunk in server.complete(xargs={"kv_usage": True}, stream=True))
 
 
 def test_a_client_that_hangs_up_leaves_nothing_behind(server):
@@ -426,7 +434,7 @@ def test_a_batch_file_has_a_bad_line_answered_by_its_own_error(tiny, tmp_path):
         "wrong": 400,
     }
     assert "above the server's 256" in answers["wrong"]["error"]["error"]["message"]
-    usage = answers["asks"]["response"]["body"]["kv_transfer_params"]["kv_usage"]
+    usage = answers["asks"]["response"]["body"]["usage"]["kv_usage"]
     assert usage["budget_tokens"] == 192 and usage["evicted_blocks"] >= 7
 
 

@@ -15,6 +15,7 @@ from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.metrics.stats import RequestStateStats
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
@@ -463,22 +464,21 @@ def test_each_of_n_completions_has_its_usage(engine):
 
 
 @pytest.mark.v1_only
-def test_a_request_that_asks_has_its_usage_in_its_metrics(engine):
+def test_a_request_has_its_usage_in_its_metrics(engine):
     """Ray Data shows `dataclasses.asdict` of an output's metrics. Streamed outputs that nobody has read are merged."""
     server = engine(H2O, disable_log_stats=False)
     prompt = random_prompt(300)
-    plain, asked = (server.generate([prompt], max_tokens=30, extra_args=extra)[0] for extra in ({}, {"kv_usage": True}))
-    assert "kv_usage" not in dataclasses.asdict(plain.metrics)
-    shown = dataclasses.asdict(pickle.loads(pickle.dumps(asked)).metrics)
-    assert shown.pop("kv_usage") == dataclasses.asdict(asked.kv_usage) and asked.kv_usage.evicted_blocks > 0
-    assert shown.keys() == dataclasses.asdict(plain.metrics).keys() and shown["num_generation_tokens"] == 30
+    (output,) = server.generate([prompt], max_tokens=30)
+    shown = dataclasses.asdict(pickle.loads(pickle.dumps(output)).metrics)
+    assert shown.pop("kv_usage") == dataclasses.asdict(output.kv_usage) and output.kv_usage.evicted_blocks > 0
+    assert shown.keys() == dataclasses.asdict(RequestStateStats()).keys() and shown["num_generation_tokens"] == 30
 
-    server.add(prompt, max_tokens=30, output_kind=RequestOutputKind.DELTA, extra_args={"kv_usage": True})
+    server.add(prompt, max_tokens=30, output_kind=RequestOutputKind.DELTA)
     first, *others = [output for _ in range(40) for output in server.llm.llm_engine.step()]
     for output in others:
         first.add(output, aggregate=True)
-    assert first.finished and first.metrics.kv_usage == dataclasses.asdict(asked.kv_usage)
-    (several,) = server.generate([prompt], max_tokens=30, n=2, temperature=1.0, extra_args={"kv_usage": True})
+    assert first.finished and first.metrics.kv_usage == dataclasses.asdict(output.kv_usage)
+    (several,) = server.generate([prompt], max_tokens=30, n=2, temperature=1.0)
     usages = [dataclasses.asdict(completion.kv_usage) for completion in several.outputs]
     assert several.metrics.kv_usage == usages and len(usages) == 2
 
@@ -524,16 +524,16 @@ def test_usage_so_far_is_sent_when_it_is_news(engine):
 
     def watched(*args):
         clients = update(*args)
-        sent.extend(output.kv_transfer_params for client in clients.values() for output in client.outputs)
+        sent.extend(getattr(output, "kv_usage", None) for client in clients.values() for output in client.outputs)
         return clients
 
     server.scheduler.update_from_output = watched
     server.add(random_prompt(300), max_tokens=100, stop=["no such words"])
     (output,) = server.run().values()
-    usages = [params["vllm_evict"] for params in sent[:-1] if params]
+    usages = [usage for usage in sent[:-1] if usage]
     assert len(sent) == 100 and 2 <= len(usages) <= 100 // BLOCK + 2
     assert all(one != other for one, other in zip(usages, usages[1:]))
-    assert usages[-1]["evicted_blocks"] == output.kv_usage.evicted_blocks > 0
+    assert usages[-1].evicted_blocks == output.kv_usage.evicted_blocks > 0
 
 
 BAD = {

@@ -38,7 +38,7 @@ class Sessions:
         steps: session -> tokens of each step since it (re)started, as (position of the first, tokens).
         told, decided: session -> {step: logical blocks} that workers were told of with it, and that were decided after it.
         moved: session -> steps before which what it keeps moved up.
-        usage: session -> its `KVUsage` so far, as a dict.
+        usage: session -> its `KVUsage` so far.
     """
 
     def __init__(self, server, monkeypatch=None):
@@ -120,8 +120,8 @@ class Sessions:
                 logprobs += output.new_logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
                 self.answers.setdefault(output.request_id, []).append(self._open.pop(output.request_id))
-            if output.kv_transfer_params:
-                self.usage[output.request_id] = output.kv_transfer_params["vllm_evict"]
+            if usage := getattr(output, "kv_usage", None):
+                self.usage[output.request_id] = usage
 
     def run(self, on_step=lambda: None):
         """Until all turns that were sent have ended."""
@@ -224,7 +224,7 @@ def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, nam
     assert len(choices) >= 5 and all(got == want for got, want in choices.values()), choices
     assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
     assert max(steady) <= trigger
-    assert sessions.usage["s"]["evicted_blocks"] == sum(len(got) for got, _ in choices.values())
+    assert sessions.usage["s"].evicted_blocks == sum(len(got) for got, _ in choices.values())
     sessions.close("s")
     server.assert_nothing_left()
 
@@ -421,7 +421,7 @@ def test_a_turn_may_ask_for_another_budget(engine, complaints):
     sessions.run()
     assert "keeps the KV policy of its first turn, 'h2o'" in complaints[1][1]
     assert sessions.resident("s").config.name == "h2o"
-    assert sessions.usage["s"]["policy"] == "h2o"
+    assert sessions.usage["s"].policy == "h2o"
     sessions.close("s")
     server.assert_nothing_left()
 

@@ -1,16 +1,11 @@
 """The KV cache use of one request, for users of `LLM` and of the engine."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .blocks import RequestBlocks
-
-#: Key that carries a `KVUsage` through vLLM's per-request transfer parameters.
-USAGE_KEY = "vllm_evict"
-#: Key beside it where the request asked for its usage (`kv_usage`), and of the usage in what clients get then.
-SHOWN_KEY = "kv_usage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +45,3 @@ class KVUsage:
             evicted_blocks=evicted,
             evicted_tokens=tokens(evicted),
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

@@ -1,4 +1,4 @@
-"""vLLM's front end: requests that ask for what they may not have, what a request's cache came to, and metrics."""
+"""vLLM's front end: requests that ask for what they may not have, and metrics."""
 
 import functools
 import logging
@@ -8,8 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from ..config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyError
-from ..core.usage import SHOWN_KEY, USAGE_KEY, KVUsage
-from .metrics import STATS_KEY, PrometheusMetrics
+from .late import once
+from .metrics import PrometheusMetrics
+from .usage import show_usage, watch
 
 # Below vLLM's own, which says where lines go; its module can't be imported yet.
 logger = logging.getLogger("vllm.evict")
@@ -26,14 +27,6 @@ def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
     additional = vllm_config.additional_config
     value = additional.get("kv_policy") if isinstance(additional, dict) else None
     return None if value is None else KVPolicyConfig.parse(value)
-
-
-def _once(cls: type) -> bool:
-    """Whether a class has yet to be hooked; it is marked with this. Its methods say nothing: tracers wrap them too."""
-    if "kv_evict_hooked" in vars(cls):
-        return False
-    cls.kv_evict_hooked = True
-    return True
 
 
 def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
@@ -87,8 +80,8 @@ def _of_beam(vllm_config: Any, prompt: Any, params: Any) -> Any:
     params = params.clone()
     params.extra_args = xargs
     _check_prompt(vllm_config, prompt, params)
-    # What else there is goes where vLLM lets it go: nowhere.
-    params.extra_args = {field: value for field, value in xargs.items() if field in REQUEST_FIELDS}
+    # What else there is goes where vLLM lets it go: nowhere. An answer has no usage of each of its search's requests.
+    params.extra_args = {field: xargs[field] for field in REQUEST_FIELDS if field in xargs and field != "kv_usage"}
     return params
 
 
@@ -124,7 +117,7 @@ def hook_async_llm(module: ModuleType) -> None:
     """Validate streamed requests when they are made: the generator starts only after the response has."""
     cls = module.AsyncLLM
     generate, add_session = cls.generate, cls._add_streaming_input_request
-    if not _once(cls):
+    if not once(cls):
         return
 
     @functools.wraps(add_session)
@@ -140,7 +133,7 @@ def hook_async_llm(module: ModuleType) -> None:
     def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         sampling_params = _of_beam(self.vllm_config, prompt, sampling_params)
         _check_prompt(self.vllm_config, prompt, sampling_params)
-        return generate(self, prompt, sampling_params, *args, **kwargs)
+        return watch(generate(self, prompt, sampling_params, *args, **kwargs), sampling_params)
 
     cls.generate, cls._add_streaming_input_request = checked, add_known_session
 
@@ -161,7 +154,7 @@ def hook_protocol(name: str) -> Callable[[ModuleType], None]:
 
     def hook(module: ModuleType) -> None:
         cls = getattr(module, name)
-        if not _once(cls):
+        if not once(cls):
             return
         for method in ("to_beam_search_params", "to_sampling_params"):
             if convert := getattr(cls, method, None):  # responses have no beams
@@ -171,10 +164,10 @@ def hook_protocol(name: str) -> Callable[[ModuleType], None]:
 
 
 def hook_responses(module: ModuleType) -> None:
-    """The same for /v1/responses, which asks the engine from within the stream."""
+    """The same for /v1/responses, which asks the engine from within the stream. And its answers have their usage."""
     cls = module.OpenAIServingResponses
     generate = cls._generate_with_builtin_tools
-    if not _once(cls):
+    if not once(cls):
         return
 
     @functools.wraps(generate)
@@ -183,13 +176,14 @@ def hook_responses(module: ModuleType) -> None:
         return generate(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
     cls._generate_with_builtin_tools = checked
+    show_usage(module.ResponseUsage)
 
 
 def hook_input_processor(module: ModuleType) -> None:
     """Validate what every request asks for (`REQUEST_FIELDS`) where vLLM validates the rest."""
     cls = module.InputProcessor
     process_inputs = cls.process_inputs
-    if not _once(cls):
+    if not once(cls):
         return
 
     @functools.wraps(process_inputs)
@@ -207,81 +201,11 @@ def hook_input_processor(module: ModuleType) -> None:
     cls.process_inputs = checked
 
 
-def hook_output_processor(module: ModuleType) -> None:
-    """Hand a finished request's `KVUsage` to its output: `RequestOutput.kv_usage`, and on each completion (n > 1).
-
-    For clients of a server it stays in the output's transfer parameters if they ask for it, as responses show those:
-    `{"kv_usage": {...}}`, with n > 1 a list in the order of the choices; and in its metrics, as Ray Data shows those.
-    """
-    from vllm.outputs import CompletionOutput, RequestOutput
-
-    from .stats import RequestStats
-
-    cls = module.RequestState
-    make_request_output, new_completion_output = cls.make_request_output, cls._new_completion_output
-    if not _once(cls):
-        return
-    RequestOutput.kv_usage = CompletionOutput.kv_usage = None
-    RequestOutput.add = _keeping_usage(RequestOutput.add)
-
-    @functools.wraps(make_request_output)
-    def with_usage(
-        self: Any,
-        new_token_ids: Any,
-        pooling_output: Any,
-        finish_reason: Any,
-        stop_reason: Any,
-        kv_transfer_params: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if kv_transfer_params and USAGE_KEY in kv_transfer_params:
-            params = dict(kv_transfer_params)
-            self.kv_usage = KVUsage(**params.pop(USAGE_KEY))
-            self.kv_usage_shown = params.pop(SHOWN_KEY, False)
-            kv_transfer_params = params or None
-        output = make_request_output(
-            self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs
-        )
-        if isinstance(output, RequestOutput):
-            output.kv_usage = output.outputs[0].kv_usage
-            # With a stop string the last output may come without news of its usage.
-            if finish_reason is not None and getattr(self, "kv_usage_shown", False):
-                usages = [completion.kv_usage and completion.kv_usage.as_dict() for completion in output.outputs]
-                shown = {SHOWN_KEY: usages if len(usages) > 1 else usages[0]}
-                output.kv_transfer_params = {**(output.kv_transfer_params or {}), **shown}
-                if output.metrics is not None:
-                    output.metrics = RequestStats(**vars(output.metrics), **shown)
-        return output
-
-    @functools.wraps(new_completion_output)
-    def completion_with_usage(self: Any, *args: Any, **kwargs: Any) -> Any:
-        completion = new_completion_output(self, *args, **kwargs)
-        completion.kv_usage = getattr(self, "kv_usage", None)
-        return completion
-
-    cls.make_request_output, cls._new_completion_output = with_usage, completion_with_usage
-
-
-def _keeping_usage(add: Any) -> Any:
-    """Streamed outputs are merged when a reader is slow; the usage comes with the last one."""
-
-    @functools.wraps(add)
-    def merged(self: Any, next_output: Any, aggregate: bool) -> None:
-        add(self, next_output, aggregate)
-        self.kv_usage, self.metrics = next_output.kv_usage or self.kv_usage, next_output.metrics
-        usages = {completion.index: completion.kv_usage for completion in next_output.outputs}
-        for completion in self.outputs:
-            completion.kv_usage = usages.get(completion.index) or completion.kv_usage
-
-    return merged
-
-
 def hook_loggers(module: ModuleType) -> None:
     """Show the scheduler's counts on /metrics, beside vLLM's own."""
     cls = module.StatLoggerManager
     init, record = cls.__init__, cls.record
-    if not _once(cls):
+    if not once(cls):
         return
 
     @functools.wraps(init)
@@ -299,13 +223,9 @@ def hook_loggers(module: ModuleType) -> None:
 
     @functools.wraps(record)
     def recorded(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
-        connector_stats = scheduler_stats and scheduler_stats.kv_connector_stats
-        if connector_stats and STATS_KEY in connector_stats:
-            counts = connector_stats.pop(STATS_KEY)
-            # vLLM's own loggers expect this field to come from a KV connector.
-            scheduler_stats.kv_connector_stats = connector_stats or None
-            if self.kv_evict_metrics is not None:
-                self.kv_evict_metrics.record(counts, kwargs.get("engine_idx") or 0)
+        counts = getattr(scheduler_stats, "kv_evict", None)
+        if counts is not None and self.kv_evict_metrics is not None:
+            self.kv_evict_metrics.record(counts, kwargs.get("engine_idx") or 0)
         record(self, scheduler_stats, *args, **kwargs)
 
     cls.__init__, cls.record = with_metrics, recorded

@@ -7,9 +7,6 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-#: Key under which a step's counts travel in vLLM's scheduler stats.
-STATS_KEY = "vllm_evict"
-
 #: Counter name -> help. The prefix lets vLLM unregister them with its own.
 COUNTERS = {
     "evicted": ("vllm:kv_evict_blocks_evicted", "KV blocks taken from running requests by their policy."),

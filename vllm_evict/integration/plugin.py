@@ -3,19 +3,22 @@
 from typing import Any
 
 from ..config import KVPolicyConfig, KVPolicyError
-from . import arguments, frontend
+from . import arguments, frontend, usage
 from .late import when_imported
 
 #: vLLM's modules -> what the plugin adds to them, in every process and idempotently. Without a policy it stays idle.
 HOOKS = {
     "vllm.engine.arg_utils": arguments.hook,
+    "vllm.entrypoints.anthropic.protocol": usage.hook_anthropic,
     "vllm.entrypoints.openai.chat_completion.protocol": frontend.hook_protocol("ChatCompletionRequest"),
     "vllm.entrypoints.openai.completion.protocol": frontend.hook_protocol("CompletionRequest"),
     "vllm.entrypoints.openai.responses.protocol": frontend.hook_protocol("ResponsesRequest"),
     "vllm.entrypoints.openai.responses.serving": frontend.hook_responses,
+    "vllm.entrypoints.serve.engine.protocol": usage.hook_usage,
     "vllm.v1.engine.async_llm": frontend.hook_async_llm,
     "vllm.v1.engine.input_processor": frontend.hook_input_processor,
-    "vllm.v1.engine.output_processor": frontend.hook_output_processor,
+    "vllm.v1.engine.core_client": usage.hook_core_client,
+    "vllm.v1.engine.output_processor": usage.hook_output_processor,
     "vllm.v1.metrics.loggers": frontend.hook_loggers,
 }
 _registered = False

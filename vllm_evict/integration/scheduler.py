@@ -21,14 +21,15 @@ from ..core.mechanisms import Budget, Context, Mechanism, Pressure, Profiles, Sh
 from ..core.mechanisms.base import settled
 from ..core.plan import PLAN, REPORTS, EvictionPlan
 from ..core.reports import Inbox
-from ..core.usage import SHOWN_KEY, USAGE_KEY, KVUsage
+from ..core.usage import KVUsage
 from ..environment import poison_mode
 from .admission import AdmissionMixin
 from .allocation import count_published
+from .carriers import EvictionOutput, EvictionStats
 from .describe import start_up_line
 from .hits import HitsMixin
 from .managers import EvictableManager, SlidingManager
-from .metrics import STATS_KEY, Tally
+from .metrics import Tally
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
 from .spec import policy_config
@@ -62,6 +63,8 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         #: Requests that the front end may end with any output, by stop strings or as sessions -> the usage sent last:
         #: peak, evicted blocks of each KV group.
         self._stoppable: dict[str, tuple[int, ...]] = {}
+        #: Usage of the requests that end with a step.
+        self._ended: dict[str, KVUsage] = {}
         self._policies = sorted(self.kv_policy.allowed)
         logger.info(start_up_line(self))
 
@@ -146,6 +149,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        self._ended.clear()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
         reports = self._inbox.take(getattr(model_runner_output, REPORTS, None), plan.groups, self._held)
@@ -156,7 +160,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             self.room.scores_came()
         if self.reconstructions is not None:
             self.reconstructions.hide(outputs)
-        if self._stoppable:
+        if self._stoppable or self._ended:
             self._send_usage(outputs)
         return outputs
 
@@ -240,17 +244,25 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         return [manager.residents[req_id] for manager in self.kv_managers]
 
     def _send_usage(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Put the usage so far on outputs that may be a request's last, where it has changed."""
+        """Put usage on the last outputs of requests, and on those that the front end may make the last, where it is
+        news to it.
+        """
         for client in outputs.values():
-            for output in client.outputs:
-                req_id = output.request_id
-                if req_id not in self._stoppable:
-                    continue
-                residents = self._residents_of(req_id)
-                usage = (residents[0].state.peak_blocks, *(resident.evicted_blocks for resident in residents))
-                if usage != self._stoppable[req_id]:
-                    self._stoppable[req_id] = usage
-                    output.kv_transfer_params = self._usage(self.requests[req_id])
+            for place, output in enumerate(client.outputs):
+                usage = self._ended.get(output.request_id) or self._news(output.request_id)
+                if usage is not None:
+                    client.outputs[place] = EvictionOutput.of(output, usage)
+
+    def _news(self, req_id: str) -> KVUsage | None:
+        """The usage so far of a request that the front end may end, if that does not know it."""
+        if req_id not in self._stoppable:
+            return None
+        residents = self._residents_of(req_id)
+        known = (residents[0].state.peak_blocks, *(resident.evicted_blocks for resident in residents))
+        if known == self._stoppable[req_id]:
+            return None
+        self._stoppable[req_id] = known
+        return KVUsage.of(residents)
 
     def _published_tokens(self, request: Request) -> int | None:
         """Tokens of a request that other requests can hit, evicted blocks included; None if it has all its blocks."""
@@ -258,13 +270,6 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         if resident is None or resident.pure_tokens is None:
             return None
         return min(manager.published_tokens(request.request_id) for manager in self.kv_managers)
-
-    def _usage(self, request: Request) -> dict[str, Any]:
-        """The usage of a request, as it travels to the front end."""
-        usage = {USAGE_KEY: KVUsage.of(self._residents_of(request.request_id)).as_dict()}
-        params = request.sampling_params
-        shown = params and (params.extra_args or {}).get(SHOWN_KEY)
-        return usage | ({SHOWN_KEY: True} if shown else {})
 
     def _publish_ends(self, request: Request) -> None:
         """Publish blocks of sliding windows, where a request loses its first block: later ones are never published."""
@@ -283,14 +288,13 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
-        kv_params, ec_params = super()._free_request(request, *args, **kwargs)
+        params = super()._free_request(request, *args, **kwargs)
         self._stoppable.pop(request.request_id, None)
-        if request.request_id not in self.residents:
-            return kv_params, ec_params  # `add_request` never saw it
-        usage = self._usage(request)
-        for manager in self.kv_managers:
-            del manager.residents[request.request_id]
-        return {**(kv_params or {}), **usage}, ec_params
+        if request.request_id in self.residents:  # else it never came in through `add_request`
+            self._ended[request.request_id] = KVUsage.of(self._residents_of(request.request_id))
+            for manager in self.kv_managers:
+                del manager.residents[request.request_id]
+        return params
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
         finished = super().finish_requests(*args, **kwargs)
@@ -308,8 +312,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             held = {policy: sum(manager.held[policy] for manager in self.kv_managers) for policy in self._policies}
-            # The only free-form field of the stats; without KV connectors (refused at start) nothing else uses it.
-            stats.kv_connector_stats = {STATS_KEY: self.tally.take(held)}
+            stats = EvictionStats(**vars(stats), kv_evict=self.tally.take(held))
         return stats
 
 

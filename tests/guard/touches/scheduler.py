@@ -90,17 +90,17 @@ SCHEDULER = [
         does=(
             "request.num_in_flight_tokens -= num_tokens_scheduled",
             "prefill_stats.finalize(self.kv_cache_manager.estimate_cached_tokens(request))",
-            "kv_transfer_params, ec_transfer_params = self._free_request(request)",
-            "EngineCoreOutput(..., kv_transfer_params=kv_transfer_params)",
+            "self._free_request(request)",
+            "EngineCoreOutput(...)",
             "self.make_stats(...)",
         ),
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._free_request",
         ("integration.scheduler",),
-        "each request ends here, once; returns its transfer parameters, in which the usage travels",
+        "each request ends here, once",
         replaced_by=("vllm_evict.integration.scheduler:EvictionMixin._free_request",),
-        does=("self._free_blocks(request)", "return kv_xfer_params, ec_xfer_params"),
+        does=("self._free_blocks(request)",),
     ),
     Touch(
         "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit",
@@ -222,7 +222,7 @@ SCHEDULER = [
         ("integration.scheduler",),
         "our counts are added to its result, which is None without statistics",
         replaced_by=("vllm_evict.integration.scheduler:EvictionMixin.make_stats",),
-        does=("return None", "return SchedulerStats(..., kv_connector_stats=...)"),
+        does=("return None", "return SchedulerStats(...)"),
     ),
     Touch(
         "vllm.v1.engine.core:EngineCore.step",
@@ -280,9 +280,13 @@ SCHEDULER = [
     ),
     Touch(
         "vllm.v1.engine:EngineCoreOutputs",
-        ("integration.scheduler", "integration.reconstruction"),
-        "update_from_output's result, one for each client; shadows are taken out of it",
-        has=("outputs: list[EngineCoreOutput]", "finished_requests: set[str] | None"),
+        ("integration.carriers", "integration.scheduler", "integration.reconstruction"),
+        "update_from_output's result, one for each client; ours has one more field in outputs and statistics",
+        has=(
+            "outputs: list[EngineCoreOutput]",
+            "scheduler_stats: SchedulerStats | None",
+            "finished_requests: set[str] | None",
+        ),
     ),
     Touch(
         "vllm.v1.request:Request",
