@@ -19,7 +19,7 @@ DEVICE := cuda_kernels device device_backends flashinfer fold full_graphs graphs
 PEERS  := demo gpu_benchmarks gpu_check host kvpress load performance_files ray xformers
 lane-device := $(DEVICE:%=tests/test_%.py)
 lane-peers  := $(PEERS:%=tests/test_%.py)
-lane-compat := tests/test_compat.py
+lane-compat := tests/test_compat.py tests/test_guard.py tests/test_arguments.py
 lane-engine := $(filter-out $(lane-device) $(lane-peers),$(END_TO_END) tests/test_server.py tests/test_tensor_parallel.py)
 lane-unit   := $(filter-out $(lane-device) $(lane-peers) $(lane-compat) $(lane-engine),$(wildcard tests/test_*.py))
 

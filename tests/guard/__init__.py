@@ -1,10 +1,11 @@
-"""Guard tests: what vllm_evict relies on in vLLM (`touches`), and whether a release of vLLM still has it.
+"""What vllm_evict relies on in vLLM, and whether a release of vLLM still has it.
 
 | module | what it does |
 |---|---|
-| `touches` | the table: each class, function and attribute of vLLM that the plugin touches, and why |
+| `names` | the functions of vLLM that the plugin replaces and calls, by name |
+| `invariants` | what vLLM's code does that no run would tell, each with its releases and why it matters |
 | `source` | reads Python sources, from a directory or a wheel, without importing them |
-| `check` | takes from a release what a touch asks for, and says what is missing |
+| `check` | takes all this from a release, and says what is missing or does not fit |
 | `snapshot` | writes what was taken from a release to `snapshots/<version>.json` |
 
 To look at a new release of vLLM, make its snapshot and read the difference to the one before:
@@ -13,5 +14,6 @@ To look at a new release of vLLM, make its snapshot and read the difference to t
     python -m guard.snapshot path/to/vllm-0.34.0-cp38-abi3-manylinux_2_28_x86_64.whl 0.34.0
     diff guard/snapshots/0.33.0.json guard/snapshots/0.34.0.json
 
-A function whose `body` differs was changed by that release and has to be read, even where every touch holds.
+A function whose `body` differs was changed by that release: those of `names` have to be read. Then the end-to-end tests
+run on it, and the invariants' `releases` take it in.
 """

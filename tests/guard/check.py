@@ -1,122 +1,195 @@
-"""Takes from a release of vLLM what a touch asks for, and says what is missing."""
+"""Takes from a release of vLLM what the plugin relies on, and says what of it is missing or does not fit."""
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from inspect import Parameter
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import source
+from .invariants import INVARIANTS, Invariant
+from .names import CALLED, CARRIERS, COMPLETE, MOVED, NO_NAMES, REPLACED
 from .source import FUNCTIONS, Found, Sources
-from .touches import TOUCHES, Touch
 
 Facts = dict[str, Any]
+BOUND = ("classmethod", "staticmethod", "property")
 
 
-def extract(sources: Sources) -> dict[str, Facts | None]:
-    """Facts of all touches, as JSON can hold them."""
-    return {touch.where: facts(touch, sources) for touch in TOUCHES}
+class Place(NamedTuple):
+    """A method or function of vLLM, and ours in its place."""
+
+    where: str
+    ours: str
 
 
-def facts(touch: Touch, sources: Sources) -> Facts | None:
-    """What a release has where `touch` looks; None if there is nothing."""
-    if not touch.name:
-        return {} if sources.tree(touch.module) else None
-    places = [place.split(":") for place in (touch.where, touch.moved) if place]
-    found = next(filter(None, (sources.find(module, name) for module, name in places)), None)
-    if found is None:
-        return None
-    result: Facts = {"at": f"{found.module}:{found.name}"}
-    if isinstance(found.node, FUNCTIONS):
-        result |= _facts_of_function(sources, found)
-    elif isinstance(found.node, ast.ClassDef):
-        result |= _facts_of_class(touch, sources, found)
-    else:
-        # What is only declared has a type and no value.
-        result["value"] = ast.unparse(found.node.value or found.node.annotation)
-    if touch.does:
-        result["does"] = dict(zip(touch.does, source.find_all(found.node, touch.does), strict=True))
-    return result
+def replaced() -> list[Place]:
+    return [
+        Place(f"{theirs}.{name}".replace(":.", ":"), f"{ours} {name}")
+        for theirs, by in REPLACED.items()
+        for ours, names in by.items()
+        for name in names.split()
+    ]
 
 
-def _facts_of_function(sources: Sources, found: Found) -> Facts:
+def own(ours: Sources, place: Place) -> Found | None:
+    """What the plugin puts in a place: a member of that name, or the function that the table names."""
+    path, name = place.ours.split()
+    module, _, holder = f"vllm_evict.{path}".partition(":")
+    found = ours.find(module, holder)
+    member = found and ours.find(module, f"{holder}.{name}")
+    return member if member or not isinstance(found and found.node, FUNCTIONS) else found
+
+
+@cache
+def imported(ours: Sources) -> dict[str, list[str]]:
+    """Names of vLLM that the plugin imports, and modules that it names -> its modules that do."""
+    found: dict[str, set[str]] = {}
+    for module, tree in ours.modules():
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [f"{alias.name}:" for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [f"{node.module}:{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.\w+)+", str(node.value)):
+                names = [] if node.value in NO_NAMES else [node.value]
+            for name in names:
+                if re.match(r"vllm\b(?!_)", name):
+                    found.setdefault(name, set()).add(module)
+    return {name: sorted(users) for name, users in found.items()}
+
+
+def extract(sources: Sources, ours: Sources) -> Facts:
+    """What a release has of all this, as JSON can hold it."""
+    functions = {place.where for place in replaced()} | CALLED.keys()
     return {
-        "decorators": source.decorators(found.node),
+        "functions": {where: _function(sources, where) for where in sorted(functions)},
+        "imports": {name: _is_there(sources, name) for name in sorted(imported(ours))},
+        "carriers": {where: _carries(sources, where) for where in CARRIERS},
+        "abstract": {where: _abstract(sources, where) for where in COMPLETE},
+        "invariants": {f"{each.name} [{each.where}]": _evidence(sources, each.where, each.does) for each in INVARIANTS},
+    }
+
+
+def _find(sources: Sources, where: str) -> Found | None:
+    module, _, name = where.partition(":")
+    places = [module, *(new for old, new in MOVED if old == module), *(old for old, new in MOVED if new == module)]
+    return next(filter(None, (sources.find(place, name) for place in places)), None)
+
+
+def _function(sources: Sources, where: str) -> Facts | None:
+    found = _find(sources, where)
+    if found is None or not isinstance(found.node, FUNCTIONS):
+        return None
+    if "abstractmethod" in source.decorators(found.node) and not where.endswith(found.name):
+        return None  # only a base promises it
+    return {
+        "decorators": [name for name in source.decorators(found.node) if name in BOUND],
         "parameters": source.parameters(found.node),
         "body": sources.body_digest(found),
     }
 
 
-def _facts_of_class(touch: Touch, sources: Sources, found: Found) -> Facts:
-    return {
-        "bases": [cls.name for cls in sources.bases(found)][1:],
-        "has": {_name(item): source.attribute(sources, found, _name(item)) for item in touch.has},
-        "takes_attributes": source.takes_attributes(sources, found),
-        "abstract": source.abstract_methods(sources, found),
-        **({"decorators": source.decorators(found.node)} if touch.kind else {}),
-    }
+def _is_there(sources: Sources, name: str) -> bool:
+    module, colon, attribute = name.partition(":")
+    if not colon:  # a string: a module, or something in one
+        parent, _, last = module.rpartition(".")
+        return sources.tree(module) is not None or sources.find(parent, last) is not None
+    if not attribute or sources.tree(f"{module}.{attribute}") is not None:
+        return sources.tree(module) is not None
+    return _find(sources, name) is not None
 
 
-def complaints(touch: Touch, known: Facts | None, ours: Sources) -> list[str]:
-    """What of a touch does not hold, one sentence each.
+def _carries(sources: Sources, where: str) -> bool:
+    found = _find(sources, where)
+    return found is not None and source.takes_attributes(sources, found)
 
-    Args:
-        touch: what is relied on.
-        known: facts of a release.
-        ours: sources of vllm_evict.
-    """
-    if known is None:
-        return ["it is not there"]
+
+def _abstract(sources: Sources, where: str) -> list[str] | None:
+    found = _find(sources, where)
+    return found and source.abstract_methods(sources, found)
+
+
+def _evidence(sources: Sources, where: str, does: tuple[str, ...]) -> list[str | None] | None:
+    found = _find(sources, where)
+    return found and source.find_all(found.node, does)
+
+
+def complaints(known: Facts, version: str, ours: Sources) -> list[str]:
+    """What of a release's facts does not hold, one line each."""
     return [
-        *_check_class(touch, known, ours),
-        *_check_function(touch, known, ours),
+        *_check_replaced(known["functions"], ours),
+        *_check_called(known["functions"]),
         *(
-            f"its code has no `{code}`" + (" after what the table names before it" if index else "")
-            for index, code in enumerate(touch.does)
-            if known.get("does", {}).get(code) is None
+            f"{name}: it is not there, and vllm_evict.{' and '.join(users)} needs it"
+            for name, users in imported(ours).items()
+            if not known["imports"][name]
         ),
-        *([f"its value is `{known['value']}`, not `{touch.value}`"] if _differs(touch.value, known) else []),
+        *(f"{where}: its instances can't be given attributes" for where in CARRIERS if not known["carriers"][where]),
+        *_check_complete(known["abstract"], ours),
+        *_check_invariants(known["invariants"], version),
     ]
 
 
-def _check_class(touch: Touch, known: Facts, ours: Sources) -> Iterator[str]:
-    for base in touch.bases:
-        if base not in known["bases"]:
-            yield f"it is no {base} (its bases: {', '.join(known['bases']) or 'none'})"
-    for item in touch.has:
-        evidence = known["has"].get(_name(item))
-        if evidence is None:
-            yield f"it has no attribute {_name(item)}"
-        elif not _is_given_as(item, evidence):
-            yield f"its attribute is `{evidence}`, not `{item}`"
-    if touch.takes_attributes and not known["takes_attributes"]:
-        yield "its instances can't be given attributes of ours"
-    if touch.implemented_by:
-        module, _, name = touch.implemented_by.partition(":")
-        ours_class = ours.find(module, name)
-        defined = {node.name for node in ours_class.node.body if isinstance(node, FUNCTIONS)}
-        if missing := set(known["abstract"]) - defined:
-            yield f"{touch.implemented_by} can't be made: it lacks {', '.join(sorted(missing))}"
-
-
-def _check_function(touch: Touch, known: Facts, ours: Sources) -> Iterator[str]:
-    theirs = known.get("parameters", "")
-    if touch.kind and touch.kind not in known["decorators"]:
-        yield f"it is no {touch.kind}"
-    names = list(source.signature(theirs).parameters) if touch.first else []
-    if tuple(names[: len(touch.first)]) != touch.first:
-        yield f"its parameters are ({theirs}), not ({', '.join(touch.first)}, ...)"
-    for call in touch.calls:
-        node = source.pattern(call)
-        keywords = [keyword.arg for keyword in node.keywords]
-        if error := source.binds(theirs, len(node.args), keywords):
-            yield f"`{call}` does not fit ({theirs}): {error}"
-    for replacement in touch.replaced_by:
-        module, _, name = replacement.partition(":")
-        own = source.parameters(ours.find(module, name).node)
-        for positional, keywords in _every_call(theirs):
-            if error := source.binds(own, positional, keywords):
-                yield f"{replacement} takes ({own}) in the place of ({theirs}): {error}"
+def _check_replaced(functions: Facts, ours: Sources) -> Iterator[str]:
+    for place in replaced():
+        theirs, mine = functions[place.where], own(ours, place)
+        if theirs is None:
+            yield f"{place.where}: it is not there, and vllm_evict.{place.ours} takes its place"
+            continue
+        taken, given = source.parameters(mine.node), theirs["parameters"]
+        for positional, keywords in _every_call(given):
+            if error := source.binds(taken, positional, keywords):
+                yield f"{place.where}: vllm_evict.{place.ours} takes ({taken}) in the place of ({given}): {error}"
                 break
+        named = source.positional(taken)
+        if named != source.positional(given)[: len(named)]:
+            yield f"{place.where}: its parameters are ({given}); vllm_evict.{place.ours} takes ({taken})"
+        bound = [name for name in source.decorators(mine.node) if name in BOUND]
+        if "." in place.ours.partition(":")[2] and bound and bound != theirs["decorators"]:
+            yield f"{place.where}: it is {theirs['decorators'] or 'a method'}, vllm_evict.{place.ours} is {bound}"
+
+
+def _check_called(functions: Facts) -> Iterator[str]:
+    for where, call in CALLED.items():
+        if functions[where] is None:
+            yield f"{where}: it is not there, and is called"
+            continue
+        node, given = source.pattern(f"call{call}"), functions[where]["parameters"]
+        names = source.positional(given)
+        if error := source.binds(given, len(node.args), [keyword.arg for keyword in node.keywords]):
+            yield f"{where}: it is called with {call}, and takes ({given}): {error}"
+        for index, argument in enumerate(node.args):
+            if isinstance(argument, ast.Name) and names[index : index + 1] != [argument.id]:
+                yield f"{where}: it is called with {call}, and takes ({given})"
+                break
+
+
+def _check_complete(abstract: Facts, ours: Sources) -> Iterator[str]:
+    for where, name in COMPLETE.items():
+        module, _, cls = f"vllm_evict.{name}".partition(":")
+        defined = {node.name for node in ours.find(module, cls).node.body if isinstance(node, FUNCTIONS)}
+        if abstract[where] is None or (missing := set(abstract[where]) - defined):
+            yield f"{where}: vllm_evict.{name} lacks {', '.join(sorted(missing)) if abstract[where] else 'its base'}"
+
+
+def _check_invariants(invariants: Facts, version: str) -> Iterator[str]:
+    """Each by its entry for the release; of a release that none names yet, one entry of the name has to hold."""
+    for name in dict.fromkeys(each.name for each in INVARIANTS):
+        entries = [each for each in INVARIANTS if each.name == name]
+        entries = [each for each in entries if each.holds_in(version)] or entries
+        broken = [_broken(each, invariants) for each in entries]
+        if all(broken):
+            yield f"{broken[-1]}; {name}, else {entries[-1].why}"
+
+
+def _broken(each: Invariant, invariants: Facts) -> str | None:
+    found = invariants[f"{each.name} [{each.where}]"]
+    if found is None:
+        return f"{each.where}: it is not there"
+    missing = next((code for code, evidence in zip(each.does, found, strict=True) if evidence is None), None)
+    return missing and f"{each.where}: no `{missing}` in this order"
 
 
 def _every_call(parameters: str) -> Iterator[tuple[int, list[str]]]:
@@ -134,23 +207,3 @@ def _every_call(parameters: str) -> Iterator[tuple[int, list[str]]]:
         yield len(positional) + 1, [parameter.name for parameter in keywords]
     if Parameter.VAR_KEYWORD in by_kind:
         yield len(positional), [*(parameter.name for parameter in keywords), "and_another"]
-
-
-def _name(item: str) -> str:
-    """Attribute that an entry of `Touch.has` asks for: `x`, `x = value`, `x: type` or `x()`."""
-    return item.partition(" ")[0].rstrip(":()")
-
-
-def _is_given_as(item: str, evidence: str) -> bool:
-    is_method = evidence.startswith("def ")
-    if item.endswith("()") or is_method:
-        return item.endswith("()") and is_method
-    if item == _name(item):
-        return True
-    wanted, actual = source.pattern(item), source.pattern(evidence)
-    part = "annotation" if isinstance(wanted, ast.AnnAssign) else "value"
-    return source.matches(getattr(wanted, part), getattr(actual, part, None))
-
-
-def _differs(value: str | None, known: Facts) -> bool:
-    return value is not None and not source.matches(source.pattern(value), source.pattern(known["value"]))

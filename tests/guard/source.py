@@ -42,6 +42,7 @@ class Sources:
 
     def __init__(self, path: Path | str, package: str = "vllm") -> None:
         path = Path(path)
+        self._package = package
         self._root = path if path.suffix == ".whl" or path.name != package else path.parent
         self._wheel = zipfile.ZipFile(path) if path.suffix == ".whl" else None
         self._trees: dict[str, ast.Module | None] = {}
@@ -64,6 +65,12 @@ class Sources:
             self._texts[module] = text or ""
             self._trees[module] = None if text is None else ast.parse(text)
         return self._trees[module]
+
+    def modules(self) -> Iterator[tuple[str, ast.Module]]:
+        """(name without the package's, syntax tree) of each module of a package in a directory."""
+        for path in sorted((self._root / self._package).rglob("*.py")):
+            parts = path.relative_to(self._root / self._package).with_suffix("").parts
+            yield ".".join(part for part in parts if part != "__init__"), ast.parse(path.read_text())
 
     def find(self, module: str, name: str) -> Found | None:
         """What `from module import name` gives; with dots in `name`, something inside it.
@@ -166,23 +173,6 @@ def _targets(statement: ast.Assign | ast.AnnAssign) -> list[str]:
     return [ast.unparse(target) for target in targets]
 
 
-def attribute(sources: Sources, found: Found, name: str) -> str | None:
-    """The code that gives instances of a class their attribute `name`; None if nothing does."""
-    for cls in sources.bases(found):
-        if (node := _defined(cls.node.body, name)) is not None:
-            return _headline(node)
-        for node in ast.walk(cls.node):
-            if isinstance(node, ASSIGNMENTS) and f"self.{name}" in _targets(node):
-                return ast.unparse(node)
-    return None
-
-
-def _headline(node: Definition) -> str:
-    if isinstance(node, FUNCTIONS):
-        return " ".join([*(f"@{name}" for name in decorators(node)), f"def {node.name}({ast.unparse(node.args)})"])
-    return ast.unparse(node) if isinstance(node, ASSIGNMENTS) else f"class {node.name}"
-
-
 def decorators(node: Definition) -> list[str]:
     return [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())]
 
@@ -238,6 +228,12 @@ def signature(text: str) -> inspect.Signature:
     if arguments.kwarg:
         result.append(kinds(arguments.kwarg.arg, kinds.VAR_KEYWORD))
     return inspect.Signature(result)
+
+
+def positional(text: str) -> list[str]:
+    """Names of the parameters `text` that may be given by position."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in signature(text).parameters.items() if parameter.kind in kinds]
 
 
 def binds(text: str, positional: int, keywords: list[str]) -> str | None:

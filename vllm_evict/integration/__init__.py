@@ -3,11 +3,12 @@
 | module | touches | why | until |
 |---|---|---|---|
 | `arguments` | `EngineArgs` | a flag and a field for the policy | vLLM lets plugins add engine arguments |
-| `frontend` | `AsyncLLM`, /v1/responses, processors, loggers | 400s, usage, /metrics | vLLM has hooks |
-| `stats` | a request's metrics | its usage, where outputs become rows (Ray Data) | outputs have a free field |
-| `allocation` | `KVCacheManager.allocate_slots` | evictions instead of preemption | vLLM asks before it preempts |
-| `allocation` | `….estimate_cached_tokens` | evicted published blocks count | vLLM counts all published blocks |
-| `runners` | model runners V1 and V2 | holes in block tables, batch order | SchedulerOutput names holes |
+| `frontend` | `AsyncLLM`, /v1/responses, input processor, loggers | 400s, /metrics | vLLM has hooks |
+| `usage` | what the front end decodes, outputs, models of `usage` | a request's usage | outputs have a free field |
+| `carriers` | outputs, statistics and metrics | subclasses with fields of the plugin | messages have a free field |
+| `allocation` | `KVCacheManager.allocate_slots` | blocks go instead of preemption | vLLM asks before it preempts |
+| `allocation` | `….estimate_cached_tokens` | evicted blocks that are published count | vLLM counts what it published |
+| `runners` | model runners V1 and V2 | holes into block tables, batch order | SchedulerOutput tells of them |
 | `layers` | `Attention` layers after load | their backend behind a view | backends can be wrapped by configuration |
 | `layers` | grouping of layers | views beside sliding windows before groups are known | a builder knows its group |
 | `layers` | layers by name, KV sharing | pages for heads of many layers, in own KV groups | KV groups can hold heads |
@@ -16,6 +17,7 @@
 | `refusals` | `VllmConfig` | refuses unsupported models and settings by name | each is supported |
 | `versions` | version numbers | only tested releases are touched | |
 
-`scheduler`, `managers`, `spec`, `cpu_worker` and `gpu_worker` have subclasses of classes that a configuration of vLLM
-can name or vLLM registers. tests/test_compat.py compares each touch with the sources of every release in `versions`.
+`scheduler`, `managers`, `spec`, `cpu_worker` and `gpu_worker` subclass what a configuration of vLLM can name, or what
+vLLM registers. tests/test_guard.py holds what is replaced and called against the sources of every release in
+`versions`.
 """

@@ -7,7 +7,7 @@ from packaging.version import Version
 
 from ..config import KVPolicyError
 
-#: Releases whose sources hold all that is relied on (tests/test_compat.py).
+#: Releases whose sources hold all that the guard asks for (tests/test_guard.py).
 TESTED = ("0.32.0", "0.33.0")
 #: Those of them that the tests have been run on.
 RUN = ("0.32.0",)

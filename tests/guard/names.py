@@ -1,0 +1,192 @@
+"""What vllm_evict replaces and calls in vLLM, by name: each has to be there and to fit, in every supported release.
+
+Names that the plugin only imports are no entries: `check` finds them in the plugin's sources.
+"""
+
+#: Class or module of vLLM -> ours -> the methods and functions that ours takes the place of. `ours` holds one of the
+#: same name (a class, or a function that defines it), or is itself what is put in its place.
+REPLACED = {
+    "vllm.engine.arg_utils:EngineArgs": {
+        "integration.arguments:_with_flag.with_flag": "add_cli_args",
+        "integration.arguments:_with_policy.with_policy": "create_engine_config",
+    },
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": {
+        "integration.frontend:hook_protocol.noting.noted": "to_beam_search_params to_sampling_params",
+    },
+    "vllm.entrypoints.openai.completion.protocol:CompletionRequest": {
+        "integration.frontend:hook_protocol.noting.noted": "to_beam_search_params to_sampling_params",
+    },
+    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": {
+        "integration.frontend:hook_protocol.noting.noted": "to_sampling_params",
+    },
+    "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses": {
+        "integration.frontend:hook_responses.checked": "_generate_with_builtin_tools",
+    },
+    "vllm.v1.engine.async_llm:AsyncLLM": {
+        "integration.frontend:hook_async_llm.checked": "generate",
+        "integration.frontend:hook_async_llm.add_known_session": "_add_streaming_input_request",
+    },
+    "vllm.v1.engine.input_processor:InputProcessor": {
+        "integration.frontend:hook_input_processor.checked": "process_inputs",
+    },
+    "vllm.v1.engine.output_processor:OutputProcessor": {
+        "integration.usage:hook_output_processor.processed": "process_outputs",
+    },
+    "vllm.v1.engine.output_processor:RequestState": {
+        "integration.usage:hook_output_processor.with_usage": "make_request_output",
+        "integration.usage:hook_output_processor.completion_with_usage": "_new_completion_output",
+    },
+    "vllm.outputs:RequestOutput": {"integration.usage:hook_output_processor.merged": "add"},
+    "vllm.v1.metrics.loggers:StatLoggerManager": {
+        "integration.frontend:hook_loggers.with_metrics": "__init__",
+        "integration.frontend:hook_loggers.recorded": "record",
+    },
+    "vllm.v1.core.sched.scheduler:Scheduler": {
+        "integration.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks _free_request "
+        "finish_requests reset_prefix_cache make_stats",
+        "integration.admission:AdmissionMixin": "add_request _update_request_as_session",
+        "integration.hits:HitsMixin": "_get_local_prefix_cache_hit",
+    },
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": {
+        "integration.allocation:before_giving_up": "allocate_slots",
+        "integration.allocation:count_published": "estimate_cached_tokens",
+    },
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
+        "integration.managers:EvictableManager": "__init__ get_num_blocks_to_allocate find_longest_cache_hit "
+        "add_local_computed_blocks allocate_new_blocks pop_blocks_for_free",
+        "integration.managers:hole_aware.HoleAware": "cache_blocks",
+    },
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": {
+        "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate allocate_new_blocks cache_blocks",
+    },
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": {
+        "integration.spec:EvictableSpec": "max_memory_usage_bytes merge is_uniform_with_collection",
+    },
+    "vllm.v1.worker.cpu_worker:CPUWorker": {
+        "integration.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "
+        "initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
+    },
+    "vllm.v1.worker.gpu_worker:Worker": {
+        "integration.worker:EvictionWorkerMixin": "load_model reload_weights get_kv_cache_spec "
+        "determine_available_memory initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
+    },
+    "vllm.v1.outputs:AsyncModelRunnerOutput": {"integration.worker:_Reporting": "get_output"},
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
+        "integration.runners:profiling": "profile_run",
+        "integration.runners:_install_v1": "_update_states",
+        "integration.graphs:install_v1": "_warmup_and_capture",
+    },
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {
+        "integration.runners:profiling": "profile_run",
+        "integration.runners:_install_v2": "update_requests prepare_attn",
+        "integration.graphs:install_v2": "gather_batch_req_state initialize_kv_cache",
+    },
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState": {"integration.graphs:install_v2": "prepare_attn"},
+    "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher": {
+        "integration.graphs:EvictionDispatcher": "initialize_cudagraph_keys dispatch",
+    },
+    "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": {
+        "integration.graphs:install_v2.Capturing": "capture",
+        "integration.graphs:install_v2.EvictionGraphs": "dispatch",
+    },
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": {
+        "integration.layers:HeadSlots": "get_attn_backend get_kv_cache_spec",
+    },
+    "vllm.v1.attention.backend:AttentionBackend": {
+        "integration.backend:resident_backend.ResidentBackend": "get_builder_cls customize_spec",
+    },
+    "vllm.v1.attention.backend:AttentionMetadataBuilder": {
+        "integration.backend:resident_backend.ResidentBuilder": "get_cudagraph_support",
+    },
+    "vllm.v1.attention.backend:AttentionImpl": {
+        "integration.backend:working_impl.WorkingImpl": "fused_output_quant_supported",
+        "integration.split:split_impl.SplitImpl": "fused_output_quant_supported",
+    },
+    **{
+        f"vllm.v1.attention.backends.{module}:{name}MetadataBuilder": {
+            "integration.backend:resident_backend.ResidentBuilder": "__init__ build",
+        }
+        for module, name in (
+            ("cpu_attn", "CPUAttention"),
+            ("flash_attn", "FlashAttention"),
+            ("flashinfer", "FlashInfer"),
+            ("triton_attn", "TritonAttention"),
+        )
+    },
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": {
+        "integration.backend:working_impl.WorkingImpl": "forward",
+        "integration.split:split_impl.SplitImpl": "forward",
+    },
+    **{
+        f"vllm.v1.attention.backends.{module}:{name}": {"integration.backend:working_impl.WorkingImpl": "forward"}
+        for module, name in (
+            ("flash_attn", "FlashAttentionImpl"),
+            ("flashinfer", "FlashInferImpl"),
+            ("triton_attn", "TritonAttentionImpl"),
+        )
+    },
+    "vllm.model_executor.model_loader.base_loader:": {"integration.reorder:reordering": "initialize_model"},
+    "vllm.model_executor.layers.linear:QKVParallelLinear": {
+        "integration.reorder:_qkv_loader.permuted": "weight_loader weight_loader_v2",
+    },
+    "vllm.model_executor.layers.linear:RowParallelLinear": {
+        "integration.reorder:_out_loader.permuted": "weight_loader weight_loader_v2",
+    },
+}
+
+#: What the plugin calls, and how: `...` for each positional argument, names for those that have to have that place.
+CALLED = {
+    "vllm.config:get_layers_from_vllm_config": "(..., ...)",
+    "vllm.config.model:ModelConfig.get_and_verify_max_len": "(...)",
+    "vllm.exceptions:VLLMValidationError.__init__": "(..., parameter=...)",
+    "vllm.forward_context:get_forward_context": "()",
+    "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec": "(...)",
+    "vllm.model_executor.model_loader.reload:record_metadata_for_reloading": "(...)",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update": "(layer, key, value, kv_cache, "
+    "slot_mapping)",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update": "(layer, key, value, kv_cache, "
+    "slot_mapping)",
+    "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func": "(..., ..., ..., ..., ..., ..., "
+    "return_softmax_lse=True)",
+    "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": "(request, blocks, num_cached_blocks, num_full_blocks, "
+    "block_size, kv_cache_group_id, block_mask=...)",
+    "vllm.v1.core.block_pool:BlockPool.evict_blocks": "(...)",
+    "vllm.v1.core.block_pool:BlockPool.free_blocks": "(...)",
+    "vllm.v1.core.block_pool:BlockPool.get_cached_block": "(block_hash, kv_cache_group_ids)",
+    "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit": "(block_hashes, "
+    "max_cache_hit_length)",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.create_kv_cache_blocks": "(...)",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": "(..., ...)",
+    "vllm.v1.core.kv_cache_utils:resolve_block_hashes": "(..., ..., ...)",
+    "vllm.v1.core.kv_cache_utils:_get_kv_cache_groups_uniform_page_size": "(...)",
+    "vllm.v1.core.sched.request_queue:RequestQueue.prepend_request": "(...)",
+    "vllm.v1.core.sched.request_queue:RequestQueue.remove_request": "(...)",
+    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager._contiguous_blocks_for_hit": "(window_size, "
+    "block_size, use_eagle)",
+    "vllm.v1.kv_cache_interface:replace_as": "(..., ..., backend=...)",
+    "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register": "(..., ..., uniform_type_base_spec=...)",
+    "vllm.v1.request:Request.__init__": "(..., ..., ..., ..., client_index=0, lora_request=None, cache_salt=None, "
+    "priority=0, block_hasher=None)",
+    "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write": "(index, start, x)",
+    "vllm.v1.worker.gpu_worker:Worker.get_model": "()",
+}
+
+#: Objects of vLLM that are given attributes of the plugin's: the plan, reports, usage.
+CARRIERS = (
+    "vllm.v1.core.sched.output:SchedulerOutput",
+    "vllm.v1.outputs:ModelRunnerOutput",
+    "vllm.outputs:RequestOutput",
+    "vllm.outputs:CompletionOutput",
+)
+
+#: Our classes that have to define all abstract methods of vLLM's.
+COMPLETE = {
+    "vllm.v1.outputs:AsyncModelRunnerOutput": "integration.worker:_Reporting",
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": "integration.layers:HeadSlots",
+}
+
+#: Modules whose content a release has in another one: (where it was, where it went). Imports try both.
+MOVED = [("vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning")]
+
+#: Strings in vllm_evict that look like names of vLLM and are none.
+NO_NAMES = {"vllm.evict"}
