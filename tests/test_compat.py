@@ -4,6 +4,7 @@ The hooks are run; no engine is started. What the plugin relies on in vLLM is te
 """
 
 import argparse
+import asyncio
 import functools
 import importlib
 import inspect
@@ -18,6 +19,7 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -39,6 +41,7 @@ from vllm_evict.integration.cpu_worker import CPUEvictionWorker
 from vllm_evict.integration.late import when_imported
 from vllm_evict.integration.metrics import COUNTERS
 from vllm_evict.integration.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from vllm_evict.integration.usage import watch
 
 # Releases
 
@@ -276,6 +279,30 @@ def test_usage_and_counts_travel_beside_vllms_own_fields():
         assert read.outputs[1].kv_transfer_params == {"theirs": 1} and read.timestamp == 1.0
         assert read.scheduler_stats.num_running_reqs == 2 and read.scheduler_stats.kv_connector_stats == {"theirs": 2}
     assert type(theirs.outputs[0]) is EngineCoreOutput and type(theirs.scheduler_stats) is SchedulerStats
+
+
+def test_an_answer_has_the_usage_of_its_own_requests():
+    """Also where one task makes several answers, as in a program that calls the server's handlers."""
+    one, other = KVUsage("h2o", 192, 7, 224, 3, 96), KVUsage("full", None, 4, 128, 0, 0)
+
+    async def outputs(*usages):
+        for usage in (None, *usages):
+            yield types.SimpleNamespace(outputs=[types.SimpleNamespace(index=0, kv_usage=usage)])
+
+    async def answer(*requests):
+        shown = []
+        for stream in [watch(outputs(usage), SamplingParams(extra_args=asks)) for usage, asks in requests]:
+            shown += [getattr(UsageInfo(), "kv_usage", None) async for _ in stream]
+        return shown, getattr(UsageInfo(), "kv_usage", None)
+
+    async def answers():
+        asks = {"kv_usage": True}
+        assert await answer((one, asks)) == ([None, None], one.as_dict())
+        assert await answer((other, {})) == ([None, None], None)
+        assert await answer((one, asks), (other, asks)) == ([None] * 4, [one.as_dict(), other.as_dict()])
+        assert await answer((other, asks)) == ([None, None], other.as_dict())
+
+    asyncio.run(answers())
 
 
 # Without a policy, and with one

@@ -1,8 +1,8 @@
 """The KV cache use of one request, for users of `LLM` and of the engine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .blocks import RequestBlocks
@@ -45,3 +45,6 @@ class KVUsage:
             evicted_blocks=evicted,
             evicted_tokens=tokens(evicted),
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

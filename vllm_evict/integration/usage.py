@@ -4,7 +4,6 @@ import functools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +24,7 @@ class Answer:
 
     def shown(self) -> Any:
         """A dict, or a list in the order of the answer's choices; None while a request runs."""
-        usages = [asdict(usages[index]) for usages in self._usages for index in sorted(usages)]
+        usages = [usages[index].as_dict() for usages in self._usages for index in sorted(usages)]
         return None if self._running or not usages else usages if len(usages) > 1 else usages[0]
 
     def watch(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -53,9 +52,12 @@ _answer: ContextVar[Answer | None] = ContextVar("kv_evict_answer", default=None)
 
 def watch(outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
     """A request's outputs. If it asks for its usage, this task's answer has it: a server makes each in its own task."""
+    answer = _answer.get()
+    if answer is not None and answer.done:  # of a caller that makes several in one task
+        _answer.set(answer := None)
     if not (params.extra_args or {}).get("kv_usage"):
         return outputs
-    if (answer := _answer.get()) is None or answer.done:
+    if answer is None:
         _answer.set(answer := Answer())
     return answer.watch(outputs)
 
@@ -98,7 +100,7 @@ def hook_output_processor(module: ModuleType) -> None:
             first = output.outputs[0]
             output.kv_usage = first.kv_usage
             if first.kv_usage is not None and first.finish_reason is not None and output.metrics is not None:
-                usages = [completion.kv_usage and asdict(completion.kv_usage) for completion in output.outputs]
+                usages = [completion.kv_usage and completion.kv_usage.as_dict() for completion in output.outputs]
                 shown = usages if len(usages) > 1 else usages[0]
                 output.metrics = RequestStats(**vars(output.metrics), kv_usage=shown)
         return output
