@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from ..config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError, given
+from ..core.actions import back_to_budget
 from ..core.blocks import RequestBlocks, RequestState
 from ..core.plan import EvictionPlan, Scoring
 
@@ -89,6 +90,26 @@ class AdmissionMixin:
                 plan.triggers[req_id] = resident.scoring.trigger
             else:
                 plan.track[req_id], resident.first_query = resident.scoring, session.num_computed_tokens
+        self._make_room_of_own(session, residents)
+
+    def _make_room_of_own(self, session: Request, residents: list[RequestBlocks]) -> None:
+        """Bring a session back to its budget, if it is over its trigger and the pool has no room for its next chunk.
+
+        The last step of a turn decides nothing, so a turn may end over its trigger. No scores are at hand: the oldest
+        blocks go. By token nothing goes, as workers choose tokens by scores.
+        """
+        if self.free_blocks >= sum(manager.in_flight for manager in self.kv_managers):
+            return
+        over = [
+            (manager, resident)
+            for manager, resident in zip(self.kv_managers, residents)
+            if resident.evictable and resident.config.granularity == "block"
+            if resident.over_trigger(len(manager.req_to_blocks[session.request_id]))
+        ]
+        for manager, resident in over:
+            action = back_to_budget(session.request_id, manager.number, resident, session.num_computed_tokens, None)
+            if action is not None:
+                self.apply(action)
 
     @staticmethod
     def scoring_of(request: Request, resident: RequestBlocks) -> Scoring | None:
