@@ -9,21 +9,26 @@ PYTHON ?=
 # What an installed environment depends on; Python sources are used in place.
 SET_UP := pyproject.toml setup.py scripts/setup.sh packaging/constraints.txt packaging/vllm-metadata/pyproject.toml \
 	$(wildcard csrc/cpu/*)
-# Tests that run an engine run once for each of vLLM's model runners.
+# Tests that run an engine, and those with tests that run again on Model Runner V2.
 END_TO_END := $(shell grep -lE '^(from|import) engine\b' tests/test_*.py)
+BOTH_RUNNERS := $(shell grep -lF mark.both_runners tests/test_*.py)
 
-# What CI runs, a workflow each; `make test` runs all of it.
+# What CI runs, a workflow each; `make test-all` runs all of it.
 LANES := unit engine compat device peers
-DEVICE := cuda_kernels device device_backends flashinfer fold full_graphs graphs put sliding_devices take triton_decode \
-	triton_kernels view views warmup
+DEVICE := cuda_kernels device device_backends flashinfer fold full_graphs graphs memory put sliding_devices take \
+	triton_decode triton_kernels view views warmup
+# Files that run again with vLLM's Triton kernels on V1.
+TRITON := device_backends full_graphs graphs memory sliding_devices warmup
 PEERS  := demo gpu_benchmarks gpu_check host kvpress load performance_files ray xformers
 lane-device := $(DEVICE:%=tests/test_%.py)
 lane-peers  := $(PEERS:%=tests/test_%.py)
 lane-compat := tests/test_compat.py tests/test_guard.py tests/test_arguments.py
-lane-engine := $(filter-out $(lane-device) $(lane-peers),$(END_TO_END) tests/test_server.py tests/test_tensor_parallel.py)
+# Those that start servers in processes of their own.
+SERVED := inputs_server server soak tensor_parallel
+lane-engine := $(filter-out $(lane-device) $(lane-peers),$(END_TO_END) $(SERVED:%=tests/test_%.py))
 lane-unit   := $(filter-out $(lane-device) $(lane-peers) $(lane-compat) $(lane-engine),$(wildcard tests/test_*.py))
 
-.PHONY: help demo test $(LANES:%=test-%) lint format types docs docs-serve wheel bench bench-gpu check-gpu quality clean
+.PHONY: help demo test test-all $(LANES:%=test-%) lint format types docs docs-serve wheel bench bench-gpu check-gpu quality clean
 .DELETE_ON_ERROR:
 
 help:  ## show this
@@ -35,16 +40,23 @@ demo: $(READY)  ## what policies save and lose in a small pool, then a server wi
 # Two processes side by side, a file at a time: the models are tiny, and engines start and stop more than they compute.
 # The longest files come first (conftest.py), so that both end together.
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
-test: $(READY)  ## all tests, then the end-to-end tests again on Model Runner V2, backends of a device, then ruff
+test: lint  ## ruff, then the lanes of every push: unit, engine, compat
+	$(PYTEST) $(lane-unit) $(lane-engine) $(lane-compat)
+	$(call on-v2,$(lane-engine))
+
+test-all: lint  ## ruff, then all lanes: those of every push, device and peers
 	$(PYTEST)
-	VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) $(END_TO_END) -m "not v1_only"
-	VLLM_EVICT_TEST_RUNNER=v1-triton $(BIN)/pytest -q -n 2 tests/test_device_backends.py tests/test_graphs.py \
-		tests/test_full_graphs.py tests/test_warmup.py tests/test_sliding_devices.py
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(call on-v2,$(BOTH_RUNNERS))
+	$(on-triton)
+
+# Tests marked `both_runners`, on Model Runner V2.
+on-v2 = VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) $(filter $(BOTH_RUNNERS),$(1))
+on-triton = VLLM_EVICT_TEST_RUNNER=v1-triton $(BIN)/pytest -q -n 2 $(TRITON:%=tests/test_%.py)
 
 $(LANES:%=test-%): test-%: $(READY)
 	$(PYTEST) $(lane-$*)
+	$(if $(filter engine device,$*),$(call on-v2,$(lane-$*)))
+	$(if $(filter device,$*),$(on-triton))
 
 lint: $(READY)  ## ruff: rules and format
 	$(BIN)/ruff check .

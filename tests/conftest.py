@@ -1,7 +1,7 @@
 """Fixtures: tiny models, and vLLM engines in this very process, so that tests see scheduler, manager and worker.
 
-VLLM_EVICT_TEST_RUNNER=v2 runs everything on Model Runner V2 (Triton's interpreter) instead of V1. With v1-triton it is V1,
-with vLLM's Triton kernels under the interpreter (test_device_backends.py, test_graphs.py).
+VLLM_EVICT_TEST_RUNNER=v2 runs the tests marked `both_runners` on Model Runner V2 (Triton's interpreter). With v1-triton it
+is V1, with vLLM's Triton kernels under the interpreter (test_device_backends.py, test_graphs.py).
 """
 
 import gc
@@ -46,16 +46,34 @@ LONG = {
 }
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "v1_only: does not depend on the model runner; left out on V2, which is slow")
-
-
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.stem not in LONG)
+def pytest_collection_modifyitems(config, items):
     if RUNNER == "v2":
-        for item in items:
-            if item.get_closest_marker("v1_only"):
-                item.add_marker(pytest.mark.skip(reason="v1_only"))
+        left_out = [item for item in items if not _is_for_both_runners(item)]
+        _check_ids(config, items)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def _is_for_both_runners(item):
+    """Whether the test is marked `both_runners`, and its case is one that the marker names, if the marker names any."""
+    marker = item.get_closest_marker("both_runners")
+    return marker is not None and (not marker.args or item.callspec.id in marker.args)
+
+
+def _check_ids(config, items):
+    """Each case that a marker names exists: a test whose cases got other names would silently not run on V2."""
+    if any("::" in arg for arg in config.args):
+        return
+    named, found = {}, {}
+    for item in items:
+        if (marker := item.get_closest_marker("both_runners")) and marker.args:
+            test = item.nodeid.split("[")[0]
+            named[test] = set(marker.args)
+            found.setdefault(test, set()).add(item.callspec.id)
+    unknown = {test: sorted(ids - found[test]) for test, ids in named.items() if ids - found[test]}
+    if unknown:
+        raise pytest.UsageError(f"both_runners got names of no case: {unknown}; expected ids of the test's parameters")
 
 
 #: Engines that end thaw what is frozen.

@@ -5,12 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from engine import V2
 
 from vllm_evict.eval import tasks, words
-
-#: `pytestmark` of these tests.
-OFF_V2 = pytest.mark.skipif(V2, reason="nothing of it depends on the model runner, and the interpreter is slow")
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data" / "eval"

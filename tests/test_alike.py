@@ -7,7 +7,6 @@ from vllm_evict.compute.kernels import alike
 from vllm_evict.compute.kernels.alike import last_alike, last_alike_dense
 from vllm_evict.compute.kernels.keys import token_scores
 
-pytestmark = pytest.mark.v1_only
 HEADS, DIM = 2, 32
 
 

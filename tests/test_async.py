@@ -99,7 +99,8 @@ class Recorder:
         return next(record for req_id, record in self.records.items() if req_id.split("-")[0] == request_id)
 
 
-@pytest.mark.parametrize("name", ["h2o"] if V2 else POLICIES)
+@pytest.mark.both_runners("h2o")
+@pytest.mark.parametrize("name", POLICIES)
 def test_late_decisions_are_the_right_ones(async_engine, tiny, name):
     """Decided on what is done, with a step in flight that still reads the old table: the oracle, replaying the same
     steps with holes from when workers were told of them, decides the same and computes the same log-probabilities."""
@@ -132,7 +133,7 @@ def check_late_decisions(async_engine, model, policy):
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["sink-window"] if V2 else ["h2o", "sink-window"])
+@pytest.mark.parametrize("name", ["h2o", "sink-window"])
 def test_the_bound_holds_with_one_more_chunk_in_flight(async_engine, name):
     policy = POLICIES[name]
     server = async_engine(policy, max_num_batched_tokens=CHUNK)
@@ -169,8 +170,9 @@ def test_the_pool_is_planned_for_both_chunks(async_engine):
     assert concurrency == pytest.approx(100 / (5 + 2 * CHUNK // BLOCK + 1), rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["h2o"] if V2 else ["h2o", "sink-window"])
-@pytest.mark.parametrize("caching", [False] if V2 else [False, True], ids=lambda caching: f"caching-{caching}")
+@pytest.mark.both_runners("caching-False-h2o")
+@pytest.mark.parametrize("name", ["h2o", "sink-window"])
+@pytest.mark.parametrize("caching", [False, True], ids=lambda caching: f"caching-{caching}")
 def test_no_poison_with_steps_in_flight(async_engine, tiny, monkeypatch, name, caching):
     """A pool small enough to preempt, requests that come and go, freed blocks full of NaN."""
     check_poison_with_steps_in_flight(async_engine, tiny, monkeypatch, name, caching, 22)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from engine import V2, logprobs_of, random_prompt
+from engine import logprobs_of, random_prompt
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.replay import Config
@@ -87,7 +87,8 @@ def assert_logprobs(output, prompt, start, logits):
     np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
 
 
-@pytest.mark.parametrize("bands", [2] if V2 else [2, 3, 4])
+@pytest.mark.both_runners("2")
+@pytest.mark.parametrize("bands", [2, 3, 4])
 def test_pyramidkv_matches_the_oracle(engine, model, dense, bands):
     policy = {"name": "pyramidkv", **BASE, "bands": bands}
     server = engine(policy, model=model, max_num_batched_tokens=192)
@@ -156,7 +157,8 @@ def replay_adakv(dense, tokens, steps, groups, floor):
     return evicted, torch.cat(logits)
 
 
-@pytest.mark.parametrize("bands, floor", [(2, 0.2)] if V2 else [(2, 0.2), (4, 0.2), (4, 0.9)])
+@pytest.mark.both_runners("2-0.2")
+@pytest.mark.parametrize("bands, floor", [(2, 0.2), (4, 0.2), (4, 0.9)])
 def test_adakv_matches_the_oracle(engine, model, dense, bands, floor):
     policy = {"name": "adakv", **BASE, "bands": bands, "floor": floor, "heads": "sum"}
     server = engine(policy, model=model, max_num_batched_tokens=192)
@@ -181,7 +183,6 @@ def test_adakv_matches_the_oracle(engine, model, dense, bands, floor):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_one_band_is_snapkv(engine, model):
     prompts = [random_prompt(500, 1)]
     answers = []
@@ -191,7 +192,6 @@ def test_one_band_is_snapkv(engine, model):
     assert answers[0] == answers[1] == answers[2]
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("name", ["pyramidkv", "adakv"])
 def test_preempted_aborted_and_asked_for_less(engine, model, name):
     policy = {"name": name, **BASE, "allow": ["full"]}
@@ -225,7 +225,8 @@ def choice(mass, config, limits, tokens):
     return "h2o" if mass[protected].sum() + mass[order].sum() >= config.recovery * mass.sum() else "full"
 
 
-@pytest.mark.parametrize("bands, recovery", [(2, 0.6)] if V2 else [(2, 0.6), (4, 0.35), (4, 0.65), (4, 0.97)])
+@pytest.mark.both_runners("2-0.6")
+@pytest.mark.parametrize("bands, recovery", [(2, 0.6), (4, 0.35), (4, 0.65), (4, 0.97)])
 def test_fastgen_matches_the_oracle(engine, model, dense, bands, recovery):
     policy = {
         "name": "fastgen",
@@ -278,11 +279,11 @@ FASTGEN = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}
 
 
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
-@pytest.mark.parametrize("recovery", [0.2, 0.65] if not V2 else [0.2])
+@pytest.mark.parametrize("recovery", [0.2, 0.65])
 def test_fastgen_keeps_each_group_to_what_it_chose(request, model, complaints, make, recovery):
     """At 0.2 some take sink-window and others h2o, at 0.65 all keep everything; workers measure what h2o needs."""
     server = request.getfixturevalue(make)({**FASTGEN, "bands": 4, "recovery": recovery}, model=model)
-    server.add(random_prompt(600, 5), max_tokens=100 if V2 else 300)
+    server.add(random_prompt(600, 5), max_tokens=300)
     chosen, held = [], []
     in_flight = 1 if make == "async_engine" else 0
 
@@ -302,13 +303,12 @@ def test_fastgen_keeps_each_group_to_what_it_chose(request, model, complaints, m
                 assert resident.limits is None or blocks <= resident.limits.trigger + in_flight
 
     server.run(on_step)
-    assert len(held) >= (90 if V2 else 290) and chosen[0] == chosen[-1]
+    assert len(held) >= 290 and chosen[0] == chosen[-1]
     assert set(chosen[0]) == ({"sink-window", "h2o"} if recovery < 0.5 else {"full"})
     assert not complaints
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("recovery, name", [(1e-9, "sink-window"), (0.5, "h2o"), (1.0, "full")])
 def test_a_restart_is_measured_and_chosen_for_again(recovery, name):
     policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 1, "recovery": recovery}
@@ -320,7 +320,6 @@ def test_a_restart_is_measured_and_chosen_for_again(recovery, name):
     assert resident.config == config and resident.measured
 
 
-@pytest.mark.v1_only
 def test_fastgen_chooses_anew_after_a_restart(engine, model):
     policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 2, "recovery": 0.6}
     server = engine(policy, model=model, blocks=66, max_num_batched_tokens=128, max_model_len=1024)
@@ -332,7 +331,6 @@ def test_fastgen_chooses_anew_after_a_restart(engine, model):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_a_request_that_ends_when_its_policy_is_chosen_is_forgotten(engine, model):
     """What its new policy measures is told with the next step, which is one without it."""
     policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 4, "recovery": 0.35}
@@ -351,7 +349,6 @@ def test_a_request_that_ends_when_its_policy_is_chosen_is_forgotten(engine, mode
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_adakv_under_pressure_goes_by_scores(engine, model):
     policy = {"name": "adakv", **BASE, "budget": 128, "buffer": 0, "recent": 32, "bands": 2, "when": "pressure"}
     server = engine(policy, model=model, blocks=60, max_num_batched_tokens=128, max_model_len=512)

@@ -8,7 +8,7 @@ import types
 from collections import Counter
 
 import pytest
-from engine import V2, greedy, random_prompt
+from engine import greedy, random_prompt
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
@@ -22,7 +22,7 @@ POLICIES = {
     "groups": {"name": "adakv", **SIZES, "budget": 160, "bands": 2, "allow": ["full"]},
     "pressure": {"name": "h2o", "when": "pressure", **SIZES, "allow": ["sink-window", "full"]},
 }
-REQUESTS, SLOW = 250, 40
+REQUESTS = 250
 #: What leads out of an engine.
 OUTSIDE = (
     types.ModuleType,
@@ -97,9 +97,9 @@ def any_request(rng, policy, number):
     return shared + random_prompt(rng.randrange(1, 250), 100 + number), rng.randrange(3), sampling
 
 
-@pytest.mark.parametrize("name", ["blocks", "tokens"] if V2 else POLICIES)
+@pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_remembered_of_requests_that_ended_and_events_tell_what_is_cached(engine, name):
-    policy, rng, count = POLICIES[name], random.Random(0), SLOW if V2 else REQUESTS
+    policy, rng, count = POLICIES[name], random.Random(0), REQUESTS
     server = engine(
         policy,
         blocks=64,

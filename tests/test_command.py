@@ -13,7 +13,6 @@ from vllm_evict.config import presets
 from vllm_evict.eval import cli as command
 from vllm_evict.policies import POLICIES
 
-pytestmark = pytest.mark.v1_only
 ROOT = Path(__file__).parent.parent
 PRESETS = {"endless", "h2o-20", "h2o-last", "h2o-mean", "h2o-pressure", "streaming-llm"}
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, logprobs_of, random_prompt
+from engine import PLAN, logprobs_of, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.model import DenseLlama
@@ -86,7 +86,8 @@ def watched(server):
 # --- on the engine ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["h2o"] if V2 else POLICIES)
+@pytest.mark.both_runners("h2o")
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_request_outgrows_its_model(server, short, name):
     """Its positions come to three times what the model was made for, and each token is that of a dense model in which
     kept keys follow on themselves."""
@@ -120,7 +121,6 @@ def test_many_requests_that_share_a_prefix(server, short, monkeypatch):
     subject.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_a_preempted_request_begins_with_its_own_positions(server, short):
     """It is computed again from its first token, and moves up again."""
     subject, seen = server(WINDOW, enable_prefix_caching=False), []
@@ -139,7 +139,6 @@ def test_a_preempted_request_begins_with_its_own_positions(server, short):
     subject.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_under_async_scheduling_nobody_looks_too_far(async_engine, short):
     """With two steps in flight, which still read blocks as they were (test_sessions.py has what comes of it)."""
     options = dict(model=short, max_model_len=2048, max_num_batched_tokens=CHUNK)
@@ -151,7 +150,6 @@ def test_under_async_scheduling_nobody_looks_too_far(async_engine, short):
     subject.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_turned_keys_are_computed_ones_rounded_once(server, monkeypatch, dtype):
     """In a cache of low precision: after each step every key that has moved is, to the bit, the one that was computed,
@@ -191,7 +189,6 @@ def test_turned_keys_are_computed_ones_rounded_once(server, monkeypatch, dtype):
     subject.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("how", ["aborted", "preempted"])
 def test_nothing_moves_of_a_request_whose_blocks_are_gone(server, how):
     """Between the decision and the next plan: its blocks may be another's by then."""
@@ -213,7 +210,6 @@ def test_nothing_moves_of_a_request_whose_blocks_are_gone(server, how):
     subject.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_a_context_that_is_not_outgrown_changes_nothing(engine):
     outputs = []
     for context in (None, 1024):
@@ -224,7 +220,6 @@ def test_a_context_that_is_not_outgrown_changes_nothing(engine):
     np.testing.assert_array_equal(*map(logprobs_of, outputs))
 
 
-@pytest.mark.v1_only
 def test_without_room_for_copies_a_request_is_preempted(server):
     """If the pool has no block for a copy of the sinks, the request begins anew: it never looks further back than its
     context."""
@@ -601,7 +596,6 @@ def random_server(server, tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("architecture", ["MiniCPM3ForCausalLM", "DeepseekV2ForCausalLM"])
 def test_rotated_dimensions_that_come_last_are_refused(random_server, architecture):
     """Turning the first dimensions would spoil keys of the first, and leave the second where they are."""
@@ -609,7 +603,6 @@ def test_rotated_dimensions_that_come_last_are_refused(random_server, architectu
         random_server(architecture)
 
 
-@pytest.mark.v1_only
 def test_rotated_dimensions_in_pairs_of_neighbours_are_served(random_server):
     subject = random_server("GPTJForCausalLM")
     with watched(subject) as moves:

@@ -37,7 +37,6 @@ from triton_batch import (
     ints,
 )
 
-pytestmark = pytest.mark.v1_only
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "csrc/cuda/decode_mass.cu"
 needs_emulator = pytest.mark.skipif(ON_GPU, reason="the kernels run on a GPU here")

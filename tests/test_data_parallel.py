@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 from engine import V2, random_prompt
 from safetensors.torch import load_file, save_file
@@ -133,6 +134,7 @@ def test_ranks_of_a_dense_model_are_engines_of_their_own(tiny, tmp_path, engine)
     assert not dummies
 
 
+@pytest.mark.both_runners
 def test_ranks_of_experts_keep_step_until_the_wave_ends(tiny, tmp_path, engine, monkeypatch):
     """Batches of one that has nothing are made up, and spoil nothing of what it is asked for afterwards."""
     model = experts(tmp_path / "model", tiny)

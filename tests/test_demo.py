@@ -6,9 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine import V2
-
-pytestmark = pytest.mark.skipif(V2, reason="nothing of it depends on the model runner")
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, KeyR
 from vllm_evict.integration import worker
 from vllm_evict.policies import CACHED
 
-pytestmark = pytest.mark.v1_only
 SIZE, HEADS, DIM, LAYERS, LENGTH = 16, 2, 8, 2, 16 * 9 + 5
 BASE = {"budget": 64, "sink": 16, "recent": 16, "buffer": 0}
 #: What needs a tensor's contents on the host.

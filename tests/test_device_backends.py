@@ -147,7 +147,8 @@ def dense(tiny):
     return DenseLlama(tiny)
 
 
-@pytest.mark.parametrize("backend", [on("triton"), on("fa3")] + ([] if V2 else [on("fa2")]), indirect=True)
+@pytest.mark.both_runners("triton")
+@pytest.mark.parametrize("backend", [on("triton"), on("fa3"), on("fa2")], indirect=True)
 def test_full_is_stock(server):
     """To the byte; so is a budget that covers the sequence, whose blocks are measured."""
     prompts = [random_prompt(70), random_prompt(20, 1)]
@@ -161,11 +162,12 @@ def test_full_is_stock(server):
             assert logprobs_of(one).tolist() == logprobs_of(other).tolist()
 
 
-#: Backends and policies. What does not depend on the model runner is left to V1, which is faster.
-MATCHED = [on("triton", name) for name in (POLICIES if V2 else ["h2o"])]
-MATCHED += [on("fa3", "h2o")] if V2 else [on("fa3", "h2o"), on("fa2", "keydiff"), on("fa4", "sink-window")]
+#: Backends and policies.
+MATCHED = [on("triton", name) for name in POLICIES]
+MATCHED += [on("fa3", "h2o"), on("fa2", "keydiff"), on("fa4", "sink-window")]
 
 
+@pytest.mark.both_runners("triton-h2o", "fa3-h2o")
 @pytest.mark.parametrize("backend, name", MATCHED, indirect=["backend"])
 def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, name, tmp_path, monkeypatch):
     """One prompt longer than the budget and a chunk, one that outgrows its budget while it decodes."""
@@ -210,7 +212,7 @@ def test_a_request_outgrows_its_context(server, dense):
 
 @pytest.mark.parametrize(
     "backend, by_token",
-    [on("triton", False), on("fa3", False)] + ([on("triton", True)] if V2 else []),
+    [on("triton", False), on("fa3", False), on("triton", True)],
     indirect=["backend"],
 )
 def test_split_heads_match_per_head_masks(server, dense, tmp_path, monkeypatch, view_launches, by_token):
@@ -276,7 +278,6 @@ def test_each_head_keeps_its_own_tokens(server, dense):
     subject.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("backend", [on("fa2")], indirect=True)
 def test_layers_with_other_numbers_of_query_heads_look_through_the_view_too(server, monkeypatch):
     """They have builders of their own, and V1 would put its own block table into what the first of them has built."""

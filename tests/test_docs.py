@@ -4,7 +4,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
 import yaml
 from typer.main import get_command
 
@@ -13,7 +12,6 @@ from vllm_evict.eval import cli
 from vllm_evict.integration.arguments import FIELDS, HELP
 from vllm_evict.policies import POLICIES
 
-pytestmark = pytest.mark.v1_only
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

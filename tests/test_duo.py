@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, greedy, logprobs_of, random_prompt
+from engine import PLAN, greedy, logprobs_of, random_prompt
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.replay import Config
@@ -102,7 +102,8 @@ RETRIEVAL = {
 MANY = np.eye(4, dtype=int)
 
 
-@pytest.mark.parametrize("name", ["h2o"] if V2 else RETRIEVAL)
+@pytest.mark.both_runners("two-groups-h2o")
+@pytest.mark.parametrize("name", RETRIEVAL)
 @pytest.mark.parametrize("pattern", [PATTERN, MANY], ids=["two-groups", "five-groups"])
 def test_blocks_and_logprobs_match_per_head_masks(duo, dense, pattern, name):
     """Prompts longer and shorter than a chunk and a window in one batch, decoded past several decisions."""
@@ -128,7 +129,6 @@ def exactly(outputs):
 PROMPTS = [random_prompt(length, length) for length in (500, 300, 40)]
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("retrieval", [None, H2O], ids=["full", "h2o"])
 def test_all_heads_retrieval_is_their_policy_alone(duo, engine, model, retrieval):
     """To the byte: stock vLLM, where they keep everything."""
@@ -139,7 +139,6 @@ def test_all_heads_retrieval_is_their_policy_alone(duo, engine, model, retrieval
     assert len(split.managers) == 1
 
 
-@pytest.mark.v1_only
 def test_all_heads_streaming_is_sink_window(duo, engine, model):
     split = duo(np.zeros((4, 4)))
     whole = engine({"name": "sink-window", "sink": SINK, "recent": RECENT}, model=model)
@@ -148,7 +147,6 @@ def test_all_heads_streaming_is_sink_window(duo, engine, model):
     assert got[0].kv_usage.policy == "duo" and got[0].kv_usage.evicted_blocks == want[0].kv_usage.evicted_blocks > 0
 
 
-@pytest.mark.v1_only
 def test_a_window_that_covers_the_sequence_is_stock(duo, engine, model, heads):
     """In another order of heads, so sums are rounded otherwise."""
     policy = {"name": "duo", "gates": heads(PATTERN), "sink": 64, "recent": 512}
@@ -163,7 +161,7 @@ def test_a_window_that_covers_the_sequence_is_stock(duo, engine, model, heads):
     stock.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": [], "is_checkpoint_format": False})
 
 
-@pytest.mark.parametrize("tokens", [200] if V2 else [200, 1500])
+@pytest.mark.parametrize("tokens", [200, 1500])
 def test_blocks_are_held_as_the_pattern_says(duo, heads, tokens):
     """To within one block a request and KV group, beside what is in flight; all come back."""
     server = duo(MANY, max_num_batched_tokens=64)
@@ -178,7 +176,6 @@ def test_blocks_are_held_as_the_pattern_says(duo, heads, tokens):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_the_pool_is_planned_for_what_a_request_may_hold(duo):
     """2,048 tokens: 64 blocks of retrieval heads; 1 + 3 + 1 blocks of streaming heads in each group, and 256 / 32 + 1 in
     flight."""
@@ -187,7 +184,7 @@ def test_the_pool_is_planned_for_what_a_request_may_hold(duo):
     assert concurrency == pytest.approx(500 / (64 + 4 * (1 + 3 + 1 + 8 + 1)), rel=0.02)
 
 
-@pytest.mark.parametrize("caching", [True] if V2 else [True, False])
+@pytest.mark.parametrize("caching", [True, False])
 def test_a_cached_prefix_is_taken_without_what_streaming_heads_lost(duo, dense, caching):
     """The second request finds all blocks of the retrieval heads; of the streaming heads' only those that were pure. The
     pool has room for all that was freed, then for little of it: sinks and the window must do."""
@@ -202,7 +199,6 @@ def test_a_cached_prefix_is_taken_without_what_streaming_heads_lost(duo, dense, 
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_sinks_and_window_of_a_prefix_are_enough(duo, dense):
     """Once the pool has handed out what streaming heads lost, a request starts with holes in a cached prefix, and what it
     computes is not published."""
@@ -250,11 +246,9 @@ def hashes_of(server, prompt):
 
 @pytest.mark.parametrize("retrieval", [None, H2O], ids=["full", "h2o"])
 def test_preempted_requests_start_over(duo, dense, retrieval):
-    blocks = 21 if V2 else 34
-    server = duo(
-        PATTERN, retrieval=retrieval, blocks=blocks, max_num_batched_tokens=128, max_model_len=256 if V2 else 512
-    )
-    requests = [(random_prompt(100 + 10 * i, i), {"max_tokens": 60 if V2 else 150, "logprobs": 0}) for i in range(4)]
+    blocks = 34
+    server = duo(PATTERN, retrieval=retrieval, blocks=blocks, max_num_batched_tokens=128, max_model_len=512)
+    requests = [(random_prompt(100 + 10 * i, i), {"max_tokens": 150, "logprobs": 0}) for i in range(4)]
     outputs, traces = server.traced(requests)
     assert sum(trace.restarts for trace in traces) > 0
     for (prompt, _), output, trace in zip(requests, outputs, traces):
@@ -262,7 +256,6 @@ def test_preempted_requests_start_over(duo, dense, retrieval):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_no_poison(duo, async_engine, model, heads, dense, monkeypatch, asynchronous):
     """Requests that come and go while freed blocks are full of NaN; what was computed is what the holes that workers were
@@ -305,7 +298,6 @@ def test_no_poison(duo, async_engine, model, heads, dense, monkeypatch, asynchro
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_requests_may_keep_everything_or_less(duo, engine, model, heads):
     policy = {"name": "duo", "gates": heads(PATTERN), "retrieval": H2O, "allow": ["full"]}
     server = engine(policy, model=model)
@@ -332,7 +324,6 @@ def test_requests_may_keep_everything_or_less(duo, engine, model, heads):
     assert outputs[1].outputs[0].token_ids == want.outputs[0].token_ids
 
 
-@pytest.mark.v1_only
 def test_under_pressure_retrieval_heads_give_way(duo, dense):
     """While the pool has room retrieval heads keep everything; streaming heads never do."""
     retrieval = {"name": "h2o", "when": "pressure", "budget": 96, "sink": 32, "recent": 32, "buffer": 0}
@@ -344,7 +335,6 @@ def test_under_pressure_retrieval_heads_give_way(duo, dense):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_wrong_files_are_refused_with_both_shapes(engine, model, heads, tmp_path):
     with pytest.raises(KVPolicyError, match="heads.tsv has 3 layers x 4 KV heads, the model has 4 x 4"):
         engine({"name": "duo", "gates": heads(PATTERN[:3])}, model=model)
@@ -358,7 +348,6 @@ def test_wrong_files_are_refused_with_both_shapes(engine, model, heads, tmp_path
         engine({"name": "duo", "gates": heads(PATTERN)}, model=model, enable_lora=True)
 
 
-@pytest.mark.v1_only
 def test_who_keeps_everything_takes_no_prefix_with_holes(engine, model, heads):
     server = engine({"name": "duo", "gates": heads(MANY), "allow": ["full"]}, model=model, blocks=800)
     prefix = random_prompt(250, 7)
@@ -371,7 +360,6 @@ def test_who_keeps_everything_takes_no_prefix_with_holes(engine, model, heads):
     assert output.num_cached_tokens == 32
 
 
-@pytest.mark.v1_only
 def test_prefixes_may_be_hashed_finer_than_blocks(duo, dense):
     prefix = random_prompt(250, 7)
     server = duo(MANY, blocks=300, prefix_match_unit=16)

@@ -11,7 +11,6 @@ import pytest
 from evaluation import (
     DATA,
     ENGINE,
-    OFF_V2,
     SIZES,
     SPLIT,
     SWAPPED,
@@ -22,9 +21,6 @@ from evaluation import (
 
 from vllm_evict.eval import EvalError, cli, report, rows, summary
 from vllm_evict.eval.policies import contenders, parse_budgets, servers, split_list
-
-pytestmark = OFF_V2
-
 
 # --- policies and engines --------------------------------------------------------------------------------------------
 

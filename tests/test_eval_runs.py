@@ -19,7 +19,6 @@ from evaluation import (
     DATA,
     ENGINE,
     NEEDLE,
-    OFF_V2,
     ROOT,
     SIZES,
     SPLIT,
@@ -35,8 +34,6 @@ from vllm_evict.eval import EvalError, backends, rows, summary
 from vllm_evict.eval.policies import contenders, servers
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.run import Plan, run
-
-pytestmark = OFF_V2
 
 
 def offline_plan(model, out, **changes):

@@ -9,14 +9,11 @@ import sys
 
 import numpy as np
 import pytest
-from evaluation import DATA, NEEDLE, OFF_V2, expecting, needle_model, sample_of, words_of
+from evaluation import DATA, NEEDLE, expecting, needle_model, sample_of, words_of
 
 from vllm_evict.eval import EvalError, backends, external, stats, tasks, words
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.score import METRICS, rouge_l, score
-
-pytestmark = OFF_V2
-
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(request, server, backend,
     subject.assert_nothing_left()
 
 
+@pytest.mark.both_runners("native")
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_batches_of_chunks_and_decodes_under_several_policies(server, backend, dense):
     """Requests come one after the other and share a prefix; some are decoded by vLLM's kernel, some by the plugin's."""
@@ -127,6 +128,7 @@ def test_nothing_is_planned_where_the_plugin_decodes_all(server, backend, monkey
     assert backend.calls == {"native": native, "xqa": native, "trtllm": {"trtllm_context": chunks}}[backend.kernels]
 
 
+@pytest.mark.both_runners("trtllm")
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_lengths_on_the_host_are_exact_two_steps_ahead(server, backend, async_stays):
     """Under async scheduling a step is built before its tokens are known; the stand-in compares lengths in each."""
@@ -143,6 +145,7 @@ def test_lengths_on_the_host_are_exact_two_steps_ahead(server, backend, async_st
     assert tokens[0] == tokens[1] and backend.mixed
 
 
+@pytest.mark.both_runners("native-sink-window")
 @pytest.mark.parametrize("backend, name", MATCHED[:6], indirect=["backend"])
 def test_every_decode_is_replayed_from_a_full_graph(replaying, graphs, dense, backend, name):
     """vLLM's kernel on plans that are made anew before each replay, or the plugin's, for which none is."""
@@ -166,6 +169,7 @@ def test_decodes_beside_graphs_keep_no_memory_for_each_batch_size(replaying, gra
     subject.assert_nothing_left()
 
 
+@pytest.mark.both_runners("trtllm")
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_full_is_stock_to_the_byte_in_full_graphs(replaying, graphs, backend):
     check_full_is_stock(replaying, graphs)

@@ -65,11 +65,13 @@ MEASURED = {
 }
 #: Those of which a layer's mass is looked at before it is taken in.
 BY_LAYER = {"h2o-layers", "scissorhands"}
-CASES = [on("triton", name) for name in (MEASURED if V2 else ["h2o"])] + [on("triton", "sink-window")]
-CASES += [on("fa3", name) for name in (["h2o", "keydiff"] if V2 else ["h2o-max", *sorted(BY_LAYER)])]
-CASES += [] if V2 else [on("fa2", "sink-window")]
+CASES = [on("triton", "h2o"), on("triton", "sink-window"), on("fa2", "sink-window"), on("fa3", "keydiff")]
+CASES += [on("fa3", name) for name in MEASURED if name != "h2o"]
+#: What runs on either model runner: V2 has Triton's backend without more, V1 with VLLM_EVICT_TEST_RUNNER=v1-triton.
+EITHER = [on("triton") if V2 else on("fa3")]
 
 
+@pytest.mark.both_runners("triton-h2o")
 @pytest.mark.parametrize("backend, name", CASES, indirect=["backend"])
 def test_every_decode_is_replayed_and_matches_the_dense_oracle(replaying, graphs, dense, backend, name):
     check_decodes_are_replayed(replaying, graphs, dense, name, STOCK["fa" if backend else "triton"])
@@ -99,7 +101,8 @@ def check_decodes_are_replayed(replaying, graphs, dense, name, stock_kernel):
     subject.assert_nothing_left()
 
 
-@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("triton"), on("fa3")], indirect=True)
+@pytest.mark.both_runners("triton")
+@pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
 def test_split_heads_are_decoded_by_one_call_in_a_graph(replaying, graphs, dense, tmp_path, view_launches, backend):
     """Before each replay one launch makes the views of both classes."""
     subject, trace = check_split_heads(replaying, dense, tmp_path)
@@ -111,7 +114,8 @@ def test_split_heads_are_decoded_by_one_call_in_a_graph(replaying, graphs, dense
     assert view_launches == [(1, 2)] * (1 + steps_with_views(trace, decodes=True)), "the first compiles it"
 
 
-@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+@pytest.mark.both_runners
+@pytest.mark.parametrize("backend", EITHER, indirect=True)
 def test_decodes_by_token_are_replayed(replaying, graphs, dense, backend):
     """Two requests that are measured, one of which loses tokens while it decodes, and one that is not."""
     policy = {**POLICIES["h2o"], "granularity": "token", "allow": ["keydiff"]}
@@ -135,7 +139,8 @@ def test_decodes_by_token_are_replayed(replaying, graphs, dense, backend):
     subject.assert_nothing_left()
 
 
-@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+@pytest.mark.both_runners("scissorhands-triton")
+@pytest.mark.parametrize("backend", EITHER, indirect=True)
 @pytest.mark.parametrize("name", [*sorted(BY_LAYER), "token"])
 def test_decisions_go_by_the_numbers_that_steps_without_graphs_measure(replaying, graphs, backend, name):
     """Which tokens go may not show it. Most queries of this request are decodes."""
@@ -168,7 +173,8 @@ def test_decisions_go_by_the_numbers_that_steps_without_graphs_measure(replaying
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa2")], indirect=True)
+@pytest.mark.both_runners
+@pytest.mark.parametrize("backend", [on("triton") if V2 else on("fa2")], indirect=True)
 def test_full_is_stock_to_the_byte(replaying, graphs, backend):
     check_full_is_stock(replaying, graphs)
 
@@ -188,13 +194,14 @@ def check_full_is_stock(replaying, graphs):
 class TestNotInAGraph:
     """What full graphs can't hold runs without one, and gives what it should."""
 
-    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    @pytest.mark.both_runners
+    @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_queries_that_the_server_s_own_policy_does_not_test(self, replaying, graphs, dense, backend):
         subject = replaying({**POLICIES["h2o"], "allow": ["scissorhands"]})
         request = {"extra_args": {"kv_policy": "scissorhands"}}
         self.check(subject, graphs, dense, {**POLICIES["scissorhands"], "window": 256}, replayed=0, **request)
 
-    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_requests_that_the_graphs_scratch_has_no_room_for(self, replaying, graphs, dense, backend, monkeypatch):
         """Four blocks: a request that holds five or six is decoded without graphs, in larger scratch, until it has lost
         some."""
@@ -204,7 +211,7 @@ class TestNotInAGraph:
         assert subject.runtime.graph_tokens == 64
         self.check(subject, graphs, dense, policy, replayed=None)
 
-    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_mass_beside_a_kernel_of_vllm_s(self, replaying, graphs, dense, backend, monkeypatch):
         monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
         subject = replaying(POLICIES["h2o"])
@@ -220,7 +227,7 @@ class TestNotInAGraph:
         assert own == replayed if replayed is not None else 0 < own < decodes
         subject.assert_nothing_left()
 
-    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_sums_by_token_that_had_to_grow(self, replaying, graphs, dense, backend, monkeypatch):
         """From then on; the log says so once."""
         hold, said = tokens.TokenSums.hold, []
@@ -299,7 +306,8 @@ class TestDataParallelRanks:
         assert [graph is not None for graph in subject.views] == full
         return full
 
-    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    @pytest.mark.both_runners
+    @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_padded_to_the_larger_rank_s_size(self, agreeing, graphs, dense, backend):
         policy, full = POLICIES["h2o"], CUDAGraphMode.FULL
         subject = agreeing(policy, itertools.repeat((4, full, 1)))
@@ -307,13 +315,15 @@ class TestDataParallelRanks:
         sizes = {id(graph): key.num_tokens for key, graph in graphs.of(subject).items()}
         assert {sizes[id(graph)] for graph in graphs.replayed} == {4}
 
-    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    @pytest.mark.both_runners
+    @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_without_graphs_where_the_other_rank_needs_it(self, agreeing, graphs, dense, backend):
         policy, none, full = POLICIES["h2o"], CUDAGraphMode.NONE, CUDAGraphMode.FULL
         subject = agreeing(policy, itertools.cycle([(40, none, 0), (1, full, 1), (1, full, 1)]))
         assert 5 < sum(self.check(subject, graphs, dense, policy)) < 11
 
-    @pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+    @pytest.mark.both_runners
+    @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_what_fits_no_graph_is_voted_for_as_that(self, agreeing, graphs, dense, backend, monkeypatch):
         monkeypatch.setattr(device, "MASS_SCRATCH", 4 * 4 * 4 * dense.heads)
         policy = {**POLICIES["h2o"], "buffer": 16}
@@ -323,12 +333,12 @@ class TestDataParallelRanks:
             assert all((uniform == 1) == (mode == CUDAGraphMode.FULL) for _, mode, uniform in subject.votes)
 
 
-@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+@pytest.mark.parametrize("backend", EITHER, indirect=True)
 def test_a_crowd_of_policies_gets_the_same_with_and_without(replaying, graphs, backend, monkeypatch):
     """Requests of several policies come and go, share a prefix, are preempted and aborted, in batches of all sizes."""
     subject = replaying({**POLICIES["h2o"], "allow": ["sink-window", "full"]}, enable_prefix_caching=True)
     policies, prefix = ["h2o", "sink-window", "full", "h2o"], random_prompt(32, 9)
-    prompts = [(prefix if i % 2 else []) + random_prompt(30 + 20 * (i % 4), i) for i in range(4 if V2 else 6)]
+    prompts = [(prefix if i % 2 else []) + random_prompt(30 + 20 * (i % 4), i) for i in range(6)]
 
     preempted, preempt = [], subject.scheduler._preempt_request
     monkeypatch.setattr(
@@ -364,7 +374,8 @@ def test_a_crowd_of_policies_gets_the_same_with_and_without(replaying, graphs, b
     assert len(set(map(id, graphs.replayed))) > 1 and replays(subject, graphs)[1] > 10
 
 
-@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("fa3")], indirect=True)
+@pytest.mark.both_runners
+@pytest.mark.parametrize("backend", EITHER, indirect=True)
 def test_graphs_are_profiled_before_the_cache_is_there(replaying, graphs, dense, tmp_path, monkeypatch, backend):
     """As a GPU's worker does it, with a cache of a few blocks that goes again. What graphs share is there before that,
     so that it does not look like the price of each, and stays."""
@@ -387,6 +398,7 @@ def test_graphs_are_profiled_before_the_cache_is_there(replaying, graphs, dense,
     assert there == [shared(subject.worker.kv_evict)] and replays(subject, graphs)[1] > 0
 
 
+@pytest.mark.both_runners
 @pytest.mark.skipif(not V2, reason="Model Runner V2's")
 @pytest.mark.parametrize("backend", [on("triton")], indirect=True)
 def test_steps_that_vllm_makes_up_before_requests_come(replaying, graphs, backend):

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 
-pytestmark = pytest.mark.v1_only
 ROOM = 1 << 40
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 sys.path += [str(FOLDER), str(FOLDER / "gpu")]  # behind tests/, which has an engine.py too

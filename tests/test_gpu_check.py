@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytestmark = pytest.mark.v1_only
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 sys.path += [str(FOLDER), str(FOLDER / "gpu")]  # behind tests/, which has an engine.py too
 

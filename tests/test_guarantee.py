@@ -8,8 +8,6 @@ from vllm.v1.request import RequestStatus
 
 from vllm_evict.integration.pressure import MOST_TAKINGS
 
-pytestmark = pytest.mark.v1_only
-
 BLOCK, CHUNK = 32, 256
 SIZES = {"budget": 512, "buffer": 0, "sink": 32, "recent": 64, "allow": []}
 SPLIT = {"sink": 32, "recent": 96, "allow": []}

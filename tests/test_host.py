@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.v1_only
-
 
 @pytest.fixture
 def host(monkeypatch):

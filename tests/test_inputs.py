@@ -9,7 +9,6 @@ from loads import inputs
 from vllm_evict.config import REGISTRY, REQUEST_FIELDS, KVPolicyConfig, KVPolicyError
 from vllm_evict.policies import POLICIES
 
-pytestmark = pytest.mark.v1_only
 OPTIONS = {name: policy.options for name, policy in POLICIES.items()}
 CASES = 1500
 #: Process time, not the clock's. A case is one in a thousand that takes more than 0.05 s; this is ten times as much.

@@ -9,11 +9,9 @@ import time
 from pathlib import Path
 
 import httpx
-import pytest
 from loads import inputs
 from test_server import PROMPT, server  # noqa: F401
 
-pytestmark = pytest.mark.v1_only
 CASES = int(os.environ.get("VLLM_EVICT_INPUTS", "300"))
 #: CPU seconds of all of the server's processes for a wrong request, beyond those for a stock request of its size. The
 #: figure is far lower (docs/reliability.md); the margin is for a machine that others use.

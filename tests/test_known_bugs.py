@@ -57,6 +57,7 @@ def watch_views(server):
 # --- silent no-op under Model Runner V2 ------------------------------------------------------------------------------
 
 
+@pytest.mark.both_runners
 def test_silent_no_op_under_either_model_runner(engine):
     """The runner that the run is about is the one at work, attention reads fewer tokens, and outputs show it."""
     server = engine(WINDOW, enable_prefix_caching=False)
@@ -361,7 +362,6 @@ def test_worker_only_registration_plans_the_wrong_pool(engine):
     assert config.cache_config.kv_cache_max_concurrency == pytest.approx(64 / 7, rel=0.02)
 
 
-@pytest.mark.v1_only
 def test_a_spec_that_reaches_another_process_brings_its_manager(engine, tmp_path):
     server = engine(WINDOW)
     path = tmp_path / "spec.pickle"
@@ -379,7 +379,6 @@ def test_a_spec_that_reaches_another_process_brings_its_manager(engine, tmp_path
 # --- a baseline crippled to look good --------------------------------------------------------------------------------
 
 
-@pytest.mark.v1_only
 def test_a_baseline_crippled_to_look_good(monkeypatch):
     """benchmarks/pressure.py gives stock vLLM the engine options, the requests and the warm-up of every other case, and
     only leaves the plugin out."""

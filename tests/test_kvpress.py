@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from engine import V2
 from evaluation import NEEDLE, needle_model, sample_of
 from oracle.tiny import make_tiny_llama
 from presses import Transformers, compared
@@ -19,8 +18,6 @@ from vllm_evict.eval.prompts import Prompts
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed (CONTRIBUTING.md says how)")
 
 from kvpress import KeyDiffPress, KnormPress, ObservedAttentionPress, StreamingLLMPress, TOVAPress  # noqa: E402
-
-pytestmark = pytest.mark.skipif(V2, reason="nothing of it depends on the model runner, and the interpreter is slow")
 
 BLOCK, VOCAB, LENGTH = 32, 4096, 512
 #: Layers, KV heads and query heads.

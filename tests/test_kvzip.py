@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import test_reference as reference
 import torch
-from engine import V2, greedy, logprobs_of, random_prompt
+from engine import greedy, logprobs_of, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.model import DenseLlama
@@ -24,7 +24,6 @@ from vllm_evict.integration.reconstruction import LONGEST_WAIT, OVERLAP, Job, Re
 
 SERVER = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 SIZE = 32
-on_v1 = pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,6 @@ def test_bad_values_say_what_is_allowed(field, value, message):
         KVPolicyConfig.parse({"name": "kvzip", field: value})
 
 
-@on_v1
 def test_without_a_prefix_cache_it_is_refused(engine):
     for policy in (SERVER, {"name": "h2o", "allow": ["kvzip"]}):
         with pytest.raises(KVPolicyError, match="prefix caching off .* kvzip"):
@@ -226,6 +224,7 @@ def reconstructed(dense, prompt, config):
     return total.view(-1, SIZE).sum(1).numpy()
 
 
+@pytest.mark.both_runners("engine-250")
 @pytest.mark.parametrize("chunk", [2048, 250])
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
 def test_kept_blocks_are_those_of_a_dense_reconstruction(request, dense, shadows, make, chunk):
@@ -285,7 +284,6 @@ def replayed(dense, prompt, output, trace, late=False):
     return logprobs[range(len(ids)), ids]
 
 
-@on_v1
 def test_a_prompt_is_reconstructed_once(engine, dense, shadows):
     """By itself, together with its twin, and with another question at its end; not under another salt."""
     server = engine(SERVER)
@@ -308,7 +306,6 @@ def test_a_prompt_is_reconstructed_once(engine, dense, shadows):
     server.assert_nothing_left()
 
 
-@on_v1
 def test_a_repetition_that_is_cached_is_computed_all_the_same(engine, dense, shadows):
     """A client may have sent what a shadow sends; its blocks would leave nothing to measure. And no shadow leaves any."""
     server = engine({**SERVER, "allow": ["full"]})
@@ -324,7 +321,6 @@ def test_a_repetition_that_is_cached_is_computed_all_the_same(engine, dense, sha
     assert output.num_cached_tokens == 608
 
 
-@on_v1
 def test_what_keeps_its_budget_is_not_reconstructed(engine, shadows):
     server = engine({**SERVER, "allow": ["h2o", "full"]})
     server.generate([random_prompt(200)], max_tokens=50)
@@ -335,7 +331,6 @@ def test_what_keeps_its_budget_is_not_reconstructed(engine, shadows):
     assert len(shadows) == 1
 
 
-@on_v1
 def test_nobody_sees_a_shadow(engine, shadows):
     server = engine(SERVER, max_num_batched_tokens=128)
     told, update = set(), server.scheduler.update_from_output
@@ -369,7 +364,6 @@ def until_a_shadow_runs(server, steps=100):
     raise AssertionError("there was none")
 
 
-@on_v1
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
 def test_an_aborted_request_takes_its_shadow_along(request, make):
     server = request.getfixturevalue(make)(SERVER, max_num_batched_tokens=64)
@@ -382,7 +376,6 @@ def test_an_aborted_request_takes_its_shadow_along(request, make):
     assert len(server.scheduler.reconstructions) == len(server.scheduler.reconstructions.scores) == 0
 
 
-@on_v1
 def test_a_request_that_ends_first_takes_its_shadow_along(engine, shadows):
     server = engine(SERVER, max_num_batched_tokens=64)
     (output,) = server.generate([random_prompt(600)], max_tokens=5)
@@ -391,7 +384,6 @@ def test_a_request_that_ends_first_takes_its_shadow_along(engine, shadows):
     server.assert_nothing_left()
 
 
-@on_v1
 def test_all_is_aborted(engine):
     from vllm.v1.request import RequestStatus
 
@@ -403,7 +395,6 @@ def test_all_is_aborted(engine):
     assert not server.scheduler.requests and not server.scheduler.residents
 
 
-@on_v1
 @pytest.mark.parametrize("running", [True, False])
 def test_a_reset_forgets_scores_and_what_is_under_way(engine, dense, shadows, running):
     server = engine(SERVER, max_num_batched_tokens=64)
@@ -426,7 +417,6 @@ def test_a_reset_forgets_scores_and_what_is_under_way(engine, dense, shadows, ru
     server.assert_nothing_left()
 
 
-@on_v1
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
 @pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
 def test_load_beyond_the_pool(request, monkeypatch, shadows, make, scheduling):
@@ -448,7 +438,6 @@ def test_load_beyond_the_pool(request, monkeypatch, shadows, make, scheduling):
     assert len(server.scheduler.reconstructions) == 0
 
 
-@on_v1
 def test_a_preempted_shadow_begins_again(engine, dense, shadows):
     """Others grow until the pool is full: the shadow goes first, and later gives the same scores."""
     server = engine({**SERVER, "allow": ["full"]}, max_num_batched_tokens=64)
@@ -469,7 +458,6 @@ def test_a_preempted_shadow_begins_again(engine, dense, shadows):
     server.assert_nothing_left()
 
 
-@on_v1
 @pytest.mark.parametrize(
     "why, arguments, length, said",
     [
@@ -494,7 +482,6 @@ def test_a_request_that_can_have_no_scores_gives_up_its_oldest(
     server.assert_nothing_left()
 
 
-@on_v1
 def test_each_reason_is_said(engine, complaints):
     server = engine({**SERVER, "allow": ["full"]}, blocks=80)
     server.generate([random_prompt(31)] * 2, max_tokens=300)
@@ -531,7 +518,6 @@ def test_prompts_that_cannot_be_repeated(change, why, complaints):
         assert re.search(r"kvzip got a .*; expected .*; .* request r go first\. Said once", said)
 
 
-@on_v1
 def test_kvzip_does_not_give_scores_up_for_queueing(engine, shadows, complaints):
     """Prompts that wait behind the many parts of others have room, and get their scores in the end."""
     server = engine({**SERVER, "chunk": 16}, max_num_batched_tokens=512)
@@ -555,7 +541,6 @@ def test_kvzip_does_not_give_scores_up_for_queueing(engine, shadows, complaints)
     server.assert_nothing_left()
 
 
-@on_v1
 @pytest.mark.parametrize("lacks", ["blocks", "places", "tokens"])
 def test_only_steps_without_room_count(engine, shadows, complaints, lacks):
     """The pool, the places among requests that run, or the tokens of each step are others'."""
@@ -586,7 +571,6 @@ def test_only_steps_without_room_count(engine, shadows, complaints, lacks):
     server.assert_nothing_left()
 
 
-@on_v1
 def test_requests_that_wait_for_scores_do_not_outgrow_the_pool(engine, shadows, complaints):
     """A long queue in a pool that their answers fill: those without room evict, no block is lost, and all end."""
     server = engine({**SERVER, "chunk": 32, "buffer": 32}, blocks=66, max_num_batched_tokens=256)
@@ -601,7 +585,6 @@ def test_requests_that_wait_for_scores_do_not_outgrow_the_pool(engine, shadows, 
     server.assert_nothing_left()
 
 
-@on_v1
 def test_clients_go_first(engine):
     """A shadow lets those go first who wait, and a new request is not behind it in the queue."""
     server = engine(SERVER, max_num_batched_tokens=64, max_num_seqs=3)
@@ -623,7 +606,6 @@ NEEDLE = Path(__file__).parent.parent / "examples" / "needle" / "model"
 QUARTER = {"budget": 256, "buffer": 0, "sink": 32, "recent": 64}
 
 
-@on_v1
 def test_needles_are_kept_before_anybody_asks(engine, record_property):
     """16 texts of 1,024 tokens, a quarter of each is kept. The question comes 4 tokens at a time, so that its end, and
     the answer, see what is left. With all of its cache the model finds 16; here 13 under kvzip, 14 by tokens with one set,

@@ -101,9 +101,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("plain", "parts") else pytest.mark.v1_only) for name in CASES]
-)
+@pytest.mark.both_runners("plain")
+@pytest.mark.parametrize("name", CASES)
 def test_each_head_keeps_what_the_formula_says(engine, model, dense, shadows, name):
     """A prompt of 19 whole blocks and a few tokens, decoded past several decisions."""
     policy = {**SERVER, **CASES[name]}
@@ -121,7 +120,6 @@ def test_each_head_keeps_what_the_formula_says(engine, model, dense, shadows, na
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_the_first_decision_takes_the_lowest_of_each_head(engine, model, dense):
     """By hand: 7 of 20 blocks stay, the sinks, 3 with recent tokens, and 96 tokens of each head's own."""
     server = engine({**SERVER, "buffer": 0}, model=model)
@@ -147,7 +145,6 @@ def test_the_first_decision_takes_the_lowest_of_each_head(engine, model, dense):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_late_decisions(async_engine, model, dense):
     """With a step in flight tokens go one step later; scores are the same."""
     server = async_engine(SERVER, model=model, max_num_batched_tokens=200)
@@ -217,7 +214,6 @@ def test_a_prompt_is_reconstructed_once_and_its_blocks_are_never_written(engine,
     assert logprobs_of(beside).tolist() == logprobs_of(want).tolist()
 
 
-@pytest.mark.v1_only
 def test_scores_serve_a_request_whose_prompt_is_being_computed(engine, model, dense, shadows):
     """Without what the prefix cache has, chunks are evicted from as they come, by scores that cover all of the prompt."""
     server = engine(SERVER, model=model, max_num_batched_tokens=128)
@@ -231,7 +227,6 @@ def test_scores_serve_a_request_whose_prompt_is_being_computed(engine, model, de
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_other_policies_beside_it(engine, model, shadows):
     """Workers measure what each request's own policy needs; blocks of prompts, or tokens, as the server says."""
     server = engine(
@@ -247,7 +242,6 @@ def test_other_policies_beside_it(engine, model, shadows):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
 def test_load_beyond_the_pool(request, monkeypatch, model, shadows, make):
     """Originals and shadows are preempted, aborted and begin again while freed blocks are full of NaN; all comes back, and
@@ -279,7 +273,6 @@ def test_load_beyond_the_pool(request, monkeypatch, model, shadows, make):
     assert numbered > len(server.runtime.prompts.numbers) >= 1, "some were dropped for others"
 
 
-@pytest.mark.v1_only
 def test_a_request_that_ends_when_its_scores_are_there_is_forgotten(engine, model):
     """They are told with the next step, which is one without it."""
     server = engine(SERVER, model=model)
@@ -296,7 +289,6 @@ def test_a_request_that_ends_when_its_scores_are_there_is_forgotten(engine, mode
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_a_reset_forgets_scores_on_both_sides(engine, model, dense, shadows):
     server = engine(SERVER, model=model, max_num_batched_tokens=64)
     prompt, resets = prompt_of(600, 40), []
@@ -318,7 +310,6 @@ def test_a_reset_forgets_scores_on_both_sides(engine, model, dense, shadows):
     assert not server.runtime.prompts.numbers
 
 
-@pytest.mark.v1_only
 def test_without_room_the_oldest_go(engine, model, shadows):
     server = engine(SERVER, model=model, max_num_seqs=1)
     prompt, kept, compact = prompt_of(600, 40), [], server.runtime.store.compact

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytestmark = pytest.mark.v1_only
-
 
 @pytest.fixture
 def load(monkeypatch):

@@ -28,7 +28,8 @@ def counts():
     return Counter()
 
 
-@pytest.mark.parametrize("kind, number", [("blocks", 9)] if V2 else zip(KINDS, CASES))
+@pytest.mark.both_runners("blocks-9")
+@pytest.mark.parametrize("kind, number", zip(KINDS, CASES))
 def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, counts, kind, number):
     case = make_case(number, kind)
     run_case(case, models, range(PROGRAMS), SIZE, counts)
@@ -55,14 +56,12 @@ def test_a_program_follows_from_its_number():
     assert make_program(case, 5, 40) == make_program(make_case(3), 5, 40) != make_program(case, 6, 40)
 
 
-@pytest.mark.v1_only
 def test_blocks_that_are_published_impure_are_seen(models, async_stays, monkeypatch, counts):
     monkeypatch.setattr(EvictableManager.__mro__[1], "cache_blocks", FullAttentionManager.cache_blocks)
     with pytest.raises(Failure, match="published block .* differ from stock's by"):
         run_case(make_case(9, "blocks"), models, range(PROGRAMS), SIZE, counts)
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("tables, expected", [(True, "workers hold others at"), (False, "NaN")])
 def test_a_block_that_is_read_after_it_was_freed_is_seen(models, async_stays, monkeypatch, counts, tables, expected):
     """Holes do not reach workers, so workers read freed blocks: block tables show it, and so do log-probabilities."""

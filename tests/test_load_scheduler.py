@@ -17,8 +17,6 @@ from vllm_evict.core.plan import PLAN
 from vllm_evict.integration.managers import EvictableManager
 from vllm_evict.integration.scheduler import EvictionMixin
 
-pytestmark = pytest.mark.v1_only
-
 #: Policies that hold what they hold for different reasons; the others differ from one of them in their scores alone.
 KINDS = ["sink-window", "h2o", "snapkv", "keydiff", "kvzip", "duo", "pyramidkv", "adakv", "fastgen", "full"]
 

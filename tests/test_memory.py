@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_device_backends
 import torch
-from engine import V2, random_prompt
+from engine import random_prompt
 from test_device_backends import BASE, POLICIES, distinct_prompt, on
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +28,7 @@ from vllm_evict.integration import layers, runners, worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 backend, server = (getattr(test_device_backends, name) for name in ("backend", "server"))
-BACKEND = on("triton") if V2 else on("fa3")
+BACKENDS = [on("triton"), on("fa3")]
 TOKEN = {**BASE, "granularity": "token"}
 CASES = {
     "h2o": POLICIES["h2o"],
@@ -88,7 +88,8 @@ def reachable(start):
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("backend", [BACKEND], indirect=True)
+@pytest.mark.both_runners("h2o-triton")
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
     """While layers run, in between, and from step to step; a pool's worth of pages is enough."""
@@ -181,7 +182,8 @@ def test_the_share_of_the_pool():
     assert blocks * (97 + 3) <= 10**9 and (blocks + 2) * (97 + 3) > 10**9
 
 
-@pytest.mark.parametrize("backend", [BACKEND], indirect=True)
+@pytest.mark.both_runners("triton")
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_vllm_is_told_before_it_sizes_its_pool(server, monkeypatch):
     """Pages for sums by token come out of the pool's memory, all else is there, or taken, while vLLM measures."""
     available, order = CPUWorker.determine_available_memory, []

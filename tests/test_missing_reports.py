@@ -8,7 +8,7 @@ from copy import copy
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, logprobs_of, random_prompt
+from engine import PLAN, logprobs_of, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +46,7 @@ def silence(server, lost=lambda: True):
     return counts
 
 
-@pytest.mark.parametrize("name", ["h2o"] if V2 else POLICIES)
+@pytest.mark.parametrize("name", POLICIES)
 def test_bounds_hold_and_it_is_said_once(engine, complaints, name):
     server = engine(POLICIES[name], max_num_batched_tokens=64, enable_prefix_caching=False)
     counts = silence(server)
@@ -71,7 +71,6 @@ def test_bounds_hold_and_it_is_said_once(engine, complaints, name):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_one_lost_report_costs_nothing_but_time(engine, complaints):
     server = engine(POLICIES["h2o"], max_num_batched_tokens=64, enable_prefix_caching=False)
     lost = iter([True, False, True, True])
@@ -89,7 +88,6 @@ def test_one_lost_report_costs_nothing_but_time(engine, complaints):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_fastgen_chooses_once_scores_come(engine):
     """By then its oldest blocks have gone; holes that a request has when its measuring begins count as missing."""
     server = engine({**POLICIES["fastgen"], "recovery": 0.99}, max_num_batched_tokens=256)
@@ -110,7 +108,6 @@ def test_fastgen_chooses_once_scores_come(engine):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_under_pressure_the_oldest_go(engine, complaints):
     policy = {"name": "h2o", "when": "pressure", "budget": 128, "buffer": 0, "sink": 32, "recent": 32}
     server = engine(policy, blocks=40, max_num_batched_tokens=128, max_model_len=512)
@@ -193,20 +190,17 @@ def each(change):
     return every
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("name", ["h2o", "adakv"])
 def test_a_broken_report_counts_as_missing(engine, complaints, name, broken):
     check_broken(engine, complaints, name, each(BROKEN[broken][0]), BROKEN[broken][1])
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("broken", MANGLED)
 def test_reports_that_are_no_dict_for_each_group_count_as_missing(engine, complaints, broken):
     check_broken(engine, complaints, "adakv", MANGLED[broken], "no dict for each KV group")
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("name", ["keydiff", "fastgen"])
 def test_broken_reports_of_keys_and_profiles_count_as_missing(engine, complaints, name):
     check_broken(engine, complaints, name, each(BROKEN["one NaN"][0]), BROKEN["one NaN"][1])
@@ -229,7 +223,6 @@ def check_broken(engine, complaints, name, change, said):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("broken", ["one NaN", "all NaN", "inf", "short", "late", "no blocks"])
 def test_under_pressure_broken_reports_are_as_none(engine, complaints, broken):
     """Costs of NaN would come first and last, and for ever."""
@@ -246,7 +239,6 @@ def test_under_pressure_broken_reports_are_as_none(engine, complaints, broken):
     assert found[0] == found[1]
 
 
-@pytest.mark.v1_only
 def test_a_broken_report_leaves_the_last_one_under_pressure(engine):
     server = engine(PRESSED, blocks=40, max_num_batched_tokens=128, max_model_len=512)
     good = []
@@ -268,7 +260,6 @@ def test_a_broken_report_leaves_the_last_one_under_pressure(engine):
     assert len(good) > 3
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("broken", ["one NaN", "cut", "no report"])
 def test_without_a_sound_report_a_reconstruction_is_none(engine, complaints, broken):
     server = engine({"name": "kvzip", **BASE})
@@ -282,7 +273,6 @@ def test_without_a_sound_report_a_reconstruction_is_none(engine, complaints, bro
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("sets", ["head", "all"])
 def test_heads_without_finite_scores_of_tokens_give_up_their_oldest(engine, complaints, sets):
     """Here one head of one layer. With one set for all heads it is left out."""
@@ -310,7 +300,6 @@ def test_heads_without_finite_scores_of_tokens_give_up_their_oldest(engine, comp
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_a_mass_pass_that_reads_a_freed_block_shows(engine, complaints, monkeypatch):
     """A view that is stale for the mass pass alone: what attends, and so every output, is sound. Without NaN keys that
     count as NaN mass, block 1 would seem to draw nothing."""

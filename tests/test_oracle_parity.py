@@ -40,13 +40,8 @@ POLICIES = {
 }
 
 
-#: On both of vLLM's model runners: attention mass in every way it adds up, a statistic of keys, and none.
-BOTH_RUNNERS = {name for name in POLICIES if name.startswith("h2o")} | {"sink-window", "keydiff", "tova"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BOTH_RUNNERS else pytest.mark.v1_only) for name in POLICIES]
-)
+@pytest.mark.both_runners("h2o", "h2o-max-layers", "keydiff")
+@pytest.mark.parametrize("name", POLICIES)
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, tiny, name):
     """Three requests in one batch, prompts longer and shorter than a chunk, decoded past several decisions."""
     policy = POLICIES[name]
@@ -75,7 +70,6 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, tiny, name):
             np.testing.assert_allclose(got, want, atol=2e-3)
 
 
-@pytest.mark.v1_only
 def test_the_stock_kernel_may_keep_all_decodes(engine, tiny, monkeypatch):
     """With mass beside it: the same evictions."""
     monkeypatch.setattr(cpu, "decode_mass", lambda *_, **__: pytest.fail("it was to be left out"))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.v1_only
 ROOT = Path(__file__).parent.parent
 #: Prints what vLLM finds, and with a checkout on the path that our kernels are found under their own name.
 LOOK_UP = """

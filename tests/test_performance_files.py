@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.v1_only
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "docs/performance").glob("*.json"))
 

@@ -36,7 +36,7 @@ SERVERS = {
 }
 # With a prefix cache only blocks that were never published are poisoned, without one all that are freed.
 CACHING = {"prefix-cache": True, "no-prefix-cache": False}
-CASES = [("h2o", "prefix-cache"), ("rkv", "no-prefix-cache")] if V2 else [(a, b) for a in SERVERS for b in CACHING]
+CASES = [(a, b) for a in SERVERS for b in CACHING]
 REQUESTS = 12 if V2 else 40
 
 
@@ -84,13 +84,14 @@ class Crowd:
         return len(self.prompts) < REQUESTS or self.server.llm.llm_engine.has_unfinished_requests()
 
 
+@pytest.mark.both_runners("h2o-prefix-cache")
 @pytest.mark.parametrize("name, caching", CASES)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, tiny, monkeypatch, name, caching):
     check_crowd(engine, tiny, monkeypatch, *SERVERS[name], caching)
 
 
-def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching, preempts=True):
-    """A crowd under a policy, in a pool that is too small for it (`preempts`); `caching` is one of `CACHING`."""
+def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching):
+    """A crowd under a policy, in a pool that is too small for it; `caching` is one of `CACHING`."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine(
         policy,
@@ -131,7 +132,7 @@ def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching, pr
             for cache in caches:
                 assert torch.isnan(cache[gone]).all(), "a freed block was not poisoned"
 
-    assert poisoned > 0 and bool(preempted) == preempts and len(crowd.outputs) > REQUESTS // 2
+    assert poisoned > 0 and preempted and len(crowd.outputs) > REQUESTS // 2
     assert V2 or crowd.aborted
     assert CACHING[caching] == any(output.num_cached_tokens for output in crowd.outputs.values())
     assert sum(output.kv_usage.evicted_blocks > 0 for output in crowd.outputs.values()) > REQUESTS // 8

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from engine import V2, greedy, logprobs_of, random_prompt
+from engine import greedy, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from parity import assert_like_oracle
 
@@ -30,27 +30,25 @@ def asks(name, **sampling):
     return {"logprobs": 1, "extra_args": {"kv_policy": name}, **sampling}
 
 
-@pytest.mark.parametrize("caching", [True] if V2 else [True, False])
+@pytest.mark.parametrize("caching", [True, False])
 def test_all_policies_in_one_batch(engine, dense, caching):
     """Prompts longer than a chunk with one prefix, which the cache has or has not; decoded past several decisions."""
     server = engine(SERVER, max_num_batched_tokens=256, enable_prefix_caching=caching)
     prefix = random_prompt(150, 99)
     server.generate([prefix], max_tokens=1)
     requests = [
-        (prefix + random_prompt(170 + 3 * seed, seed), asks(name, max_tokens=100 if V2 else 200))
-        for seed, name in enumerate(EVICTING)
+        (prefix + random_prompt(170 + 3 * seed, seed), asks(name, max_tokens=200)) for seed, name in enumerate(EVICTING)
     ]
     outputs, traces = server.traced(requests)
     for name, (prompt, _), output, trace in zip(EVICTING, requests, outputs, traces):
         assert (trace.start > 0) == caching
         assert output.kv_usage.policy == name
-        assert assert_like_oracle(dense, prompt, output, trace, granted(server, prompt, name)) > (3 if V2 else 4), name
+        assert assert_like_oracle(dense, prompt, output, trace, granted(server, prompt, name)) > 4, name
     # Policies differ: each evicted something else.
     assert len({str(trace.evicted) for trace in traces}) == len(EVICTING)
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_preempted_requests_start_over(engine, dense):
     server = engine({**SERVER, "budget": 160}, blocks=24, max_num_batched_tokens=128)
     names = ["scissorhands", "rkv", "keydiff", "snapkv"]
@@ -63,7 +61,6 @@ def test_preempted_requests_start_over(engine, dense):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_what_is_not_needed_is_not_measured(engine, monkeypatch):
     """Sums only for policies of sums, keys only for policies of keys, and only when a decision is due."""
     server = engine(SERVER, max_num_batched_tokens=256)
@@ -87,7 +84,6 @@ def test_what_is_not_needed_is_not_measured(engine, monkeypatch):
     assert max(slots) == 1 and POLICIES["h2o"].measures <= RUNNING
 
 
-@pytest.mark.v1_only
 def test_short_prompts_keep_everything(engine):
     server = engine({**SERVER, "min_prompt": 200}, max_num_batched_tokens=256)
     short, long, other = server.llm.generate(
@@ -101,7 +97,6 @@ def test_short_prompts_keep_everything(engine):
     assert other.kv_usage.policy == "tova" and other.kv_usage.evicted_blocks == 0
 
 
-@pytest.mark.v1_only
 def test_unprotected_sinks_go(engine):
     """Sliding window: sink-window without its sinks."""
     for protect in (True, False):

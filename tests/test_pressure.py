@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, greedy, logprobs_of, random_prompt
+from engine import PLAN, greedy, logprobs_of, random_prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle.model import DenseLlama
@@ -153,7 +153,7 @@ def preemptions(server):
     return server.metrics()["vllm:num_preemptions"]
 
 
-@pytest.mark.parametrize("name", ["h2o"] if V2 else SERVERS)
+@pytest.mark.parametrize("name", SERVERS)
 def test_it_preempts_nobody_where_floors_fit(engine, name):
     """Stock vLLM preempts on this load; here nobody is, no request falls below its floor, and all blocks come back."""
     server = engine(SERVERS[name], **SMALL)
@@ -173,7 +173,6 @@ def test_it_preempts_nobody_where_floors_fit(engine, name):
     server.assert_nothing_left()
 
 
-@pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
 @pytest.mark.parametrize("name", ["h2o", "sink-window"])
 def test_requests_are_not_compared_in_every_step(engine, name):
     """To compare them costs the host time with each request and block: once for what decodes begin in some steps."""
@@ -195,7 +194,6 @@ def test_requests_are_not_compared_in_every_step(engine, name):
     server.assert_nothing_left()
 
 
-@pytest.mark.skipif(V2, reason="as on V1")
 def test_stock_preempts_on_that_load(engine):
     stock = engine(**SMALL)
     outputs_of(stock)
@@ -210,7 +208,8 @@ def test_a_quiet_server_changes_no_bit(engine):
     assert not any(output.kv_usage.evicted_blocks for output in outputs)
 
 
-@pytest.mark.parametrize("name", ["h2o-ema"] if V2 else ["h2o-ema", "sink-window"])
+@pytest.mark.both_runners("async_engine-h2o-ema")
+@pytest.mark.parametrize("name", ["h2o-ema", "sink-window"])
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
 def test_each_step_reads_what_is_left(request, tiny, name, make):
     """Holes are made while a step is being planned: that very step must not read them, nor miss anything else; steps
@@ -255,7 +254,6 @@ def test_each_step_reads_what_is_left(request, tiny, name, make):
     assert evicted > 10
 
 
-@pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
 def test_full_is_untouchable_and_a_budget_is_a_floor(engine):
     server = engine(SERVERS["h2o"], **SMALL)
     asked = [{"kv_policy": "full"}, {"kv_budget": 96}, {}]
@@ -270,7 +268,6 @@ def test_full_is_untouchable_and_a_budget_is_a_floor(engine):
     server.assert_nothing_left()
 
 
-@pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
 def test_floors_beyond_the_pool_are_preempted_and_said_once(engine, caplog):
     server = engine({**SERVERS["h2o"], "budget": 320}, **SMALL)
     with caplog.at_level(logging.WARNING, "vllm.evict"):
@@ -286,7 +283,6 @@ def test_floors_beyond_the_pool_are_preempted_and_said_once(engine, caplog):
     server.assert_nothing_left()
 
 
-@pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
 def test_what_is_published_is_pure(engine):
     """Requests that find blocks of evicted ones in the prefix cache get what they would get alone."""
     server, stock = engine(SERVERS["h2o"], **SMALL), engine(max_model_len=1024)
@@ -320,7 +316,6 @@ def test_what_is_published_is_pure(engine):
     assert hits > 0
 
 
-@pytest.mark.skipif(V2, reason="the scheduler's, which is the same on both")
 def test_one_request_longer_than_the_pool(engine):
     """It has nobody to take from but itself."""
     server = engine({**SERVERS["h2o"], "allow": []}, blocks=24, max_model_len=1024, max_num_batched_tokens=128)

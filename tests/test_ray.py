@@ -17,7 +17,7 @@ import pytest
 from engine import random_prompt
 
 pytest.importorskip("ray.llm", reason="Ray is not installed: the extra `ray`")
-pytestmark = [pytest.mark.v1_only, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = EXAMPLES / "needle/model"

@@ -21,8 +21,6 @@ from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration import layers, refusals
 
-pytestmark = pytest.mark.v1_only
-
 #: vLLM 0.32 has one of this name, which cannot be made without Ray.
 RayDistributedExecutor = type("RayDistributedExecutor", (Executor,), {})
 H2O = {"name": "h2o", "budget": 512, "recent": 64}

@@ -30,8 +30,6 @@ from vllm_evict import KVPolicyError
 from vllm_evict.integration import reorder
 from vllm_evict.integration.reorder import Part, check_reload, reordering
 
-pytestmark = pytest.mark.v1_only
-
 LAYERS, HEADS, KV_HEADS, SIZE = 3, 8, 4, 32
 #: The middle layer keeps its order.
 ORDER = np.array([[2, 0, 3, 1], [0, 1, 2, 3], [3, 2, 0, 1]])

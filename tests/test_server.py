@@ -17,8 +17,6 @@ import httpx
 import openai
 import pytest
 
-pytestmark = pytest.mark.v1_only
-
 POLICY = {"name": "h2o", "budget": 256, "buffer": 32, "sink": 32, "recent": 64, "allow": ["sink-window", "full"]}
 ENGINE = ["--kv-policy", json.dumps(POLICY), "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
 ENGINE += ["--max-model-len", "2048", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]

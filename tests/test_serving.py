@@ -21,7 +21,6 @@ BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 WINDOW = {"name": "sink-window", "budget": 192, "buffer": 0, "sink": 32}
 POLICIES = {"h2o": H2O, "sink-window": WINDOW}
-SOME = ["h2o"] if V2 else list(POLICIES)
 
 
 def on(policy):
@@ -77,7 +76,8 @@ def stock_answers(tiny):
         stock.close()
 
 
-@pytest.mark.parametrize("name", ["full", "h2o"] if V2 else COVERING)
+@pytest.mark.both_runners("full")
+@pytest.mark.parametrize("name", COVERING)
 def test_a_budget_that_covers_the_sequence_changes_no_bit(engine, stock_answers, name):
     subject = engine(COVERING[name], max_num_batched_tokens=128)
     assert type(subject.scheduler).__name__ == "EvictionScheduler"
@@ -109,7 +109,7 @@ def test_requests_shorter_than_the_budget_are_left_alone(engine, stock_answers):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("chunk", [96] if V2 else [96, 256])
+@pytest.mark.parametrize("chunk", [96, 256])
 def test_blocks_go_back_to_the_pool(engine, name, chunk):
     """After every step the pool's free count is its size less what requests hold, and no request holds more than
     ceil((budget + buffer) / block) + 1; with a chunk in flight, budget + buffer + the chunk."""
@@ -169,7 +169,7 @@ def most_running(server):
     return max(running)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_small_pool_serves_more_requests_at_once(engine, name):
     """40 blocks hold 3 whole requests of 11 blocks (vLLM starts a fourth, and takes it back)."""
     small = dict(blocks=41, max_model_len=512, max_num_batched_tokens=64, enable_prefix_caching=False)
@@ -231,7 +231,7 @@ def test_a_cached_prefix_that_fits_is_used_whole(engine):
     assert output.kv_usage.evicted_blocks > 0
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", POLICIES)
 def test_the_prefix_cache_holds_pure_blocks_and_nothing_else(engine, dense, name):
     """A is evicted from. Who shares a prefix with A hits A's pure blocks, evicted ones too, and not one block more;
     what they compute is what they would compute alone."""
@@ -299,7 +299,8 @@ def test_a_shared_block_is_dropped_not_freed(engine):
 # --- preemption, abort -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, caching", [("h2o", True)] if V2 else [(a, b) for a in POLICIES for b in (False, True)])
+@pytest.mark.both_runners("h2o-True")
+@pytest.mark.parametrize("name, caching", [(a, b) for a in POLICIES for b in (False, True)])
 def test_preempted_requests_start_over_with_everything(engine, dense, name, caching):
     """Four requests outgrow a pool of 23 blocks. Who comes back has all its blocks again, and is evicted from anew."""
     policy = {**POLICIES[name], "budget": 160, "buffer": 64}
@@ -324,7 +325,8 @@ def test_preempted_requests_start_over_with_everything(engine, dense, name, cach
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.both_runners("h2o")
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_request_that_pauses_keeps_its_holes(engine, tiny, name):
     """A running request that is left out of a step loses its row in the batch; it comes back with a row made anew."""
     check_pauses(engine, tiny, POLICIES[name])
@@ -463,7 +465,6 @@ def test_each_of_n_completions_has_its_usage(engine):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_a_request_has_its_usage_in_its_metrics(engine):
     """Ray Data shows `dataclasses.asdict` of an output's metrics. Streamed outputs that nobody has read are merged."""
     server = engine(H2O, disable_log_stats=False)
@@ -483,6 +484,7 @@ def test_a_request_has_its_usage_in_its_metrics(engine):
     assert several.metrics.kv_usage == usages and len(usages) == 2
 
 
+@pytest.mark.both_runners
 def test_a_step_that_comes_to_the_runner_past_the_worker_ends(engine):
     """vLLM's older Ray executor does so, and so may executors of others: nobody would obey the plan."""
     server = engine(H2O)
@@ -516,7 +518,6 @@ def test_a_stop_string_ends_a_request_with_its_usage(engine):
     assert output.kv_usage.evicted_blocks == whole.kv_usage.evicted_blocks
 
 
-@pytest.mark.v1_only
 def test_usage_so_far_is_sent_when_it_is_news(engine):
     """The front end keeps the last one, as a stop string may end the request with any token."""
     server = engine(H2O, enable_prefix_caching=False)
@@ -553,7 +554,6 @@ BAD = {
 }
 
 
-@pytest.mark.v1_only
 def test_bad_requests_are_refused_with_the_reason_and_the_engine_goes_on(engine):
     server = engine({**H2O, "allow": ["sink-window"]})
     running = server.add(random_prompt(300), max_tokens=40)
@@ -571,7 +571,6 @@ def test_bad_requests_are_refused_with_the_reason_and_the_engine_goes_on(engine)
     assert server.generate([random_prompt(400)], max_tokens=2, **on("sink-window"))[0].kv_usage.evicted_blocks > 0
 
 
-@pytest.mark.v1_only
 def test_a_request_pins_the_start_of_its_prompt(engine):
     """A system prompt, say: `kv_sink` tokens stay, whatever they draw, within the server's budget."""
     server = engine(H2O)
@@ -593,7 +592,6 @@ def test_a_request_pins_the_start_of_its_prompt(engine):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_no_request_holds_more_than_the_servers_bound(engine):
     """Whatever a request may ask for keeps within what admission and the pool were planned with."""
     policy = {"name": "h2o", "budget": 200, "buffer": 40, "sink": 20, "recent": 50}
@@ -675,7 +673,6 @@ def test_metrics_move_by_policy(engine):
     assert [held for held, _ in steady] == [gauge for _, gauge in steady]
 
 
-@pytest.mark.v1_only
 def test_metrics_stay_stocks_own_without_a_policy(engine):
     server = engine()
     server.generate([random_prompt(400)], max_tokens=4)
@@ -692,7 +689,7 @@ def test_the_start_up_lines_say_what_is_going_to_happen(engine, monkeypatch, nam
     assert f"KV policy {name}" in line and f"KV policy {name}" in of_worker
     # Requests may ask for policies that measure, whatever the server's own does.
     assert "beside CPU_ATTN's own kernel mass comes from block_mass" in of_worker
-    assert f"model runner V{2 if V2 else 1}" in line
+    assert "model runner V1" in line
     assert ("budget=192" in line) == (name != "full")
     assert server.manager.kv_cache_spec.backend == "CPU_ATTN" and "attention backend CPU_ATTN" in line
     assert "1 KV group of 2 layers" in line
@@ -711,8 +708,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["wide-gqa"] if V2 else SHAPES)
-@pytest.mark.parametrize("policy", SOME)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_head_layouts_and_block_sizes_match_the_oracle(engine, tmp_path, name, policy):
     model_args, engine_args = SHAPES[name]
     model = make_tiny_llama(tmp_path / "model", **model_args)
@@ -729,8 +726,8 @@ def test_head_layouts_and_block_sizes_match_the_oracle(engine, tmp_path, name, p
         assert assert_like_oracle(reference, prompt, output, trace, policy, block_size=block) > 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"] if V2 else ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_half_precision_follows_the_oracle_up_to_rounding(engine, tmp_path, name, dtype):
     """The oracle runs in fp32 on the rounded weights: evictions agree unless two blocks are nearly as important."""
     model = make_tiny_llama(tmp_path / "model", dtype=dtype)
@@ -743,7 +740,6 @@ def test_half_precision_follows_the_oracle_up_to_rounding(engine, tmp_path, name
         assert trace.evicted and max(trace.held) <= most_held(POLICIES[name])
 
 
-@pytest.mark.v1_only  # Triton's interpreter does not run V2's kernel for grammars
 def test_who_is_bound_to_a_grammar_stays_so(engine):
     """Masks of a grammar go by rows of the batch, which has requests without one in between."""
     server = engine(WINDOW, max_num_batched_tokens=128, structured_outputs_config={"backend": "xgrammar"})

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, greedy, random_prompt
+from engine import PLAN, greedy, random_prompt
 from oracle.model import DenseLlama
 from oracle.replay import Request
 from parity import oracle_config
@@ -207,8 +207,9 @@ def dense(tiny):
     return DenseLlama(tiny)
 
 
+@pytest.mark.both_runners("h2o-one-by-one")
 @pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])
-@pytest.mark.parametrize("name", ["h2o"] if V2 else POLICIES)
+@pytest.mark.parametrize("name", POLICIES)
 def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, name, queued):
     server = engine(POLICIES[name], max_num_batched_tokens=CHUNK)
     sessions, trigger, steady = Sessions(server), 8, []
@@ -229,8 +230,9 @@ def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, nam
     server.assert_nothing_left()
 
 
+@pytest.mark.both_runners("h2o-queued")
 @pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])
-@pytest.mark.parametrize("name", ["h2o"] if V2 else ["h2o", "snapkv", "sink-window", "context"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "sink-window", "context"])
 def test_with_steps_in_flight(async_engine, dense, monkeypatch, name, queued):
     """What a step in flight computed beyond the end of its turn is dropped, and computed again over holes."""
     server = async_engine(POLICIES[name], max_num_batched_tokens=CHUNK)
@@ -249,7 +251,6 @@ def test_with_steps_in_flight(async_engine, dense, monkeypatch, name, queued):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("ends", [90, 91, 92])
 def test_a_turn_may_end_on_a_blocks_edge(async_engine, monkeypatch, ends):
     """By token, what counts is settled with the step that makes a request due. If that one is dropped, nothing can be
@@ -322,7 +323,6 @@ def test_under_pressure(request, make):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_what_a_turn_leaves_out_as_null_stays_what_it_was(engine, complaints):
     server = engine(H2O, max_num_batched_tokens=CHUNK)
     sessions = Sessions(server)
@@ -335,7 +335,6 @@ def test_what_a_turn_leaves_out_as_null_stays_what_it_was(engine, complaints):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_sessions_that_fill_the_pool_between_turns_make_room_for_the_next(engine):
     policy = {"name": "h2o", "when": "pressure", "budget": 96, "buffer": 32, "sink": 32, "recent": 32}
     server = engine(policy, blocks=42, max_num_batched_tokens=CHUNK, max_model_len=1024)
@@ -353,7 +352,7 @@ def test_sessions_that_fill_the_pool_between_turns_make_room_for_the_next(engine
 # ---- What a session may keep follows its prompt, and what its turns ask for
 
 
-@pytest.mark.parametrize("name", ["h2o"] if V2 else ["h2o", "h2o-mean"])
+@pytest.mark.parametrize("name", ["h2o", "h2o-mean"])
 def test_it_is_evicted_from_once_it_has_grown_beyond_min_prompt(engine, dense, name):
     policy = {**POLICIES[name], "min_prompt": 300}
     server = engine(policy, max_num_batched_tokens=CHUNK)
@@ -373,7 +372,6 @@ def test_it_is_evicted_from_once_it_has_grown_beyond_min_prompt(engine, dense, n
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "fastgen"])
 def test_a_ratio_is_of_the_prompt_so_far(engine, dense, name):
     policy = {**POLICIES.get(name, H2O), "name": name, "budget": 0.5, "buffer": 32}
@@ -398,7 +396,6 @@ def test_a_ratio_is_of_the_prompt_so_far(engine, dense, name):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_a_turn_may_ask_for_another_budget(engine, complaints):
     server = engine({**H2O, "buffer": 0, "recent": 32}, max_num_batched_tokens=CHUNK)
     sessions, held, sinks = Sessions(server), [], []
@@ -426,7 +423,6 @@ def test_a_turn_may_ask_for_another_budget(engine, complaints):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_a_smaller_budget_holds_from_the_next_step_on(engine):
     server = engine({**H2O, "buffer": 0, "recent": 32, "budget": 320}, max_num_batched_tokens=CHUNK)
     sessions = Sessions(server)
@@ -441,7 +437,6 @@ def test_a_smaller_budget_holds_from_the_next_step_on(engine):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_the_front_end_refuses_another_policy(engine):
     """As `AsyncLLM.generate` takes a stream of inputs in."""
     server = engine({**H2O, "budget": 0.5})

@@ -10,7 +10,7 @@ import test_serving
 import test_sessions
 import test_tokens
 import torch
-from engine import V2, logprobs_of, random_prompt
+from engine import logprobs_of, random_prompt
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
@@ -43,8 +43,6 @@ POLICIES = {
 }
 CASES = [(layout, name) for layout in LAYOUTS for name in ("sink-window", "h2o")]
 CASES += [("in-turn", name) for name in POLICIES if name not in ("sink-window", "h2o")]
-if V2:
-    CASES = [("windows-first", "h2o"), ("in-turn", "sink-window"), ("two-full", "h2o"), ("in-turn", "keydiff")]
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +86,7 @@ def assert_groups_like_oracle(dense, prompt, output, trace, policy, groups):
     return sum(len(blocks) for group in trace.groups for blocks in group.evicted)
 
 
+@pytest.mark.both_runners("in-turn-h2o")
 @pytest.mark.parametrize("layout, name", CASES)
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, models, layout, name):
     """Three requests in one batch, prompts longer and shorter than a chunk, decoded past several decisions."""
@@ -114,7 +113,8 @@ def check_like_oracle(engine, model, policy, windows, groups):
 MIXED = [0, WINDOW, 0, WINDOW, 0]
 
 
-@pytest.mark.parametrize("order", [[0, 2, 1]] if V2 else [[0, 2, 1], [2, 1, 0], [1, 2, 0]])
+@pytest.mark.both_runners("order0")
+@pytest.mark.parametrize("order", [[0, 2, 1], [2, 1, 0], [1, 2, 0]])
 def test_groups_may_come_in_any_order(engine, tmp_path, monkeypatch, order):
     """With windows between groups that may have holes, too: plans, reports, tables and views are told apart."""
     make = kv_cache_utils._get_kv_cache_groups_uniform_page_size
@@ -130,7 +130,7 @@ def test_groups_may_come_in_any_order(engine, tmp_path, monkeypatch, order):
     check_like_oracle(engine, model, POLICIES["h2o"], MIXED, groups)
 
 
-@pytest.mark.parametrize("layout", ["in-turn"] if V2 else ["in-turn", "two-full"])
+@pytest.mark.parametrize("layout", ["in-turn", "two-full"])
 def test_tokens_of_each_head_match_the_dense_oracle(engine, tmp_path, layout):
     """With `granularity: token`, each KV head of each full attention layer keeps its own."""
     windows, _ = LAYOUTS[layout]
@@ -161,12 +161,12 @@ def test_with_a_step_in_flight(async_engine, models, name):
     test_async.check_late_decisions(async_engine, models("in-turn"), test_async.POLICIES[name])
 
 
-@pytest.mark.parametrize("caching", [False] if V2 else [False, True], ids=lambda caching: f"caching-{caching}")
+@pytest.mark.both_runners("caching-False")
+@pytest.mark.parametrize("caching", [False, True], ids=lambda caching: f"caching-{caching}")
 def test_no_poison_with_steps_in_flight(async_engine, models, monkeypatch, caching):
     test_async.check_poison_with_steps_in_flight(async_engine, models("in-turn"), monkeypatch, "h2o", caching, 28)
 
 
-@pytest.mark.v1_only
 def test_a_request_that_pauses_keeps_its_holes(engine, models):
     """It comes back with a row made anew, of what the runner knows of all KV groups."""
     test_serving.check_pauses(engine, models("in-turn"), POLICIES["h2o"])
@@ -197,8 +197,9 @@ PROMPTS = [random_prompt(length, length) for length in (500, 40)] + [
 ]
 
 
+@pytest.mark.both_runners("windows-first-prefix-cache")
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
-@pytest.mark.parametrize("layout", ["windows-first"] if V2 else LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_full_is_stock_to_the_byte(engine, models, layout, caching):
     """Twice the same prompts: with prefix caching, the same hits; windows need the end of a prefix, others all of it.
     So are requests of another policy that lack nothing."""
@@ -216,7 +217,6 @@ def test_full_is_stock_to_the_byte(engine, models, layout, caching):
         subject.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_the_start_up_line_says_which_groups_are_whose(engine, models, monkeypatch):
     for layout, what in {
         "windows-first": "; 1 KV group of 1 layers, beside 3 with sliding windows, managed by vLLM",
@@ -238,8 +238,8 @@ def published(server, group):
     return [block for block, hashed in hashes if server.pool.get_cached_block(hashed, [group])]
 
 
-@pytest.mark.parametrize("name", ["h2o"] if V2 else ["sink-window", "h2o"])
-@pytest.mark.parametrize("layout", ["in-turn"] if V2 else ["windows-first", "full-first", "in-turn", "two-full"])
+@pytest.mark.parametrize("name", ["sink-window", "h2o"])
+@pytest.mark.parametrize("layout", ["windows-first", "full-first", "in-turn", "two-full"])
 def test_nothing_of_a_reduced_context_is_published(engine, models, layout, name):
     """Windows, too, hold what was computed from layers that lacked blocks. Somebody else's full attention blocks under
     the same hashes must not be joined by these."""
@@ -295,12 +295,11 @@ CROWDED = [(name, caching) for name in CROWDS for caching in test_poison.CACHING
 CROWDED.remove(("h2o-pressure", "prefix-cache"))  # all that goes is published, so nothing is poisoned
 
 
-@pytest.mark.parametrize("name, caching", [("h2o", "no-prefix-cache")] if V2 else CROWDED)
+@pytest.mark.parametrize("name, caching", CROWDED)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypatch, name, caching):
     """Requests that come, go and are preempted; what a policy frees may be a window's next, and is clean by then."""
     layout, *rest = CROWDS[name]
-    # On V2, which is slow, there are too few requests for preemption, or for hits of what vLLM keeps of windows.
-    test_poison.check_crowd(engine, models(layout), monkeypatch, *rest, caching, preempts=not V2)
+    test_poison.check_crowd(engine, models(layout), monkeypatch, *rest, caching)
 
 
 def in_flight(tokens):
@@ -311,7 +310,6 @@ def in_flight(tokens):
 OF_A_WINDOW, CHUNK = in_flight(WINDOW - 1 + 256), in_flight(256)
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_pool_is_planned_with_both_bounds(engine, models, layout):
     """vLLM's line on maximum concurrency: policies bound groups with holes, windows theirs."""
@@ -325,7 +323,7 @@ def test_the_pool_is_planned_with_both_bounds(engine, models, layout):
     assert server.core.vllm_config.cache_config.kv_cache_max_concurrency == pytest.approx(200 / each)
 
 
-@pytest.mark.parametrize("layout", ["in-turn"] if V2 else ["windows-first", "in-turn", "two-full"])
+@pytest.mark.parametrize("layout", ["windows-first", "in-turn", "two-full"])
 def test_a_request_longer_than_the_pool_is_served(engine, models, layout):
     """Nobody holds more than the bounds say, and each block comes back."""
     windows, groups = LAYOUTS[layout]
@@ -348,7 +346,6 @@ def test_a_request_longer_than_the_pool_is_served(engine, models, layout):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("retained", [None, 0], ids=["all-windows", "last-window"])
 @pytest.mark.parametrize("layout", ["in-turn", "two-full"])
 def test_a_long_cached_prefix_does_not_starve_its_request(engine, models, layout, retained):
@@ -373,7 +370,6 @@ def test_a_long_cached_prefix_does_not_starve_its_request(engine, models, layout
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_a_prefix_that_fits_is_used_whole(engine, models):
     """A request that fits even whole, beside what its windows hold at most, waits for nothing."""
     small = dict(blocks=26, max_model_len=416)
@@ -385,7 +381,6 @@ def test_a_prefix_that_fits_is_used_whole(engine, models):
     assert output.kv_usage.evicted_blocks > 0
 
 
-@pytest.mark.v1_only
 def test_under_pressure_room_is_made_for_windows_too(engine, models):
     """A request whose full attention layers would find room, but its three windows not, is begun at once."""
     policy = {"name": "sink-window", "when": "pressure", "budget": 128, "sink": 32}
@@ -402,7 +397,7 @@ def test_under_pressure_room_is_made_for_windows_too(engine, models):
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("layout", ["in-turn"] if V2 else ["windows-first", "full-first", "in-turn", "two-full"])
+@pytest.mark.parametrize("layout", ["windows-first", "full-first", "in-turn", "two-full"])
 def test_under_pressure_windows_get_their_blocks_too(engine, models, layout):
     """All that an allocation lacks is freed, of all groups: nobody is preempted where floors fit."""
     policy = {"name": "h2o", "when": "pressure", "budget": 128, "buffer": 32, "sink": 32, "recent": 32}

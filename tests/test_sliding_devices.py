@@ -9,7 +9,7 @@ import pytest
 import test_device_backends
 import test_full_graphs
 import test_warmup
-from engine import V2, logprobs_of, random_prompt
+from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
@@ -48,7 +48,7 @@ def check_full_is_stock(server, model):
             assert logprobs_of(one).tolist() == logprobs_of(other).tolist()
 
 
-CASES = [on("triton", "h2o"), on("fa3", "h2o")] + ([on("triton", "sink-window")] if V2 else [on("fa2", "sink-window")])
+CASES = [on("triton", "h2o"), on("triton", "sink-window"), on("fa3", "h2o"), on("fa2", "sink-window")]
 
 
 @pytest.mark.parametrize("backend, name", CASES, indirect=["backend"])
@@ -68,6 +68,7 @@ def check_evictions(server, model, name):
     subject.assert_nothing_left()
 
 
+@pytest.mark.both_runners("triton-h2o")
 @pytest.mark.parametrize(
     "backend, name", [on("triton", "h2o"), on("fa3", "h2o"), on("triton", "sink-window")], indirect=["backend"]
 )
@@ -94,7 +95,7 @@ def check_decodes_are_replayed(replaying, graphs, model, name, stock_kernel):
     subject.assert_nothing_left()
 
 
-@pytest.mark.parametrize("backend", [on("triton")] if V2 else [on("triton"), on("fa3")], indirect=True)
+@pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
 def test_nothing_is_compiled_while_requests_wait(server, backend, tmp_path):
     """With full attention layers in two KV groups."""
     model = make_tiny_llama(tmp_path / "model", layers=3, windows=[0, WINDOW, 0])

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_evict.config import KVPolicyError
 
-pytestmark = pytest.mark.v1_only
 BLOCK, WINDOW = 32, 48
 SIZES = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,

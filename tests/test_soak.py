@@ -8,8 +8,6 @@ from soak.deaths import ROOM, die
 from soak.rounds import check, soak
 from soak.server import POLICY, Server
 
-pytestmark = pytest.mark.v1_only
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):

@@ -9,8 +9,6 @@ import textwrap
 import pytest
 from oracle.tiny import make_tiny_llama
 
-pytestmark = pytest.mark.v1_only
-
 BASE = {"name": "h2o", "budget": 160, "buffer": 32, "sink": 32, "recent": 64}
 POLICIES = {
     "h2o": {**BASE, "allow": ["sink-window"]},

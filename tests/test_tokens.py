@@ -40,7 +40,6 @@ POLICIES = {
 }
 #: Of prompts without near ties.
 SEED = 40
-BOTH_RUNNERS = {"h2o", "knorm"}
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +58,8 @@ def prompt_of(length, seed=0):
     return np.random.default_rng(seed).permutation(VOCAB)[:length].tolist()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BOTH_RUNNERS else pytest.mark.v1_only) for name in POLICIES]
-)
+@pytest.mark.both_runners("h2o")
+@pytest.mark.parametrize("name", POLICIES)
 def test_each_head_keeps_what_the_formula_says(engine, model, dense, name):
     """Prompts longer and shorter than a chunk in one batch, decoded past several decisions; tokens that went at one
     decision are no candidates at the next."""
@@ -109,6 +107,7 @@ def test_retrieval_heads_may_keep_tokens_of_their_own(engine, model, dense):
     server.assert_nothing_left()
 
 
+@pytest.mark.both_runners
 def test_shared_blocks_are_copied_never_written(engine, model, dense):
     """Two requests share a prefix, one of them keeps tokens of its own: the other one's answers are the same to the bit,
     what was published still is what its hash says, and the private copies come back."""
@@ -147,7 +146,6 @@ def test_shared_blocks_are_copied_never_written(engine, model, dense):
     np.testing.assert_allclose(logprobs_of(own), logprobs_of(want_own), atol=1e-4)
 
 
-@pytest.mark.v1_only
 def test_without_room_for_copies_a_request_takes_its_own_out_of_the_prefix_cache(engine, model, dense):
     """All that it could give up is published, and the pool has not a single block left."""
     server = engine(POLICIES["knorm"], model=model, blocks=16, max_num_batched_tokens=512, max_model_len=480)
@@ -166,7 +164,6 @@ def test_without_room_for_copies_a_request_takes_its_own_out_of_the_prefix_cache
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "rkv"])
 def test_preempted_requests_start_over(engine, model, dense, name):
     server = engine(POLICIES[name], model=model, blocks=26, max_num_batched_tokens=128, max_model_len=512)
@@ -179,7 +176,6 @@ def test_preempted_requests_start_over(engine, model, dense, name):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 def test_no_poison(engine, async_engine, model, monkeypatch, asynchronous, caching):
@@ -217,7 +213,6 @@ def test_no_poison(engine, async_engine, model, monkeypatch, asynchronous, cachi
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_late_decisions_see_what_was_measured_by_then(async_engine, model, dense):
     """With a step in flight tokens go one step later; which ones is settled by what the decision's own step saw."""
     server = async_engine(POLICIES["h2o"], model=model, max_num_batched_tokens=96, enable_prefix_caching=False)
@@ -279,7 +274,6 @@ def test_a_rank_may_have_no_heads_of_a_group(sets):
     assert calls == ([[]] if sets == "head" else [[0.0] * 7 * BLOCK, []])
 
 
-@pytest.mark.v1_only
 def test_bands_of_layers_may_keep_tokens(engine, model, dense):
     """Budgets that fall with depth, in tokens."""
     base = {**BASE, "budget": 256, "window": 24, "kernel": 7}
@@ -301,7 +295,6 @@ def test_bands_of_layers_may_keep_tokens(engine, model, dense):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("seed", range(4))
 def test_sums_by_token_are_those_of_one_request_at_a_time(seed):
     """Requests come, grow, lose tokens and go, in any order; pages that are used again start from zero."""

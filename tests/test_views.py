@@ -11,7 +11,6 @@ from vllm_evict.compute import views
 from vllm_evict.compute.kernels.view import resident_view
 from vllm_evict.compute.views import Views
 
-pytestmark = pytest.mark.v1_only
 BLOCK, REQUESTS = 16, 4
 #: Of each request, and the blocks that it lacks in each of three groups.
 LENGTHS = [100, 20]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import test_device_backends
 import torch
-from engine import V2, random_prompt
+from engine import random_prompt
 from test_device_backends import BASE, POLICIES, distinct_prompt, on
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
@@ -81,11 +81,10 @@ SERVED = {
     "token": {**POLICIES["h2o"], "granularity": "token", "allow": ["keydiff"]},
 }
 ENGINES = ["h2o", "snapkv", "sink-window", "scissorhands", "token"]
-#: What does not depend on the model runner is left to V1, which is faster.
-CASES = [on("triton", name) for name in (["h2o", "token"] if V2 else ENGINES)]
-CASES += [on("fa3", name) for name in (["h2o"] if V2 else ["h2o", "scissorhands", "token"])]
+CASES = [on("triton", name) for name in ENGINES] + [on("fa3", name) for name in ("h2o", "scissorhands", "token")]
 
 
+@pytest.mark.both_runners("triton-h2o")
 @pytest.mark.parametrize("backend, name", CASES, indirect=["backend"])
 def test_nothing_is_compiled_while_requests_wait(server, backend, name):
     # FlashAttention takes half precision only, and tiles depend on it.
@@ -122,6 +121,7 @@ def test_nor_where_heads_are_split(server, tmp_path):
     check(later, start)
 
 
+@pytest.mark.both_runners("triton")
 @pytest.mark.parametrize("backend", [on("triton")], indirect=True)
 def test_nor_beside_full_graphs(server, graphs):
     start, later = Variants(), Variants()
@@ -364,7 +364,7 @@ def test_not_where_vllm_does_not_warm_up(server, monkeypatch):
     assert not started, "eager servers start without"
 
 
-@pytest.mark.skipif(HAS_TRITON and not V2, reason="the same as on V1")
+@pytest.mark.skipif(HAS_TRITON, reason="the same as on V1")
 def test_nothing_is_launched_on_a_cpu(engine, monkeypatch):
     monkeypatch.setattr(worker.layers, "warm_up", lambda *_: pytest.fail("nothing is compiled there"))
     start = Variants()
