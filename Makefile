@@ -15,8 +15,8 @@ BOTH_RUNNERS := $(shell grep -lF mark.both_runners tests/test_*.py)
 
 # What CI runs, a workflow each; `make test-all` runs all of it.
 LANES := unit engine compat device peers
-DEVICE := cuda_kernels device device_backends flashinfer fold full_graphs graphs memory put sliding_devices take \
-	triton_decode triton_kernels view views warmup
+DEVICE := cuda_builds cuda_kernels device device_backends flashinfer fold full_graphs graphs memory put sliding_devices \
+	take triton_decode triton_kernels view views warmup
 # Files that run again with vLLM's Triton kernels on V1.
 TRITON := device_backends full_graphs graphs memory sliding_devices warmup
 PEERS  := demo gpu_benchmarks gpu_check host kvpress load performance_files ray xformers

@@ -326,7 +326,7 @@ MUTANTS = [
         "compute/originals.py",
         "keys = restored([kept[block] for block in blocks], self._device)",
         "keys = self._store.keys(source)",
-        ("context",),
+        ("context_keys",),
     ),
     Mutant(
         "runner V1 forgets holes",

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 from engine import V2
-from loads.embedded import KINDS, Failure, Models, Run, make_case, make_program, run_case
+from loads.cases import KINDS, Models, make_case, make_program
+from loads.embedded import Failure, Run, run_case
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_evict.compute.group import GroupRuntime

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import test_async
 import test_poison
-import test_serving
+import test_serving_cache
 import test_sessions
 import test_tokens
 import torch
@@ -169,7 +169,7 @@ def test_no_poison_with_steps_in_flight(async_engine, models, monkeypatch, cachi
 
 def test_a_request_that_pauses_keeps_its_holes(engine, models):
     """It comes back with a row made anew, of what the runner knows of all KV groups."""
-    test_serving.check_pauses(engine, models("in-turn"), POLICIES["h2o"])
+    test_serving_cache.check_pauses(engine, models("in-turn"), POLICIES["h2o"])
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])

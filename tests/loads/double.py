@@ -17,21 +17,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_evict.core.plan import PLAN, REPORTS, EvictionPlan, KeyRotation, Report, Reports
 from vllm_evict.policies import RUNNING
 
-from .program import STOP, VOCABULARY, Settings
-
-#: Tokens of all prompts, and numbers of all scores, are slices of these.
-_random = np.random.default_rng(0)
-STREAM = _random.integers(STOP + 1, VOCABULARY, 1 << 16)
-SCORES = _random.random(1 << 14)
-#: What a token adds to the content at its position and at all later ones.
-WEIGHTS = _random.integers(1, 1 << 63, 1 << 13, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-#: What a KV group adds to its contents: blocks of one pool serve all groups.
-SALTS = _random.integers(1, 1 << 63, 64, dtype=np.uint64)
-#: What rotating a key by one position adds.
-TURN = np.uint64(0x9E3779B97F4A7C15)
-#: Content of a block that was poisoned, and of one that was never written.
-POISON = np.uint64(0xDEAD)
-MASK = (1 << 64) - 1
+from .contents import MASK, POISON, SALTS, SCORES, TURN, Row
+from .program import VOCABULARY, Settings
 
 
 class Fault(AssertionError):
@@ -45,62 +32,6 @@ class Fault(AssertionError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
         self.kind = kind
-
-
-def contents(tokens: list[int], start: int = 0, before: int = 0) -> np.ndarray:
-    """Contents of tokens from position `start` on, where the one before has the content `before`. uint64 [n]"""
-    values = (np.array(tokens, np.uint64) + np.uint64(1)) * WEIGHTS[start : start + len(tokens)]
-    values[:1] += np.uint64(before)
-    return np.cumsum(values, dtype=np.uint64)
-
-
-def prompt_tokens(name: str, length: int, family: int, shared: int) -> list[int]:
-    """A prompt: the first `shared` tokens of its family's, then some of its own."""
-    own, common = zlib.crc32(name.encode()) % 50_000, 997 * family
-    return STREAM[common : common + shared].tolist() + STREAM[own : own + length - shared].tolist()
-
-
-@dataclass
-class Row:
-    """What the worker knows of a request.
-
-    Attributes:
-        tokens: ids, of the prompt and sampled.
-        known: contents of the tokens if nothing is missing, uint64 [max_model_len + 1].
-        tables: physical blocks of each KV group; 0 is a hole.
-        expected: what each group's logical blocks have to hold, uint64 [blocks, block].
-        turned: positions by which keys of each group's logical blocks were rotated, int64 [blocks].
-        reduced: whether anything is missing, or was when anything that is read was computed.
-        nonce: what content that saw a reduced context differs by.
-        tracked: of each group that may have holes, what is measured: "mass", "pivots" or nothing.
-        active: whether its blocks are its own; False once it was preempted.
-        counted: tokens in `known`.
-        turns: of a session, that have begun since it started.
-        following: of a session whose next turn begins, the tables that come with it.
-    """
-
-    key: int
-    tokens: list[int]
-    known: np.ndarray
-    tables: list[list[int]]
-    expected: list[np.ndarray]
-    turned: list[np.ndarray]
-    tracked: list[str]
-    hot: bool = False
-    reduced: bool = False
-    nonce: int = 0
-    active: bool = True
-    counted: int = 0
-    turns: int = 0
-    following: list[list[int]] | None = None
-
-    def learn(self) -> None:
-        """Take the content of new tokens in."""
-        count, total = self.counted, len(self.tokens)
-        if count < total:
-            before = int(self.known[count - 1]) if count else 0
-            self.known[count:total] = contents(self.tokens[count:], count, before)
-            self.counted = total
 
 
 @dataclass

@@ -1,0 +1,283 @@
+"""Cases, which are engines, and programs, which are what requests do in them; both follow from their numbers (embedded.py)."""
+
+import json
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from engine import V2, Engine
+from oracle.tiny import make_tiny_llama
+
+from loads.pages import Stock
+
+#: Blocks of the longest request.
+LONGEST = 16
+
+MODELS = {
+    "plain": {},
+    "heads": {"layers": 4, "heads": 8, "kv_heads": 4},
+    "windows": {"layers": 4, "windows": [48, 0, 48, 0]},
+}
+BLOCK_POLICIES = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff"]
+BLOCK_POLICIES += ["pagedeviction", "random", "h2o"]
+TOKEN_POLICIES = ["h2o", "tova", "snapkv", "rkv", "knorm", "keydiff"]
+ADD_UP = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "h2o", "random"]
+#: Layers x KV heads: one layer has no retrieval head, one has nothing else.
+RETRIEVAL = [[0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def _others(names, name):
+    return [each for each in names if each != name]
+
+
+def _blocks(rng, sizes):
+    name = rng.choice(BLOCK_POLICIES)
+    return {"name": name, **sizes, "allow": [*_others(BLOCK_POLICIES, name), "full"]}
+
+
+def _tokens(rng, sizes):
+    name = rng.choice(TOKEN_POLICIES)
+    policy = {"name": name, "granularity": "token", "sets": rng.choice(["head", "all"]), **sizes}
+    policy["merge"] = rng.choice([None, None, "d2o", "ems"])
+    return {**policy, "allow": [*_others(TOKEN_POLICIES, name), "sink-window", "full"]}
+
+
+def _pressure(rng, sizes):
+    name = rng.choice(ADD_UP)
+    return {"name": name, "when": "pressure", **sizes, "allow": [*_others(ADD_UP, name), "full"]}
+
+
+def _kvzip(rng, sizes):
+    if rng.random() < 0.5:
+        return {"name": "kvzip", **sizes, "allow": ["h2o", "full"]}
+    return {"name": "snapkv", "granularity": "token", **sizes, "allow": ["kvzip", "keydiff", "full"]}
+
+
+def _bands(rng, sizes):
+    return {"name": rng.choice(["adakv", "pyramidkv", "fastgen"]), "bands": 2, **sizes, "allow": ["full"]}
+
+
+def _duo(rng, sizes):
+    retrieval = rng.choice([None, {"name": "h2o", **sizes}, {"name": "snapkv", "granularity": "token", **sizes}])
+    policy = {"name": "duo", "gates": "HEADS", "sink": sizes["sink"], "recent": 3 * sizes["recent"]}
+    return policy if retrieval is None else {**policy, "retrieval": retrieval, "allow": ["full"]}
+
+
+def _context(rng, sizes):
+    name = rng.choice(["sink-window", "h2o", "keydiff"])
+    return {"name": name, **sizes, "context": "CONTEXT", "allow": _others(["sink-window", "h2o", "keydiff"], name)}
+
+
+def _full(rng, sizes):
+    return {"name": "full"}
+
+
+#: Kind -> model, and what makes a policy of it.
+KINDS = {
+    "blocks": ("plain", _blocks),
+    "tokens": ("plain", _tokens),
+    "pressure": ("plain", _pressure),
+    "kvzip": ("plain", _kvzip),
+    "bands": ("plain", _bands),
+    "duo": ("heads", _duo),
+    "context": ("plain", _context),
+    "windows": ("windows", _blocks),
+    "full": ("plain", _full),
+}
+
+
+@dataclass
+class Case:
+    """An engine's arguments.
+
+    Attributes:
+        number, kind: see `make_case`.
+        model: one of `MODELS`.
+        policy: of the server; "HEADS" and "CONTEXT" stand for a file of gates and a number of tokens.
+        block_size: tokens.
+        blocks: of the pool; None: the smallest one that start-up accepts.
+        options: further engine arguments.
+    """
+
+    number: int
+    kind: str
+    model: str
+    policy: dict
+    block_size: int
+    blocks: int | None
+    options: dict
+
+    @property
+    def longest(self):
+        """Tokens of the longest request."""
+        return LONGEST * self.block_size
+
+
+def make_case(number, kind=None, smallest=False):
+    """The case of this number: kinds take turns unless one is named."""
+    rng = random.Random(f"case {number}")
+    kind = kind or list(KINDS)[number % len(KINDS)]
+    model, make_policy = KINDS[kind]
+    size = 32 if V2 else rng.choice([32, 32, 32, 64])
+    sizes = {"budget": size * rng.choice([4, 5, 6]), "sink": size, "recent": size, "buffer": rng.choice([0, size])}
+    if model == "windows":
+        size = 32
+        sizes = {"budget": 160, "sink": 32, "recent": 32, "buffer": rng.choice([0, 32])}
+    policy = make_policy(rng, sizes)
+    asynchronous = rng.random() < 0.4
+    chunk = size * rng.choice([2, 3, 5, 8])
+    if kind == "context":
+        # Room for the budget, the buffer, a block and two chunks in flight.
+        policy["context"] = sizes["budget"] + sizes["buffer"] + size + 2 * chunk + size
+    seqs = rng.choice([2, 4, 8, 8, 16])
+    groups = {"bands": 2, "duo": 2, "windows": 2}.get(kind, 1)
+    options = {
+        "max_num_batched_tokens": chunk,
+        "max_num_seqs": 16 if kind == "pressure" else seqs,
+        "enable_prefix_caching": kind == "kvzip" or rng.random() < 0.85,
+        "scheduling_policy": rng.choice(["fcfs", "priority"]),
+        "async_scheduling": asynchronous,
+    }
+    # Room for the longest request whole; for two of them where small pools are known to stall.
+    roomy = kind in ("tokens", "pressure", "kvzip", "duo")
+    blocks = (
+        None if smallest else 1 + int(groups * LONGEST * rng.choice([2, 2.5, 3, 4] if roomy else [1.25, 1.5, 2, 3]))
+    )
+    return Case(number, kind, model, policy, size, blocks, options)
+
+
+def make_program(case, number, requests):
+    """What requests do: a list of dicts in the order of their steps, ready for JSON.
+
+    Each dict has `at`, the step before which it happens. A reset of the prefix cache has `reset` (True: running requests
+    start over). A request has its `number`, `prompt` (pieces of random prompts: seed, tokens), `tokens` (max_tokens) and
+    `priority`, and may have `after` (number of a request whose prompt and answer so far come first), `n`, `extra` (its
+    extra_args), `stop`, `prompt_logprobs`, `abort` (steps from its arrival), `turns` (of a session: further pieces, and
+    tokens of each).
+    """
+    rng = random.Random(f"program {case.number} {case.kind} {number}")
+    size, longest, program, at = case.block_size, case.longest, [], 0
+    crowded = rng.choice([0.5, 1, 2, 5])
+    allowed = [case.policy["name"], *case.policy.get("allow", ["sink-window", "h2o"] if case.kind == "full" else [])]
+    for index in range(requests):
+        at += int(rng.expovariate(1 / crowded))
+        if rng.random() < 0.01:
+            program.append({"at": at, "reset": rng.random() < 0.5})
+        shared = rng.choice([0, 1, 2.3, 4, 4, 7]) * size
+        own = rng.choice([1, size // 2, size, 2 * size, int(size * rng.uniform(1, 8))])
+        request = {
+            "number": index,
+            "at": at,
+            "prompt": [[number * 1000 + rng.randrange(3), int(shared)], [number * 1000 + 10 + index, own]],
+            "tokens": rng.choice([1, 2, 5, 10, 20, 40, int(1.5 * size), int(3.2 * size)]),
+            "priority": rng.randrange(3),
+        }
+        if index and rng.random() < 0.15:
+            request |= {"after": rng.randrange(index), "prompt": request["prompt"][1:]}
+        if rng.random() < 0.5:
+            request["extra"] = _extra(rng, case, allowed)
+        kind = rng.random()
+        if kind < 0.08:
+            request["n"] = rng.choice([2, 3])
+        elif kind < 0.16:
+            turns = rng.randrange(1, 4)
+            request["turns"] = [
+                [[number * 1000 + 500 + 4 * index + turn, rng.randrange(1, 3 * size)], rng.choice([1, 3, 10, 2 * size])]
+                for turn in range(turns)
+            ]
+            request.pop("after", None)
+        elif kind < 0.2:
+            request["stop"] = True
+        elif kind < 0.25:
+            request["prompt_logprobs"] = True
+        if rng.random() < 0.12:
+            request["abort"] = rng.choice([0, 1, 2, 5, 20, 60])
+        if "turns" in request:
+            pieces = [*request["prompt"], *(piece for piece, _ in request["turns"])]
+            total = sum(length for _, length in pieces) + request["tokens"] + sum(t for _, t in request["turns"])
+            if total > longest - 2:
+                request.pop("turns")
+        program.append(request)
+    return program
+
+
+def _extra(rng, case, allowed):
+    """A request's extra_args. Some are refused."""
+    size = case.block_size
+    if rng.random() < 0.04:
+        return rng.choice([{"kv_budget": 10**9}, {"kv_policy": "h3o"}, {"kv_buget": 1}, {"kv_budget": -1}])
+    extra = {"kv_policy": rng.choice(allowed)} if rng.random() < 0.8 else {}
+    if extra.get("kv_policy") != "full" and case.kind != "duo":
+        if rng.random() < 0.5:
+            extra["kv_budget"] = rng.choice([3 * size, 4 * size, 4 * size + 7, 0.5])
+        if rng.random() < 0.1:
+            extra["kv_sink"] = rng.choice([0, 2 * size])
+    if rng.random() < 0.1:
+        extra["kv_usage"] = True
+    return extra
+
+
+class Models:
+    """Random models in a folder, and a stock engine of each. Each is made when it is first needed."""
+
+    def __init__(self, folder):
+        self.folder, self._stocks = Path(folder), {}
+
+    def path(self, name):
+        path = self.folder / name
+        return path if (path / "config.json").exists() else make_tiny_llama(path, **MODELS[name])
+
+    def gates(self, sink, recent):
+        """A file of `RETRIEVAL`, for windows of this size."""
+        folder = self.folder / f"gates-{sink}-{recent}"
+        folder.mkdir(parents=True, exist_ok=True)
+        np.savetxt(folder / "heads.tsv", np.array(RETRIEVAL, float), delimiter="\t")
+        (folder / "config.json").write_text(json.dumps({"sink_size": sink, "recent_size": recent}))
+        return str(folder / "heads.tsv")
+
+    def stock(self, case):
+        key = case.model, case.block_size
+        if key not in self._stocks:
+            longest = case.longest + case.block_size
+            engine = Engine(
+                self.path(case.model),
+                block_size=case.block_size,
+                blocks=8 * LONGEST,
+                max_model_len=longest,
+                max_num_batched_tokens=longest,
+                enable_prefix_caching=False,
+                async_scheduling=False,
+            )
+            self._stocks[key] = Stock(engine)
+        return self._stocks[key]
+
+    def engine(self, case):
+        """A new engine that fills freed blocks with NaN."""
+        policy = dict(case.policy)
+        if policy.get("gates") == "HEADS":
+            policy["gates"] = self.gates(policy.pop("sink"), policy.pop("recent"))
+        options = {"max_model_len": case.longest, "block_size": case.block_size, **case.options}
+        poison, os.environ["VLLM_EVICT_POISON"] = os.environ.get("VLLM_EVICT_POISON"), "1"
+        try:
+            if case.blocks is not None:
+                return Engine(self.path(case.model), policy, blocks=case.blocks, **options)
+            return self._smallest(case, policy, options)
+        finally:
+            del os.environ["VLLM_EVICT_POISON"]
+            if poison is not None:
+                os.environ["VLLM_EVICT_POISON"] = poison
+
+    def _smallest(self, case, policy, options):
+        for blocks in range(2, 100):
+            try:
+                return Engine(self.path(case.model), policy, blocks=blocks, **options)
+            except ValueError:
+                continue
+        raise AssertionError("start-up accepts no pool")
+
+    def close(self):
+        for stock in self._stocks.values():
+            stock.engine.close()
+        self._stocks.clear()

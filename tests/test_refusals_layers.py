@@ -1,0 +1,289 @@
+"""Layers, backends and KV caches that a policy cannot serve are refused at start, by name."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_refusals import H2O, PER_KIND, RUN_ON, SERVED, UNMEASURED, engine_config, plain_config, with_config
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_evict.compute.attention.ops import ops_for
+from vllm_evict.compute.kernels.mass import kernel_path
+from vllm_evict.compute.runtime import EvictionRuntime
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.integration import layers, refusals
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+def layer(backend="CPU_ATTN", **impl):
+    return SimpleNamespace(
+        impl=SimpleNamespace(**impl),
+        attn_backend=SimpleNamespace(get_name=lambda: backend),
+        sliding_window=None,
+        kv_sharing_target_layer_name=None,
+    )
+
+
+@pytest.mark.parametrize(
+    "impl, what",
+    [
+        (dict(alibi_slopes=[0.5]), "ALiBi"),
+        (dict(logits_soft_cap=50.0), "soft cap"),
+        (dict(sinks=[0.1]), "learned attention sinks"),
+    ],
+)
+def test_attention_that_the_score_pass_does_not_know_is_refused_by_layer(impl, what):
+    with pytest.raises(KVPolicyError) as refused:
+        refusals.check_layer("model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(H2O))
+    message = str(refused.value)
+    assert "model.layers.3.attn" in message and what in message and '"allow": []' in message
+    refusals.check_layer("model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(UNMEASURED))
+
+
+@pytest.mark.parametrize(
+    "impl", [{}, dict(logits_soft_cap=0), dict(logits_soft_cap=0.0, alibi_slopes=None, sinks=None)]
+)
+def test_plain_attention_is_served(impl):
+    refusals.check_layer("attn", layer(**impl), KVPolicyConfig.parse(H2O))
+
+
+def test_layers_of_unknown_backends_are_refused():
+    policy = KVPolicyConfig.parse(UNMEASURED)
+    for backend in ("TRITON_FLASHINFER", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV"):
+        with pytest.raises(KVPolicyError) as refused:
+            refusals.check_layer("layer.7", layer(backend), policy)
+        assert str(refused.value) == (
+            f"KV policy 'sink-window' can't be used with the attention backend {backend}, which layer.7 has: {RUN_ON}; "
+            "set --attention-backend to one of these, or leave --kv-policy out"
+        )
+    for backend in ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"):
+        refusals.check_layer("layer.7", layer(backend), policy)
+
+
+def test_layers_that_share_a_cache_are_refused():
+    """With windows or without: nobody's table may change under them."""
+    shares = layer()
+    shares.kv_sharing_target_layer_name = "layer.1"
+    with pytest.raises(KVPolicyError, match=r"^layer.7 shares the cache of layer.1: leave --kv-policy out$"):
+        refusals.check_cache("layer.7", shares)
+    refusals.check_cache("layer.7", layer())
+
+
+def test_caches_of_several_shapes_are_refused():
+    policy = KVPolicyConfig.parse(H2O)
+    refusals.check_pages(policy, {32}, {4096})
+    for sizes, pages in (({32, 64}, {4096}), ({32}, {4096, 8192})):
+        with pytest.raises(KVPolicyError, match="with and without sliding windows whose caches differ") as refused:
+            refusals.check_pages(policy, sizes, pages)
+        assert "leave --kv-policy out" in str(refused.value)
+
+
+SPLIT = {
+    "duo": {"name": "duo", "pattern": ["10", "01"], "sink": 16, "recent": 64},
+    "pyramidkv": {"name": "pyramidkv", "budget": 512, "recent": 64},
+    "adakv": {"name": "adakv", "budget": 512, "recent": 64},
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_policies_that_split_heads_are_refused_where_plans_are_for_all_of_them(name):
+    """When the backend was named, before anything is loaded; when vLLM has chosen it, by the first layer."""
+    config, instead = KVPolicyConfig.parse(SPLIT[name]), "to FLASH_ATTN or TRITON_ATTN"
+    for backend in (None, *SERVED):
+        plain = plain_config(device_config__device_type="cuda", attention_config__backend=backend)
+        named = getattr(backend, "name", "CPU_ATTN")
+        if named != "FLASHINFER":
+            refusals.check_config(plain, config)
+            refusals.check_layer("layer.7", layer(named), config)
+            continue
+        why = "plans for all heads of a layer, and this policy splits them; set --attention-backend " + instead
+        for where, check in {
+            "": lambda: refusals.check_config(plain, config),
+            ", which layer.7 has": lambda: refusals.check_layer("layer.7", layer(named), config),
+        }.items():
+            with pytest.raises(KVPolicyError) as refused:
+                check()
+            what = f"KV policy {name!r} can't be used with the attention backend FLASHINFER{where}"
+            assert str(refused.value) == f"{what}: it {why}"
+    per_kind = {"full_attention": AttentionBackendEnum.FLASHINFER}
+    plain = plain_config(device_config__device_type="cuda", attention_config__backend_per_kind=per_kind)
+    with pytest.raises(KVPolicyError, match=f"set {PER_KIND} {instead}"):
+        refusals.check_config(plain, config)
+
+
+def kv_cache_of_one_group():
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer.2"])])
+
+
+def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
+    plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "is_fp8_kv_cache": False, "head_size": 64}
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    cpu_layer = SimpleNamespace(isa="neon", impl=SimpleNamespace(**plain), attn_backend=backend, kv_cache_dtype="fp8")
+    cpu_layer.sliding_window = None
+    found = {"layer.2": cpu_layer}
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
+    group = SimpleNamespace(decodes=None)
+    runtime, given = EvictionRuntime([group], ops_for("CPU_ATTN"), names=[["layer.2"]]), kv_cache_of_one_group()
+    with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
+        layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
+    layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
+    assert group.decodes is False
+    found["layer.2"].isa = "vec"
+    layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
+    assert group.decodes is (kernel_path() not in ("torch reference", "portable"))
+    for field, value in {
+        "alibi_slopes": [1.0],
+        "logits_soft_cap": 30.0,
+        "is_fp8_kv_cache": True,
+        "head_size": 72,
+    }.items():
+        found["layer.2"].impl = SimpleNamespace(**{**plain, field: value})
+        layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
+        assert group.decodes is False
+    found["layer.2"].impl = SimpleNamespace(**{**plain, "is_fp8_kv_cache": True})
+    with pytest.raises(KVPolicyError, match=r"layer.2 keeps its keys as fp8.*on a CPU.*sink-window"):
+        layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
+
+
+#: Backend on a device -> what its layers have besides, where they are plain, and where they are not.
+BESIDES = {
+    "FLASH_ATTN": ({"sliding_window": (-1, -1)}, {"sliding_window": (63, 0)}),
+    "FLASHINFER": ({"sliding_window": (-1, -1)}, {"sliding_window": (63, 0)}),
+    "TRITON_ATTN": ({"chunk_lookback": -1}, {"chunk_lookback": 1}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
+    besides, other = BESIDES[name]
+    plain = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "head_size": 64, **besides}
+    backend = SimpleNamespace(get_name=lambda: name)
+    one = torch.ones(())
+    found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, _q_scale=one, _k_scale=one, _v_scale=one)
+    found.sliding_window = None
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+    group = SimpleNamespace(decodes=None)
+    runtime, given = EvictionRuntime([group], ops_for(name), names=[["layer.2"]]), kv_cache_of_one_group()
+
+    def settle(policy, dtype=torch.bfloat16, named="auto", **changed):
+        found.impl, found.kv_cache_torch_dtype = SimpleNamespace(**{**plain, **changed}), dtype
+        found.kv_cache_dtype = named
+        layers.settle(None, KVPolicyConfig.parse(policy), runtime, given)
+        return group.decodes
+
+    assert settle(H2O)
+    with pytest.raises(KVPolicyError, match=r"layer.2 keeps its keys as float16.*sink-window"):
+        settle(H2O, torch.float16, "float16")
+    for size in (8, 512):
+        with pytest.raises(KVPolicyError, match=rf"layer.2 has heads of size {size}.*sink-window"):
+            settle(H2O, head_size=size)
+        assert not settle(UNMEASURED, head_size=size)
+    for fp8 in ("fp8", "fp8_e4m3"):
+        assert settle(H2O, torch.uint8, fp8)
+    for kind in ("fp8_e5m2", "fp8_per_token_head", "int8_per_token_head", "nvfp4"):
+        with pytest.raises(KVPolicyError, match=rf"layer.2 keeps its keys as {kind}.*fp8, fp8_e4m3\).*sink-window"):
+            settle(H2O, torch.uint8, kind)
+        assert not settle(UNMEASURED, torch.uint8, kind)
+    for scale in ("_q_scale", "_k_scale", "_v_scale"):
+        setattr(found, scale, torch.ones(4))
+        with pytest.raises(KVPolicyError, match="layer.2 has fp8 scales for each head.*sink-window"):
+            settle(H2O, torch.uint8, "fp8")
+        assert settle(H2O) and not settle(UNMEASURED, torch.uint8, "fp8")
+        setattr(found, scale, one)
+    for changed in ({"alibi_slopes": [1.0]}, {"logits_soft_cap": 30.0}, {"sinks": [1.0]}, other):
+        assert not settle(UNMEASURED, **changed)
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+    assert not settle(H2O)
+
+
+WHO = {
+    ("CPU_ATTN", False): ("requests with holes", "requests with holes"),
+    ("FLASH_ATTN", False): ("measured requests", ""),
+    ("FLASHINFER", False): ("measured requests", ""),
+    ("FLASH_ATTN", True): ("requests with holes and measured requests", "requests with holes"),
+}
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("backend, split", WHO)
+def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, split, measured, decodes):
+    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), sliding_window=None)
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+    ops, group = ops_for(backend), SimpleNamespace(decodes=decodes, graph_tokens=4096)
+    policy = KVPolicyConfig.parse(H2O if measured else UNMEASURED)
+
+    def line(mode, in_graphs=False):
+        config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+        return layers.described(config, policy, EvictionRuntime([group], ops, ["pages"] * split, in_graphs))
+
+    told, own = line(CUDAGraphMode.NONE), WHO[backend, split][not measured] if decodes else ""
+    assert f"{backend}'s own kernel" in told and "graphs" not in told
+    assert (f"the plugin's kernel decodes {own}" in told) == bool(own)
+    assert ("attends to all requests" in told) != bool(own)
+    assert ("output and mass in one read" in told) == (bool(own) and measured)
+    assert (f"mass comes from {ops.beside}" in told) == measured
+    assert line(CUDAGraphMode.PIECEWISE) == told
+    replayed = "; decodes replay full CUDA graphs"
+    assert (
+        line(CUDAGraphMode.FULL_AND_PIECEWISE) == told + replayed + ", except decodes of measured requests" * measured
+    )
+    longest = ", of measured requests up to 4096 resident tokens" * measured
+    assert line(CUDAGraphMode.FULL_AND_PIECEWISE, True) == told + replayed + longest
+
+
+@pytest.mark.parametrize("kernel", ["triton", "cuda", "stock", None])
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"])
+def test_a_decode_kernel_that_is_not_run_is_one_line_that_says_what_is(monkeypatch, backend, decodes, kernel):
+    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), sliding_window=None)
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+    runtime = SimpleNamespace(groups=[SimpleNamespace(decodes=decodes)])
+    monkeypatch.delenv("VLLM_EVICT_DECODE", raising=False)
+    if kernel is not None:
+        monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
+    line = layers.ignored_settings(None, runtime)
+    if kernel in ("stock", None) or (backend != "CPU_ATTN" and decodes):
+        assert line is None
+        return
+    assert line.startswith(f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}: ") and "\n" not in line
+    assert ("a kernel for GPU backends" in line) == (backend == "CPU_ATTN")
+    assert ("the plugin's kernel in C++ decodes" in line) == decodes == ("own kernel decodes" not in line)
+
+
+@pytest.mark.parametrize("kernel", ["cuda", None])
+def test_a_decode_kernel_for_gpus_is_said_to_have_no_effect_on_a_cpu(engine, monkeypatch, kernel):
+    lines = []
+    monkeypatch.setattr(logging.getLogger("vllm.evict"), "warning", lines.append)
+    monkeypatch.delenv("VLLM_EVICT_DECODE", raising=False)
+    if kernel is not None:
+        monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
+    own = engine(H2O).runtime.decodes
+    instead = "the plugin's kernel in C++ decodes" if own else "CPU_ATTN's own kernel decodes"
+    said = [line for line in lines if line.startswith("VLLM_EVICT_DECODE")]
+    line = "VLLM_EVICT_DECODE=cuda has no effect behind CPU_ATTN: it names a kernel for GPU backends"
+    assert said == ([] if kernel is None else [f"{line}; {instead} requests with holes"])
+
+
+def test_a_decode_kernel_that_is_none_is_refused_before_anything_is_loaded(tiny, monkeypatch):
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "cutlass")
+    with pytest.raises(KVPolicyError, match="VLLM_EVICT_DECODE got 'cutlass'; expected stock, triton or cuda"):
+        engine_config(tiny)
+    engine_config(tiny, None)
+
+
+def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):
+    """Nothing in the configuration says so; its layers do."""
+    model = with_config(tmp_path, architectures=["BloomForCausalLM"], model_type="bloom", num_attention_heads=2)
+    with pytest.raises(KVPolicyError, match="ALiBi slopes"):
+        engine(H2O, model, load_format="dummy")
+    server = engine(UNMEASURED, model, load_format="dummy")
+    assert server.generate([list(range(200)) * 4], max_tokens=4)[0].kv_usage.evicted_blocks > 0
+
+
+def test_blocks_that_the_backend_does_not_have_are_refused(engine):
+    with pytest.raises(ValueError, match=r"(?i)block.size"):
+        engine({**H2O, "budget": 160, "sink": 16}, block_size=16)
