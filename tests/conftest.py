@@ -42,7 +42,7 @@ GARBAGE = 2**30
 #: Files that take minutes; they are begun first.
 LONG = {
     *("test_ray", "test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"),
-    *("test_sliding", "test_load_engine", "test_soak"),
+    *("test_sliding", "test_load_engine", "test_soak", "test_full_graphs", "test_data_parallel"),
 }
 
 

@@ -278,8 +278,7 @@ def test_a_reset_forgets_scores_and_what_is_under_way(engine, dense, shadows, ru
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("make", ["engine", "async_engine"])
-@pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
+@pytest.mark.parametrize("make, scheduling", [("engine", "priority"), ("async_engine", "fcfs")])
 def test_load_beyond_the_pool(request, monkeypatch, shadows, make, scheduling):
     """Originals and shadows are preempted; all end, and every block comes back."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from loads.double import Fault
 from loads.program import Maker, Program
 from loads.scheduler import failure, run, shortest
 from mutants import MUTANTS, source
@@ -26,11 +27,11 @@ def test_random_programs_hold(name):
     maker, counts = Maker(seed=17, only=[name]), Counter()
     for _ in range(10):
         program = maker.program()
-        fault = failure(program)
-        assert fault is None, f"{fault}\nshortened, for `python -m tests.loads.scheduler --replay`:\n" + str(
-            shortest(program, fault, 20)
-        )
-        counts.update(run(program))
+        try:
+            counts.update(run(program))
+        except Fault as fault:
+            command = "`python -m tests.loads.scheduler --replay`"
+            pytest.fail(f"{fault}\nshortened, for {command}:\n{shortest(program, fault, 20)}")
     assert counts["finished"] > 50 and counts["steps"] > 500
     if name not in ("stock", "full"):
         assert counts["holes"] > 50

@@ -36,7 +36,9 @@ SERVERS = {
 }
 # With a prefix cache only blocks that were never published are poisoned, without one all that are freed.
 CACHING = {"prefix-cache": True, "no-prefix-cache": False}
-CASES = [(a, b) for a in SERVERS for b in CACHING]
+CASES = [(name, caching) for name in ("h2o", "rkv") for caching in CACHING]
+CASES += [("full", "prefix-cache"), ("sink-window", "prefix-cache")]
+CASES += [("h2o-last", "no-prefix-cache"), ("h2o-pressure", "no-prefix-cache")]
 REQUESTS = 12 if V2 else 40
 
 

@@ -153,7 +153,7 @@ def preemptions(server):
     return server.metrics()["vllm:num_preemptions"]
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "sink-window", "random"])
 def test_it_preempts_nobody_where_floors_fit(engine, name):
     """Stock vLLM preempts on this load; here nobody is, no request falls below its floor, and all blocks come back."""
     server = engine(SERVERS[name], **SMALL)

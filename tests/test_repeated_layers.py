@@ -23,7 +23,7 @@ POLICIES = {
     "cached-tokens": {"name": "knorm", **BY_TOKEN},
 }
 #: Calls of each of three layers in a step.
-CALLS = [(2, 1, 1), (1, 3, 1)]
+CALLS = (2, 3, 1)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_a_layer_that_is_called_twice_keeps_its_own_scores(engine, model, name):
         for seed, (length, tokens) in enumerate([(500, 100), (90, 260)])
     ]
     found = []
-    for calls in [(1, 1, 1), *CALLS]:
+    for calls in ((1, 1, 1), CALLS):
         server = engine(POLICIES[name], model=model, max_num_batched_tokens=192)
         repeat(server, calls)
         outputs, traces = server.traced(requests)
@@ -58,4 +58,4 @@ def test_a_layer_that_is_called_twice_keeps_its_own_scores(engine, model, name):
         found.append([(trace.evicted, output.outputs[0].token_ids) for output, trace in zip(outputs, traces)])
         found[-1].append(np.concatenate([logprobs_of(output) for output in outputs]).tolist())
         server.assert_nothing_left()
-    assert found[1] == found[0] and found[2] == found[0]
+    assert found[1] == found[0]

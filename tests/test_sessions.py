@@ -26,6 +26,8 @@ POLICIES = {
     "sink-window": {"name": "sink-window", "budget": 192, "buffer": 64, "sink": 32},
     "context": {**H2O, "context": 512},
 }
+#: Whether turns are sent before the one before has ended, in names of cases.
+QUEUED = {False: "one-by-one", True: "queued"}
 TURNS = [(150, 40), (200, 70), (30, 60), (120, 50)]
 
 
@@ -208,8 +210,7 @@ def dense(tiny):
 
 
 @pytest.mark.both_runners("h2o-one-by-one")
-@pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name, queued", [*((name, False) for name in POLICIES), ("h2o", True)], ids=QUEUED.get)
 def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, name, queued):
     server = engine(POLICIES[name], max_num_batched_tokens=CHUNK)
     sessions, trigger, steady = Sessions(server), 8, []
@@ -231,8 +232,11 @@ def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, nam
 
 
 @pytest.mark.both_runners("h2o-queued")
-@pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])
-@pytest.mark.parametrize("name", ["h2o", "snapkv", "sink-window", "context"])
+@pytest.mark.parametrize(
+    "name, queued",
+    [("h2o", False), *((name, True) for name in ("h2o", "snapkv", "sink-window", "context"))],
+    ids=QUEUED.get,
+)
 def test_with_steps_in_flight(async_engine, dense, monkeypatch, name, queued):
     """What a step in flight computed beyond the end of its turn is dropped, and computed again over holes."""
     server = async_engine(POLICIES[name], max_num_batched_tokens=CHUNK)

@@ -176,8 +176,7 @@ def test_preempted_requests_start_over(engine, model, dense, name):
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("asynchronous, caching", [(False, False), (True, True)])
 def test_no_poison(engine, async_engine, model, monkeypatch, asynchronous, caching):
     """Requests that come and go while freed blocks are full of NaN, with copies and without, steps in flight or none."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
