@@ -165,7 +165,9 @@ class Simulation(Invariants):
             self._check_published(())  # what was sampled may fill a block
         if self.evictable:
             self._check_bounds(output, rows)
-            if self.scheduler.reconstructions is not None and not (self.settings.lost or self.settings.late):
+            settings = self.settings
+            scores_come = not (settings.lost or settings.late or settings.answers == "nan")
+            if self.scheduler.reconstructions is not None and scores_come:
                 self._check_reconstructions()
         return True
 
