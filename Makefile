@@ -137,6 +137,9 @@ MERGED = "h2o","accumulate":"last","window":16,"sets":"all" "snapkv","kernel":7,
 MERGES = $(foreach score,$(MERGED),$(foreach merge,null "d2o" "ems",\
 	{"name":$(score),"granularity":"token","merge":$(merge),$(SIZES)}$(comma)))
 FASTGEN = $(foreach recovery,0.3 0.5 0.95,{"name":"fastgen","bands":2,"recovery":$(recovery),$(SIZES)}$(comma))
+# Evicted blocks that wait on the host, and come back when the question asks for them.
+TIER    = "evict":"host","host":"1GiB","recall":"quest"
+RECALLS = $(foreach name,h2o sink-window,{"name":"$(name)",$(TIER),"sink":32,$(if $(filter h2o,$(name)),"recent":32$(comma))"buffer":0}$(comma))
 quality: $(READY)  ## what every policy loses on the embedded model (results in out/quality)
 	@$(EVAL) --out out/quality/agnostic --settings agnostic --policies '$(POLICIES)' --lengths 2048 \
 		--budgets 0.1,0.25,0.5 --tasks niah,multikey,twostage,vt,ppl
@@ -158,6 +161,8 @@ quality: $(READY)  ## what every policy loses on the embedded model (results in 
 		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt,ppl
 	@$(EVAL) --out out/quality/fastgen --settings aware --policies 'full,$(FASTGEN)configs/duo-needle.yaml' \
 		--lengths 2048 --budgets 0.1,0.25 --tasks niah,multikey,twostage
+	@$(EVAL) --out out/quality/recall --settings agnostic --policies 'full,h2o,$(RECALLS)' --lengths 2048 \
+		--budgets 0.1,0.25 --tasks niah,multikey,twostage,vt,ppl
 	@$(EVAL) --out out/quality/asides --settings agnostic --policies 'full,snapkv,$(ASIDES)' --lengths 2048 \
 		--budgets 0.25 --tasks niah,ppl
 

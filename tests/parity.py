@@ -8,6 +8,8 @@ from engine import logprobs_of
 from oracle.replay import Config, replay
 from oracle.tokens import replay_tokens
 
+from vllm_evict.config.fields import TIER
+from vllm_evict.config.options import names_of
 from vllm_evict.policies import TOKEN_OPTIONS
 
 #: Relative gap in importance below which rounding may tell tokens apart either way.
@@ -16,7 +18,7 @@ TOKEN_TIE = 2e-6
 
 def oracle_config(policy, prompt, block_size=32, chunk=None):
     """The oracle's words for a plugin policy; with a context, of a server whose steps compute `chunk` tokens at most."""
-    not_its = {"name", "when", "allow", "min_prompt"} | TOKEN_OPTIONS
+    not_its = {"name", "when", "allow", "min_prompt"} | TOKEN_OPTIONS | names_of(TIER)
     assert policy.get("granularity", "block") == "block"
     options = {key: value for key, value in policy.items() if key not in not_its}
     if options.get("context") is None:

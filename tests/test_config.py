@@ -12,6 +12,8 @@ from configuration import H2O, WHOLE, parse, refusal, request_refusal
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.config.errors import instead
+from vllm_evict.config.fields import TIER
+from vllm_evict.config.options import names_of
 from vllm_evict.config.schema import _warn_of_old_name
 from vllm_evict.policies import BUDGET_OPTIONS, POLICIES
 
@@ -60,15 +62,19 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     values |= {"kernel": 5, "mix": 0.25, "seed": 11, "chunk": 500, "instruction": [3, 4], "when": policy.triggers[-1]}
     values |= {"sets": "all", "merge": "d2o", "merge_decay": 0.3, "merge_threshold": 0.1, "granularity": "token"}
     values |= {"context": None}
+    waiting = {"evict": "host", "host": 1 << 30, "recall": "quest", "recall_every": 4, "recall_blocks": 3}
+    waiting |= {"again": 100, "again_rounds": 2}
     if "granularity" in policy.options:
         values["when"] = "budget"
-    assert set(values) == frozenset().union(*(POLICIES[other].options for other in WHOLE))
+    assert {*values, *waiting} == frozenset().union(*(POLICIES[other].options for other in WHOLE))
     values = {field: value for field, value in values.items() if field in policy.options}
-    for extra in ({}, values, {"allow": ["h2o"]}, {"context": 4096} if "context" in policy.options else {}):
+    waiting = waiting if "evict" in policy.options else {}
+    for extra in ({}, values, {"allow": ["h2o"]}, {"context": 4096} if "context" in policy.options else {}, waiting):
         config = parse({"name": name, **extra})
         carried = json.loads(json.dumps(config.to_dict()))
         assert parse(carried) == config and parse(carried).unsaid == config.unsaid
-        assert set(carried) == (policy.options | {"name", "allow"}) - config.unsaid
+        tier = set() if extra == waiting else names_of(TIER)
+        assert set(carried) == (policy.options | {"name", "allow"}) - config.unsaid - tier
         assert set(config.effective()) == policy.options | {"name", "allow"}
         assert config.unsaid == (set() if extra == values else policy.options & {"sink", "recent"})
 

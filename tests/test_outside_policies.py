@@ -89,7 +89,7 @@ print(json.dumps({
     "unknown": refusal({"name": "h2o", "step": 3}),
     "meant": refusal("toi"),
     "help": [line in HELP for line in ("step: every so many blocks stay", "toy")] + ["step" in FIELDS],
-    "table": [row for row in REGISTRY.table().splitlines() if "step" in row],
+    "table": [row for row in REGISTRY.table().splitlines() if "`step`" in row],
 }))
 """,
         ).stdout

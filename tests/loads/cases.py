@@ -70,6 +70,12 @@ def _context(rng, sizes):
     return {"name": name, **sizes, "context": "CONTEXT", "allow": _others(["sink-window", "h2o", "keydiff"], name)}
 
 
+def _host(rng, sizes):
+    policy = _blocks(rng, sizes) | {"evict": "host", "host": rng.choice([1, 4, 64]) << 18}
+    policy |= {"recall": "quest", "recall_every": rng.choice([1, 2, 8]), "recall_blocks": rng.choice([1, 3, 8])}
+    return policy | {"again": rng.choice([0, 40, 256]), "again_rounds": rng.choice([1, 2])}
+
+
 def _full(rng, sizes):
     return {"name": "full"}
 
@@ -85,6 +91,7 @@ KINDS = {
     "context": ("plain", _context),
     "windows": ("windows", _blocks),
     "full": ("plain", _full),
+    "host": ("plain", _host),
 }
 
 

@@ -255,6 +255,9 @@ class Run:
         usage = output.kv_usage
         for each in usage if isinstance(usage, list) else [usage]:
             self.counts["evicted blocks"] += each.evicted_blocks
+            self.counts["recalled blocks"] += each.recalled_blocks or 0
+            self.counts["dropped blocks"] += each.dropped_blocks or 0
+            self.counts["asked again"] += each.asked_again or 0
         lost = any(each.evicted_blocks for each in (usage if isinstance(usage, list) else [usage]))
         self.counts["evicted from"] += lost
         if not lost and self.stock is not None and number % 4 == 0 and item.get("n", 1) == 1 and "stop" not in item:
@@ -278,6 +281,7 @@ class Run:
         # The next plan fills these blocks.
         plan = self.engine.scheduler._plan
         coming = {block for order in (*plan.compactions, *plan.rotations) for block in order.target}
+        coming |= {copy.physical for copy in plan.copies if copy.kind == "fetch"}
         for group, slices in zip(self.engine.all_managers, self._slices):
             blocks = {block.block_id for table in group.req_to_blocks.values() for block in table if not block.is_null}
             blocks = sorted(blocks - coming)
@@ -300,6 +304,8 @@ class Run:
 
     def _check_end(self):
         self.engine.assert_nothing_left()
+        if (pool := self.engine.scheduler.host_pool) is not None:
+            assert not pool.used and sorted(pool._free) == list(range(pool.blocks)), "host blocks are lost"
         if self.published is not None:
             self.published.compare(TOLERANCE)
 

@@ -12,6 +12,7 @@ from ..core.plan import GroupPlan, Reports
 from ..policies import CACHED, RUNNING
 from .cached import CachedStatistics, Row
 from .graphs import Attends, GraphMemory
+from .host import BoundStep, HostBlocks
 from .merge import Merger
 from .originals import Originals
 from .prompts import PromptScores
@@ -102,6 +103,9 @@ class GroupRuntime:
         self.originals: Originals | None = None
         if config.context is not None:
             self.originals = Originals(store, block_size, self.device)
+        #: Host memory of evicted blocks; None: evicted blocks are dropped.
+        self.host: HostBlocks | None = None
+        self._bounds: BoundStep | None = None
         #: Request -> its merger, of requests that merge tokens.
         self.mergers: dict[str, Merger] = {}
         self.cached = CachedStatistics(store.read, kv_heads, layers, config.heads, config.layers)
@@ -128,13 +132,17 @@ class GroupRuntime:
             started += [each for each in zip(cached.req_ids, cached.new_block_ids) if each[0] in cached.resumed_req_ids]
         for req_id, holes in plan.holes.items():
             self.with_holes.setdefault(req_id, []).extend(holes)
+        for req_id, blocks in plan.returned.items():
+            left = set(self.with_holes.pop(req_id, ())).difference(blocks)
+            if left:
+                self.with_holes[req_id] = list(left)
         for req_id, block_ids in started:
             # The table of a started request has all its holes: those of a session's former turns and of this plan, or
             # those of a cached prefix.
             self.with_holes.pop(req_id, None)
             if 0 in block_ids[number]:
                 self.with_holes[req_id] = np.flatnonzero(np.equal(block_ids[number], 0)).tolist()
-        if gone or started or plan.holes:
+        if gone or started or plan.holes or plan.returned:
             self._lacks = None
         for req_id in gone if self.mergers else ():
             self.mergers.pop(req_id, None)
@@ -151,12 +159,15 @@ class GroupRuntime:
                 if scoring.per_token == (sums is self.tokens):
                     sums.start(req_id, scoring)
                     # Holes of earlier plans. Holes of this plan are counted below.
-                    sums.count_holes(req_id, len(self.with_holes.get(req_id, ())) - len(plan.holes.get(req_id, ())))
+                    new = len(plan.holes.get(req_id, ())) - len(plan.returned.get(req_id, ()))
+                    sums.count_holes(req_id, len(self.with_holes.get(req_id, ())) - new)
             for req_id, trigger in plan.triggers.items():
                 sums.set_trigger(req_id, trigger)
             for req_id, holes in plan.holes.items():
                 if req_id not in plan.missing:
                     sums.count_holes(req_id, len(holes))
+            for req_id, blocks in plan.returned.items():
+                sums.count_holes(req_id, -len(blocks))
             for req_id, missing in plan.missing.items():
                 sums.set_holes(req_id, missing)
 
@@ -172,6 +183,8 @@ class GroupRuntime:
 
     def fits_graphs(self, requests: Set[str]) -> bool:
         """Whether a full graph can measure all that a decode step of these requests measures."""
+        if self.plan is not None and self.plan.waiting:
+            return False
         if self.prompts is not None and len(self.prompts):
             return False
         if self.tokens is not None:
@@ -318,9 +331,12 @@ class GroupRuntime:
         if by_token:
             tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens)
         prompts = self.prompts.step(req_ids, starts, seq_lens) if repeating else None
-        if step is None and tokens is None and prompts is None and not len(own):
+        if self.plan.waiting:
+            places = {req_id: row for row, req_id in enumerate(req_ids)}
+            self._bounds = BoundStep(self.host, self.plan.waiting, self._rows, places, starts, self.device)
+        if step is None and tokens is None and prompts is None and self._bounds is None and not len(own):
             return metadata, None
-        work = StepWork(step, own, starts, lens, tokens, prompts)
+        work = StepWork(step, own, starts, lens, tokens, prompts, self._bounds)
         if len(own):
             metadata = metadata if self.with_holes else copy(metadata)
             stock = held.copy()
@@ -349,6 +365,9 @@ class GroupRuntime:
         if any(names & CACHED for names in asked.values()):
             for req_id, report in self.cached.report(asked, self._rows, all_reduce).items():
                 reports.setdefault(req_id, report).statistics.update(report.statistics)
+        if self._bounds is not None:
+            self._bounds.report(reports, all_reduce)
+            self._bounds = None
         self._rows = {}
         # A report has all statistics that were asked for; an incomplete one is left out.
         return {req_id: report for req_id, report in reports.items() if asked[req_id] <= report.statistics.keys()}

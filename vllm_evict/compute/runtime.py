@@ -9,6 +9,7 @@ import torch
 from ..core.plan import PLAN, EvictionPlan, Reports
 from .graphs import Attends
 from .group import Batch, GroupRuntime
+from .host import HostBlocks
 from .merge import Merger
 from .tokens import compact
 from .transfer import copied
@@ -112,6 +113,11 @@ class EvictionRuntime:
             self.views.memory(group, table.shape)
             group.hold(pool)
 
+    def keep_on_host(self, blocks: int, bounds: bool) -> None:
+        """Memory for so many evicted blocks, and for bounds of their keys if blocks come back by them."""
+        (group,) = self.groups
+        group.host = HostBlocks(group.store, blocks, group.device, bounds)
+
     @property
     def decodes_lacking(self) -> bool:
         """Whether the plugin's kernel decodes requests with holes, for layers that it supports."""
@@ -180,11 +186,13 @@ class EvictionRuntime:
 
     @torch.inference_mode()  # as caches and sums are
     def rearrange(self, all_reduce: Any) -> None:
-        """Carry out the plan's rotations and compactions, before the step writes any block.
+        """Carry out the plan's copies, rotations and compactions, before the step writes any block.
 
         Args:
             all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
         """
+        if self.plan.copies:
+            self.groups[0].host.obey(self.plan.copies)
         for move in self.plan.rotations:
             self.groups[move.group].originals.turn(move)
         for group, plan in zip(self.groups, self.plan.groups):

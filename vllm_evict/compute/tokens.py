@@ -43,6 +43,10 @@ class Store(Protocol):
         """Number of KV heads of each layer."""
         ...
 
+    def pages(self) -> list[torch.Tensor]:
+        """Each layer's cache, blocks first."""
+        ...
+
     def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
         """Gather kept tokens of all layers (see `kernels.compact`).
 

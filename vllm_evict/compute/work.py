@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .host import BoundStep
 from .prompts import PromptStep
 from .sums import MassBuffers, MassStep
 from .tokens import TokenStep
@@ -44,6 +45,7 @@ class StepWork:
         mass: measurement by block; None if there is none.
         tokens: measurement by token; None if there is none.
         prompts: measurement of repeated prompts; None if there is none.
+        bounds: scores by bounds of keys; None if there are none.
         rows: int64 [n], batch rows, of one query each, that the plugin decodes.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens.
@@ -62,8 +64,9 @@ class StepWork:
         seq_lens: torch.Tensor,
         tokens: TokenStep | None = None,
         prompts: PromptStep | None = None,
+        bounds: BoundStep | None = None,
     ) -> None:
-        self.mass, self.tokens, self.prompts = mass, tokens, prompts
+        self.mass, self.tokens, self.prompts, self.bounds = mass, tokens, prompts, bounds
         self.is_all = len(rows) == query_start_loc[-1]
         self.rows = to_device(rows.astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
@@ -119,6 +122,8 @@ class StepWork:
             weigh(None, None)
         if self.prompts is not None:
             self.prompts.add(ops, layer, place, query, kv_cache, metadata)
+        if self.bounds is not None:
+            self.bounds.add(ops, layer, place, query, kv_cache)
 
     def _stock_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
         """Return the weights with 0 for queries that the plugin decodes: float32 [T]; None: 1."""

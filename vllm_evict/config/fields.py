@@ -82,9 +82,53 @@ CONTEXT = Option(
     "rotated to later positions before a request exceeds it",
     _context,
 )
+#: Units of sizes in bytes.
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def _bytes(size: Any) -> int | None:
+    """Bytes, from a whole number or from a number with one of `UNITS`."""
+    if size is None:
+        return None
+    found = size
+    if isinstance(size, str):
+        number, unit = size[:-3].strip(), size[-3:]
+        plain = number.replace(".", "", 1)
+        found = int(float(number) * UNITS[unit]) if unit in UNITS and plain.isascii() and plain.isdigit() else None
+    if isinstance(found, (int, np.integer)) and not isinstance(found, bool) and 0 < found < 1 << 50:
+        return int(found)
+    raise ValueError(f"must be a number of bytes above 0, or a size such as '8GiB' or '512MiB', not {shown(size)}")
+
+
+#: What happens to evicted blocks, and whether they come back: settings of the server, the same for all its requests.
+TIER = (
+    Option(
+        "evict",
+        Literal["drop", "host"],
+        "drop",
+        "`drop`: evicted blocks are gone. `host`: their bytes wait in host memory",
+    ),
+    Option(
+        "host", Any, None, "with `evict: host`: host memory of the server in bytes, or with a unit (`8GiB`)", _bytes
+    ),
+    Option(
+        "recall",
+        Literal["none", "quest"],
+        "none",
+        "with `evict: host`: `quest`, blocks come back that bounds of their keys promise attention for",
+    ),
+    Option("recall_every", whole(1), 8, "decode steps from one look at a request's host blocks to the next"),
+    Option("recall_blocks", whole(1), 8, "most blocks that come back to a decoding request at a time"),
+    Option("again", whole(), 256, "last tokens of a prompt that are computed again once blocks came back; 0: none"),
+    Option("again_rounds", whole(1, 9), 1, "times that they are"),
+)
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
-    (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT), budget=2048, buffer=128, sink=64, recent=256
+    (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT, *TIER),
+    budget=2048,
+    buffer=128,
+    sink=64,
+    recent=256,
 )
 
 #: Fields of policies that support token granularity.
@@ -152,5 +196,5 @@ ALLOW = Option(
 #: Values that `KVPolicyConfig` returns for fields that its policy does not have.
 NEUTRAL = {
     option.name: option.default
-    for option in (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT, *PER_TOKEN, *MASS, BANDS)
+    for option in (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT, *TIER, *PER_TOKEN, *MASS, BANDS)
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .errors import LONGEST_SHOWN, KVPolicyError, instead, shown
-from .fields import KEEPING, PER_TOKEN, TOKENS_OR_RATIO, tokens_or_ratio
+from .fields import KEEPING, PER_TOKEN, TIER, TOKENS_OR_RATIO, tokens_or_ratio
 from .frozen import C, Frozen
 from .options import TOO_MANY, names_of
 from .registry import REGISTRY, Declaration
@@ -145,7 +145,7 @@ class Requests(Frozen):
             "buffer": self.buffer if self.when == "pressure" else (limits.trigger - limits.budget) * block_size,
             **{
                 field: getattr(self, field)
-                for field in ("when", "protect", "min_prompt", "context", *names_of(PER_TOKEN))
+                for field in ("when", "protect", "min_prompt", "context", *names_of(PER_TOKEN), *names_of(TIER))
             },
             **{size: getattr(self, size) for size in {"sink", "recent"} - self.unsaid},
         }

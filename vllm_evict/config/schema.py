@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import KVPolicyError, instead, shown, together
-from .fields import ALLOW
+from .fields import ALLOW, TIER
 from .groups import Groups
-from .options import Option
+from .options import Option, names_of
 from .registry import REGISTRY
 from .request import Requests
 from .sizes import SMALLEST_BLOCK, Sizes
@@ -100,8 +100,12 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         return frozenset({"sink", "recent"} & self.policy.options) - self.given
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes."""
-        fields = {field: value for field, value in self.effective().items() if field not in self.unsaid}
+        """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes.
+
+        Fields of blocks on the host are left out where evicted blocks are dropped.
+        """
+        unsaid = self.unsaid | (names_of(TIER) if self.evict == "drop" else set())
+        fields = {field: value for field, value in self.effective().items() if field not in unsaid}
         return {
             field: self.retrieval.to_dict() if field == "retrieval" and value else value
             for field, value in fields.items()
@@ -170,6 +174,8 @@ def _unknown(name: str, field: object, known: Iterable[str]) -> str:
     if field == "granularity":
         others = REGISTRY.with_option("granularity")
         return f"granularity: {name!r} supports only 'block'. Policies that support 'token': {others}"
+    if field == "evict":
+        return f"evict: {name!r} supports only 'drop'. Policies that support 'host': {REGISTRY.with_option('evict')}"
     return f"policy {name!r} has no field {shown(field)}: {instead(field, [*known, 'name'])}"
 
 
@@ -209,6 +215,28 @@ def _sees_tokens(config: KVPolicyConfig) -> None:
         )
     if config.merge and config.granularity != "token":
         raise ValueError(f"merge: {config.merge!r} merges tokens: it needs granularity: token")
+
+
+def _keeps_on_the_host(config: KVPolicyConfig) -> None:
+    if config.retrieval is not None and config.retrieval.evict == "host":
+        raise ValueError("retrieval: evict: host needs one KV group, and heads are split in several: use evict: drop")
+    if config.evict != "host":
+        if config.recall != "none" or config.host is not None:
+            field = "host" if config.host is not None else "recall"
+            raise ValueError(f"{field}: blocks that are dropped have no copy on the host: it needs evict: host")
+        return
+    for refused, why in (
+        (config.host is None, "it needs a size of host memory, such as host: 8GiB"),
+        (config.when == "pressure", "'when: pressure' does not know blocks on the host: it needs when: budget"),
+        (config.granularity == "token", "tokens of a head have no block to come back to: it needs granularity: block"),
+        (config.context is not None, "blocks that moved up have no place to come back to: leave context out"),
+    ):
+        if refused:
+            raise ValueError(f"evict: host: {why}")
+    for name in config.allow or ():
+        if name != "full" and "evict" not in policy_named(name).options:
+            others = sorted(n for n in REGISTRY if "evict" in REGISTRY[n].options)
+            raise ValueError(f"allow: {name!r} has no evict: host; requests may pick: {', '.join(others)}")
 
 
 def _fits_its_context(config: KVPolicyConfig) -> None:
@@ -269,6 +297,6 @@ def _has_the_trigger(config: KVPolicyConfig) -> None:
 
 
 RULES: tuple[Callable[[KVPolicyConfig], None], ...] = (
-    _allows_what_there_is, _sees_tokens, _fits_its_context, _has_the_trigger, _room_to_choose,
+    _allows_what_there_is, _sees_tokens, _keeps_on_the_host, _fits_its_context, _has_the_trigger, _room_to_choose,
 )  # fmt: skip
 REGISTRY.reserved |= frozenset(dir(KVPolicyConfig)) | frozenset(KVPolicyConfig.__annotations__)

@@ -52,6 +52,18 @@ class Evict(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Swap(Evict):
+    """Blocks come back from the host, and others go in their place.
+
+    Attributes:
+        returns: int64 [n], logical blocks on the host, the most wanted first. If the pool has less room the others stay
+            on the host.
+    """
+
+    returns: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
+
+
+@dataclass(frozen=True, slots=True)
 class Compact(Action):
     """Gathers the kept tokens of each KV head in `writes`, the first of the candidate blocks, and evicts the others.
 

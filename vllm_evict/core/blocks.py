@@ -3,17 +3,34 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..config import NEVER, KVPolicyConfig, Limits
 from ..policies import Blocks
+from .host import Recalls
 from .plan import Report, Scoring
 
 NO_BLOCKS = np.empty(0, dtype=np.int64)
+#: Decisions of its policy for which a block stays that queries wanted.
+STAY = 2
 #: Cost of the oldest block without a score, above the cost of any block with one (at most 1).
 UNSCORED = 2.0
+
+
+class Stay(NamedTuple):
+    """Why a block stays.
+
+    Attributes:
+        score: by bounds of its keys.
+        decisions: of the policy, in which it goes after all others.
+        came: whether it came back from the host in a decode.
+    """
+
+    score: float
+    decisions: int = STAY
+    came: bool = False
 
 
 @dataclass(slots=True)
@@ -29,6 +46,11 @@ class RequestState:
     peak_blocks: int = 0
     #: Whether a missing report of the request has been logged.
     complained: bool = False
+    #: Blocks that went to the host, came back, and were dropped there; times that a prompt's end was computed again.
+    spilled_blocks: int = 0
+    recalled_blocks: int = 0
+    dropped_blocks: int = 0
+    asked_again: int = 0
 
 
 @dataclass(slots=True)
@@ -73,6 +95,13 @@ class RequestBlocks:
     asked_at: int = 0
     #: Under a policy that reconstructs: scores of the prompt's leading blocks; an empty report if there are no scores.
     prompt_scores: Report | None = None
+    #: Holes whose content waits on the host: logical block -> host block.
+    host: dict[int, int] = field(default_factory=dict)
+    #: Blocks that queries wanted when host blocks were looked at -> how long they stay.
+    stays: dict[int, Stay] = field(default_factory=dict)
+    #: Scores of blocks, resident or on the host, when host blocks were last looked at.
+    scores: dict[int, float] = field(default_factory=dict)
+    recalls: Recalls = field(default_factory=Recalls)
 
     @property
     def measured(self) -> bool:
@@ -116,6 +145,7 @@ class RequestBlocks:
         self.started, self.scoring = False, None
         self.resident, self.places, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, NO_BLOCKS, 0, None, 0
         self.report, self.asked_at, self.prompt_scores, self.misses = None, 0, None, 0
+        self.host, self.stays, self.scores, self.recalls = {}, {}, {}, Recalls()
         if self.unprofiled is not None:
             (self.config, self.limits), self.unprofiled = self.unprofiled, None
 
@@ -144,6 +174,7 @@ class RequestBlocks:
         """
         # A new incarnation cancels decisions that are due: the first step of this turn makes them due again.
         self.incarnation += 1
+        self.recalls = Recalls()
         if self.pure_tokens is not None:
             self.pure_tokens = min(self.pure_tokens, computed_tokens)
         if self.unprofiled is not None:
@@ -187,6 +218,8 @@ class RequestBlocks:
         if not spare:
             return NO_BLOCKS
         order = np.argsort(self._importance(candidates, report, computed_tokens), kind="stable")
+        left = {block: stay._replace(decisions=stay.decisions - 1) for block, stay in self.stays.items()}
+        self.stays = {block: stay for block, stay in left.items() if stay.decisions}
         return np.sort(candidates[order[:spare]])
 
     def held_after(self, computed_tokens: int) -> np.ndarray:
@@ -242,6 +275,16 @@ class RequestBlocks:
         return self.resident[first:last], held - self.limits.budget
 
     def _importance(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
+        if self.stays:
+            # They go last, the least wanted first. A report may be older than the return of some.
+            others = ~np.isin(candidates, list(self.stays))
+            importance = np.array([len(candidates) + self.stays[i].score if i in self.stays else 0 for i in candidates])
+            order = np.argsort(self._importance_of(candidates[others], report, computed_tokens), kind="stable")
+            importance[np.flatnonzero(others)[order]] = np.arange(len(order))
+            return importance
+        return self._importance_of(candidates, report, computed_tokens)
+
+    def _importance_of(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
         if report is None and self.config.policy.measures:
             return candidates
         statistics = {} if report is None else self._statistics(candidates, report, computed_tokens)
@@ -265,8 +308,39 @@ class RequestBlocks:
         stays[self.resident.searchsorted(victims)] = False
         self.resident, self.places = self.resident[stays], self.places[stays]
         self.evicted_blocks += len(victims)
+        for block in victims.tolist() if self.stays else ():
+            if (stay := self.stays.pop(block, None)) is not None:
+                self.recalls.bounced += stay.came
         if self.pure_tokens is None:
             self.pure_tokens = computed_tokens
+
+    def want(self, least: float) -> None:
+        """Have resident blocks stay that were just scored, if they have at least that score."""
+        wanted = (block for block in self.resident.tolist() if self.scores.get(block, 0) >= least)
+        came = {block for block, stay in self.stays.items() if stay.came}
+        self.stays = {block: Stay(self.scores[block], came=block in came) for block in wanted}
+
+    def recall(self, blocks: np.ndarray) -> None:
+        """Take blocks that came back into the resident ones.
+
+        Args:
+            blocks: int64 [k], ascending, all of them holes.
+        """
+        at = self.resident.searchsorted(blocks)
+        self.resident, self.places = np.insert(self.resident, at, blocks), np.insert(self.places, at, blocks)
+
+    def replaceable(self, computed_tokens: int) -> tuple[np.ndarray, int]:
+        """Resident blocks outside sinks and recent window, int64 [n]; and how many blocks the budget has room for."""
+        candidates, spare = self._candidates(computed_tokens)
+        return candidates, max(-spare, 0)
+
+    def unbroken(self, computed_tokens: int) -> int:
+        """First token of the blocks at the end of so many tokens that have no hole between them."""
+        blocks = math.ceil(computed_tokens / self.block_size)
+        self._learn(blocks)
+        held = self.resident[: self.resident.searchsorted(blocks)]
+        gaps = np.flatnonzero(held != np.arange(blocks - len(held), blocks))
+        return (int(held[gaps[-1]]) + 1 if len(gaps) else blocks - len(held)) * self.block_size
 
     def reach(self, computed_tokens: int) -> int:
         """Distance in tokens from the place of the first resident block to the newest token."""

@@ -117,6 +117,31 @@ class KeyRotation:
     again: list[bool]
 
 
+class Copy(NamedTuple):
+    """One block between a device and the host.
+
+    Attributes:
+        req_id: whose block.
+        group: KV group.
+        kind: `spill`, from the device to the host; `fetch`, back; `poison`, the host block is filled with NaN (tests).
+        physical: block of the device.
+        number: block of the host.
+    """
+
+    req_id: str
+    group: int
+    kind: str
+    physical: int
+    number: int
+
+
+class Waiting(NamedTuple):
+    """Blocks of a request that wait on the host: logical blocks, ascending, and the host block of each."""
+
+    logical: list[int]
+    numbers: list[int]
+
+
 @dataclass(slots=True)
 class GroupPlan:
     """The plan of one KV group. Workers read all fields but `due` and `asked`, which are the scheduler's notes.
@@ -135,6 +160,10 @@ class GroupPlan:
         repeats: shadow that starts in this step -> the tokens that it repeats.
         scored: request -> (number of a prompt, tokens). The scores of these tokens become the request's.
         forgotten: numbers of prompts whose scores workers drop.
+        returned: request -> logical blocks that are no holes any more; `moved` says where they are.
+        waiting: request -> its host blocks; bounds of their keys are scored with the resident ones in this step.
+        looked: request -> its incarnation, those whose host blocks are decided on after this step.
+        again: request -> its incarnation, and the first token that may be computed again after this step.
     """
 
     holes: dict[str, list[int]] = field(default_factory=dict)
@@ -150,6 +179,36 @@ class GroupPlan:
     repeats: dict[str, Repetition] = field(default_factory=dict)
     scored: dict[str, tuple[int, int]] = field(default_factory=dict)
     forgotten: list[int] = field(default_factory=list)
+    returned: dict[str, list[int]] = field(default_factory=dict)
+    waiting: dict[str, Waiting] = field(default_factory=dict)
+    looked: dict[str, int] = field(default_factory=dict)
+    again: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def leave_holes(self, req_id: str, blocks: list[int]) -> None:
+        """Note that a request lost some logical blocks."""
+        if came := self.returned.get(req_id):
+            # Workers have not heard that these came back: to them they are holes already.
+            back = [block for block in blocks if block in came]
+            blocks = [block for block in blocks if block not in back]
+            for block in back:
+                came.remove(block)
+                del self.moved[req_id][block]
+            if not came:
+                del self.returned[req_id]
+        if blocks:
+            self.holes.setdefault(req_id, []).extend(blocks)
+
+    def fill_holes(self, req_id: str, blocks: dict[int, int]) -> None:
+        """Note that logical blocks of a request are back: {logical block: physical block}."""
+        left = self.holes.get(req_id, [])
+        for block in blocks:
+            if block in left:  # workers have not heard that it went
+                left.remove(block)
+            else:
+                self.returned.setdefault(req_id, []).append(block)
+        if req_id in self.holes and not left:
+            del self.holes[req_id]
+        self.moved.setdefault(req_id, {}).update(blocks)
 
 
 @dataclass(slots=True)
@@ -160,6 +219,8 @@ class EvictionPlan:
         groups: a plan for each KV group.
         compactions: in the order of decisions. One may write blocks that an earlier one reads.
         rotations: in the order of decisions. A server has compactions or rotations, not both.
+        copies: between device and host, in the order in which they were decided; one may read what one before wrote.
+        rewound: request -> tokens of it that are computed, where some are computed again.
         poison: freed physical blocks to fill with NaN (tests only).
         clean: reallocated physical blocks to fill with zeros (tests only).
     """
@@ -167,6 +228,8 @@ class EvictionPlan:
     groups: list[GroupPlan]
     compactions: list[Compaction] = field(default_factory=list)
     rotations: list[KeyRotation] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    rewound: dict[str, int] = field(default_factory=dict)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
 

@@ -21,6 +21,10 @@ class KVUsage:
         peak_resident_tokens: the same in tokens (whole blocks).
         evicted_blocks: evicted blocks, summed over restarts.
         evicted_tokens: the same in tokens.
+        spilled_blocks: evicted blocks that went to the host; this and the next are None where none did.
+        recalled_blocks: blocks that came back.
+        dropped_blocks: blocks that were dropped there, as the host's memory was full.
+        asked_again: times that the end of its prompt was computed again, so that its answer sees what came back.
     """
 
     policy: str
@@ -29,6 +33,10 @@ class KVUsage:
     peak_resident_tokens: int
     evicted_blocks: int
     evicted_tokens: int
+    spilled_blocks: int | None = None
+    recalled_blocks: int | None = None
+    dropped_blocks: int | None = None
+    asked_again: int | None = None
 
     @classmethod
     def of(cls, groups: Sequence["RequestBlocks"]) -> "KVUsage":
@@ -37,6 +45,10 @@ class KVUsage:
         tokens = lambda blocks: blocks * groups[0].block_size // len(groups)  # noqa: E731
         peak, evicted = groups[0].state.peak_blocks, sum(group.evicted_blocks for group in groups)
         bounded = all(group.limits for group in groups)
+        state, on_host = groups[0].state, {}
+        if state.spilled_blocks:
+            names = ("spilled_blocks", "recalled_blocks", "dropped_blocks", "asked_again")
+            on_host = {name: getattr(state, name) for name in names}
         return cls(
             policy=groups[0].policy,
             budget_tokens=tokens(sum(group.limits.budget for group in groups)) if bounded else None,
@@ -44,7 +56,9 @@ class KVUsage:
             peak_resident_tokens=tokens(peak),
             evicted_blocks=evicted,
             evicted_tokens=tokens(evicted),
+            **on_host,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Its fields, as JSON carries them; those of the host only where blocks went there."""
+        return {field: value for field, value in asdict(self).items() if value is not None or field == "budget_tokens"}

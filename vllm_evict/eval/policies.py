@@ -170,13 +170,13 @@ def contenders(
 
 def _label(config: KVPolicyConfig) -> str:
     """The name of a JSON object's policy, and its options of scoring and splitting that are not defaults."""
-    unsaid = {"name", "budget", "buffer", "sink", "recent", "allow"}
+    unsaid = {"name", "budget", "buffer", "sink", "recent", "allow", "host"}
     fields, defaults = brief(config), {"threshold": None, "sparsity": None}
     if config.policy.splits == "classes":
         # Without a file of gates only the pattern names the heads.
         unsaid |= {"gates"} | ({"pattern"} if config.gates else set())
     else:
-        defaults = KVPolicyConfig(name=config.name).to_dict()
+        defaults = KVPolicyConfig(name=config.name).effective()
     options = {k: str(v) for k, v in fields.items() if k not in unsaid and v != defaults.get(k)}
     if config.retrieval:
         options["retrieval"] = _label(config.retrieval)

@@ -4,6 +4,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..config import KVPolicyConfig
+from ..config.fields import TIER
+from ..config.options import names_of
 from .spec import EvictableSpec
 
 if TYPE_CHECKING:
@@ -36,12 +38,14 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
         + f"; model runner V{2 if scheduler.use_v2_model_runner else 1}"
         + f"{', async scheduling' if scheduler.scheduler_config.async_scheduling else ''}"
         + f"; attention backend {spec.backend}; {what}"
+        + (f"; {scheduler.host_pool.blocks} host blocks for what is evicted" if scheduler.host_pool else "")
     )
 
 
 def _described(config: KVPolicyConfig) -> str:
     """Its name and options, for the start-up line."""
-    options = {field: getattr(config, field) for field in sorted(config.policy.options - {"pattern", "retrieval"})}
+    hidden = {"pattern", "retrieval"} | (names_of(TIER) if config.evict == "drop" else set())
+    options = {field: getattr(config, field) for field in sorted(config.policy.options - hidden)}
     text = config.name + "".join(f" {field}={value}" for field, value in options.items() if value is not None)
     return text if config.retrieval is None else f"{text} retrieval=({_described(config.retrieval)})"
 

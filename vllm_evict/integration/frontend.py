@@ -218,7 +218,12 @@ def hook_loggers(module: ModuleType) -> None:
             # There is one: vLLM's, or the one that was given in its place (Ray's).
             beside = next(each for each in self.stat_loggers if isinstance(each, module.PrometheusStatLogger))
             self.kv_evict_metrics = PrometheusMetrics(
-                name, self.engine_indexes, sorted(policy.allowed), beside._counter_cls, beside._gauge_cls
+                name,
+                self.engine_indexes,
+                sorted(policy.allowed),
+                beside._counter_cls,
+                beside._gauge_cls,
+                on_host=policy.evict == "host",
             )
 
     @functools.wraps(record)

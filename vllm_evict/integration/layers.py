@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 
-from ..compute.attention.ops import BackendOps, ops_for
+from ..compute.attention.ops import FP8_NAMES, BackendOps, ops_for
 from ..compute.attention.store import LayerStore
 from ..compute.group import GroupRuntime
 from ..compute.kernels.rotate import Rotation
@@ -30,7 +30,7 @@ from ..policies import RUNNING
 from . import refusals
 from .backend import PLACE, resident_backend, working_impl
 from .positions import rotations
-from .spec import EvictableSpec, most_blocks
+from .spec import EvictableSpec, host_blocks, most_blocks
 from .split import part_of, split_impl
 
 try:
@@ -299,7 +299,8 @@ def settle(
     assert [given[number] for number in runtime.numbers] == runtime.names, f"vLLM made other KV groups: {given}"
     ops, decodes = runtime.ops, decode_kernel() != "stock"
     for name, layer in layers.items():
-        if (config.statistics or config.context) and (reason := ops.unreadable(layer)):
+        read = config.statistics or config.context or config.recall != "none"
+        if read and (reason := ops.unreadable(layer)):
             raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": [], without a context')
         decodes &= ops.can_decode(layer)
     for group in runtime.groups:
@@ -318,6 +319,15 @@ def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:
     """Bytes of one block of the pool: in all layers, or in one KV group if there are several."""
     pages = [spec.page_size_bytes for spec in specs.values()]
     return runtime.block_bytes or (max(pages) if runtime.pages else sum(pages))
+
+
+def bound_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int) -> int:
+    """Bytes on the device of bounds of host blocks' keys; `block`: of a block of the pool."""
+    if config.evict != "host" or config.recall == "none":
+        return 0
+    # Two vectors of a block's keys, which are half of it; of fp8 caches in 16 bits.
+    wide = 2 if vllm_config.cache_config.cache_dtype in FP8_NAMES else 1
+    return wide * host_blocks(vllm_config, config, block) * block // vllm_config.cache_config.block_size
 
 
 def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[torch.Tensor]) -> None:

@@ -249,6 +249,22 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         self._count(resident, resident.held_blocks - len(holes))
         return moved, given_back
 
+    def bring_back(self, request_id: str, indices: Sequence[int]) -> dict[int, int]:
+        """Give a request new blocks in the place of holes. The caller must tell the workers with the very next step.
+
+        Args:
+            indices: logical blocks, all of them holes; no more than the pool has free.
+
+        Returns:
+            {logical block: physical block}.
+        """
+        table, new = self.req_to_blocks[request_id], self.block_pool.get_new_blocks(len(indices))
+        for index, block in zip(indices, new):
+            table[index] = block
+        resident = self.residents[request_id]
+        self._count(resident, resident.held_blocks + len(new))
+        return {index: block.block_id for index, block in zip(indices, new)}
+
     def _find_room(self, blocks: Sequence[KVCacheBlock], copies: int) -> bool:
         """Make sure that the pool has `copies` new blocks, which a request needs in place of some of its own.
 

@@ -17,6 +17,14 @@ COUNTERS = {
     "requests": ("vllm:kv_evict_requests", "Requests that lost at least one KV block."),
     "missing": ("vllm:kv_evict_reports_missing", "Scores that workers were asked for and did not report."),
 }
+#: The same of blocks on the host: there if evicted blocks go to the host.
+HOST_COUNTERS = {
+    "spilled": ("vllm:kv_evict_blocks_spilled", "Evicted KV blocks that were copied to the host."),
+    "recalled": ("vllm:kv_evict_blocks_recalled", "KV blocks that came back from the host."),
+    "dropped": ("vllm:kv_evict_blocks_dropped", "KV blocks on the host that were dropped for others."),
+    "again": ("vllm:kv_evict_prompts_again", "Times that the end of a prompt was computed again after a recall."),
+}
+HOST_USED = ("vllm:kv_evict_host_blocks", "Host blocks that hold evicted KV blocks, of all policies.")
 RESIDENT = ("vllm:kv_evict_blocks_resident", "KV blocks held by running requests.")
 
 
@@ -25,6 +33,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COUNTERS, 0))
+        self._host: dict[str, dict[str, int]] = {}
 
     def count(self, policy: str, evicted: int, freed: int, first: bool, copied: int = 0) -> None:
         counts = self._counts[policy]
@@ -43,10 +52,22 @@ class Tally:
         """A report that did not come."""
         self._counts[policy]["missing"] += 1
 
+    def host(self, policy: str, used: int | None = None, **counts: int) -> None:
+        """Add to `HOST_COUNTERS` of a policy; `used`: host blocks that hold something now."""
+        of_policy = self._host.setdefault(policy, dict.fromkeys(HOST_COUNTERS, 0))
+        for key, count in counts.items():
+            of_policy[key] += count
+        if used is not None:
+            of_policy["used"] = used
+
     def take(self, resident: dict[str, int]) -> dict[str, dict[str, int]]:
         """The counts since last time, and the blocks that running requests hold now."""
         taken = {policy: {**self._counts[policy], "resident": blocks} for policy, blocks in resident.items()}
+        for policy, counts in self._host.items():
+            if policy in taken:
+                taken[policy]["host"] = counts
         self._counts.clear()
+        self._host = {}
         return taken
 
 
@@ -57,6 +78,7 @@ class PrometheusMetrics:
         model_name: as served.
         engines: indices of the engines.
         policies: that requests may run under.
+        on_host: whether evicted blocks go to the host.
         counter, gauge: classes that vLLM's own metrics have: prometheus_client's, or wrappers of Ray's.
     """
 
@@ -67,10 +89,14 @@ class PrometheusMetrics:
         policies: Iterable[str],
         counter: Any = Counter,
         gauge: Any = Gauge,
+        on_host: bool = False,
     ) -> None:
         labels, self._model_name = ["model_name", "engine", "policy"], model_name
         self._metrics: dict[str, Any] = {key: counter(*named, labels) for key, named in COUNTERS.items()}
         self._metrics["resident"] = gauge(*RESIDENT, labels, multiprocess_mode="mostrecent")
+        if on_host:
+            self._metrics |= {key: counter(*named, labels) for key, named in HOST_COUNTERS.items()}
+            self._metrics["used"] = gauge(*HOST_USED, labels, multiprocess_mode="mostrecent")
         self._series: dict[tuple[int, str], dict[str, Any]] = {}
         for engine, policy in product(engines, policies):
             self._of(engine, policy)
@@ -82,6 +108,8 @@ class PrometheusMetrics:
                 if values[key]:
                     series[key].inc(values[key])
             series["resident"].set(values["resident"])
+            for key, value in values.get("host", {}).items():
+                series[key].set(value) if key == "used" else series[key].inc(value)
 
     def _of(self, engine: int, policy: str) -> dict[str, Any]:
         """Its series, by key of the counts."""

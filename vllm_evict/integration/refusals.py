@@ -1,5 +1,6 @@
 """Refuses models and settings that the plugin does not serve, at start, by name, with the way around."""
 
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -140,7 +141,8 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
         (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
         (
-            (config.statistics or config.context) and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
+            (config.statistics or config.context or config.recall != "none")
+            and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
             f"KV cache dtype {cache.cache_dtype!r}, which the plugin can't read on vLLM's {platform} engine",
             f'use --kv-cache-dtype auto{fp8}, or a policy without scores and context with "allow": [] (sink-window)',
         ),
@@ -164,10 +166,32 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "prefix caching off while requests may use kvzip, which reconstructs prompts from it",
             "leave --no-enable-prefix-caching out, or kvzip",
         ),
+        *_tier(vllm_config, config),
         (
             vllm_config.scheduler_config.scheduler_cls is not None,
             "a scheduler class of your own",
             "leave --scheduler-cls out; eviction needs its own",
+        ),
+    ]
+
+
+def _tier(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
+    """What is refused where evicted blocks go to the host."""
+    if config.evict != "host":
+        return []
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    drop = "set evict: drop"
+    return [
+        (
+            _slides(vllm_config.model_config, vllm_config.cache_config),
+            "evict: host and layers with sliding windows, whose blocks are gone when tokens are computed again",
+            drop,
+        ),
+        (vllm_config.parallel_config.tensor_parallel_size > 1, "evict: host and tensor parallelism", drop),
+        (
+            config.host > memory,
+            f"host: {config.host} bytes on a machine of {memory}",
+            "set less than the machine has, beside what the model takes",
         ),
     ]
 

@@ -15,9 +15,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ..config import KVPolicyError
-from ..core.actions import Action, Rotate
+from ..core.actions import Action, Rotate, Swap
 from ..core.blocks import RequestBlocks
-from ..core.mechanisms import Budget, Context, Mechanism, Pressure, Profiles, SharedBudget, Step
+from ..core.host import HostPool
+from ..core.mechanisms import Again, Budget, Context, Mechanism, Pressure, Profiles, Recall, SharedBudget, Step
 from ..core.mechanisms.base import settled
 from ..core.plan import PLAN, REPORTS, EvictionPlan
 from ..core.reports import Inbox
@@ -32,7 +33,7 @@ from .managers import EvictableManager, SlidingManager
 from .metrics import Tally
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
-from .spec import policy_config
+from .spec import host_blocks, policy_config
 
 logger = init_logger("vllm.evict")
 
@@ -59,6 +60,12 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         self.room = RoomMaker(self, self.pressure) if self.pressure is not None else None
         #: None unless requests may use a policy that reconstructs prompts.
         self.reconstructions = Reconstructions(self) if Reconstructions.serves(self.kv_policy) else None
+        #: None if evicted blocks are dropped.
+        self.host_pool = self._host_pool()
+        #: None if no prompt's last tokens are ever computed again.
+        self.again = Again(self, self.kv_policy) if Again.serves(self.kv_policy) else None
+        #: Request -> its computed tokens before it was rewound, until the next step is planned.
+        self._rewound: dict[str, int] = {}
         self.mechanisms = self._mechanisms()
         #: Requests that the front end may end with any output, by stop strings or as sessions -> the usage sent last:
         #: peak, evicted blocks of each KV group.
@@ -70,12 +77,21 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
 
     def _mechanisms(self) -> list[Mechanism]:
         """The mechanisms that this server's requests may need, in the order in which they decide."""
-        config, made = self.kv_policy, [self.pressure]
+        config, made = self.kv_policy, [self.pressure, self.again]
         for kind in (Profiles, Budget, SharedBudget):
             made.append(kind(self) if kind.serves(config) else None)
+        made.append(Recall(self, config, self.host_pool) if Recall.serves(config) else None)
         made.append(Context(self, self.vllm_config.max_in_flight_tokens) if Context.serves(config) else None)
         made.append(self.reconstructions)
         return [mechanism for mechanism in made if mechanism is not None]
+
+    def _host_pool(self) -> HostPool | None:
+        """Host blocks for what requests lose."""
+        if self.kv_policy.evict != "host":
+            return None
+        group = self.kv_cache_config.kv_cache_groups[self.kv_managers[0].kv_cache_group_id]
+        size = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        return HostPool(host_blocks(self.vllm_config, self.kv_policy, size), self._poison)
 
     def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager]]:
         """Managers of KV groups that may have holes, in order, and managers of sliding windows.
@@ -107,6 +123,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             self.reconstructions.before_schedule()
         output = super().schedule(*args, **kwargs)
         plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))
+        self._rewound = {}
         self._plan_starts(plan, output)
         tokens = output.num_scheduled_tokens
         over = [[each for each in manager.take_over_trigger() if each in tokens] for manager in self.kv_managers]
@@ -165,9 +182,16 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         return outputs
 
     def _held(self, group: int, req_id: str) -> np.ndarray | None:
-        """Blocks that a request holds in a KV group, without those of steps in flight; None if it has ended."""
+        """Blocks that a request holds in a KV group, those of steps in flight left out; None if it has ended.
+
+        Blocks that came back are left out too: a step that is in flight does not see them.
+        """
         request = self.requests.get(req_id)
-        return None if request is None else self.kv_managers[group].residents[req_id].held_after(settled(request))
+        if request is None:
+            return None
+        resident = self.kv_managers[group].residents[req_id]
+        held = resident.held_after(settled(request))
+        return held[~np.isin(held, list(resident.stays))] if resident.stays else held
 
     def apply(self, action: Action) -> None:
         """Carry out an action of a mechanism: free blocks, and add holes and orders to the next plan.
@@ -179,6 +203,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         request, residents = self.requests[req_id], self._residents_of(req_id)
         resident, policy = residents[action.group], residents[action.group].policy
         source = manager.blocks_at(req_id, action.reads)
+        leaving = None if self.host_pool is None else manager.blocks_at(req_id, action.holes)
         if (changed := manager.rewrite(req_id, action.writes, action.holes)) is None:
             if action.must:
                 self.running.remove(request)
@@ -196,21 +221,45 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             self._publish_ends(request)
         group = plan.groups[action.group]
         if len(action.holes):
-            group.holes.setdefault(req_id, []).extend(action.holes.tolist())
+            group.leave_holes(req_id, action.holes.tolist())
         if len(action.writes):
             group.moved.setdefault(req_id, {}).update(moved)
         action.order(plan, source, target)
         freed = [block for block in given_back if block.ref_cnt == 0]
+        if leaving:
+            for loser in self.host_pool.spill(plan, req_id, action.group, resident, action.holes.tolist(), leaving):
+                self.tally.host(loser.policy, dropped=1)
+            self.tally.host(policy, spilled=len(leaving))
         if self._poison:
             # A published block may still be hit, so its content has to match its hash.
             poison = [block.block_id for block in freed if block.block_hash is None]
             plan.poison = [block for block in plan.poison if block not in target] + poison
+        if isinstance(action, Swap):
+            self._bring_back(action, resident, len(freed))
         copies = len(given_back) - len(action.holes)
         if isinstance(action, Rotate):
             resident.move_up()
             self.tally.move(policy, copies)
         else:
             self.tally.count(policy, len(action.holes), max(len(freed) - copies, 0), first, copies)
+
+    def _bring_back(self, action: Swap, resident: RequestBlocks, freed: int) -> None:
+        """Do the second half of a swap: bring blocks back, as many as the pool has room for.
+
+        No request is preempted for them: they take blocks that the swap has freed, and blocks that the requests which
+        run do not need for what they may have in flight.
+        """
+        manager, cache = self.kv_managers[action.group], self.kv_cache_manager
+        spare = self.free_blocks - freed - cache.watermark_blocks - manager.in_flight - len(self.running)
+        blocks = action.returns[: freed + max(spare, 0)].tolist()
+        if not blocks:
+            return
+        back = manager.bring_back(action.req_id, blocks)
+        resident.recall(np.sort(np.array(blocks, np.int64)))
+        self._plan.groups[action.group].fill_holes(action.req_id, back)
+        self.host_pool.fetch(self._plan, action.req_id, action.group, resident, blocks, list(back.values()))
+        self._plan.poison = [block for block in self._plan.poison if block not in back.values()]
+        self.tally.host(resident.policy, recalled=len(blocks))
 
     # The interface for mechanisms (`core.mechanisms.Host`)
 
@@ -239,6 +288,29 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             logger.error(
                 "no scores came back for request %s; while none come its oldest KV blocks go first. Said once.", req_id
             )
+
+    def rewind(self, request: Request, computed_tokens: int | None) -> None:
+        """Have the tokens of a request from so many on computed again with the next step; None: not after all.
+
+        Nothing of the request is in flight, and no token was sampled after what is computed again.
+        """
+        req_id = request.request_id
+        if computed_tokens is not None:
+            self._rewound[req_id] = request.num_computed_tokens
+            request.num_computed_tokens = self._plan.rewound[req_id] = computed_tokens
+            for manager in self.kv_managers:
+                manager.note(req_id)  # its table does not grow in the step to come
+            self.tally.host(self.residents[req_id].policy, again=1)
+            self.residents[req_id].state.asked_again += 1
+        elif (before := self._rewound.pop(req_id, None)) is not None:
+            request.num_computed_tokens = before
+            del self._plan.rewound[req_id]
+            self.tally.host(self.residents[req_id].policy, again=-1)
+            self.residents[req_id].state.asked_again -= 1
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return tokens if self.again is None else self.again.shorten(request, num_computed_tokens, tokens)
 
     def _residents_of(self, req_id: str) -> list[RequestBlocks]:
         return [manager.residents[req_id] for manager in self.kv_managers]
@@ -280,11 +352,14 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
     def _free_request_blocks(self, request: Request) -> None:
         # The request's table is gone, so the next plan has no orders for it.
         for group in self._plan.groups:
-            for told in (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored):
+            told_of = (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored)
+            for told in (*told_of, group.returned, self._plan.rewound):
                 told.pop(request.request_id, None)
             group.untrack.discard(request.request_id)
-        for orders in (self._plan.compactions, self._plan.rotations):
+        for orders in (self._plan.compactions, self._plan.rotations, self._plan.copies):
             orders[:] = [order for order in orders if order.req_id != request.request_id]
+        if self.host_pool is not None and (resident := self.residents.get(request.request_id)) is not None:
+            self.host_pool.release(self._plan, resident)
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
@@ -312,6 +387,8 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             held = {policy: sum(manager.held[policy] for manager in self.kv_managers) for policy in self._policies}
+            if self.host_pool is not None:
+                self.tally.host(self.kv_policy.name, used=self.host_pool.used)
             stats = EvictionStats(**vars(stats), kv_evict=self.tally.take(held))
         return stats
 

@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from ..config import KVPolicyConfig
+from ..config import KVPolicyConfig, KVPolicyError
 from .managers import EvictableManager
 
 
@@ -60,6 +60,25 @@ def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int
         return math.ceil(longest / block_size)
     # Eviction follows the step, so a request holds whole chunks on top while steps are in flight.
     return bound + math.ceil(vllm_config.max_in_flight_tokens / block_size) + 1
+
+
+def host_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_bytes: int) -> int:
+    """Blocks of host memory that evicted blocks may take; each tensor-parallel rank has its share of the bytes.
+
+    Args:
+        block_bytes: of a block in all layers of one rank.
+
+    Raises:
+        KVPolicyError: there is no room for one.
+    """
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    blocks = int(config.host // (ranks * block_bytes))
+    if not blocks:
+        raise KVPolicyError(
+            f"host: {config.host} bytes hold no block of {block_bytes} bytes on {ranks} ranks; expected at least "
+            f"{ranks * block_bytes}"
+        )
+    return blocks
 
 
 #: Fields that `EvictableSpec` adds.

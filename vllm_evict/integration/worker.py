@@ -14,7 +14,7 @@ from ..compute.runtime import EvictionRuntime
 from ..core.plan import REPORTS, Reports
 from . import layers, runners
 from .reorder import check_reload, reordering
-from .spec import policy_config
+from .spec import host_blocks, policy_config
 
 logger = init_logger("vllm.evict")
 
@@ -54,7 +54,9 @@ class EvictionWorkerMixin:
         self._needs = needs(self.kv_evict.groups, *layers.sizes(self.vllm_config))
         with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
             available = super().determine_available_memory()
-        return self._needs.left(available, layers.block_bytes(self.kv_evict, self.get_kv_cache_spec()))
+        block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
+        available -= layers.bound_bytes(self.vllm_config, policy_config(self.vllm_config), block)
+        return self._needs.left(available, block)
 
     def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
@@ -64,6 +66,9 @@ class EvictionWorkerMixin:
             self.kv_evict.reserve()
             tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
             self.kv_evict.hold(kv_cache_config.num_blocks, tables)
+        if config.evict == "host":
+            block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
+            self.kv_evict.keep_on_host(host_blocks(self.vllm_config, config, block), config.recall != "none")
         if self.rank == 0:
             logger.info(layers.described(self.vllm_config, config, self.kv_evict))
             if self.kv_evict.ops.compiles:

@@ -1,6 +1,6 @@
 """Ada-KV: SnapKV with one budget that all heads of a request share."""
 
-from ..config.fields import BANDS, PER_TOKEN
+from ..config.fields import BANDS, PER_TOKEN, TIER
 from ..config.options import Option, names_of, real, without
 from .snapkv import SnapKV
 
@@ -17,4 +17,4 @@ class AdaKV(SnapKV):
     paper = "Feng et al., Ada-KV: Optimizing KV Cache Eviction by ..., 2024, arXiv:2407.11550"
     splits = "heads"
     pools = True
-    declares = (*without(SnapKV.declares, "context", *names_of(PER_TOKEN)), BANDS, FLOOR)
+    declares = (*without(SnapKV.declares, "context", *names_of((*PER_TOKEN, *TIER))), BANDS, FLOOR)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ..config.fields import BANDS, KEEPING, REDUCTION, WINDOW
-from ..config.options import Option, real, without
+from ..config.fields import BANDS, KEEPING, REDUCTION, TIER, WINDOW
+from ..config.options import Option, names_of, real, without
 from .base import Blocks, Policy
 
 RECOVERY = Option(
@@ -26,7 +26,7 @@ class FastGen(Policy):
     splits = "heads"
     profiles = True
     measures = frozenset({"mass"})
-    declares = (*without(KEEPING, "when", "context"), *REDUCTION, WINDOW, BANDS, RECOVERY)
+    declares = (*without(KEEPING, "when", "context", *names_of(TIER)), *REDUCTION, WINDOW, BANDS, RECOVERY)
     fixed = {"accumulate": "last"}
     triggers = ("budget",)
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ..config.fields import KEEPING, PER_TOKEN, REDUCTION
-from ..config.options import Option, entries, whole, without
+from ..config.fields import KEEPING, PER_TOKEN, REDUCTION, TIER
+from ..config.options import Option, entries, names_of, whole, without
 from .base import Blocks, Policy
 
 CHUNK = Option("chunk", whole(1), 2048, "tokens of the prompt that are repeated at once")
@@ -21,7 +21,7 @@ class KVzip(Policy):
     paper = "Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, 2025, arXiv:2505.23416"
     measures = frozenset({"mass"})
     reconstructs = True
-    declares = (*without(KEEPING, "context"), *REDUCTION, *PER_TOKEN, CHUNK, INSTRUCTION)
+    declares = (*without(KEEPING, "context", *names_of(TIER)), *REDUCTION, *PER_TOKEN, CHUNK, INSTRUCTION)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["mass"]

@@ -1,8 +1,8 @@
 """PyramidKV: SnapKV with a budget that falls with depth."""
 
 from ..config import KVPolicyConfig
-from ..config.fields import BANDS
-from ..config.options import TOO_MANY, Option, real, without
+from ..config.fields import BANDS, TIER
+from ..config.options import TOO_MANY, Option, names_of, real, without
 from .snapkv import SnapKV
 
 BETA = Option("beta", real(ge=1, lt=TOO_MANY), 20.0, "the last layer's budget is 1 / `beta` of the mean")
@@ -18,7 +18,7 @@ class PyramidKV(SnapKV):
     name = "pyramidkv"
     paper = "Cai et al., PyramidKV: Dynamic KV Cache Compression based on ..., 2024, arXiv:2406.02069"
     splits = "bands"
-    declares = (*without(SnapKV.declares, "context"), BANDS, BETA)
+    declares = (*without(SnapKV.declares, "context", *names_of(TIER)), BANDS, BETA)
 
     def shares(self, config: KVPolicyConfig, bands: int) -> list[float]:
         # Bands take equal memory, however many layers they have, so the mean over bands is the budget.

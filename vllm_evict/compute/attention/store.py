@@ -39,6 +39,10 @@ class LayerStore:
     def kv_heads(self) -> list[int]:
         return [self._ops.kv_heads(kv_cache) for _, kv_cache in self._caches()]
 
+    def pages(self) -> list[torch.Tensor]:
+        """Each layer's cache, blocks first."""
+        return [kv_cache for _, kv_cache in self._caches()]
+
     def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
         layers = list(self._caches())
         if len({len(heads) for heads in keep}) == 1:

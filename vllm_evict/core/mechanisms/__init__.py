@@ -5,6 +5,10 @@ from .budget import Budget
 from .context import Context
 from .pressure import Pressure
 from .profiles import Profiles
+from .recall import Again, Recall
 from .shared import SharedBudget
 
-__all__ = ["Budget", "Context", "Group", "Host", "Mechanism", "Pressure", "Profiles", "SharedBudget", "Step"]
+__all__ = [
+    "Again", "Budget", "Context", "Group", "Host", "Mechanism", "Pressure", "Profiles", "Recall", "SharedBudget",
+    "Step",
+]  # fmt: skip

@@ -65,6 +65,10 @@ class Host(Protocol):
         """Count and log a missing report."""
         ...
 
+    def rewind(self, request: Any, computed_tokens: int | None) -> None:
+        """Have the tokens of a request from so many on computed again; None: not after all."""
+        ...
+
     def scoring_of(self, request: Any, blocks: RequestBlocks) -> Any:
         """The `Scoring` of a request under its current policy; None if workers do not measure the request."""
         ...

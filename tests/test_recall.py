@@ -1,0 +1,386 @@
+"""Evicted blocks that wait on the host and come back: to the bit, and when a query asks for them."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine import PLAN, V2, greedy, logprobs_of, random_prompt
+from oracle.model import DenseLlama
+
+from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.actions import Swap
+from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.core.host import HostPool
+from vllm_evict.core.mechanisms import Mechanism
+from vllm_evict.core.plan import EvictionPlan, GroupPlan
+from vllm_evict.eval.prompts import Prompts
+from vllm_evict.eval.score import score
+from vllm_evict.eval.tasks import make
+from vllm_evict.eval.words import Filler
+
+ROOT = Path(__file__).parents[1]
+BLOCK = 32
+HOST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "64MiB"}
+QUEST = {**HOST, "recall": "quest"}
+
+
+# --- to the bit -------------------------------------------------------------------------------------------------------
+
+
+class RecallAll(Mechanism):
+    """All that went to the host comes back before the next step."""
+
+    @classmethod
+    def serves(cls, config):
+        return config.evict == "host"
+
+    def decide(self, plan, reports):
+        for group in self.host.groups:
+            for req_id, blocks in group.residents.items():
+                if blocks.host and self.host.running_request(req_id):
+                    yield Swap(req_id, 0, returns=np.array(sorted(blocks.host), np.int64))
+
+
+@pytest.mark.parametrize("dtype", ["float32"] if V2 else ["float32", "bfloat16"])
+def test_all_that_went_comes_back_to_the_bit(engine, monkeypatch, dtype):
+    """Each decision evicts all that may go, and all of it is back before the next query."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    prompts = [random_prompt(400), random_prompt(500, 1)]
+    subject, stock = engine(HOST, dtype=dtype), engine(dtype=dtype)
+    subject.scheduler.mechanisms.append(RecallAll(subject.scheduler))
+    outputs = [server.generate(prompts, max_tokens=70, logprobs=1) for server in (subject, stock)]
+    for ours, theirs in zip(*outputs):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        assert (logprobs_of(ours) == logprobs_of(theirs)).all()
+        assert ours.kv_usage.recalled_blocks == ours.kv_usage.spilled_blocks > 20
+        assert ours.kv_usage.dropped_blocks == 0
+    subject.assert_nothing_left()
+
+
+def watch_bytes(server):
+    """Checks that what comes back is what went, byte for byte, in each step; returns how many blocks did."""
+    caches, went, compared = server.worker.model_runner.kv_caches, {}, []
+    rearrange = server.worker.kv_evict.rearrange
+
+    def pages(block):
+        return [cache[block].contiguous().view(torch.uint8).clone() for cache in caches]
+
+    def watched(all_reduce):
+        copies = list(server.worker.kv_evict.plan.copies)
+        before = {copy.physical: pages(copy.physical) for copy in copies if copy.kind == "spill"}
+        rearrange(all_reduce)
+        written = {copy.physical: copy for copy in copies if copy.kind == "fetch"}
+        for copy in copies:
+            if copy.kind == "spill" and copy.physical not in written:
+                went[copy.number] = before[copy.physical]
+            elif copy.kind == "spill":
+                went.pop(copy.number, None)
+        for physical, copy in written.items():
+            if copy.number in went:
+                compared.append(all(map(torch.equal, went.pop(copy.number), pages(physical))))
+
+    server.worker.kv_evict.rearrange = watched
+    return compared
+
+
+@pytest.mark.parametrize("dtype", ["float32"] if V2 else ["float32", "bfloat16"])
+def test_pages_come_back_byte_for_byte(engine, dtype):
+    server = engine({**QUEST, "recall_every": 1}, dtype=dtype)
+    compared = watch_bytes(server)
+    server.generate([random_prompt(700), random_prompt(500, 1)], max_tokens=20)
+    assert len(compared) > 3 and all(compared)
+    server.assert_nothing_left()
+
+
+# --- when a query asks ------------------------------------------------------------------------------------------------
+
+
+def visible(server):
+    """What each query of a request sees, as a dense model's mask: request -> bool [T, T], made as steps run."""
+    masks, execute = {}, server.worker.execute_model
+
+    def recorded(output):
+        result = execute(output)
+        new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]
+        cached = zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens)
+        for req_id, computed in (*new, *cached):
+            count = output.num_scheduled_tokens[req_id]
+            mask = masks.setdefault(req_id.split("-")[0], torch.zeros(2048, 2048, dtype=torch.bool))
+            rows = slice(computed, computed + count)
+            mask[rows] = torch.ones(2048, 2048, dtype=torch.bool).tril()[rows]
+            for block in server.runtime.with_holes.get(req_id, ()):
+                mask[rows, block * BLOCK : (block + 1) * BLOCK] = False
+        return result
+
+    server.worker.execute_model = recorded
+    return masks
+
+
+def assert_like_dense(dense, prompt, output, mask):
+    """Log-probabilities of an answer are those of a dense model that sees what the mask says.
+
+    Tokens that were computed again have the keys and values of their last time; so does one masked pass.
+    """
+    ids = [*prompt, *output.outputs[0].token_ids]
+    logits, _ = dense.forward(ids, dense.new_cache(), mask[: len(ids), : len(ids)] | torch.eye(len(ids)).bool())
+    logprobs = torch.log_softmax(logits.double(), -1)[len(prompt) - 1 : -1]
+    tokens = list(output.outputs[0].token_ids)
+    np.testing.assert_allclose(logprobs_of(output), logprobs[range(len(tokens)), tokens], atol=2e-3)
+
+
+@pytest.mark.parametrize("rounds", [1] if V2 else [1, 2])
+def test_the_end_of_a_prompt_is_computed_again_and_sees_what_came_back(engine, tiny, monkeypatch, rounds):
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    server = engine({**QUEST, "again_rounds": rounds, "recall_every": 4}, enable_prefix_caching=False)
+    masks, dense = visible(server), DenseLlama(tiny)
+    prompts = [random_prompt(700), random_prompt(530, 1), random_prompt(300, 2)]
+    ids = [server.add(prompt, max_tokens=40, logprobs=1) for prompt in prompts]
+    outputs = server.run()
+    for prompt, req_id in zip(prompts, ids):
+        usage = outputs[req_id].kv_usage
+        # The last chunk of the shortest prompt may be planned before anything went.
+        assert usage.recalled_blocks > 0 and usage.asked_again <= rounds
+        assert usage.asked_again or len(prompt) < 400
+        assert usage.spilled_blocks == usage.evicted_blocks
+        assert_like_dense(dense, prompt, outputs[req_id], masks[req_id])
+    metrics = server.metrics()
+    assert metrics["prompts_again", "h2o"] == sum(outputs[each].kv_usage.asked_again for each in ids)
+    assert metrics["blocks_recalled", "h2o"] == sum(outputs[each].kv_usage.recalled_blocks for each in ids)
+    assert metrics["host_blocks", "h2o"] == 0
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_under_async_scheduling(async_engine, tiny):
+    """The last token of a prompt waits for its report; reports that are older than a recall are no faults."""
+    server = async_engine({**QUEST, "recall_every": 2}, enable_prefix_caching=False)
+    masks, dense, prompts = visible(server), DenseLlama(tiny), [random_prompt(600), random_prompt(400, 1)]
+    ids = [server.add(prompt, max_tokens=60, logprobs=1) for prompt in prompts]
+    outputs = server.run()
+    for prompt, req_id in zip(prompts, ids):
+        # The last chunk of the shorter one is planned before the decision that follows its first.
+        assert outputs[req_id].kv_usage.asked_again == (len(prompt) > 512)
+        assert outputs[req_id].kv_usage.recalled_blocks > 3
+        assert_like_dense(dense, prompt, outputs[req_id], masks[req_id])
+    assert server.metrics()["reports_missing", "h2o"] == 0
+    server.assert_nothing_left()
+
+
+@pytest.mark.v1_only
+def test_prompts_that_share_a_prefix_publish_nothing_that_was_computed_again(engine):
+    """The second request hits what the first one published, and its log-probabilities are those of an engine alone."""
+    prompt = random_prompt(600)
+    server, alone = engine(QUEST), engine(QUEST, enable_prefix_caching=False)
+    first = server.generate([prompt], max_tokens=8, logprobs=1)[0]
+    full = {"kv_policy": "sink-window", "kv_budget": 96}
+    params = greedy(max_tokens=8, logprobs=1, extra_args=full)
+    again, expected = (each.generate([prompt], params)[0] for each in (server, alone))
+    assert first.kv_usage.asked_again == 1 and again.num_cached_tokens >= 224
+    assert np.isfinite(logprobs_of(again)).all() and np.isfinite(logprobs_of(expected)).all()
+    dense_hit = server.generate([prompt[:224]], max_tokens=1, logprobs=1)[0]
+    dense_own = alone.generate([prompt[:224]], max_tokens=1, logprobs=1)[0]
+    np.testing.assert_allclose(logprobs_of(dense_hit), logprobs_of(dense_own), atol=1e-5)
+    server.assert_nothing_left()
+
+
+def test_a_host_pool_that_is_too_small_and_a_pool_that_is(engine, monkeypatch):
+    """Requests come, are aborted and preempted; no query reads poison, and both pools are as full afterwards."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    page = 2 * 2 * 2 * 32 * BLOCK * 4 // 2
+    server = engine(
+        {**QUEST, "host": 24 * page, "recall_every": 2, "allow": ["sink-window", "keydiff"]},
+        blocks=14,
+        max_model_len=1024,
+        max_num_batched_tokens=128,
+        max_num_seqs=6,
+    )
+    rng, preempted = np.random.default_rng(0), []
+    preempt = server.scheduler._preempt_request
+
+    def watched(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    server.scheduler._preempt_request = watched
+    prefix, ids, aborted, outputs = random_prompt(200, 9), [], set(), {}
+    pool, steps = server.scheduler.host_pool, 0
+    while len(ids) < (8 if V2 else 30) or server.llm.llm_engine.has_unfinished_requests():
+        if len(ids) < (8 if V2 else 30) and rng.random() < 0.5:
+            prompt = prefix[: int(rng.choice([0, 90, 200]))] + random_prompt(int(rng.integers(5, 500)), len(ids))
+            extra = {"kv_policy": str(rng.choice(["h2o", "sink-window", "keydiff"]))}
+            if extra["kv_policy"] == "sink-window":
+                extra["kv_budget"] = 128
+            ids.append(server.add(prompt, max_tokens=int(rng.integers(1, 60)), logprobs=1, extra_args=extra))
+        steps += 1
+        if steps % 40 == 0:
+            server.core.reset_prefix_cache(reset_running_requests=True)
+        if ids and rng.random() < 0.02:
+            aborted.add(ids[-1])
+            server.llm.llm_engine.abort_request([ids[-1]])
+        for output in server.llm.llm_engine.step():
+            if output.finished:
+                outputs[output.request_id] = output
+        held = sum(len(blocks.host) for blocks in server.scheduler.residents.values())
+        assert pool.used == held <= pool.blocks and pool.used + len(pool._free) == pool.blocks
+        # What comes back is copied with the next step.
+        coming = {copy.physical for copy in server.scheduler.next_plan.copies if copy.kind == "fetch"}
+        held = sorted(server.held_blocks() - coming)
+        assert not any(torch.isnan(cache[held]).any() for cache in server.worker.model_runner.kv_caches)
+    for output in outputs.values():
+        assert np.isfinite(logprobs_of(output)).all()
+    assert sum(bool(output.kv_usage.recalled_blocks) for output in outputs.values()) > 3
+    metrics = server.metrics()
+    assert metrics["blocks_dropped", "h2o"] > 0 and preempted
+    assert not any(value for (name, *_), value in metrics.items() if name == "reports_missing")
+    server.assert_nothing_left()
+    assert pool.used == 0 and sorted(pool._free) == list(range(pool.blocks))
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_the_reference_and_bound_the_keys():
+    torch.manual_seed(0)
+    keys, query = torch.randn(5, 2, 8, 16), torch.randn(7, 6, 16)
+    low, high = key_bounds(keys, 4 * 8 + 3)
+    assert torch.equal(low[4], keys[4, :, :3].amin(1)) and torch.equal(high[:4], keys[:4].amax(2))
+    torch.testing.assert_close(bound_scores(query, low, high, 0.25), bound_scores_reference(query, low, high, 0.25))
+    most = torch.maximum(query[:, :1, None] * low[:, 0], query[:, :1, None] * high[:, 0]).sum(-1)[:, 0]
+    true = torch.einsum("qd,nbd->qnb", query[:, 0], keys[:, 0])
+    true[:, 4, 3:] = -torch.inf
+    assert (true.amax(2) <= most + 1e-5).all()
+
+
+def test_the_block_goes_that_was_unwanted_longest():
+    pool, plan, config = HostPool(2), EvictionPlan.empty(1), KVPolicyConfig(name="h2o")
+    a, b = (RequestBlocks(config, None, BLOCK) for _ in range(2))
+    assert pool.spill(plan, "a", 0, a, [3, 4], [7, 8]) == []
+    pool.want(a, [3])
+    assert pool.spill(plan, "b", 0, b, [5], [9]) == [a]
+    assert a.host.keys() == {3} and b.host == {5: 1} and a.state.dropped_blocks == 1
+    pool.fetch(plan, "a", 0, a, [3], [6])
+    pool.release(plan, b)
+    assert not a.host and not b.host and pool.used == 0
+    assert [(copy.kind, copy.physical) for copy in plan.copies] == [
+        ("spill", 7),
+        ("spill", 8),
+        ("spill", 9),
+        ("fetch", 6),
+    ]
+
+
+def test_what_leaves_and_returns_before_workers_hear_of_it():
+    plan = GroupPlan()
+    plan.leave_holes("r", [3, 4])
+    plan.fill_holes("r", {4: 9})
+    assert plan.holes == {"r": [3]} and not plan.returned and plan.moved == {"r": {4: 9}}
+    plan.fill_holes("r", {7: 2})
+    plan.leave_holes("r", [7])
+    assert plan.holes == {"r": [3]} and not plan.returned and plan.moved == {"r": {4: 9}}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"evict": "host"}, "it needs a size of host memory"),
+        ({"host": "1GiB"}, "it needs evict: host"),
+        ({"recall": "quest"}, "it needs evict: host"),
+        ({"evict": "host", "host": "1 gigabyte"}, "host: must be a number of bytes above 0, or a size such as '8GiB'"),
+        ({"evict": "host", "host": "1GiB", "when": "pressure"}, "it needs when: budget"),
+        ({"evict": "host", "host": "1GiB", "granularity": "token"}, "it needs granularity: block"),
+        ({"evict": "host", "host": "1GiB", "context": 8192}, "leave context out"),
+        ({"evict": "host", "host": "1GiB", "allow": ["kvzip"]}, "allow: 'kvzip' has no evict: host"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(fields, message):
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        KVPolicyConfig.parse({"name": "h2o", **fields})
+
+
+@pytest.mark.parametrize("name", ["kvzip", "pyramidkv", "adakv", "fastgen"])
+def test_policies_that_cannot_are_refused_by_name(name):
+    with pytest.raises(KVPolicyError, match=f"evict: '{name}' supports only 'drop'"):
+        KVPolicyConfig.parse({"name": name, "evict": "host", "host": "1GiB"})
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("size, message", [(1000, "hold no block of"), (1 << 49, "bytes on a machine of")])
+def test_sizes_that_cannot_be_are_refused_at_start(engine, size, message):
+    with pytest.raises(Exception, match=message):
+        engine({**HOST, "host": size})
+
+
+@pytest.mark.v1_only
+def test_without_a_host_nothing_is_planned_for_it(engine):
+    server, plans = engine({"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32}), []
+    schedule = server.scheduler.schedule
+
+    def recorded(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        plans.append(getattr(output, PLAN))
+        return output
+
+    server.scheduler.schedule = recorded
+    (output,) = server.generate([random_prompt(400)], max_tokens=5)
+    assert server.runtime.host is None and not any(name.startswith("host") for name, *_ in server.metrics())
+    assert all(not plan.copies and not plan.rewound and not plan.groups[0].waiting for plan in plans)
+    assert output.kv_usage.spilled_blocks is None and "spilled_blocks" not in output.kv_usage.as_dict()
+
+
+# --- the embedded model -----------------------------------------------------------------------------------------------
+
+
+class Chat:
+    """Sessions of several turns, given to the engine core, as vLLM's synchronous front end has none."""
+
+    def __init__(self, server):
+        self.server, self.core, self.answers, self.open = server, server.llm.llm_engine.engine_core, {}, set()
+        get_output = self.core.get_output
+
+        def heard(*args, **kwargs):
+            outputs = get_output(*args, **kwargs)
+            for output in outputs.outputs:
+                self.answers[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    self.open.discard(output.request_id)
+            return outputs
+
+        self.core.get_output = heard
+
+    def turn(self, prompts, max_tokens):
+        """One more turn of each session; the answers."""
+        params, engine = greedy(max_tokens), self.server.llm.llm_engine
+        params.detokenize = False
+        for name, prompt in prompts.items():
+            request = {"prompt_token_ids": prompt}
+            tasks = self.server.llm.supported_tasks
+            self.core.add_request(engine.input_processor.process_inputs(name, request, params, tasks, resumable=True))
+        self.answers, self.open = {name: [] for name in prompts}, set(prompts)
+        while self.open:
+            engine.step()
+        return self.answers
+
+
+@pytest.mark.v1_only
+@pytest.mark.parametrize("policy, found", [(QUEST, 10), ({"name": "h2o"}, 0)], ids=["host", "drop"])
+def test_a_fact_of_the_first_turn_is_found_in_the_third(engine, policy, found):
+    """Two turns bring the context, which is evicted down to a tenth; the question comes with the third."""
+    model = ROOT / "examples/needle/model"
+    prompts, filler = Prompts(str(model)), Filler()
+    sizes = {"budget": 224, "buffer": 0, "sink": 32, "recent": 32}
+    server = engine({**policy, **sizes}, model=model, dtype="bfloat16", max_model_len=2304, enable_prefix_caching=False)
+    chat, samples = Chat(server), {}
+    for task in ("niah", "multikey"):
+        for depth in (0.1, 0.17, 0.25, 0.33, 0.41):
+            samples[f"{task}-{depth}"] = make(task, 2048, depth, 0, 0, prompts.count, filler)
+    ids = {name: prompts.ids(sample) for name, sample in samples.items()}
+    chat.turn({name: tokens[:1024] for name, tokens in ids.items()}, 1)
+    chat.turn({name: tokens[1024:2048] for name, tokens in ids.items()}, 1)
+    answers = chat.turn({name: tokens[2048:] for name, tokens in ids.items()}, 4)
+    right = [score(prompts.tokenizer.decode(answers[name]), sample) for name, sample in samples.items()]
+    assert sum(right) == found
+    chat.core.abort_requests(list(samples))
+    server.assert_nothing_left()

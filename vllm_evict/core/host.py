@@ -1,0 +1,122 @@
+"""Evicted blocks that wait in host memory: which host block holds which, and what workers copy."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .plan import Copy, EvictionPlan
+
+if TYPE_CHECKING:
+    from .blocks import RequestBlocks
+
+#: Of blocks that came back: below so many nothing is said of a request; then recall ends for it if more than half of
+#: them left again at once.
+FEW_RETURNS = 32
+
+
+@dataclass(slots=True)
+class Recalls:
+    """What recall has done for one request since it started, or since its turn began.
+
+    Attributes:
+        rounds: times that the last tokens of its prompt were computed again.
+        waits: whether the last token of its prompt waits for scores of host blocks.
+        answered: whether the last token of its prompt was computed, or is in flight.
+        steps: decodes since its host blocks were looked at.
+        is_due: whether they are looked at with the step that computes the last token of its prompt.
+        returned, bounced: blocks that came back in decodes, and those of them that left again while they were to stay.
+    """
+
+    rounds: int = 0
+    waits: bool = False
+    answered: bool = False
+    steps: int = 0
+    is_due: bool = False
+    returned: int = 0
+    bounced: int = 0
+
+    @property
+    def is_vain(self) -> bool:
+        """Whether blocks leave again about as soon as they come back."""
+        return self.returned >= FEW_RETURNS and 2 * self.bounced > self.returned
+
+
+class HostPool:
+    """Host blocks of one engine, by number; all requests share them.
+
+    A block that leaves a request takes a free host block. If none is free, the host block goes that was filled, or
+    wanted by a query, longest ago: its content is dropped.
+
+    Args:
+        blocks: of the pool.
+        poison: test mode: free host blocks are filled with NaN.
+    """
+
+    def __init__(self, blocks: int, poison: bool = False) -> None:
+        self.blocks, self._poison = blocks, poison
+        self._free = list(range(blocks - 1, -1, -1))
+        #: Host block -> the request's blocks and the logical block that it holds, longest unwanted first.
+        self._held: OrderedDict[int, tuple[RequestBlocks, int]] = OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """Host blocks that hold something."""
+        return len(self._held)
+
+    def spill(
+        self, plan: EvictionPlan, req_id: str, group: int, blocks: "RequestBlocks", logical: Sequence[int],
+        physical: Sequence[int],
+    ) -> "list[RequestBlocks]":  # fmt: skip
+        """Keep blocks that a request loses.
+
+        Args:
+            plan: of the next step, in which workers copy them.
+            req_id, group: whose they are.
+            blocks: the request's in that group.
+            logical, physical: the blocks.
+
+        Returns:
+            For each host block that was dropped for them, the blocks of the request that lost it.
+        """
+        dropped = []
+        for index, block in zip(logical, physical):
+            if not self._free:
+                number, (loser, lost) = self._held.popitem(last=False)
+                del loser.host[lost]
+                loser.state.dropped_blocks += 1
+                dropped.append(loser)
+                self._free.append(number)
+            number = self._free.pop()
+            self._held[number] = blocks, index
+            blocks.host[index] = number
+            plan.copies.append(Copy(req_id, group, "spill", block, number))
+        blocks.state.spilled_blocks += len(logical)
+        return dropped
+
+    def fetch(
+        self, plan: EvictionPlan, req_id: str, group: int, blocks: "RequestBlocks", logical: Sequence[int],
+        physical: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Bring blocks back into `physical` blocks of the device; arguments as for `spill`."""
+        numbers = [blocks.host.pop(index) for index in logical]
+        plan.copies += [Copy(req_id, group, "fetch", *each) for each in zip(physical, numbers)]
+        blocks.state.recalled_blocks += len(logical)
+        self._give_back(plan, numbers)
+
+    def want(self, blocks: "RequestBlocks", logical: Sequence[int]) -> None:
+        """Queries want these host blocks of a request: they are dropped last."""
+        for index in logical:
+            self._held.move_to_end(blocks.host[index])
+
+    def release(self, plan: EvictionPlan, blocks: "RequestBlocks") -> None:
+        """A request has ended, or starts over: nothing of it is kept."""
+        self._give_back(plan, list(blocks.host.values()))
+        blocks.host = {}
+
+    def _give_back(self, plan: EvictionPlan, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            del self._held[number]
+        self._free += reversed(numbers)
+        if self._poison:
+            plan.copies += [Copy("", 0, "poison", 0, number) for number in numbers]

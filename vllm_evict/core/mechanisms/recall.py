@@ -1,0 +1,193 @@
+"""Eviction that is undone: blocks on the host come back when bounds of their keys promise them attention.
+
+`Again` decides before `Budget`, so that a request whose last tokens are computed again is brought back to its budget as
+of the first of them; `Recall` decides after it.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...config import KVPolicyConfig
+from ..actions import Action, Swap
+from ..blocks import RequestBlocks, Stay
+from ..host import HostPool
+from ..plan import EvictionPlan, Reports, Waiting
+from .base import Host, Mechanism, Step, settled
+
+#: The statistic that workers report of resident blocks and of host blocks: the attention that the last queries of a
+#: step may pay to a block, by bounds of its keys (`compute.kernels.bounds`), summed up over heads and layers.
+BOUND = "bound"
+#: Queries want a block whose score is at least so much of the mean score of a request's blocks.
+WANTED = 0.5
+#: In a decode a host block takes the place of a resident one if its score is so many times as high.
+MARGIN = 1.25
+
+
+def least_score(blocks: RequestBlocks) -> float:
+    """The score from which on queries want a block."""
+    return WANTED * sum(blocks.scores.values()) / max(len(blocks.scores), 1)
+
+
+class Again(Mechanism):
+    """The last tokens of a prompt are computed again once blocks came back, so that its first answer token sees them.
+
+    A request that has host blocks ends its prompt's last chunk one token early (`shorten`). The report of that chunk
+    says which blocks its queries want. They come back, and the chunk is computed again with the last token.
+
+    Args:
+        host: the scheduler.
+        config: the server's policy.
+    """
+
+    def __init__(self, host: Host, config: KVPolicyConfig) -> None:
+        super().__init__(host)
+        self._tokens, self._rounds = config.again, config.again_rounds if config.again else 0
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return config.recall != "none"
+
+    def shorten(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
+        """Tokens that a request may compute in the step being planned, of `new_tokens` that vLLM has room for."""
+        blocks = self.host.groups[0].residents.get(request.request_id)
+        if blocks is None:
+            return new_tokens
+        if blocks.recalls.waits:
+            return 0
+        ends = computed_tokens + new_tokens >= request.num_tokens
+        if new_tokens < 2 or not ends or not self._may(request, blocks):
+            return new_tokens
+        return new_tokens - 1
+
+    def _may(self, request: Any, blocks: RequestBlocks) -> bool:
+        """Whether the end of a request's prompt may be computed again.
+
+        Images are forgotten once they are computed, log-probabilities of a prompt are collected chunk by chunk, and a
+        grammar follows tokens as they are planned.
+        """
+        params = request.sampling_params
+        if request.mm_features or request.use_structured_output or (params and params.prompt_logprobs is not None):
+            return False
+        recalls = blocks.recalls
+        return bool(blocks.host) and not recalls.answered and recalls.rounds < self._rounds
+
+    def plan(self, plan: EvictionPlan, step: Step) -> None:
+        (group,), (noted,) = self.host.groups, plan.groups
+        for req_id, tokens in step.tokens.items():
+            blocks = group.residents[req_id]
+            if blocks.recalls.answered:
+                continue
+            request = self.host.requests[req_id]
+            if request.num_computed_tokens >= request.num_tokens:
+                blocks.recalls.answered = blocks.recalls.is_due = True
+            elif request.num_computed_tokens == request.num_tokens - 1 and self._may(request, blocks):
+                blocks.recalls.waits = True
+                noted.again[req_id] = blocks.incarnation, request.num_computed_tokens - tokens
+
+    def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
+        (group,), (noted,), (reported,) = self.host.groups, plan.groups, reports
+        for req_id, incarnation in noted.looked.items():
+            blocks = group.residents.get(req_id)
+            if req_id in reported and blocks is not None and blocks.incarnation == incarnation:
+                report = reported[req_id]
+                blocks.scores = dict(zip(report.index.tolist(), report.statistics[BOUND].tolist()))
+                blocks.want(least_score(blocks))
+        for req_id, (incarnation, first) in noted.again.items():
+            request = self.host.running_request(req_id)
+            if request is None or group.residents[req_id].incarnation != incarnation:
+                continue
+            blocks, computed = group.residents[req_id], settled(request)
+            blocks.recalls.waits = False
+            blocks.recalls.rounds += 1
+            if req_id not in reported or request.num_in_flight_tokens:
+                continue
+            # Nothing is written that others may read, nor into a hole.
+            first = max(first, computed + 1 - self._tokens, blocks.pure_tokens or 0, blocks.unbroken(computed))
+            if first < computed:
+                self.host.rewind(request, first)
+        return ()
+
+
+class Recall(Mechanism):
+    """Looks at a request's host blocks at the end of its prompt, and every `recall_every` decodes.
+
+    Args:
+        host: the scheduler.
+        config: the server's policy.
+        pool: host blocks.
+    """
+
+    def __init__(self, host: Host, config: KVPolicyConfig, pool: HostPool) -> None:
+        super().__init__(host)
+        self._pool, self._every, self._most = pool, config.recall_every, config.recall_blocks
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return config.recall != "none"
+
+    def plan(self, plan: EvictionPlan, step: Step) -> None:
+        (group,), (noted,) = self.host.groups, plan.groups
+        for req_id in step.tokens:
+            blocks = group.residents[req_id]
+            if not blocks.host or blocks.recalls.is_vain:
+                continue
+            if req_id not in noted.again:
+                blocks.recalls.steps += blocks.recalls.answered
+                if blocks.recalls.steps < self._every and not blocks.recalls.is_due:
+                    continue
+            blocks.recalls.steps, blocks.recalls.is_due = 0, False
+            logical = sorted(blocks.host)
+            noted.waiting[req_id] = Waiting(logical, [blocks.host[block] for block in logical])
+            noted.report[req_id] = noted.report.get(req_id, frozenset()) | {BOUND}
+            noted.looked[req_id] = blocks.incarnation
+
+    def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
+        (group,), (noted,), (reported,) = self.host.groups, plan.groups, reports
+        for req_id, incarnation in noted.looked.items():
+            request = self.host.running_request(req_id)
+            blocks = group.residents.get(req_id)
+            if request is None or blocks is None or blocks.incarnation != incarnation:
+                continue
+            if req_id not in reported:
+                self.host.miss(req_id, blocks)
+                continue
+            again = req_id in noted.again
+            action = self._choose(req_id, group.number, blocks, settled(request), again)
+            if action is not None:
+                yield action
+            elif again:
+                self.host.rewind(request, None)
+
+    def _choose(self, req_id: str, group: int, blocks: RequestBlocks, computed_tokens: int, again: bool) -> Swap | None:
+        """Which blocks come back, and which go for them; None if none do.
+
+        The best of the host blocks that queries want come back, and each takes the place of a resident block that has
+        a lower score.
+        """
+        scores, least = blocks.scores, least_score(blocks)
+        wanted = sorted((block for block in blocks.host if block in scores), key=lambda block: -scores[block])
+        wanted = [block for block in wanted if scores[block] >= least]
+        self._pool.want(blocks, wanted[::-1])
+        candidates, room = blocks.replaceable(computed_tokens)
+        if again:
+            # What is computed again may see as many blocks as the largest chunk before it has.
+            room = max(room, blocks.state.peak_blocks - blocks.held_blocks)
+        weakest = sorted((block for block in candidates.tolist() if block in scores), key=lambda block: scores[block])
+        margin = 1.0 if again else MARGIN
+        returns, victims = [], []
+        for block in wanted if again else wanted[: self._most]:
+            if len(returns) < room:
+                returns.append(block)
+            elif len(victims) < len(weakest) and scores[weakest[len(victims)]] * margin < scores[block]:
+                victims.append(weakest[len(victims)])
+                returns.append(block)
+            else:
+                break
+        if not returns:
+            return None
+        # What came for the end of a prompt may go again with it; what came for a decode is to stay.
+        blocks.stays |= {block: Stay(scores[block], came=not again) for block in returns}
+        blocks.recalls.returned += 0 if again else len(returns)
+        return Swap(req_id, group, holes=np.array(sorted(victims), np.int64), returns=np.array(returns, np.int64))
