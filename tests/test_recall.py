@@ -14,7 +14,7 @@ from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.actions import Swap
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.host import HostPool
-from vllm_evict.core.mechanisms import Mechanism
+from vllm_evict.core.mechanisms import Mechanism, Recall
 from vllm_evict.core.plan import EvictionPlan, GroupPlan
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.score import score
@@ -237,6 +237,27 @@ def test_a_host_pool_that_is_too_small_and_a_pool_that_is(engine, monkeypatch):
     assert not any(value for (name, *_), value in metrics.items() if name == "reports_missing")
     server.assert_nothing_left()
     assert pool.used == 0 and sorted(pool._free) == list(range(pool.blocks))
+
+
+@pytest.mark.v1_only
+def test_a_host_pool_of_two_blocks_may_drop_what_is_about_to_come_back(engine, monkeypatch):
+    """Blocks that a swap evicts take the host blocks that it would bring back."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    server = engine({**QUEST, "host": 2 * 32768, "recall_every": 1})
+    assert server.scheduler.host_pool.blocks == 2
+    choose = Recall._choose
+
+    def all_of_both(self, req_id, group, blocks, computed_tokens, again):
+        if choose(self, req_id, group, blocks, computed_tokens, again) is None:
+            return None
+        candidates, _ = blocks.replaceable(computed_tokens)
+        return Swap(req_id, group, holes=candidates, returns=np.array(sorted(blocks.host), np.int64))
+
+    monkeypatch.setattr(Recall, "_choose", all_of_both)
+    outputs = server.generate([random_prompt(600), random_prompt(500, 1)], max_tokens=30, logprobs=1)
+    assert all(np.isfinite(logprobs_of(output)).all() for output in outputs)
+    assert sum(output.kv_usage.dropped_blocks for output in outputs) > 10
+    server.assert_nothing_left()
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

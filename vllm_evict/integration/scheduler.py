@@ -251,7 +251,8 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         """
         manager, cache = self.kv_managers[action.group], self.kv_cache_manager
         spare = self.free_blocks - freed - cache.watermark_blocks - manager.in_flight - len(self.running)
-        blocks = action.returns[: freed + max(spare, 0)].tolist()
+        # A full host pool may have dropped some for what has just left.
+        blocks = [block for block in action.returns.tolist() if block in resident.host][: freed + max(spare, 0)]
         if not blocks:
             return
         back = manager.bring_back(action.req_id, blocks)
