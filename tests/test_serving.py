@@ -286,7 +286,7 @@ def test_a_request_has_its_usage_in_its_metrics(engine):
         first.add(output, aggregate=True)
     assert first.finished and first.metrics.kv_usage == dataclasses.asdict(output.kv_usage)
     (several,) = server.generate([prompt], max_tokens=30, n=2, temperature=1.0)
-    usages = [dataclasses.asdict(completion.kv_usage) for completion in several.outputs]
+    usages = [completion.kv_usage.as_dict() for completion in several.outputs]
     assert several.metrics.kv_usage == usages and len(usages) == 2
 
 
