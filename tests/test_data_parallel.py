@@ -23,7 +23,6 @@ TOKENS = 12 if V2 else 40
 SCRIPT = textwrap.dedent(
     """
     import asyncio, json, os, sys
-    from dataclasses import asdict
 
     if int(sys.argv[1]):
         import interpreter
@@ -65,7 +64,7 @@ SCRIPT = textwrap.dedent(
             async for output in llm.generate(prompt, params, f"{number}-{rank}", data_parallel_rank=rank):
                 pass
             await asyncio.sleep(0.1)  # what the step counted comes with its outputs, and is shown after them
-            usage = asdict(output.kv_usage)
+            usage = output.kv_usage.as_dict()
             return dict(tokens=list(output.outputs[0].token_ids), usage=usage, counted=evicted(rank) - before)
 
         # One rank at a time, while the other has nothing; after a pause, both.

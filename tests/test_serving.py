@@ -277,14 +277,14 @@ def test_a_request_has_its_usage_in_its_metrics(engine):
     prompt = random_prompt(300)
     (output,) = server.generate([prompt], max_tokens=30)
     shown = dataclasses.asdict(pickle.loads(pickle.dumps(output)).metrics)
-    assert shown.pop("kv_usage") == dataclasses.asdict(output.kv_usage) and output.kv_usage.evicted_blocks > 0
+    assert shown.pop("kv_usage") == output.kv_usage.as_dict() and output.kv_usage.evicted_blocks > 0
     assert shown.keys() == dataclasses.asdict(RequestStateStats()).keys() and shown["num_generation_tokens"] == 30
 
     server.add(prompt, max_tokens=30, output_kind=RequestOutputKind.DELTA)
     first, *others = [output for _ in range(40) for output in server.llm.llm_engine.step()]
     for output in others:
         first.add(output, aggregate=True)
-    assert first.finished and first.metrics.kv_usage == dataclasses.asdict(output.kv_usage)
+    assert first.finished and first.metrics.kv_usage == output.kv_usage.as_dict()
     (several,) = server.generate([prompt], max_tokens=30, n=2, temperature=1.0)
     usages = [completion.kv_usage.as_dict() for completion in several.outputs]
     assert several.metrics.kv_usage == usages and len(usages) == 2
