@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, greedy, logprobs_of, random_prompt
+from engine import PLAN, greedy, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
@@ -44,7 +44,8 @@ class RecallAll(Mechanism):
                     yield Swap(req_id, 0, returns=np.array(sorted(blocks.host), np.int64))
 
 
-@pytest.mark.parametrize("dtype", ["float32"] if V2 else ["float32", "bfloat16"])
+@pytest.mark.both_runners("float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_that_went_comes_back_to_the_bit(engine, monkeypatch, dtype):
     """Each decision evicts all that may go, and all of it is back before the next query."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
@@ -86,7 +87,7 @@ def watch_bytes(server):
     return compared
 
 
-@pytest.mark.parametrize("dtype", ["float32"] if V2 else ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pages_come_back_byte_for_byte(engine, dtype):
     server = engine({**QUEST, "recall_every": 1}, dtype=dtype)
     compared = watch_bytes(server)
@@ -131,7 +132,8 @@ def assert_like_dense(dense, prompt, output, mask):
     np.testing.assert_allclose(logprobs_of(output), logprobs[range(len(tokens)), tokens], atol=2e-3)
 
 
-@pytest.mark.parametrize("rounds", [1] if V2 else [1, 2])
+@pytest.mark.both_runners("1")
+@pytest.mark.parametrize("rounds", [1, 2])
 def test_the_end_of_a_prompt_is_computed_again_and_sees_what_came_back(engine, tiny, monkeypatch, rounds):
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine({**QUEST, "again_rounds": rounds, "recall_every": 4}, enable_prefix_caching=False)
@@ -153,7 +155,6 @@ def test_the_end_of_a_prompt_is_computed_again_and_sees_what_came_back(engine, t
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_under_async_scheduling(async_engine, tiny):
     """The last token of a prompt waits for its report; reports that are older than a recall are no faults."""
     server = async_engine({**QUEST, "recall_every": 2}, enable_prefix_caching=False)
@@ -169,7 +170,6 @@ def test_under_async_scheduling(async_engine, tiny):
     server.assert_nothing_left()
 
 
-@pytest.mark.v1_only
 def test_prompts_that_share_a_prefix_publish_nothing_that_was_computed_again(engine):
     """The second request hits what the first one published, and its log-probabilities are those of an engine alone."""
     prompt = random_prompt(600)
@@ -207,8 +207,8 @@ def test_a_host_pool_that_is_too_small_and_a_pool_that_is(engine, monkeypatch):
     server.scheduler._preempt_request = watched
     prefix, ids, aborted, outputs = random_prompt(200, 9), [], set(), {}
     pool, steps = server.scheduler.host_pool, 0
-    while len(ids) < (8 if V2 else 30) or server.llm.llm_engine.has_unfinished_requests():
-        if len(ids) < (8 if V2 else 30) and rng.random() < 0.5:
+    while len(ids) < 30 or server.llm.llm_engine.has_unfinished_requests():
+        if len(ids) < 30 and rng.random() < 0.5:
             prompt = prefix[: int(rng.choice([0, 90, 200]))] + random_prompt(int(rng.integers(5, 500)), len(ids))
             extra = {"kv_policy": str(rng.choice(["h2o", "sink-window", "keydiff"]))}
             if extra["kv_policy"] == "sink-window":
@@ -239,7 +239,6 @@ def test_a_host_pool_that_is_too_small_and_a_pool_that_is(engine, monkeypatch):
     assert pool.used == 0 and sorted(pool._free) == list(range(pool.blocks))
 
 
-@pytest.mark.v1_only
 def test_a_host_pool_of_two_blocks_may_drop_what_is_about_to_come_back(engine, monkeypatch):
     """Blocks that a swap evicts take the host blocks that it would bring back."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
@@ -327,14 +326,12 @@ def test_policies_that_cannot_are_refused_by_name(name):
         KVPolicyConfig.parse({"name": name, "evict": "host", "host": "1GiB"})
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("size, message", [(1000, "hold no block of"), (1 << 49, "bytes on a machine of")])
 def test_sizes_that_cannot_be_are_refused_at_start(engine, size, message):
     with pytest.raises(Exception, match=message):
         engine({**HOST, "host": size})
 
 
-@pytest.mark.v1_only
 def test_without_a_host_nothing_is_planned_for_it(engine):
     server, plans = engine({"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32}), []
     schedule = server.scheduler.schedule
@@ -385,7 +382,6 @@ class Chat:
         return self.answers
 
 
-@pytest.mark.v1_only
 @pytest.mark.parametrize("policy, found", [(QUEST, 10), ({"name": "h2o"}, 0)], ids=["host", "drop"])
 def test_a_fact_of_the_first_turn_is_found_in_the_third(engine, policy, found):
     """Two turns bring the context, which is evicted down to a tenth; the question comes with the third."""
