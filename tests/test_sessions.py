@@ -353,6 +353,23 @@ def test_sessions_that_fill_the_pool_between_turns_make_room_for_the_next(engine
     server.assert_nothing_left()
 
 
+@pytest.mark.both_runners("token")
+@pytest.mark.parametrize("granularity", ["block", "token"])
+def test_a_turn_that_ends_over_its_trigger_leaves_room_for_the_next(engine, monkeypatch, granularity):
+    """A turn ends with a chunk, so nothing is decided after it. The pool is the smallest that start-up accepts."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    policy = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "granularity": granularity}
+    least = 128 // BLOCK + -(-CHUNK // BLOCK) + 2
+    server = engine(policy, blocks=least, max_num_batched_tokens=CHUNK, max_model_len=1024)
+    sessions = Sessions(server)
+    for turn, length in enumerate([4 * CHUNK - 7, 2 * CHUNK, CHUNK]):
+        sessions.send("s", random_prompt(length, turn), 1)
+        sessions.run()
+    assert sessions.resident("s").evicted_blocks
+    sessions.close("s")
+    server.assert_nothing_left()
+
+
 # ---- What a session may keep follows its prompt, and what its turns ask for
 
 

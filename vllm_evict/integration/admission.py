@@ -95,19 +95,25 @@ class AdmissionMixin:
     def _make_room_of_own(self, session: Request, residents: list[RequestBlocks]) -> None:
         """Bring a session back to its budget, if it is over its trigger and the pool has no room for its next chunk.
 
-        The last step of a turn decides nothing, so a turn may end over its trigger. No scores are at hand: the oldest
-        blocks go. By token nothing goes, as workers choose tokens by scores.
+        The last step of a turn decides nothing, so a turn may end over its trigger. No scores are at hand. By block the
+        oldest blocks go. By token workers need scores to choose, so the session starts over, as if it was preempted.
         """
+        req_id = session.request_id
         if self.free_blocks >= sum(manager.in_flight for manager in self.kv_managers):
             return
         over = [
             (manager, resident)
             for manager, resident in zip(self.kv_managers, residents)
-            if resident.evictable and resident.config.granularity == "block"
-            if resident.over_trigger(len(manager.req_to_blocks[session.request_id]))
+            if resident.evictable and resident.over_trigger(len(manager.req_to_blocks[req_id]))
         ]
+        if any(resident.config.granularity == "token" for _, resident in over):
+            self._free_request_blocks(session)
+            self.encoder_cache_manager.free(session)
+            self.reset_preempted_req_ids.add(req_id)
+            session.num_computed_tokens = 0
+            return
         for manager, resident in over:
-            action = back_to_budget(session.request_id, manager.number, resident, session.num_computed_tokens, None)
+            action = back_to_budget(req_id, manager.number, resident, session.num_computed_tokens, None)
             if action is not None:
                 self.apply(action)
 
