@@ -80,6 +80,7 @@ class Compact(Action):
     position: int = 0
 
     def order(self, plan: EvictionPlan, source: list[int], target: list[int]) -> None:
+        assert self.config is not None
         count = len(self.writes) + len(self.holes)
         compaction = Compaction(
             self.req_id, self.group, self.config, source, self.length, self.first, count, target, self.position

@@ -138,6 +138,7 @@ def _cuts(counts: np.ndarray) -> tuple[int, list[list[int]]]:
         key = (0, groups, padding, worst) if worst <= PADDING else (1, worst, groups, padding)
         if best is None or key < best[0]:
             best = key, width, [cut_0, cut_1]
+    assert best is not None  # a class has one cut at least
     return best[1:]
 
 

@@ -87,7 +87,7 @@ class RequestBlocks:
     held_blocks: int = 0
     evicted_blocks: int = 0
     #: Policy and limits before `profile` replaced them; None before.
-    unprofiled: tuple[KVPolicyConfig, Limits] | None = None
+    unprofiled: tuple[KVPolicyConfig, Limits | None] | None = None
     #: Successive missing reports.
     misses: int = 0
     #: Under pressure: the last report, and the scheduler's step that asked for one.
@@ -156,6 +156,7 @@ class RequestBlocks:
             report: attention mass of all blocks.
             computed_tokens, prompt_len: tokens.
         """
+        assert self.limits is not None  # a policy that chooses has a budget
         recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
         protected = (report.index < self.limits.sink) | (report.index >= recent)
         mass = report.statistics["mass"]
@@ -386,7 +387,10 @@ class RequestBlocks:
         every = self.config.every
         tokens = blocks[:, None] * self.block_size + np.arange(self.block_size)
         first_seen = np.maximum(tokens, self.first_query)
-        counted_before = lambda position: -(-position // every)  # noqa: E731  (multiples of `every` below it)
+
+        def counted_before(position: Any) -> Any:
+            return -(-position // every)  # multiples of `every` below it
+
         return np.maximum((counted_before(computed_tokens) - counted_before(first_seen)).mean(axis=1), 1.0)
 
 
@@ -411,6 +415,7 @@ def choose_jointly(
         For each group int64 [k], logical blocks, ascending.
     """
     limits, floor = groups[0].limits, groups[0].config.floor
+    assert limits is not None  # `over_shared_trigger`
     ranked = [group.rank(computed_tokens, report) for group, report in zip(groups, reports)]
     held = [len(group.resident) for group in groups]
     spare = sum(held) - len(groups) * limits.budget

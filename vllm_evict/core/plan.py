@@ -246,7 +246,7 @@ class Report(NamedTuple):
         statistics: name -> float64 [n].
     """
 
-    index: np.ndarray
+    index: np.ndarray  # type: ignore[assignment]  # a tuple has a method of this name
     statistics: dict[str, np.ndarray]
 
 

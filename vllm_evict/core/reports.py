@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -82,5 +82,5 @@ def flaw(report: Any, names: frozenset[str], held: np.ndarray | None = None) -> 
     return None
 
 
-def _is_list(values: Any, kinds: str) -> bool:
+def _is_list(values: Any, kinds: str) -> TypeGuard[np.ndarray]:
     return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in kinds

@@ -41,17 +41,21 @@ class KVUsage:
     @classmethod
     def of(cls, groups: Sequence["RequestBlocks"]) -> "KVUsage":
         """Make it from the request's blocks in each KV group."""
-        # KV groups are equally wide, so the mean over groups divides by their number.
-        tokens = lambda blocks: blocks * groups[0].block_size // len(groups)  # noqa: E731
+
+        def tokens(blocks: int) -> int:
+            # KV groups are equally wide, so the mean over groups divides by their number.
+            return blocks * groups[0].block_size // len(groups)
+
         peak, evicted = groups[0].state.peak_blocks, sum(group.evicted_blocks for group in groups)
-        bounded = all(group.limits for group in groups)
-        state, on_host = groups[0].state, {}
+        limits = [group.limits for group in groups if group.limits is not None]
+        state = groups[0].state
+        on_host: dict[str, int] = {}
         if state.spilled_blocks:
             names = ("spilled_blocks", "recalled_blocks", "dropped_blocks", "asked_again")
             on_host = {name: getattr(state, name) for name in names}
         return cls(
             policy=groups[0].policy,
-            budget_tokens=tokens(sum(group.limits.budget for group in groups)) if bounded else None,
+            budget_tokens=tokens(sum(each.budget for each in limits)) if len(limits) == len(groups) else None,
             peak_resident_blocks=peak,
             peak_resident_tokens=tokens(peak),
             evicted_blocks=evicted,

@@ -44,5 +44,6 @@ class Context(Mechanism):
 
     def _ahead(self, blocks: RequestBlocks) -> int:
         """Most tokens that a request computes between two decisions."""
+        assert blocks.limits is not None  # a context needs a budget
         growth = (blocks.limits.trigger - blocks.limits.budget + 1) * blocks.block_size
         return growth + self._in_flight_tokens

@@ -176,7 +176,8 @@ class Recall(Mechanism):
             room = max(room, blocks.state.peak_blocks - blocks.held_blocks)
         weakest = sorted((block for block in candidates.tolist() if block in scores), key=lambda block: scores[block])
         margin = 1.0 if again else MARGIN
-        returns, victims = [], []
+        returns: list[int] = []
+        victims: list[int] = []
         for block in wanted if again else wanted[: self._most]:
             if len(returns) < room:
                 returns.append(block)
