@@ -66,7 +66,7 @@ format: $(READY)  ## ruff: what it can mend, and the format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(READY)  ## mypy: strict in config, policies and core
+types: $(READY)  ## mypy: strict in config, policies and core, basic elsewhere
 	$(BIN)/mypy
 
 # An environment of its own: no torch, no vLLM, any Python from 3.10 on.

@@ -16,7 +16,7 @@ from .host import BoundStep, HostBlocks
 from .merge import Merger
 from .originals import Originals
 from .prompts import PromptScores
-from .sums import RunningSums
+from .sums import MassStep, RunningSums
 from .tokens import Store, TokenSums
 from .views import Views
 from .work import StepWork
@@ -290,8 +290,8 @@ class GroupRuntime:
             buffers = memory.tokens.part(live, width)
             tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens[:live], buffers)
         elif memory.mass is not None:
-            buffers = memory.mass.part(live, width)
-            step = self.sums.step(req_ids, starts, seq_lens, logical[:live, :width], lens[:live], buffers)
+            mass = memory.mass.part(live, width)
+            step = self.sums.step(req_ids, starts, seq_lens, logical[:live, :width], lens[:live], mass)
         return metadata, StepWork.of_graph(step, memory.rows[:rows], lens, tokens)
 
     def _view(self, metadata: Any) -> tuple[Any, StepWork | None]:
@@ -352,14 +352,14 @@ class GroupRuntime:
         """
         plan, viewed = self.plan, self._viewed
         self.plan, self._viewed = None, None
-        if viewed is not None and viewed[1] is not None and viewed[1].mass is not None:
+        if viewed is not None and viewed[1] is not None and isinstance(viewed[1].mass, MassStep):
             self.sums.fold(viewed[1].mass)
         for req_id in plan.judged:
             if self.tokens is not None and req_id in self.tokens:
                 self.tokens.judge(req_id)
         asked = {req_id: names for req_id, names in plan.report.items() if req_id in self._rows}
         running = [req_id for req_id, names in asked.items() if names & RUNNING and req_id in (self.sums or ())]
-        reports = {}
+        reports: Reports = {}
         if running:
             reports = self.sums.report(running, [self._rows[req_id].logical for req_id in running], all_reduce)
         if any(names & CACHED for names in asked.values()):

@@ -47,8 +47,8 @@ class HostBlocks:
 
     def obey(self, copies: Sequence[Copy]) -> None:
         """Copy blocks, in this order."""
-        for kind, some in groupby(copies, key=lambda copy: copy.kind):
-            some = list(some)
+        for kind, run in groupby(copies, key=lambda copy: copy.kind):
+            some = list(run)
             numbers = [copy.number for copy in some]
             if kind == "poison":
                 for page in self._pages:

@@ -129,7 +129,7 @@ class EvictionRuntime:
         These are requests with holes, if that kernel is faster or heads are split (it decodes split heads by one call).
         On a device also measured requests, which another kernel would decode with a second read of the keys.
         """
-        own = set()
+        own: set[str] = set()
         if self.ops.decodes_measured:
             own.update(*(group.measured for group in self.groups))
         if self.decodes_lacking:

@@ -364,7 +364,7 @@ def gathered(values: torch.Tensor, first: int, count: int, keep: torch.Tensor) -
 def compact(
     plan: Compaction,
     store: Store,
-    sums: TokenSums | None,
+    sums: Any,
     block_size: int,
     merger: Merger,
     all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
@@ -377,7 +377,8 @@ def compact(
     Args:
         plan: request and blocks.
         store: KV cache of the group.
-        sums: sums of the group; None if nothing is measured by token.
+        sums: `TokenSums` of the group, or its `PromptScores` if the policy reconstructs; None if nothing is measured
+            by token.
         block_size: tokens.
         merger: merger of the request.
         all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
@@ -438,7 +439,7 @@ def _importance(
     importance = []
     sound = np.isfinite(numbers).all((0, 2))
     if not sound.all():
-        logger.warning_once(
+        logger.warning_once(  # type: ignore[attr-defined]  # vLLM adds it
             "KV policy %s got NaN or inf as scores of tokens of request %s; expected finite numbers; look for NaN in "
             "the model. All tokens of such heads weigh the same, so the oldest go first. Said once a request.",
             config.name,

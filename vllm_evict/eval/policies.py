@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..config import RETRIEVAL, STREAMING, KVPolicyConfig, KVPolicyError
 from ..core.arrange import Arrangement, arrange
 from ..policies import POLICIES
@@ -76,7 +78,7 @@ class Contender:
 
 @functools.cache
 def _arranged(pattern: tuple[str, ...], ranks: int) -> Arrangement:
-    return arrange([[digit == "1" for digit in row] for row in pattern], ranks)
+    return arrange(np.array([[digit == "1" for digit in row] for row in pattern]), ranks)
 
 
 def brief(config: KVPolicyConfig) -> dict[str, Any]:
@@ -146,7 +148,8 @@ def contenders(
         try:
             if entry in POLICIES:
                 label = entry
-                fields = {"name": entry} | {k: v for k, v in shared.items() if k in POLICIES[entry].options}
+                fields: dict[str, Any] = {"name": entry}
+                fields |= {k: v for k, v in shared.items() if k in POLICIES[entry].options}
             else:
                 config = KVPolicyConfig.parse(entry)
                 fields = {k: v for k, v in config.to_dict().items() if k != "allow"}

@@ -6,6 +6,7 @@ import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -67,8 +68,8 @@ def write(rows: Sequence[Row], folder: Path, console: Console) -> list[Path]:
         "summary.md": _markdown(rows, parts),
         "report.html": _html(rows, parts),
     }
-    for setting, own, _ in parts:
-        console.print(terminal_table(setting, own, console.width))
+    for setting, of_setting, _ in parts:
+        console.print(terminal_table(setting, of_setting, console.width))
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     pictures = [path for _, _, made in parts for path in made.values()]
@@ -85,7 +86,7 @@ def terminal_table(setting: str, lines: Sequence[Line], width: int) -> Table:
     hidden = WIDE if width < 130 else ()
     shown = [{k: v for k, v in words(line).items() if k not in hidden} for line in lines]
     for name in shown[0]:
-        side = "left" if name in ("task", "policy", "") else "right"
+        side: Literal["left", "right"] = "left" if name in ("task", "policy", "") else "right"
         # Policies with options have long names.
         table.add_column(name, justify=side, no_wrap=name != "policy", overflow="fold")
     marks = {"worse": "red", "better": "green", "within noise": "dim"}

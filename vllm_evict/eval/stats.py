@@ -24,11 +24,11 @@ def wilson(right: float, n: int) -> tuple[float, float]:
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """95 % percentile interval of a mean; that of one value is unbounded."""
-    values = np.asarray(values, dtype=float)
-    if len(values) < 2:
+    scores = np.asarray(values, dtype=float)
+    if len(scores) < 2:
         return -math.inf, math.inf
-    picks = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = np.quantile(values[picks].mean(1), [0.025, 0.975])
+    picks = np.random.default_rng(seed).integers(len(scores), size=(RESAMPLES, len(scores)))
+    low, high = np.quantile(scores[picks].mean(1), [0.025, 0.975])
     return float(low), float(high)
 
 

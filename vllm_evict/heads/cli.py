@@ -66,8 +66,8 @@ def train(
     from . import dense
     from .train import train as run
 
-    sizes = {"lengths": between, "passkeys": passkeys, "batch": batch, "sink": sink, "recent": recent}
-    more = {"lr": lr, "l1": l1, "seed": seed, "save_every": save_every, "recompute": recompute}
+    sizes: dict[str, Any] = {"lengths": between, "passkeys": passkeys, "batch": batch, "sink": sink, "recent": recent}
+    more: dict[str, Any] = {"lr": lr, "l1": l1, "seed": seed, "save_every": save_every, "recompute": recompute}
     gates = run(*dense.load(model, device), out, steps=steps, **sizes, **more)
     _tell(gates, out)
 

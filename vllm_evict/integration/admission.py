@@ -25,8 +25,12 @@ class AdmissionMixin:
 
     kv_policy: KVPolicyConfig
     kv_managers: "list[EvictableManager]"
-    residents: dict[str, RequestBlocks]
     _plan: EvictionPlan
+
+    @property
+    def residents(self) -> dict[str, RequestBlocks]:
+        """Blocks of all requests in the first KV group that may have holes."""
+        return self.kv_managers[0].residents
 
     def add_request(self, request: Request) -> None:
         if request.request_id not in self.residents:

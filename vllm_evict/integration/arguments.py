@@ -62,7 +62,7 @@ def _add_field(cls: type) -> None:
     cls.__init__ = _with_keyword(cls.__init__)
     # The generated code of these methods names each field.
     made = dataclasses.make_dataclass(cls.__name__, [(f.name, f.type, f) for f in dataclasses.fields(cls)], init=False)
-    cls.__repr__, cls.__eq__ = made.__repr__, made.__eq__
+    cls.__repr__, cls.__eq__ = made.__repr__, made.__eq__  # type: ignore[method-assign]
 
 
 def _with_keyword(init: Any) -> Any:

@@ -20,7 +20,8 @@ def capture_lse() -> Iterator[list[torch.Tensor]]:
     """In this context each call of FlashAttention by vLLM's backend adds its LSE, float32 [H, T], to the list."""
     global _captured
     _wrap()
-    _captured = captured = []
+    captured: list[torch.Tensor] = []
+    _captured = captured
     try:
         yield captured
     finally:

@@ -189,7 +189,8 @@ def _split(
         vllm_config.compilation_config.static_forward_context[name] = slots
         groups.append(group)
         pages.append(name)
-    working, counts = working_impl(type(first.impl), ops), Counter()
+    working = working_impl(type(first.impl), ops)
+    counts: Counter[int] = Counter()
     for layer, places in zip(layers.values(), rank):
         parts, head = [], 0
         for place in places:
@@ -262,7 +263,7 @@ def _spec(
     vllm_config: VllmConfig, config: KVPolicyConfig, layer: Attention, width: int, head_class: str, part: int
 ) -> EvictableSpec:
     """The spec of pages with `width` head slots, each like a head of `layer`."""
-    own = {"head_class": head_class}
+    own: dict[str, Any] = {"head_class": head_class}
     if head_class == STREAMING:
         limits = config.of_class(head_class).limits(vllm_config.cache_config.block_size, 1)
         own |= {"sink": limits.sink, "window": limits.budget - limits.sink}

@@ -92,7 +92,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.residents = {}
+        self.residents: dict[str, RequestBlocks] = {}
         #: Number of this group among the KV groups that may have holes, in plans and reports.
         self.number = 0
         self.max_in_flight_tokens = 0
@@ -104,7 +104,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
     def bind(self, number: int, max_in_flight_tokens: int, poison: bool) -> None:
         """Set values that the scheduler knows and vLLM does not pass to managers."""
         self.number, self.max_in_flight_tokens = number, max_in_flight_tokens
-        self.allocated = [] if poison else None
+        self.allocated: list[int] | None = [] if poison else None
 
     @property
     def in_flight(self) -> int:

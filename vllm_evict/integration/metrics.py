@@ -60,9 +60,11 @@ class Tally:
         if used is not None:
             of_policy["used"] = used
 
-    def take(self, resident: dict[str, int]) -> dict[str, dict[str, int]]:
+    def take(self, resident: dict[str, int]) -> dict[str, dict[str, Any]]:
         """The counts since last time, and the blocks that running requests hold now."""
-        taken = {policy: {**self._counts[policy], "resident": blocks} for policy, blocks in resident.items()}
+        taken: dict[str, dict[str, Any]] = {}
+        for policy, blocks in resident.items():
+            taken[policy] = {**self._counts[policy], "resident": blocks}
         for policy, counts in self._host.items():
             if policy in taken:
                 taken[policy]["host"] = counts
@@ -101,7 +103,7 @@ class PrometheusMetrics:
         for engine, policy in product(engines, policies):
             self._of(engine, policy)
 
-    def record(self, counts: dict[str, dict[str, int]], engine: int) -> None:
+    def record(self, counts: dict[str, dict[str, Any]], engine: int) -> None:
         for policy, values in counts.items():
             series = self._of(engine, policy)
             for key in COUNTERS:

@@ -140,7 +140,7 @@ def _captured(
         positions: int64 [T].
         hidden: [T, hidden size], the module's input.
     """
-    captured = []
+    captured: list[torch.Tensor] = []
 
     def capture(query: Any, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> None:
         captured.extend(each.reshape(len(positions), layer.num_kv_heads, -1) for each in (key, value))

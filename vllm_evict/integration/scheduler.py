@@ -113,11 +113,6 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             manager.bind(number, self.vllm_config.max_in_flight_tokens, self._poison)
         return evictable, [SlidingManager.beside(each, evictable[0].residents, self._poison) for each in others]
 
-    @property
-    def residents(self) -> dict[str, RequestBlocks]:
-        """Blocks of all requests in the first KV group that may have holes."""
-        return self.kv_managers[0].residents
-
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self.reconstructions is not None:
             self.reconstructions.before_schedule()

@@ -129,7 +129,7 @@ class _Launches:
     def _splits(self, rows: Sequence[int], widths: Sequence[int]) -> list[list[int]]:
         """Return numbers of splits for each class, one choice for each variant of the kernels."""
         kv_heads, programs = [part.kv_cache.shape[1] for part in self.parts], programs_on(self.device)
-        choices = {}
+        choices: dict[tuple[int, ...], list[int]] = {}
         for count, *blocks in product(rows, *[widths] * len(self.parts)):
             splits = splits_of(count, kv_heads, [width * self.block_size for width in blocks], programs)
             choices.setdefault(tuple(map(padded_splits, splits)), splits)

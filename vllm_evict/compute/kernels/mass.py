@@ -11,7 +11,7 @@ import logging
 import torch
 
 try:
-    from vllm_evict import _C_cpu
+    from vllm_evict import _C_cpu  # type: ignore[attr-defined]  # compiled
 
     _missing = ""
 except ImportError as error:  # not built (see setup.py), or built for another torch

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 try:
-    from vllm_evict import _C_cpu
+    from vllm_evict import _C_cpu  # type: ignore[attr-defined]  # compiled
 except ImportError:  # built without the extension: see setup.py
     _C_cpu = None
 
