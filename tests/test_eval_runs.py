@@ -293,8 +293,10 @@ def server(tmp_path_factory):
         "--enforce-eager",
         "--max-model-len",
         "1024",
-        "--long-prefill-token-threshold",
+        "--max-num-batched-tokens",
         "128",
+        "--max-num-seqs",
+        "8",
     ]
     log = tmp_path_factory.mktemp("serve") / "log"
     with log.open("w") as out:

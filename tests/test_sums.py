@@ -250,6 +250,15 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
     assert reports["b"].statistics["mass"].tolist() == [2.0, 2.0]
 
 
+def test_pivots_may_be_counted_over_all_queries():
+    sums = RunningSums(1, HEADS, 1, 10, BLOCK, "sum", "sum")
+    sums.start("a", scoring("sum", statistic="pivots"))
+    logical = torch.arange(3, dtype=torch.int32)[None]
+    resident = torch.tensor([9], dtype=torch.int32)
+    step = sums.step(["a"], np.array([0, 9], np.int32), np.array([9], np.int32), logical, resident)
+    assert step.queries.tokens.tolist() == list(range(9)) and step.counted.tolist() == [9]
+
+
 @pytest.mark.parametrize("accumulate", ["last", "ema"])
 @pytest.mark.parametrize("layers", ["sum", "max"])
 def test_pivots_of_one_query_each_follow_from_its_own_mass(layers, accumulate):

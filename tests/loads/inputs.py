@@ -9,6 +9,7 @@ and not by the plugin's. By hand, for the figures of docs/reliability.md:
 import json
 import math
 import random
+import re
 import statistics
 import sys
 import time
@@ -37,11 +38,15 @@ CHOICES = {
     "heads": ("sum", "mean", "max"),
     "layers": ("sum", "mean", "max"),
     "protect": (True, False),
+    "evict": ("drop", "host"),
+    "recall": ("none", "quest"),
 }
 #: Field -> least and most of a whole number.
 SIZES = {
     **dict.fromkeys(("buffer", "sink", "recent", "min_prompt"), (0, WHOLE - 1)),
-    **dict.fromkeys(("window", "every", "chunk", "kernel", "bands"), (1, WHOLE - 1)),
+    **dict.fromkeys(("window", "every", "chunk", "kernel", "bands", "recall_every", "recall_blocks"), (1, WHOLE - 1)),
+    "again": (0, WHOLE - 1),
+    "again_rounds": (1, 9),
     "seed": (0, (1 << 63) - 1),
 }
 #: Field -> least and most of any number.
@@ -50,7 +55,19 @@ NUMBERS = {
     "merge_threshold": (-1, 1),
     "beta": (1, WHOLE - 1),
 }
-NULLABLE = {"gates", "budget", "context", "bands", "merge", "threshold", "sparsity", "retrieval", "allow", "pattern"}
+NULLABLE = {
+    "gates",
+    "budget",
+    "context",
+    "host",
+    "bands",
+    "merge",
+    "threshold",
+    "sparsity",
+    "retrieval",
+    "allow",
+    "pattern",
+}
 REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_usage")
 
 
@@ -75,6 +92,9 @@ def fits(field: str, value: Any) -> bool:
         return number is not None and (0 < number < 1 or (isinstance(value, int | np.integer) and 0 < number < WHOLE))
     if field == "context":
         return value == "model" if isinstance(value, str) else isinstance(value, int) and whole and 0 < number < WHOLE
+    if field == "host":
+        size = re.fullmatch(r" *([0-9]+\.?[0-9]*|\.[0-9]+) *[KMGT]iB", value) if isinstance(value, str) else None
+        return size is not None or (number is not None and 0 < number < 1 << 50)
     if field == "gates":  # right ones are files; those that are not are tried by `_gates`
         return isinstance(value, str)
     if field in ("name", "retrieval"):

@@ -272,6 +272,7 @@ class RunningSums:
             or self._decay[slots].any()
             or (self._every[slots] > 1).any()
             or self._start[slots].any()
+            or self._pivots[slots].any()
         )
         if plain:
             counted = lens[rows].astype(np.int64)
