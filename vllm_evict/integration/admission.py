@@ -100,7 +100,8 @@ class AdmissionMixin:
         """Bring a session back to its budget, if it is over its trigger and the pool has no room for its next chunk.
 
         The last step of a turn decides nothing, so a turn may end over its trigger. No scores are at hand. By block the
-        oldest blocks go. By token workers need scores to choose, so the session starts over, as if it was preempted.
+        oldest blocks go. By token workers need scores to choose, and with a context keys have to be rotated after a
+        decision: such a session starts over, as if it was preempted.
         """
         req_id = session.request_id
         if self.free_blocks >= sum(manager.in_flight for manager in self.kv_managers):
@@ -110,7 +111,7 @@ class AdmissionMixin:
             for manager, resident in zip(self.kv_managers, residents)
             if resident.evictable and resident.over_trigger(len(manager.req_to_blocks[req_id]))
         ]
-        if any(resident.config.granularity == "token" for _, resident in over):
+        if any(resident.config.granularity == "token" or resident.config.context for _, resident in over):
             self._free_request_blocks(session)
             self.encoder_cache_manager.free(session)
             self.reset_preempted_req_ids.add(req_id)
