@@ -221,13 +221,13 @@ class Invariants:
         Counted are steps in a row in which no request ends and none computes a token that it has not computed before,
         not even before it was preempted. Allowed are four times the steps that all live requests would take one after
         the other, and 64. The same is asked of the oldest request on its own, unless priorities say that others go
-        first. Steps in which the scheduler is paused, or all requests are sessions that wait for a turn, do not count.
+        first. Sessions are left out there: vLLM queues each turn behind the requests that wait. Steps in which the scheduler is paused, or all requests are sessions that wait for a turn, do not count.
         """
         if self._paused or not self.scheduler.get_num_unfinished_requests():
             return
         self._since += 1
         self._since_oldest += 1
-        oldest = next((r for r in self.live.values() if r.status != RequestStatus.WAITING_FOR_STREAMING_REQ), None)
+        oldest = next((r for r in self.live.values() if not r.resumable), None)
         for req_id in output.num_scheduled_tokens:
             request = self.live.get(req_id)
             if request is None:
