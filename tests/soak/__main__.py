@@ -52,7 +52,8 @@ def main():
         print(dict(load.counts))
         print({name: held.get("struck") for name, held in found[-1].books.items()})
         check(load, found)
-    assert "Traceback" not in server.log, server.log_path
+        # Before the server ends: vLLM logs a traceback then, with a policy and without.
+        assert "Traceback" not in server.log, server.log_path
     print("all of it held")
     return 0
 
