@@ -182,7 +182,7 @@ def test_none_is_no_policy_as_of_vllms_flags(parser, tmp_path, none):
 
 @pytest.mark.parametrize("key", ["kv-policy", "KV_POLICY", "kvPolicy"])
 def test_a_policy_under_another_key_of_additional_config_is_refused(configured, key):
-    """It would be no policy at all, and nobody would say so."""
+    """Otherwise the server would run without a policy, and without an error."""
     with pytest.raises(KVPolicyError, match=f"additional_config got the key '{key}'; expected 'kv_policy'"):
         configured(additional_config={key: "h2o"})
 

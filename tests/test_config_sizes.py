@@ -1,4 +1,4 @@
-"""What a policy means in blocks, for servers, and sizes that nobody gave."""
+"""What a policy means in blocks, for servers, and sizes that are not given."""
 
 import itertools
 import math
@@ -96,7 +96,9 @@ def test_workers_can_measure_what_any_request_may_need_and_no_more():
 def test_policies_measure_what_workers_know():
     for policy in POLICIES.values():
         assert policy.measures <= RUNNING | CACHED and len(policy.measures & RUNNING) <= 1
-        assert bool(policy.measures) == (policy.options >= REDUCTIONS), "who measures says how heads are reduced"
+        assert bool(policy.measures) == (policy.options >= REDUCTIONS), (
+            "a policy that measures has options of reduction"
+        )
         assert (policy.options >= MASS_OPTIONS) <= (policy.measures == {"mass"})
 
 
@@ -162,7 +164,7 @@ def test_policies_of_the_last_queries_fix_how_mass_adds_up(name, window):
     assert parse(config.to_dict()) == config
 
 
-# --- sizes that nobody gave --------------------------------------------------------------------------------------------
+# --- sizes that are not given --------------------------------------------------------------------------------------------
 
 SIZED = sorted(name for name, policy in POLICIES.items() if "budget" in policy.options)
 

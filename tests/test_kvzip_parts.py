@@ -48,7 +48,7 @@ def test_scores_are_found_by_prefix_and_bounded():
     assert not dropped
     scores.put("vw", "third")
     assert len(scores) == 6 and scores.get("ABCDE", 4) is None and scores.get("abcd", 0) is not None
-    assert dropped == ["second"], "the one that nobody asked for longest"
+    assert dropped == ["second"], "the one whose last use is the oldest"
     scores.put("abcd", "again")
     assert len(scores) == 6 and scores.get("abcd", 0) == ("again", 4)
     scores.put(range(11), "too long")

@@ -151,5 +151,6 @@ def test_it_finds_what_is_wrong(monkeypatch, mutation, kinds, policies):
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_seeded_faults_still_apply(mutant):
-    """`python tests/mutants.py` runs them; a mutant is a program that can be read."""
-    compile(source(mutant), mutant.file, "exec")
+    """`python tests/mutants.py` runs them. A mutant has its fault, and Python can compile it."""
+    text = source(mutant)
+    assert mutant.new in text and compile(text, mutant.file, "exec")

@@ -340,7 +340,7 @@ GOOD = Report(np.array([0, 1, 2, 3, 6, 7, 8]), {"mass": np.arange(7.0), "key_nor
 
 
 def test_what_is_asked_for_is_handed_on():
-    """Reports that nobody asked for are left out, those of requests that have ended are not held against blocks."""
+    """Reports that no plan asks for are left out. Reports of ended requests are not compared with blocks."""
     plans = [GroupPlan(report={"a": frozenset({"mass"}), "gone": frozenset({"mass"}), "lost": frozenset()})]
     reports = [{"a": GOOD, "gone": GOOD, "stranger": GOOD}]
     held = {"a": HELD, "gone": None}

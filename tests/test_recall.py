@@ -332,6 +332,13 @@ def test_sizes_that_cannot_be_are_refused_at_start(engine, size, message):
         engine({**HOST, "host": size})
 
 
+def test_blocks_that_cannot_come_back_are_warned_of(engine, complaints):
+    engine(QUEST)
+    assert not complaints
+    engine(HOST)
+    assert [level for level, message in complaints if "evict: 'host' got recall: 'none'" in message] == ["WARNING"]
+
+
 def test_without_a_host_nothing_is_planned_for_it(engine):
     server, plans = engine({"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32}), []
     schedule = server.scheduler.schedule

@@ -359,8 +359,7 @@ def test_a_turn_that_ends_over_its_trigger_leaves_room_for_the_next(engine, monk
     """A turn ends with a chunk, so nothing is decided after it. The pool is the smallest that start-up accepts."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     policy = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "granularity": granularity}
-    least = 128 // BLOCK + -(-CHUNK // BLOCK) + 2
-    server = engine(policy, blocks=least, max_num_batched_tokens=CHUNK, max_model_len=1024)
+    server = engine(policy, blocks=(128 + CHUNK) // BLOCK + 2, max_num_batched_tokens=CHUNK, max_model_len=1024)
     sessions = Sessions(server)
     for turn, length in enumerate([4 * CHUNK - 7, 2 * CHUNK, CHUNK]):
         sessions.send("s", random_prompt(length, turn), 1)

@@ -178,7 +178,7 @@ class Invariants:
         """Mend a fault of vLLM's, which is no matter of this load.
 
         With priorities a request may be preempted that the very step has planned for, and its blocks published: these
-        stay in the prefix cache, and nobody ever computes them (vLLM's pull request 43569).
+        stay in the prefix cache, and are never computed (vLLM's pull request 43569).
         """
         preempt = self.scheduler._preempt_request
 

@@ -479,8 +479,7 @@ def _age(positions: torch.Tensor, newest: int, every: int) -> torch.Tensor:
 
 
 def _kept(importance: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the indices of the `kept` most important tokens, int64 [Hkv, kept], ascending. Of equal ones the newest
-    stay."""
+    """Indices of the `kept` most important tokens, int64 [Hkv, kept], ascending; of equal tokens the newest."""
     order = importance.argsort(dim=1, stable=True)
     return order[:, importance.shape[1] - kept :].sort(dim=1).values
 

@@ -89,6 +89,11 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         """Host blocks for what requests lose."""
         if self.kv_policy.evict != "host":
             return None
+        if self.kv_policy.recall == "none":
+            logger.warning(
+                "evict: 'host' got recall: 'none'; expected 'quest'; evicted blocks are copied to the host and never "
+                "come back; set recall: quest or evict: drop"
+            )
         group = self.kv_cache_config.kv_cache_groups[self.kv_managers[0].kv_cache_group_id]
         size = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
         return HostPool(host_blocks(self.vllm_config, self.kv_policy, size), self._poison)
