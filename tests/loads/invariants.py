@@ -97,9 +97,10 @@ class Invariants:
         """Requests whose step is done hold no more than they may. Those that wait for scores may hold all.
 
         Tokens are gathered in private blocks. A request finds enough of them if it shares nothing, or if the pool has
-        room for all requests that are decided on in this step. Without these it tries again with its next block.
+        room for all decisions of this step, in all KV groups. Without these it tries again with its next block.
         """
         due = [group.due.keys() for group in getattr(output, PLAN).groups]
+        decisions = sum(map(len, due))
         pools = self.scheduler.kv_policy.policy.pools
         for req_id, (row, turns) in rows.items():
             request = self.scheduler.requests.get(req_id)
@@ -118,7 +119,7 @@ class Invariants:
                 table = manager.req_to_blocks[req_id][: -(-settled // self.settings.block)]
                 held = sum(not block.is_null for block in table)
                 alone = all(block.ref_cnt == 1 for block in table if not block.is_null)
-                roomy = self.pool.get_num_free_blocks() >= held * len(decided)
+                roomy = self.pool.get_num_free_blocks() >= held * decisions
                 compacts = req_id in decided and (alone or roomy)
                 if not pools and held > limits.trigger and (compacts or resident.config.granularity == "block"):
                     raise Fault("bound", f"{req_id}: {held} blocks of {settled} tokens, above {limits.trigger}")
