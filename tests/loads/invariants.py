@@ -147,8 +147,11 @@ class Invariants:
                 if held < least:
                     raise Fault("floor", f"{req_id} has {held} blocks left, its budget is {limits.budget}")
 
-    def _check_reconstructions(self) -> None:
-        """A request does without scores only where its prompt is too long to be repeated, or there was no room."""
+    def _check_reconstructions(self, tokens: int) -> None:
+        """A request does without scores only where its prompt is too long to be repeated, or there was no room.
+
+        There is no room in a step whose `tokens` are as many as a step may have.
+        """
         scheduler, block = self.scheduler, self.settings.block
         for req_id, resident in self.evictable[0].residents.items():
             request = self.live.get(req_id)
@@ -172,7 +175,7 @@ class Invariants:
             shadows = sum(map(scheduler.reconstructions.is_shadow, self.evictable[0].residents))
             room = (
                 bool(repeated) and prompt >= block and (shadows or (slots and free >= needed + len(scheduler.running)))
-            )
+            ) and tokens < self.settings.chunk
             self._room[req_id] = self._room.get(req_id, True) and bool(room)
 
     def _withdraw_what_is_not_computed(self) -> None:

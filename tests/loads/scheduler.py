@@ -168,7 +168,7 @@ class Simulation(Invariants):
             settings = self.settings
             scores_come = not (settings.lost or settings.late or settings.answers == "nan")
             if self.scheduler.reconstructions is not None and scores_come:
-                self._check_reconstructions()
+                self._check_reconstructions(output.total_num_scheduled_tokens)
         return True
 
     # --- clients ------------------------------------------------------------------------------------------------------
