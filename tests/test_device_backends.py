@@ -38,6 +38,7 @@ from vllm_evict.compute.work import HeadSlice
 from vllm_evict.integration import refusals, split
 from vllm_evict.integration.backend import STEP_WORK, working_impl
 from vllm_evict.integration.flash import capture_lse
+from vllm_evict.triton_kernels import mass_from_lse
 
 # numpy's, where a masked row divides 0 by 0.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -388,6 +389,37 @@ def test_fp8_pages_and_queries_are_attended_to_as_what_they_stand_for(per_token)
     for got, want in zip(*results, strict=True):
         assert want.any()
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scratch", [0, 2 * 3, 2 * 2 * 3 * BLOCK], ids=["none", "one request", "all"])
+@pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
+def test_a_sum_over_heads_is_that_of_the_heads(per_token, scratch, monkeypatch):
+    """Heads are measured by programs of their own, for as many requests at once as the scratch takes."""
+    layer, ops = fp8_layer(), TritonOps()
+    layer = SimpleNamespace(dtype=torch.float32, impl=layer.impl)
+    _, pages = fp8_pages(fp8_layer(), 2)
+    query = torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(9))
+    table, starts = torch.tensor([[3, 1, 6], [0, 5, 2]], dtype=torch.int32), torch.tensor([0, 3, 7], dtype=torch.int32)
+    lens, last = torch.tensor([37, 20], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
+    weights = torch.tensor([0.0, 0, 2, 0, 0, 1, 3])
+    metadata = SimpleNamespace(
+        block_table=table, query_start_loc=starts, seq_lens=lens, num_actual_tokens=7, max_query_len=4, max_seq_len=37
+    )
+    launches, launch = [], mass_from_lse.mass_from_lse
+    monkeypatch.setattr(
+        mass_from_lse, "mass_from_lse", lambda *args, **options: launches.append(args) or launch(*args, **options)
+    )
+    width = 3 * BLOCK if per_token else 3
+    one, each, all_of_it = torch.ones(2, 1, width), torch.zeros(2, 2, width), torch.zeros(2, 2, width)
+    ops.scratch_bytes = 4 * scratch * (BLOCK if per_token and scratch == 2 * 3 else 1)
+    ops.mass(layer, query, pages, metadata, weights, one, per_token, last)
+    heads = [len(args[3]) if args[7].shape[1] == 2 else None for args in launches]
+    assert heads == {0: [None], 2 * 3: [1, 1]}.get(scratch, [2])
+    ops.mass(layer, query, pages, metadata, weights, each, per_token, last)
+    ops.mass(layer, query, pages, metadata, weights, all_of_it, per_token)
+    assert each.any()
+    torch.testing.assert_close(each, all_of_it, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one - 1, each.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)
 
 
 def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):

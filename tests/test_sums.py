@@ -382,6 +382,18 @@ def test_last_is_empty_after_a_report():
     assert masses(sums, "a") == [0.0] * 6 and masses(sums, "b") == [10.0] * 6
 
 
+def test_queries_before_the_first_that_counts_are_named():
+    """A device's kernels skip them. Window 4 before the decision at 23, in chunks of 10; all queries of "b" count."""
+    sums = one_layer()
+    sums.start("a", scoring("last", window=4, trigger=4))
+    sums.start("b", scoring())
+    step = add_mass(sums, ["a", "none", "b"], [10, 3, 2], [24, 20, 20])
+    assert step.buffers.weights.tolist() == [0] * 6 + [1] * 4 + [0] * 3 + [1, 1]
+    assert step.last.dtype == torch.int32 and step.last.tolist() == [4, 0, 2]
+    assert add_mass(sums, ["b"], [5], [25]).last is None
+    assert add_mass(sums, ["a", "b"], [1, 1], [25, 26]).last is None
+
+
 def test_last_foresees_the_decision():
     """Trigger 4, block 4: the decision falls at position 16, when a fifth block is begun; window 3: 14, 15 and 16."""
     sums = one_layer()

@@ -133,7 +133,7 @@ def decode_classes(
     require(first.attend_shape[:-1] == second.attend_shape[:-1], "caches must have one block size")
     has_mass = first.attend_shape[-1] or second.attend_shape[-1]
     shared = query_start_loc, rows, weights
-    _attend_classes[(n, sum(count * plan.splits for count, plan in zip(kv_heads, plans)))](
+    _attend_classes[(sum(count * plan.splits for count, plan in zip(kv_heads, plans)), n)](
         *shared, scale * LOG2_E, first.attend, second.attend, *first.attend_sizes, *second.attend_sizes,
         *first.attend_shape[:-1], has_mass, num_warps=plans[0].warps, num_stages=plans[0].stages,
     )  # fmt: skip
@@ -154,8 +154,8 @@ def _attend_classes(
     HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
     PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
-    """Programs of the first class, then those of the second class; in a class by KV head, then by split."""
-    program = tl.program_id(1)
+    """Programs of the first class, then those of the second class; in a class by split, then by KV head."""
+    program = tl.program_id(0)
     is_first = program < first_kv_heads * first_splits
     # One body with selected arguments: a body for each class would take its own shared memory.
     mine = ()
@@ -163,10 +163,10 @@ def _attend_classes(
         mine += (tl.where(is_first, first[i], second[i]),)
     program -= tl.where(is_first, 0, first_kv_heads * first_splits)
     splits = tl.where(is_first, first_splits, second_splits)
+    kv_heads = tl.where(is_first, first_kv_heads, second_kv_heads)
     attend_split(
-        program // splits, program % splits, starts, rows, weights, scale, *mine,
-        tl.where(is_first, first_stride_table, second_stride_table),
-        tl.where(is_first, first_kv_heads, second_kv_heads),
+        tl.program_id(1), program % kv_heads, program // kv_heads, starts, rows, weights, scale, *mine,
+        tl.where(is_first, first_stride_table, second_stride_table), kv_heads,
         tl.where(is_first, first_capacity, second_capacity), splits,
         HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, PER_TOKEN, HAS_MASS,
     )  # fmt: skip

@@ -137,9 +137,12 @@ def decode_mass(
 ) -> None:
     """`compute.kernels.decode.decode_mass` on caches with strides in place of packings, on a device.
 
-    The first launch attends, with a program for each request, KV head and split; the query heads of a KV head are the
-    rows of one tl.dot. For each block it stores log_b, the logarithm of the tile's sum of exponentials, so that
-    mass_b = 2 ** (log_b - lse) for any later maximum. With `per_token` it stores scores: mass_t = 2 ** (score_t - lse).
+    The first launch attends, with a program for each KV head, request and split. KV heads come first, since the heads
+    of a block lie side by side in memory. The query heads of a KV head are the rows of one tl.dot. For each block the
+    launch stores log_b, the logarithm of the tile's sum of exponentials, so that mass_b = 2 ** (log_b - lse) for any
+    later maximum. With `per_token` it stores scores: mass_t = 2 ** (score_t - lse). Queries in bfloat16 meet fp8 keys
+    in float16, so their elements must be below 65,504.
+
     The second launch combines splits into output and LSE, and blocks or tokens into mass.
 
     Each number has one writer that adds in a fixed order: the same input and plan give the same bits. With a plan
@@ -173,7 +176,7 @@ def decode_mass(
     tensors = query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse
     launch = launch_of(*tensors, plan, n, per_token)
     shared = query_start_loc, rows, weights
-    _attend[(n, kv_heads, plan.splits)](
+    _attend[(kv_heads, n, plan.splits)](
         *shared, scale * LOG2_E, *launch.attend, *launch.attend_sizes, *launch.attend_shape,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
@@ -288,7 +291,7 @@ def _attend(
     PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     attend_split(
-        tl.program_id(1), tl.program_id(2),
+        tl.program_id(1), tl.program_id(0), tl.program_id(2),
         starts, rows, weights, scale, lens, partial, stats, granule_logs, query, keys, values, table,
         stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
         stride_table, kv_heads, capacity, splits,
@@ -298,7 +301,7 @@ def _attend(
 
 @triton.jit
 def attend_split(
-    kv_head, split, starts, rows, weights, scale,
+    n, kv_head, split, starts, rows, weights, scale,
     lens, partial, stats, granule_logs, query, keys, values, table,
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_table, kv_heads, capacity, splits,
@@ -307,7 +310,7 @@ def attend_split(
     PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of one request and KV head. Exponents have base 2: `scale` includes log2(e)."""
-    n = tl.program_id(0).to(tl.int64)
+    n = n.to(tl.int64)
     kv_head = kv_head.to(tl.int64)
     heads = kv_heads * GROUP
     row = tl.load(rows + n).to(tl.int64)
@@ -323,6 +326,8 @@ def attend_split(
         head = kv_head * GROUP + member
         here = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
         q = tl.load(query + token * stride_qt + head[:, None] * stride_qh + dim[None, :], mask=here, other=0.0)
+        if keys.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+            q = q.to(tl.float16)  # fp8 becomes float16 by one instruction, and bfloat16 by several
 
         lane = tl.arange(0, GRANULES * TOKENS)
         granule = tl.arange(0, GRANULES)

@@ -80,6 +80,7 @@ class MassStep:
         buffers: memory of R rows and W blocks.
         queries: queries that are tested for pivotal blocks, if a row has several; None if there are none.
         weighs: whether any row takes mass.
+        last: int32 [R], queries of each row from the first that counts (see `RunningSums._last`); None: all.
     """
 
     def __init__(
@@ -91,9 +92,10 @@ class MassStep:
         buffers: MassBuffers,
         queries: Queries | None = None,
         weighs: bool = True,
+        last: torch.Tensor | None = None,
     ) -> None:
         self.rows, self.slots, self.counted, self.logical = rows, slots, counted, logical
-        self.buffers, self.queries, self.weighs = buffers, queries, weighs
+        self.buffers, self.queries, self.weighs, self.last = buffers, queries, weighs, last
 
     @property
     def mass(self) -> torch.Tensor:
@@ -299,7 +301,8 @@ class RunningSums:
             memory.weights.fill_(1.0) if given is None else memory.weights.copy_(given)
         if memory.tested is not None:
             memory.tested.zero_() if tested is None else memory.tested.copy_(self._to_device(tested))
-        return MassStep(rows, slots, counted, logical, memory, queries, weighs)
+        last = self._last(weights, query_start_loc)
+        return MassStep(rows, slots, counted, logical, memory, queries, weighs, last)
 
     def fold(self, step: MassStep) -> None:
         """Add a step's mass to the running sums."""
@@ -391,6 +394,17 @@ class RunningSums:
         later = query_start_loc[row + 1] - 1 - tokens
         seen = seq_lens[row] - holes[row] * self.block_size - later
         return Queries(self._to_device(tokens), self._to_device(row), self._to_device(seen.astype(np.int32)))
+
+    def _last(self, weights: np.ndarray | None, query_start_loc: np.ndarray) -> torch.Tensor | None:
+        """Return the queries of each row from its first query of weight > 0 to its last: int32 [R].
+
+        None if all queries count, or if each row has one query.
+        """
+        if weights is None or len(weights) < len(query_start_loc):
+            return None
+        counting = np.append(np.flatnonzero(weights), len(weights))
+        first = counting[np.searchsorted(counting[:-1], query_start_loc[:-1])]
+        return self._to_device(np.maximum(query_start_loc[1:] - first, 0).astype(np.int32))
 
     def _weights(
         self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, seq_lens: np.ndarray

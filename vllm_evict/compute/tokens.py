@@ -102,10 +102,13 @@ class TokenStep:
         pages: float32 [L, P, Hkv, block_size], see `TokenSums`.
         buffers: memory of R rows and W blocks.
         lens: int32 [R], resident tokens.
+        last: as in `MassStep`.
     """
 
-    def __init__(self, pages: torch.Tensor, buffers: TokenBuffers, lens: torch.Tensor) -> None:
-        self._pages, self._buffers, self._lens = pages, buffers, lens
+    def __init__(
+        self, pages: torch.Tensor, buffers: TokenBuffers, lens: torch.Tensor, last: torch.Tensor | None = None
+    ) -> None:
+        self._pages, self._buffers, self._lens, self.last = pages, buffers, lens, last
 
     def add(self, weigh: Weigh, kv_heads: int, place: int) -> None:
         """Add one layer of `kv_heads` KV heads.
@@ -249,6 +252,7 @@ class TokenSums(RunningSums):
             return None
         table = np.zeros((len(req_ids), -(-int(lens.max()) // self.block_size)), np.int32)
         table[rows] = self._table[slots, : table.shape[1]]
+        last = self._last(weights, query_start_loc)
         table, weights = self._to_device(table), self._to_device(weights)
         if memory is None:
             mass = torch.zeros(len(table), self._pages.shape[2], table.shape[1] * self.block_size, device=table.device)
@@ -256,7 +260,7 @@ class TokenSums(RunningSums):
         else:
             memory.table.copy_(table)
             memory.weights.copy_(weights)
-        return TokenStep(self._pages, memory, resident)
+        return TokenStep(self._pages, memory, resident, last)
 
     def judge(self, req_id: str) -> None:
         """Copy the sums of a request for the decision that is due after this step."""

@@ -89,8 +89,9 @@ class CPUOps:
         weights: torch.Tensor | None,
         out: torch.Tensor,
         per_token: bool = False,
+        last: torch.Tensor | None = None,
     ) -> None:
-        """See `BackendOps.mass`; runs `block_mass`."""
+        """See `BackendOps.mass`; runs `block_mass`, which skips queries of weight 0 by itself."""
         keys, _ = _halves(kv_cache)
         block_mass(
             query[: metadata.num_actual_tokens],

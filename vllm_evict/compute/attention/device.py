@@ -114,15 +114,32 @@ class DeviceOps:
         weights: torch.Tensor | None,
         out: torch.Tensor,
         per_token: bool = False,
+        last: torch.Tensor | None = None,
     ) -> None:
-        """See `BackendOps.mass`; runs `mass_from_lse`."""
+        """See `BackendOps.mass`; runs `mass_from_lse`.
+
+        Mass that `out` has as a sum over heads is computed for each KV head in the scratch, so that more programs run
+        at once. The scratch takes some requests at a time.
+        """
         from ...triton_kernels.mass_from_lse import mass_from_lse
 
         keys, _ = halves(kv_cache)
         query = query[: metadata.num_actual_tokens]
         rows, (scale, _) = _rows(metadata, len(out)), scales(layer, keys)
         lse = self.lse_of(query, keys, *rows, scale, metadata.max_query_len, weights)
-        mass_from_lse(query, keys, lse, *rows, scale, out, per_token=per_token, weights=weights)
+        of_heads = keys.shape[1], out.shape[2]
+        self.reserve(query.device)
+        at_once = len(self._scratch) // prod(of_heads)
+        if out.shape[1] == keys.shape[1] or not at_once:
+            mass_from_lse(query, keys, lse, *rows, scale, out, per_token=per_token, weights=weights, last=last)
+            return
+        for first in range(0, len(out), at_once):
+            some = slice(first, min(first + at_once, len(out)))
+            table, starts, lens = rows[0][some], rows[1][first : some.stop + 1], rows[2][some]
+            mass = self._scratch[: len(lens) * prod(of_heads)].view(len(lens), *of_heads).zero_()
+            options = {"per_token": per_token, "weights": weights, "last": None if last is None else last[some]}
+            mass_from_lse(query, keys, lse, table, starts, lens, scale, mass, **options)
+            out[some] += mass.sum(1, keepdim=True)
 
     def warm_up_mass(self, *args: Any) -> None:
         """Launch all variants of `mass`, with its arguments."""

@@ -106,9 +106,20 @@ class BackendOps(Protocol):
         ...
 
     def mass(
-        self, layer: Any, query: Any, kv_cache: Any, metadata: Any, weights: Any, out: Any, per_token: bool = False
+        self,
+        layer: Any,
+        query: Any,
+        kv_cache: Any,
+        metadata: Any,
+        weights: Any,
+        out: Any,
+        per_token: bool = False,
+        last: Any = None,
     ) -> None:
-        """Add to `out` the mass of queries that the stock kernel attends to (arguments as in `kernels.mass`)."""
+        """Add to `out` the mass of queries that the stock kernel attends to (arguments as in `kernels.mass`).
+
+        Only the last `last[r]` queries of request r have a weight; None: all may have one.
+        """
         ...
 
     def mass_of(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, queries: Queries, width: int) -> Any:
