@@ -444,22 +444,41 @@ def test_what_the_benchmark_times_runs(capsys):
     spec.loader.exec_module(module)
     module.main(["--dry-run"])
     ran = [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert {kind: ran.count(kind) for kind in ran} == {"decode": 6, "chunk": 4, "classes": 3, "compact": 3}
+    assert {kind: ran.count(kind) for kind in ran} == {"decode": 7, "chunk": 4, "classes": 3, "compact": 3}
 
 
 # ---- compiled
 
 
-def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
-    """What the interpreter does not see; ptxas comes with Triton, so no GPU is needed."""
+def compiled(capability: int, cache: Path) -> list[dict]:
+    """Return what each kernel takes on a GPU, which the interpreter does not see; ptxas comes with Triton."""
     if sys.platform != "linux":
         pytest.skip("Triton has its ptxas on Linux only")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    script = Path(__file__).with_name("triton_compile.py")
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, Path(__file__).with_name("triton_compile.py"), str(capability)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
+    return json.loads(run.stdout)
+
+
+#: Shared memory of an SM, in KiB, and bytes of spills that a prefill over heads of 256 takes.
+@pytest.mark.parametrize(("capability", "shared", "spilled"), [(80, 164, 0), (100, 228, 24)])
+def test_readers_compile_for_ampere_and_blackwell(capability, shared, spilled, tmp_path):
+    """At least two programs of each fit on an SM, and keys are loaded by 16 bytes."""
+    found = compiled(capability, tmp_path)
+    assert {kernel["kernel"] for kernel in found} == {
+        "_attend", "_attend_classes", "_combine", "_combine_classes", "_mass_from_lse", "_query_lse",
+    }  # fmt: skip
+    for kernel in found:
+        assert kernel["spilled"] <= (spilled if kernel["kernel"] == "_mass_from_lse" else 0), kernel
+        assert not kernel["atom."] and (kernel["cp.async"] or kernel["ld.global.v4"]), kernel
+        assert 2 * kernel["registers"] * kernel["threads"] <= 65536 or kernel["threads"] > 128, kernel
+        assert 2 * (kernel["shared"] + 1024) <= shared * 1024, kernel
+
+
+def test_compiles_for_hopper_without_spills_or_atomics(tmp_path):
+    found = compiled(90, tmp_path)
     assert {kernel["kernel"] for kernel in found} == {
         "_attend", "_attend_classes", "_combine", "_combine_classes", "_compact", "_fold", "_mass_from_lse", "_put",
         "_query_lse", "_resident_view", "_take",

@@ -1,10 +1,12 @@
-"""Compiles the Triton kernels for a Hopper GPU, without one, and prints what each takes as JSON.
+"""Compiles the Triton kernels for a GPU, without one, and prints what each takes as JSON.
 
-A process of its own, without the interpreter: python tests/triton_compile.py
+A process of its own, without the interpreter: python tests/triton_compile.py [CAPABILITY]. For a Hopper GPU (90) it
+compiles all kernels and shapes, for others the kernels that read keys, and shapes without fp8.
 """
 
 import json
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -42,11 +44,14 @@ SHAPES = [  # query heads, KV heads, head size, block size, dtype, queries, whet
 ROWS, WIDTH = 4, 512
 
 
-class Hopper:
+class Driver:
     """A driver that knows its target and nothing else."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -87,8 +92,8 @@ def ints(*shape) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32)
 
 
-def compile_all() -> None:
-    driver.set_active(Hopper())
+def replace_kernels() -> None:
+    """Let launches compile."""
     for module, kernels in (
         (compact, ("_compact",)),
         (decode_classes, ("_attend_classes", "_combine_classes")),
@@ -102,6 +107,9 @@ def compile_all() -> None:
     ):
         for kernel in kernels:
             setattr(module, kernel, Compiled(getattr(module, kernel)))
+
+
+def compile_bookkeeping() -> None:
     table, lens = ints(ROWS, 8192), ints(ROWS)
     for groups, width in ((1, 8192), (4, 8192), (4, 33), (4, 1)):
         view = View(table[:, :width], lens, table[:, :width])
@@ -116,7 +124,11 @@ def compile_all() -> None:
         caches, blocks = [torch.empty(8, 8, 16, 2 * dim, dtype=dtype) for _ in range(2)], ints(WIDTH)
         for ordered in (True, False):
             compact.compact(caches, blocks, ints(2, 8, 1024), blocks, ints(3, ROWS), ordered=ordered)
-    for heads, kv_heads, dim, block_size, dtype, tokens, has_mass, *kept in SHAPES:
+
+
+def compile_readers(shapes: list[tuple]) -> None:
+    lens = ints(ROWS)
+    for heads, kv_heads, dim, block_size, dtype, tokens, has_mass, *kept in shapes:
         keys, values = torch.empty(8, kv_heads, block_size, 2 * dim, dtype=kept[0] if kept else dtype).split(dim, -1)
         table, starts, out = ints(ROWS, WIDTH), ints(ROWS + 1), torch.empty(ROWS, kv_heads, WIDTH)
         query, lse, weights = (
@@ -147,5 +159,10 @@ def compile_all() -> None:
 
 
 if __name__ == "__main__":
-    compile_all()
+    capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+    driver.set_active(Driver(capability))
+    replace_kernels()
+    if capability == 90:
+        compile_bookkeeping()
+    compile_readers(SHAPES if capability == 90 else [shape for shape in SHAPES if FP8 not in shape])
     print(json.dumps(Compiled.found))

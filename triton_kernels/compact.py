@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from ..compute.kernels.compact import requests_of
+from ..compute.transfer import to_device
 from .tiles import check_int32, require
 
 WORD = 4  # bytes
@@ -48,7 +50,7 @@ def plan_compact(caches: Sequence[torch.Tensor]) -> CompactPlan:
     row, *strides = (count * one.element_size() for count in (one.shape[3], *one.stride()[:3]))
     places = [row, *strides, *(cache.data_ptr() for cache in caches)]
     require(all(place % WORD == 0 for place in places), "rows of caches must be whole words of 4 bytes")
-    pages = torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, device=one.device)
+    pages = to_device(np.array([cache.data_ptr() for cache in caches], np.int64), one.device)
     aligned = all(place % 16 == 0 for place in places[1:])
     return CompactPlan(pages, one.shape, row // WORD, tuple(stride // WORD for stride in strides), aligned)
 

@@ -4,8 +4,10 @@
     TRITON_INTERPRET=1 python benchmarks/gpu/kernels.py --dry-run
 
 Each round times all variants of a case one after the other, as replays of CUDA graphs over caches larger than L2, so
-that a round's ratios share its clocks. A copy of N bytes moves 2 N bytes. A kernel's bytes are the bytes that it has to
-move, and "of a copy" is its bandwidth over the copy's.
+that a round's ratios share its clocks. Caches are token-major, as FlashAttention's and Triton's in vLLM, or head-major
+with --head-major. A copy of N bytes moves 2 N bytes, each call into a target of its own. A kernel's bytes are the bytes
+that it has to move, and "of a copy" is its bandwidth over the copy's. `read` adds up all words, since kernels of
+attention write almost nothing.
 
 decode: `decode_mass` without mass, with mass of blocks and of tokens; beside a kernel of vLLM's, `query_lse` and
 `mass_from_lse` (half the bytes: keys). Where vllm_evict._C_cuda is built, its `decode_mass` too, with bulk copies and
@@ -59,6 +61,8 @@ class Variant(NamedTuple):
 class Case:
     """Requests of `tokens` tokens each, in caches that together exceed L2."""
 
+    token_major = True
+
     def __init__(self, shape, tokens: int, device: str) -> None:
         self.requests, self.heads, self.kv_heads, self.dim, self.block_size = shape
         self.tokens, self.device, self.scale = tokens, device, self.dim**-0.5
@@ -66,10 +70,16 @@ class Case:
         self.keys_bytes = self.requests * tokens * self.kv_heads * self.dim * DTYPE.itemsize
         count = min(max(-(-LEAST_BYTES // (2 * self.keys_bytes)), 2), MAX_CACHES) if device == "cuda" else 1
         page = (self.requests * self.width, self.kv_heads, self.block_size, 2 * self.dim)
-        self.caches = [self.random(*page) for _ in range(count)]
+        self.caches = [self.pages(*page) for _ in range(count)]
         self.table = torch.randperm(page[0], device=device).int().view(self.requests, self.width)
         self.starts, self.rows = self.ints(self.requests + 1), self.ints(self.requests)
         self.lens = torch.full_like(self.rows, tokens)
+
+    def pages(self, blocks: int, kv_heads: int, block_size: int, width: int) -> torch.Tensor:
+        """Return a random cache [blocks, kv_heads, block_size, width], in vLLM's order of a block's memory."""
+        if self.token_major:
+            return self.random(blocks, block_size, kv_heads, width).transpose(1, 2)
+        return self.random(blocks, kv_heads, block_size, width)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=DTYPE, device=self.device)
@@ -85,9 +95,20 @@ class Case:
 
     def copy(self, moved: int) -> Variant:
         """A copy that moves this number of bytes: it reads half and writes half."""
-        sources = [cache.flatten()[: max(moved // (2 * DTYPE.itemsize), 1)] for cache in self.caches]
-        target = torch.empty_like(sources[0])
-        return Variant([lambda source=source: target.copy_(source) for source in sources], 2 * target.nbytes)
+        sources = [words[: max(moved // 16, 1)] for words in self.words()]
+        pairs = [(torch.empty_like(source), source) for source in sources]
+        return Variant([lambda pair=pair: pair[0].copy_(pair[1]) for pair in pairs], 2 * sources[0].nbytes)
+
+    def read(self, moved: int) -> Variant:
+        """A sum that reads this number of bytes."""
+        sources = [words[: max(moved // 8, 1)] for words in self.words()]
+        return Variant([source.sum for source in sources], sources[0].nbytes)
+
+    def words(self) -> list[torch.Tensor]:
+        """Return the caches as int64 words, in the order of memory."""
+        return [
+            (cache.transpose(1, 2) if self.token_major else cache).flatten().view(torch.int64) for cache in self.caches
+        ]
 
 
 #: Names of variants of the CUDA kernel.
@@ -138,6 +159,7 @@ def decode(case: Case) -> dict[str, Variant]:
             variants |= {f"{IN_CUDA}{way}": in_cuda(bulk), f"{IN_CUDA}{way}, of blocks": in_cuda(bulk, blocks)}
     return variants | {
         "copy": case.copy(2 * case.keys_bytes),
+        "read": case.read(2 * case.keys_bytes),
         "decode": run(),
         "of blocks": run(blocks),
         "of tokens": run(tokens, True),
@@ -218,7 +240,7 @@ def moves(case: Case, least: int, most: int) -> dict[str, Variant]:
     targets = -(-kept // case.block_size)
     page = (case.width + targets, case.kv_heads, case.block_size, 2 * case.dim)
     layers = min(max(least, -(-LEAST_BYTES // (math.prod(page) * DTYPE.itemsize))), most)
-    caches = [case.random(*page) for _ in range(layers)]
+    caches = [case.pages(*page) for _ in range(layers)]
     ids = torch.randperm(page[0], device=case.device).int()
     source, target = ids[: case.width].contiguous(), ids[case.width :].contiguous()
     order = torch.rand(layers, case.kv_heads, case.tokens, device=case.device).argsort(-1)
@@ -311,7 +333,8 @@ def cases(tokens: list[int], device: str, tiny: bool):
 def of_decode(times: Times) -> str:
     in_cuda = [name for name in times.variants if name.startswith(IN_CUDA)]
     return (
-        f"{times.variants['decode'].splits} splits: decode {times.bandwidth('decode')}, with mass of blocks "
+        f"{times.variants['decode'].splits} splits: read {times.bandwidth('read')}, "
+        f"decode {times.bandwidth('decode')}, with mass of blocks "
         f"{times.bandwidth('of blocks')}, which costs "
         f"{times.times('of blocks', 'decode') - 1:+.1%}, of tokens {times.times('of tokens', 'decode') - 1:+.1%}; "
         f"query_lse {times.bandwidth('query_lse')}, mass_from_lse {times.bandwidth('mass_from_lse')}"
@@ -339,8 +362,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], help="resident tokens of a request")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="file for all rounds")
+    parser.add_argument("--head-major", action="store_true", help="a block has all tokens of a head side by side")
     parser.add_argument("--dry-run", action="store_true", help="run each variant once, on tiny shapes")
     options = parser.parse_args(arguments)
+    Case.token_major = not options.head_major
     if options.dry_run:
         for kind, shape, tokens, variants, _ in cases([70], "cuda" if torch.cuda.is_available() else "cpu", tiny=True):
             for name, variant in variants.items():
