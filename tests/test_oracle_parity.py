@@ -36,6 +36,8 @@ POLICIES = {
     "knorm-max": {"name": "knorm", **BASE, "heads": "max", "layers": "max"},
     "keydiff": {"name": "keydiff", **BASE, "heads": "mean", "layers": "max"},
     "pagedeviction": {"name": "pagedeviction", "budget": 192},
+    "quest": {"name": "quest", **BASE},
+    "quest-unprotected": {"name": "quest", **BASE, "protect": False},
     "random": {"name": "random", **BASE, "seed": 7},
 }
 

@@ -42,6 +42,8 @@ class DenseLlama:
         even = torch.arange(0, self.head_dim, 2).float()
         self.inv_freq = 1.0 / theta ** (even / self.head_dim)  # [D/2]
 
+        #: Of each layer, the rotated queries of the last `forward`: [Q, H, D].
+        self.queries = []
         self.w = {}
         for file in sorted(path.glob("*.safetensors")):
             self.w |= {name: t.to(dtype) for name, t in load_file(file).items()}
@@ -73,7 +75,7 @@ class DenseLlama:
         back = torch.arange(past, past + q_len)[:, None] - torch.arange(past + q_len)
         cos, sin = self._rope(torch.arange(past, past + q_len))
         x = self.w["model.embed_tokens.weight"][ids]  # [Q, hidden]
-        probs = []
+        probs, self.queries = [], []
         for i in range(self.layers):
             pre = f"model.layers.{i}."
             h = self._norm(x, pre + "input_layernorm")
@@ -81,6 +83,7 @@ class DenseLlama:
             k = self._linear(h, pre + "self_attn.k_proj").view(q_len, self.kv_heads, -1)
             v = self._linear(h, pre + "self_attn.v_proj").view(q_len, self.kv_heads, -1)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            self.queries.append(q)
             if self.fp8_scales:
                 held = [(x / s).to(torch.float8_e4m3fn).to(x.dtype) * s for x, s in zip((k, v, q), self.fp8_scales)]
                 k, v, q = [*held, q][:3]

@@ -65,7 +65,7 @@ class Config:
 
 POLICIES = (
     "full", "sink-window", "strided", "h2o", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff",
-    "pagedeviction", "random", "kvzip",
+    "pagedeviction", "quest", "random", "kvzip",
 )  # fmt: skip
 
 REDUCE = {
@@ -283,6 +283,8 @@ class Request:
             return self.by_keys(lambda k, v: -k.norm(dim=1))
         if config.policy == "pagedeviction":
             return self.by_keys(lambda k, v: v.norm(dim=1) / k.norm(dim=1))
+        if config.policy == "quest":
+            return self.by_bounds()
         if config.policy == "keydiff":
             return self.by_keys(lambda k, v: -cosine(k, unit(k).mean(0, keepdim=True))[:, 0])
         value = REDUCE[config.heads](self.sums)
@@ -315,6 +317,20 @@ class Request:
             layers.append(torch.stack(heads))
         value = REDUCE[self.config.heads](REDUCE[self.config.layers](torch.stack(layers)))
         return dict(zip(self.held(), value.tolist(), strict=True))
+
+    def by_bounds(self):
+        """Held block -> the share that the last query may pay it, by the least and largest keys: all heads' and layers'."""
+        size, held = self.config.block_size, self.held()
+        total = dict.fromkeys(held, 0.0)
+        for layer in self.model.full:
+            keys, group = self.cache[layer][0].double(), self.model.heads // self.model.kv_heads
+            for h, q in enumerate(self.model.queries[layer][-1].double()):
+                of_head = (keys[b * size : min((b + 1) * size, self.n), h // group] for b in held)
+                most = [(q * torch.where(q > 0, k.amax(0), k.amin(0))).sum() for k in of_head]
+                shares = (torch.stack(most) / self.model.head_dim**0.5).softmax(0)
+                for b, share in zip(held, shares.tolist()):
+                    total[b] += share
+        return total
 
     def decide(self):
         if self.config.policy == "full" or len(self.held()) <= self.config.trigger_blocks:

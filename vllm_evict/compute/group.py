@@ -9,7 +9,7 @@ import torch
 
 from ..config import KVPolicyConfig
 from ..core.plan import GroupPlan, Reports
-from ..policies import CACHED, RUNNING
+from ..policies import CACHED, QUERIED, RUNNING
 from .cached import CachedStatistics, Row
 from .graphs import Attends, GraphMemory
 from .host import BoundStep, HostBlocks
@@ -183,7 +183,7 @@ class GroupRuntime:
 
     def fits_graphs(self, requests: Set[str]) -> bool:
         """Whether a full graph can measure all that a decode step of these requests measures."""
-        if self.plan is not None and self.plan.waiting:
+        if self.plan is not None and (self.plan.waiting or self._asks_for_bounds()):
             return False
         if self.prompts is not None and len(self.prompts):
             return False
@@ -331,9 +331,10 @@ class GroupRuntime:
         if by_token:
             tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens)
         prompts = self.prompts.step(req_ids, starts, seq_lens) if repeating else None
-        if self.plan.waiting:
+        if self.plan.waiting or self._asks_for_bounds():
             places = {req_id: row for row, req_id in enumerate(req_ids)}
-            self._bounds = BoundStep(self.host, self.plan.waiting, self._rows, places, starts, self.device)
+            asked = self.plan.waiting, self.plan.report
+            self._bounds = BoundStep(self.host, *asked, self._rows, places, starts, self.device)
         if step is None and tokens is None and prompts is None and self._bounds is None and not len(own):
             return metadata, None
         work = StepWork(step, own, starts, lens, tokens, prompts, self._bounds)
@@ -378,6 +379,10 @@ class GroupRuntime:
             tokens = (len(self.with_holes.get(req_id, ())) * self.block_size for req_id in req_ids)
             self._lacks = list(req_ids), np.fromiter(tokens, np.int32, len(req_ids))
         return self._lacks[1]
+
+    def _asks_for_bounds(self) -> bool:
+        """Whether some request reports a statistic of its last query (`policies.QUERIED`)."""
+        return any(names & QUERIED for names in self.plan.report.values())
 
     def _resident(self, table: torch.Tensor, held: np.ndarray) -> None:
         """Note the resident blocks of requests that report. `held` are their resident tokens, int32 [R]."""

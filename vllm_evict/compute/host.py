@@ -1,4 +1,4 @@
-"""Host memory of a worker for evicted blocks: their bytes as the cache has them, and bounds of their keys."""
+"""Host memory of a worker for evicted blocks: their bytes as the cache has them, and scores by bounds of keys."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -9,6 +9,7 @@ import torch
 
 from ..core.mechanisms.recall import BOUND
 from ..core.plan import Copy, Report, Reports, Waiting
+from ..policies import KEY_BOUND
 from .kernels.bounds import bound_scores, key_bounds
 from .tokens import Store
 from .transfer import to_device, to_host
@@ -36,14 +37,8 @@ class HostBlocks:
             torch.empty((blocks, *page.shape[1:]), dtype=page.dtype, pin_memory=not self._on_cpu)
             for page in store.pages()
         ]
-        #: Of each layer [blocks, Hkv, D], the least and the largest keys.
-        self._low: list[torch.Tensor] = []
-        self._high: list[torch.Tensor] = []
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        for keys, _ in store.read(none, False) if bounds else ():
-            shape = blocks, keys.shape[1], keys.shape[3]
-            self._low.append(torch.empty(shape, dtype=keys.dtype, device=device))
-            self._high.append(torch.empty(shape, dtype=keys.dtype, device=device))
+        #: Of each layer [blocks, Hkv, 2 * D] of `key_bounds`.
+        self._bounds = empty_bounds(store, blocks, device) if bounds else []
 
     def obey(self, copies: Sequence[Copy]) -> None:
         """Copy blocks, in this order."""
@@ -53,7 +48,7 @@ class HostBlocks:
             if kind == "poison":
                 for page in self._pages:
                     (page.view(torch.float8_e4m3fn) if page.dtype == torch.uint8 else page)[numbers] = float("nan")
-                for bounds in (*self._low, *self._high):
+                for bounds in self._bounds:
                     bounds[numbers] = float("nan")
             elif kind == "fetch":
                 self._fetch([copy.physical for copy in some], numbers)
@@ -67,10 +62,10 @@ class HostBlocks:
                 continue
             for block, number in zip(physical, numbers):
                 own[number].copy_(page[block], non_blocking=True)
-        if self._low:
+        if self._bounds:
             blocks, places = (to_device(np.array(each, np.int64), self._device) for each in (physical, numbers))
-            for (keys, _), low, high in zip(self._store.read(blocks, False), self._low, self._high):
-                low[places], high[places] = key_bounds(keys)
+            for (keys, _), bounds in zip(self._store.read(blocks, False), self._bounds):
+                bounds[places] = key_bounds(keys)
 
     def _fetch(self, physical: list[int], numbers: list[int]) -> None:
         for page, own in zip(self._store.pages(), self._pages):
@@ -80,19 +75,26 @@ class HostBlocks:
             for block, number in zip(physical, numbers):
                 page[block].copy_(own[number], non_blocking=True)
 
-    def bounds(self, layer: int, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of some host blocks (int64 [n]) in one layer; twice [n, Hkv, D]."""
-        return self._low[layer][numbers], self._high[layer][numbers]
+    def bounds(self, layer: int, numbers: torch.Tensor) -> torch.Tensor:
+        """Of some host blocks (int64 [n]) in one layer; [n, Hkv, 2 * D]."""
+        return self._bounds[layer][numbers]
+
+
+def empty_bounds(store: Store, blocks: int, device: torch.device) -> list[torch.Tensor]:
+    """Memory for bounds of so many blocks: for each layer [blocks, Hkv, 2 * D]."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    shapes = [(keys.shape[1], 2 * keys.shape[3], keys.dtype) for keys, _ in store.read(none, False)]
+    return [torch.zeros((blocks, heads, dims), dtype=dtype, device=device) for heads, dims, dtype in shapes]
 
 
 class _Look:
-    """One request whose host blocks are scored in a step."""
+    """One request whose blocks are scored in a step. `waiting`: its host blocks; None: resident blocks alone."""
 
-    def __init__(self, row: Any, waiting: Waiting, queries: slice, device: torch.device) -> None:
+    def __init__(self, row: Any, waiting: Waiting | None, queries: slice, device: torch.device) -> None:
         self.queries, self.length = queries, row.length
         self.resident = row.physical.long()
-        self.numbers = to_device(np.array(waiting.numbers, np.int64), device)
-        index = np.concatenate((row.logical, np.array(waiting.logical, np.int64)))
+        self.numbers = None if waiting is None else to_device(np.array(waiting.numbers, np.int64), device)
+        index = np.concatenate((row.logical, np.array(() if waiting is None else waiting.logical, np.int64)))
         self._order = np.argsort(index)
         self.index = index[self._order]
         self.scores = torch.zeros(len(index), device=device)
@@ -103,11 +105,15 @@ class _Look:
 
 
 class BoundStep:
-    """Scores of one step by bounds of keys, over all layers of a KV group: resident blocks and host blocks alike.
+    """Scores of one step by bounds of keys, over all layers of a KV group.
+
+    The last `WINDOW` queries of a request that waits for host blocks score its resident blocks and its host blocks
+    alike. The last query of a request that reports `KEY_BOUND` scores its resident blocks.
 
     Args:
-        host: host blocks of the group.
+        host: host blocks of the group; None: no request has host blocks.
         waiting: request -> its host blocks.
+        asked: request -> statistics that it reports.
         rows: request -> its resident blocks (`cached.Row`).
         places: request -> row of the batch.
         starts: int32 [R + 1], first query of each row.
@@ -116,39 +122,43 @@ class BoundStep:
 
     def __init__(
         self,
-        host: HostBlocks,
+        host: HostBlocks | None,
         waiting: Mapping[str, Waiting],
+        asked: Mapping[str, frozenset[str]],
         rows: Mapping[str, Any],
         places: Mapping[str, int],
         starts: np.ndarray,
         device: torch.device,
     ) -> None:
-        self._host, self._looks = host, {}
-        for req_id, blocks in waiting.items():
+        self._host = host
+        self._looks: dict[tuple[str, str], _Look] = {}
+        for req_id in sorted(rows):  # ranks have to agree on what is where
             first, end = int(starts[places[req_id]]), int(starts[places[req_id] + 1])
-            queries = slice(max(first, end - WINDOW), end)
-            self._looks[req_id] = _Look(rows[req_id], blocks, queries, device)
+            if KEY_BOUND in asked.get(req_id, ()):
+                self._looks[req_id, KEY_BOUND] = _Look(rows[req_id], None, slice(end - 1, end), device)
+            if req_id in waiting:
+                queries = slice(max(first, end - WINDOW), end)
+                self._looks[req_id, BOUND] = _Look(rows[req_id], waiting[req_id], queries, device)
 
     def add(self, ops: Any, layer: Any, place: int, query: torch.Tensor, kv_cache: Any) -> None:
         """Take in one layer, the `place`-th, whose queries are [T, H, D]."""
         for look in self._looks.values():
             keys, _ = ops.read(layer, kv_cache, look.resident, False)
-            bounds = zip(key_bounds(keys, look.length), self._host.bounds(place, look.numbers))
-            low, high = (torch.cat(each) for each in bounds)
-            look.scores += bound_scores(query[look.queries], low, high, layer.impl.scale)
+            bounds = key_bounds(keys, look.length)
+            if look.numbers is not None:
+                bounds = torch.cat((bounds, self._host.bounds(place, look.numbers)))
+            look.scores += bound_scores(query[look.queries], bounds, layer.impl.scale)
 
     def report(self, reports: Reports, all_reduce: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
         """Put the scores into reports, over all of a request's blocks; other statistics of host blocks are 0."""
         if not self._looks:
             return
-        req_ids = sorted(self._looks)  # ranks have to agree on what is where
-        flat = torch.cat([self._looks[req_id].scores for req_id in req_ids]).double()
+        flat = torch.cat([look.scores for look in self._looks.values()]).double()
         flat = to_host(all_reduce(flat, False))
-        ends = np.cumsum([len(self._looks[req_id].index) for req_id in req_ids])
-        for req_id, scores in zip(req_ids, np.split(flat, ends[:-1])):
-            look, before = self._looks[req_id], reports.get(req_id)
-            statistics = {BOUND: look.ordered(scores)}
-            for name, values in before.statistics.items() if before is not None else ():
-                statistics[name] = np.zeros(len(look.index))
-                statistics[name][look.index.searchsorted(before.index)] = values
+        ends = np.cumsum([len(look.index) for look in self._looks.values()])
+        for ((req_id, name), look), scores in zip(self._looks.items(), np.split(flat, ends[:-1])):
+            before, statistics = reports.get(req_id), {name: look.ordered(scores)}
+            for other, values in before.statistics.items() if before is not None else ():
+                statistics[other] = np.zeros(len(look.index))
+                statistics[other][look.index.searchsorted(before.index)] = values
             reports[req_id] = Report(look.index, statistics)

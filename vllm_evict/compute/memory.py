@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
-from ..policies import CACHED
+from ..policies import CACHED, QUERIED
 from . import sums
 from .group import GroupRuntime
 from .prompts import SCRATCH
@@ -79,6 +79,8 @@ def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> 
         between = blocks * (32 + 16 * group.sums.heads)
     if group.statistics & CACHED:
         between = max(between, rows * (2 * itemsize + OF_DIMENSION) + AT_A_TIME)
+    if group.statistics & QUERIED:
+        step += 2 * rows * itemsize // group.block_size + rows * itemsize
     if group.originals is not None:
         tokens = max(min(TURNED, group.held_blocks * group.block_size), group.block_size)
         # The rotation of one layer, and computed keys of all layers.

@@ -10,7 +10,18 @@ from typing import cast
 
 from ..config import REGISTRY
 from .adakv import AdaKV
-from .base import BUDGET_OPTIONS, CACHED, MASS_OPTIONS, REDUCTIONS, RUNNING, TOKEN_OPTIONS, Blocks, Policy
+from .base import (
+    BUDGET_OPTIONS,
+    CACHED,
+    KEY_BOUND,
+    MASS_OPTIONS,
+    QUERIED,
+    REDUCTIONS,
+    RUNNING,
+    TOKEN_OPTIONS,
+    Blocks,
+    Policy,
+)
 from .duo import Duo
 from .fastgen import FastGen
 from .full import Full
@@ -21,6 +32,7 @@ from .kvzip import KVzip
 from .outside import add_from_outside
 from .pagedeviction import PagedEviction
 from .pyramidkv import PyramidKV
+from .quest import Quest
 from .random import Random
 from .rkv import RKV
 from .scissorhands import Scissorhands
@@ -30,8 +42,8 @@ from .strided import Strided
 from .tova import TOVA
 
 for _policy in (
-    Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Random,
-    Duo, PyramidKV, AdaKV, FastGen,
+    Full, SinkWindow, Strided, H2O, Scissorhands, TOVA, SnapKV, KVzip, RKV, KNorm, KeyDiff, PagedEviction, Quest,
+    Random, Duo, PyramidKV, AdaKV, FastGen,
 ):  # fmt: skip
     REGISTRY.add(_policy())
 
@@ -39,8 +51,8 @@ for _policy in (
 POLICIES = cast(Mapping[str, Policy], REGISTRY)
 
 __all__ = [
-    "BUDGET_OPTIONS", "CACHED", "MASS_OPTIONS", "POLICIES", "REDUCTIONS", "RUNNING", "TOKEN_OPTIONS", "Blocks",
-    "Policy",
+    "BUDGET_OPTIONS", "CACHED", "KEY_BOUND", "MASS_OPTIONS", "POLICIES", "QUERIED", "REDUCTIONS", "RUNNING",
+    "TOKEN_OPTIONS", "Blocks", "Policy",
 ]  # fmt: skip
 
 add_from_outside()

@@ -20,6 +20,11 @@ BUDGET_OPTIONS, TOKEN_OPTIONS, REDUCTIONS, MASS_OPTIONS = map(names_of, (KEEPING
 RUNNING = frozenset({"mass", "pivots"})
 #: Statistics of resident keys and values, computed when a decision is due (see `compute.kernels.keys`).
 CACHED = frozenset({"key_norm", "key_diff", "value_key_ratio", "redundancy"})
+#: The largest share of attention that the last query of a step may pay to a block, by bounds of its keys, summed up
+#: over heads and layers (see `compute.kernels.bounds`).
+KEY_BOUND = "key_bound"
+#: Statistics of the step's last query and of resident keys, computed while layers run when a decision is due.
+QUERIED = frozenset({KEY_BOUND})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class Blocks:
 class Policy(Declaration, ABC):
     """Base class of policies. A policy is stateless, and shared by all requests under it."""
 
-    #: Statistics that the policy needs, of `RUNNING` and `CACHED`.
+    #: Statistics that the policy needs, of `RUNNING`, `CACHED` and `QUERIED`.
     measures: ClassVar[frozenset[str]] = frozenset()
     #: Whether importance is additive: twice the importance weighs twice as much. If False it is only an order.
     weighs: ClassVar[bool] = False
@@ -73,7 +78,8 @@ class Policy(Declaration, ABC):
     def triggers(self) -> tuple[str, ...]:
         """Values of `when` that the policy supports. Pressure needs scores in any step, so only statistics that add
         up support it."""
-        return ("budget",) if self.measures & CACHED or self.reconstructs else ("budget", "pressure")
+        due = self.measures & (CACHED | QUERIED) or self.reconstructs
+        return ("budget",) if due else ("budget", "pressure")
 
     def cost(self, importance: np.ndarray) -> np.ndarray:
         """Turn importance into costs that compare between requests.

@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from ..config import REGISTRY
 from ..config.errors import shown
-from .base import CACHED, RUNNING, Policy
+from .base import CACHED, QUERIED, RUNNING, Policy
 
 GROUP = "vllm_evict.policies"
 logger = logging.getLogger("vllm.evict")
@@ -39,9 +39,9 @@ def _loaded(entry: EntryPoint) -> Policy:
         raise ValueError(
             "got splits, reconstructs, profiles or pools; expected none of them: they are for policies of vllm_evict"
         )
-    if not policy.measures <= RUNNING | CACHED or len(policy.measures & RUNNING) > 1:
+    if not policy.measures <= RUNNING | CACHED | QUERIED or len(policy.measures & RUNNING) > 1:
         raise ValueError(
-            f"measures {', '.join(sorted(policy.measures))}; expected any of {', '.join(sorted(CACHED))}, and one of "
+            f"measures {', '.join(sorted(policy.measures))}; expected any of {', '.join(sorted(CACHED | QUERIED))}, and one of "
             f"{', '.join(sorted(RUNNING))}"
         )
     return policy()
