@@ -62,15 +62,17 @@ class DenseLlama:
 
         ids: Q token ids. cache: from `new_cache`, updated in place.
         mask: bool [Q, N], true where the query may attend to the token; or
-            [L, H, Q, N], where heads see different tokens. Layers with a sliding
-            window see that, whatever the mask says.
+            [L, H, Q, N], where heads see different tokens; or a function of a
+            layer, its queries [Q, H, D] and keys [N, G, D] that returns it.
+            Layers with a sliding window see that, whatever the mask says.
         Returns logits [Q, vocab] and attention probabilities [L, H, Q, N]
         (None unless `want_probs`).
         """
         ids = torch.as_tensor(ids, dtype=torch.long)
         past, q_len = cache[0][0].shape[0], len(ids)
-        assert mask.dtype == torch.bool and mask.shape[-2:] == (q_len, past + q_len)
-        mask = mask.expand(self.layers, self.heads, -1, -1)
+        if not callable(mask):
+            assert mask.dtype == torch.bool and mask.shape[-2:] == (q_len, past + q_len)
+            mask = mask.expand(self.layers, self.heads, -1, -1)
         # How far back each token lies from each query.
         back = torch.arange(past, past + q_len)[:, None] - torch.arange(past + q_len)
         cos, sin = self._rope(torch.arange(past, past + q_len))
@@ -89,11 +91,12 @@ class DenseLlama:
                 k, v, q = [*held, q][:3]
             k, v = torch.cat([cache[i][0], k]), torch.cat([cache[i][1], v])  # [N, G, D]
             cache[i] = (k, v)
+            chosen = mask(i, q, k) if callable(mask) else mask[i]
             group = self.heads // self.kv_heads  # query head h reads KV head h // group
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             scores = torch.einsum("qhd,nhd->hqn", q, k) / self.head_dim**0.5
             window = self.windows[i]
-            seen = mask[i] if window is None else (back >= 0) & (back < window)
+            seen = chosen if window is None else (back >= 0) & (back < window)
             p = scores.masked_fill(~seen, float("-inf")).softmax(-1)  # [H, Q, N]
             attended = torch.einsum("hqn,nhd->qhd", p, v).flatten(1)
             x = x + self._linear(attended, pre + "self_attn.o_proj")

@@ -16,10 +16,11 @@ from .host import BoundStep, HostBlocks
 from .merge import Merger
 from .originals import Originals
 from .prompts import PromptScores
+from .select import Selection
 from .sums import MassStep, RunningSums
 from .tokens import Store, TokenSums
 from .views import Views
-from .work import StepWork
+from .work import NO_ROWS, StepWork
 
 
 class Batch:
@@ -106,6 +107,10 @@ class GroupRuntime:
         #: Host memory of evicted blocks; None: evicted blocks are dropped.
         self.host: HostBlocks | None = None
         self._bounds: BoundStep | None = None
+        #: None: decodes attend to all resident blocks.
+        self.selection: Selection | None = None
+        if config.select:
+            self.selection = Selection(config, block_size, layers, store, self.device)
         #: Request -> its merger, of requests that merge tokens.
         self.mergers: dict[str, Merger] = {}
         self.cached = CachedStatistics(store.read, kv_heads, layers, config.heads, config.layers)
@@ -144,6 +149,8 @@ class GroupRuntime:
                 self.with_holes[req_id] = np.flatnonzero(np.equal(block_ids[number], 0)).tolist()
         if gone or started or plan.holes or plan.returned:
             self._lacks = None
+            if self.selection is not None:
+                self.selection.forget(gone.union(plan.holes, plan.returned, (req_id for req_id, _ in started)))
         for req_id in gone if self.mergers else ():
             self.mergers.pop(req_id, None)
         if self.originals is not None:
@@ -185,7 +192,7 @@ class GroupRuntime:
         """Whether a full graph can measure all that a decode step of these requests measures."""
         if self.plan is not None and (self.plan.waiting or self._asks_for_bounds()):
             return False
-        if self.prompts is not None and len(self.prompts):
+        if self.selection is not None or (self.prompts is not None and len(self.prompts)):
             return False
         if self.tokens is not None:
             return self.tokens.fit_graphs(requests) and self.sums.requests.isdisjoint(requests)
@@ -219,7 +226,7 @@ class GroupRuntime:
     def kept_bytes(self) -> int:
         """Bytes on the device that the group keeps between steps."""
         kept = sum(each.nbytes for each in self.views.memory(self)) + self._identity.nbytes
-        kept += self.store.kept_bytes
+        kept += self.store.kept_bytes + (0 if self.selection is None else self.selection.kept_bytes)
         return kept + sum(each.kept_bytes for each in (self.sums, self.tokens, self._graph_memory) if each is not None)
 
     def changes(self) -> Iterator[tuple[str, dict[int, int]]]:
@@ -296,10 +303,10 @@ class GroupRuntime:
 
     def _view(self, metadata: Any) -> tuple[Any, StepWork | None]:
         measuring = self.sums is not None and len(self.sums) > 0
-        decodes = bool(self.batch.own)
+        decodes, selects = bool(self.batch.own), self.selection is not None
         by_token = self.tokens is not None and len(self.tokens) > 0
         repeating = self.prompts is not None and len(self.prompts) > 0
-        if not (self.with_holes or measuring or by_token or repeating or self.plan.report or decodes):
+        if not (self.with_holes or measuring or by_token or repeating or self.plan.report or decodes or selects):
             return metadata, None
         req_ids = self.batch.req_ids
         rows = len(req_ids)
@@ -309,7 +316,11 @@ class GroupRuntime:
         held = self.held(seq_lens)
         longest = int(held.max())
         width = max(-(-longest // self.block_size), 1)
-        lens, own = metadata.seq_lens[:rows], np.empty(0, np.int64)
+        lens, own = metadata.seq_lens[:rows], NO_ROWS
+        select, selecting = None, NO_ROWS
+        if selects:
+            selecting = self.selection.rows(starts, held)
+            filled = self.selection.filled(metadata.block_table_tensor, starts, seq_lens)
         if self.with_holes:
             table, lens, logical = self.views.of(self, metadata)
             logical = logical[:, :width]
@@ -323,6 +334,9 @@ class GroupRuntime:
         if decodes:
             # The plugin's kernel decodes a request in all groups or in none.
             own = np.flatnonzero(self.batch.own_rows() & (np.diff(starts) == 1))
+        if selects:
+            select = self.selection.step(req_ids, selecting, filled, table, starts, held)
+            own = np.union1d(own, selecting)
         self._resident(table, held)
         step = None
         if measuring:
@@ -335,9 +349,9 @@ class GroupRuntime:
             places = {req_id: row for row, req_id in enumerate(req_ids)}
             asked = self.plan.waiting, self.plan.report
             self._bounds = BoundStep(self.host, *asked, self._rows, places, starts, self.device)
-        if step is None and tokens is None and prompts is None and self._bounds is None and not len(own):
+        if not len(own) and all(each is None for each in (step, tokens, prompts, self._bounds, select)):
             return metadata, None
-        work = StepWork(step, own, starts, lens, tokens, prompts, self._bounds)
+        work = StepWork(step, own, starts, lens, tokens, prompts, self._bounds, select, selecting)
         if len(own):
             metadata = metadata if self.with_holes else copy(metadata)
             stock = held.copy()

@@ -118,6 +118,11 @@ class EvictionRuntime:
         (group,) = self.groups
         group.host = HostBlocks(group.store, blocks, group.device, bounds)
 
+    def keep_bounds(self, pool: int) -> None:
+        """Memory for bounds of the keys of all blocks of a pool, by which decodes select."""
+        for group in self.groups:
+            group.selection.hold(pool)
+
     @property
     def decodes_lacking(self) -> bool:
         """Whether the plugin's kernel decodes requests with holes, for layers that it supports."""
@@ -192,7 +197,11 @@ class EvictionRuntime:
             all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
         """
         if self.plan.copies:
-            self.groups[0].host.obey(self.plan.copies)
+            (group,) = self.groups
+            group.host.obey(self.plan.copies)
+            fetched = [copy.physical for copy in self.plan.copies if copy.kind == "fetch"]
+            if group.selection is not None and fetched:
+                group.selection.refresh(fetched)
         for move in self.plan.rotations:
             self.groups[move.group].originals.turn(move)
         for group, plan in zip(self.groups, self.plan.groups):

@@ -10,9 +10,13 @@ import torch
 
 from .host import BoundStep
 from .prompts import PromptStep
+from .select import SelectStep
 from .sums import MassBuffers, MassStep
 from .tokens import TokenStep
 from .transfer import to_device
+
+#: No rows of a batch.
+NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -46,7 +50,9 @@ class StepWork:
         tokens: measurement by token; None if there is none.
         prompts: measurement of repeated prompts; None if there is none.
         bounds: scores by bounds of keys; None if there are none.
+        select: selection of blocks; None if there is none.
         rows: int64 [n], batch rows, of one query each, that the plugin decodes.
+        selecting: int64 [m], the rows of them that select blocks.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens.
 
@@ -65,10 +71,16 @@ class StepWork:
         tokens: TokenStep | None = None,
         prompts: PromptStep | None = None,
         bounds: BoundStep | None = None,
+        select: SelectStep | None = None,
+        selecting: np.ndarray = NO_ROWS,
     ) -> None:
-        self.mass, self.tokens, self.prompts, self.bounds = mass, tokens, prompts, bounds
+        self.mass, self.tokens, self.prompts, self.bounds, self.select = mass, tokens, prompts, bounds, select
         self.is_all = len(rows) == query_start_loc[-1]
         self.rows = to_device(rows.astype(np.int32), seq_lens.device)
+        #: Of `rows`, the rows that attend to all resident blocks.
+        self._unselected = self.rows
+        if len(selecting):
+            self._unselected = to_device(np.setdiff1d(rows, selecting).astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
         if len(rows):
             self.stock_lens = seq_lens.clone().index_fill_(0, self.rows.long(), 1)
@@ -119,12 +131,22 @@ class StepWork:
             self.mass.add(weigh, kv_heads, query.shape[1] // kv_heads, weigh_each)
         if self.tokens is not None:
             self.tokens.add(partial(weigh, per_token=True), kv_heads, place)
-        if self.mass is None and self.tokens is None:
+        if self.select is not None:
+            self._attend_selected(ops, layer, place, query, kv_cache, metadata, output)
+        elif self.mass is None and self.tokens is None:
             weigh(None, None)
         if self.prompts is not None:
             self.prompts.add(ops, layer, place, query, kv_cache, metadata)
         if self.bounds is not None:
             self.bounds.add(ops, layer, place, query, kv_cache)
+
+    def _attend_selected(self, ops: Any, layer: Any, place: int, query: Any, kv_cache: Any, *rest: Any) -> None:
+        """Decode `rows`, each over its resident blocks or over those that the layer selects. Measures nothing."""
+        self.select.begin(ops, layer, place, query, kv_cache)
+        selects = self.select.decode(ops, layer, place, query, kv_cache, *rest)
+        rows = self._unselected if selects else self.rows
+        if len(rows):
+            ops.decode(layer, query, kv_cache, *rest, rows, self.seq_lens, None, None)
 
     def _stock_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
         """Return the weights with 0 for queries that the plugin decodes: float32 [T]; None: 1."""

@@ -131,6 +131,33 @@ KEEPING = having(
     recent=256,
 )
 
+#: Which resident blocks decodes attend to: settings of the server, the same for all its requests.
+SELECT = (
+    Option(
+        "select",
+        whole(),
+        0,
+        "tokens that a decode attends to, in whole blocks chosen by each layer; 0: all resident tokens",
+    ),
+    Option("select_every", whole(1), 1, "with `select`: steps that attend to one choice"),
+    Option("select_sink", whole(), 64, "with `select`: leading tokens that are always attended to"),
+    Option("select_recent", whole(), 128, "with `select`: trailing tokens that are always attended to"),
+    Option(
+        "dense_layers",
+        whole() | None,
+        None,
+        "with `select`: first layers that attend to all resident tokens; null: 2, or all up to the first of "
+        "`filter_layers`",
+    ),
+    Option(
+        "filter_layers",
+        entries(whole()),
+        (),
+        "with `select`: layers that attend to all resident tokens and choose for the layers after them; none: each "
+        "layer after `dense_layers` chooses for itself",
+    ),
+)
+
 #: Fields of policies that support token granularity.
 PER_TOKEN = (
     Option(
@@ -196,5 +223,12 @@ ALLOW = Option(
 #: Values that `KVPolicyConfig` returns for fields that its policy does not have.
 NEUTRAL = {
     option.name: option.default
-    for option in (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT, *TIER, *PER_TOKEN, *MASS, BANDS)
+    for options in (
+        (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT, BANDS),
+        TIER,
+        SELECT,
+        PER_TOKEN,
+        MASS,
+    )
+    for option in options
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import KVPolicyError, instead, shown, together
-from .fields import ALLOW, TIER
+from .fields import ALLOW, SELECT, TIER
 from .groups import Groups
 from .options import Option, names_of
 from .registry import REGISTRY
@@ -102,9 +102,11 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     def to_dict(self) -> dict[str, Any]:
         """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes.
 
-        Fields of blocks on the host are left out where evicted blocks are dropped.
+        Fields of blocks on the host are left out where evicted blocks are dropped, and fields of a selection where
+        decodes attend to all resident blocks.
         """
         unsaid = self.unsaid | (names_of(TIER) if self.evict == "drop" else set())
+        unsaid |= set() if self.select else names_of(SELECT)
         fields = {field: value for field, value in self.effective().items() if field not in unsaid}
         return {
             field: self.retrieval.to_dict() if field == "retrieval" and value else value
@@ -131,6 +133,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         # A reconstruction costs a second pass and room for the whole prompt, so only the server can enable it.
         names = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.splits}
         names.add(self.name)
+        if self.select:
+            names = {name for name in names if "select" in REGISTRY[name].options}
         if self.name == "full":
             return frozenset(names)
         if self.when == "pressure":  # `full` included: it takes no more room than the pool has
@@ -174,6 +178,9 @@ def _unknown(name: str, field: object, known: Iterable[str]) -> str:
     if field == "granularity":
         others = REGISTRY.with_option("granularity")
         return f"granularity: {name!r} supports only 'block'. Policies that support 'token': {others}"
+    if field == "select":
+        others = REGISTRY.with_option("select")
+        return f"select: {name!r} sees only what a decode attends to. Policies that support select: {others}"
     if field == "evict":
         return f"evict: {name!r} supports only 'drop'. Policies that support 'host': {REGISTRY.with_option('evict')}"
     return f"policy {name!r} has no field {shown(field)}: {instead(field, [*known, 'name'])}"
@@ -239,6 +246,35 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
             raise ValueError(f"allow: {name!r} has no evict: host; requests may pick: {', '.join(others)}")
 
 
+def _selects(config: KVPolicyConfig) -> None:
+    if config.retrieval is not None and config.retrieval.select:
+        raise ValueError("retrieval: select needs one KV group, and heads are split in several: leave select out")
+    if not config.select:
+        if given := sorted(config.given & (names_of(SELECT) - {"select"})):
+            raise ValueError(f"{given[0]}: decodes attend to all resident tokens: it needs select")
+        return
+    filters = config.filter_layers
+    for refused, field, why in (
+        (config.granularity == "token", "select", "each head has tokens of its own: it needs granularity: block"),
+        (config.context is not None, "select", "bounds are of keys as they were computed: leave context out"),
+        (list(filters) != sorted(set(filters)), "filter_layers", "expected ascending layers"),
+        (
+            bool(filters) and config.dense_layers is not None,
+            "dense_layers",
+            "layers up to the first of filter_layers attend to all resident tokens: leave dense_layers out",
+        ),
+    ):
+        if refused:
+            raise ValueError(f"{field}: {why}")
+    for name in config.allow or ():
+        if "select" not in policy_named(name).options:
+            others = REGISTRY.with_option("select")
+            raise ValueError(
+                f"allow: {name!r} measures attention, and a server with select sees only what it selects; requests may "
+                f"pick: {others}"
+            )
+
+
 def _fits_its_context(config: KVPolicyConfig) -> None:
     if config.context is None:
         return
@@ -297,6 +333,7 @@ def _has_the_trigger(config: KVPolicyConfig) -> None:
 
 
 RULES: tuple[Callable[[KVPolicyConfig], None], ...] = (
-    _allows_what_there_is, _sees_tokens, _keeps_on_the_host, _fits_its_context, _has_the_trigger, _room_to_choose,
+    _allows_what_there_is, _sees_tokens, _keeps_on_the_host, _selects, _fits_its_context, _has_the_trigger,
+    _room_to_choose,
 )  # fmt: skip
 REGISTRY.reserved |= frozenset(dir(KVPolicyConfig)) | frozenset(KVPolicyConfig.__annotations__)

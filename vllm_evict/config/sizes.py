@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import KVPolicyError
+from .errors import KVPolicyError, shown
 from .frozen import C, Frozen
 from .registry import REGISTRY
 
@@ -13,6 +13,8 @@ from .registry import REGISTRY
 NEVER = 1 << 40
 #: Tokens of vLLM's smallest block on a device. `effective` rounds sizes that follow a budget by it.
 SMALLEST_BLOCK = 16
+#: Default of `dense_layers`.
+DENSE = 2
 #: Size that follows the budget -> (the other size, blocks of the budget for each block of this size).
 FOLLOWING = {"sink": ("recent", 8), "recent": ("sink", 2)}
 
@@ -111,6 +113,32 @@ class Sizes(Frozen):
         sizes = self._fitted(block_size)
         return Limits(budget, trigger, math.ceil(sizes["sink"] / block_size), sizes["recent"])
 
+    def selected(self: C, block_size: int) -> tuple[int, int, int]:
+        """Return the blocks that a decode attends to under `select`, and the sinks and recent blocks of them.
+
+        Recent blocks hold `select_recent` tokens wherever the newest one lies in its block.
+
+        Raises:
+            KVPolicyError: `select` leaves no block to choose.
+        """
+        recent = -(-(max(self.select_recent, 1) - 1) // block_size) + 1
+        blocks, sinks = -(-self.select // block_size), -(-self.select_sink // block_size)
+        if blocks <= sinks + recent:
+            raise KVPolicyError(
+                f"select: {self.select} tokens leave nothing to choose: blocks of {block_size} tokens with select_sink "
+                f"{self.select_sink} and select_recent {self.select_recent} need at least "
+                f"{(sinks + recent + 1) * block_size}"
+            )
+        return blocks, sinks, recent
+
+    def selecting(self: C, layers: int) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the layers that choose under `select`, and the layers that attend to a choice, of so many layers."""
+        if not self.filter_layers:
+            own = frozenset(range(DENSE if self.dense_layers is None else self.dense_layers, layers))
+            return own, own
+        filters = frozenset(self.filter_layers)
+        return filters, frozenset(range(min(filters), layers)) - filters
+
     def bound(self: C, block_size: int, max_model_len: int) -> int | None:
         """Return the most blocks that any request holds between steps; None if a request may keep everything."""
         profiles = any(REGISTRY[name].profiles for name in self.allowed | {self.name})
@@ -130,12 +158,21 @@ class Sizes(Frozen):
 
         Raises:
             KVPolicyError: a budget is below `minimum`; the context has no room for a budget; the pattern of heads has
-                another shape than the model.
+                another shape than the model; `select` leaves no block or no layer to choose.
         """
         if self.pattern and self.head_pattern.retrieval.shape != (layers, kv_heads):
             shape = self.head_pattern.retrieval.shape
             has = f"{self.gates or 'pattern'} has {shape[0]} layers x {shape[1]} KV heads"
             raise KVPolicyError(f"{has}, the model has {layers} x {kv_heads}")
+        if self.select:
+            self.selected(block_size)
+            choosing, sparse = self.selecting(layers)
+            if not sparse or max(choosing) >= layers:
+                field = "filter_layers" if self.filter_layers else "dense_layers"
+                raise KVPolicyError(
+                    f"{field} of a model with {layers} layers, from 0 on, got {shown(getattr(self, field) or DENSE)}; "
+                    "expected layers of the model, and a layer after them that selects"
+                )
         for part in self.classes.values():
             limits = part.limits(block_size, max_model_len)
             if not limits or not isinstance(self.context, int):

@@ -300,10 +300,15 @@ def settle(
     assert [given[number] for number in runtime.numbers] == runtime.names, f"vLLM made other KV groups: {given}"
     ops, decodes = runtime.ops, decode_kernel() != "stock"
     for name, layer in layers.items():
-        read = config.statistics or config.context or config.recall != "none"
+        read = config.statistics or config.context or config.recall != "none" or config.select
         if read and (reason := ops.unreadable(layer)):
             raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": [], without a context')
         decodes &= ops.can_decode(layer)
+    if config.select and not decodes:
+        raise KVPolicyError(
+            "select: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, keys "
+            "packed for AMX, fp8 caches, ALiBi slopes, soft caps, learned sinks): leave select out"
+        )
     for group in runtime.groups:
         group.decodes = decodes
 
@@ -360,6 +365,11 @@ def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: Eviction
         named = " and ".join(name for name, whether in decoded.items() if whether)
         line = f"KV policy {config.name}: the plugin's kernel decodes {named}"
         line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
+    if config.select:
+        blocks, sinks, recent = config.selected(vllm_config.cache_config.block_size)
+        bounds = sum(group.selection.kept_bytes for group in runtime.groups)
+        line += f"; decodes attend to {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
+        line += f"; bounds of keys take {-(-bounds // 2**20)} MiB"
     if measures:
         line += f"; beside {kernel} mass comes from {runtime.ops.beside}"
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():

@@ -141,7 +141,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
         (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
         (
-            (config.statistics or config.context or config.recall != "none")
+            (config.statistics or config.context or config.recall != "none" or config.select)
             and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
             f"KV cache dtype {cache.cache_dtype!r}, which the plugin can't read on vLLM's {platform} engine",
             f'use --kv-cache-dtype auto{fp8}, or a policy without scores and context with "allow": [] (sink-window)',
@@ -167,6 +167,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "leave --no-enable-prefix-caching out, or kvzip",
         ),
         *_tier(vllm_config, config),
+        *_selection(vllm_config, config, platform),
         (
             vllm_config.scheduler_config.scheduler_cls is not None,
             "a scheduler class of your own",
@@ -193,6 +194,22 @@ def _tier(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str
             f"host: {config.host} bytes on a machine of {memory}",
             "set less than the machine has, beside what the model takes",
         ),
+    ]
+
+
+def _selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[tuple[bool, str, str]]:
+    """What is refused where decodes select blocks."""
+    if not config.select:
+        return []
+    dense = "leave select out"
+    return [
+        (platform != "cpu", "select on a GPU, where no kernel selects blocks yet", dense),
+        (
+            _slides(vllm_config.model_config, vllm_config.cache_config),
+            "select and layers with sliding windows, among which the first layers are not counted",
+            dense,
+        ),
+        (vllm_config.parallel_config.tensor_parallel_size > 1, "select and tensor parallelism", dense),
     ]
 
 

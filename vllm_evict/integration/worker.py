@@ -69,6 +69,8 @@ class EvictionWorkerMixin:
         if config.evict == "host":
             block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
             self.kv_evict.keep_on_host(host_blocks(self.vllm_config, config, block), config.recall != "none")
+        if config.select:
+            self.kv_evict.keep_bounds(kv_cache_config.num_blocks)
         if self.rank == 0:
             logger.info(layers.described(self.vllm_config, config, self.kv_evict))
             if self.kv_evict.ops.compiles:

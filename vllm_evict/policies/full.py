@@ -4,13 +4,14 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..config.fields import SELECT
 from ..config.options import Option
 from .base import Blocks, Policy
 
 
 class Full(Policy):
     name = "full"
-    declares: ClassVar[tuple[Option, ...]] = ()
+    declares: ClassVar[tuple[Option, ...]] = SELECT
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return np.full(len(blocks.index), np.inf)

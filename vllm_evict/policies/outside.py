@@ -41,7 +41,7 @@ def _loaded(entry: EntryPoint) -> Policy:
         )
     if not policy.measures <= RUNNING | CACHED | QUERIED or len(policy.measures & RUNNING) > 1:
         raise ValueError(
-            f"measures {', '.join(sorted(policy.measures))}; expected any of {', '.join(sorted(CACHED | QUERIED))}, and one of "
-            f"{', '.join(sorted(RUNNING))}"
+            f"measures {', '.join(sorted(policy.measures))}; expected any of {', '.join(sorted(CACHED | QUERIED))}, "
+            f"and one of {', '.join(sorted(RUNNING))}"
         )
     return policy()

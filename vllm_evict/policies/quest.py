@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..config.fields import KEEPING
+from ..config.fields import KEEPING, SELECT
 from .base import KEY_BOUND, Blocks, Policy
 
 
@@ -17,7 +17,7 @@ class Quest(Policy):
     paper = "Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context ..., ICML 2024, arXiv:2406.10774"
     measures = frozenset({KEY_BOUND})
     weighs = True
-    declares = KEEPING
+    declares = (*KEEPING, *SELECT)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks[KEY_BOUND]

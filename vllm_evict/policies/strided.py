@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..config.fields import KEEPING, SELECT
 from .base import Blocks, Policy
 
 
@@ -13,6 +14,7 @@ class Strided(Policy):
     """
 
     name = "strided"
+    declares = (*KEEPING, *SELECT)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         stride = np.where(blocks.index > 0, blocks.index & -blocks.index, 1 << 62)
