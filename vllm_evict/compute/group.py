@@ -33,6 +33,9 @@ class Batch:
         self.own: set[str] = set()
         #: The full graph that this step replays or captures; None: no full graph.
         self.graph: Attends | None = None
+        #: Request with drafts -> its leading queries in this step, which are of settled tokens; drafts follow them. None:
+        #: the server does not speculate.
+        self.settled: dict[str, int] | None = None
         self._rows: tuple[list[str], set[str], np.ndarray] = ([], set(), np.empty(0, bool))
 
     def own_rows(self) -> np.ndarray:
@@ -42,6 +45,15 @@ class Batch:
             rows = np.fromiter((req_id in self.own for req_id in self.req_ids), bool, len(self.req_ids))
             self._rows = (list(self.req_ids), set(self.own), rows)
         return rows
+
+    def settled_queries(self, query_start_loc: np.ndarray) -> np.ndarray | None:
+        """Return the leading queries of each row that are of settled tokens: int64 [R]; None: all of them are."""
+        if self.settled is None:
+            return None
+        queries = np.diff(query_start_loc).astype(np.int64)
+        for row, req_id in enumerate(self.req_ids if self.settled else ()):
+            queries[row] = min(queries[row], self.settled.get(req_id, queries[row]))
+        return queries
 
 
 class GroupRuntime:
@@ -311,9 +323,9 @@ class GroupRuntime:
         req_ids = self.batch.req_ids
         rows = len(req_ids)
         starts = metadata.query_start_loc_cpu[: rows + 1].numpy()
-        # Exact: it is an upper bound only under speculative decoding, which is refused.
+        # Exact, except under asynchronous speculative decoding: there it counts drafts of the step in flight.
         seq_lens = metadata.seq_lens_cpu_upper_bound[:rows].numpy()
-        held = self.held(seq_lens)
+        held, settled = self.held(seq_lens), self.batch.settled_queries(starts)
         longest = int(held.max())
         width = max(-(-longest // self.block_size), 1)
         lens, own = metadata.seq_lens[:rows], NO_ROWS
@@ -337,18 +349,21 @@ class GroupRuntime:
         if selects:
             select = self.selection.step(req_ids, selecting, filled, table, starts, held)
             own = np.union1d(own, selecting)
-        self._resident(table, held)
+        self._resident(table, held if settled is None else held - np.diff(starts) + settled)
         step = None
         if measuring:
-            step = self.sums.step(req_ids, starts, seq_lens, logical, lens)
+            step = self.sums.step(req_ids, starts, seq_lens, logical, lens, settled=settled)
         tokens = None
         if by_token:
-            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens)
+            tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens, settled=settled)
         prompts = self.prompts.step(req_ids, starts, seq_lens) if repeating else None
         if self.plan.waiting or self._asks_for_bounds():
             places = {req_id: row for row, req_id in enumerate(req_ids)}
-            asked = self.plan.waiting, self.plan.report
-            self._bounds = BoundStep(self.host, *asked, self._rows, places, starts, self.device)
+            asked, ends = (
+                (self.plan.waiting, self.plan.report),
+                starts[1:] if settled is None else starts[:-1] + settled,
+            )
+            self._bounds = BoundStep(self.host, *asked, self._rows, places, starts[:-1], ends, self.device)
         if not len(own) and all(each is None for each in (step, tokens, prompts, self._bounds, select)):
             return metadata, None
         work = StepWork(step, own, starts, lens, tokens, prompts, self._bounds, select, selecting)
@@ -369,9 +384,9 @@ class GroupRuntime:
         self.plan, self._viewed = None, None
         if viewed is not None and viewed[1] is not None and isinstance(viewed[1].mass, MassStep):
             self.sums.fold(viewed[1].mass)
-        for req_id in plan.judged:
+        for req_id, number in plan.judged.items():
             if self.tokens is not None and req_id in self.tokens:
-                self.tokens.judge(req_id)
+                self.tokens.judge(req_id, number)
         asked = {req_id: names for req_id, names in plan.report.items() if req_id in self._rows}
         running = [req_id for req_id, names in asked.items() if names & RUNNING and req_id in (self.sums or ())]
         reports: Reports = {}
@@ -399,7 +414,7 @@ class GroupRuntime:
         return any(names & QUERIED for names in self.plan.report.values())
 
     def _resident(self, table: torch.Tensor, held: np.ndarray) -> None:
-        """Note the resident blocks of requests that report. `held` are their resident tokens, int32 [R]."""
+        """Note the resident blocks of requests that report. `held` are their resident tokens without drafts, int32 [R]."""
         if not self.plan.report:
             return
         rows = {req_id: row for row, req_id in enumerate(self.batch.req_ids)}

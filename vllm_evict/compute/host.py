@@ -116,7 +116,8 @@ class BoundStep:
         asked: request -> statistics that it reports.
         rows: request -> its resident blocks (`cached.Row`).
         places: request -> row of the batch.
-        starts: int32 [R + 1], first query of each row.
+        starts: int32 [R], first query of each row.
+        ends: [R], end of each row's queries of settled tokens; drafts follow them.
         device: where the cache is.
     """
 
@@ -128,12 +129,13 @@ class BoundStep:
         rows: Mapping[str, Any],
         places: Mapping[str, int],
         starts: np.ndarray,
+        ends: np.ndarray,
         device: torch.device,
     ) -> None:
         self._host = host
         self._looks: dict[tuple[str, str], _Look] = {}
         for req_id in sorted(rows):  # ranks have to agree on what is where
-            first, end = int(starts[places[req_id]]), int(starts[places[req_id] + 1])
+            first, end = int(starts[places[req_id]]), int(ends[places[req_id]])
             if KEY_BOUND in asked.get(req_id, ()):
                 self._looks[req_id, KEY_BOUND] = _Look(rows[req_id], None, slice(end - 1, end), device)
             if req_id in waiting:

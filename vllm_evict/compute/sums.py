@@ -171,6 +171,10 @@ class RunningSums:
         self._holes = np.zeros(requests, np.int64)
         self._pivots = np.zeros(requests, bool)
         self._start = np.zeros(requests, np.int64)
+        #: Whether the last step of a slot may have led to no decision, as only drafts reached its trigger; and whether
+        #: the slot's window ended with such a step: holes tell that it led to one.
+        self._tentative = np.zeros(requests, bool)
+        self._ended = np.zeros(requests, bool)
         self._batch: tuple[list[str], np.ndarray, np.ndarray] = ([], np.empty(0, np.int64), np.empty(0, np.int64))
         #: Rows of the last batch, and int32 [R] the slot of each of its requests, -1 for none, on the device.
         self._folded: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.int32))
@@ -206,6 +210,7 @@ class RunningSums:
         self._holes[slot] = 0
         self._pivots[slot] = scoring.statistic == "pivots"
         self._start[slot] = scoring.start
+        self._tentative[slot] = self._ended[slot] = False
 
     def stop(self, req_id: str) -> None:
         if (slot := self._slots.pop(req_id, None)) is not None:
@@ -220,11 +225,29 @@ class RunningSums:
     def count_holes(self, req_id: str, holes: int) -> None:
         if (slot := self._slots.get(req_id)) is not None:
             self._holes[slot] += holes
+            self._decided(slot)
 
     def set_holes(self, req_id: str, holes: int) -> None:
         """Set the number of holes by which the next decision is foreseen: a mean if KV groups share a budget."""
         if (slot := self._slots.get(req_id)) is not None:
             self._holes[slot] = holes
+            self._decided(slot)
+
+    def _decided(self, slot: int) -> None:
+        """Empty a slot's window if it ended with the decision that left these holes."""
+        if self._ended[slot]:
+            self._ended[slot] = False
+            self._empty(np.array([slot]))
+
+    def _end_windows(self, slots: np.ndarray) -> None:
+        """Empty the windows of slots that were reported: at once, or with the holes if drafts alone made them due."""
+        windows = slots[self._window[slots] > 0]
+        self._ended[windows] = self._tentative[windows]
+        if len(sure := windows[~self._tentative[windows]]):
+            self._empty(sure)
+
+    def _empty(self, slots: np.ndarray) -> None:
+        self._sums[self._to_device(slots)] = 0
 
     def test(self, req_ids: Set[str]) -> bool:
         """Whether queries of any of these requests are tested for pivotal blocks."""
@@ -254,6 +277,7 @@ class RunningSums:
         logical: torch.Tensor,
         resident: torch.Tensor,
         memory: MassBuffers | None = None,
+        settled: np.ndarray | None = None,
     ) -> MassStep | None:
         """Return what layers measure in this step; None if nothing.
 
@@ -264,12 +288,14 @@ class RunningSums:
             logical: int32 [R, W], see `MassStep`.
             resident: int32 [R], resident tokens.
             memory: memory of a graph, of R rows and W blocks; None allocates.
+            settled: int64 [R], leading queries of each row that are of settled tokens; drafts follow them, whose queries
+                do not count. None: the server does not speculate.
         """
         rows, slots = self._rows(req_ids)
         if not len(rows):
             return None
         lens = np.diff(query_start_loc)
-        plain = not (
+        plain = (settled is None or (settled == lens).all()) and not (
             self._window[slots].any()
             or self._decay[slots].any()
             or (self._every[slots] > 1).any()
@@ -280,7 +306,7 @@ class RunningSums:
             counted = lens[rows].astype(np.int64)
             weights = None if len(rows) == len(req_ids) else _spread(np.ones(len(rows), np.float32), rows, lens)
         else:
-            weights, counted = self._weights(rows, slots, lens, seq_lens)
+            weights, counted = self._weights(rows, slots, lens, seq_lens, settled)
             if not counted.any():
                 return None
         queries = tested = None
@@ -349,8 +375,7 @@ class RunningSums:
         slot, block = self._to_device(np.repeat(slots, lengths)), self._to_device(np.concatenate(resident))
         mass = self._sums.transpose(0, 1)[:, slot, block].double()
         mass = mass.amax(0) if self.maximise_heads else mass.sum(0)
-        if len(ended := slots[self._window[slots] > 0]):
-            self._sums[self._to_device(ended)] = 0  # the next window starts empty
+        self._end_windows(slots)
         mass = np.split(to_host(all_reduce(mass, self.maximise_heads) * self._scale), np.cumsum(lengths)[:-1])
         names = np.where(self._pivots[slots], "pivots", "mass").tolist()
         return {
@@ -407,7 +432,12 @@ class RunningSums:
         return self._to_device(np.maximum(query_start_loc[1:] - first, 0).astype(np.int32))
 
     def _weights(
-        self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, seq_lens: np.ndarray
+        self,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        lens: np.ndarray,
+        seq_lens: np.ndarray,
+        settled: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the weight of each query, float32 [T], and the number of queries that count in each measured row,
         int64 [K]."""
@@ -416,9 +446,13 @@ class RunningSums:
         offsets = np.concatenate(([0], np.cumsum(lens_)))
         position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lens_) + np.repeat(ends - lens_, lens_)
         counts = (position % self._every[slots][row] == 0) & (position >= self._start[slots][row])
+        if settled is not None:
+            ends = ends - lens_ + settled[rows]
+            counts &= position < ends[row]
 
         window, trigger, holes = self._window[slots], self._trigger[slots], self._holes[slots]
         over = -(-ends // self.block_size) - holes > trigger
+        self._tentative[slots] = ~over & (settled is not None)
         decision = np.where(over, ends - 1, (trigger + holes) * self.block_size)
         in_window = (position > (decision - window)[row]) & (position <= decision[row])
         counts &= in_window | (window == 0)[row]

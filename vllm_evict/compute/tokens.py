@@ -161,7 +161,7 @@ class TokenSums(RunningSums):
         self._newest = np.zeros(requests, np.int64)
         #: Slot -> positions of the tokens that decisions left, int32 [L, Hkv, n].
         self._left: dict[int, torch.Tensor] = {}
-        #: Request -> {position of its newest token: scores}, of decisions that are due.
+        #: Request -> {number of the decision: scores}, of decisions that are due.
         self._judged: dict[str, dict[int, torch.Tensor]] = {}
 
     @property
@@ -229,11 +229,12 @@ class TokenSums(RunningSums):
         lens: np.ndarray,
         resident: torch.Tensor,
         memory: TokenBuffers | None = None,
+        settled: np.ndarray | None = None,
     ) -> TokenStep | None:
         """Return what layers measure in this step; None if nothing.
 
         Args:
-            req_ids, query_start_loc, seq_lens: as for `RunningSums.step`.
+            req_ids, query_start_loc, seq_lens, settled: as for `RunningSums.step`.
             lens: int32 [R], resident tokens.
             resident: the same on the device of the sums.
             memory: memory of a graph, of R rows and W blocks; None allocates.
@@ -244,7 +245,7 @@ class TokenSums(RunningSums):
         rows, slots = self._rows(req_ids)
         if not len(rows):
             return None
-        weights, counted = self._weights(rows, slots, np.diff(query_start_loc), seq_lens)
+        weights, counted = self._weights(rows, slots, np.diff(query_start_loc), seq_lens, settled)
         self._lengths[slots], self._newest[slots] = lens[rows], seq_lens[rows] - 1
         self._hold(slots, -(-self._lengths[slots] // self.block_size))
         self._fade(slots, counted)
@@ -262,25 +263,28 @@ class TokenSums(RunningSums):
             memory.weights.copy_(weights)
         return TokenStep(self._pages, memory, resident, last)
 
-    def judge(self, req_id: str) -> None:
-        """Copy the sums of a request for the decision that is due after this step."""
+    def judge(self, req_id: str, number: int) -> None:
+        """Copy the sums of a request for the decision of that number, which is due after this step."""
         slot = self._slots[req_id]
         judged = self._judged.setdefault(req_id, {})
-        judged[int(self._newest[slot])] = self._scores(slot)
+        judged[number] = self._scores(slot)
         if len(judged) > IN_FLIGHT:
             del judged[min(judged)]  # that step led to no decision
-        if self._window[slot]:  # the next window starts empty
+        self._end_windows(np.array([slot]))
+
+    def _empty(self, slots: np.ndarray) -> None:
+        for slot in slots:
             self._pages.index_fill_(1, self._to_device(self._table[slot, : self._held[slot]]), 0)
 
-    def judged(self, req_id: str, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores (float32) and positions (int32), [L, Hkv, n] each, of the decision at `position`."""
-        return self._judged[req_id][position], self._positions(self._slots[req_id])
+    def judged(self, req_id: str, plan: Compaction) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores (float32) and positions (int32), [L, Hkv, n] each, of a decision."""
+        return self._judged[req_id][plan.judged], self._positions(self._slots[req_id])
 
-    def gather(self, req_id: str, position: int, first: int, count: int, keep: torch.Tensor) -> None:
+    def gather(self, req_id: str, plan: Compaction, first: int, count: int, keep: torch.Tensor) -> None:
         """Drop the sums of evicted tokens, and close the gaps.
 
         Args:
-            position: position of the newest token at the decision.
+            plan: the decision.
             first, count: range of the candidates.
             keep: int64 [L, Hkv, kept], indices of kept candidates in that range.
         """
@@ -293,8 +297,8 @@ class TokenSums(RunningSums):
         scores = torch.nn.functional.pad(scores, (0, -scores.shape[2] % self.block_size))
         self._pages[:, pages] = scores.unflatten(2, (-1, self.block_size)).transpose(1, 2)
         # Later decisions that are due use their own copies, without the evicted tokens.
-        later = {newest: scores for newest, scores in self._judged[req_id].items() if newest > position}
-        self._judged[req_id] = {newest: gathered(scores, first, count, keep) for newest, scores in later.items()}
+        later = {number: scores for number, scores in self._judged[req_id].items() if number > plan.judged}
+        self._judged[req_id] = {number: gathered(scores, first, count, keep) for number, scores in later.items()}
 
     def _forget(self, req_id: str) -> None:
         """Drop all sums of a request."""
@@ -391,7 +395,7 @@ def compact(
     device = torch.device(device)
     first, count = plan.first * block_size, plan.count * block_size
     resident, target = (to_device(np.array(blocks, np.int64), device) for blocks in (plan.resident, plan.target))
-    judged = sums.judged(plan.req_id, plan.position) if plan.config.policy.measures & RUNNING else None
+    judged = sums.judged(plan.req_id, plan) if plan.config.policy.measures & RUNNING else None
     scores = _importance(plan, store, judged, resident, slice(first, first + count))
     if plan.config.sets == "all":
         one = _reduced(scores, count, plan.config, all_reduce, device)
@@ -407,7 +411,7 @@ def compact(
         heads = judged[0].shape[1]
         # Padding for layers with fewer heads; those rows are never read.
         full = [torch.cat([layer, layer[:1].expand(heads - len(layer), -1)]) for layer in keep]
-        sums.gather(plan.req_id, plan.position, first, count, torch.stack(full))
+        sums.gather(plan.req_id, plan, first, count, torch.stack(full))
 
 
 def _importance(

@@ -72,18 +72,29 @@ class Compact(Action):
         length: computed tokens in `reads`.
         first: index in `reads` of the first candidate block.
         position: position of the newest computed token.
+        judged: number of the decision (see `GroupPlan.judged`).
     """
 
     config: KVPolicyConfig | None = None
     length: int = 0
     first: int = 0
     position: int = 0
+    judged: int = 0
 
     def order(self, plan: EvictionPlan, source: list[int], target: list[int]) -> None:
         assert self.config is not None
         count = len(self.writes) + len(self.holes)
         compaction = Compaction(
-            self.req_id, self.group, self.config, source, self.length, self.first, count, target, self.position
+            self.req_id,
+            self.group,
+            self.config,
+            source,
+            self.length,
+            self.first,
+            count,
+            target,
+            self.position,
+            self.judged,
         )
         plan.compactions.append(compaction)
 
@@ -110,7 +121,7 @@ class Rotate(Action):
 
 
 def back_to_budget(
-    req_id: str, group: int, blocks: RequestBlocks, computed_tokens: int, report: Report | None
+    req_id: str, group: int, blocks: RequestBlocks, computed_tokens: int, report: Report | None, judged: int = 0
 ) -> Action | None:
     """Make the action that brings a request back to its budget; None if the request does not exceed its trigger.
 
@@ -120,6 +131,7 @@ def back_to_budget(
         computed_tokens: tokens whose step is done.
         report: statistics of the blocks; if None, the oldest blocks go first. Not read with token granularity, where
             workers choose tokens by their own sums.
+        judged: number of the decision, by which workers know these sums (see `GroupPlan.judged`).
     """
     if blocks.config.granularity == "block":
         victims = blocks.choose(computed_tokens, report)
@@ -138,4 +150,5 @@ def back_to_budget(
         length=computed_tokens - blocks.holes * blocks.block_size,
         first=int(np.searchsorted(blocks.resident, candidates[0])),
         position=computed_tokens - 1,
+        judged=judged,
     )

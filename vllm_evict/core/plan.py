@@ -81,6 +81,7 @@ class Compaction:
         first, count: range of `resident` whose tokens are candidates.
         target: physical blocks that kept tokens go to; kept tokens fill them.
         position: position of the newest computed token.
+        judged: number of the decision (see `GroupPlan.judged`).
     """
 
     req_id: str
@@ -92,6 +93,7 @@ class Compaction:
     count: int
     target: list[int]
     position: int
+    judged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,8 @@ class GroupPlan:
         untrack: requests that workers stop to measure.
         triggers: request -> new trigger in blocks. The request's sums go on.
         report: request -> statistics that workers report with this step's output.
-        judged: requests from which this step's decision may evict tokens. Workers copy their sums after the step.
+        judged: request from which this step's decision may evict tokens -> number of the decision. Workers copy its sums
+            after the step.
         moved: request -> {logical block: new physical block}.
         due: request -> incarnation, of requests that may exceed their trigger after this step.
         asked: request -> incarnation, of requests whose report is kept for the time when the pool runs out.
@@ -172,7 +175,7 @@ class GroupPlan:
     untrack: set[str] = field(default_factory=set)
     triggers: dict[str, int] = field(default_factory=dict)
     report: dict[str, frozenset[str]] = field(default_factory=dict)
-    judged: set[str] = field(default_factory=set)
+    judged: dict[str, int] = field(default_factory=dict)
     moved: dict[str, dict[int, int]] = field(default_factory=dict)
     due: dict[str, int] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)

@@ -51,7 +51,9 @@ class AdmissionMixin:
             key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
             # A resumable session has no known final length.
             may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
-            resident = RequestBlocks(part, limits, block_size, config.name, may_outgrow, key, state=state)
+            resident = RequestBlocks(
+                part, limits, block_size, config.name, may_outgrow, key=key, state=state, drafts=self.num_spec_tokens
+            )
             manager.residents[request.request_id] = resident
 
     def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:

@@ -113,7 +113,14 @@ def install(
         names, block_bytes = _grouped(vllm_config, config, layers, dict(specs))
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
     groups = [_whole(vllm_config, config, [layers[name] for name in group], ops, turns, in_graphs) for group in names]
-    return EvictionRuntime(groups, ops, attends_in_graphs=in_graphs > 0, names=names, block_bytes=block_bytes)
+    return EvictionRuntime(
+        groups,
+        ops,
+        attends_in_graphs=in_graphs > 0,
+        names=names,
+        block_bytes=block_bytes,
+        speculates=vllm_config.speculative_config is not None,
+    )
 
 
 def _ops(backend: str) -> BackendOps:
@@ -205,7 +212,8 @@ def _split(
         # vLLM sees a layer without a cache of its own, which reads the cache and metadata of its first part.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
-    return EvictionRuntime(groups, ops, pages, in_graphs > 0, [[page] for page in pages])
+    speculates = vllm_config.speculative_config is not None
+    return EvictionRuntime(groups, ops, pages, in_graphs > 0, [[page] for page in pages], speculates=speculates)
 
 
 def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], ops: BackendOps) -> int:
@@ -219,11 +227,13 @@ def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, 
     measures, requests = bool(config.statistics & RUNNING), vllm_config.scheduler_config.max_num_seqs
     decodes = decode_kernel() != "stock" and all(map(ops.can_decode, layers.values()))
     decodes &= measures or len(config.classes) > 1
+    # The kernel decodes one query a request, and graphs of a server that speculates have one for each draft beside it.
+    in_graphs = decodes and vllm_config.speculative_config is None
     largest = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     return ops.scratch_for(
         # Beside vLLM's kernel it is launched for requests that are measured query by query.
         requests if decodes or "pivots" in config.statistics else 0,
-        min(requests, largest) if decodes else 0,
+        min(requests, largest) if in_graphs else 0,
         max(layer.num_heads for layer in layers.values()),
         vllm_config.cache_config.block_size,
         max(_held(vllm_config, part) for part in config.classes.values()),

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -197,9 +197,15 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         if self.residents[request_id].over_trigger(len(self.req_to_blocks[request_id])):
             self._over_trigger[request_id] = None
 
-    def take_over_trigger(self) -> list[str]:
-        """Return, and forget, the requests that may be over their trigger when their step is done."""
-        taken, self._over_trigger = list(self._over_trigger), {}
+    def take_over_trigger(self, scheduled: Container[str] | None = None) -> list[str]:
+        """Return, and forget, the requests that may be over their trigger when their step is done.
+
+        Args:
+            scheduled: requests of the step; others stay noted. None: all.
+        """
+        taken = [req_id for req_id in self._over_trigger if scheduled is None or req_id in scheduled]
+        for req_id in taken:
+            del self._over_trigger[req_id]
         return taken
 
     def blocks_at(self, request_id: str, indices: np.ndarray) -> list[int]:

@@ -22,6 +22,8 @@ SCORED_DTYPES = {
     "cpu": ("auto", "float16", "bfloat16", "float32"),
     "cuda": ("auto", "float16", "bfloat16", "float32", *FP8_NAMES),
 }
+#: Methods of speculative decoding whose drafters have no layers.
+DRAFTERS = ("ngram", "suffix")
 #: The least compute capability that the plugin's kernels were compiled for (GPUs before Ampere have too little shared
 #: memory), and the least for which Triton compiles kernels that read float8_e4m3 (Ada).
 LEAST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
@@ -132,7 +134,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "vLLM's older Ray executor, which runs steps past the worker",
             "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND, or set it to 1",
         ),
-        (vllm_config.speculative_config is not None, "speculative decoding", "leave --speculative-config out"),
+        *_speculation(vllm_config.speculative_config, config),
         (
             vllm_config.kv_transfer_config is not None,
             "a KV connector",
@@ -210,6 +212,36 @@ def _selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[
             dense,
         ),
         (vllm_config.parallel_config.tensor_parallel_size > 1, "select and tensor parallelism", dense),
+    ]
+
+
+def _speculation(speculative: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
+    """What is refused on servers that speculate; `speculative`: vLLM's configuration, None if the server does not."""
+    if speculative is None:
+        return []
+    beside = "speculative decoding"
+    return [
+        (
+            speculative.method not in DRAFTERS,
+            f"{beside} by {speculative.method!r}",
+            f'set "method": "{DRAFTERS[0]}" in --speculative-config, or leave --speculative-config out',
+        ),
+        (
+            config.context is not None,
+            f"a context and {beside}",
+            "leave context out, or leave --speculative-config out",
+        ),
+        (
+            config.reconstructs,
+            f"kvzip and {beside}: prompts are repeated by requests that have no drafts",
+            'leave kvzip out of name and "allow", or leave --speculative-config out',
+        ),
+        (
+            config.evict == "host",
+            f"evict: host and {beside}",
+            "set evict: drop, or leave --speculative-config out",
+        ),
+        (bool(config.select), f"select and {beside}", "leave select out, or leave --speculative-config out"),
     ]
 
 

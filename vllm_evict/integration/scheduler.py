@@ -33,7 +33,7 @@ from .managers import EvictableManager, SlidingManager
 from .metrics import Tally
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
-from .spec import host_blocks, policy_config
+from .spec import host_blocks, in_flight_tokens, policy_config
 
 logger = init_logger("vllm.evict")
 
@@ -115,7 +115,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         order = [manager.kv_cache_spec.head_class for manager in evictable]
         assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
         for number, manager in enumerate(evictable):
-            manager.bind(number, self.vllm_config.max_in_flight_tokens, self._poison)
+            manager.bind(number, in_flight_tokens(self.vllm_config), self._poison)
         return evictable, [SlidingManager.beside(each, evictable[0].residents, self._poison) for each in others]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -126,7 +126,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         self._rewound = {}
         self._plan_starts(plan, output)
         tokens = output.num_scheduled_tokens
-        over = [[each for each in manager.take_over_trigger() if each in tokens] for manager in self.kv_managers]
+        over = [manager.take_over_trigger(tokens) for manager in self.kv_managers]
         step = Step(tokens, over, self._is_short())
         for mechanism in self.mechanisms:
             mechanism.plan(plan, step)
@@ -173,6 +173,8 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         for mechanism in self.mechanisms:
             for action in mechanism.decide(plan, reports):
                 self.apply(action)
+        if self.num_spec_tokens:
+            self._note_again(plan)
         if self.room is not None and any(group.asked for group in plan.groups):
             self.room.scores_came()
         if self.reconstructions is not None:
@@ -181,16 +183,27 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             self._send_usage(outputs)
         return outputs
 
-    def _held(self, group: int, req_id: str) -> np.ndarray | None:
-        """Blocks that a request holds in a KV group, those of steps in flight left out; None if it has ended.
+    def _note_again(self, plan: EvictionPlan) -> None:
+        """Note the requests of a step again that drafts alone made due: settled tokens may follow without new blocks."""
+        for manager, noted in zip(self.kv_managers, plan.groups):
+            for req_id in noted.due:
+                if self.running_request(req_id) is not None:
+                    manager.note(req_id)
 
-        Blocks that came back are left out too: a step that is in flight does not see them.
+    def _held(self, group: int, req_id: str) -> np.ndarray | None:
+        """Blocks of a request in a KV group for which a report needs numbers; None if it has ended.
+
+        These are the blocks that it holds, without blocks of steps in flight, of accepted drafts alone, and without
+        blocks that came back: a step that is in flight does not see them.
         """
         request = self.requests.get(req_id)
         if request is None:
             return None
         resident = self.kv_managers[group].residents[req_id]
         held = resident.held_after(settled(request))
+        if self.num_spec_tokens:
+            first = max(settled(request) - self.num_spec_tokens, 1)
+            held = held[: held.searchsorted(-(-first // resident.block_size))]
         return held[~np.isin(held, list(resident.stays))] if resident.stays else held
 
     def apply(self, action: Action) -> None:
@@ -213,7 +226,9 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         target = manager.blocks_at(req_id, action.writes)
         first, whole = not any(each.evicted_blocks for each in residents), resident.pure_tokens is None
         if len(action.holes):
-            resident.evict(action.holes, request.num_computed_tokens)
+            # What is in flight was computed without the new holes; drafts among it may be computed again.
+            pure = settled(request) if self.num_spec_tokens else request.num_computed_tokens
+            resident.evict(action.holes, pure)
         if len(action.writes):
             # Published blocks stay published; blocks that follow them are never published.
             resident.pure_tokens = min(resident.pure_tokens, manager.published_tokens(req_id))

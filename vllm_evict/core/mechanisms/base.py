@@ -147,10 +147,10 @@ def settled(request: Any) -> int:
     return request.num_computed_tokens - request.num_in_flight_tokens
 
 
-def note(plan: GroupPlan, req_id: str, blocks: RequestBlocks) -> None:
-    """Note a request as due, and ask workers for the statistics that its decision needs."""
+def note(plan: GroupPlan, req_id: str, blocks: RequestBlocks, step: int) -> None:
+    """Note a request as due after this step, and ask workers for the statistics that its decision needs."""
     plan.due[req_id] = blocks.incarnation
     if blocks.config.granularity == "token":
-        plan.judged.add(req_id)
+        plan.judged[req_id] = step
     elif blocks.measured:
         plan.report[req_id] = blocks.config.policy.measures

@@ -18,7 +18,7 @@ class Budget(Mechanism):
     def plan(self, plan: EvictionPlan, step: Step) -> None:
         for group, noted, over in zip(self.host.groups, plan.groups, step.over):
             for req_id in over:
-                note(noted, req_id, group.residents[req_id])
+                note(noted, req_id, group.residents[req_id], self.host.current_step)
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, blocks in self.due(plan):
@@ -28,6 +28,7 @@ class Budget(Mechanism):
             by_block = blocks.config.granularity == "block"
             if by_block and blocks.measured and self.waits_for(report, request.request_id, blocks):
                 continue
-            action = back_to_budget(request.request_id, group.number, blocks, settled(request), report)
+            judged = plan.groups[group.number].judged.get(request.request_id, 0)
+            action = back_to_budget(request.request_id, group.number, blocks, settled(request), report, judged)
             if action is not None:
                 yield action
