@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ..config import KVPolicyConfig
 from ..config.fields import TIER
 from ..config.options import names_of
+from .managers import StateManager
 from .spec import EvictableSpec
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
     else:
         counts = Counter(group.kv_cache_spec.head_class for group in groups)
         what = f"{len(groups)} KV groups of {spec.num_kv_heads} heads ({_listed(counts)})"
-    if scheduler.sliding_managers:
-        what += f", beside {len(scheduler.sliding_managers)} with sliding windows, managed by vLLM"
+    kinds = Counter("states" if isinstance(each, StateManager) else "sliding windows" for each in scheduler.other_managers)
+    if kinds:
+        beside = " and ".join(f"{count} with {kind}" for kind, count in kinds.items())
+        what += f", beside {beside}, managed by vLLM"
     return (
         f"KV policy {_described(scheduler.kv_policy)}"
         + f"; requests may use {', '.join(sorted(scheduler.kv_policy.allowed))}"

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
-    from .managers import EvictableManager, SlidingManager
+    from .managers import EvictableManager, SlidingManager, StateManager
 
 
 class HitsMixin:
     """The part of the scheduler that cuts hits of the prefix cache."""
 
     kv_managers: "list[EvictableManager]"
-    sliding_managers: "list[SlidingManager]"
+    other_managers: "list[SlidingManager | StateManager]"
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> tuple[Any, int, int, bool]:
         """The request's hit, cut so that the pool can hold it beside the first chunk.
@@ -32,7 +32,7 @@ class HitsMixin:
             # context.
             reach = max(resident.config.context - self.vllm_config.max_in_flight_tokens, 0)
             most = min(most, reach // resident.block_size * resident.block_size)
-        alone = len(self.kv_managers) + len(self.sliding_managers) == 1
+        alone = len(self.kv_managers) + len(self.other_managers) == 1
         if alone and tokens > most and (resident.limits or shadow):
             blocks, tokens = self.kv_cache_manager.truncate_computed_blocks(blocks, most), most
         if not alone and tokens:
@@ -70,7 +70,7 @@ class HitsMixin:
         block_size, residents = self.kv_managers[0].block_size, self._residents_of(request.request_id)
         # One block is vLLM's null block.
         pool = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        pool -= sum(manager.most_blocks(longest) for manager in self.sliding_managers)
+        pool -= sum(manager.most_blocks(longest) for manager in self.other_managers)
         whole = math.ceil(longest / block_size)
 
         def most_held(hit: int) -> int:

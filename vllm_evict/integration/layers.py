@@ -15,6 +15,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 
 from ..compute.attention.ops import FP8_NAMES, BackendOps, ops_for
@@ -34,9 +35,9 @@ from .spec import EvictableSpec, host_blocks, most_blocks
 from .split import part_of, split_impl
 
 try:
-    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
+    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size, unify_kv_cache_spec_page_size
 except ImportError:  # vLLM 0.33
-    from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_page_size
+    from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_page_size, unify_kv_cache_spec_page_size
 
 #: Attribute of a layer whose heads are split that holds its `Part`s.
 PARTS = "kv_evict_parts"
@@ -77,26 +78,28 @@ def install(
 ) -> EvictionRuntime:
     """Put all full attention layers of the model behind one runtime, with a `GroupRuntime` for each KV group.
 
-    Layers with sliding windows keep vLLM's backend.
+    Layers with sliding windows or states keep vLLM's backend.
 
     Args:
         vllm_config: the worker's.
         config: the server's policy.
         model: the loaded model.
-        specs: vLLM's own specs of all layers, by which it groups them; needed if some layers have sliding windows.
+        specs: vLLM's own specs of all layers, by which it groups them; needed if some layers have no full attention.
 
     Raises:
         KVPolicyError: a layer cannot be served (see `refusals`).
     """
     every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    states = [name for name, layer in every.items() if isinstance(layer, MambaBase)]
     for name, layer in every.items():
-        if type(layer) is not Attention:
+        if type(layer) is not Attention and name not in states:
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
-    layers = _evictable(vllm_config)
-    if len(layers) < len(every):
-        refusals.check_windows(vllm_config, config, bool(layers))
-    for name, layer in every.items():
         refusals.check_cache(name, layer)
+    layers = _evictable(vllm_config)
+    if len(layers) + len(states) < len(every):
+        refusals.check_beside(vllm_config, config, refusals.WINDOWS, bool(layers))
+    if states:
+        refusals.check_beside(vllm_config, config, refusals.STATES, bool(layers))
     for name, layer in layers.items():
         refusals.check_layer(name, layer, config)
     # The block size is final here; it may have changed since the configuration was checked.
@@ -144,14 +147,15 @@ def _grouped(
 ) -> tuple[list[list[str]], int]:
     """Names of `layers` by vLLM's future KV groups, and bytes of a block of the shared pool.
 
-    vLLM makes groups of equally many layers, each with windows in all layers or in none. There may be several of both.
+    vLLM makes groups of equally many layers, each with one kind of layers: full attention, windows of one size, states
+    of one shape. There may be several of each. Layers with smaller pages get larger blocks, or padded pages.
     """
-    pages = {spec.page_size_bytes for spec in specs.values()}
-    sizes = {spec.block_size for spec in specs.values()} | {vllm_config.cache_config.block_size}
-    refusals.check_pages(config, sizes, pages)
+    specs = unify_kv_cache_spec_page_size(specs)
     groups = _get_kv_cache_groups_uniform_page_size(specs)
     names = [group.layer_names for group in groups if group.layer_names[0] in layers]
-    return names, max(len(group.layer_names) for group in groups) * pages.pop()
+    refusals.check_pages(config, {specs[name].block_size for name in layers}, vllm_config.cache_config.block_size)
+    page = next(iter(specs.values())).page_size_bytes
+    return names, max(len(group.layer_names) for group in groups) * page
 
 
 def _whole(

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    MambaManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
 from vllm.v1.request import Request
 
 from ..core.blocks import RequestBlocks
@@ -49,20 +54,46 @@ def hole_aware(manager: type) -> type:
                 num_tokens = min(num_tokens, resident.pure_tokens)
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
+        def publish_end(self, request: Request) -> None:
+            """Publish what a hit needs at the last pure block of a request, if vLLM has not done so."""
+
     return HoleAware
+
+
+class StateManager(hole_aware(MambaManager)):
+    """vLLM's manager for states (Mamba, linear attention, short convolutions), beside layers that may have holes."""
+
+    def most_blocks(self, tokens: int) -> int:
+        """Most blocks that a request of this length holds, in flight included."""
+        spec, blocks = self.kv_cache_spec, math.ceil(tokens / self.block_size) + self.num_speculative_blocks
+        if self.mamba_cache_mode != "align":
+            return blocks
+        # Two states, beside a copy of the state at which a hit ends.
+        return min(blocks, 2 + self.num_speculative_blocks + spec.num_prefill_checkpoint_blocks) + 1
+
+    def publish_end(self, request: Request) -> None:
+        """Publish the state after the last pure token, where it is the state of a whole block.
+
+        Where requests keep few states (`--prefix-cache-retention-interval`), vLLM publishes the state at the end of the
+        prompt, which this request may not reach pure.
+        """
+        req_id = request.request_id
+        blocks, pure = self.req_to_blocks[req_id], self.residents[req_id].pure_tokens
+        last = pure // self.block_size - 1
+        if pure % self.block_size or not 0 <= last < len(blocks) or blocks[last].block_hash is not None:
+            return
+        self.block_pool.cache_full_blocks(request, blocks, last, last + 1, self.block_size, self.kv_cache_group_id)
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        # A state of impure tokens has no pure part. States of pure tokens were published with their steps: after the
+        # last pure token the block may hold a later state, and vLLM's checkpoint of the step is a later one.
+        resident = self.residents.get(request.request_id)
+        if resident is None or resident.pure_tokens is None or num_tokens <= resident.pure_tokens:
+            super().cache_blocks(request, num_tokens, *args, **kwargs)
 
 
 class SlidingManager(hole_aware(SlidingWindowManager)):
     """vLLM's manager for sliding windows, beside layers that may have holes."""
-
-    @classmethod
-    def beside(
-        cls, manager: SlidingWindowManager, residents: dict[str, RequestBlocks], poison: bool
-    ) -> "SlidingManager":
-        """Turn vLLM's manager into this class, with vLLM's own spec; `residents` are those of a group with holes."""
-        manager.__class__ = cls
-        manager.residents, manager.allocated = residents, [] if poison else None
-        return manager
 
     def most_blocks(self, tokens: int) -> int:
         """Most blocks that a request of this length holds, in flight included."""
@@ -81,6 +112,22 @@ class SlidingManager(hole_aware(SlidingWindowManager)):
         self.block_pool.cache_full_blocks(
             request, blocks, first, end, self.block_size, self.kv_cache_group_id, block_mask=mask
         )
+
+
+#: vLLM's managers of KV groups without holes -> the plugin's.
+BESIDE: dict[type, type] = {SlidingWindowManager: SlidingManager, MambaManager: StateManager}
+
+
+def put_beside(manager: SingleTypeKVCacheManager, residents: dict[str, RequestBlocks], poison: bool) -> None:
+    """Turn one of vLLM's managers into the plugin's, with vLLM's own spec.
+
+    Args:
+        manager: of a type in `BESIDE`.
+        residents: of a group with holes.
+        poison: whether allocated blocks are noted.
+    """
+    manager.__class__ = BESIDE[type(manager)]
+    manager.residents, manager.allocated = residents, [] if poison else None
 
 
 class EvictableManager(hole_aware(FullAttentionManager)):
@@ -138,6 +185,12 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             for group in range(len(kv_cache_group_ids))
         )
         return hits, count * kv_cache_spec.block_size
+
+    def _cache_partial_tail_block(self, request: Request, num_tokens: int) -> None:
+        # The tail of a pure prompt was published with its step. Later the block may be a hole, or have other tokens.
+        resident = self.residents.get(request.request_id)
+        if resident is None or resident.pure_tokens is None:
+            super()._cache_partial_tail_block(request, num_tokens)
 
     def without_middle(self, hit: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
         """A cached prefix with holes where streaming heads need no blocks."""

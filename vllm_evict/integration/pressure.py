@@ -64,7 +64,7 @@ class RoomMaker:
             Whether the pool has room for the request now. If not, no block was freed.
         """
         scheduler, runs = self._scheduler, request.status == RequestStatus.RUNNING
-        wanted = sum(manager.wanted for manager in (*scheduler.kv_managers, *scheduler.sliding_managers))
+        wanted = sum(manager.wanted for manager in (*scheduler.kv_managers, *scheduler.other_managers))
         missing = max(wanted, chunk()) + reserved - self._cache.block_pool.get_num_free_blocks()
         if not runs and watermark:
             missing += self._cache.watermark_blocks

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import vllm.envs as envs
 from vllm.platforms import current_platform
@@ -84,10 +84,11 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         (model.use_mla, "multi-head latent attention (MLA)", without),
         (
-            model.is_hybrid or model.has_inner_state or model.is_attention_free,
-            "Mamba, linear-attention or hybrid layers",
-            without,
+            model.is_attention_free,
+            "Mamba or linear attention in all layers, whose states do not grow",
+            "there is nothing to evict; leave --kv-policy out for this model",
         ),
+        *(_beside(vllm_config, config, STATES) if model.is_hybrid else ()),
         (model.is_encoder_decoder, "encoder-decoder models", without),
         (
             model.is_mm_prefix_lm,
@@ -106,7 +107,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "leave context out for this model",
         ),
         (model.rswa_window is not None, "layers that attend to their prompt and a sliding window", without),
-        *(_windows(vllm_config, config, cache.sliding_window is None) if _slides(model, cache) else ()),
+        *(_beside(vllm_config, config, WINDOWS, cache.sliding_window is None) if _slides(model, cache) else ()),
         (
             backend not in (None, *(DEVICE_BACKENDS if platform == "cuda" else BACKENDS)),
             f"the attention backend {backend}",
@@ -190,6 +191,11 @@ def _tier(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str
             "evict: host and layers with sliding windows, whose blocks are gone when tokens are computed again",
             drop,
         ),
+        (
+            vllm_config.model_config.is_hybrid,
+            "evict: host and layers with states, which can't compute tokens again",
+            drop,
+        ),
         (vllm_config.parallel_config.tensor_parallel_size > 1, "evict: host and tensor parallelism", drop),
         (
             config.host > memory,
@@ -258,13 +264,43 @@ def _slides(model: Any, cache: Any) -> bool:
     return some or cache.sliding_window is not None
 
 
-def _windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> list[tuple[bool, str, str]]:
-    """Refusals for models with sliding windows; `others`: whether some layers have none."""
-    beside = "sliding-window attention beside full attention"
+class Kind(NamedTuple):
+    """Layers without holes that stand beside full attention.
+
+    Attributes:
+        what: their name.
+        alone: why a model of such layers alone is not served.
+        positions: why keys of full attention can't be rotated beside them.
+        lacks: what the prefix cache lacks to repeat a prompt.
+    """
+
+    what: str
+    alone: str
+    positions: str
+    lacks: str
+
+
+WINDOWS = Kind(
+    "sliding-window attention",
+    "which recycle their blocks themselves",
+    "where only layers with windows may have positions",
+    "blocks of windows",
+)
+STATES = Kind(
+    "Mamba, linear attention or short convolutions",
+    "whose states do not grow",
+    "whose states keep the positions that keys lose",
+    "states",
+)
+
+
+def _beside(vllm_config: Any, config: KVPolicyConfig, kind: Kind, others: bool = True) -> list[tuple[bool, str, str]]:
+    """Refusals for models with layers of a kind; `others`: whether some layers have full attention."""
+    beside = f"{kind.what} beside full attention"
     return [
         (
             not others,
-            "sliding-window attention in all layers, which recycle their blocks themselves",
+            f"{kind.what} in all layers, {kind.alone}",
             "there is nothing to evict; leave --kv-policy out for this model",
         ),
         (
@@ -277,46 +313,42 @@ def _windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> list[tup
             f"{beside}, because it puts heads into pages that belong to no layer",
             "use a policy for whole layers, such as h2o, snapkv or sink-window",
         ),
-        (
-            config.context is not None,
-            f"{beside}, where only layers with windows may have positions",
-            "leave context out for this model",
-        ),
+        (config.context is not None, f"{beside}, {kind.positions}", "leave context out for this model"),
         (
             config.reconstructs,
-            f"{beside}, where the prefix cache lacks blocks of windows to repeat a prompt",
+            f"{beside}, where the prefix cache lacks {kind.lacks} to repeat a prompt",
             "leave kvzip out; snapkv, h2o and keydiff need no second pass",
         ),
     ]
 
 
-def check_windows(vllm_config: Any, config: KVPolicyConfig, others: bool) -> None:
-    """Refuse policies and settings that do not work with sliding windows; `others`: whether some layers have none.
+def check_beside(vllm_config: Any, config: KVPolicyConfig, kind: Kind, others: bool) -> None:
+    """Refuse policies and settings that do not work beside layers of a kind; `others`: whether some layers have full
+    attention.
 
     Raises:
         KVPolicyError: naming the reason.
     """
-    for refused, what, instead in _windows(vllm_config, config, others):
+    for refused, what, instead in _beside(vllm_config, config, kind, others):
         if refused:
             raise _refusal(config, what, instead)
 
 
-def check_pages(config: KVPolicyConfig, block_sizes: Collection[int], page_bytes: Collection[int]) -> None:
-    """Refuse models whose layers with and without sliding windows have caches of different shapes.
+def check_pages(config: KVPolicyConfig, block_sizes: Collection[int], configured: int) -> None:
+    """Refuse models whose full attention layers have blocks of other sizes than the configured one.
 
     Args:
-        block_sizes: tokens, of all KV groups and as configured.
-        page_bytes: of all KV groups.
+        block_sizes: tokens, of full attention layers.
+        configured: tokens.
 
     Raises:
         KVPolicyError: naming the sizes.
     """
-    if len(block_sizes) > 1 or len(page_bytes) > 1:
+    if set(block_sizes) != {configured}:
         sizes = " and ".join(map(str, sorted(block_sizes)))
         raise _refusal(
             config,
-            f"layers with and without sliding windows whose caches differ in shape (blocks of {sizes} tokens, pages of "
-            f"{' and '.join(map(str, sorted(page_bytes)))} bytes)",
+            f"full attention in blocks of {sizes} tokens where --block-size is {configured}",
             "leave --kv-policy out for this model",
         )
 
@@ -364,7 +396,7 @@ def check_cache(name: str, layer: Any) -> None:
     Raises:
         KVPolicyError: naming the layer.
     """
-    if layer.kv_sharing_target_layer_name is not None:
+    if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
         raise KVPolicyError(f"{name} shares the cache of {layer.kv_sharing_target_layer_name}: leave --kv-policy out")
 
 

@@ -126,8 +126,9 @@ def _runs(indices: list[int]) -> list[tuple[int, int]]:
 
 def fill_blocks(runner: Any, blocks: list[int], value: float) -> None:
     """Overwrite whole blocks in all layers (tests: poison freed blocks, clean allocated ones)."""
-    # Layers whose heads are split share one tensor.
-    for cache in {cache.data_ptr(): cache for cache in runner.kv_caches}.values():
+    # A layer with states has a tensor for each. Layers whose heads are split share one tensor.
+    caches = [part for cache in runner.kv_caches for part in (cache if isinstance(cache, (list, tuple)) else (cache,))]
+    for cache in {cache.data_ptr(): cache for cache in caches}.values():
         if cache.dtype == torch.uint8:  # fp8: NaN of e4m3fn is NaN of e5m2 too
             cache = cache.view(torch.float8_e4m3fn)
         cache[blocks] = value

@@ -8,7 +8,6 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
@@ -29,7 +28,7 @@ from .allocation import count_published
 from .carriers import EvictionOutput, EvictionStats
 from .describe import start_up_line
 from .hits import HitsMixin
-from .managers import EvictableManager, SlidingManager
+from .managers import BESIDE, EvictableManager, SlidingManager, StateManager, put_beside
 from .metrics import Tally
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
@@ -52,7 +51,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         self.kv_policy = policy_config(self.vllm_config)
         self.tally = Tally()
         self._poison = poison_mode()
-        self.kv_managers, self.sliding_managers = self._managers()
+        self.kv_managers, self.other_managers = self._managers()
         count_published(self.kv_cache_manager, self._published_tokens)
         self._plan, self._inbox = EvictionPlan.empty(len(self.kv_managers)), Inbox()
         #: None unless some KV group uses `when: pressure`.
@@ -98,15 +97,15 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         size = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
         return HostPool(host_blocks(self.vllm_config, self.kv_policy, size), self._poison)
 
-    def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager]]:
-        """Managers of KV groups that may have holes, in order, and managers of sliding windows.
+    def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager | StateManager]]:
+        """Managers of KV groups that may have holes, in order, and managers of sliding windows and of states.
 
         Several groups may have holes only where heads are split, or where most layers have full attention.
         """
         managers = self.kv_cache_manager.coordinator.single_type_managers
         evictable = [manager for manager in managers if isinstance(manager, EvictableManager)]
         others = [manager for manager in managers if manager not in evictable]
-        served = evictable and all(type(manager) is SlidingWindowManager for manager in others)
+        served = evictable and all(type(manager) in BESIDE for manager in others)
         if not served or (len(managers) > 1 and not others and not managers[0].kv_cache_spec.head_class):
             raise KVPolicyError(
                 f"KV policy {self.kv_policy.name!r} can't be used with layers whose caches differ in shape "
@@ -116,7 +115,9 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
         for number, manager in enumerate(evictable):
             manager.bind(number, in_flight_tokens(self.vllm_config), self._poison)
-        return evictable, [SlidingManager.beside(each, evictable[0].residents, self._poison) for each in others]
+        for manager in others:
+            put_beside(manager, evictable[0].residents, self._poison)
+        return evictable, others
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self.reconstructions is not None:
@@ -131,7 +132,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         for mechanism in self.mechanisms:
             mechanism.plan(plan, step)
         if self._poison:
-            for manager in (*self.kv_managers, *self.sliding_managers):
+            for manager in (*self.kv_managers, *self.other_managers):
                 plan.clean += manager.allocated
                 manager.allocated = []
         setattr(output, PLAN, plan)
@@ -362,7 +363,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
     def _publish_ends(self, request: Request) -> None:
         """Publish blocks of sliding windows, where a request loses its first block: later ones are never published."""
         if self.kv_cache_manager.enable_caching:
-            for manager in self.sliding_managers:
+            for manager in self.other_managers:
                 manager.publish_end(request)
 
     def _free_request_blocks(self, request: Request) -> None:
