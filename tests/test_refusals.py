@@ -55,10 +55,13 @@ MODELS = {
         dict(architectures=["Llama4ForCausalLM"], model_type="llama4_text", attention_chunk_size=128, **LLAMA4),
         "chunked-local attention",
     ),
-    "MLA": (
+    "sparse MLA": (
         dict(
-            architectures=["DeepseekV2ForCausalLM"],
-            model_type="deepseek_v2",
+            architectures=["DeepseekV32ForCausalLM"],
+            model_type="deepseek_v32",
+            index_topk=64,
+            index_n_heads=2,
+            index_head_dim=32,
             kv_lora_rank=16,
             q_lora_rank=None,
             qk_nope_head_dim=16,
@@ -68,7 +71,7 @@ MODELS = {
             first_k_dense_replace=2,
             moe_intermediate_size=32,
         ),
-        "multi-head latent attention",
+        "sparse attention (DSA), whose indexer",
     ),
     "Mamba": (
         dict(
@@ -272,6 +275,13 @@ NOT_ON_A_CPU = {
     ),
     "non-causal attention over images: set --language-model-only": dict(model_config__is_mm_prefix_lm=True),
     "models with non-causal attention": dict(model_config__is_diffusion=True),
+    "sparse attention (DSA), whose indexer": dict(model_config__hf_text_config=SimpleNamespace(index_topk=2048)),
+    "compressed sparse attention (CSA)": dict(model_config__hf_text_config=SimpleNamespace(compress_ratios=[4])),
+    "block-sparse attention (MSA)": dict(model_config__hf_text_config=SimpleNamespace(sparse_attention_config={})),
+    "MLA) on a GPU while requests may use scores": dict(device_config__device_type="cuda", model_config__use_mla=True),
+    "the attention backend FLASH_ATTN: policies run MLA on": dict(
+        model_config__use_mla=True, attention_config__backend=AttentionBackendEnum.FLASH_ATTN
+    ),
     "Mamba, linear-attention": dict(model_config__is_attention_free=True),
 }
 

@@ -9,12 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
+from vllm.v1.kv_cache_interface import AttentionSpec, replace_as
 
 from ..compute.attention.ops import BackendOps
 from ..compute.group import GroupRuntime
-from .spec import EvictableSpec
+from .spec import EVICTABLE
 
 #: Attribute of a backend's metadata that holds the step's `StepWork`.
 STEP_WORK = "kv_evict_step_work"
@@ -74,8 +75,8 @@ def resident_backend(
         @classmethod
         def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
             spec = super().customize_spec(spec)
-            if type(spec) is FullAttentionSpec:
-                spec = replace_as(spec, EvictableSpec, backend=backend.get_name(), head_class=head_class)
+            if (evictable := EVICTABLE.get(type(spec))) is not None:
+                spec = replace_as(spec, evictable, backend=backend.get_name(), head_class=head_class)
             return spec
 
     # vLLM groups layers by the name of their backend.
@@ -116,3 +117,25 @@ def working_impl(impl: type, ops: BackendOps) -> type:
             return output
 
     return WorkingImpl
+
+
+def working_latent(layer: type, ops: BackendOps) -> type:
+    """A subclass of vLLM's MLA layer that does the step's `StepWork` after the stock kernels, with absorbed queries.
+
+    An MLA layer, and not its `AttentionImpl`, sees all queries of a step.
+    """
+
+    class WorkingLatent(layer):
+        def forward_impl(
+            self, q: Any, k_c_normed: Any, k_pe: Any, kv_cache: Any, attn_metadata: Any, output: Any, **kwargs: Any
+        ) -> Any:
+            result = super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output=output, **kwargs)
+            work = getattr(attn_metadata, STEP_WORK, None)
+            if work is not None:
+                nope, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+                absorbed = torch.bmm(nope.transpose(0, 1), self.W_UK_T).transpose(0, 1)
+                query = torch.cat((absorbed, rotated), -1)
+                work.do(ops, self, getattr(self.impl, PLACE), query, kv_cache, attn_metadata, output)
+            return result
+
+    return WorkingLatent

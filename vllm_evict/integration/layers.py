@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
@@ -29,7 +29,7 @@ from ..core.layout import Layout
 from ..environment import decode_kernel
 from ..policies import RUNNING
 from . import refusals
-from .backend import PLACE, resident_backend, working_impl
+from .backend import PLACE, resident_backend, working_impl, working_latent
 from .positions import rotations
 from .spec import EvictableSpec, host_blocks, most_blocks
 from .split import part_of, split_impl
@@ -92,7 +92,7 @@ def install(
     every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     states = [name for name, layer in every.items() if isinstance(layer, MambaBase)]
     for name, layer in every.items():
-        if type(layer) is not Attention and name not in states:
+        if type(layer) not in (Attention, MLAAttention) and name not in states:
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
         refusals.check_cache(name, layer)
     layers = _evictable(vllm_config)
@@ -138,7 +138,7 @@ def _ops(backend: str) -> BackendOps:
 
 def _evictable(vllm_config: VllmConfig) -> dict[str, Attention]:
     """Layers without sliding windows, by name: the layers that policies work on."""
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    layers = get_layers_from_vllm_config(vllm_config, (Attention, MLAAttention))
     return {name: layer for name, layer in layers.items() if layer.sliding_window is None}
 
 
@@ -173,10 +173,13 @@ def _whole(
     group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs)
     backends = {layer.attn_backend: None for layer in layers}
     backends = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
-    impls = {impl: working_impl(impl, ops) for impl in {type(layer.impl) for layer in layers}}
-    for place, layer in enumerate(layers):
+    # An MLA layer attends itself, by two methods of its `AttentionImpl`.
+    latent = isinstance(layers[0], MLAAttention)
+    attending = list(layers) if latent else [layer.impl for layer in layers]
+    working = {each: (working_latent if latent else working_impl)(each, ops) for each in set(map(type, attending))}
+    for place, (layer, attends) in enumerate(zip(layers, attending)):
         layer.attn_backend = backends[layer.attn_backend]
-        layer.impl.__class__ = impls[type(layer.impl)]
+        attends.__class__ = working[type(attends)]
         setattr(layer.impl, PLACE, place)
     return group
 

@@ -8,15 +8,17 @@ import vllm.envs as envs
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 
-from ..compute.attention.ops import FP8_NAMES, OPS, WHOLE_LAYERS
+from ..compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
 from ..policies import RUNNING
 
-#: Attention backends that work behind a view.
-BACKENDS = tuple(OPS)
+#: Attention backends that work behind a view, except those of MLA (`LATENT`).
+BACKENDS = tuple(name for name in OPS if name not in LATENT)
 #: Those of them that run on a GPU.
 DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+#: Attention backends of multi-head latent attention (MLA) that run on a GPU.
+LATENT_DEVICE_BACKENDS = LATENT[1:]
 #: Device -> KV cache dtypes that its backends' ops read.
 SCORED_DTYPES = {
     "cpu": ("auto", "float16", "bfloat16", "float32"),
@@ -30,6 +32,10 @@ LEAST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 _CHOOSE = (
     f"policies run on CPU_ATTN, and on a GPU on {', '.join(DEVICE_BACKENDS[:-1])} and {DEVICE_BACKENDS[-1]} (tested "
     "without a GPU only); set {setting} to one of these, or leave --kv-policy out"
+)
+_CHOOSE_LATENT = (
+    f"policies run MLA on {', '.join(LATENT)} (those of a GPU tested without one); set {{setting}} to one of these, or "
+    "leave --kv-policy out"
 )
 _WHOLE = (
     "it plans for all heads of a layer, and this policy splits them; set {setting} to "
@@ -58,7 +64,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     without = "leave --kv-policy out for this model"
     # ROCm calls its device cuda too, and one of its backends FLASH_ATTN.
     platform = "rocm" if current_platform.is_rocm() else vllm_config.device_config.device_type
-    backend, setting = _named_backend(vllm_config.attention_config)
+    backend, setting = _named_backend(vllm_config.attention_config, model.use_mla)
     text = model.hf_text_config
     fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
     # The plugin's kernels compute scores, and decode split heads.
@@ -82,7 +88,8 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "unset VLLM_USE_RUST_FRONTEND",
         ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
-        (model.use_mla, "multi-head latent attention (MLA)", without),
+        *_sparse(text),
+        *(_latent(config, platform) if model.use_mla else ()),
         (
             model.is_attention_free,
             "Mamba or linear attention in all layers, whose states do not grow",
@@ -109,9 +116,9 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (model.rswa_window is not None, "layers that attend to their prompt and a sliding window", without),
         *(_beside(vllm_config, config, WINDOWS, cache.sliding_window is None) if _slides(model, cache) else ()),
         (
-            backend not in (None, *(DEVICE_BACKENDS if platform == "cuda" else BACKENDS)),
+            backend not in (None, *_backends(model.use_mla, platform)),
             f"the attention backend {backend}",
-            _CHOOSE.format(setting=setting),
+            (_CHOOSE_LATENT if model.use_mla else _CHOOSE).format(setting=setting),
         ),
         (
             platform == "cuda" and backend in WHOLE_LAYERS and len(config.classes) > 1,
@@ -264,6 +271,74 @@ def _slides(model: Any, cache: Any) -> bool:
     return some or cache.sliding_window is not None
 
 
+def _backends(latent: bool, platform: str) -> tuple[str, ...]:
+    """Attention backends on which policies run."""
+    if latent:
+        return LATENT_DEVICE_BACKENDS if platform == "cuda" else LATENT
+    return DEVICE_BACKENDS if platform == "cuda" else BACKENDS
+
+
+def _sparse(text: Any) -> list[tuple[bool, str, str]]:
+    """Refusals for models whose queries see few tokens, which an indexer chooses."""
+    why = "whose indexer has a cache of its own that would have to lose the same blocks"
+    reads = "they read few tokens of their cache already; leave --kv-policy out"
+    return [
+        (
+            getattr(text, "index_topk", None) is not None,
+            f"sparse attention (DSA), {why}",
+            f"{reads}, and set --attention-config.hisparse_config to keep the cache in host memory",
+        ),
+        (
+            getattr(text, "compress_ratios", None) is not None,
+            f"compressed sparse attention (CSA), {why}",
+            f"{reads}: the cache is compressed, too",
+        ),
+        (
+            getattr(text, "sparse_attention_config", None) is not None,
+            f"block-sparse attention (MSA), {why}",
+            reads,
+        ),
+    ]
+
+
+def _latent(config: KVPolicyConfig, platform: str) -> list[tuple[bool, str, str]]:
+    """Refusals for models with multi-head latent attention (MLA)."""
+    latent = "multi-head latent attention (MLA)"
+    return [
+        (
+            len(config.classes) > 1,
+            f"{latent}, whose query heads all read one latent head, so that heads and layers can't be split",
+            "use a policy for whole layers, such as h2o, snapkv or sink-window",
+        ),
+        (
+            config.context is not None,
+            f"a context and {latent}, which rotates a part of its keys only",
+            "leave context out for this model",
+        ),
+        (
+            config.reconstructs,
+            f"{latent} while requests may use kvzip, which scores each KV head's own keys",
+            "leave kvzip out; snapkv, h2o and keydiff need no second pass",
+        ),
+        (
+            config.granularity == "token",
+            f"granularity: token and {latent}, whose latents no kernel of the plugin gathers",
+            "set granularity: block",
+        ),
+        (
+            config.evict == "host",
+            f"evict: host and {latent}, whose latents have no bounds by which blocks are recalled",
+            "set evict: drop",
+        ),
+        (
+            platform == "cuda" and bool(config.statistics & RUNNING),
+            f"{latent} on a GPU while requests may use scores of attention (mass, pivots): no kernel of the plugin "
+            "reads latents there",
+            'use sink-window, strided, random, keydiff or knorm, and leave other policies out of "allow"',
+        ),
+    ]
+
+
 class Kind(NamedTuple):
     """Layers without holes that stand beside full attention.
 
@@ -353,13 +428,14 @@ def check_pages(config: KVPolicyConfig, block_sizes: Collection[int], configured
         )
 
 
-def _named_backend(attention_config: Any) -> tuple[str | None, str]:
-    """The backend that the configuration names for full attention, and the setting; None if vLLM chooses one.
+def _named_backend(attention_config: Any, latent: bool) -> tuple[str | None, str]:
+    """The backend that the configuration names for full attention, or MLA, and the setting; None if vLLM chooses one.
 
     vLLM chooses when it makes the layers, which `check_layer` checks. Layers of other kinds may have any backend.
     """
-    if (backend := attention_config.backend_per_kind.get("full_attention")) is not None:
-        return backend.name, "--attention-config.backend_per_kind.full_attention"
+    kind = "mla_attention" if latent else "full_attention"
+    if (backend := attention_config.backend_per_kind.get(kind)) is not None:
+        return backend.name, f"--attention-config.backend_per_kind.{kind}"
     return getattr(attention_config.backend, "name", None), "--attention-backend"
 
 
@@ -372,8 +448,8 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
     impl = layer.impl
     backend = layer.attn_backend.get_name()
     what, setting = f"the attention backend {backend}, which {name} has", "--attention-backend"
-    if backend not in BACKENDS:
-        raise _refusal(config, what, _CHOOSE.format(setting=setting))
+    if backend not in OPS:
+        raise _refusal(config, what, (_CHOOSE_LATENT if "MLA" in backend else _CHOOSE).format(setting=setting))
     if backend in WHOLE_LAYERS and len(config.classes) > 1:
         raise _refusal(config, what, _WHOLE.format(setting=setting))
     if not config.statistics & RUNNING:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..config import KVPolicyConfig, KVPolicyError
@@ -12,8 +12,8 @@ from .managers import EvictableManager
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvictableSpec(FullAttentionSpec):
-    """Full attention over the resident blocks of a policy.
+class _Evictable(KVCacheSpec):
+    """What specs of layers with evictable blocks add to vLLM's.
 
     Attributes:
         backend: name of the attention backend that reads the blocks (for the start-up line).
@@ -36,8 +36,8 @@ class EvictableSpec(FullAttentionSpec):
         return min(full, most_blocks(vllm_config, config, self.block_size) * self.page_size_bytes)
 
     @classmethod
-    def merge(cls, specs: list["EvictableSpec"]) -> "EvictableSpec":
-        # FullAttentionSpec.merge rebuilds the spec from vLLM's fields; the plugin's fields would become defaults.
+    def merge(cls, specs: list["_Evictable"]) -> "_Evictable":
+        # vLLM's merge rebuilds the spec from vLLM's fields; the plugin's fields would become defaults.
         own = {name: getattr(specs[0], name) for name in OWN_FIELDS}
         # vLLM merges specs to see whether layers can share a block table.
         assert all(specs[0].is_alike(spec) for spec in specs), "head classes have block tables of their own"
@@ -50,6 +50,23 @@ class EvictableSpec(FullAttentionSpec):
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         alike = all(self.is_alike(spec) for spec in kv_cache_specs.values())
         return alike and super().is_uniform_with_collection(kv_cache_specs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictableSpec(_Evictable, FullAttentionSpec):
+    """Full attention over the resident blocks of a policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictableLatentSpec(_Evictable, MLAAttentionSpec):
+    """Multi-head latent attention (MLA) over the resident blocks of a policy."""
+
+
+#: vLLM's specs -> the plugin's.
+EVICTABLE: dict[type[KVCacheSpec], type[_Evictable]] = {
+    FullAttentionSpec: EvictableSpec,
+    MLAAttentionSpec: EvictableLatentSpec,
+}
 
 
 def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int) -> int:
@@ -86,7 +103,7 @@ def host_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_bytes: in
     return blocks
 
 
-#: Fields that `EvictableSpec` adds.
+#: Fields that the plugin's specs add.
 OWN_FIELDS = ("backend", "head_class", "part", "sink", "window")
 
 
@@ -99,4 +116,5 @@ def policy_config(vllm_config: VllmConfig) -> KVPolicyConfig:
 
 # A spec reaches the engine core by pickle, which imports this module: so every process with a spec has it registered.
 KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(EvictableSpec, EvictableManager, uniform_type_base_spec=FullAttentionSpec)
+for _spec in EVICTABLE.values():
+    KVCacheSpecRegistry.register(_spec, EvictableManager, uniform_type_base_spec=FullAttentionSpec)

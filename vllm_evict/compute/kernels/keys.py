@@ -59,7 +59,7 @@ def token_scores(
         if name == "key_norm":
             scores[name] = norms
         elif name == "value_key_ratio":
-            lengths = values.transpose(0, 1).reshape(heads, -1, dim)[:, :length].float().norm(dim=-1)
+            lengths = values.transpose(0, 1).reshape(heads, -1, values.shape[3])[:, :length].float().norm(dim=-1)
             scores[name] = lengths / norms.clamp(min=1e-12)
         elif name == "key_diff":
             anchor = torch.nn.functional.normalize(units.mean(1), dim=-1)

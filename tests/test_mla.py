@@ -1,0 +1,142 @@
+"""Multi-head latent attention (MLA) behind views: tiny DeepSeek-like models against transformers under explicit masks."""
+
+import numpy as np
+import pytest
+import torch
+from engine import logprobs_of, random_prompt
+from latent import MODELS, make_latent, mend_rotation
+
+from vllm_evict.config import KVPolicyError
+
+BLOCK = 16
+SIZES = {"budget": 96, "sink": 16, "recent": 16, "buffer": 16}
+H2O = {"name": "h2o", **SIZES}
+#: Policies that the requests of one batch run under.
+POLICIES = (
+    *("sink-window", "strided", "random", "keydiff", "knorm", "pagedeviction"),
+    *("h2o", "tova", "snapkv", "rkv", "scissorhands"),
+)
+
+
+@pytest.fixture(autouse=True)
+def rotation(monkeypatch):
+    mend_rotation(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory):
+    """Architecture -> directory, and transformers' model."""
+    made = {}
+
+    def make(architecture="DeepseekV3ForCausalLM"):
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp("models") / architecture
+            made[architecture] = folder, make_latent(folder, architecture)
+        return made[architecture]
+
+    return make
+
+
+@torch.no_grad()
+def expected(model, prompt, output, trace):
+    """Log-probabilities of a request's tokens by transformers, where queries see no block that was evicted before."""
+    ids, tokens = [*prompt, *output.outputs[0].token_ids][:-1], output.outputs[0].token_ids
+    seen, first = torch.ones(len(ids), len(ids), dtype=torch.bool).tril(), 0
+    for count, evicted in zip(trace.steps, trace.evicted):
+        first += count
+        for block in evicted:
+            seen[first:, block * BLOCK : (block + 1) * BLOCK] = False
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    logits = model(torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0, len(prompt) - 1 :]
+    return torch.log_softmax(logits.double(), -1)[range(len(tokens)), tokens].numpy()
+
+
+@pytest.mark.both_runners("DeepseekV3ForCausalLM")
+@pytest.mark.parametrize("architecture", MODELS)
+def test_logprobs_after_evictions_are_those_of_transformers(engine, truths, architecture):
+    """Of requests under all policies in one batch, decoded past several decisions."""
+    folder, model = truths(architecture)
+    server = engine(H2O, model=folder)
+    assert type(server.manager.kv_cache_spec).__name__ == "EvictableLatentSpec" and server.manager.block_size == BLOCK
+    prompts = [random_prompt(130 + 10 * number, number) for number in range(len(POLICIES))]
+    asked = [{"max_tokens": 40, "logprobs": 0, "extra_args": {"kv_policy": policy}} for policy in POLICIES]
+    outputs, traces = server.traced(list(zip(prompts, asked)))
+    moved = 0
+    for policy, prompt, output, trace in zip(POLICIES, prompts, outputs, traces):
+        assert sum(map(len, trace.evicted)) > 4 and trace.held[-2] <= 8, policy
+        np.testing.assert_allclose(
+            logprobs_of(output), expected(model, prompt, output, trace), atol=3e-5, err_msg=policy
+        )
+        trace.evicted = [[] for _ in trace.evicted]
+        moved = max(moved, abs(logprobs_of(output) - expected(model, prompt, output, trace)).max())
+    assert moved > 0.1  # what was evicted matters to this model
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_full_is_stock_to_the_byte(engine, truths, architecture):
+    folder, _ = truths(architecture)
+    got, want = (
+        engine(each, model=folder).generate([random_prompt(200)], max_tokens=20, logprobs=0)
+        for each in ({"name": "full"}, None)
+    )
+    assert got[0].outputs[0].token_ids == want[0].outputs[0].token_ids
+    assert logprobs_of(got[0]).tolist() == logprobs_of(want[0]).tolist()
+
+
+def importances(model, prompt):
+    """By transformers, of each block of a prompt: attention mass of all queries, and the mean norm of its keys.
+
+    A key is the normalised latent beside the shared key, whose norm no rotation changes.
+    """
+    norms = []
+
+    def projected(module, _, output):
+        norms.append(output[0].double().square().sum(-1) if module.weight.dim() == 1 else output[0].double())
+
+    handles = []
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        handles.append(attention.kv_a_proj_with_mqa.register_forward_hook(projected))
+        handles.append(attention.kv_a_layernorm.register_forward_hook(projected))
+    with torch.no_grad():
+        attentions = model(torch.tensor([prompt]), output_attentions=True, use_cache=False).attentions
+    for handle in handles:
+        handle.remove()
+    mass = sum(layer[0].double().sum((0, 1)) for layer in attentions)
+    keys = zip(norms[::2], norms[1::2])
+    norm = sum((latent + shared[:, 512:].square().sum(-1)).sqrt() for shared, latent in keys)
+    return ([float(part.sum()) for part in mass.split(BLOCK)], [-float(part.mean()) for part in norm.split(BLOCK)])
+
+
+def test_what_goes_first_is_what_transformers_attends_to_least_and_what_has_the_largest_keys(engine, truths):
+    folder, model = truths()
+    server = engine({"name": "h2o", **SIZES, "accumulate": "sum"}, model=folder)
+    prompt = random_prompt(200)
+    for policy, values in zip(("h2o", "knorm"), importances(model, prompt)):
+        asked = {"max_tokens": 2, "extra_args": {"kv_policy": policy}}
+        _, (trace,) = server.traced([(prompt, asked)])
+        # 200 tokens are 13 blocks. The first and the last two stay, and the budget is six.
+        order = sorted(range(1, 11), key=values.__getitem__)
+        assert values[order[7]] - values[order[6]] > 1e-3 * abs(values[order[6]])
+        assert trace.evicted[0] == sorted(order[:7]), policy
+
+
+REFUSED = {
+    "split heads": ({"name": "adakv"}, "whose query heads all read one latent head.*h2o, snapkv or sink-window"),
+    "head pattern": ({"name": "pyramidkv"}, "whose query heads all read one latent head"),
+    "context": ({"name": "h2o", "context": 512, **SIZES}, "a context and multi-head latent.*leave context out"),
+    "kvzip": ({"name": "kvzip"}, "kvzip, which scores each KV head's own keys.*snapkv, h2o and keydiff"),
+    "tokens": ({"name": "snapkv", "granularity": "token", **SIZES}, "granularity: token and .*set granularity: block"),
+    "host": (
+        {"name": "h2o", **SIZES, "evict": "host", "host": "64MiB", "recall": "quest"},
+        "evict: host and multi-head latent.*set evict: drop",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_latents_cannot_do_is_refused_with_what_can_be_done(engine, truths, what):
+    policy, message = REFUSED[what]
+    with pytest.raises(KVPolicyError, match=message):
+        engine(policy, model=truths()[0])
