@@ -1,5 +1,7 @@
 """Tiny models with multi-head latent attention (MLA), random weights, and transformers' own of the same weights."""
 
+from unittest.mock import patch
+
 import torch
 from oracle.tiny import _write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -37,8 +39,10 @@ def make_latent(folder, architecture, **sizes):
     return model
 
 
-def mend_rotation(monkeypatch):
-    """Let vLLM rotate in torch. Its CPU kernel (0.32.0) rotates wrong heads where pairs of neighbours rotate and a query
-    has a dimension for heads: by neighbours in the batch, so that stock's own answers depend on what else a step computes.
+def mended_rotation():
+    """Context in which engines rotate in torch, patched in vLLM.
+
+    vLLM's CPU kernel (0.32.0) rotates wrong heads where pairs of neighbours rotate and a query has a dimension for heads.
+    Stock's own answers then depend on what else a step computes.
     """
-    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
+    return patch.object(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)

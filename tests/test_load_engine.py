@@ -14,7 +14,7 @@ from vllm_evict.integration.managers import EvictableManager
 #: Requests of a program, and programs of each case.
 SIZE, PROGRAMS = (12, 1) if V2 else (56, 4)
 #: Number of a case of each kind.
-CASES = [9, 1, 11, 21, 22, 5, 6, 7, 8, 12]
+CASES = [9, 1, 11, 21, 22, 5, 6, 7, 8, 12, 1]
 
 
 @pytest.fixture(scope="module")

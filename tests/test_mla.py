@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from engine import logprobs_of, random_prompt
-from latent import MODELS, make_latent, mend_rotation
+from latent import MODELS, make_latent, mended_rotation
 
 from vllm_evict.config import KVPolicyError
 
@@ -19,8 +19,9 @@ POLICIES = (
 
 
 @pytest.fixture(autouse=True)
-def rotation(monkeypatch):
-    mend_rotation(monkeypatch)
+def rotation():
+    with mended_rotation():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,13 @@
 import json
 import os
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from engine import V2, Engine
+from latent import make_latent, mended_rotation
 from oracle.tiny import make_tiny_llama
 
 from loads.pages import Stock
@@ -19,6 +21,7 @@ MODELS = {
     "plain": {},
     "heads": {"layers": 4, "heads": 8, "kv_heads": 4},
     "windows": {"layers": 4, "windows": [48, 0, 48, 0]},
+    "latent": {},
 }
 BLOCK_POLICIES = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff"]
 BLOCK_POLICIES += ["pagedeviction", "random", "h2o"]
@@ -76,6 +79,10 @@ def _host(rng, sizes):
     return policy | {"again": rng.choice([0, 40, 256]), "again_rounds": rng.choice([1, 2])}
 
 
+def _latent(rng, sizes):
+    return _pressure(rng, sizes) if rng.random() < 0.3 else _blocks(rng, sizes)
+
+
 def _full(rng, sizes):
     return {"name": "full"}
 
@@ -92,6 +99,7 @@ KINDS = {
     "windows": ("windows", _blocks),
     "full": ("plain", _full),
     "host": ("plain", _host),
+    "latent": ("latent", _latent),
 }
 
 
@@ -132,6 +140,9 @@ def make_case(number, kind=None, smallest=False):
     if model == "windows":
         size = 32
         sizes = {"budget": 160, "sink": 32, "recent": 32, "buffer": rng.choice([0, 32])}
+    if model == "latent":
+        size = 16
+        sizes = {"budget": 16 * rng.choice([4, 5, 6]), "sink": 16, "recent": 16, "buffer": rng.choice([0, 16])}
     policy = make_policy(rng, sizes)
     asynchronous = rng.random() < 0.4
     chunk = size * rng.choice([2, 3, 5, 8])
@@ -143,7 +154,8 @@ def make_case(number, kind=None, smallest=False):
     options = {
         "max_num_batched_tokens": chunk,
         "max_num_seqs": 16 if kind == "pressure" else seqs,
-        "enable_prefix_caching": kind == "kvzip" or rng.random() < 0.85,
+        # vLLM's CPU engine has none for latents.
+        "enable_prefix_caching": kind == "kvzip" or (rng.random() < 0.85 and kind != "latent"),
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
         "async_scheduling": asynchronous,
     }
@@ -234,7 +246,17 @@ class Models:
 
     def path(self, name):
         path = self.folder / name
-        return path if (path / "config.json").exists() else make_tiny_llama(path, **MODELS[name])
+        if not (path / "config.json").exists():
+            if name == "latent":
+                make_latent(path, "DeepseekV3ForCausalLM")
+            else:
+                make_tiny_llama(path, **MODELS[name])
+        return path
+
+    def _made(self, case, *policy, **options):
+        """An engine of the case's model."""
+        with mended_rotation() if case.model == "latent" else nullcontext():
+            return Engine(self.path(case.model), *policy, **options)
 
     def gates(self, sink, recent):
         """A file of `RETRIEVAL`, for windows of this size."""
@@ -248,8 +270,8 @@ class Models:
         key = case.model, case.block_size
         if key not in self._stocks:
             longest = case.longest + case.block_size
-            engine = Engine(
-                self.path(case.model),
+            engine = self._made(
+                case,
                 block_size=case.block_size,
                 blocks=8 * LONGEST,
                 max_model_len=longest,
@@ -269,7 +291,7 @@ class Models:
         poison, os.environ["VLLM_EVICT_POISON"] = os.environ.get("VLLM_EVICT_POISON"), "1"
         try:
             if case.blocks is not None:
-                return Engine(self.path(case.model), policy, blocks=case.blocks, **options)
+                return self._made(case, policy, blocks=case.blocks, **options)
             return self._smallest(case, policy, options)
         finally:
             del os.environ["VLLM_EVICT_POISON"]
@@ -279,7 +301,7 @@ class Models:
     def _smallest(self, case, policy, options):
         for blocks in range(2, 100):
             try:
-                return Engine(self.path(case.model), policy, blocks=blocks, **options)
+                return self._made(case, policy, blocks=blocks, **options)
             except ValueError:
                 continue
         raise AssertionError("start-up accepts no pool")

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from vllm_evict.integration.layers import PARTS, layout
@@ -30,7 +30,7 @@ def slices_of(engine):
     """`Slice`s of each KV group, in order."""
     config = engine.llm.llm_engine.vllm_config
     layers = config.compilation_config.static_forward_context
-    attention = {name: layer for name, layer in layers.items() if isinstance(layer, Attention)}
+    attention = {name: layer for name, layer in layers.items() if isinstance(layer, (Attention, MLAAttention))}
     armed = bool(config.additional_config and "kv_policy" in config.additional_config)
     placed = layout(config, policy_config(config)) if armed else None
     found = []
@@ -39,6 +39,8 @@ def slices_of(engine):
         for name in group.layer_names:
             if name in attention:
                 cache = layers[name].kv_cache
+                if isinstance(layers[name], MLAAttention):
+                    cache = cache.unsqueeze(1)
                 found[-1].append(Slice(name, list(range(cache.shape[1])), cache))
                 continue
             for number, (layer_name, layer) in enumerate(attention.items()):
