@@ -14,7 +14,7 @@ H2O = {"name": "h2o", **SIZES}
 #: Policies that the requests of one batch run under.
 POLICIES = (
     *("sink-window", "strided", "random", "keydiff", "knorm", "pagedeviction"),
-    *("h2o", "tova", "snapkv", "rkv", "scissorhands"),
+    *("h2o", "tova", "snapkv", "rkv", "scissorhands", "quest"),
 )
 
 
@@ -129,11 +129,24 @@ REFUSED = {
     "context": ({"name": "h2o", "context": 512, **SIZES}, "a context and multi-head latent.*leave context out"),
     "kvzip": ({"name": "kvzip"}, "kvzip, which scores each KV head's own keys.*snapkv, h2o and keydiff"),
     "tokens": ({"name": "snapkv", "granularity": "token", **SIZES}, "granularity: token and .*set granularity: block"),
+    "select": ({"name": "keydiff", **SIZES, "select": 64}, "select and multi-head latent.*leave select out"),
     "host": (
         {"name": "h2o", **SIZES, "evict": "host", "host": "64MiB", "recall": "quest"},
         "evict: host and multi-head latent.*set evict: drop",
     ),
 }
+
+
+@pytest.mark.parametrize("arguments", [{"attention_backend": "AMX_MLA"}, {"attention_backend": "FLASHMLA"}])
+def test_backends_that_nothing_shows_are_refused_by_name(engine, truths, arguments):
+    with pytest.raises(KVPolicyError, match="the attention backend .*_?MLA: policies run MLA on CPU_MLA, TRITON_MLA"):
+        engine(H2O, model=truths()[0], **arguments)
+
+
+def test_speculation_beside_latents_is_refused(engine, truths):
+    speculates = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with pytest.raises(KVPolicyError, match="and speculative decoding.*leave --speculative-config out"):
+        engine(H2O, model=truths()[0], speculative_config=speculates)
 
 
 @pytest.mark.parametrize("what", REFUSED)

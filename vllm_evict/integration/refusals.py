@@ -11,7 +11,7 @@ from vllm.v1.executor.abstract import Executor
 from ..compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
-from ..policies import RUNNING
+from ..policies import QUERIED, RUNNING
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
 BACKENDS = tuple(name for name in OPS if name not in LATENT)
@@ -89,7 +89,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         *_sparse(text),
-        *(_latent(config, platform) if model.use_mla else ()),
+        *(_latent(vllm_config, config, platform) if model.use_mla else ()),
         (
             model.is_attention_free,
             "Mamba or linear attention in all layers, whose states do not grow",
@@ -301,7 +301,7 @@ def _sparse(text: Any) -> list[tuple[bool, str, str]]:
     ]
 
 
-def _latent(config: KVPolicyConfig, platform: str) -> list[tuple[bool, str, str]]:
+def _latent(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[tuple[bool, str, str]]:
     """Refusals for models with multi-head latent attention (MLA)."""
     latent = "multi-head latent attention (MLA)"
     return [
@@ -322,18 +322,32 @@ def _latent(config: KVPolicyConfig, platform: str) -> list[tuple[bool, str, str]
         ),
         (
             config.granularity == "token",
-            f"granularity: token and {latent}, whose latents no kernel of the plugin gathers",
+            f"granularity: token and {latent}, for which no kernel of the plugin gathers tokens",
             "set granularity: block",
         ),
         (
             config.evict == "host",
-            f"evict: host and {latent}, whose latents have no bounds by which blocks are recalled",
+            f"evict: host and {latent}, whose blocks no test recalls yet",
             "set evict: drop",
         ),
         (
-            platform == "cuda" and bool(config.statistics & RUNNING),
-            f"{latent} on a GPU while requests may use scores of attention (mass, pivots): no kernel of the plugin "
-            "reads latents there",
+            bool(config.select),
+            f"select and {latent}, for which no kernel of the plugin decodes",
+            "leave select out",
+        ),
+        (
+            bool(vllm_config.model_config.is_hybrid),
+            f"{latent} beside linear attention, which no test runs yet",
+            "leave --kv-policy out for this model",
+        ),
+        (
+            vllm_config.speculative_config is not None,
+            f"{latent} and speculative decoding, whose drafts it computes as chunks of a prompt",
+            "leave --speculative-config out",
+        ),
+        (
+            platform == "cuda" and bool(config.statistics & (RUNNING | QUERIED)),
+            f"{latent} on a GPU while requests may use scores of attention: no kernel reads latents there",
             'use sink-window, strided, random, keydiff or knorm, and leave other policies out of "allow"',
         ),
     ]

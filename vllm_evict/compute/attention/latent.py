@@ -77,6 +77,7 @@ class LatentOps:
         metadata: Any,
         weights: torch.Tensor | None,
         out: torch.Tensor,
+        last: torch.Tensor | None = None,
     ) -> None:
         """See `BackendOps.mass`; runs `block_mass` on a packed copy of the latents."""
         common, rows = getattr(metadata, COMMON), len(out)
