@@ -1,12 +1,14 @@
 """Measures the savings of retrieval and streaming heads on the engine: blocks held, and time of a decode step.
 
     python benchmarks/duo.py                 decode latency at growing context, stock vLLM and duo in turn
+    python benchmarks/duo.py --select 1024   the same of `full` with select in place of duo, and its attention alone
     python benchmarks/duo.py --memory        blocks held, on models of the published patterns' shapes
 
 Latency: one request decodes at each context. Each prompt extends the one before, so the prefix cache has most of its
 tokens. Each case is a process of its own, cases run in turn, and a ratio compares two runs of the same round. "stock"
 runs with VLLM_PLUGINS empty. The models have random weights: MHA with a quarter of the KV heads as retrieval heads, GQA
-with half.
+with half. With --select all layers select, and times of attention are those of the backend's `forward` in all layers,
+with the choice of blocks and without the write of keys and values.
 
 Memory: layers, query and KV heads are those of the model for which the pattern was published; the width is tiny. Blocks
 are counted in the scheduler while the last token is computed, and compared with the numbers that the pattern predicts.
@@ -42,8 +44,24 @@ MEMORY = {
 PATTERNS = Path(__file__).parents[1] / "configs" / "heads"
 
 
+def attention_timer(llm: Any) -> list[float]:
+    """Time `forward` of all attention layers from now on; returns a list whose only entry is the sum of seconds."""
+    spent = [0.0]
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+
+        def timed(*args: Any, forward: Any = layer.impl.forward, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = forward(*args, **kwargs)
+            spent[0] += time.perf_counter() - start
+            return result
+
+        layer.impl.forward = timed
+    return spent
+
+
 def latency_child(spec: dict) -> dict:
-    """Seconds of each decode step at each context."""
+    """Seconds of each decode step at each context, and with --select of the attention in it."""
     contexts, steps, block_size = spec["contexts"], spec["options"]["steps"], spec["options"]["block_size"]
     longest = max(contexts) + steps + 8
     tokens = 2 * longest + 4096
@@ -57,18 +75,20 @@ def latency_child(spec: dict) -> dict:
         max_num_batched_tokens=2048,
     )
     (prompt,) = random_prompts(1, max(contexts), spec["shape"]["vocab"])
-    timings = {}
+    timings: dict[str, dict[int, list[float]]] = {"steps": {}, "attention": {}}
+    spent = attention_timer(llm) if spec["options"]["select"] else [0.0]
     for context in contexts:
         engine = llm.llm_engine
         engine.add_request(f"at-{context}", {"prompt_token_ids": prompt[:context]}, greedy(steps + 4))
         scheduler = scheduler_of(llm)
         while not scheduler.running or scheduler.running[0].num_output_tokens < 3:
             engine.step()
-        timings[context] = []
+        timings["steps"][context], timings["attention"][context] = [], []
         for _ in range(steps):
-            start = time.perf_counter()
+            start, before = time.perf_counter(), spent[0]
             engine.step()
-            timings[context].append(time.perf_counter() - start)
+            timings["steps"][context].append(time.perf_counter() - start)
+            timings["attention"][context].append(spent[0] - before)
         while engine.has_unfinished_requests():
             engine.step()
     return timings
@@ -82,33 +102,40 @@ def latency(options: argparse.Namespace) -> dict:
         for name, (shape, row) in LATENCY.items():
             with tempfile.TemporaryDirectory() as model:
                 make_model(model, shape)
-                duo = {"name": "duo", "pattern": [row] * shape.layers, "sink": SINK, "recent": RECENT}
+                other, policy = "duo", {"name": "duo", "pattern": [row] * shape.layers, "sink": SINK, "recent": RECENT}
+                if options.select:
+                    other, policy = "select", {"name": "full", "select": options.select, "dense_layers": 0}
                 for number in range(options.rounds):
-                    pair, order = {}, [("stock", None), ("duo", duo)]
-                    for case, policy in order if number % 2 == 0 else reversed(order):
+                    pair, order = {}, [("stock", None), (other, policy)]
+                    for case, its_policy in order if number % 2 == 0 else reversed(order):
                         bar.update(task, description=f"{name}: {case}")
-                        spec = {"model": model, "policy": policy, "shape": asdict(shape), "options": vars(options)}
+                        spec = {"model": model, "policy": its_policy, "shape": asdict(shape), "options": vars(options)}
                         spec["contexts"] = options.contexts
-                        plugins = {"VLLM_PLUGINS": ""} if policy is None else {}
-                        pair[case] = in_child("latency", spec, plugins)
+                        plugins = {"VLLM_PLUGINS": ""} if its_policy is None else {}
+                        times = in_child("latency", spec, plugins)
+                        pair[case] = times["steps"]
+                        if options.select:
+                            pair[f"{case}, attention"] = times["attention"]
                         bar.advance(task)
                     runs[name].append(pair)
     return {"runs": runs}
 
 
 def latency_table(report: dict) -> str:
-    contexts = report["options"]["contexts"]
+    contexts, other = report["options"]["contexts"], "select" if report["options"]["select"] else "duo"
     lines = ["| model | " + " | ".join(f"{context:,}" for context in contexts) + " |"]
     lines.append("|---|" + "---:|" * len(contexts))
-    for name in LATENCY:
+    for name, part in ((name, part) for name in LATENCY for part in ("", ", attention")):
+        if part and other == "duo":
+            continue
         cells = []
         for context in map(str, contexts):
-            pairs = report["runs"][name]
-            ms = {case: [1e3 * statistics.median(pair[case][context]) for pair in pairs] for case in ("stock", "duo")}
-            ratios = [stock / duo for stock, duo in zip(ms["stock"], ms["duo"])]
-            stock, duo = (statistics.median(ms[case]) for case in ("stock", "duo"))
-            cells.append(f"{statistics.median(ratios):.2f}x ({stock:.1f} / {duo:.1f} ms)")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+            pairs, cases = report["runs"][name], (f"stock{part}", f"{other}{part}")
+            ms = [[1e3 * statistics.median(pair[case][context]) for pair in pairs] for case in cases]
+            ratios = [stock / own for stock, own in zip(*ms)]
+            stock, own = map(statistics.median, ms)
+            cells.append(f"{statistics.median(ratios):.2f}x ({stock:.1f} / {own:.1f} ms)")
+        lines.append(f"| {name}{part} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -195,6 +222,7 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", action="store_true", help="count blocks instead")
+    parser.add_argument("--select", type=int, default=0, help="measure `full` that selects so many tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contexts", type=int, nargs="+", help="tokens")
     parser.add_argument("--steps", type=int, default=24, help="decode steps timed at each context")
@@ -210,8 +238,9 @@ def main() -> None:
         title = "KV blocks of one request under duo: published patterns and their shapes, 32 channels a head, 16 bits"
         write(Path(options.out), "duo-memory", title, memory_table(report), report)
     else:
-        title = "A decode step at growing context, stock vLLM over duo (medians), 2-layer Llamas in float32"
-        write(Path(options.out), "duo", title, latency_table(report), report)
+        case = f"select {options.select}" if options.select else "duo"
+        title = f"A decode step at growing context, stock vLLM over {case} (medians), 2-layer Llamas in float32"
+        write(Path(options.out), case.split()[0], title, latency_table(report), report)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from vllm_evict.eval import cli as command
 from vllm_evict.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent
-PRESETS = {"endless", "h2o-20", "h2o-last", "h2o-mean", "h2o-pressure", "streaming-llm"}
+PRESETS = {"endless", "h2o-20", "h2o-last", "h2o-mean", "h2o-pressure", "infllm", "omnikv", "quest-select"}
+PRESETS |= {"streaming-llm"}
 
 
 @pytest.fixture
@@ -48,9 +49,8 @@ def test_policies_and_presets_are_listed(run):
     for name, policy in POLICIES.items():
         (line,) = (line for line in output.splitlines() if line.split()[0] == name)
         assert policy.paper[:40] in line and all(statistic in line for statistic in policy.measures)
-        assert ("budget" in line) == bool(policy.options) and ("pressure" in line) == (
-            bool(policy.options) and "pressure" in policy.triggers
-        )
+        triggers = () if name == "full" else policy.triggers
+        assert ("budget" in line) == bool(triggers) and ("pressure" in line) == ("pressure" in triggers)
 
 
 def test_one_policy_is_shown_with_what_was_left_out(run, tmp_path):

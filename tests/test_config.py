@@ -12,7 +12,7 @@ from configuration import H2O, WHOLE, parse, refusal, request_refusal
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.config.errors import instead
-from vllm_evict.config.fields import TIER
+from vllm_evict.config.fields import SELECT, TIER
 from vllm_evict.config.options import names_of
 from vllm_evict.config.schema import _warn_of_old_name
 from vllm_evict.policies import BUDGET_OPTIONS, POLICIES
@@ -64,17 +64,22 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     values |= {"context": None}
     waiting = {"evict": "host", "host": 1 << 30, "recall": "quest", "recall_every": 4, "recall_blocks": 3}
     waiting |= {"again": 100, "again_rounds": 2}
+    selecting = {"select": 900, "select_every": 2, "select_sink": 32, "select_recent": 60, "filter_layers": [1, 3]}
+    selecting |= {"dense_layers": None}
     if "granularity" in policy.options:
         values["when"] = "budget"
-    assert {*values, *waiting} == frozenset().union(*(POLICIES[other].options for other in WHOLE))
+    assert {*values, *waiting, *selecting} == frozenset().union(*(POLICIES[other].options for other in WHOLE))
     values = {field: value for field, value in values.items() if field in policy.options}
     waiting = waiting if "evict" in policy.options else {}
-    for extra in ({}, values, {"allow": ["h2o"]}, {"context": 4096} if "context" in policy.options else {}, waiting):
+    selecting = selecting if "select" in policy.options else {}
+    context = {"context": 4096} if "context" in policy.options else {}
+    for extra in ({}, values, {"allow": ["h2o"]}, context, waiting, selecting):
         config = parse({"name": name, **extra})
         carried = json.loads(json.dumps(config.to_dict()))
         assert parse(carried) == config and parse(carried).unsaid == config.unsaid
-        tier = set() if extra == waiting else names_of(TIER)
-        assert set(carried) == (policy.options | {"name", "allow"}) - config.unsaid - tier
+        left_out = set() if "evict" in extra else names_of(TIER)
+        left_out |= set() if "select" in extra else names_of(SELECT)
+        assert set(carried) == (policy.options | {"name", "allow"}) - config.unsaid - left_out
         assert set(config.effective()) == policy.options | {"name", "allow"}
         assert config.unsaid == (set() if extra == values else policy.options & {"sink", "recent"})
 
@@ -121,7 +126,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_first(field, first):
 
 def test_a_field_of_another_policy_is_refused():
     assert "'sink-window' has no field 'heads'" in refusal({"name": "sink-window", "heads": "max"})
-    assert "'full' has no field 'budget': expected one of: allow, name" in refusal({"name": "full", "budget": 100})
+    assert "'full' has no field 'budget': expected one of: allow, dense_layers, " in refusal({"name": "full", "budget": 100})
 
 
 def test_a_message_has_all_options_in_alphabetical_order_after_the_one_that_was_meant():

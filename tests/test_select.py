@@ -1,19 +1,13 @@
 """Decodes that attend to the best resident blocks of each layer: against a dense model that chooses for itself."""
 
 import math
-import re
 
 import numpy as np
 import pytest
 import torch
-from engine import greedy, logprobs_of, random_prompt
+from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
-from oracle.replay import candidates_of
 from oracle.tiny import make_tiny_llama
-from parity import oracle_config
-
-from vllm_evict.compute.select import Selection
-from vllm_evict.config import KVPolicyConfig, KVPolicyError
 
 BLOCK = 32
 SELECT = {"select": 256, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
@@ -101,7 +95,9 @@ def assert_selects_like_dense(model, prompt, output, trace, **select):
         gone |= set(evicted)
     logprobs = torch.log_softmax(torch.cat(logits).double(), -1)
     assert chooser.closest > 1e-5, "rounding could choose another block: take another prompt"
-    want = [logprobs[len(prompt) - 1 - trace.start + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
+    want = [
+        logprobs[len(prompt) - 1 - trace.start + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)
+    ]
     np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
     return chooser.chosen
 
@@ -133,7 +129,11 @@ def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep
     outputs, traces = server.traced(requests)
     chosen = 0
     for (prompt, _), output, trace in zip(requests, outputs, traces):
-        given = {field: value for field, value in policy.items() if field in Chooser.__init__.__kwdefaults__ or field in SELECT}
+        given = {
+            field: value
+            for field, value in policy.items()
+            if field in Chooser.__init__.__kwdefaults__ or field in SELECT
+        }
         chosen += assert_selects_like_dense(deep, prompt, output, trace, **given)
     assert chosen > 100 / policy.get("select_every", 1)
     assert not list(server.runtime.selection.requests) or server.drain() or not list(server.runtime.selection.requests)

@@ -24,7 +24,7 @@ MODELS = {
     "latent": {},
 }
 BLOCK_POLICIES = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff"]
-BLOCK_POLICIES += ["pagedeviction", "random", "h2o"]
+BLOCK_POLICIES += ["pagedeviction", "quest", "random", "h2o"]
 TOKEN_POLICIES = ["h2o", "tova", "snapkv", "rkv", "knorm", "keydiff"]
 ADD_UP = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "h2o", "random"]
 #: Layers x KV heads: one layer has no retrieval head, one has nothing else.

@@ -25,7 +25,7 @@ import numpy as np
 
 NAMES = [
     *("full", "sink-window", "strided", "h2o", "scissorhands", "tova", "snapkv", "kvzip", "rkv", "knorm", "keydiff"),
-    *("pagedeviction", "random", "duo", "pyramidkv", "adakv", "fastgen"),
+    *("pagedeviction", "quest", "random", "duo", "pyramidkv", "adakv", "fastgen"),
 ]
 WHOLE = 1 << 31
 LONGEST = 10_000_000
@@ -45,7 +45,8 @@ CHOICES = {
 SIZES = {
     **dict.fromkeys(("buffer", "sink", "recent", "min_prompt"), (0, WHOLE - 1)),
     **dict.fromkeys(("window", "every", "chunk", "kernel", "bands", "recall_every", "recall_blocks"), (1, WHOLE - 1)),
-    "again": (0, WHOLE - 1),
+    **dict.fromkeys(("again", "select", "select_sink", "select_recent", "dense_layers"), (0, WHOLE - 1)),
+    "select_every": (1, WHOLE - 1),
     "again_rounds": (1, 9),
     "seed": (0, (1 << 63) - 1),
 }
@@ -59,6 +60,7 @@ NULLABLE = {
     "gates",
     "budget",
     "context",
+    "dense_layers",
     "host",
     "bands",
     "merge",
@@ -102,6 +104,7 @@ def fits(field: str, value: Any) -> bool:
     entry = {
         "allow": lambda each: isinstance(each, str) and each in NAMES,
         "instruction": lambda each: fits("sink", each),
+        "filter_layers": lambda each: fits("sink", each),
         "pattern": lambda each: isinstance(each, str) and each != "" and set(each) <= {"0", "1"},
     }[field]
     return isinstance(value, list | tuple | set | range | memoryview | np.ndarray) and all(map(entry, value))

@@ -67,6 +67,27 @@ def pagedeviction(layers, blocks):
     ]
 
 
+def quest(layers, size, resident, query, blocks):
+    """Tang et al. 2024: the softmax over pages of the least upper bound of a query's product with a page's keys.
+
+    blocks: the numbers of the blocks that are judged; all resident ones, the newest included, share the softmax.
+    """
+    pages = sorted({t // size for t in resident})
+    scores = dict.fromkeys(pages, 0.0)
+    for q, k, _ in layers:
+        for h in range(q.shape[1]):
+            products = []
+            for page in pages:
+                keys = torch.stack([k[t, h * k.shape[1] // q.shape[1]].double() for t in resident if t // size == page])
+                bound = sum(
+                    max(a * low, a * high) for a, low, high in zip(q[query, h].double(), keys.amin(0), keys.amax(0))
+                )
+                products.append(bound / q.shape[2] ** 0.5)
+            for page, share in zip(pages, torch.stack(products).softmax(0).tolist()):
+                scores[page] += share
+    return [scores[block] for block in blocks]
+
+
 def keydiff(layers, blocks, resident):
     """Park et al. 2025: minus the cosine similarity to the anchor, the mean of the normalised resident keys."""
     scores = [0.0] * len(blocks)

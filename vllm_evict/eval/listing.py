@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import REGISTRY, KVPolicyConfig, presets
-from ..config.fields import KEEPING, MASS, PER_TOKEN
+from ..config.fields import KEEPING, MASS, PER_TOKEN, SELECT
 from ..config.options import names_of
 from ..policies import POLICIES
 
@@ -16,9 +16,9 @@ FOLLOW = {"sink": "an eighth", "recent": "half"}
 def show_all(console: Console) -> None:
     """Tables of policies and presets."""
     table = _table("policy", "paper", "measures", "when", "fields of its own")
-    shared = names_of((*KEEPING, *MASS, *PER_TOKEN))
+    shared = names_of((*KEEPING, *SELECT, *MASS, *PER_TOKEN))
     for name, policy in sorted(POLICIES.items()):
-        triggers = policy.triggers if policy.options else ()
+        triggers = () if name == "full" else policy.triggers
         fields = ", ".join(option.name for option in policy.declares if option.name not in shared)
         _add(table, name, policy.paper, ", ".join(sorted(policy.measures)), ", ".join(triggers), fields)
     for name, why in sorted(REGISTRY.broken.items()):
