@@ -5,6 +5,7 @@ import pytest
 import torch
 from engine import PLAN, V2, logprobs_of
 from oracle.model import DenseLlama
+from vllm.model_executor.layers.attention import Attention
 
 MASS = {"budget": 160, "buffer": 32, "sink": 32, "recent": 64}
 # Name -> the server's policy, what budgets requests ask for by policy, blocks of the pool.
@@ -92,8 +93,8 @@ def test_freed_blocks_are_never_read_and_all_come_back(engine, tiny, monkeypatch
     check_crowd(engine, tiny, monkeypatch, *SERVERS[name], caching)
 
 
-def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching):
-    """A crowd under a policy, in a pool that is too small for it; `caching` is one of `CACHING`."""
+def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching, dense=None):
+    """A crowd under a policy, in a pool that is too small for it; `caching` is one of `CACHING`, `dense` an oracle."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine(
         policy,
@@ -104,7 +105,10 @@ def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching):
         max_num_seqs=8,
         enable_prefix_caching=CACHING[caching],
     )
-    caches = server.worker.model_runner.kv_caches
+    layers = server.core.vllm_config.compilation_config.static_forward_context.values()
+    caches = [layer.kv_cache for layer in layers if isinstance(layer, Attention)]
+    # States are their own memory's only reader, and not of the pages' dtype.
+    assert len(caches) == len(server.worker.model_runner.kv_caches) or dense is not None
     plans, preempted = [], []
     schedule, preempt = server.scheduler.schedule, server.scheduler._preempt_request
 
@@ -143,7 +147,7 @@ def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching):
     missing = [value for (metric, *_), value in server.metrics().items() if metric == "reports_missing"]
     assert missing and not any(missing), "scores of NaN: mass was taken of a freed block"
 
-    dense, whole = DenseLlama(model), 0
+    dense, whole = dense or DenseLlama(model), 0
     for request_id, output in crowd.outputs.items():
         prompt, tokens = crowd.prompts[request_id], list(output.outputs[0].token_ids)
         got = logprobs_of(output)

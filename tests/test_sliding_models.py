@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine import logprobs_of, random_prompt
-from oracle.tiny import _write_tokenizer
+from oracle.tiny import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_evict.config import KVPolicyError
@@ -50,7 +50,7 @@ def truths(tmp_path_factory):
             model.model.do_not_compile = True
             folder = tmp_path_factory.mktemp("models") / architecture
             model.save_pretrained(folder)
-            _write_tokenizer(folder, 256, 2048)
+            write_tokenizer(folder, 256, 2048)
             made[architecture] = folder, model
         return made[architecture]
 

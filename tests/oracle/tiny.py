@@ -128,11 +128,11 @@ def make_tiny_llama(
         }
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", {"do_sample": False})
-    _write_tokenizer(path, vocab, max_len)
+    write_tokenizer(path, vocab, max_len)
     return path
 
 
-def _write_tokenizer(path, vocab, max_len):
+def write_tokenizer(path, vocab, max_len):
     words = {f"t{i}": i for i in range(vocab)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

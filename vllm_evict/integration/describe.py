@@ -42,7 +42,19 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
         + f"{', async scheduling' if scheduler.scheduler_config.async_scheduling else ''}"
         + f"; attention backend {spec.backend}; {what}"
         + (f"; {scheduler.host_pool.blocks} host blocks for what is evicted" if scheduler.host_pool else "")
+        + (_rounded(scheduler.kv_policy, spec.block_size) if "states" in kinds else "")
     )
+
+
+def _rounded(config: KVPolicyConfig, block_size: int) -> str:
+    """What the budget comes to in blocks; blocks that are as large as a state may have 2,000 tokens."""
+    budget = config.budget
+    if not isinstance(budget, int):
+        return ""
+    if config.granularity == "token":
+        return f"; each head keeps {budget} tokens"
+    line = f"; a budget of {budget} tokens is {-(-budget // block_size) * block_size} in whole blocks"
+    return line + ("; granularity: token would keep it as it is" if "granularity" in config.policy.options else "")
 
 
 def _described(config: KVPolicyConfig) -> str:

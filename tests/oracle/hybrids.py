@@ -1,0 +1,140 @@
+"""Tiny hybrids with random weights, of transformers' classes, and what they compute under explicit masks.
+
+Shapes: as in `oracle.model`; L counts the layers with full attention only.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .tiny import write_tokenizer
+
+VOCAB, MAX_LEN = 256, 2048
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=128,
+    max_position_embeddings=MAX_LEN,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+    tie_word_embeddings=False,
+)
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_d_conv=4)
+#: Model type -> its configuration beside `SIZES`, and the dtype in which vLLM's CPU engine computes it.
+HYBRIDS = {
+    "granitemoehybrid": (
+        dict(
+            layer_types=["mamba", "attention", "mamba", "mamba"],
+            **MAMBA,
+            mamba_expand=1,
+            num_local_experts=0,
+            shared_intermediate_size=128,
+            position_embedding_type="rope",
+        ),
+        torch.float32,
+    ),
+    "falcon_h1": (dict(num_hidden_layers=2, mamba_d_ssm=128, **MAMBA), torch.float32),
+    "nemotron_h": (
+        dict(
+            hybrid_override_pattern="M*-M",
+            mamba_num_heads=4,
+            mamba_head_dim=32,
+            ssm_state_size=16,
+            n_groups=1,
+            conv_kernel=4,
+        ),
+        torch.float32,
+    ),
+    "lfm2": (
+        dict(
+            layer_types=["conv", "full_attention", "conv", "full_attention"],
+            conv_L_cache=3,
+            # Names that vLLM reads.
+            conv_dim=128,
+            conv_dim_out=128,
+            block_dim=128,
+            block_auto_adjust_ff_dim=False,
+        ),
+        torch.float32,
+    ),
+    "qwen3_next": (
+        dict(
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            head_dim=256,
+            layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            linear_num_key_heads=1,
+            linear_num_value_heads=2,
+            linear_conv_kernel_dim=4,
+            num_experts=2,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        ),
+        torch.bfloat16,
+    ),
+}
+
+
+def make_tiny_hybrid(path: Path, kind: str) -> Path:
+    """Write a random model of a kind in `HYBRIDS` to a directory."""
+    options, dtype = HYBRIDS[kind]
+    config: PretrainedConfig = AutoConfig.for_model(kind, **{**SIZES, **options, "initializer_range": 0.1 if dtype == torch.bfloat16 else 0.2})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to(dtype).save_pretrained(path)
+    write_tokenizer(path, VOCAB, MAX_LEN)
+    return path
+
+
+class DenseHybrid:
+    """A hybrid of `make_tiny_hybrid`, computed by transformers from its first token on with each step.
+
+    It stands in for `oracle.model.DenseLlama`. Its cache holds the tokens so far and the mask of their queries.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        ALL_ATTENTION_FUNCTIONS.register("masked", self._attend)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="masked").eval()
+        config = self.model.config
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.dtype = dtype
+        self._mask, self._probs = torch.ones(2, 2, dtype=torch.bool).tril(), []
+        self.model(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+        self.layers = len(self._probs)
+        self.full = list(range(self.layers))
+
+    def new_cache(self):
+        return [torch.zeros(0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool)]
+
+    @torch.no_grad()
+    def forward(self, ids, cache, mask, want_probs=False):
+        """As `DenseLlama.forward`, with one mask for all heads."""
+        tokens, before = cache
+        tokens = torch.cat([tokens, torch.as_tensor(ids, dtype=torch.long)])
+        first = len(before)
+        self._mask = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+        self._mask[:first, :first] = before
+        self._mask[first:] = mask
+        cache[:] = tokens, self._mask
+        self._probs = []
+        logits = self.model(tokens[None], use_cache=False).logits[0, first:]
+        return logits, torch.stack(self._probs)[:, :, first:] if want_probs else None
+
+    def _attend(self, module, query, key, value, attention_mask, scaling, **kwargs):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = (query @ key.transpose(2, 3)) * scaling
+        probs = scores.masked_fill(~self._mask, float("-inf")).float().softmax(-1)
+        self._probs.append(probs[0])
+        return (probs.to(value.dtype) @ value).transpose(1, 2).contiguous(), probs

@@ -1,0 +1,200 @@
+"""Hybrids: layers with states beside full attention, which loses blocks. States stay vLLM's, and impure ones are lost."""
+
+import logging
+
+import numpy as np
+import pytest
+import test_poison
+import torch
+from engine import V2, logprobs_of, random_prompt
+from oracle.hybrids import HYBRIDS, DenseHybrid, make_tiny_hybrid
+from parity import assert_like_oracle
+
+BLOCK = 32
+H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
+WINDOW = {"name": "sink-window", "budget": 192, "buffer": 64, "sink": 32}
+PROMPTS = [random_prompt(length, length) for length in (500, 40, 120)]
+#: vLLM's CPU kernel for Mamba2 makes no state inside a chunk, so chunks end where states are kept.
+WHOLE_STATES = {"enable_prefix_caching": True, "long_prefill_token_threshold": BLOCK}
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory):
+    """Engine arguments of a tiny hybrid, by its kind."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            made[kind] = make_tiny_hybrid(tmp_path_factory.mktemp("hybrids") / kind, kind)
+        return {"model": made[kind], "dtype": str(HYBRIDS[kind][1]).removeprefix("torch.")}
+
+    return make
+
+
+def exactly(outputs):
+    return [(output.outputs[0].token_ids, logprobs_of(output).tolist(), output.num_cached_tokens) for output in outputs]
+
+
+def dense_of(hybrids, kind):
+    return DenseHybrid(hybrids(kind)["model"])
+
+
+def apart(dense, prompt, output, trace=None):
+    """Differences of an output's log-probabilities from those of the dense model, which lacks what the trace lacks."""
+    ids = [*prompt, *output.outputs[0].token_ids]
+    mask, done = torch.ones(len(ids), len(ids)).tril().bool(), trace.start if trace else 0
+    for count, gone in zip(trace.steps, trace.evicted) if trace else ():
+        done += count
+        for block in gone:
+            mask[done:, block * BLOCK : (block + 1) * BLOCK] = False
+    logits, _ = dense.forward(ids, dense.new_cache(), mask)
+    logprobs = torch.log_softmax(logits.double(), -1)[len(prompt) - 1 : -1]
+    return np.abs(logprobs_of(output) - logprobs[range(len(logprobs)), ids[len(prompt) :]].numpy())
+
+
+#: Kind -> largest difference of a log-probability from transformers' under the same mask, mean and maximum. GDN runs
+#: in bfloat16. vLLM's Nemotron-H differs without a policy, too. vLLM's short convolutions on a CPU are other functions
+#: than transformers', so LFM2 is not compared.
+NOISE = {
+    "falcon_h1": (1e-5, 1e-4),
+    "granitemoehybrid": (1e-5, 1e-4),
+    "nemotron_h": (0.05, 0.3),
+    "qwen3_next": (0.06, 0.5),
+}
+
+
+@pytest.mark.both_runners("falcon_h1")
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, hybrids, kind):
+    """On one engine each: requests that lack nothing, twice for prefix hits, then requests that lose blocks."""
+    options = {**hybrids(kind), "max_num_batched_tokens": 192, "enable_prefix_caching": kind in ("lfm2", "qwen3_next")}
+    stock, server = engine(**options), engine({**H2O, "allow": ["full", "sink-window"]}, **options)
+    full = {"max_tokens": 30, "logprobs": 0}
+    for caching in (False, options["enable_prefix_caching"]):
+        want = exactly(stock.generate(PROMPTS, **full))
+        assert exactly(server.generate(PROMPTS, **full, extra_args={"kv_policy": "full"})) == want
+        assert any(cached for _, _, cached in want) == caching
+    dense = dense_of(hybrids, kind) if kind in NOISE else None
+    for policy in (H2O, WINDOW):
+        asked = {"max_tokens": 60, "logprobs": 1, "extra_args": {"kv_policy": policy["name"]}}
+        prompts = [random_prompt(length, 7 * length) for length in (520, 230)]
+        outputs, traces = server.traced([(prompt, asked) for prompt in prompts])
+        for prompt, output, trace in zip(prompts, outputs, traces):
+            assert output.kv_usage.evicted_blocks == sum(map(len, trace.evicted)) > 0
+            assert max(trace.held) <= 8 + 6 + 1, "nothing comes back to the pool"
+            if dense is None:
+                continue
+            mean, most = NOISE[kind]
+            differ, whole = apart(dense, prompt, output, trace), apart(dense, prompt, output)
+            assert differ.mean() <= mean and differ.max() <= most < whole.max()
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("policy", [H2O, WINDOW], ids=lambda policy: policy["name"])
+def test_evictions_match_the_dense_oracle(engine, hybrids, policy):
+    """Which blocks go, after which steps: attention mass is measured beside states as anywhere."""
+    server = engine(policy, **hybrids("falcon_h1"), max_num_batched_tokens=192, enable_prefix_caching=False)
+    requests = [(random_prompt(length, length), {"max_tokens": 40, "logprobs": 1}) for length in (500, 240)]
+    outputs, traces = server.traced(requests)
+    for (prompt, _), output, trace in zip(requests, outputs, traces):
+        assert assert_like_oracle(dense_of(hybrids, "falcon_h1"), prompt, output, trace, policy) > 0
+    server.assert_nothing_left()
+
+
+# --- prefix caching --------------------------------------------------------------------------------------------------
+
+
+def published(server, group):
+    """Logical blocks of the only request under whose hash something can be hit in a KV group."""
+    (request,) = server.scheduler.requests.values()
+    hashes = enumerate(request.block_hashes)
+    return [block for block, hashed in hashes if server.pool.get_cached_block(hashed, [group])]
+
+
+CACHED = {
+    "every-state": ("falcon_h1", {**WHOLE_STATES, "prefix_cache_retention_interval": BLOCK}),
+    "last-state": ("falcon_h1", WHOLE_STATES),
+    "bfloat16": ("qwen3_next", {"enable_prefix_caching": True}),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_states_of_a_reduced_context_are_published_nowhere(engine, hybrids, name):
+    """A state that was computed over holes would be hit under the hash of the whole prefix."""
+    kind, options = CACHED[name]
+    server = engine({**H2O, "allow": ["full"]}, **hybrids(kind), max_num_batched_tokens=96, **options)
+    prompt, seen = random_prompt(600), []
+
+    def look(server):
+        if server.scheduler.requests:
+            ((req_id, resident),) = server.scheduler.residents.items()
+            seen.append(resident.pure_tokens)
+            for group, manager in enumerate(server.all_managers if resident.pure_tokens else ()):
+                blocks, end = published(server, group), resident.pure_tokens // BLOCK
+                if manager in server.managers or name == "every-state":
+                    assert blocks == list(range(end))
+                else:
+                    assert blocks == [end - 1]
+
+    server.add(prompt, max_tokens=40)
+    server.run(look)
+    pure = seen[-1]
+    assert 256 < pure < 400 and pure % BLOCK == 0
+    # Requests that keep everything hit what is pure, compute the rest and publish it; the next one hits all of that.
+    everything = {"max_tokens": 12, "logprobs": 0, "extra_args": {"kv_policy": "full"}}
+    dense, (mean, most) = dense_of(hybrids, kind), NOISE[kind]
+    for cached in (pure, 576):
+        (output,) = server.generate([prompt], **everything)
+        assert output.num_cached_tokens == cached
+        differ = apart(dense, prompt, output)
+        assert differ.mean() <= 2 * mean and differ.max() <= most
+    # The same prefix with another end: evicted again, from a hit.
+    (output,), _ = server.traced([(prompt + random_prompt(100, 1), {"max_tokens": 4, "logprobs": 1})])
+    assert output.num_cached_tokens == 576 and output.kv_usage.evicted_blocks > 0
+    server.assert_nothing_left()
+
+
+# --- the pool --------------------------------------------------------------------------------------------------------
+
+#: The server's policy, budgets that requests ask for by policy, blocks of the pool, caching.
+CROWDS = {
+    "h2o": (*test_poison.SERVERS["h2o"][:2], 44, "no-prefix-cache"),
+    "h2o-cached": (*test_poison.SERVERS["h2o"][:2], 48, "prefix-cache"),
+    "h2o-pressure": (*test_poison.SERVERS["h2o-pressure"][:2], 44, "no-prefix-cache"),
+}
+
+
+@pytest.mark.parametrize("name", CROWDS)
+def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, monkeypatch, name):
+    """A crowd that is preempted and aborted: a freed block may become a state, and a state's block a request's keys."""
+    *crowd, caching = CROWDS[name]
+    dense = dense_of(hybrids, "falcon_h1")
+    options = WHOLE_STATES if caching == "prefix-cache" else {}
+
+    def hybrid_engine(policy, **kwargs):
+        return engine(policy, **{**kwargs, **hybrids("falcon_h1"), **options})
+
+    test_poison.check_crowd(hybrid_engine, None, monkeypatch, *crowd, caching, dense)
+
+
+def test_by_token_beside_states(engine, hybrids, monkeypatch):
+    """Each head keeps its own tokens; nothing of that reaches states, and nothing is left."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    policy = {**H2O, "granularity": "token", "allow": ["full"]}
+    server = engine(policy, **hybrids("falcon_h1"), max_num_batched_tokens=192, **WHOLE_STATES)
+    prompt = random_prompt(600, 3)
+    (output,) = server.generate([prompt], max_tokens=120, logprobs=0)
+    assert output.kv_usage.evicted_blocks > 8 and np.isfinite(logprobs_of(output)).all()
+    (output,) = server.generate([prompt], max_tokens=20, logprobs=0, extra_args={"kv_policy": "full"})
+    assert output.num_cached_tokens >= 256
+    assert apart(dense_of(hybrids, "falcon_h1"), prompt, output).max() <= NOISE["falcon_h1"][1]
+    server.assert_nothing_left()
+
+
+def test_the_start_up_line_says_whose_groups_are_whose_and_what_a_budget_rounds_to(engine, hybrids, monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging.getLogger("vllm.evict"), "info", lines.append)
+    engine({**H2O, "budget": 600}, **hybrids("granitemoehybrid"), block_size=128, enable_prefix_caching=False)
+    (line,) = [line for line in lines if "model runner" in line]
+    assert "; 1 KV group of 1 layers, beside 3 with states, managed by vLLM" in line
+    assert line.endswith("; a budget of 600 tokens is 640 in whole blocks; granularity: token would keep it as it is")
