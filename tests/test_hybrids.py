@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 import test_poison
 import torch
-from engine import V2, logprobs_of, random_prompt
+from engine import logprobs_of, random_prompt
 from oracle.hybrids import HYBRIDS, DenseHybrid, make_tiny_hybrid
 from parity import assert_like_oracle
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 WINDOW = {"name": "sink-window", "budget": 192, "buffer": 64, "sink": 32}
 PROMPTS = [random_prompt(length, length) for length in (500, 40, 120)]
-#: vLLM's CPU kernel for Mamba2 makes no state inside a chunk, so chunks end where states are kept.
-WHOLE_STATES = {"enable_prefix_caching": True, "long_prefill_token_threshold": BLOCK}
+CACHED = {"enable_prefix_caching": True}
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,13 @@ def hybrids(tmp_path_factory):
         return {"model": made[kind], "dtype": str(HYBRIDS[kind][1]).removeprefix("torch.")}
 
     return make
+
+
+@pytest.fixture
+def whole_chunks(monkeypatch):
+    """vLLM's CPU kernel for Mamba2 makes no state inside a chunk. Without blocks for such states vLLM ends chunks where
+    states are kept, as with other layers."""
+    monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec)
 
 
 def exactly(outputs):
@@ -111,18 +119,16 @@ def published(server, group):
     return [block for block, hashed in hashes if server.pool.get_cached_block(hashed, [group])]
 
 
-CACHED = {
-    "every-state": ("falcon_h1", {**WHOLE_STATES, "prefix_cache_retention_interval": BLOCK}),
-    "last-state": ("falcon_h1", WHOLE_STATES),
-    "bfloat16": ("qwen3_next", {"enable_prefix_caching": True}),
-}
+#: Kind, and tokens after which vLLM keeps a state; 0: at the end of the prompt.
+STATES = {"every-state": ("falcon_h1", BLOCK), "last-state": ("falcon_h1", 0), "bfloat16": ("qwen3_next", 0)}
 
 
-@pytest.mark.parametrize("name", CACHED)
-def test_states_of_a_reduced_context_are_published_nowhere(engine, hybrids, name):
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_a_reduced_context_are_published_nowhere(engine, hybrids, whole_chunks, name):
     """A state that was computed over holes would be hit under the hash of the whole prefix."""
-    kind, options = CACHED[name]
-    server = engine({**H2O, "allow": ["full"]}, **hybrids(kind), max_num_batched_tokens=96, **options)
+    kind, every = STATES[name]
+    options = {**CACHED, "max_num_batched_tokens": 96, "prefix_cache_retention_interval": every}
+    server = engine({**H2O, "allow": ["full"]}, **hybrids(kind), **options)
     prompt, seen = random_prompt(600), []
 
     def look(server):
@@ -131,10 +137,9 @@ def test_states_of_a_reduced_context_are_published_nowhere(engine, hybrids, name
             seen.append(resident.pure_tokens)
             for group, manager in enumerate(server.all_managers if resident.pure_tokens else ()):
                 blocks, end = published(server, group), resident.pure_tokens // BLOCK
-                if manager in server.managers or name == "every-state":
-                    assert blocks == list(range(end))
-                else:
-                    assert blocks == [end - 1]
+                # Of states those at ends of chunks, or the last one.
+                of_states = list(range(2, end, 3)) if every else [end - 1]
+                assert blocks == (list(range(end)) if manager in server.managers else of_states)
 
     server.add(prompt, max_tokens=40)
     server.run(look)
@@ -165,23 +170,22 @@ CROWDS = {
 
 
 @pytest.mark.parametrize("name", CROWDS)
-def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, monkeypatch, name):
+def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, whole_chunks, monkeypatch, name):
     """A crowd that is preempted and aborted: a freed block may become a state, and a state's block a request's keys."""
     *crowd, caching = CROWDS[name]
     dense = dense_of(hybrids, "falcon_h1")
-    options = WHOLE_STATES if caching == "prefix-cache" else {}
 
     def hybrid_engine(policy, **kwargs):
-        return engine(policy, **{**kwargs, **hybrids("falcon_h1"), **options})
+        return engine(policy, **{**kwargs, **hybrids("falcon_h1")})
 
     test_poison.check_crowd(hybrid_engine, None, monkeypatch, *crowd, caching, dense)
 
 
-def test_by_token_beside_states(engine, hybrids, monkeypatch):
+def test_by_token_beside_states(engine, hybrids, whole_chunks, monkeypatch):
     """Each head keeps its own tokens; nothing of that reaches states, and nothing is left."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     policy = {**H2O, "granularity": "token", "allow": ["full"]}
-    server = engine(policy, **hybrids("falcon_h1"), max_num_batched_tokens=192, **WHOLE_STATES)
+    server = engine(policy, **hybrids("falcon_h1"), max_num_batched_tokens=192, **CACHED)
     prompt = random_prompt(600, 3)
     (output,) = server.generate([prompt], max_tokens=120, logprobs=0)
     assert output.kv_usage.evicted_blocks > 8 and np.isfinite(logprobs_of(output)).all()
