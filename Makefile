@@ -22,7 +22,7 @@ TRITON := device_backends full_graphs graphs memory sliding_devices warmup
 PEERS  := demo gpu_benchmarks gpu_check host kvpress load performance_files ray xformers
 lane-device := $(DEVICE:%=tests/test_%.py)
 lane-peers  := $(PEERS:%=tests/test_%.py)
-lane-compat := tests/test_compat.py tests/test_guard.py tests/test_arguments.py
+lane-compat := tests/test_compat.py tests/test_versions.py tests/test_guard.py tests/test_arguments.py
 # Those that start servers in processes of their own.
 SERVED := inputs_server server soak tensor_parallel
 lane-engine := $(filter-out $(lane-device) $(lane-peers),$(END_TO_END) $(SERVED:%=tests/test_%.py))

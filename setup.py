@@ -128,7 +128,7 @@ setup(
         CONFIGS,
     ],
     package_dir={TRITON_KERNELS: "triton_kernels", CONFIGS: "configs"},
-    package_data={"vllm_evict": ["py.typed"], CONFIGS: ["*.yaml"]},
+    package_data={"vllm_evict": ["py.typed"], "vllm_evict.integration": ["touched.json"], CONFIGS: ["*.yaml"]},
     exclude_package_data={CONFIGS: ["duo*"]},
     ext_modules=extensions(),
     cmdclass={"build_ext": OptionalBuild},

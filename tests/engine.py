@@ -16,7 +16,9 @@ from vllm_evict.core.plan import PLAN
 #: Whether this run is on Model Runner V2 (see conftest.py).
 V2 = os.environ.get("VLLM_EVICT_TEST_RUNNER") == "v2"
 
-_register_kernels_once = staticmethod(functools.cache(CpuPlatform.register_triton_kernel_overrides))
+#: vLLM 0.29 and 0.30 have no such method: a stand-in is patched in, which nothing calls.
+REGISTER = "register_triton_kernel_overrides"
+_register_kernels_once = staticmethod(functools.cache(getattr(CpuPlatform, REGISTER, lambda: None)))
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Engine:
         # Engines collect the whole heap nine times between start and end: half a second each, once is enough (`close`).
         # They freeze it with themselves in it (that they thaw it again is off: conftest.py), and scan all modules for
         # kernels, which does nothing the second time.
-        register = patch.object(CpuPlatform, "register_triton_kernel_overrides", _register_kernels_once)
+        register = patch.object(CpuPlatform, REGISTER, _register_kernels_once, create=True)
         with patch("gc.collect"), patch("gc.freeze"), register:
             self.llm = LLM(str(model), **{**defaults, **kwargs}, **policy)
         self.core = self.llm.llm_engine.engine_core.engine_core

@@ -1,6 +1,6 @@
-"""What the plugin adds to vLLM stays out of the way: releases, hooks, an engine without a policy and with one.
+"""What the plugin adds to vLLM stays out of the way: hooks, an engine without a policy and with one.
 
-The hooks are run; no engine is started. What the plugin relies on in vLLM is tests/test_guard.py.
+The hooks are run; no engine is started. What the plugin relies on in vLLM is tests/test_guard.py; its releases are tests/test_versions.py.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import sys
 import types
 
 import pytest
-import vllm
 from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -35,7 +34,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_evict import KVPolicyConfig, KVPolicyError
 from vllm_evict.config import REQUEST_FIELDS
 from vllm_evict.core.usage import KVUsage
-from vllm_evict.integration import frontend, plugin, versions
+from vllm_evict.integration import frontend, plugin
 from vllm_evict.integration.carriers import EvictionOutput, EvictionOutputs, EvictionStats
 from vllm_evict.integration.cpu_worker import CPUEvictionWorker
 from vllm_evict.integration.late import when_imported
@@ -43,52 +42,15 @@ from vllm_evict.integration.metrics import COUNTERS
 from vllm_evict.integration.scheduler import AsyncEvictionScheduler, EvictionScheduler
 from vllm_evict.integration.usage import watch
 
-# Releases
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.0", "0.33.0+cu130"])
-def test_tested_releases_are_accepted(version):
-    versions.check(version)
-
-
-@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.33.0rc1", "0.32.1", "0.33.0.dev5+g4ba787e", "1.0.0"])
-def test_other_releases_are_refused_and_the_message_says_what_to_install(version):
-    with pytest.raises(KVPolicyError) as error:
-        versions.check(version)
-    assert version in str(error.value)
-    for tested in versions.TESTED:
-        assert f"vllm=={tested}" in str(error.value)
-    assert "\n" not in str(error.value)
-
 
 @pytest.fixture
 def warned(monkeypatch):
     """What the plugin warns of; what is said once can be said again."""
-    for once in (versions._warn_not_run, frontend._warn_without_policy):
-        once.cache_clear()
+    frontend._warn_without_policy.cache_clear()
     lines = []
     # No handler: vLLM sets its loggers up anew when it configures an engine.
     monkeypatch.setattr(logging.getLogger("vllm.evict"), "warning", lambda text, *args: lines.append(text % args))
     return lambda: lines
-
-
-@pytest.mark.parametrize("version, lines", [("0.32.0", 0), ("0.32.0+cpu", 0), ("0.33.0", 1), ("0.33.0+cu130", 1)])
-def test_a_release_that_was_only_looked_at_is_said_once(warned, version, lines):
-    versions.check(version)
-    versions.check(version)
-    wanted = f"checked against the sources of vLLM {version}, not run on it; it has been run on vLLM 0.32.0"
-    assert len(warned()) == lines and all(wanted in line for line in warned())
-
-
-def test_only_what_runs_here_is_said_to_have_been_run():
-    assert {version.partition("+")[0] for version in [vllm.__version__]} == set(versions.RUN) <= set(versions.TESTED)
-
-
-def test_an_untested_release_is_refused_only_when_a_policy_is_asked_for(tiny, monkeypatch):
-    monkeypatch.setattr(vllm, "__version__", "0.34.0")
-    EngineArgs(model=str(tiny)).create_engine_config()
-    with pytest.raises(KVPolicyError, match=r"0\.34\.0.*vllm==0\.33\.0"):
-        EngineArgs(model=str(tiny), kv_policy="h2o").create_engine_config()
 
 
 # Hooks that wait for a module

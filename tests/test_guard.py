@@ -3,38 +3,23 @@
 import ast
 import importlib
 import inspect
+import json
 from pathlib import Path
 
 import pytest
 import vllm
 from guard import snapshot, source
-from guard.check import complaints, extract, imported, own, replaced
+from guard.check import complaints, extract, imported, own, replaced, touched
 from guard.invariants import INVARIANTS
 from guard.names import CALLED, COMPLETE, REPLACED
 from guard.snapshot import OURS
-from guard.source import Sources
+from guard.source import Edited, Sources
 
 from vllm_evict.integration import versions
 
 #: Modules of vLLM that can't be imported without its CUDA libraries.
 NEEDS_A_GPU = ("vllm.v1.attention.backends.flashinfer", "vllm.vllm_flash_attn.flash_attn_interface")
 SCHEDULER = "vllm.v1.core.sched.scheduler"
-
-
-class Edited(Sources):
-    """The vLLM that runs here, with `before` replaced by `after` in a module."""
-
-    def __init__(self, installed, module, before, after):
-        super().__init__(Path(vllm.__file__).parent)
-        assert installed.text(module).count(before) == 1, "this edit is out of date"
-        self._edit = module, before, after
-        self._trees = {name: tree for name, tree in installed._trees.items() if name != module}
-        self._texts = {**installed._texts}
-
-    def text(self, name):
-        module, before, after = self._edit
-        text = super().text(name)
-        return text.replace(before, after) if name == module else text
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +48,29 @@ def test_all_holds_in_the_release(version, taken):
 
 def test_there_is_a_snapshot_of_each_tested_release_and_of_no_other():
     assert {path.stem for path in snapshot.SNAPSHOTS.iterdir()} == set(versions.TESTED)
+
+
+def test_digests_are_of_the_tested_releases_and_of_the_tables():
+    known = json.loads(versions.TOUCHED.read_text())
+    functions, anew = known["functions"], "the tables were changed: make the snapshots anew"
+    assert known["releases"] == list(versions.TESTED)
+    assert functions.keys() == touched(), anew
+    assert known["files"].keys() == set().union(*(function["in"] for function in functions.values())), anew
+    for column, version in enumerate(versions.TESTED):
+        there = {where for where, function in functions.items() if function["code"][column]}
+        assert there >= {where for where, each in snapshot.load(version)["functions"].items() if each}, anew
+
+
+def test_the_installed_release_has_the_digests_that_are_known(installed):
+    known, version = json.loads(versions.TOUCHED.read_text()), snapshot.version_of(installed)
+    column = known["releases"].index(version)
+    for where, function in known["functions"].items():
+        installed.visited.clear()
+        assert versions.digest(installed, where) == function["code"][column], where
+        assert installed.visited <= {*function["in"]}, where
+    assert {module: installed.digest(module) for module in known["files"]} == {
+        module: digests[column] for module, digests in known["files"].items()
+    }
 
 
 def written_here(value):
@@ -184,8 +192,12 @@ def test_an_invariant_counts_in_its_releases_only():
     names = {each.name for each in INVARIANTS}
     for version in versions.TESTED:
         assert sorted(each.name for each in INVARIANTS if each.holds_in(version)) == sorted(names)
-    known, later = snapshot.load("0.32.0"), [each.where for each in INVARIANTS if not each.holds_in("0.32.0")]
-    assert later == ["vllm.v1.core.kv_cache_planning:_get_kv_cache_groups_uniform_page_size"]
+    known, others = snapshot.load("0.32.0"), [each.where for each in INVARIANTS if not each.holds_in("0.32.0")]
+    assert [where.rpartition(":")[2] for where in others] == [
+        "_get_kv_cache_groups_uniform_page_size",
+        "GPUModelRunner._build_attention_metadata",
+        "build_attn_metadata",
+    ]
     gone = dict.fromkeys(known["invariants"])
     lines = complaints({**known, "invariants": gone}, "0.32.0", OURS)
     assert len(lines) == len(names) and not any("kv_cache_planning" in line for line in lines)
@@ -198,7 +210,10 @@ def test_an_invariant_counts_in_its_releases_only():
 
 def test_the_tables_stay_small():
     """More than this is not read when vLLM changes. What a run tells anyway is no entry."""
-    assert len({place.where for place in replaced()} | CALLED.keys()) <= 130 and len(INVARIANTS) <= 26
+    assert (
+        len({place.where for place in replaced()} | CALLED.keys()) <= 130
+        and len({each.name for each in INVARIANTS}) <= 26
+    )
 
 
 def test_what_the_tables_say_of_vllm_evict_is_there():

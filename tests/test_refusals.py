@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-import vllm
 from oracle.tiny import make_tiny_llama
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
@@ -420,16 +419,6 @@ def test_kernels_are_for_ampere_and_newer(monkeypatch, policy, served):
     config = plain_config(device_config__device_type="cuda")
     with nullcontext() if served else pytest.raises(KVPolicyError, match=r"a GPU of compute capability 7\.5: .* 8\.0"):
         refusals.check_config(config, KVPolicyConfig.parse(policy))
-
-
-@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.33.0rc1", "1.0"])
-def test_another_vllm_is_refused_with_what_to_install(tiny, monkeypatch, version):
-    monkeypatch.setattr(vllm, "__version__", version)
-    with pytest.raises(KVPolicyError) as refused:
-        engine_config(tiny)
-    message = str(refused.value)
-    assert version in message and "vllm==0.32.0" in message and "leave --kv-policy out" in message
-    assert engine_config(tiny, None).scheduler_config.scheduler_cls is None
 
 
 def test_a_budget_too_small_for_the_blocks_is_refused_at_start(tiny):

@@ -7,9 +7,11 @@ from functools import cache
 from inspect import Parameter
 from typing import Any, NamedTuple
 
+from vllm_evict.integration.versions import find
+
 from . import source
 from .invariants import INVARIANTS, Invariant
-from .names import CALLED, CARRIERS, COMPLETE, MOVED, NO_NAMES, REPLACED
+from .names import CALLED, CARRIERS, COMPLETE, NO_NAMES, REPLACED
 from .source import FUNCTIONS, Found, Sources
 
 Facts = dict[str, Any]
@@ -30,6 +32,11 @@ def replaced() -> list[Place]:
         for ours, names in by.items()
         for name in names.split()
     ]
+
+
+def touched() -> set[str]:
+    """Places of the functions whose code is compared where vLLM is a release that is not tested."""
+    return {place.where for place in replaced()} | CALLED.keys() | {each.where for each in INVARIANTS}
 
 
 def own(ours: Sources, place: Place) -> Found | None:
@@ -68,18 +75,12 @@ def extract(sources: Sources, ours: Sources) -> Facts:
         "imports": {name: _is_there(sources, name) for name in sorted(imported(ours))},
         "carriers": {where: _carries(sources, where) for where in CARRIERS},
         "abstract": {where: _abstract(sources, where) for where in COMPLETE},
-        "invariants": {f"{each.name} [{each.where}]": _evidence(sources, each.where, each.does) for each in INVARIANTS},
+        "invariants": {each.key: _evidence(sources, each.where, each.does) for each in INVARIANTS},
     }
 
 
-def _find(sources: Sources, where: str) -> Found | None:
-    module, _, name = where.partition(":")
-    places = [module, *(new for old, new in MOVED if old == module), *(old for old, new in MOVED if new == module)]
-    return next(filter(None, (sources.find(place, name) for place in places)), None)
-
-
 def _function(sources: Sources, where: str) -> Facts | None:
-    found = _find(sources, where)
+    found = find(sources, where)
     if found is None or not isinstance(found.node, FUNCTIONS):
         return None
     if "abstractmethod" in source.decorators(found.node) and not where.endswith(found.name):
@@ -87,7 +88,6 @@ def _function(sources: Sources, where: str) -> Facts | None:
     return {
         "decorators": [name for name in source.decorators(found.node) if name in BOUND],
         "parameters": source.parameters(found.node),
-        "body": sources.body_digest(found),
     }
 
 
@@ -98,21 +98,21 @@ def _is_there(sources: Sources, name: str) -> bool:
         return sources.tree(module) is not None or sources.find(parent, last) is not None
     if not attribute or sources.tree(f"{module}.{attribute}") is not None:
         return sources.tree(module) is not None
-    return _find(sources, name) is not None
+    return find(sources, name) is not None
 
 
 def _carries(sources: Sources, where: str) -> bool:
-    found = _find(sources, where)
+    found = find(sources, where)
     return found is not None and source.takes_attributes(sources, found)
 
 
 def _abstract(sources: Sources, where: str) -> list[str] | None:
-    found = _find(sources, where)
+    found = find(sources, where)
     return found and source.abstract_methods(sources, found)
 
 
 def _evidence(sources: Sources, where: str, does: tuple[str, ...]) -> list[str | None] | None:
-    found = _find(sources, where)
+    found = find(sources, where)
     return found and source.find_all(found.node, does)
 
 
@@ -185,7 +185,7 @@ def _check_invariants(invariants: Facts, version: str) -> Iterator[str]:
 
 
 def _broken(each: Invariant, invariants: Facts) -> str | None:
-    found = invariants[f"{each.name} [{each.where}]"]
+    found = invariants[each.key]
     if found is None:
         return f"{each.where}: it is not there"
     missing = next((code for code, evidence in zip(each.does, found, strict=True) if evidence is None), None)

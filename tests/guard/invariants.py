@@ -11,7 +11,7 @@ class Invariant:
     """One promise that vLLM never made.
 
     Attributes:
-        name: what holds. An invariant whose code moved has an entry for each place, with releases of its own.
+        name: what holds. An invariant whose code moved or changed has an entry for each form, with releases of its own.
         why: what would happen if it did not.
         where: "module:name" of the function.
         does: code in it, in this order; `...` stands for anything (see `source`).
@@ -22,7 +22,12 @@ class Invariant:
     why: str
     where: str
     does: tuple[str, ...]
-    releases: str = ">=0.32,<0.34"
+    releases: str = ">=0.29,<0.34"
+
+    @property
+    def key(self) -> str:
+        """The entry's name in a snapshot."""
+        return f"{self.name} [{self.where}] {self.releases}"
 
     def holds_in(self, version: str) -> bool:
         return Version(version) in SpecifierSet(self.releases)
@@ -60,7 +65,7 @@ INVARIANTS = [
         "workers get a table with its holes",
         "tables of scheduler and worker would have other lengths",
         "vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids",
-        ("tuple(([blk.block_id for blk in group] for group in groups))",),
+        ("tuple(([blk.block_id for blk in group] for group in ...))",),
     ),
     Invariant(
         "what a request needs follows from the length of its table",
@@ -161,7 +166,7 @@ INVARIANTS = [
             ),
             releases,
         )
-        for module, releases in (("kv_cache_utils", ">=0.32,<0.33"), ("kv_cache_planning", ">=0.33,<0.34"))
+        for module, releases in (("kv_cache_utils", ">=0.29,<0.33"), ("kv_cache_planning", ">=0.33,<0.34"))
     ),
     Invariant(
         "V1: tables go to the device after requests are updated",
@@ -187,25 +192,42 @@ INVARIANTS = [
             "self.model_state.prepare_attn(input_batch, batch_desc.cg_mode, ...)",
         ),
     ),
-    Invariant(
-        "V1: each KV group's metadata is built from its own table",
-        "a view would be of another group's blocks",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
-        (
-            "cache_key in cached_attn_metadata and builder.supports_update_block_table",
-            "attn_group.build_metadata(common_attn_metadata, ubid or 0, **extra_attn_metadata_args)",
-            "cm.block_table_tensor = _get_block_table(kv_cache_gid)",
-        ),
+    *(
+        Invariant(
+            "V1: each KV group's metadata is built from its own table",
+            "a view would be of another group's blocks",
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+            (
+                "cache_key in cached_attn_metadata and builder.supports_update_block_table",
+                build,
+                "cm.block_table_tensor = _get_block_table(kv_cache_gid)",
+            ),
+            releases,
+        )
+        for build, releases in (
+            ("builder.build(..., common_attn_metadata=common_attn_metadata)", ">=0.29,<0.32"),
+            ("attn_group.build_metadata(common_attn_metadata, ubid or 0, **extra_attn_metadata_args)", ">=0.32,<0.34"),
+        )
     ),
-    Invariant(
-        "V2: each KV group's metadata is built from its own table",
-        "a view would be of another group's blocks",
-        "vllm.v1.worker.gpu.attn_utils:build_attn_metadata",
-        (
-            "block_table = block_tables[i]",
-            "CommonAttentionMetadata(..., block_table_tensor=block_table, slot_mapping=slot_mapping)",
-            "attn_group.build_metadata(common_attn_metadata, ubatch_idx, **attn_metadata_extra_kwargs)",
-        ),
+    *(
+        Invariant(
+            "V2: each KV group's metadata is built from its own table",
+            "a view would be of another group's blocks",
+            "vllm.v1.worker.gpu.attn_utils:build_attn_metadata",
+            (
+                "block_table = block_tables[i]",
+                "CommonAttentionMetadata(..., block_table_tensor=block_table, slot_mapping=slot_mapping)",
+                build,
+            ),
+            releases,
+        )
+        for build, releases in (
+            ("attn_metadata_builder.build(..., common_attn_metadata=common_attn_metadata)", ">=0.29,<0.32"),
+            (
+                "attn_group.build_metadata(common_attn_metadata, ubatch_idx, **attn_metadata_extra_kwargs)",
+                ">=0.32,<0.34",
+            ),
+        )
     ),
     Invariant(
         "a layer's implementation gets the metadata of its name, in sixth place",
@@ -221,7 +243,7 @@ INVARIANTS = [
         "heads would stay in the checkpoint's order, under a plan for another",
         "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
         (
-            "model = self.create_model(...)",
+            "model = ...",
             "self.load_weights(model, model_config)",
             "process_weights_after_loading(model, ...)",
         ),

@@ -3,6 +3,8 @@
 Names that the plugin only imports are no entries: `check` finds them in the plugin's sources.
 """
 
+from vllm_evict.integration.versions import MOVED
+
 #: Class or module of vLLM -> ours -> the methods and functions that ours takes the place of. `ours` holds one of the
 #: same name (a class, or a function that defines it), or is itself what is put in its place.
 REPLACED = {
@@ -185,8 +187,5 @@ COMPLETE = {
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": "integration.layers:HeadSlots",
 }
 
-#: Modules whose content a release has in another one: (where it was, where it went). Imports try both.
-MOVED = [("vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning")]
-
 #: Strings in vllm_evict that look like names of vLLM and are none.
-NO_NAMES = {"vllm.evict"}
+NO_NAMES = {"vllm.evict", *MOVED, *MOVED.values()}

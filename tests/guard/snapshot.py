@@ -1,19 +1,24 @@
-"""Write what the plugin relies on of one release of vLLM to snapshots/<version>.json.
+"""Write what the plugin relies on of releases of vLLM to snapshots/<version>.json and vllm_evict/integration/touched.json.
 
     cd tests
-    python -m guard.snapshot PATH VERSION
+    python -m guard.snapshot PATH...
 
-PATH is a wheel of vLLM, or a directory that holds its package (site-packages, for the one that is installed). Nothing
+A PATH is a wheel of vLLM, or a directory that holds its package (site-packages, for the one that is installed). Nothing
 of it is imported. With the snapshot committed, tests/test_guard.py checks a release that cannot be installed where it
 runs. Make them all anew after every change of `names` or `invariants`. Exits with 1 and says why if one does not hold.
 """
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 
-from .check import Facts, complaints, extract
+from packaging.version import Version
+
+from vllm_evict.integration.versions import TOUCHED, digest
+
+from .check import Facts, complaints, extract, touched
 from .source import Sources
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
@@ -29,19 +34,43 @@ def version_of(sources: Sources) -> str:
     return ast.literal_eval(sources.find("vllm._version", "__version__").node.value)
 
 
-def main(path: str, version: str) -> int:
+def main(path: str) -> int:
     sources = Sources(path)
-    if version_of(sources) != version:
-        print(f"{path} holds vLLM {version_of(sources)}, not {version}")
-        return 1
+    version = version_of(sources).partition("+")[0]
     known = extract(sources, OURS)
     (SNAPSHOTS / f"{version}.json").write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    write_digests(sources, version)
     broken = complaints(known, version, OURS)
-    print(*broken, sep="\n" if broken else "")
+    print(version, "holds" if not broken else "does not hold:", *broken, sep="\n" if broken else " ")
     return 1 if broken else 0
 
 
+def write_digests(sources: Sources, version: str) -> None:
+    """The release's columns of touched.json; rows are those of the tables as they are now."""
+    known = json.loads(TOUCHED.read_text()) if TOUCHED.exists() else {"releases": [], "files": {}, "functions": {}}
+    releases = sorted({*known["releases"], version}, key=Version)
+
+    def row(before: list[str | None] | None, here: str | None) -> list[str | None]:
+        values = dict(zip(known["releases"], before or []))
+        return [here if release == version else values.get(release) for release in releases]
+
+    functions, files = {}, set()
+    for where in sorted(touched()):
+        before = known["functions"].get(where, {"in": [], "code": None})
+        sources.visited.clear()
+        code = digest(sources, where)
+        functions[where] = {"in": sorted({*before["in"], *sources.visited}), "code": row(before["code"], code)}
+        files |= {*functions[where]["in"]}
+    known = {
+        "files": {module: row(known["files"].get(module), sources.digest(module)) for module in sorted(files)},
+        "functions": functions,
+        "releases": releases,
+    }
+    rows = re.sub(r"\[[^]{]*\]", lambda row: json.dumps(json.loads(row[0])), json.dumps(known, indent=1))
+    TOUCHED.write_text(rows + "\n")
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) == 1:
         sys.exit(__doc__)
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(max([main(path) for path in sys.argv[1:]]))

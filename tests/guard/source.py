@@ -1,4 +1,4 @@
-"""Reads Python sources by their syntax tree, without importing them: of releases that cannot be installed here, too.
+"""Reads what the guard asks for in Python sources, also of releases that cannot be installed here: in their wheels.
 
 Code is compared with patterns that are code themselves, in which `...` stands for anything:
 
@@ -9,31 +9,21 @@ Code is compared with patterns that are code themselves, in which `...` stands f
 
 import ast
 import copy
-import hashlib
 import inspect
 import zipfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+from vllm_evict.integration import sources
+from vllm_evict.integration.sources import FUNCTIONS, Definition, Found, defined
+
 #: Fields of a syntax tree that say nothing about the code's meaning.
 IGNORED_FIELDS = {"ctx", "kind", "type_comment", "type_ignores"}
 
 
-class Found(NamedTuple):
-    """A definition, and the module that holds it (not always the one that exports it)."""
-
-    module: str
-    name: str
-    node: Definition
-
-
-class Sources:
-    """The sources of one package.
+class Sources(sources.Sources):
+    """The sources of one package, also in a wheel.
 
     Args:
         path: a wheel, the package's directory, or the directory that it lies in.
@@ -42,29 +32,9 @@ class Sources:
 
     def __init__(self, path: Path | str, package: str = "vllm") -> None:
         path = Path(path)
+        super().__init__(path if path.suffix == ".whl" or path.name != package else path.parent)
         self._package = package
-        self._root = path if path.suffix == ".whl" or path.name != package else path.parent
         self._wheel = zipfile.ZipFile(path) if path.suffix == ".whl" else None
-        self._trees: dict[str, ast.Module | None] = {}
-        self._texts: dict[str, str] = {}
-
-    def text(self, module: str) -> str | None:
-        """Source of a module; None if there is none of that name."""
-        base = module.replace(".", "/")
-        for name in (f"{base}.py", f"{base}/__init__.py"):
-            try:
-                data = self._wheel.read(name) if self._wheel else (self._root / name).read_bytes()
-            except (KeyError, OSError):
-                continue
-            return data.decode()
-        return None
-
-    def tree(self, module: str) -> ast.Module | None:
-        if module not in self._trees:
-            text = self.text(module)
-            self._texts[module] = text or ""
-            self._trees[module] = None if text is None else ast.parse(text)
-        return self._trees[module]
 
     def modules(self) -> Iterator[tuple[str, ast.Module]]:
         """(name without the package's, syntax tree) of each module of a package in a directory."""
@@ -72,105 +42,26 @@ class Sources:
             parts = path.relative_to(self._root / self._package).with_suffix("").parts
             yield ".".join(part for part in parts if part != "__init__"), ast.parse(path.read_text())
 
-    def find(self, module: str, name: str) -> Found | None:
-        """What `from module import name` gives; with dots in `name`, something inside it.
-
-        Re-exports are followed. Classes are searched with their bases, functions for what is defined in them.
-        """
-        first, *rest = name.split(".")
-        found = self._export(module, first, set())
-        for part in rest:
-            found = found and self._member(found, part)
-        return found
-
-    def bases(self, found: Found) -> Iterator[Found]:
-        """A class and its bases, as far as they lie in these sources, nearest first."""
-        yield found
-        for base in getattr(found.node, "bases", ()):
-            while isinstance(base, ast.Subscript):
-                base = base.value
-            if (parent := self.find(found.module, ast.unparse(base))) and isinstance(parent.node, ast.ClassDef):
-                yield from self.bases(parent)
-
-    def body_digest(self, found: Found) -> str:
-        """Fingerprint of a function's code; comments, docstring and blank lines do not count."""
-        node = found.node
-        lines = self._texts[found.module].splitlines()[node.lineno - 1 : node.end_lineno]
-        if ast.get_docstring(node, clean=False) is not None:
-            doc = node.body[0]
-            del lines[doc.lineno - node.lineno : doc.end_lineno - node.lineno + 1]
-        code = (line.strip() for line in lines)
-        text = "\n".join(line for line in code if line and not line.startswith("#"))
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-    def _export(self, module: str, name: str, seen: set[str]) -> Found | None:
-        tree = self.tree(module)
-        if tree is None or module in seen:
-            return None
-        seen.add(module)
-        if (node := _defined(tree.body, name)) is not None:
-            return Found(module, name, node)
-        for statement in _statements(tree.body):
-            for alias in statement.names if isinstance(statement, ast.ImportFrom) else ():
-                if alias.name == "*" or name == (alias.asname or alias.name):
-                    original = name if alias.name == "*" else alias.name
-                    if found := self._export(self._imported(module, statement), original, seen):
-                        return found
-        return None
-
-    def _imported(self, module: str, statement: ast.ImportFrom) -> str:
-        """Absolute name of the module of a `from ... import`."""
-        if not statement.level:
-            return statement.module
-        is_package = self._is_package(module)
-        parts = module.split(".")
-        parts = parts[: len(parts) - statement.level + is_package]
-        return ".".join([*parts, statement.module] if statement.module else parts)
-
-    def _is_package(self, module: str) -> bool:
-        name = module.replace(".", "/") + "/__init__.py"
-        return name in self._wheel.NameToInfo if self._wheel else (self._root / name).exists()
-
-    def _member(self, found: Found, name: str) -> Found | None:
-        if isinstance(found.node, FUNCTIONS):
-            node = _defined(list(ast.walk(found.node))[1:], name)
-            return node and Found(found.module, f"{found.name}.{name}", node)
-        for cls in self.bases(found):
-            if (node := _defined(getattr(cls.node, "body", ()), name)) is not None:
-                return Found(cls.module, f"{cls.name}.{name}", node)
-        return None
+    def _read(self, file: str) -> bytes | None:
+        if not self._wheel:
+            return super()._read(file)
+        return self._wheel.read(file) if file in self._wheel.NameToInfo else None
 
 
-def _statements(body: list[ast.AST]) -> Iterator[ast.AST]:
-    """The statements of a module or class, those under `if`, `else` and `try` included."""
-    for statement in body:
-        yield statement
-        if isinstance(statement, (ast.If, ast.Try)):
-            yield from _statements(statement.body)
-            yield from _statements(statement.orelse)
+class Edited(Sources):
+    """Sources with `before` replaced by `after` in a module."""
 
+    def __init__(self, original: Sources, module: str, before: str, after: str) -> None:
+        super().__init__(original._root)
+        assert original.text(module).count(before) == 1, "this edit is out of date"
+        self._edit = module, before, after
+        self._trees = {name: tree for name, tree in original._trees.items() if name != module}
+        self._lines = {**original._lines}
 
-def _defined(body: list[ast.AST], name: str) -> Definition | None:
-    """The statement that defines `name`, the last one if there are several (overloads come first)."""
-    result = None
-    for statement in _statements(body):
-        if name in _names(statement):
-            result = statement
-    return result
-
-
-def _names(statement: ast.AST) -> list[str]:
-    """Names that a statement defines."""
-    if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
-        return [statement.name]
-    return _targets(statement) if isinstance(statement, ASSIGNMENTS) else []
-
-
-def _targets(statement: ast.Assign | ast.AnnAssign) -> list[str]:
-    """Names that an assignment binds, as written: `x`, `self.x`."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-    targets = [part for target in targets for part in getattr(target, "elts", [target])]
-    return [ast.unparse(target) for target in targets]
+    def text(self, name: str) -> str | None:
+        module, before, after = self._edit
+        text = super().text(name)
+        return text.replace(before, after) if name == module else text
 
 
 def decorators(node: Definition) -> list[str]:
@@ -191,7 +82,7 @@ def takes_attributes(sources: Sources, found: Found) -> bool:
     """Whether instances of a class can be given attributes that it does not know."""
     for cls in sources.bases(found):
         closed = any("slots=True" in name or "frozen=True" in name for name in decorators(cls.node))
-        slots = _defined(cls.node.body, "__slots__") is not None
+        slots = defined(cls.node.body, "__slots__") is not None
         foreign = any("Struct" in ast.unparse(base) or "NamedTuple" in ast.unparse(base) for base in cls.node.bases)
         if closed or slots or foreign:
             return False

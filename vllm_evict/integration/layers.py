@@ -33,11 +33,11 @@ from .backend import PLACE, resident_backend, working_impl, working_latent
 from .positions import rotations
 from .spec import EvictableSpec, host_blocks, most_blocks
 from .split import part_of, split_impl
+from .versions import import_moved
 
-try:
-    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size, unify_kv_cache_spec_page_size
-except ImportError:  # vLLM 0.33
-    from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_page_size, unify_kv_cache_spec_page_size
+_SPECS = "vllm.v1.core.kv_cache_utils"
+_get_kv_cache_groups_uniform_page_size = import_moved(_SPECS, "_get_kv_cache_groups_uniform_page_size")
+unify_kv_cache_spec_page_size = import_moved(_SPECS, "unify_kv_cache_spec_page_size")
 
 #: Attribute of a layer whose heads are split that holds its `Part`s.
 PARTS = "kv_evict_parts"
