@@ -182,10 +182,6 @@ SETTINGS = {
         dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
         "leave --speculative-config out",
     ),
-    "KV connector": (
-        dict(kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
-        "leave --kv-transfer-config and --kv-offloading-size out",
-    ),
     "encoder-cache connector": (
         dict(ec_transfer_config={"ec_connector": "ExampleConnector", "ec_role": "ec_both"}),
         "leave --ec-transfer-config out",
@@ -209,6 +205,79 @@ def test_settings_that_cannot_be_served_are_refused_by_name(tiny, what):
         engine_config(tiny, **arguments)
     message = str(refused.value)
     assert what in message and instead in message and "\n" not in message
+
+
+def connected(name="NixlConnector", role="kv_consumer", **fields):
+    return dict(kv_transfer_config={"kv_connector": name, "kv_role": role, **fields})
+
+
+#: Policy, arguments, what to change.
+CONNECTORS = {
+    'kv_role "kv_producer"': (H2O, connected(role="kv_producer"), "leave --kv-policy out on the server that prefills, and set it where prompts arrive"),
+    "KV connector LMCacheConnectorV1, which may store": (
+        H2O,
+        connected("LMCacheConnectorV1", "kv_both"),
+        "use NixlConnector, ",
+    ),
+    "KV connector ShelfConnector of your own": (
+        H2O,
+        connected("ShelfConnector", kv_connector_module_path="connector"),
+        "use NixlConnector, ",
+    ),
+    "KV connector ExampleConnector and kv_role 'kv_both'": (
+        H2O,
+        connected("ExampleConnector", "kv_both"),
+        'set "kv_role": "kv_consumer" here, and prefill on a server without --kv-policy',
+    ),
+    "bidirectional_kv_xfer": (
+        H2O,
+        connected(kv_connector_extra_config={"bidirectional_kv_xfer": True}),
+        "leave bidirectional_kv_xfer out",
+    ),
+    "evict: host": ({**H2O, "evict": "host", "recall": "quest", "host": 1 << 30}, connected(), "set evict: drop"),
+    "a context": ({**H2O, "context": "model"}, connected(), "leave context out"),
+    "kvzip": ({**H2O, "allow": ["kvzip"]}, connected(), "leave kvzip out"),
+    "puts heads into pages": (
+        {"name": "pyramidkv", "budget": 512, "recent": 64},
+        connected("OffloadingConnector", "kv_both"),
+        "use a policy for whole layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CONNECTORS)
+def test_what_cannot_be_served_beside_a_kv_connector_is_refused_by_name(tiny, what):
+    policy, arguments, instead = CONNECTORS[what]
+    with pytest.raises(KVPolicyError) as refused:
+        engine_config(tiny, policy, **arguments)
+    message = str(refused.value)
+    assert f"KV policy {policy['name']!r} can't be used with " in message and "\n" not in message
+    assert what in message and f": {instead}" in message
+
+
+def test_kv_connectors_that_are_served(tiny):
+    for arguments in (
+        connected(),
+        connected("MooncakeConnector"),
+        connected("OffloadingConnector", "kv_both"),
+        connected("SimpleCPUOffloadConnector", "kv_both"),
+        dict(kv_offloading_size=1),
+    ):
+        for policy in (H2O, UNMEASURED, {**H2O, "granularity": "token"}, {**H2O, "when": "pressure"}):
+            assert engine_config(tiny, policy, **arguments).kv_transfer_config.kv_connector
+
+
+def test_under_pressure_evicted_blocks_have_to_be_free_at_once(tiny, async_stays):
+    pressure = {**H2O, "when": "pressure"}
+    with pytest.raises(KVPolicyError, match="async scheduling: .*: set when: budget, or --no-async-scheduling"):
+        engine_config(tiny, pressure, **connected(), async_scheduling=True)
+    engine_config(tiny, pressure, async_scheduling=True)
+
+
+def test_no_kv_connector_beside_sliding_windows(tmp_path):
+    windows = with_config(tmp_path, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(KVPolicyError, match="KV connector NixlConnector and layers with sliding windows.*: leave"):
+        engine_config(windows, H2O, **connected())
 
 
 def plain_config(**changes):

@@ -87,6 +87,8 @@ class AdmissionMixin:
         for manager, resident, plan in zip(self.kv_managers, residents, self._plan.groups):
             part = config.of_class(manager.kv_cache_spec.head_class)
             resident.renew(part, session.num_prompt_tokens, session.num_computed_tokens)
+            if self.follower is not None and resident.pure_tokens is not None:
+                self.follower.stay_pure(req_id, resident.pure_tokens)
             before, resident.scoring = resident.scoring, self.scoring_of(session, resident)
             if not resident.started or resident.scoring == before:
                 continue

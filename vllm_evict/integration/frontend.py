@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from ..config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyError
+from .connectors import hands_on
 from .late import once
 from .metrics import PrometheusMetrics
 from .usage import show_usage, watch
@@ -41,6 +42,12 @@ def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
         if not set(extra_args).isdisjoint(REQUEST_FIELDS):
             _warn_without_policy()
         return
+    if vllm_config.kv_transfer_config is not None and hands_on(extra_args):
+        raise VLLMValidationError(
+            "kv_transfer_params: do_remote_decode asks for all blocks of the prompt, and this server evicts some; send "
+            "prefills to a server without --kv-policy",
+            parameter="kv_transfer_params",
+        )
     try:
         config.for_request(extra_args, prompt_len, vllm_config.cache_config.block_size)
     except KVPolicyError as error:

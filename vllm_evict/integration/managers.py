@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,9 +148,15 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         #: Requests that grew beyond their trigger since the last `take_over_trigger`, in the order in which they did.
         self._over_trigger: dict[str, None] = {}
 
-    def bind(self, number: int, max_in_flight_tokens: int, poison: bool) -> None:
-        """Set values that the scheduler knows and vLLM does not pass to managers."""
-        self.number, self.max_in_flight_tokens = number, max_in_flight_tokens
+    def bind(
+        self, number: int, max_in_flight_tokens: int, poison: bool, give_back: Callable[[list[KVCacheBlock]], None]
+    ) -> None:
+        """Set values that the scheduler knows and vLLM does not pass to managers.
+
+        Args:
+            give_back: frees blocks that a request lost, the last one first.
+        """
+        self.number, self.max_in_flight_tokens, self._give_back = number, max_in_flight_tokens, give_back
         self.allocated: list[int] | None = [] if poison else None
 
     @property
@@ -212,6 +218,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         request_id: str,
         num_tokens: int,
         new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
         *args: Any,
         apply_admission_cap: bool = False,
         **kwargs: Any,
@@ -219,12 +226,24 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         resident = self.residents.get(request_id) if apply_admission_cap else None
         if resident and resident.evictable:
             # A request with a longer prompt loses blocks chunk by chunk, so it never holds more than this. A cached
-            # prefix may be longer than the bound; the first chunk comes on top.
-            held = max(resident.limits.bound, len(new_computed_blocks))
+            # prefix, or one that a connector loads, may be longer than the bound; the first chunk comes on top.
+            there = 0 if resident.started else math.ceil(total_computed_tokens / self.block_size)
+            held = max(resident.limits.bound, len(new_computed_blocks), there)
             num_tokens = min(num_tokens, (held + self.in_flight) * self.block_size)
         return super().get_num_blocks_to_allocate(
-            request_id, num_tokens, new_computed_blocks, *args, apply_admission_cap=apply_admission_cap, **kwargs
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            *args,
+            apply_admission_cap=apply_admission_cap,
+            **kwargs,
         )
+
+    def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        super().allocate_external_computed_blocks(request_id, *args, **kwargs)
+        if resident := self.residents.get(request_id):
+            self._count(resident, resident.held(len(self.req_to_blocks[request_id])))
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
@@ -240,6 +259,12 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             resident.restart()
         self._over_trigger.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
+
+    def forget(self, request_id: str) -> RequestBlocks:
+        """Forget a request that ends; a connector may still read its blocks."""
+        resident = self.residents.pop(request_id)
+        self._count(resident, 0)
+        return resident
 
     def published_tokens(self, request_id: str) -> int:
         """Tokens of a request that other requests can hit, those that the step being planned computes included."""
@@ -268,7 +293,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
 
     def rewrite(
         self, request_id: str, writes: np.ndarray, holes: np.ndarray
-    ) -> tuple[dict[int, int], list[KVCacheBlock]] | None:
+    ) -> tuple[dict[int, int], list[KVCacheBlock], list[KVCacheBlock]] | None:
         """Put holes into a request's table, and private blocks at `writes`.
 
         The caller must tell the workers with the very next plan: the pool may hand out a freed block in that step.
@@ -281,8 +306,9 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             holes: int64 [k], ascending logical blocks that are evicted, all after those of `writes`.
 
         Returns:
-            {logical block: physical block} for `writes` that got another block, and the blocks given back; None, with
-            nothing changed, if the pool has too few new blocks and other requests hold those of the request.
+            {logical block: physical block} for `writes` that got another block, the blocks given back, and those that
+            no other request holds; None, with nothing changed, if the pool has too few new blocks and other requests
+            hold those of the request.
         """
         table, keep = self.req_to_blocks[request_id], len(writes)
         before = [table[index] for index in (*writes.tolist(), *holes.tolist())]
@@ -302,11 +328,11 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             table[index] = self._null_block
         kept = {block.block_id for block in after}
         given_back = [block for block in before if block.block_id not in kept]
-        # Tail first, as vLLM frees: the head of a cached prefix stays hit-able longest.
-        self.block_pool.free_blocks(reversed(given_back))
+        freed = [block for block in given_back if block.ref_cnt == 1]
+        self._give_back(given_back)
         resident = self.residents[request_id]
         self._count(resident, resident.held_blocks - len(holes))
-        return moved, given_back
+        return moved, given_back, freed
 
     def bring_back(self, request_id: str, indices: Sequence[int]) -> dict[int, int]:
         """Give a request new blocks in the place of holes. The caller must tell the workers with the very next step.

@@ -12,6 +12,7 @@ from ..compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
 from ..policies import QUERIED, RUNNING
+from . import connectors
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
 BACKENDS = tuple(name for name in OPS if name not in LATENT)
@@ -143,11 +144,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND, or set it to 1",
         ),
         *_speculation(vllm_config.speculative_config, config),
-        (
-            vllm_config.kv_transfer_config is not None,
-            "a KV connector",
-            "leave --kv-transfer-config and --kv-offloading-size out",
-        ),
+        *_connected(vllm_config, config),
         (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
         (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
         (
@@ -212,6 +209,7 @@ def _tier(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str
     ]
 
 
+<<<<<<< HEAD
 def _selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[tuple[bool, str, str]]:
     """What is refused where decodes select blocks."""
     if not config.select:
@@ -255,6 +253,21 @@ def _speculation(speculative: Any, config: KVPolicyConfig) -> list[tuple[bool, s
             "set evict: drop, or leave --speculative-config out",
         ),
         (bool(config.select), f"select and {beside}", "leave select out, or leave --speculative-config out"),
+=======
+def _connected(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
+    """What is refused beside a KV connector."""
+    if vllm_config.kv_transfer_config is None:
+        return []
+    slides = _slides(vllm_config.model_config, vllm_config.cache_config)
+    name = vllm_config.kv_transfer_config.kv_connector
+    return [
+        *connectors.check(vllm_config, config),
+        (
+            slides,
+            f"the KV connector {name} and layers with sliding windows, which nothing has tried yet",
+            "leave --kv-transfer-config and --kv-offloading-size out",
+        ),
+>>>>>>> 400d7e9 (Prompts that another engine computed arrive by vLLM's KV connectors, and lose blocks from the first decode on)
     ]
 
 

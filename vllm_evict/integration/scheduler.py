@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -23,6 +24,7 @@ from ..core.plan import PLAN, REPORTS, EvictionPlan
 from ..core.reports import Inbox
 from ..core.usage import KVUsage
 from ..environment import poison_mode
+from . import connectors
 from .admission import AdmissionMixin
 from .allocation import count_published
 from .carriers import EvictionOutput, EvictionStats
@@ -59,6 +61,12 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         self.room = RoomMaker(self, self.pressure) if self.pressure is not None else None
         #: None unless requests may use a policy that reconstructs prompts.
         self.reconstructions = Reconstructions(self) if Reconstructions.serves(self.kv_policy) else None
+        #: None without a KV connector.
+        self.follower = connectors.follow(self)
+        #: Blocks that workers write by the next plan.
+        self._written: set[int] = set()
+        #: Requests that are not decided on after the step that is done: it read blocks that did not come.
+        self._failed_loads: set[str] = set()
         #: None if evicted blocks are dropped.
         self.host_pool = self._host_pool()
         #: None if no prompt's last tokens are ever computed again.
@@ -114,10 +122,15 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         order = [manager.kv_cache_spec.head_class for manager in evictable]
         assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
         for number, manager in enumerate(evictable):
+<<<<<<< HEAD
             manager.bind(number, in_flight_tokens(self.vllm_config), self._poison)
         for manager in others:
             put_beside(manager, evictable[0].residents, self._poison)
         return evictable, others
+=======
+            manager.bind(number, self.vllm_config.max_in_flight_tokens, self._poison, self._give_back)
+        return evictable, [SlidingManager.beside(each, evictable[0].residents, self._poison) for each in others]
+>>>>>>> 400d7e9 (Prompts that another engine computed arrive by vLLM's KV connectors, and lose blocks from the first decode on)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self.reconstructions is not None:
@@ -148,8 +161,9 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         for manager, group in zip(self.kv_managers, plan.groups):
             for req_id, computed_tokens in starts:
                 resident = manager.residents[req_id]
-                if resident.started:  # the next turn of a streaming session, whose limits may have changed
-                    manager.note(req_id)
+                # The limits of a session's next turn may have changed. Blocks that a connector loaded came before.
+                manager.note(req_id)
+                if resident.started:
                     continue
                 resident.started, resident.first_query = True, computed_tokens
                 if self.reconstructions is not None and self.reconstructions.is_shadow(req_id):
@@ -168,8 +182,13 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self._ended.clear()
+        self._failed_loads = set()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
+        for req_id in self._failed_loads:
+            for group in plan.groups:
+                for noted in (group.due, group.report, group.asked):
+                    noted.pop(req_id, None)
         reports = self._inbox.take(getattr(model_runner_output, REPORTS, None), plan.groups, self._held)
         for mechanism in self.mechanisms:
             for action in mechanism.decide(plan, reports):
@@ -184,12 +203,46 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             self._send_usage(outputs)
         return outputs
 
+<<<<<<< HEAD
     def _note_again(self, plan: EvictionPlan) -> None:
         """Note the requests of a step again that drafts alone made due: settled tokens may follow without new blocks."""
         for manager, noted in zip(self.kv_managers, plan.groups):
             for req_id in noted.due:
                 if self.running_request(req_id) is not None:
                     manager.note(req_id)
+=======
+    def _give_back(self, blocks: list[KVCacheBlock]) -> None:
+        """Free blocks that a request lost, tail first, as vLLM frees: the head of a cached prefix stays longest.
+
+        A step in flight still reads them. A later step writes them after it, but a connector may load into them at any
+        time: then vLLM defers frees, and they are free once that step is done.
+        """
+        if self.defer_block_free and self.sched_step_seq > self.processed_step_seq:
+            self.deferred_frees.append((self.sched_step_seq, blocks))
+        else:
+            self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
+
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
+        self.follower.before_metadata(self._written.union(self._plan.poison))
+        self._written.clear()
+        return super()._build_kv_connector_meta(connector, scheduler_output)
+
+    def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> set[str]:
+        """What a connector failed to load is computed again, and measured again from zero: the step has read it."""
+        affected = super()._handle_invalid_blocks(*args, **kwargs)
+        for req_id in affected if self.recompute_kv_load_failures else ():
+            for manager, plan in zip(self.kv_managers, self._plan.groups):
+                resident = manager.residents[req_id]
+                resident.first_query = self.requests[req_id].num_computed_tokens
+                manager.note(req_id)
+                if resident.scoring is not None:
+                    plan.track[req_id] = resident.scoring
+        self._failed_loads = affected
+        return affected
+
+    def _held(self, group: int, req_id: str) -> np.ndarray | None:
+        """Blocks that a request holds in a KV group, those of steps in flight left out; None if it has ended.
+>>>>>>> 400d7e9 (Prompts that another engine computed arrive by vLLM's KV connectors, and lose blocks from the first decode on)
 
     def _held(self, group: int, req_id: str) -> np.ndarray | None:
         """Blocks of a request in a KV group for which a report needs numbers; None if it has ended.
@@ -218,12 +271,14 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         resident, policy = residents[action.group], residents[action.group].policy
         source = manager.blocks_at(req_id, action.reads)
         leaving = None if self.host_pool is None else manager.blocks_at(req_id, action.holes)
+        lost = np.concatenate((action.writes, action.holes))
+        before = dict(zip(lost.tolist(), manager.blocks_at(req_id, lost))) if self.follower is not None else {}
         if (changed := manager.rewrite(req_id, action.writes, action.holes)) is None:
             if action.must:
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic())
             return
-        moved, given_back = changed
+        moved, given_back, freed = changed
         target = manager.blocks_at(req_id, action.writes)
         first, whole = not any(each.evicted_blocks for each in residents), resident.pure_tokens is None
         if len(action.holes):
@@ -241,7 +296,9 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         if len(action.writes):
             group.moved.setdefault(req_id, {}).update(moved)
         action.order(plan, source, target)
-        freed = [block for block in given_back if block.ref_cnt == 0]
+        if self.follower is not None:
+            self.follower.lost(req_id, manager.kv_cache_group_id, before, resident.pure_tokens)
+            self._written.update(target)
         if leaving:
             for loser in self.host_pool.spill(plan, req_id, action.group, resident, action.holes.tolist(), leaving):
                 self.tally.host(loser.policy, dropped=1)
@@ -377,6 +434,8 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             orders[:] = [order for order in orders if order.req_id != request.request_id]
         if self.host_pool is not None and (resident := self.residents.get(request.request_id)) is not None:
             self.host_pool.release(self._plan, resident)
+        if self.follower is not None and not request.is_finished():
+            self.follower.starts_over(request)
         super()._free_request_blocks(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
@@ -385,7 +444,9 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         if request.request_id in self.residents:  # else it never came in through `add_request`
             self._ended[request.request_id] = KVUsage.of(self._residents_of(request.request_id))
             for manager in self.kv_managers:
-                del manager.residents[request.request_id]
+                manager.forget(request.request_id)
+        if self.follower is not None:
+            self.follower.forget(request.request_id)
         return params
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:

@@ -73,7 +73,7 @@ def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int
     """Most blocks of a KV group that one request under a policy may need, in flight included."""
     longest = vllm_config.model_config.max_model_len
     bound = config.bound(block_size, longest)
-    if bound is None:
+    if bound is None or vllm_config.kv_transfer_config is not None:  # a connector's blocks arrive all at once
         return math.ceil(longest / block_size)
     # Eviction follows the step, so a request holds whole chunks on top while steps are in flight.
     return bound + math.ceil(in_flight_tokens(vllm_config) / block_size) + 1

@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -105,8 +106,11 @@ class EvictionWorkerMixin:
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.kv_evict.begin(scheduler_output)
-        self.kv_evict.rearrange(layers.tensor_parallel_all_reduce)
         plan = self.kv_evict.plan
+        if (plan.compactions or plan.poison) and has_kv_transfer_group():
+            # A connector may still read the blocks that the plan writes. vLLM waits for that too, but after this.
+            get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
+        self.kv_evict.rearrange(layers.tensor_parallel_all_reduce)
         if plan.poison:
             runners.fill_blocks(self.model_runner, plan.poison, float("nan"))
         if plan.clean:
