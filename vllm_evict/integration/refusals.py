@@ -209,7 +209,6 @@ def _tier(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str
     ]
 
 
-<<<<<<< HEAD
 def _selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[tuple[bool, str, str]]:
     """What is refused where decodes select blocks."""
     if not config.select:
@@ -253,7 +252,9 @@ def _speculation(speculative: Any, config: KVPolicyConfig) -> list[tuple[bool, s
             "set evict: drop, or leave --speculative-config out",
         ),
         (bool(config.select), f"select and {beside}", "leave select out, or leave --speculative-config out"),
-=======
+    ]
+
+
 def _connected(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
     """What is refused beside a KV connector."""
     if vllm_config.kv_transfer_config is None:
@@ -267,7 +268,17 @@ def _connected(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str
             f"the KV connector {name} and layers with sliding windows, which nothing has tried yet",
             "leave --kv-transfer-config and --kv-offloading-size out",
         ),
->>>>>>> 400d7e9 (Prompts that another engine computed arrive by vLLM's KV connectors, and lose blocks from the first decode on)
+        (
+            vllm_config.speculative_config is not None,
+            f"the KV connector {name} and speculative decoding",
+            "leave --speculative-config out, or --kv-transfer-config and --kv-offloading-size",
+        ),
+        (
+            vllm_config.model_config.use_mla or vllm_config.model_config.is_hybrid,
+            f"the KV connector {name} and layers of latents or states",
+            "leave --kv-transfer-config and --kv-offloading-size out",
+        ),
+        (bool(config.select), f"select and the KV connector {name}", "leave select out"),
     ]
 
 

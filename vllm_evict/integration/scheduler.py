@@ -122,15 +122,10 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         order = [manager.kv_cache_spec.head_class for manager in evictable]
         assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
         for number, manager in enumerate(evictable):
-<<<<<<< HEAD
-            manager.bind(number, in_flight_tokens(self.vllm_config), self._poison)
+            manager.bind(number, in_flight_tokens(self.vllm_config), self._poison, self._give_back)
         for manager in others:
             put_beside(manager, evictable[0].residents, self._poison)
         return evictable, others
-=======
-            manager.bind(number, self.vllm_config.max_in_flight_tokens, self._poison, self._give_back)
-        return evictable, [SlidingManager.beside(each, evictable[0].residents, self._poison) for each in others]
->>>>>>> 400d7e9 (Prompts that another engine computed arrive by vLLM's KV connectors, and lose blocks from the first decode on)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self.reconstructions is not None:
@@ -203,14 +198,13 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             self._send_usage(outputs)
         return outputs
 
-<<<<<<< HEAD
     def _note_again(self, plan: EvictionPlan) -> None:
         """Note the requests of a step again that drafts alone made due: settled tokens may follow without new blocks."""
         for manager, noted in zip(self.kv_managers, plan.groups):
             for req_id in noted.due:
                 if self.running_request(req_id) is not None:
                     manager.note(req_id)
-=======
+
     def _give_back(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks that a request lost, tail first, as vLLM frees: the head of a cached prefix stays longest.
 
@@ -239,10 +233,6 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
                     plan.track[req_id] = resident.scoring
         self._failed_loads = affected
         return affected
-
-    def _held(self, group: int, req_id: str) -> np.ndarray | None:
-        """Blocks that a request holds in a KV group, those of steps in flight left out; None if it has ended.
->>>>>>> 400d7e9 (Prompts that another engine computed arrive by vLLM's KV connectors, and lose blocks from the first decode on)
 
     def _held(self, group: int, req_id: str) -> np.ndarray | None:
         """Blocks of a request in a KV group for which a report needs numbers; None if it has ended.
