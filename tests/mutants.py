@@ -342,6 +342,49 @@ MUTANTS = [
         "return ones",
         ("oracle_parity",),
     ),
+    # What KV connectors load and store.
+    Mutant(
+        "a connector stores blocks computed over holes",
+        "integration/connectors.py",
+        "status.max_offload_tokens = pure_tokens if asked is None else min(asked, pure_tokens)",
+        "status.max_offload_tokens = asked",
+        ("offloading -k hits",),
+    ),
+    Mutant(
+        "a connector stores evicted blocks by their old numbers",
+        "integration/connectors.py",
+        "state.block_ids[chunk.start : chunk.stop] = [0] * len(chunk)",
+        "pass",
+        ("offloading -k stored",),
+    ),
+    Mutant(
+        "a connector's blocks are written before they are stored",
+        "integration/connectors.py",
+        "self._fence(status, set(blocks.values()))",
+        "pass",
+        ("offloading -k stored",),
+    ),
+    Mutant(
+        "a connector loads into blocks that a step in flight reads",
+        "integration/scheduler.py",
+        "if self.defer_block_free and self.sched_step_seq > self.processed_step_seq:",
+        "if False:",
+        ("connectors -k in_flight",),
+    ),
+    Mutant(
+        "blocks that a connector loaded are not looked at",
+        "integration/scheduler.py",
+        "                manager.note(req_id)\n                if resident.started:",
+        "                if resident.started:",
+        ("connectors -k decode_engine",),
+    ),
+    Mutant(
+        "what a connector failed to load counts",
+        "integration/scheduler.py",
+        "        self._failed_loads = affected",
+        "        pass",
+        ("connectors -k does_not_come",),
+    ),
 ]
 
 

@@ -213,7 +213,11 @@ def connected(name="NixlConnector", role="kv_consumer", **fields):
 
 #: Policy, arguments, what to change.
 CONNECTORS = {
-    'kv_role "kv_producer"': (H2O, connected(role="kv_producer"), "leave --kv-policy out on the server that prefills, and set it where prompts arrive"),
+    'kv_role "kv_producer"': (
+        H2O,
+        connected(role="kv_producer"),
+        "leave --kv-policy out on the server that prefills, and set it where prompts arrive",
+    ),
     "KV connector LMCacheConnectorV1, which may store": (
         H2O,
         connected("LMCacheConnectorV1", "kv_both"),
