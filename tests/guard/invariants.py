@@ -254,4 +254,71 @@ INVARIANTS = [
         "vllm.v1.engine.core_client:MPClient.__init__",
         ("self.decoder = MsgpackDecoder(EngineCoreOutputs)",),
     ),
+    Invariant(
+        "OffloadingConnector stores no more of a request than its limit",
+        "blocks computed over holes would be stored under the hashes of their tokens",
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:"
+        "OffloadingConnectorScheduler._calc_num_offloadable_tokens",
+        ("max_offload_tokens = req_status.max_offload_tokens", "num = min(num, max_offload_tokens)", "return num"),
+    ),
+    Invariant(
+        "OffloadingConnector passes over block 0",
+        "it would store blocks that other requests have by now, under the hash of the block that was evicted",
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:"
+        "OffloadingConnectorScheduler._build_store_jobs",
+        ("if block_id == 0:\n    continue", "new_offload_keys.append(offload_key)"),
+    ),
+    *(
+        Invariant(
+            "OffloadingConnector finishes the stores of fenced blocks that are handed out",
+            "a block would be written before it is stored",
+            f"vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler.{function}",
+            (
+                "self._block_id_to_pending_jobs.keys().isdisjoint(self._current_batch_allocated_block_ids)",
+                "OffloadingConnectorMetadata(..., jobs_to_flush=self._current_batch_jobs_to_flush)",
+                "self._current_batch_allocated_block_ids = set()",
+            ),
+            releases,
+        )
+        for function, releases in (
+            ("build_connector_meta", ">=0.29,<0.33"),
+            ("_build_connector_meta", ">=0.33,<0.34"),
+        )
+    ),
+    *(
+        Invariant(
+            "OffloadingConnector lifts the fences of a job, and those of ended requests beside them",
+            "fences that are moved would be lifted twice, or never",
+            f"vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler.{function}",
+            (
+                "self._remove_pending_job(job_id, job_status.fenced_block_ids)",
+                "if req_status.req.is_finished():\n"
+                "    self._remove_pending_job(job_id, job_status.deferred_fence_block_ids)",
+            ),
+            releases,
+        )
+        for function, releases in (
+            ("update_connector_output", ">=0.29,<0.33"),
+            ("_update_connector_output", ">=0.33,<0.34"),
+        )
+    ),
+    *(
+        Invariant(
+            "SimpleCPUOffloadConnector stores blocks by their own hashes",
+            "blocks computed over holes would be stored",
+            f"vllm.v1.simple_kv_offload.manager:SimpleCPUOffloadScheduler.{function}",
+            (code,),
+            releases,
+        )
+        for function, code, releases in (
+            ("_prepare_eager_store_specs", "bhash_with_group = gpu_block.block_hash", ">=0.29,<0.30"),
+            ("_process_store_completion", "primary_hash = gpu_block.block_hash", ">=0.30,<0.34"),
+        )
+    ),
+    Invariant(
+        "frees that are deferred wait for the steps in flight",
+        "a connector would load into blocks that a step still reads",
+        "vllm.v1.core.sched.scheduler:Scheduler._drain_deferred_frees",
+        ("fence > self.processed_step_seq", "self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))"),
+    ),
 ]

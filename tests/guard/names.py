@@ -45,7 +45,8 @@ REPLACED = {
     },
     "vllm.v1.core.sched.scheduler:Scheduler": {
         "integration.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks _free_request "
-        "finish_requests reset_prefix_cache make_stats _reserve_prefill_lookahead",
+        "finish_requests reset_prefix_cache make_stats _reserve_prefill_lookahead _build_kv_connector_meta "
+        "_handle_invalid_blocks",
         "integration.admission:AdmissionMixin": "add_request _update_request_as_session",
         "integration.hits:HitsMixin": "_get_local_prefix_cache_hit",
     },
@@ -55,7 +56,7 @@ REPLACED = {
     },
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
         "integration.managers:EvictableManager": "__init__ get_num_blocks_to_allocate find_longest_cache_hit "
-        "add_local_computed_blocks allocate_new_blocks pop_blocks_for_free",
+        "add_local_computed_blocks allocate_external_computed_blocks allocate_new_blocks pop_blocks_for_free",
         "integration.managers:hole_aware.HoleAware": "cache_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": {
@@ -138,6 +139,7 @@ REPLACED = {
 
 #: What the plugin calls, and how: `...` for each positional argument, names for those that have to have that place.
 CALLED = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions": "(...)",
     "vllm.config:get_layers_from_vllm_config": "(..., ...)",
     "vllm.config.model:ModelConfig.get_and_verify_max_len": "(...)",
     "vllm.exceptions:VLLMValidationError.__init__": "(..., parameter=...)",
