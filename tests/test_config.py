@@ -126,7 +126,9 @@ def test_an_unknown_field_is_refused_with_the_nearest_first(field, first):
 
 def test_a_field_of_another_policy_is_refused():
     assert "'sink-window' has no field 'heads'" in refusal({"name": "sink-window", "heads": "max"})
-    assert "'full' has no field 'budget': expected one of: allow, dense_layers, " in refusal({"name": "full", "budget": 100})
+    assert "'full' has no field 'budget': expected one of: allow, dense_layers, " in refusal(
+        {"name": "full", "budget": 100}
+    )
 
 
 def test_a_message_has_all_options_in_alphabetical_order_after_the_one_that_was_meant():

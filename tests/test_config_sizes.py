@@ -7,7 +7,7 @@ import pytest
 from configuration import H2O, WHOLE, asked, parse, refusal
 
 from vllm_evict.config import KVPolicyError, Limits
-from vllm_evict.policies import CACHED, MASS_OPTIONS, POLICIES, REDUCTIONS, RUNNING
+from vllm_evict.policies import CACHED, MASS_OPTIONS, POLICIES, QUERIED, REDUCTIONS, RUNNING
 
 # --- in blocks -------------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,9 @@ def test_what_a_server_starts_with_requests_can_pick(name):
 
 
 def test_workers_can_measure_what_any_request_may_need_and_no_more():
-    assert parse("h2o").statistics == parse("sink-window").statistics == parse("full").statistics == RUNNING | CACHED
+    every = RUNNING | CACHED | QUERIED
+    assert parse("h2o").statistics == parse("sink-window").statistics == parse("full").statistics == every
+    assert parse({"name": "full", "select": 1024}).statistics == (CACHED | QUERIED) - {"redundancy"}
     assert not parse({"name": "sink-window", "allow": ["full", "random", "strided"]}).statistics
     assert parse({"name": "knorm", "allow": ["full", "tova"]}).statistics == {"key_norm", "mass"}
     assert parse({"name": "rkv", "allow": []}).statistics == {"mass", "redundancy"}
@@ -95,10 +97,9 @@ def test_workers_can_measure_what_any_request_may_need_and_no_more():
 
 def test_policies_measure_what_workers_know():
     for policy in POLICIES.values():
-        assert policy.measures <= RUNNING | CACHED and len(policy.measures & RUNNING) <= 1
-        assert bool(policy.measures) == (policy.options >= REDUCTIONS), (
-            "a policy that measures has options of reduction"
-        )
+        assert policy.measures <= RUNNING | CACHED | QUERIED and len(policy.measures & RUNNING) <= 1
+        reduces = bool(policy.measures - QUERIED)
+        assert reduces == (policy.options >= REDUCTIONS), "a policy that measures has options of reduction"
         assert (policy.options >= MASS_OPTIONS) <= (policy.measures == {"mass"})
 
 

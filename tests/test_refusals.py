@@ -306,6 +306,7 @@ def plain_config(**changes):
             pipeline_parallel_size=1,
             use_ubatching=False,
             data_parallel_size=2,
+            tensor_parallel_size=1,
             distributed_executor_backend="mp",
         ),
         cache_config=SimpleNamespace(
@@ -365,6 +366,20 @@ def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
         refusals.check_config(plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
     message = str(refused.value)
     assert what in message and ("leave" in message or "set --" in message or "unset " in message)
+
+
+def test_no_selection_on_a_gpu_in_several_ranks_or_beside_sliding_windows():
+    config = KVPolicyConfig.parse({"name": "sink-window", "select": 1024, "allow": []})
+    refusals.check_config(plain_config(), config)
+    windows = {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
+    windows["model_config__get_sliding_window"] = lambda: 64
+    for what, changes in (
+        ("select on a GPU, where no kernel selects blocks yet", {"device_config__device_type": "cuda"}),
+        ("select and tensor parallelism", {"parallel_config__tensor_parallel_size": 2}),
+        ("select and layers with sliding windows", windows),
+    ):
+        with pytest.raises(KVPolicyError, match=f"can't be used with {what}.*: leave select out"):
+            refusals.check_config(plain_config(**changes), config)
 
 
 @pytest.mark.parametrize("backend", [None, *SERVED])

@@ -1,6 +1,7 @@
 """Decodes that attend to the best resident blocks of each layer: against a dense model that chooses for itself."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,8 +10,12 @@ from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 
+from vllm_evict.compute.select import Selection
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+
 BLOCK = 32
 SELECT = {"select": 256, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
+OWN = {*SELECT, "select_every", "filter_layers"}
 EVICTING = {"budget": 384, "buffer": 64, "sink": 32, "recent": 64}
 
 
@@ -128,13 +133,141 @@ def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep
     ]
     outputs, traces = server.traced(requests)
     chosen = 0
+    given = {field: value for field, value in policy.items() if field in OWN}
     for (prompt, _), output, trace in zip(requests, outputs, traces):
-        given = {
-            field: value
-            for field, value in policy.items()
-            if field in Chooser.__init__.__kwdefaults__ or field in SELECT
-        }
         chosen += assert_selects_like_dense(deep, prompt, output, trace, **given)
     assert chosen > 100 / policy.get("select_every", 1)
-    assert not list(server.runtime.selection.requests) or server.drain() or not list(server.runtime.selection.requests)
     server.assert_nothing_left()
+    assert not list(server.runtime.selection.requests)
+
+
+def test_under_async_scheduling_with_prefixes_that_are_cached(async_engine, deep):
+    """The second request hits the blocks of the first, and with them their bounds."""
+    server = async_engine({"name": "full", **SELECT}, model=deep)
+    prefix = random_prompt(400)
+    server.generate([prefix], max_tokens=1)
+    prompts = [prefix + random_prompt(90, seed) for seed in (1, 2)]
+    outputs, traces = server.traced([(prompt, {"max_tokens": 40, "logprobs": 1}) for prompt in prompts])
+    for prompt, output, trace in zip(prompts, outputs, traces):
+        assert trace.start >= 384
+        # A step that is planned before the request is known to have ended computes nothing of it.
+        trace.steps, trace.evicted = trace.steps[: len(trace.evicted)], trace.evicted
+        assert assert_selects_like_dense(deep, prompt, output, trace, **SELECT) > 100
+    server.assert_nothing_left()
+
+
+def test_a_selection_that_covers_all_changes_no_bit(engine, monkeypatch):
+    """Requests with no more blocks than the selection are vLLM's; the step of the first block more selects."""
+    select = {"select": 512, "select_sink": 32, "select_recent": 32, "dense_layers": 0}
+    prompts = [random_prompt(440), random_prompt(300, 1), random_prompt(20, 2)]
+    subject, stock = engine({"name": "full", **select}), engine()
+    chosen = []
+    choose = Selection.choose
+    monkeypatch.setattr(Selection, "choose", lambda self, *args: chosen.append(1) or choose(self, *args))
+    outputs = [server.generate(prompts, max_tokens=72, logprobs=1) for server in (subject, stock)]
+    for ours, theirs in zip(*outputs):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        assert (logprobs_of(ours) == logprobs_of(theirs)).all()
+    assert not chosen
+    subject.generate([prompts[0]], max_tokens=74)
+    assert len(chosen) == 2  # layers
+
+
+def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch):
+    """Requests come and are preempted, blocks go to the host and come back, prefixes are hit; freed blocks are NaN."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    tier = {"evict": "host", "host": "16MiB", "recall": "quest", "recall_every": 2, "again": 64}
+    policy = {"name": "quest", "budget": 224, "buffer": 32, "sink": 32, "recent": 32, **tier}
+    select = {"select": 160, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
+    server = engine({**policy, **select}, model=deep, blocks=26, max_model_len=1024, max_num_batched_tokens=128)
+    checked, choose, preempted = [], Selection.choose, []
+    preempt = server.scheduler._preempt_request
+
+    def compared(self, choice, place, query, scale):
+        blocks = choice.resident[:-1].long()
+        keys = [keys for keys, _ in self._store.read(blocks, False)][place]
+        assert torch.equal(self._bounds[place][blocks], torch.cat((keys.amax(2), keys.amin(2)), -1))
+        chosen = choose(self, choice, place, query, scale)
+        assert set(chosen.tolist()) <= set(choice.resident[1:-2].tolist())
+        checked.append(place)
+        return chosen
+
+    def watched(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(Selection, "choose", compared)
+    server.scheduler._preempt_request = watched
+    rng, ids, outputs, prefix, steps = np.random.default_rng(0), [], {}, random_prompt(200, 9), 0
+    while len(ids) < 12 or server.llm.llm_engine.has_unfinished_requests():
+        if len(ids) < 12 and rng.random() < 0.4:
+            prompt = prefix[: int(rng.choice([0, 96, 200]))] + random_prompt(int(rng.integers(5, 400)), len(ids))
+            extra = {"kv_policy": str(rng.choice(["quest", "sink-window", "keydiff"]))}
+            if extra["kv_policy"] == "sink-window":
+                extra["kv_budget"] = 224
+            ids.append(server.add(prompt, max_tokens=int(rng.integers(1, 40)), logprobs=1, extra_args=extra))
+        steps += 1
+        if steps % 30 == 0:
+            server.core.reset_prefix_cache(reset_running_requests=True)
+        for output in server.llm.llm_engine.step():
+            if output.finished:
+                outputs[output.request_id] = output
+    assert len(checked) > 200 and set(checked) == {1, 2, 3, 4} and preempted
+    assert all(np.isfinite(logprobs_of(output)).all() for output in outputs.values())
+    assert sum(output.kv_usage.recalled_blocks for output in outputs.values()) > 0
+    assert any(output.num_cached_tokens for output in outputs.values())
+    server.assert_nothing_left()
+    assert not list(server.runtime.selection.requests)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "rkv", "tova", "scissorhands", "kvzip", "pyramidkv", "duo"])
+def test_policies_of_attention_do_not_select(name):
+    with pytest.raises(KVPolicyError, match=f"select: '{name}' sees only what a decode attends to"):
+        KVPolicyConfig.parse({"name": name, "select": 1024})
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"select_every": 2}, "select_every: decodes attend to all resident tokens: it needs select"),
+        ({"select": 1024, "granularity": "token"}, "select: each head has tokens of its own"),
+        ({"select": 1024, "context": 8192}, "select: bounds are of keys as they were computed: leave context out"),
+        ({"select": 1024, "filter_layers": [3, 1]}, "filter_layers: expected ascending layers"),
+        ({"select": 1024, "filter_layers": [1], "dense_layers": 1}, "leave dense_layers out"),
+        ({"select": 1024, "allow": ["h2o"]}, "allow: 'h2o' measures attention"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused_by_name(fields, message):
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        KVPolicyConfig.parse({"name": "keydiff", **fields})
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"select": 128}, "select: 128 tokens leave nothing to choose"),
+        ({"select": 1024, "filter_layers": [1, 7]}, "filter_layers of a model with 5 layers, from 0 on, got (1, 7)"),
+        ({"select": 1024, "filter_layers": [4]}, "filter_layers of a model with 5 layers, from 0 on, got (4,)"),
+        ({"select": 1024, "dense_layers": 5}, "dense_layers of a model with 5 layers, from 0 on, got 5"),
+    ],
+)
+def test_a_selection_has_to_fit_the_model(fields, message):
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        KVPolicyConfig.parse({"name": "full", **fields}).check(BLOCK, 5, 2, 4096)
+
+
+def test_requests_of_a_server_that_selects_measure_no_attention():
+    config = KVPolicyConfig.parse({"name": "full", "select": 1024})
+    assert config.allowed >= {"full", "sink-window", "knorm", "keydiff", "pagedeviction", "quest", "random", "strided"}
+    assert not config.allowed & {"h2o", "tova", "snapkv", "rkv", "scissorhands"}
+    with pytest.raises(KVPolicyError, match="kv_policy 'h2o' is not enabled here"):
+        config.for_request({"kv_policy": "h2o"}, 100, BLOCK)
+
+
+def test_engines_without_the_plugins_decode_kernel_are_refused(engine, monkeypatch):
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+    with pytest.raises(Exception, match="select: the plugin's decode kernel does not run here"):
+        engine({"name": "full", **SELECT})
