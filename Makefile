@@ -140,6 +140,9 @@ FASTGEN = $(foreach recovery,0.3 0.5 0.95,{"name":"fastgen","bands":2,"recovery"
 # Evicted blocks that wait on the host, and come back when the question asks for them.
 TIER    = "evict":"host","host":"1GiB","recall":"quest"
 RECALLS = $(foreach name,h2o sink-window,{"name":"$(name)",$(TIER),"sink":32,$(if $(filter h2o,$(name)),"recent":32$(comma))"buffer":0}$(comma))
+# Decodes that attend to a tenth and to a quarter of 2,048 tokens: each layer chooses, or the first for all.
+SELECTS = $(foreach tokens,224 512,$(foreach layers,"dense_layers":0 "filter_layers":[0],\
+	{"name":"full","select":$(tokens),"select_sink":32,"select_recent":32,$(layers)}$(comma)))
 quality: $(READY)  ## what every policy loses on the embedded model (results in out/quality)
 	@$(EVAL) --out out/quality/agnostic --settings agnostic --policies '$(POLICIES)' --lengths 2048 \
 		--budgets 0.1,0.25,0.5 --tasks niah,multikey,twostage,vt,ppl
@@ -163,6 +166,8 @@ quality: $(READY)  ## what every policy loses on the embedded model (results in 
 		--lengths 2048 --budgets 0.1,0.25 --tasks niah,multikey,twostage
 	@$(EVAL) --out out/quality/recall --settings agnostic --policies 'full,h2o,$(RECALLS)' --lengths 2048 \
 		--budgets 0.1,0.25 --tasks niah,multikey,twostage,vt,ppl
+	@$(EVAL) --out out/quality/select --settings agnostic --policies 'full,$(SELECTS)' --lengths 2048 \
+		--tasks niah,multikey,twostage,vt,ppl
 	@$(EVAL) --out out/quality/asides --settings agnostic --policies 'full,snapkv,$(ASIDES)' --lengths 2048 \
 		--budgets 0.25 --tasks niah,ppl
 

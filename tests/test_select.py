@@ -12,10 +12,12 @@ from oracle.tiny import make_tiny_llama
 
 from vllm_evict.compute.select import Selection
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.eval.policies import contenders, servers
 
 BLOCK = 32
 SELECT = {"select": 256, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
 OWN = {*SELECT, "select_every", "filter_layers"}
+SIZES = {"sink": 32, "recent": 32, "buffer": 0, "block_size": BLOCK}
 EVICTING = {"budget": 384, "buffer": 64, "sink": 32, "recent": 64}
 
 
@@ -214,7 +216,7 @@ def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch)
                 outputs[output.request_id] = output
     assert len(checked) > 200 and set(checked) == {1, 2, 3, 4} and preempted
     assert all(np.isfinite(logprobs_of(output)).all() for output in outputs.values())
-    assert sum(output.kv_usage.recalled_blocks for output in outputs.values()) > 0
+    assert any(output.kv_usage.recalled_blocks for output in outputs.values())
     assert any(output.num_cached_tokens for output in outputs.values())
     server.assert_nothing_left()
     assert not list(server.runtime.selection.requests)
@@ -265,6 +267,19 @@ def test_requests_of_a_server_that_selects_measure_no_attention():
     assert not config.allowed & {"h2o", "tova", "snapkv", "rkv", "scissorhands"}
     with pytest.raises(KVPolicyError, match="kv_policy 'h2o' is not enabled here"):
         config.for_request({"kv_policy": "h2o"}, 100, BLOCK)
+
+
+@pytest.mark.parametrize("name", ["full", "quest", "sink-window"])
+def test_a_request_of_another_policy_selects_as_its_server_does(name):
+    server = KVPolicyConfig.parse({"name": name, "allow": ["full", "quest", "sink-window"], **SELECT})
+    for other in ("full", "quest", "sink-window"):
+        own = server.for_request({"kv_policy": other}, 5000, BLOCK)
+        assert own.name == other and {field: getattr(own, field) for field in SELECT} == SELECT
+
+
+def test_the_harness_compares_selections_on_servers_of_their_own():
+    wanted = contenders('full,sink-window,{"name": "full", "select": 512}', [], **SIZES)
+    assert [[each.config.select for each in served] for _, served in servers(wanted, 4096, BLOCK)] == [[0, 0], [512]]
 
 
 def test_engines_without_the_plugins_decode_kernel_are_refused(engine, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .errors import LONGEST_SHOWN, KVPolicyError, instead, shown
-from .fields import KEEPING, PER_TOKEN, TIER, TOKENS_OR_RATIO, tokens_or_ratio
+from .fields import KEEPING, PER_TOKEN, SELECT, TIER, TOKENS_OR_RATIO, tokens_or_ratio
 from .frozen import C, Frozen
 from .options import TOO_MANY, names_of
 from .registry import REGISTRY, Declaration
@@ -34,6 +34,7 @@ class Requests(Frozen):
         A request that picks another policy keeps these fields of the server, if the other policy has them:
 
         - budget, buffer, protect, min_prompt, when, context and the fields of token granularity;
+        - fields of a selection, which every decode of the server follows;
         - sink and recent, if the server's configuration gives them;
         - scoring fields that differ from the defaults of the server's policy.
 
@@ -68,7 +69,7 @@ class Requests(Frozen):
         if name == "full":
             if sizes:
                 raise KVPolicyError(f"kv_policy 'full' keeps everything: it takes no {next(iter(sizes))}")
-            return type(self)(name="full")
+            return type(self)(name="full", **self._selection())
         if self.policy.splits == "classes":
             split: C = self._with_retrieval(sizes, prompt_len, block_size)
             return split
@@ -134,7 +135,7 @@ class Requests(Frozen):
     def _handed_to(self: C, policy: Declaration, block_size: int, prompt_len: int) -> dict[str, Any]:
         """Return the fields that this configuration hands to another policy; see `for_request`."""
         if self.name == "full":
-            return {}
+            return self._selection()
         default = type(self)(name=self.name)
         scoring = (self.policy.options & policy.options) - names_of(KEEPING)
         options = {field: getattr(self, field) for field in scoring}
@@ -148,10 +149,15 @@ class Requests(Frozen):
                 for field in ("when", "protect", "min_prompt", "context", *names_of(PER_TOKEN), *names_of(TIER))
             },
             **{size: getattr(self, size) for size in {"sink", "recent"} - self.unsaid},
+            **self._selection(),
         }
         if policy.window_is_the_budget or self.policy.window_is_the_budget:
             options.pop("recent", None)
         return options
+
+    def _selection(self) -> dict[str, Any]:
+        """Return the fields of a selection; {} if decodes attend to all resident blocks."""
+        return {field: getattr(self, field) for field in names_of(SELECT)} if self.select else {}
 
 
 def _mistaken(extra_args: Mapping[str, Any]) -> str | None:

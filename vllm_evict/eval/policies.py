@@ -217,6 +217,8 @@ def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
         allow = ["full"]
     if config.policy.reconstructs:
         allow = []
+    if config.select:
+        allow = [name for name in allow if "select" in POLICIES[name].options]
     return KVPolicyConfig.parse(config.to_dict() | {"budget": budget, "allow": allow})
 
 
