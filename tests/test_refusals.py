@@ -368,7 +368,7 @@ def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
     assert what in message and ("leave" in message or "set --" in message or "unset " in message)
 
 
-def test_no_selection_on_a_gpu_in_several_ranks_or_beside_sliding_windows():
+def test_no_selection_on_a_gpu_in_several_ranks_or_beside_other_layers():
     config = KVPolicyConfig.parse({"name": "sink-window", "select": 1024, "allow": []})
     refusals.check_config(plain_config(), config)
     windows = {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
@@ -377,6 +377,7 @@ def test_no_selection_on_a_gpu_in_several_ranks_or_beside_sliding_windows():
         ("select on a GPU, where no kernel selects blocks yet", {"device_config__device_type": "cuda"}),
         ("select and tensor parallelism", {"parallel_config__tensor_parallel_size": 2}),
         ("select and layers with sliding windows", windows),
+        ("select and layers with states", {"model_config__is_hybrid": True}),
     ):
         with pytest.raises(KVPolicyError, match=f"can't be used with {what}.*: leave select out"):
             refusals.check_config(plain_config(**changes), config)

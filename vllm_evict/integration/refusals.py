@@ -221,6 +221,11 @@ def _selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[
             "select and layers with sliding windows, among which the first layers are not counted",
             dense,
         ),
+        (
+            vllm_config.model_config.is_hybrid,
+            "select and layers with states, among which the first layers are not counted",
+            dense,
+        ),
         (vllm_config.parallel_config.tensor_parallel_size > 1, "select and tensor parallelism", dense),
     ]
 
