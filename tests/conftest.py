@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -18,25 +20,31 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Tiny models gain nothing from threads, and lose a lot where OpenMP's threads wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# vLLM's sampler compiles how it ranks log-probabilities: ten seconds in each process that asks for some.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import interpreter
-import torch
-
-if not torch.cuda.is_available():
-    interpreter.use_interpreter()
-
 RUNNER = os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1")
-if RUNNER == "v2":
-    interpreter.use_model_runner_v2()
-elif RUNNER == "v1-triton":
-    interpreter.use_model_runner_v1()
 
-import pytest  # noqa: E402
-from engine import Engine  # noqa: E402
-from oracle.tiny import make_tiny_llama  # noqa: E402
 
-from vllm_evict.compute.views import Views  # noqa: E402
+def prepare():
+    """Set up Triton's interpreter; this has to come before vLLM is imported."""
+    import interpreter
+    import torch
+
+    if not torch.cuda.is_available():
+        interpreter.use_interpreter()
+    if RUNNER == "v2":
+        interpreter.use_model_runner_v2()
+    elif RUNNER == "v1-triton":
+        interpreter.use_model_runner_v1()
+
+
+def pytest_configure(config):
+    # With -n the first process only deals tests out to others, and needs neither torch nor vLLM.
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        prepare()
+
 
 GARBAGE = 2**30
 #: Files that take minutes; they are begun first.
@@ -84,6 +92,8 @@ def pytest_collection_finish():
     # A million objects of vLLM's and torch's modules, which the garbage collector traversed half a second each time.
     gc.freeze()
     no_thaw.start()
+    # Steps make objects faster than the collector finds garbage among them; engines collect when they end.
+    gc.set_threshold(50_000)
 
 
 def pytest_unconfigure():
@@ -94,12 +104,18 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Path of a 2-layer GQA Llama with random weights, 2,048 tokens of context."""
+    from oracle.tiny import make_tiny_llama
+
     return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(autouse=True)
 def stale_views(monkeypatch):
     """What one step has written into the memory of views is garbage in the next: no block, and no place of one."""
+    import torch
+
+    from vllm_evict.compute.views import Views
+
     begin = Views.begin
 
     @torch.inference_mode()
@@ -115,9 +131,11 @@ def stale_views(monkeypatch):
 @pytest.fixture
 def engine(tiny):
     """Factory of in-process engines on the tiny model: `engine(kv_policy=..., **engine_args)`."""
-    engines: list[Engine] = []
+    from engine import Engine
 
-    def make(kv_policy=None, model=None, **kwargs) -> Engine:
+    engines = []
+
+    def make(kv_policy=None, model=None, **kwargs):
         engines.append(Engine(model or tiny, kv_policy, **kwargs))
         return engines[-1]
 
@@ -145,7 +163,7 @@ def async_stays(monkeypatch):
 def async_engine(engine, async_stays):
     """Like `engine`, with async scheduling."""
 
-    def make(kv_policy=None, **kwargs) -> Engine:
+    def make(kv_policy=None, **kwargs):
         made = engine(kv_policy, async_scheduling=True, **kwargs)
         assert made.core.batch_queue_size == 2
         assert type(made.scheduler).__name__ == "AsyncEvictionScheduler"

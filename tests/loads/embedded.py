@@ -34,7 +34,9 @@ from unittest.mock import patch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
     sys.path.remove(str(Path(__file__).parent))
-    import conftest  # noqa: F401  (settings of vLLM that have to come first)
+    import conftest
+
+    conftest.prepare()  # settings of vLLM that have to come first
 
 import numpy as np
 import torch
