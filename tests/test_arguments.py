@@ -238,13 +238,23 @@ def test_the_flag_is_on_every_command_that_takes_engine_arguments(monkeypatch):
     assert {name for name, known in flags.items() if "--kv-policy" in known} == takes_engine_arguments
 
 
-# Fresh processes, in which nothing has imported the plugin yet
+# Forks of a fresh process that has imported vLLM's package, none of its modules, and nothing of the plugin
 
-PREAMBLE = """
-import json, sys
-assert not [name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_evict")]
+FRESH = """
+import json, os, sys
+import vllm
+assert not [name for name in sys.modules if name.split(".")[0] == "vllm_evict" or name.startswith("vllm.engine")]
 model, policy = sys.argv[1], {"name": "h2o", "budget": 1024}
-def tell(value): print("RESULT", json.dumps(value))
+for case, code in json.loads(sys.argv[2]).items():
+    sys.stdout.flush()
+    if not os.fork():
+        if case == "left out":
+            os.environ["VLLM_PLUGINS"] = ""
+        def tell(value):
+            print("RESULT", json.dumps([case, value]), flush=True)
+            os._exit(0)
+        exec(code, globals())
+    assert os.wait()[1] == 0, case
 """
 
 CASES = {
@@ -261,7 +271,6 @@ from vllm import LLM
 from vllm.v1.engine.llm_engine import LLMEngine
 def stop_here(engine_args, **kwargs):
     tell([engine_args.kv_policy])
-    sys.exit()
 LLMEngine.from_engine_args = stop_here
 LLM(model, kv_policy=policy)
 """,
@@ -280,39 +289,27 @@ tell([keyword, unknown, [name for name in sys.modules if name.startswith("vllm_e
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory):
-    """What each of CASES tells, each from a process of its own; they run side by side."""
+    """What each of CASES tells."""
     model = tmp_path_factory.mktemp("model")
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    processes = {
-        case: subprocess.Popen(
-            [sys.executable, "-c", PREAMBLE + code, str(model)],
-            env={**environment, "VLLM_PLUGINS": ""} if case == "left out" else environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for case, code in CASES.items()
-    }
-
-    def result(case):
-        output, errors = processes[case].communicate(timeout=300)
-        told = [line for line in output.splitlines() if line.startswith("RESULT ")]
-        assert len(told) == 1, errors[-3000:]
-        return json.loads(told[0].removeprefix("RESULT "))
-
-    yield result
-    for process in processes.values():
-        process.kill()
-        process.communicate()
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, str(model), json.dumps(CASES)],
+        env={name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    told = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert done.returncode == 0 and len(told) == len(CASES), done.stderr[-3000:]
+    return dict(map(json.loads, told))
 
 
 @pytest.mark.parametrize("case, times", [("EngineArgs", 3), ("LLM", 1)])
 def test_the_keyword_works_in_a_fresh_process(fresh, case, times):
-    assert fresh(case) == [{"name": "h2o", "budget": 1024}] * times
+    assert fresh[case] == [{"name": "h2o", "budget": 1024}] * times
 
 
 def test_vllm_plugins_can_leave_it_out(fresh):
-    keyword, unknown, imported = fresh("left out")
+    keyword, unknown, imported = fresh["left out"]
     assert "unexpected keyword argument 'kv_policy'" in keyword
     assert unknown == ["--kv-policy", "h2o"]
     assert imported == []

@@ -22,7 +22,7 @@ TOKENS = 12 if V2 else 40
 #: vLLM's CPU engine has no kernel for experts under data parallelism; here they hand on what they get.
 SCRIPT = textwrap.dedent(
     """
-    import asyncio, json, os, sys
+    import asyncio, gc, json, os, sys
 
     if int(sys.argv[1]):
         import interpreter
@@ -38,7 +38,7 @@ SCRIPT = textwrap.dedent(
 
 
     def counted(worker, run=Worker.execute_dummy_batch):
-        open(sys.argv[4], "a").write(f"{worker.parallel_config.data_parallel_index}\\n")
+        open(worker.model_config.model + "/dummies.txt", "a").write(f"{worker.parallel_config.data_parallel_index}\\n")
         run(worker)
 
 
@@ -47,7 +47,7 @@ SCRIPT = textwrap.dedent(
         return REGISTRY.get_sample_value("vllm:kv_evict_blocks_evicted_total", labels) or 0
 
 
-    async def main(model, spec, answer):
+    async def serve(model, spec):
         arguments = AsyncEngineArgs(
             model, served_model_name="tiny", kv_policy=spec["policy"], data_parallel_size=2, dtype="float32",
             enforce_eager=True, seed=0, max_model_len=2048, block_size=32, num_gpu_blocks_override=64,
@@ -55,6 +55,7 @@ SCRIPT = textwrap.dedent(
         )
         config = arguments.create_engine_config()
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        gc.freeze()  # engines collect all that they inherited otherwise, many times
         llm = AsyncLLM.from_vllm_config(config)
 
         async def ask(number, rank):
@@ -71,14 +72,15 @@ SCRIPT = textwrap.dedent(
         results = [await ask(0, 0), await ask(1, 1)]
         await asyncio.sleep(0.5)
         results += await asyncio.gather(ask(2, 0), ask(3, 1))
-        json.dump(results, open(answer, "w"))
+        json.dump(results, open(model + "/answer.json", "w"))
         llm.shutdown()
 
 
     if __name__ == "__main__":
         MoERunner.forward = lambda self, hidden_states, *args, **kwargs: hidden_states
         Worker.execute_dummy_batch = counted
-        asyncio.run(main(sys.argv[2], json.loads(sys.argv[3]), sys.argv[5]))
+        for model in sys.argv[3:]:
+            asyncio.run(serve(model, json.loads(sys.argv[2])))
     """
 )
 
@@ -102,21 +104,29 @@ def experts(folder, tiny):
     return folder
 
 
-def serve(folder, model):
-    """What came out of it, and the ranks of dummy batches."""
-    script, dummies, answer = folder / "serve.py", folder / "dummies.txt", folder / "answer.json"
-    script.write_text(SCRIPT)
-    dummies.touch()
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory):
+    """The tiny model, dense and with experts; both served, one after the other, by a process of its own."""
+    folder = tmp_path_factory.mktemp("ranks")
+    made = {} if V2 else {"dense": shutil.copytree(tiny, folder / "dense")}
+    made["experts"] = experts(folder / "experts", tiny)
+    (folder / "serve.py").write_text(SCRIPT)
     spec = {"policy": POLICY, "prompts": PROMPTS, "tokens": TOKENS}
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
-    command = [sys.executable, script, str(int(V2)), model, json.dumps(spec), dummies, answer]
+    command = [sys.executable, folder / "serve.py", str(int(V2)), json.dumps(spec), *map(str, made.values())]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(answer.read_text()), dummies.read_text().split()
+    return made
+
+
+def results_of(model):
+    """What came out of a model's ranks, and the ranks of dummy batches."""
+    dummies = model / "dummies.txt"
+    return json.loads((model / "answer.json").read_text()), dummies.read_text().split() if dummies.exists() else []
 
 
 def check(results, alone):
@@ -127,17 +137,16 @@ def check(results, alone):
         assert result["usage"]["evicted_blocks"] == result["counted"] == output.kv_usage.evicted_blocks > 0
 
 
-def test_ranks_of_a_dense_model_are_engines_of_their_own(tiny, tmp_path, engine):
-    results, dummies = serve(tmp_path, tiny)
-    check(results, engine(POLICY, max_num_batched_tokens=128))
+def test_ranks_of_a_dense_model_are_engines_of_their_own(models, engine):
+    results, dummies = results_of(models["dense"])
+    check(results, engine(POLICY, models["dense"], max_num_batched_tokens=128))
     assert not dummies
 
 
 @pytest.mark.both_runners
-def test_ranks_of_experts_keep_step_until_the_wave_ends(tiny, tmp_path, engine, monkeypatch):
+def test_ranks_of_experts_keep_step_until_the_wave_ends(models, engine, monkeypatch):
     """Batches of one that has nothing are made up, and spoil nothing of what it is asked for afterwards."""
-    model = experts(tmp_path / "model", tiny)
-    results, dummies = serve(tmp_path, model)
+    results, dummies = results_of(models["experts"])
     monkeypatch.setattr(MoERunner, "forward", lambda self, hidden_states, *args, **kwargs: hidden_states)
-    check(results, engine(POLICY, model, max_num_batched_tokens=128))
+    check(results, engine(POLICY, models["experts"], max_num_batched_tokens=128))
     assert all(dummies.count(rank) >= TOKENS for rank in "01")

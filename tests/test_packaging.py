@@ -1,5 +1,6 @@
 """The layout of a checkout: nothing is a link, and vLLM's own `triton_kernels` is found beside it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,55 +9,67 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-#: Prints what vLLM finds, and with a checkout on the path that our kernels are found under their own name.
+#: For each case what vLLM finds, in a fork of a process that has imported vLLM and looked for nothing yet. A case is a
+#: folder, what stands first on the path, and a folder of vLLM's vendored packages, or null.
 LOOK_UP = """
-import sys
+import json, os, sys
 import vllm.third_party
-vllm.third_party.__path__.extend(sys.argv[1:2])
-from vllm.utils.import_utils import get_triton_kernels_version, has_triton_kernels
-print(has_triton_kernels(), get_triton_kernels_version(), getattr(sys.modules.get("triton_kernels"), "__file__", None))
-if sys.path[0] == "" and __import__("os").path.exists("vllm_evict"):
-    import vllm_evict.triton_kernels as ours
-    print(*ours.__path__, file=sys.stderr)
+from vllm.utils import import_utils
+assert "triton_kernels" not in sys.modules
+for folder, path, vendored in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    if not os.fork():
+        os.chdir(folder)
+        sys.path[1:1] = path  # behind the folder itself
+        vllm.third_party.__path__.extend([vendored] if vendored else [])
+        found = [import_utils.has_triton_kernels(), import_utils.get_triton_kernels_version()]
+        found.append(getattr(sys.modules.get("triton_kernels"), "__file__", None))
+        if os.path.exists("vllm_evict"):
+            import vllm_evict.triton_kernels as ours
+            found.append(list(ours.__path__))
+        print("FOUND", json.dumps(found), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
-def look_up(folder, path, vendored=()):
-    """What vLLM says of `triton_kernels`, in a process of its own that starts in a folder with a PYTHONPATH."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK_UP, *map(str, vendored)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "VLLM_PLUGINS": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()[-1], done.stderr
-
-
 @pytest.fixture(scope="module")
-def another(tmp_path_factory):
-    """A folder with the package that vLLM looks for: the modules that tell its generations apart, as of 3.6."""
-    package = tmp_path_factory.mktemp("another") / "triton_kernels"
+def found(tmp_path_factory):
+    """(case, whether in the checkout) -> what vLLM finds of `triton_kernels`, and where ours are."""
+    another, outside = tmp_path_factory.mktemp("another"), tmp_path_factory.mktemp("outside")
+    # The package that vLLM looks for: the modules that tell its generations apart, as of 3.6.
+    package = another / "triton_kernels"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "matmul_ogs.py").touch()
     (package / "tensor.py").write_text("class SparseMatrix: ...\n")
-    return package.parent
+    cases = {}
+    for where in ("nowhere", "path", "vendored"):
+        path = [str(another)] if where == "path" else []
+        vendored = str(another) if where == "vendored" else None
+        cases[where, False] = [str(outside), path, vendored]
+        # The root is on the path twice.
+        cases[where, True] = [str(ROOT), [str(ROOT), *path], vendored]
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK_UP, json.dumps(list(cases.values()))],
+        cwd=outside,
+        env={**os.environ, "PYTHONPATH": "", "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [json.loads(line.removeprefix("FOUND ")) for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert done.returncode == 0 and len(lines) == len(cases), done.stderr[-2000:]
+    return package / "__init__.py", dict(zip(cases, lines))
 
 
 @pytest.mark.parametrize("where", ["nowhere", "path", "vendored"])
-def test_vllm_finds_its_triton_kernels_as_without_a_checkout(where, another, tmp_path):
-    others = [another] if where == "path" else []
-    vendored = [another] if where == "vendored" else []
-    expected, _ = look_up(tmp_path, others, vendored)
-    stand_in = another / "triton_kernels" / "__init__.py"
-    assert expected == ("False None None" if where == "nowhere" else f"True 3.6 {stand_in}")
-    # In the checkout, whose root is on the path twice.
-    found, errors = look_up(ROOT, [ROOT, *others], vendored)
-    assert found == expected
-    assert str(ROOT / "triton_kernels") in errors.splitlines()[-1]
+def test_vllm_finds_its_triton_kernels_as_without_a_checkout(found, where):
+    package, found = found
+    expected = [False, None, None] if where == "nowhere" else [True, "3.6", str(package)]
+    assert found[where, False][:3] == expected
+    *in_checkout, ours = found[where, True]
+    assert in_checkout == expected and ours == [str(ROOT / "triton_kernels")]
 
 
 def test_without_another_its_import_names_ours(tmp_path):

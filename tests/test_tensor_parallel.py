@@ -29,14 +29,23 @@ POLICIES = {
     "context": {**BASE, "context": 448},
 }
 
-#: Serves each policy with an engine of its own; writes tokens, log-probabilities and usage.
+#: Serves each policy with an engine of its own; writes tokens, log-probabilities and usage. vLLM spawns engines and
+#: workers on a CPU; forks have imported everything already.
 SCRIPT = textwrap.dedent(
     """
-    import json, sys
+    import gc, json, os, sys
     from dataclasses import asdict
 
     import numpy as np
     from vllm import LLM, SamplingParams
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+
+    def forking(cls, vllm_config):
+        update(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
     def main(model, ranks, policies, path):
@@ -70,6 +79,8 @@ SCRIPT = textwrap.dedent(
 
 
     if __name__ == "__main__":
+        CpuPlatform.check_and_update_config = classmethod(forking)
+        gc.freeze()  # engines collect all that they inherited otherwise, many times
         main(*sys.argv[1:])
     """
 )
