@@ -19,7 +19,7 @@ DEVICE := cuda_builds cuda_kernels device device_backends flashinfer fold full_g
 	take triton_decode triton_kernels view views warmup
 # Files that run again with vLLM's Triton kernels on V1.
 TRITON := device_backends full_graphs graphs memory sliding_devices warmup
-PEERS  := demo gpu_benchmarks gpu_check host kvpress load performance_files ray xformers
+PEERS  := demo eval_runs gpu_benchmarks gpu_check heads_training host kvpress load needles performance_files ray xformers
 lane-device := $(DEVICE:%=tests/test_%.py)
 lane-peers  := $(PEERS:%=tests/test_%.py)
 lane-compat := tests/test_compat.py tests/test_versions.py tests/test_guard.py tests/test_arguments.py

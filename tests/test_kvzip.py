@@ -2,7 +2,6 @@
 
 import re
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +11,6 @@ from engine import greedy, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.eval import tasks, words
-from vllm_evict.eval.prompts import Prompts
 from vllm_evict.integration.reconstruction import LONGEST_WAIT, OVERLAP, Job, Reconstructions
 
 SERVER = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
@@ -457,41 +454,3 @@ def test_clients_go_first(engine):
         assert steps < 30
     server.run()
     server.assert_nothing_left()
-
-
-# ---- On a model that can find needles
-
-
-NEEDLE = Path(__file__).parent.parent / "examples" / "needle" / "model"
-QUARTER = {"budget": 256, "buffer": 0, "sink": 32, "recent": 64}
-
-
-def test_needles_are_kept_before_anybody_asks(engine, record_property):
-    """16 texts of 1,024 tokens, a quarter of each is kept. The question comes 4 tokens at a time, so that its end, and
-    the answer, see what is left. With all of its cache the model finds 16; here 13 under kvzip, 14 by tokens with one set,
-    3 under h2o."""
-    prompts, filler = Prompts(str(NEEDLE)), words.Filler()
-    samples = [tasks.make("niah", 1024, (i + 0.5) / 16, i, 0, prompts.count, filler) for i in range(16)]
-    found = {}
-    one_set = {"granularity": "token", "sets": "all"}
-    for name, options in {"kvzip": {}, "kvzip tokens": one_set, "h2o": {}}.items():
-        server = engine(
-            {"name": name.split()[0], **QUARTER, **options}, NEEDLE, dtype="bfloat16", blocks=512, max_model_len=4096
-        )
-        found[name] = 0
-        for sample in samples:
-            ids = prompts.ids(sample)
-            assert len(ids) == 1032
-            if name != "h2o":
-                server.scheduler.max_num_scheduled_tokens = 256
-                (alone,) = server.generate([ids[:1024]], max_tokens=40)
-                assert alone.kv_usage.evicted_blocks > 0, "it is reconstructed"
-            server.scheduler.max_num_scheduled_tokens = 4
-            (output,) = server.generate([ids], max_tokens=24, ignore_eos=False)
-            assert output.kv_usage.evicted_blocks >= 25
-            said = prompts.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
-            found[name] += sample.answers[0] in said
-        server.assert_nothing_left()
-    record_property("needles found", str(found))
-    print(found)
-    assert min(found["kvzip"], found["kvzip tokens"]) >= found["h2o"] + 4, found
