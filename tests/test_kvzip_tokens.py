@@ -95,7 +95,6 @@ CASES = {
     "parts": {"chunk": 200, "instruction": INSTRUCTION},
     "all": {"sets": "all", "instruction": INSTRUCTION},
     "all-max": {"sets": "all", "heads": "max", "layers": "max"},
-    "d2o": {"merge": "d2o"},
     "ems": {"merge": "ems", "merge_threshold": 0.2},
     "unprotected": {"protect": False, "buffer": 0},
 }
@@ -108,7 +107,7 @@ def test_each_head_keeps_what_the_formula_says(engine, model, dense, shadows, na
     policy = {**SERVER, **CASES[name]}
     server = engine(policy, model=model, max_num_batched_tokens=200)
     prompt = prompt_of(610, 40)
-    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 150, "logprobs": 0})])
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 110, "logprobs": 0})])
     assert shadows == parts(610, policy.get("chunk", 2048), len(policy.get("instruction", ())), 2048)
     scores = scores_of(dense, prompt, policy if policy.get("protect", True) else {**policy, "sink": 0})
     np.testing.assert_allclose(stored(server)[:, :, : scores.shape[2]], scores, rtol=1e-3)
