@@ -1,11 +1,17 @@
 """Tiny models with multi-head latent attention (MLA), random weights, and transformers' own of the same weights."""
 
+import sys
+from importlib import import_module
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 from oracle.tiny import _write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.mla import flashmla
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 #: Sizes of the latent are DeepSeek's: vLLM's CPU kernel knows no others. Routers of experts differ, so
 #: DeepSeek's layers are dense.
@@ -46,3 +52,49 @@ def mended_rotation():
     Stock's own answers then depend on what else a step computes.
     """
     return patch.object(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
+
+
+class StandIn(CPUMLAImpl):
+    """Decodes in torch, by the metadata of a backend for a device."""
+
+    def forward_mqa(self, q, cache, metadata, layer):
+        decode, query = metadata.decode, torch.cat(q, -1)
+        lens, starts = decode.seq_lens.tolist(), metadata.query_start_loc.tolist()
+        assert scheduled(decode) == lens and metadata.max_seq_len >= max(lens)
+        out = torch.zeros(*query.shape[:2], self.kv_lora_rank, dtype=query.dtype)
+        for row, length in enumerate(lens):
+            rows = slice(starts[row], starts[row + 1])
+            blocks = decode.block_table[row, : -(-length // cache.shape[1])].long()
+            keys = cache[blocks].flatten(0, 1)[:length]
+            scores = torch.einsum("thd,nd->htn", query[rows], keys) * self.scale
+            newest = length - (rows.stop - rows.start) + torch.arange(rows.stop - rows.start)
+            scores = scores.masked_fill(torch.arange(length) > newest[:, None], -torch.inf).softmax(-1)
+            out[rows] = torch.einsum("htn,nc->thc", scores, keys[:, : self.kv_lora_rank])
+        return out, None
+
+
+def scheduled(decode):
+    """Lengths by which a backend has planned its kernel, as the stand-ins below tell them."""
+    plan = decode.scheduler_metadata
+    return (plan if isinstance(plan, torch.Tensor) else plan.lens).tolist()
+
+
+def stand_in(monkeypatch, name):
+    """Put a backend for a device, with its own builder, where vLLM looks for `latent.Shown`; compiled functions are replaced."""
+    if name == "FLASHMLA":
+        plan = lambda lens, *args, **kwargs: (SimpleNamespace(lens=lens.clone()), None)  # noqa: E731
+        monkeypatch.setattr(flashmla, "get_mla_metadata", plan)
+        monkeypatch.setattr(flashmla, "num_compute_units", lambda _: 132)
+        backend = flashmla.FlashMLABackend
+    else:
+        functions = {
+            "flash_attn_varlen_func": None,
+            "get_scheduler_metadata": lambda cache_seqlens, **_: cache_seqlens.clone(),
+            "get_flash_attn_version": lambda: 3,
+        }
+        for function, replaced in functions.items():
+            monkeypatch.setattr(fa_utils, function, replaced, raising=False)
+        monkeypatch.delitem(sys.modules, f"{flashmla.__package__}.flashattn_mla", raising=False)
+        backend = import_module(f"{flashmla.__package__}.flashattn_mla").FlashAttnMLABackend
+    shown = type("Shown", (backend,), {"get_impl_cls": staticmethod(lambda: StandIn)})
+    monkeypatch.setattr(sys.modules[__name__], "Shown", shown, raising=False)

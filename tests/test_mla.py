@@ -1,11 +1,19 @@
 """Multi-head latent attention (MLA) behind views: tiny DeepSeek-like models against transformers under explicit masks."""
 
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 from engine import logprobs_of, random_prompt
-from latent import MODELS, make_latent, mended_rotation
+from latent import MODELS, make_latent, mended_rotation, stand_in
+from vllm.platforms.cpu import CpuPlatform
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends import registry
 
+from vllm_evict.compute import views
 from vllm_evict.config import KVPolicyError
 
 BLOCK = 16
@@ -38,15 +46,30 @@ def truths(tmp_path_factory):
     return make
 
 
+@pytest.fixture
+def chunks(monkeypatch):
+    """Chunks of prompts, prefix caching and blocks as asked for, where vLLM's CPU platform chooses for latents."""
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def keep(cls, vllm_config):
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        chunk, cached, size = scheduler.max_num_batched_tokens, cache.enable_prefix_caching, cache.block_size
+        update(cls, vllm_config)
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = True, chunk
+        cache.enable_prefix_caching, cache.block_size = cached, size
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep))
+
+
 @torch.no_grad()
-def expected(model, prompt, output, trace):
+def expected(model, prompt, output, trace, size=BLOCK):
     """Log-probabilities of a request's tokens by transformers, where queries see no block that was evicted before."""
     ids, tokens = [*prompt, *output.outputs[0].token_ids][:-1], output.outputs[0].token_ids
     seen, first = torch.ones(len(ids), len(ids), dtype=torch.bool).tril(), 0
     for count, evicted in zip(trace.steps, trace.evicted):
         first += count
         for block in evicted:
-            seen[first:, block * BLOCK : (block + 1) * BLOCK] = False
+            seen[first:, block * size : (block + 1) * size] = False
     mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
     logits = model(torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0, len(prompt) - 1 :]
     return torch.log_softmax(logits.double(), -1)[range(len(tokens)), tokens].numpy()
@@ -71,6 +94,87 @@ def test_logprobs_after_evictions_are_those_of_transformers(engine, truths, arch
         trace.evicted = [[] for _ in trace.evicted]
         moved = max(moved, abs(logprobs_of(output) - expected(model, prompt, output, trace)).max())
     assert moved > 0.1  # what was evicted matters to this model
+    server.assert_nothing_left()
+
+
+def test_chunks_of_a_prompt_see_what_is_left_and_later_requests_hit_pure_blocks(engine, truths, chunks):
+    """Blocks go while a prompt is computed, so that its next chunk reads a context with holes, beside decodes."""
+    folder, model = truths()
+    server = engine(H2O, model=folder, max_num_batched_tokens=80, block_size=BLOCK, attention_backend="CPU_MLA")
+    prompts = [random_prompt(n, n) for n in (40, 300, 350)]
+    asked = {"max_tokens": 30, "logprobs": 0}
+    outputs, traces = server.traced([(prompt, asked) for prompt in prompts])
+    for prompt, output, trace in zip(prompts, outputs, traces):
+        np.testing.assert_allclose(logprobs_of(output), expected(model, prompt, output, trace), atol=3e-5)
+    assert all(sum(map(bool, trace.evicted[: len(trace.steps) - 30])) > 1 for trace in traces[1:])
+    again, traces = server.traced([(prompt, asked) for prompt in prompts])
+    for prompt, output, trace in zip(prompts, again, traces):
+        assert BLOCK <= trace.start <= 160  # what was computed before the first eviction, in chunks of 80
+        trace.steps.insert(0, trace.start)
+        trace.evicted.insert(0, [])
+        np.testing.assert_allclose(logprobs_of(output), expected(model, prompt, output, trace), atol=3e-5)
+    server.assert_nothing_left()
+
+
+@pytest.fixture
+def triton_mla(chunks, monkeypatch):
+    """vLLM's Triton backend for latents in the place of the CPU's, and the kernel that makes views on a device."""
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl
+
+    from vllm_evict.triton_kernels.resident_view import resident_view
+
+    monkeypatch.setattr(TritonMLAImpl, "do_kv_cache_update", CPUMLAImpl.do_kv_cache_update)
+    monkeypatch.setattr(views, "resident_view", resident_view)
+    with in_place(f"{TritonMLABackend.__module__}.{TritonMLABackend.__qualname__}"):
+        yield
+
+
+@contextmanager
+def in_place(backend):
+    """Context in which a backend takes the place of the CPU's."""
+    selector._cached_get_attn_backend.cache_clear()
+    with patch.dict(registry._ATTN_OVERRIDES, {registry.AttentionBackendEnum.CPU_MLA: backend}):
+        yield
+    selector._cached_get_attn_backend.cache_clear()
+
+
+@pytest.mark.parametrize("backend, size", [("FLASHMLA", 64), ("FLASH_ATTN_MLA", 16)])
+def test_builders_for_a_device_plan_by_the_view(engine, truths, chunks, monkeypatch, backend, size):
+    """Short chunks of prompts are decodes of several queries there. Kernels have stand-ins."""
+    stand_in(monkeypatch, backend)
+    folder, model = truths()
+    with in_place("latent.Shown"):
+        sizes = {"budget": 4 * size, "sink": size, "recent": size, "buffer": 0}
+        policy = {"name": "knorm", **sizes, "allow": ["sink-window"]}
+        server = engine(policy, model=folder, block_size=size, max_num_batched_tokens=192)
+    assert server.manager.kv_cache_spec.backend == backend and server.manager.block_size == size
+    prompts = [random_prompt(n, n) for n in (30, 400, 500)]
+    outputs, traces = server.traced([(prompt, {"max_tokens": 20, "logprobs": 0}) for prompt in prompts])
+    for prompt, output, trace in zip(prompts, outputs, traces):
+        np.testing.assert_allclose(logprobs_of(output), expected(model, prompt, output, trace, size), atol=3e-5)
+    assert all(sum(map(len, trace.evicted)) > 2 for trace in traces[1:])
+    server.assert_nothing_left()
+
+
+@pytest.mark.both_runners
+@pytest.mark.skipif(not HAS_TRITON, reason="vLLM's Triton kernels do not run with this VLLM_EVICT_TEST_RUNNER")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_triton_reads_latents_through_the_view(engine, truths, triton_mla):
+    """Decodes beside chunks of prompts, by the interpreter, with policies that a GPU serves."""
+    folder, model = truths()
+    names = ["sink-window", "knorm", "keydiff"]
+    server = engine(
+        {"name": "knorm", **SIZES, "allow": names}, model=folder, max_num_batched_tokens=80, block_size=BLOCK
+    )
+    assert server.manager.kv_cache_spec.backend == "TRITON_MLA"
+    prompts = [random_prompt(n, n) for n in (40, 150, 200)]
+    asked = [{"max_tokens": 80 if name == "sink-window" else 12, "logprobs": 0} for name in names]
+    requests = [{**each, "extra_args": {"kv_policy": name}} for each, name in zip(asked, names)]
+    outputs, traces = server.traced(list(zip(prompts, requests)))
+    for prompt, output, trace in zip(prompts, outputs, traces):
+        assert any(trace.evicted)
+        np.testing.assert_allclose(logprobs_of(output), expected(model, prompt, output, trace), atol=3e-5)
     server.assert_nothing_left()
 
 
@@ -137,9 +241,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("arguments", [{"attention_backend": "AMX_MLA"}, {"attention_backend": "FLASHMLA"}])
+@pytest.mark.parametrize("arguments", [{"attention_backend": "AMX_MLA"}, {"attention_backend": "CUTLASS_MLA"}])
 def test_backends_that_nothing_shows_are_refused_by_name(engine, truths, arguments):
-    with pytest.raises(KVPolicyError, match="the attention backend .*_?MLA: policies run MLA on CPU_MLA, TRITON_MLA"):
+    with pytest.raises(KVPolicyError, match="the attention backend .*_?MLA: policies run MLA on CPU_MLA, FLASHMLA"):
         engine(H2O, model=truths()[0], **arguments)
 
 

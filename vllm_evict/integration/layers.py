@@ -333,7 +333,7 @@ def settle(
 def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
     """Dimensions of a key, bytes of a dimension, and bytes of the most queries of a step, in the widest layer."""
     layers = _evictable(vllm_config).values()
-    dims, itemsize = max(layer.impl.head_size for layer in layers), max(layer.dtype.itemsize for layer in layers)
+    dims, itemsize = max(layer.impl.head_size for layer in layers), vllm_config.model_config.dtype.itemsize
     heads = max(layer.num_heads for layer in layers)
     return dims, itemsize, vllm_config.scheduler_config.max_num_batched_tokens * heads * dims * itemsize
 
@@ -360,6 +360,8 @@ def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[
 
     layers, group_of = [], {name: group for group, names in enumerate(runtime.names) for name in names}
     for name, layer in _evictable(vllm_config).items():
+        if isinstance(layer, MLAAttention):  # no kernel of the plugin reads latents
+            continue
         whole = [Heads(group_of[name], slice(0, layer.num_heads), layer.kv_cache)] if name in group_of else []
         parts = (Heads(group_of[part.pages], part.query_heads, part.kv_cache) for part in getattr(layer, PARTS, ()))
         layers.append((layer, [*whole, *parts]))

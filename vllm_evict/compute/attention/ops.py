@@ -15,10 +15,12 @@ OPS = {
     "FLASHINFER": ("flashinfer", "FlashInferOps"),
     "TRITON_ATTN": ("triton", "TritonOps"),
     "CPU_MLA": ("latent", "LatentOps"),
+    "FLASHMLA": ("latent", "DeviceLatentOps"),
+    "FLASH_ATTN_MLA": ("latent", "DeviceLatentOps"),
     "TRITON_MLA": ("latent", "DeviceLatentOps"),
 }
 #: Backends of multi-head latent attention (MLA), on a CPU and on a device.
-LATENT = ("CPU_MLA", "TRITON_MLA")
+LATENT = ("CPU_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
 #: Backends whose metadata is for all heads of a layer. They do not run policies that split heads.
 WHOLE_LAYERS = ("FLASHINFER",)
 #: vLLM's names of float8_e4m3fn caches, with one scale for a layer's keys and one for its values.
