@@ -40,9 +40,23 @@ demo: $(READY)  ## what policies save and lose in a small pool, then a server wi
 # Two processes side by side, a file at a time: the models are tiny, and engines start and stop more than they compute.
 # The longest files come first (conftest.py), so that both end together.
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
-test: lint  ## ruff, then the lanes of every push: unit, engine, compat
+ifndef VLLM
+test: lint  ## ruff, then the lanes of every push: unit, engine, compat; with VLLM=0.31.0 the engine lane on that release
 	$(PYTEST) $(lane-unit) $(lane-engine) $(lane-compat)
 	$(call on-v2,$(lane-engine))
+else
+# In an environment of its own, by hand; docs/versions keeps what came of each file. TESTS names some of the lane's files,
+# RUNNERS one of the model runners.
+TESTS   ?= $(lane-engine)
+RUNNERS ?= v1 v2
+test: $(VENV)-$(VLLM)/.ready
+	@for runner in $(RUNNERS); do [ $$runner = v1 ] && files="$(TESTS)" || files="$(filter $(BOTH_RUNNERS),$(TESTS))"; \
+		[ -z "$$files" ] || VLLM_EVICT_TEST_RUNNER=$$runner $(VENV)-$(VLLM)/bin/python tests/releases.py $$files || failed=1; \
+	done; [ -z "$$failed" ]
+endif
+
+$(VENV)-%/.ready: scripts/release-env.sh packaging/constraints.txt | $(READY)
+	@scripts/release-env.sh $* $(VENV)
 
 test-all: lint  ## ruff, then all lanes: those of every push, device and peers
 	$(PYTEST)
@@ -172,7 +186,7 @@ quality: $(READY)  ## what every policy loses on the embedded model (results in 
 		--budgets 0.25 --tasks niah,ppl
 
 clean:  ## remove the environment, builds and results
-	rm -rf $(VENV) $(DOCS) build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info
+	rm -rf $(VENV) $(VENV)-* build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info
 
 $(READY): $(SET_UP)
 	@PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import process_time
 
 import pytest
+import releases
 import vllm
 from guard.source import Edited, Sources
 from vllm.engine.arg_utils import EngineArgs
@@ -83,8 +84,16 @@ def test_tested_releases_are_served_unread(version, build, warned):
     assert len(warned) == (version not in versions.RUN) and all(only_read in line for line in warned)
 
 
-def test_what_runs_here_is_said_to_have_been_run():
-    assert HERE in versions.RUN and set(versions.RUN) <= set(versions.TESTED)
+def test_what_is_said_to_have_been_run_is_what_runs_here_and_what_has_results():
+    assert set(versions.RUN) == {HERE, *releases.results()} and set(versions.RUN) <= set(versions.TESTED)
+    for release, result in releases.results().items():
+        assert result["runs"] and not any(entry["failed"] for run in result["runs"].values() for entry in run.values())
+        assert versions.check(release) is None
+
+
+def test_the_table_of_releases_is_that_of_the_results():
+    page = (releases.RESULTS.parent / "limits.md").read_text()
+    assert f"<!-- python tests/releases.py -->\n{releases.table()}\n" in page
 
 
 @pytest.mark.parametrize("version", ["0.32.1", "0.34.0", "0.33.0rc1", "0.33.0.dev5+g4ba787e", "1.0.0"])
