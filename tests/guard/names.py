@@ -92,6 +92,9 @@ REPLACED = {
         "integration.graphs:install_v2.Capturing": "capture",
         "integration.graphs:install_v2.EvictionGraphs": "dispatch",
     },
+    "vllm.model_executor.layers.attention:MLAAttention": {
+        "integration.backend:working_latent.WorkingLatent": "forward_impl",
+    },
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": {
         "integration.layers:HeadSlots": "get_attn_backend get_kv_cache_spec",
     },

@@ -127,9 +127,17 @@ def working_latent(layer: type, ops: BackendOps) -> type:
 
     class WorkingLatent(layer):
         def forward_impl(
-            self, q: Any, k_c_normed: Any, k_pe: Any, kv_cache: Any, attn_metadata: Any, output: Any, **kwargs: Any
+            self,
+            q: Any,
+            k_c_normed: Any,
+            k_pe: Any,
+            kv_cache: Any,
+            attn_metadata: Any,
+            output: Any,
+            *args: Any,
+            **kwargs: Any,
         ) -> Any:
-            result = super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output=output, **kwargs)
+            result = super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
             work = getattr(attn_metadata, STEP_WORK, None)
             if work is not None:
                 nope, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
