@@ -88,7 +88,9 @@ HYBRIDS = {
 def make_tiny_hybrid(path: Path, kind: str) -> Path:
     """Write a random model of a kind in `HYBRIDS` to a directory."""
     options, dtype = HYBRIDS[kind]
-    config: PretrainedConfig = AutoConfig.for_model(kind, **{**SIZES, **options, "initializer_range": 0.1 if dtype == torch.bfloat16 else 0.2})
+    config: PretrainedConfig = AutoConfig.for_model(
+        kind, **{**SIZES, **options, "initializer_range": 0.1 if dtype == torch.bfloat16 else 0.2}
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

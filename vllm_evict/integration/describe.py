@@ -29,7 +29,9 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
     else:
         counts = Counter(group.kv_cache_spec.head_class for group in groups)
         what = f"{len(groups)} KV groups of {spec.num_kv_heads} heads ({_listed(counts)})"
-    kinds = Counter("states" if isinstance(each, StateManager) else "sliding windows" for each in scheduler.other_managers)
+    kinds = Counter(
+        "states" if isinstance(each, StateManager) else "sliding windows" for each in scheduler.other_managers
+    )
     if kinds:
         beside = " and ".join(f"{count} with {kind}" for kind, count in kinds.items())
         what += f", beside {beside}, managed by vLLM"
