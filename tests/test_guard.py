@@ -197,6 +197,8 @@ def test_an_invariant_counts_in_its_releases_only():
         "_get_kv_cache_groups_uniform_page_size",
         "GPUModelRunner._build_attention_metadata",
         "build_attn_metadata",
+        "OffloadingConnectorScheduler._build_connector_meta",
+        "SimpleCPUOffloadScheduler._prepare_eager_store_specs",
     ]
     gone = dict.fromkeys(known["invariants"])
     lines = complaints({**known, "invariants": gone}, "0.32.0", OURS)
@@ -212,7 +214,7 @@ def test_the_tables_stay_small():
     """More than this is not read when vLLM changes. What a run tells anyway is no entry."""
     assert (
         len({place.where for place in replaced()} | CALLED.keys()) <= 130
-        and len({each.name for each in INVARIANTS}) <= 26
+        and len({each.name for each in INVARIANTS}) <= 30
     )
 
 

@@ -287,23 +287,6 @@ INVARIANTS = [
     ),
     *(
         Invariant(
-            "OffloadingConnector lifts the fences of a job, and those of ended requests beside them",
-            "fences that are moved would be lifted twice, or never",
-            f"vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler.{function}",
-            (
-                "self._remove_pending_job(job_id, job_status.fenced_block_ids)",
-                "if req_status.req.is_finished():\n"
-                "    self._remove_pending_job(job_id, job_status.deferred_fence_block_ids)",
-            ),
-            releases,
-        )
-        for function, releases in (
-            ("update_connector_output", ">=0.29,<0.33"),
-            ("_update_connector_output", ">=0.33,<0.34"),
-        )
-    ),
-    *(
-        Invariant(
             "SimpleCPUOffloadConnector stores blocks by their own hashes",
             "blocks computed over holes would be stored",
             f"vllm.v1.simple_kv_offload.manager:SimpleCPUOffloadScheduler.{function}",

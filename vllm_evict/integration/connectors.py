@@ -124,8 +124,7 @@ class Offloading(Follower):
     """
 
     def __init__(self, scheduler: "EvictionMixin") -> None:
-        super().__init__(scheduler)
-        self._stores = scheduler.connector.scheduler
+        self._scheduler, self._stores = scheduler, scheduler.connector.scheduler
         #: Request -> the tokens to store that its client asked for.
         self._asked: dict[str, int | None] = {}
 
