@@ -56,9 +56,11 @@ REPLACED = {
     },
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
         "integration.managers:EvictableManager": "__init__ get_num_blocks_to_allocate find_longest_cache_hit "
-        "add_local_computed_blocks allocate_external_computed_blocks allocate_new_blocks pop_blocks_for_free",
+        "add_local_computed_blocks allocate_external_computed_blocks allocate_new_blocks pop_blocks_for_free "
+        "_cache_partial_tail_block",
         "integration.managers:hole_aware.HoleAware": "cache_blocks",
     },
+    "vllm.v1.core.single_type_kv_cache_manager:MambaManager": {"integration.managers:StateManager": "cache_blocks"},
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": {
         "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate allocate_new_blocks cache_blocks",
     },
