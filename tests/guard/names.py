@@ -65,7 +65,7 @@ REPLACED = {
         "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate allocate_new_blocks cache_blocks",
     },
     "vllm.v1.kv_cache_interface:FullAttentionSpec": {
-        "integration.spec:EvictableSpec": "max_memory_usage_bytes merge is_uniform_with_collection",
+        "integration.spec:_Evictable": "max_memory_usage_bytes merge is_uniform_with_collection",
     },
     "vllm.v1.worker.cpu_worker:CPUWorker": {
         "integration.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "
