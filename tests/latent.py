@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from oracle.tiny import _write_tokenizer
+from oracle.tiny import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.attention.backends import fa_utils
@@ -41,7 +41,7 @@ def make_latent(folder, architecture, **sizes):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     model.save_pretrained(folder)
-    _write_tokenizer(folder, 256, 2048)
+    write_tokenizer(folder, 256, 2048)
     return model
 
 

@@ -16,8 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.request import RequestStatus
 
-BLOCK = 32
-CHUNK = 96
+BLOCK, CHUNK = 32, 96
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 POLICIES = {
     "h2o": H2O,
