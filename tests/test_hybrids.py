@@ -133,7 +133,7 @@ def test_states_of_a_reduced_context_are_published_nowhere(engine, hybrids, whol
 
     def look(server):
         if server.scheduler.requests:
-            ((req_id, resident),) = server.scheduler.residents.items()
+            (resident,) = server.scheduler.residents.values()
             seen.append(resident.pure_tokens)
             for group, manager in enumerate(server.all_managers if resident.pure_tokens else ()):
                 blocks, end = published(server, group), resident.pure_tokens // BLOCK

@@ -33,8 +33,8 @@ class Batch:
         self.own: set[str] = set()
         #: The full graph that this step replays or captures; None: no full graph.
         self.graph: Attends | None = None
-        #: Request with drafts -> its leading queries in this step, which are of settled tokens; drafts follow them. None:
-        #: the server does not speculate.
+        #: Request with drafts -> its leading queries in this step, which are of settled tokens; drafts follow them.
+        #: None: the server does not speculate.
         self.settled: dict[str, int] | None = None
         self._rows: tuple[list[str], set[str], np.ndarray] = ([], set(), np.empty(0, bool))
 
@@ -414,7 +414,7 @@ class GroupRuntime:
         return any(names & QUERIED for names in self.plan.report.values())
 
     def _resident(self, table: torch.Tensor, held: np.ndarray) -> None:
-        """Note the resident blocks of requests that report. `held` are their resident tokens without drafts, int32 [R]."""
+        """Note the resident blocks of requests that report. `held`: int32 [R], resident tokens without drafts."""
         if not self.plan.report:
             return
         rows = {req_id: row for row, req_id in enumerate(self.batch.req_ids)}

@@ -288,8 +288,8 @@ class RunningSums:
             logical: int32 [R, W], see `MassStep`.
             resident: int32 [R], resident tokens.
             memory: memory of a graph, of R rows and W blocks; None allocates.
-            settled: int64 [R], leading queries of each row that are of settled tokens; drafts follow them, whose queries
-                do not count. None: the server does not speculate.
+            settled: int64 [R], leading queries of each row that are of settled tokens; queries of the drafts behind
+                them do not count. None: the server does not speculate.
         """
         rows, slots = self._rows(req_ids)
         if not len(rows):

@@ -155,8 +155,8 @@ class GroupPlan:
         untrack: requests that workers stop to measure.
         triggers: request -> new trigger in blocks. The request's sums go on.
         report: request -> statistics that workers report with this step's output.
-        judged: request from which this step's decision may evict tokens -> number of the decision. Workers copy its sums
-            after the step.
+        judged: request from which this step's decision may evict tokens -> number of the decision. Workers copy its
+            sums after the step.
         moved: request -> {logical block: new physical block}.
         due: request -> incarnation, of requests that may exceed their trigger after this step.
         asked: request -> incarnation, of requests whose report is kept for the time when the pool runs out.

@@ -199,7 +199,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         return outputs
 
     def _note_again(self, plan: EvictionPlan) -> None:
-        """Note the requests of a step again that drafts alone made due: settled tokens may follow without new blocks."""
+        """Note requests of a step again that drafts alone made due: settled tokens may follow without new blocks."""
         for manager, noted in zip(self.kv_managers, plan.groups):
             for req_id in noted.due:
                 if self.running_request(req_id) is not None:
