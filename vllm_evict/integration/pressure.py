@@ -12,6 +12,7 @@ from ..core.mechanisms import Pressure
 from ..core.mechanisms.pressure import SCORES_STAY_FRESH
 from .allocation import before_giving_up
 from .managers import EvictableManager
+from .versions import waiting_with_blocks
 
 if TYPE_CHECKING:
     from .scheduler import EvictionMixin
@@ -86,7 +87,7 @@ class RoomMaker:
         It may if requests have ended, begun or reported since, or after `SCORES_STAY_FRESH` steps.
         """
         scheduler = self._scheduler
-        state = (request.request_id, len(scheduler.running), len(scheduler.kv_holding_waiting))
+        state = (request.request_id, len(scheduler.running), len(waiting_with_blocks(scheduler)))
         if state == self._tried and scheduler.current_step - self._tried_at < SCORES_STAY_FRESH:
             return False
         self._tried, self._tried_at = state, scheduler.current_step
@@ -106,7 +107,7 @@ class RoomMaker:
             return block.ref_cnt == 1 and block.block_id not in kept
 
         # Sessions between two turns hold blocks too.
-        givers = [*scheduler.running, *scheduler.kv_holding_waiting]
+        givers = [*scheduler.running, *waiting_with_blocks(scheduler)]
         if by_priority:
             givers = [giver for giver in givers if giver.priority >= request.priority]
         # A waiting request can wait for scores, too.

@@ -61,6 +61,17 @@ def import_moved(module: str, name: str) -> Any:
     return getattr(importlib.import_module(MOVED[module]), name) if found is None else found
 
 
+def waiting_with_blocks(scheduler: Any) -> list[Any]:
+    """Requests that wait and hold blocks, like sessions between two turns.
+
+    vLLM 0.29 and 0.30 have no queue of their own for them: they are among those that a step skips.
+    """
+    queue = getattr(scheduler, "kv_holding_waiting", None)
+    if queue is None:
+        return [request for request in scheduler.skipped_waiting if request.num_computed_tokens > 0]
+    return list(queue)
+
+
 def find(sources: Sources, where: str) -> Found | None:
     """Find "module:name", also where the module's content moved."""
     module, _, name = where.partition(":")
