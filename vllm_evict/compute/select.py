@@ -58,6 +58,7 @@ class Selection:
         #: Places of layers that choose, and of layers that attend to a choice.
         self._choosers, self._sparse = config.selecting(layers)
         self._bounds: list[torch.Tensor] = []
+        self._scratch: torch.Tensor | None = None
         self._held: dict[str, _Held] = {}
 
     @property
@@ -156,12 +157,19 @@ class Selection:
         if blocks is None:
             resident = choice.resident
             # All but the newest block are full, so their bounds are known.
-            bounds = self._bounds[place].index_select(0, resident[:-1])
+            bounds = self._gathered(place, resident[:-1])
             scores = bound_scores(query[choice.query : choice.query + 1], bounds, scale)
             candidates = scores[self.sinks : len(resident) - self.recent]
             best = candidates.topk(self.blocks - self.sinks - self.recent, sorted=False).indices.sort().values
             blocks = choice.held.blocks[place] = resident[best + self.sinks]
         return blocks
+
+    def _gathered(self, place: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Copy the bounds of some blocks into memory that layers share; fresh memory would cost more than the copy."""
+        bounds, scratch = self._bounds[place], self._scratch
+        if scratch is None or len(scratch) < len(blocks) or scratch.shape[1:] != bounds.shape[1:]:
+            scratch = self._scratch = bounds.new_empty((2 * len(blocks), *bounds.shape[1:]))
+        return torch.index_select(bounds, 0, blocks, out=scratch[: len(blocks)])
 
     def fill(self, ops: Any, layer: Any, place: int, kv_cache: Any, filled: torch.Tensor) -> None:
         """Compute the bounds of blocks that the step has filled, in one layer."""
