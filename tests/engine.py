@@ -26,7 +26,8 @@ class Trace:
     """What happened to one request since it (re)started.
 
     Attributes:
-        steps: tokens of each step.
+        steps: tokens of each step; rejected drafts are left out.
+        settled: leading tokens of each step that were no drafts.
         start: tokens that came out of the prefix cache.
         known: tokens it had: its prompt, and after a restart what it had generated.
         evicted: logical blocks evicted after each step.
@@ -36,6 +37,7 @@ class Trace:
     """
 
     steps: list[int] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)
     start: int = 0
     known: int = 0
     restarts: int = 0
@@ -218,7 +220,9 @@ class Engine:
                 if req_id in cached.resumed_req_ids:
                     start(req_id, computed)
             for req_id, tokens in output.num_scheduled_tokens.items():
-                traces[_external(req_id)].steps.append(tokens)
+                trace = traces[_external(req_id)]
+                trace.steps.append(tokens)
+                trace.settled.append(tokens - len(output.scheduled_spec_decode_tokens.get(req_id, ())))
             return output
 
         def recorded_update(scheduler_output, model_runner_output):
@@ -226,6 +230,9 @@ class Engine:
             plans = self.scheduler._plan.groups if hasattr(self.scheduler, "_plan") else [None]
             for req_id in scheduler_output.num_scheduled_tokens:
                 trace = traces[_external(req_id)]
+                if scheduler_output.scheduled_spec_decode_tokens.get(req_id):
+                    row = model_runner_output.req_id_to_index[req_id]
+                    trace.steps[-1] = trace.settled[-1] + len(model_runner_output.sampled_token_ids[row]) - 1
                 trace.groups = trace.groups or [trace, *(Trace() for _ in plans[1:])]
                 for group, plan, manager in zip(trace.groups, plans, self.managers):
                     group.evicted.append(sorted(plan.holes.get(req_id, []) if plan else []))

@@ -37,8 +37,9 @@ def assert_like_oracle(dense, prompt, output, trace, policy, *, block_size=32, a
     """
     tokens = [*prompt, *output.outputs[0].token_ids]
     config = oracle_config(policy, prompt, block_size, chunk)
-    reference = replay(dense, tokens, trace.steps, config, start=trace.start)
-    same = len(trace.steps)
+    steps = steps_of(trace, tokens)
+    reference = replay(dense, tokens, steps, config, start=trace.start, settled=trace.settled)
+    same = len(steps)
     # After the last step the request is finished, so nothing is decided.
     for step, (got, want) in enumerate(zip(trace.evicted[:-1], reference.evicted)):
         if got != want:
@@ -46,7 +47,7 @@ def assert_like_oracle(dense, prompt, output, trace, policy, *, block_size=32, a
             assert len(got) == len(want) and gap < tie, f"step {step}: evicted {got}, the oracle {want} (gap {gap})"
             same = step + 1
             break
-    computed = trace.start + np.cumsum(trace.steps)
+    computed = trace.start + np.cumsum(steps)
     last = computed[same - 1]  # positions below were computed with the same blocks
     logprobs = torch.log_softmax(reference.logits.double(), -1)
     before = trace.known - len(prompt)  # generated before a restart
@@ -60,6 +61,12 @@ def assert_like_oracle(dense, prompt, output, trace, policy, *, block_size=32, a
         want = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
         np.testing.assert_allclose(got[:last], want[:last], atol=atol)
     return sum(map(len, trace.evicted[:same]))
+
+
+def steps_of(trace, tokens):
+    """Tokens of each step. The last step may have accepted drafts after the end of the output."""
+    *before, last = trace.steps
+    return [*before, min(last, len(tokens) - trace.start - sum(before))]
 
 
 def token_config(policy, block_size=32):
@@ -83,7 +90,10 @@ def assert_tokens_like_oracle(dense, prompt, output, trace, policy, *, block_siz
     tokens = [*prompt, *output.outputs[0].token_ids]
     merge = policy if policy.get("merge") else None
     groups = [(token_config(policy, block_size), None)]
-    requests = replay_tokens(dense, tokens, trace.steps, groups, trace.start, policy.get("sets", "head"), merge)
+    steps = steps_of(trace, tokens)
+    requests = replay_tokens(
+        dense, tokens, steps, groups, trace.start, policy.get("sets", "head"), merge, settled=trace.settled
+    )
     for got, want in zip(trace.groups, requests, strict=True):
         assert got.evicted[:-1] == want.replay.evicted[: len(trace.steps) - 1]
     closest = min(request.closest for request in requests)

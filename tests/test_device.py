@@ -148,7 +148,7 @@ def steps(policy, wrap, in_graphs=False, **options):
             resident, target = list(range(1, 11)), list(range(2, 7))
             compactions = [Compaction("r", 0, config, resident, LENGTH - 2, 1, 7, target, LENGTH - 3)]
         if step in (0, 2) and by_token:
-            plan.judged = {"r"}
+            plan.judged = {"r": step}
         elif step in (0, 2):
             plan.report["r"] = config.policy.measures
         none = SimpleNamespace(resumed_req_ids=set())
@@ -185,7 +185,7 @@ def steps(policy, wrap, in_graphs=False, **options):
                 work.do(Ops(), None, layer, torch.zeros(1, 2 * HEADS, DIM), None, metadata, None)
         found += runtime.end(lambda values, maximise: values)
     if "r" in (group.tokens or ()):
-        told += group.tokens.judged("r", LENGTH - 1)
+        told += group.tokens.judged("r", LENGTH - 1, step)
     return found, told
 
 

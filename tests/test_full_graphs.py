@@ -149,9 +149,9 @@ def test_decisions_go_by_the_numbers_that_steps_without_graphs_measure(replaying
     sums = subject.runtime.tokens if name == "token" else subject.runtime.sums
     judge, report = sums.judge if name == "token" else None, sums.report
 
-    def judged(req_id):
-        judge(req_id)
-        told.append(sums._judged[req_id][int(sums._newest[sums._slots[req_id]])].clone())
+    def judged(req_id, number):
+        judge(req_id, number)
+        told.append(sums._judged[req_id][number].clone())
 
     def reported(*args):
         reports = report(*args)

@@ -37,6 +37,21 @@ def test_random_programs_hold(name):
         assert counts["holes"] > 50
 
 
+@pytest.mark.parametrize("name", ["stock", "sink-window", "h2o", "snapkv", "adakv"])
+def test_random_programs_hold_on_servers_that_speculate(name):
+    """A worker that accepts all drafts, none, or some; half of the schedulers are asynchronous."""
+    maker, counts = Maker(seed=23, only=[name], drafts=True), Counter()
+    for _ in range(6):
+        program = maker.program()
+        try:
+            counts.update(run(program))
+        except Fault as fault:
+            pytest.fail(f"{fault}\nshortened: {shortest(program, fault, 20)}")
+    assert counts["finished"] > 30 and counts["drafts"] > counts["accepted"] > 50
+    if name != "stock":
+        assert counts["holes"] > 30
+
+
 #: Programs that failed once, as the load printed them, shortened.
 FAILED = {
     # Heads that keep everything left too little room beside a cached prefix, and a request waited for ever.
@@ -129,9 +144,16 @@ def one_too_many(monkeypatch):
     monkeypatch.setattr(RequestBlocks, "spare", more)
 
 
+def pure_with_drafts(monkeypatch):
+    """Drafts in flight count as computed before the first hole."""
+    evict = RequestBlocks.evict
+    monkeypatch.setattr(RequestBlocks, "evict", lambda self, victims, computed: evict(self, victims, computed + 16))
+
+
 @pytest.mark.parametrize(
     ("mutation", "kinds", "policies"),
     [
+        (pure_with_drafts, ("purity", "reads"), ["sink-window", "h2o"]),
         (freed_twice, ("books", "AssertionError", "reads", "tables"), ["sink-window", "h2o"]),
         (given_back_late, ("tables", "reads"), ["sink-window", "h2o"]),
         (published_impure, ("purity", "reads"), ["sink-window", "h2o"]),
@@ -142,7 +164,7 @@ def one_too_many(monkeypatch):
 def test_it_finds_what_is_wrong(monkeypatch, mutation, kinds, policies):
     """The same programs find nothing wrong without the mutation (`test_random_programs_hold` has others)."""
     mutation(monkeypatch)
-    maker, found = Maker(seed=3, only=policies), []
+    maker, found = Maker(seed=3, only=policies, drafts=mutation is pure_with_drafts), []
     while len(found) < 120 and not (found and found[-1].startswith(kinds)):
         fault = failure(maker.program())
         found.append("" if fault is None else fault.kind)

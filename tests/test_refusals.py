@@ -176,11 +176,29 @@ def test_no_context_beside_sliding_windows(tmp_path):
         engine_config(windows, {**H2O, "context": "model"}, max_num_batched_tokens=256)
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 SETTINGS = {
     "pipeline parallelism": (dict(pipeline_parallel_size=2), "use --tensor-parallel-size"),
-    "speculative decoding": (
-        dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}),
-        "leave --speculative-config out",
+    "speculative decoding by 'draft_model'": (
+        dict(speculative_config={"method": "draft_model", "model": "{model}", "num_speculative_tokens": 2}),
+        'set "method": "ngram" in --speculative-config',
+    ),
+    "a context and speculative decoding": (
+        dict(policy={**H2O, "context": "model"}, speculative_config=NGRAM, max_num_batched_tokens=256),
+        "leave context out",
+    ),
+    "kvzip and speculative decoding": (dict(policy="kvzip", speculative_config=NGRAM), "leave kvzip out of name"),
+    "accumulate: mean and speculative decoding": (
+        dict(policy={**H2O, "accumulate": "mean"}, speculative_config=NGRAM),
+        "set accumulate: sum, ema or last",
+    ),
+    "32 draft tokens in blocks of 32 tokens": (
+        dict(speculative_config={**NGRAM, "num_speculative_tokens": 32}),
+        '"num_speculative_tokens" in --speculative-config to less than 32',
+    ),
+    "evict: host and speculative decoding": (
+        dict(policy={**H2O, "evict": "host", "host": "1MiB"}, speculative_config=NGRAM),
+        "set evict: drop",
     ),
     "encoder-cache connector": (
         dict(ec_transfer_config={"ec_connector": "ExampleConnector", "ec_role": "ec_both"}),
@@ -201,6 +219,9 @@ SETTINGS = {
 @pytest.mark.parametrize("what", SETTINGS)
 def test_settings_that_cannot_be_served_are_refused_by_name(tiny, what):
     arguments, instead = SETTINGS[what]
+    if (speculative := arguments.get("speculative_config")) is not None:
+        speculative = {key: str(tiny) if value == "{model}" else value for key, value in speculative.items()}
+        arguments = {**arguments, "speculative_config": speculative}
     with pytest.raises(KVPolicyError) as refused:
         engine_config(tiny, **arguments)
     message = str(refused.value)

@@ -266,7 +266,7 @@ def test_a_rank_may_have_no_heads_of_a_group(sets):
     sums.start("a", Scoring.of(config, 9))
     lens = np.array([320], np.int32)
     sums.token_step(["a"], np.array([0, 320], np.int32), lens, lens, torch.from_numpy(lens))
-    sums.judge("a")
+    sums.judge("a", 0)
     store = SimpleNamespace(kv_heads=list, compact=lambda source, keep, target: calls.append(keep))
     plan = Compaction("a", 0, config, list(range(1, 11)), 320, 1, 7, [2, 3], 319)
     compact(plan, store, sums, BLOCK, None, lambda values, maximise: calls.append(values.tolist()) or values)
@@ -302,7 +302,7 @@ def test_sums_by_token_are_those_of_one_request_at_a_time(seed):
     sums = TokenSums(4, heads, layers, size, 20)
     known: dict[str, list] = {}  # scores [L, H, n], positions [L, H, n], the position that comes next
     names = iter(map(str, range(100)))
-    for _ in range(40):
+    for turn in range(40):
         if len(known) < 4 and rng.random() < 0.5:
             name = next(names)
             sums.start(name, Scoring.of(config, 9))
@@ -347,13 +347,13 @@ def test_sums_by_token_are_those_of_one_request_at_a_time(seed):
             scores, positions, position = known[name]
             if rng.random() < 0.5 or scores.shape[2] < 2 * size:
                 continue
-            sums.judge(name)
-            got = sums.judged(name, position - 1)
+            sums.judge(name, turn)
+            got = sums.judged(name, position - 1, turn)
             np.testing.assert_allclose(got[0], scores, rtol=1e-5)
             np.testing.assert_array_equal(got[1], positions)
             count = scores.shape[2] // size * size - size
             keep = np.sort(rng.permuted(np.tile(np.arange(count), (layers, heads, 1)), axis=2)[..., : count - size])
-            sums.gather(name, position - 1, size, count, torch.from_numpy(keep))
+            sums.gather(name, turn, size, count, torch.from_numpy(keep))
             for i in range(2):
                 chosen = np.take_along_axis(known[name][i][..., size : size + count], keep, 2)
                 parts = known[name][i][..., :size], chosen, known[name][i][..., size + count :]

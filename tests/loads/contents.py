@@ -1,7 +1,7 @@
 """What slots of blocks hold in a load without a model, and what its worker knows of a request (double.py)."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -51,6 +51,8 @@ class Row:
         active: whether its blocks are its own; False once it was preempted.
         counted: tokens in `known`.
         turns: of a session, that have begun since it started.
+        computed: tokens that stay of the steps so far: drafts that were rejected do not.
+        judged: numbers of the decisions by token for which its scores were copied.
         following: of a session whose next turn begins, the tables that come with it.
     """
 
@@ -67,6 +69,8 @@ class Row:
     active: bool = True
     counted: int = 0
     turns: int = 0
+    computed: int = 0
+    judged: set[int] = field(default_factory=set)
     following: list[list[int]] | None = None
 
     def learn(self) -> None:

@@ -49,6 +49,8 @@ class Counts:
     restarts: int = 0
     turns: int = 0
     shadows: int = 0
+    drafts: int = 0
+    accepted: int = 0
 
     def add(self, other: Any) -> None:
         for name, value in vars(other).items():
@@ -82,7 +84,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.block = self.settings.block
         self.memory = np.zeros((self.blocks, self.block), np.uint64)
-        self.longest = -(-self.settings.length // self.block) + 1
+        self.longest = -(-(self.settings.length + self.settings.drafts) // self.block) + 1
         self._nonces = 0
         #: Scores by token of reconstructed prompts: number -> tokens, those repeated so far; and shadows that run.
         self.prompts: dict[int, tuple[int, set[int]]] = {}
@@ -110,17 +112,24 @@ class Worker:
         starts = self._take_blocks(output, plan)
         self._take_changes(plan, after, {new.req_id for new in output.scheduled_new_reqs})
         self._take_orders(plan)
-        for req_id, count in output.num_scheduled_tokens.items():
-            self._write(req_id, starts[req_id], count)
+        drafts = {req_id: len(each) for req_id, each in output.scheduled_spec_decode_tokens.items()}
         sampled = []
         for req_id, count in output.num_scheduled_tokens.items():
+            sampled.append(self._verify(req_id, starts[req_id], count, drafts.get(req_id, 0)))
+            self._write(req_id, starts[req_id], count)
+        for req_id, count in output.num_scheduled_tokens.items():
             self._read(req_id, starts[req_id], count)
-            sampled.append(self._sample(req_id, starts[req_id] + count))
+        for req_id, told in zip(output.num_scheduled_tokens, sampled):
+            told += self._sample(req_id, self.rows[req_id].computed)
         self.counts.steps += 1
         self.counts.tokens += output.total_num_scheduled_tokens
         req_ids = list(output.num_scheduled_tokens)
         made = ModelRunnerOutput(req_ids, {req_id: at for at, req_id in enumerate(req_ids)}, sampled)
-        reports = self._reports(plan, starts, output.num_scheduled_tokens)
+        settled = {req_id: count - drafts.get(req_id, 0) for req_id, count in output.num_scheduled_tokens.items()}
+        for told in plan.groups:
+            for req_id, number in told.judged.items():
+                self._alive(req_id, "a decision").judged.add(number)
+        reports = self._reports(plan, starts, settled)
         if any(reports):
             setattr(made, REPORTS, reports)
         return made
@@ -155,6 +164,8 @@ class Worker:
             recent = (each.position + 1 - each.config.recent) // bs
             if each.config.protect and (places[0] * bs < each.config.sink or places[-1] >= recent):
                 raise Fault("compaction", f"{each.req_id}: {places} have sinks or recent tokens")
+            if row.tracked[each.group] and each.judged not in row.judged:
+                raise Fault("compaction", f"{each.req_id}: no scores were copied for decision {each.judged}")
             total = each.count * bs
             order = np.argsort(self._scores(row, total, each.position), kind="stable")
             chosen = np.sort(order[: keep * bs])
@@ -207,6 +218,11 @@ class Worker:
                 self._start(req_id, list(tokens), [list(each) for each in blocks], computed)
                 continue
             row = self._alive(req_id, "a step")
+            if self.settings.drafts:
+                # A plan made ahead counts all drafts in flight as accepted.
+                starts[req_id] = row.computed
+                if row.computed > computed or (row.computed < computed and not self.settings.ahead):
+                    raise Fault("steps", f"{req_id} goes on at {computed}, it has {row.computed} tokens")
             for table, new_blocks in zip(row.tables, blocks or ()):
                 table.extend(new_blocks)
         return starts
@@ -232,6 +248,7 @@ class Worker:
             hot=req_id in self.hot,
             nonce=self._nonces * 0x2545F4914F6CDD1D & MASK,
         )
+        row.computed = computed
         row.learn()
         if computed % bs:
             raise Fault("hit", f"{req_id} starts at {computed}, within a block")
@@ -249,6 +266,7 @@ class Worker:
         if tokens[:computed] != row.tokens[:computed]:
             raise Fault("session", f"{req_id}: the first {computed} tokens are not what was computed")
         row.tokens, row.counted, row.turns = tokens, min(computed, row.counted), row.turns + 1
+        row.computed = computed
         row.learn()
         row.following = blocks
 
@@ -312,12 +330,27 @@ class Worker:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
+    def _verify(self, req_id: str, start: int, count: int, drafts: int) -> list[int]:
+        """Accept some drafts of a step, which become tokens of the request; returns them."""
+        row, end = self.rows[req_id], start + count - drafts
+        row.learn()
+        if end > len(row.tokens) or (drafts and end < len(row.tokens)):
+            raise Fault("tokens", f"{req_id} computes up to {end} of {len(row.tokens)} tokens, and {drafts} drafts")
+        any_number = (row.key * 0x9E3779B1 + 0x85EBCA6B * end + self.settings.seed) % 1013 % (drafts + 1)
+        accepted = {"none": 0, "all": drafts, "any": any_number}[self.settings.accepted]
+        self.counts.drafts += drafts
+        self.counts.accepted += accepted
+        tokens = []
+        for at in range(accepted):
+            tokens += self._sample(req_id, end + at)
+            row.learn()
+        row.computed = end + accepted
+        return tokens
+
     def _write(self, req_id: str, start: int, count: int) -> None:
         row, bs, end = self.rows[req_id], self.block, start + count
-        row.learn()
-        if end > len(row.tokens):
-            raise Fault("tokens", f"{req_id} computes up to {end} of {len(row.tokens)} tokens")
-        values = row.known[start:end]
+        values = row.known[start:end].copy()
+        values[row.computed - start :] = POISON + np.uint64(row.nonce)  # drafts that were rejected
         if row.reduced:
             values = values + np.uint64(row.nonce)
         if count == 1:

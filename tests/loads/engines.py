@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import (
     _max_memory_usage_bytes_from_groups,
     _pool_bytes_per_block,
@@ -93,6 +93,18 @@ def engine_config(settings: Settings) -> VllmConfig:
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.block_size = settings.block
     config.cache_config.enable_prefix_caching = settings.caching
+    config.speculative_config = None
+    if settings.drafts:
+        if min(settings.chunk // settings.seqs, settings.long or settings.chunk) <= settings.drafts:
+            raise ValueError(f"{settings}: vLLM has no step for a token and its drafts")
+        config.speculative_config = SpeculativeConfig(
+            method="ngram_gpu" if settings.ahead else "ngram",
+            num_speculative_tokens=settings.drafts,
+            prompt_lookup_max=2,
+            prompt_lookup_min=1,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
     config.additional_config = {} if settings.policy is None else {"kv_policy": settings.policy}
     return config
 

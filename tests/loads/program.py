@@ -22,6 +22,8 @@ VOCABULARY = 48
 STOP = 7
 #: How the worker double makes up scores: at random, all equal, the newest or the oldest blocks least, or not a number.
 ANSWERS = ("random", "equal", "rising", "falling", "nan")
+#: How many drafts of a step the worker double accepts: none, all, or any number of them.
+ACCEPTED = ("none", "all", "any")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Settings:
             their own, and of those that come with both.
         poison: the scheduler names freed blocks to be filled with NaN, as in `VLLM_EVICT_POISON=1`.
         stats: the scheduler makes statistics of each step.
+        drafts: most draft tokens of a request in a step; 0: the server does not speculate.
+        accepted: one of `ACCEPTED`.
         seed: of the worker's scores and sampled tokens.
     """
 
@@ -73,6 +77,8 @@ class Settings:
     doubled: float = 0.0
     poison: bool = False
     stats: bool = False
+    drafts: int = 0
+    accepted: str = "any"
     seed: int = 0
 
 
@@ -155,10 +161,19 @@ class Maker:
         only: names of the policies that servers may run, "stock" for none; None: all policies.
         faithful: whether workers send every report, at once.
         requests: of a program, at most.
+        drafts: whether servers speculate.
     """
 
-    def __init__(self, seed: int, only: list[str] | None = None, faithful: bool = False, requests: int = 40) -> None:
+    def __init__(
+        self,
+        seed: int,
+        only: list[str] | None = None,
+        faithful: bool = False,
+        requests: int = 40,
+        drafts: bool = False,
+    ) -> None:
         self.random, self.only, self.faithful, self.requests = random.Random(seed), only, faithful, requests
+        self.drafts = drafts
 
     def program(self) -> Program:
         while True:
@@ -200,6 +215,10 @@ class Maker:
             stats=self._chance(0.1),
             seed=self.random.randrange(1 << 16),
         )
+        if self.drafts:
+            drafts = min(pick((1, 2, 3, 3, 5, 9)), block - 1)
+            chunk, long = max(chunk, (1 + drafts) * seqs), settings.long and max(settings.long, 1 + drafts)
+            settings = replace(settings, chunk=chunk, long=long, drafts=drafts, accepted=pick((*ACCEPTED, "any")))
         if policy is None:
             return settings
         if self.faithful:
@@ -287,10 +306,12 @@ class Maker:
         spacing = rand.choice((0, 0.3, 1, 3, 10))
         families, longest = rand.randint(1, 4), settings.length - 1
         aborts, resets, sessions = rand.choice((0, 0, 0.1, 0.3)), rand.choice((0, 0, 0.02)), rand.choice((0, 0, 0.2))
+        if settings.drafts and settings.policy is None:
+            sessions = 0  # vLLM keeps tokens of accepted drafts after the end of a turn, whose keys are of other tokens
         pauses, stops = rand.choice((0, 0, 0, 0.02)), 0.2
         if self._chance(0.1):
             resets = 0.5
-        elif self._chance(0.1):
+        elif self._chance(0.1) and not (settings.drafts and settings.policy is None):
             sessions, stops = 0.8, 0.8
         typical = rand.choice((0.2, 0.5, 1.0))
         outputs = rand.choice((2, 8, 8, 30))
@@ -372,6 +393,8 @@ def parsed(settings: Settings) -> KVPolicyConfig | None:
         if isinstance(config.budget, int):
             config.limits(settings.block, settings.length)
         if config.reconstructs and not settings.caching:
+            return None
+        if settings.drafts and (config.reconstructs or config.context is not None):
             return None
         return config
     except KVPolicyError:

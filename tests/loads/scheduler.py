@@ -41,6 +41,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 import numpy as np
 from vllm import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_evict.config import KVPolicyError
@@ -159,8 +160,10 @@ class Simulation(Invariants):
         for op in middle:
             self._apply(op)
         taken = scheduler.update_from_output(output, answer)
-        self._take(taken)
+        if self.settings.drafts and not self.settings.ahead:
+            scheduler.update_draft_token_ids(self._drafts(output))
         self._learn(output.num_scheduled_tokens)
+        self._take(taken)
         if self.settings.ahead and self.settings.caching:
             self._check_published(())  # what was sampled may fill a block
         if self.evictable:
@@ -170,6 +173,13 @@ class Simulation(Invariants):
             if self.scheduler.reconstructions is not None and scores_come:
                 self._check_reconstructions(output.total_num_scheduled_tokens)
         return True
+
+    def _drafts(self, output: Any) -> DraftTokenIds:
+        """Drafts of the requests of a step. The worker accepts some of them, whatever they are."""
+        req_ids, settings = list(output.num_scheduled_tokens), self.settings
+        known = {req_id: request.num_tokens for req_id in req_ids if (request := self.live.get(req_id))}
+        counts = [(7 * known.get(req_id, 0) + settings.seed) % (settings.drafts + 1) for req_id in req_ids]
+        return DraftTokenIds(req_ids, [[0] * count for count in counts])
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
@@ -356,6 +366,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy", action="append", choices=[*sorted(POLICIES), "stock"], help="all, if left out")
     parser.add_argument("--faithful", action="store_true", help="no report is lost or late")
+    parser.add_argument("--drafts", action="store_true", help="all servers speculate")
     parser.add_argument("--replay", help="a file with a program, as it was printed; - for standard input")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to shorten a failing program; 0: do not")
     parser.add_argument("--most", type=int, default=1, help="stop after so many kinds of faults")
@@ -367,7 +378,7 @@ def main() -> None:
         text = sys.stdin.read() if options.replay == "-" else Path(options.replay).read_text()
         print(dict(run(Program.parse(text))))
         return
-    maker = Maker(options.seed, options.policy, options.faithful)
+    maker = Maker(options.seed, options.policy, options.faithful, drafts=options.drafts)
     sys.exit(search(maker, options.requests, options.shrink, options.most))
 
 

@@ -178,12 +178,17 @@ class Request:
         self.places = {}  # block -> the block for which its keys are rotated, where it is another
         self.sums = torch.zeros(model.kv_heads, 0, dtype=torch.float64)  # S: [G, nb]
         self.replay = Replay()
+        self.settled = None  # of the step, leading queries that were no drafts; None: all
         if len(prefix):
             causal = torch.ones(self.n, self.n, dtype=torch.bool).tril()
             model.forward(prefix, self.cache, causal)
 
-    def step(self, ids):
-        """Compute the next tokens and decide; returns their logits [Q, vocab]."""
+    def step(self, ids, settled=None):
+        """Compute the next tokens and decide; returns their logits [Q, vocab].
+
+        settled: leading tokens that were known before the step; drafts that were accepted follow them. None: all were.
+        """
+        self.settled = settled
         first, self.n = self.n, self.n + len(ids)
         logits, probs = self.model.forward(ids, self.cache, self.mask(first), self.config.wants_probs)
         if probs is not None:
@@ -206,13 +211,14 @@ class Request:
         return causal & resident[tokens // self.config.block_size]
 
     def counted(self, first):
-        """Which of the queries first .. n-1 count for the importance: bool [Q]."""
+        """Which of the queries first .. n-1 count for the importance: bool [Q]. Those of drafts do not."""
         config = self.config
+        end = self.n if self.settled is None else first + self.settled
         position = torch.arange(first, self.n)
-        counted = position % config.every == 0
+        counted = (position % config.every == 0) & (position < end)
         if config.accumulate == "last":
-            if len(self.held()) > config.trigger_blocks:
-                decision = self.n - 1
+            if math.ceil(end / config.block_size) - len(self.evicted) > config.trigger_blocks:
+                decision = end - 1
             else:  # the first token of the block that will be one too many
                 decision = (config.trigger_blocks + len(self.evicted)) * config.block_size
             counted &= (position > decision - config.window) & (position <= decision)
@@ -379,17 +385,21 @@ class Request:
         self.model.turn(self.cache, shift)
 
 
-def replay(model, token_ids, steps, config, start=0):
+def replay(model, token_ids, steps, config, start=0, settled=None):
     """Serve `token_ids` in the given steps; returns a `Replay`.
 
     steps: tokens computed by each step; with `start` they add up to at most
     len(token_ids) (a sampled last token is never computed). start: leading
     tokens taken from a prefix cache: present, but their queries do not count.
+    settled: for each step its leading tokens that were no drafts; None: all.
     """
     token_ids = list(token_ids)
     assert all(c > 0 for c in steps) and start + sum(steps) <= len(token_ids)
     request = Request(model, config, token_ids[:start])
-    logits = [request.step(token_ids[request.n : request.n + c]) for c in steps]
+    settled = settled or [None] * len(steps)
+    logits = [
+        request.step(token_ids[request.n : request.n + c], known) for c, known in zip(steps, settled, strict=True)
+    ]
     request.replay.logits = torch.cat(logits)
     return request.replay
 

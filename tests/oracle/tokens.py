@@ -177,12 +177,14 @@ def kvzip_scores(model, prompt, parts, instruction=(), sink=0, overlap=8):
     return scores
 
 
-def replay_tokens(model, token_ids, steps, groups, start=0, sets="head", merge=None, told=None, scores=None, ready=0):
+def replay_tokens(
+    model, token_ids, steps, groups, start=0, sets="head", merge=None, told=None, scores=None, ready=0, settled=None
+):
     """Serve `token_ids` in the given steps; returns the finished requests, one for each group.
 
     groups: (Config, heads bool [L, G] or None) of each. start: leading tokens out of a prefix cache.
     told: for each step the decisions, by the position of their newest token, that take effect with it; None: at once.
-    scores, ready: see `TokenRequest`.
+    scores, ready: see `TokenRequest`. settled: for each step its leading tokens that were no drafts; None: all.
     """
     requests = [TokenRequest(model, config, heads, sets, merge, scores, ready) for config, heads in groups]
     cache, done, logits = model.new_cache(), start, []
@@ -205,6 +207,7 @@ def replay_tokens(model, token_ids, steps, groups, start=0, sets="head", merge=N
         out, probs = model.forward(token_ids[done : done + count], cache, mask, want_probs=True)
         logits.append(out)
         for request in requests:
+            request.settled = None if settled is None else settled[step]
             request.accumulate(probs, done)
             request.decide()
         done += count

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.plan import Compaction, GroupPlan, Repetition
+from ..core.plan import GroupPlan, Repetition
 from .tokens import gathered
 from .transfer import to_device
 
@@ -111,15 +111,15 @@ class PromptScores:
                     repeats.append(self._repeat(row, range(end - queries, end), length, repetition, scores))
         return PromptStep(repeats) if repeats else None
 
-    def judged(self, req_id: str, plan: Compaction) -> tuple[torch.Tensor, torch.Tensor]:
+    def judged(self, req_id: str, position: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TokenSums.judged`."""
         if req_id not in self._requests:  # no reconstruction: all scores are 0, so the oldest tokens go first
             self._requests[req_id] = self._tokens(torch.zeros(*self.shape, 0, device=self.device))
         tokens = self._requests[req_id]
-        tokens.grow(plan.position)
+        tokens.grow(position)
         return tokens.scores, tokens.positions
 
-    def gather(self, req_id: str, plan: Compaction, first: int, count: int, keep: torch.Tensor) -> None:
+    def gather(self, req_id: str, number: int, first: int, count: int, keep: torch.Tensor) -> None:
         """See `TokenSums.gather`."""
         tokens = self._requests[req_id]
         tokens.scores, tokens.positions = (gathered(x, first, count, keep) for x in (tokens.scores, tokens.positions))

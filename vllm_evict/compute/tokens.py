@@ -276,15 +276,18 @@ class TokenSums(RunningSums):
         for slot in slots:
             self._pages.index_fill_(1, self._to_device(self._table[slot, : self._held[slot]]), 0)
 
-    def judged(self, req_id: str, plan: Compaction) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores (float32) and positions (int32), [L, Hkv, n] each, of a decision."""
-        return self._judged[req_id][plan.judged], self._positions(self._slots[req_id])
+    def judged(self, req_id: str, position: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores (float32) and positions (int32), [L, Hkv, n] each, of the decision of that number.
 
-    def gather(self, req_id: str, plan: Compaction, first: int, count: int, keep: torch.Tensor) -> None:
+        `position` is that of the newest computed token at the decision.
+        """
+        return self._judged[req_id][number], self._positions(self._slots[req_id])
+
+    def gather(self, req_id: str, number: int, first: int, count: int, keep: torch.Tensor) -> None:
         """Drop the sums of evicted tokens, and close the gaps.
 
         Args:
-            plan: the decision.
+            number: of the decision.
             first, count: range of the candidates.
             keep: int64 [L, Hkv, kept], indices of kept candidates in that range.
         """
@@ -297,8 +300,8 @@ class TokenSums(RunningSums):
         scores = torch.nn.functional.pad(scores, (0, -scores.shape[2] % self.block_size))
         self._pages[:, pages] = scores.unflatten(2, (-1, self.block_size)).transpose(1, 2)
         # Later decisions that are due use their own copies, without the evicted tokens.
-        later = {number: scores for number, scores in self._judged[req_id].items() if number > plan.judged}
-        self._judged[req_id] = {number: gathered(scores, first, count, keep) for number, scores in later.items()}
+        later = {each: scores for each, scores in self._judged[req_id].items() if each > number}
+        self._judged[req_id] = {each: gathered(scores, first, count, keep) for each, scores in later.items()}
 
     def _forget(self, req_id: str) -> None:
         """Drop all sums of a request."""
@@ -395,7 +398,7 @@ def compact(
     device = torch.device(device)
     first, count = plan.first * block_size, plan.count * block_size
     resident, target = (to_device(np.array(blocks, np.int64), device) for blocks in (plan.resident, plan.target))
-    judged = sums.judged(plan.req_id, plan) if plan.config.policy.measures & RUNNING else None
+    judged = sums.judged(plan.req_id, plan.position, plan.judged) if plan.config.policy.measures & RUNNING else None
     scores = _importance(plan, store, judged, resident, slice(first, first + count))
     if plan.config.sets == "all":
         one = _reduced(scores, count, plan.config, all_reduce, device)
@@ -411,7 +414,7 @@ def compact(
         heads = judged[0].shape[1]
         # Padding for layers with fewer heads; those rows are never read.
         full = [torch.cat([layer, layer[:1].expand(heads - len(layer), -1)]) for layer in keep]
-        sums.gather(plan.req_id, plan, first, count, torch.stack(full))
+        sums.gather(plan.req_id, plan.judged, first, count, torch.stack(full))
 
 
 def _importance(

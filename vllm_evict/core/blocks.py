@@ -65,8 +65,6 @@ class RequestBlocks:
     #: Whether the request can exceed `limits`. If False (prompt + max_tokens fits the budget), workers collect no
     #: scores for the request.
     may_outgrow: bool = False
-    #: Most draft tokens of a step. As many of the last tokens stay, like recent ones.
-    drafts: int = 0
     #: See `policies.Blocks.key`.
     key: int = 0
     #: Counts restarts, so that a decision planned before a preemption is not applied after it.
@@ -273,7 +271,7 @@ class RequestBlocks:
         self._learn(blocks)
         if self.limits is None:
             return NO_BLOCKS, 0
-        recent = max(computed_tokens - max(self.limits.recent, self.drafts), 0) // self.block_size
+        recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
         first, last, held = self.resident.searchsorted((self.limits.sink, recent, blocks)).tolist()
         return self.resident[first:last], held - self.limits.budget
 

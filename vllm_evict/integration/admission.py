@@ -51,9 +51,7 @@ class AdmissionMixin:
             key = _key(request.prompt_token_ids) if part.policy.by_prompt else 0
             # A resumable session has no known final length.
             may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
-            resident = RequestBlocks(
-                part, limits, block_size, config.name, may_outgrow, key=key, state=state, drafts=self.num_spec_tokens
-            )
+            resident = RequestBlocks(part, limits, block_size, config.name, may_outgrow, key, state=state)
             manager.residents[request.request_id] = resident
 
     def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
@@ -72,6 +70,9 @@ class AdmissionMixin:
             return self.kv_policy
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
+        # A turn may end among the drafts that its last step accepted. vLLM counts the tokens after its end as computed,
+        # and would take their keys for those of the next turn's first tokens.
+        session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
         super()._update_request_as_session(session, update)
         self._renew(session)
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -272,18 +272,14 @@ class EvictableManager(hole_aware(FullAttentionManager)):
 
     def note(self, request_id: str) -> None:
         """Note a request that is over its trigger, after it grew or its limits changed."""
-        if self.residents[request_id].over_trigger(len(self.req_to_blocks[request_id])):
+        resident = self.residents[request_id]
+        # Drafts may take the table of a request over its trigger that cannot outgrow it.
+        if resident.may_outgrow and resident.over_trigger(len(self.req_to_blocks[request_id])):
             self._over_trigger[request_id] = None
 
-    def take_over_trigger(self, scheduled: Container[str] | None = None) -> list[str]:
-        """Return, and forget, the requests that may be over their trigger when their step is done.
-
-        Args:
-            scheduled: requests of the step; others stay noted. None: all.
-        """
-        taken = [req_id for req_id in self._over_trigger if scheduled is None or req_id in scheduled]
-        for req_id in taken:
-            del self._over_trigger[req_id]
+    def take_over_trigger(self) -> list[str]:
+        """Return, and forget, the requests that may be over their trigger when their step is done."""
+        taken, self._over_trigger = list(self._over_trigger), {}
         return taken
 
     def blocks_at(self, request_id: str, indices: np.ndarray) -> list[int]:

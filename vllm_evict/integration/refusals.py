@@ -143,7 +143,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "vLLM's older Ray executor, which runs steps past the worker",
             "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND, or set it to 1",
         ),
-        *_speculation(vllm_config.speculative_config, config),
+        *_speculation(vllm_config, config),
         *_connected(vllm_config, config),
         (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
         (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
@@ -230,33 +230,43 @@ def _selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[
     ]
 
 
-def _speculation(speculative: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
-    """What is refused on servers that speculate; `speculative`: vLLM's configuration, None if the server does not."""
+def _speculation(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
+    """What is refused on servers that speculate."""
+    speculative, beside = vllm_config.speculative_config, "speculative decoding"
     if speculative is None:
         return []
-    beside = "speculative decoding"
+    drafts, block_size = speculative.num_speculative_tokens, vllm_config.cache_config.block_size
+    model, without = vllm_config.model_config, "leave --speculative-config out"
     return [
         (
             speculative.method not in DRAFTERS,
             f"{beside} by {speculative.method!r}",
-            f'set "method": "{DRAFTERS[0]}" in --speculative-config, or leave --speculative-config out',
+            f'set "method": "{DRAFTERS[0]}" in --speculative-config, or {without}',
         ),
         (
-            config.context is not None,
-            f"a context and {beside}",
-            "leave context out, or leave --speculative-config out",
+            bool(vllm_config.use_v2_model_runner),
+            f"{beside} on Model Runner V2",
+            f"set VLLM_USE_V2_MODEL_RUNNER=0, or {without}",
         ),
+        (model.is_hybrid, f"{beside} and layers with states", without),
+        (config.context is not None, f"a context and {beside}", f"leave context out, or {without}"),
         (
             config.reconstructs,
             f"kvzip and {beside}: prompts are repeated by requests that have no drafts",
-            'leave kvzip out of name and "allow", or leave --speculative-config out',
+            f'leave kvzip out of name and "allow", or {without}',
         ),
         (
-            config.evict == "host",
-            f"evict: host and {beside}",
-            "set evict: drop, or leave --speculative-config out",
+            any(part.accumulate == "mean" and part.statistics for part in config.classes.values()),
+            f"accumulate: mean and {beside}, where the queries of drafts do not count",
+            f"set accumulate: sum, ema or last, or {without}",
         ),
-        (bool(config.select), f"select and {beside}", "leave select out, or leave --speculative-config out"),
+        (
+            block_size is not None and drafts >= block_size,
+            f"{drafts} draft tokens in blocks of {block_size} tokens",
+            f'set "num_speculative_tokens" in --speculative-config to less than {block_size}',
+        ),
+        (config.evict == "host", f"evict: host and {beside}", f"set evict: drop, or {without}"),
+        (bool(config.select), f"select and {beside}", f"leave select out, or {without}"),
     ]
 
 

@@ -34,7 +34,7 @@ from .managers import BESIDE, EvictableManager, SlidingManager, StateManager, pu
 from .metrics import Tally
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
-from .spec import host_blocks, in_flight_tokens, policy_config
+from .spec import host_blocks, policy_config
 
 logger = init_logger("vllm.evict")
 
@@ -122,7 +122,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         order = [manager.kv_cache_spec.head_class for manager in evictable]
         assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
         for number, manager in enumerate(evictable):
-            manager.bind(number, in_flight_tokens(self.vllm_config), self._poison, self._give_back)
+            manager.bind(number, self.vllm_config.max_in_flight_tokens, self._poison, self._give_back)
         for manager in others:
             put_beside(manager, evictable[0].residents, self._poison)
         return evictable, others
@@ -135,7 +135,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         self._rewound = {}
         self._plan_starts(plan, output)
         tokens = output.num_scheduled_tokens
-        over = [manager.take_over_trigger(tokens) for manager in self.kv_managers]
+        over = [[each for each in noted if each in tokens] for noted in self._take_over_trigger()]
         step = Step(tokens, over, self._is_short())
         for mechanism in self.mechanisms:
             mechanism.plan(plan, step)
@@ -145,6 +145,18 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
                 manager.allocated = []
         setattr(output, PLAN, plan)
         return output
+
+    def _take_over_trigger(self) -> list[list[str]]:
+        """For each KV group, the requests that may be over their trigger after the step being planned, or a later one.
+
+        Drafts may begin the block that takes a request over its trigger, and settled tokens reach it some steps later.
+        So on servers that speculate a request stays noted as long as its table is over the trigger.
+        """
+        over = [manager.take_over_trigger() for manager in self.kv_managers]
+        for manager, noted in zip(self.kv_managers, over) if self.num_spec_tokens else ():
+            for req_id in noted:
+                manager.note(req_id)
+        return over
 
     def _plan_starts(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
         """Add to a plan how workers measure the requests that start, or start over, with its step."""
@@ -188,8 +200,6 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         for mechanism in self.mechanisms:
             for action in mechanism.decide(plan, reports):
                 self.apply(action)
-        if self.num_spec_tokens:
-            self._note_again(plan)
         if self.room is not None and any(group.asked for group in plan.groups):
             self.room.scores_came()
         if self.reconstructions is not None:
@@ -197,13 +207,6 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         if self._stoppable or self._ended:
             self._send_usage(outputs)
         return outputs
-
-    def _note_again(self, plan: EvictionPlan) -> None:
-        """Note requests of a step again that drafts alone made due: settled tokens may follow without new blocks."""
-        for manager, noted in zip(self.kv_managers, plan.groups):
-            for req_id in noted.due:
-                if self.running_request(req_id) is not None:
-                    manager.note(req_id)
 
     def _give_back(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks that a request lost, tail first, as vLLM frees: the head of a cached prefix stays longest.

@@ -76,12 +76,7 @@ def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int
     if bound is None or vllm_config.kv_transfer_config is not None:  # a connector's blocks arrive all at once
         return math.ceil(longest / block_size)
     # Eviction follows the step, so a request holds whole chunks on top while steps are in flight.
-    return bound + math.ceil(in_flight_tokens(vllm_config) / block_size) + 1
-
-
-def in_flight_tokens(vllm_config: VllmConfig) -> int:
-    """Most tokens of a request beyond its limits: those in flight, and as many recent ones as a step has drafts."""
-    return vllm_config.max_in_flight_tokens + vllm_config.num_speculative_tokens
+    return bound + math.ceil(vllm_config.max_in_flight_tokens / block_size) + 1
 
 
 def host_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_bytes: int) -> int:
