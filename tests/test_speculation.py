@@ -88,7 +88,7 @@ def test_full_serves_as_stock_does(engine, tiny):
 
 
 def serve(engine, model, policy, check, monkeypatch):
-    """Serve with a drafter that is never right, then with one that mostly is, by the first answers; `check` each."""
+    """Serve with a drafter that is never right, then by answers before: evictions come at other tokens, and answers differ."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine(policy, model=model, max_num_batched_tokens=96, speculative_config=NGRAM)
     drafter, prompts = Drafter(server), [prompt_of(length, 60 + length) for length in (250, 90)]
@@ -97,7 +97,7 @@ def serve(engine, model, policy, check, monkeypatch):
         drafter.right, before = right, accepted(server)
         outputs, traces = server.traced(requests)
         drafts, kept = (new - old for new, old in zip(accepted(server)[::-1], before[::-1]))
-        assert drafts and (kept == 0 if right == 0 else kept > drafts / 4)
+        assert drafts and (kept == 0 if right == 0 else kept > 10)
         drafter.texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs)]
         for prompt, output, trace in zip(prompts, outputs, traces):
             assert sum(map(len, trace.evicted)) > 2
