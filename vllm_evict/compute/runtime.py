@@ -69,6 +69,7 @@ class EvictionRuntime:
         for group in groups:
             group.batch, group.views = self.batch, self.views
 
+    @torch.inference_mode()  # as caches and sums are
     def begin(self, scheduler_output: Any) -> None:
         """Apply a plan: drop requests that ended or restart, note holes, start and stop measuring.
 
