@@ -255,6 +255,17 @@ INVARIANTS = [
         ("self.decoder = MsgpackDecoder(EngineCoreOutputs)",),
     ),
     Invariant(
+        "latents are read through the table and lengths that the builder gets",
+        "a chunk of a prompt would read a context with holes, or of another length",
+        "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadataBuilder.build",
+        (
+            "block_table_tensor = common_attn_metadata.block_table_tensor",
+            "seq_lens = common_attn_metadata.seq_lens",
+            "seq_lens_cpu = common_attn_metadata.seq_lens_cpu_upper_bound",
+            "block_table_tensor[...]",
+        ),
+    ),
+    Invariant(
         "OffloadingConnector stores no more of a request than its limit",
         "blocks computed over holes would be stored under the hashes of their tokens",
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:"

@@ -67,6 +67,13 @@ REPLACED = {
     "vllm.v1.kv_cache_interface:FullAttentionSpec": {
         "integration.spec:_Evictable": "max_memory_usage_bytes merge is_uniform_with_collection",
     },
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": {"integration.spec:_Evictable": "merge"},
+    "vllm.model_executor.layers.attention.mla_attention:MLAAttention": {
+        "integration.backend:working_latent.WorkingLatent": "forward_impl",
+    },
+    "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadataBuilder": {
+        "integration.backend:resident_backend.ResidentBuilder": "__init__ build",
+    },
     "vllm.v1.worker.cpu_worker:CPUWorker": {
         "integration.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "
         "initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
