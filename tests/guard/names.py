@@ -68,9 +68,6 @@ REPLACED = {
         "integration.spec:_Evictable": "max_memory_usage_bytes merge is_uniform_with_collection",
     },
     "vllm.v1.kv_cache_interface:MLAAttentionSpec": {"integration.spec:_Evictable": "merge"},
-    "vllm.model_executor.layers.attention.mla_attention:MLAAttention": {
-        "integration.backend:working_latent.WorkingLatent": "forward_impl",
-    },
     "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadataBuilder": {
         "integration.backend:resident_backend.ResidentBuilder": "__init__ build",
     },
