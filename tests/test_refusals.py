@@ -193,7 +193,7 @@ SETTINGS = {
         "set accumulate: sum, ema or last",
     ),
     "32 draft tokens in blocks of 32 tokens": (
-        dict(speculative_config={**NGRAM, "num_speculative_tokens": 32}),
+        dict(speculative_config={**NGRAM, "num_speculative_tokens": 32}, block_size=32),
         '"num_speculative_tokens" in --speculative-config to less than 32',
     ),
     "evict: host and speculative decoding": (
