@@ -83,21 +83,6 @@ MODELS = {
         ),
         "Mamba",
     ),
-    "hybrid": (
-        dict(
-            architectures=["JambaForCausalLM"],
-            model_type="jamba",
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            mamba_d_state=16,
-            mamba_d_conv=4,
-            mamba_expand=2,
-            num_experts=1,
-        ),
-        "hybrid layers",
-    ),
     "encoder-decoder": (
         dict(
             architectures=["WhisperForConditionalGeneration"],
@@ -128,8 +113,20 @@ def test_models_that_cannot_be_served_are_refused_by_what_they_have(tmp_path, na
     assert stock.scheduler_config.scheduler_cls is None, "without a policy the plugin must not mind"
 
 
-#: Settings and policies that layers with sliding windows leave no room for.
-BESIDE_WINDOWS = {
+JAMBA = dict(
+    architectures=["JambaForCausalLM"],
+    model_type="jamba",
+    attn_layer_period=2,
+    attn_layer_offset=1,
+    expert_layer_period=2,
+    expert_layer_offset=1,
+    mamba_d_state=16,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    num_experts=1,
+)
+#: Settings and policies that layers with sliding windows or with states leave no room for.
+BESIDE = {
     "without vLLM's hybrid KV cache manager": (
         H2O,
         dict(disable_hybrid_kv_cache_manager=True),
@@ -145,9 +142,9 @@ BESIDE_WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("what", BESIDE_WINDOWS)
+@pytest.mark.parametrize("what", BESIDE)
 def test_what_cannot_be_served_beside_sliding_windows_is_refused_by_name(tmp_path, what):
-    policy, arguments, instead = BESIDE_WINDOWS[what]
+    policy, arguments, instead = BESIDE[what]
     windows = with_config(tmp_path / "windows", sliding_window=64, layer_types=["sliding_attention", "full_attention"])
     full = with_config(tmp_path / "full", sliding_window=64, layer_types=["full_attention"] * 2)
     with pytest.raises(KVPolicyError) as refused:
@@ -158,6 +155,27 @@ def test_what_cannot_be_served_beside_sliding_windows_is_refused_by_name(tmp_pat
     engine_config(windows, H2O)
     engine_config(full, policy, **arguments)
     engine_config(windows, policy, **arguments, disable_sliding_window=True, max_model_len=64, block_size=32)
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_what_cannot_be_served_beside_states_is_refused_by_name(tmp_path, what):
+    policy, arguments, instead = BESIDE[what]
+    hybrid = with_config(tmp_path, **JAMBA)
+    with pytest.raises(KVPolicyError) as refused:
+        engine_config(hybrid, policy, **arguments)
+    message = str(refused.value)
+    kinds = "Mamba, linear attention or short convolutions beside full attention"
+    assert f"KV policy {policy['name']!r} can't be used with {kinds}" in message
+    assert what.removesuffix(" by a request") in message and f": {instead}" in message and "\n" not in message
+    engine_config(hybrid, H2O)
+
+
+@pytest.mark.parametrize("field, why", [("context", "states keep the positions"), ("evict", "can't compute tokens again")])
+def test_states_have_no_way_back(tmp_path, field, why):
+    """Keys may turn and tokens be computed again, but no state forgets what it has seen."""
+    policy = {**H2O, **({"context": "model"} if field == "context" else {"evict": "host", "host": "1MiB"})}
+    with pytest.raises(KVPolicyError, match=f"{why}.*: (leave context out|set evict: drop)"):
+        engine_config(with_config(tmp_path, **JAMBA), policy, max_num_batched_tokens=256)
 
 
 def test_no_context_with_positions_of_several_dimensions(tmp_path):
@@ -313,7 +331,6 @@ def plain_config(**changes):
             runner_type="generate",
             use_mla=False,
             is_hybrid=False,
-            has_inner_state=False,
             is_attention_free=False,
             is_encoder_decoder=False,
             is_mm_prefix_lm=False,
@@ -376,7 +393,7 @@ NOT_ON_A_CPU = {
     "the attention backend FLASH_ATTN: policies run MLA on": dict(
         model_config__use_mla=True, attention_config__backend=AttentionBackendEnum.FLASH_ATTN
     ),
-    "Mamba, linear-attention": dict(model_config__is_attention_free=True),
+    "Mamba or linear attention in all layers": dict(model_config__is_attention_free=True),
 }
 
 

@@ -72,13 +72,12 @@ def test_layers_that_share_a_cache_are_refused():
     refusals.check_cache("layer.7", layer())
 
 
-def test_caches_of_several_shapes_are_refused():
+def test_blocks_of_other_sizes_than_configured_are_refused():
     policy = KVPolicyConfig.parse(H2O)
-    refusals.check_pages(policy, {32}, {4096})
-    for sizes, pages in (({32, 64}, {4096}), ({32}, {4096, 8192})):
-        with pytest.raises(KVPolicyError, match="with and without sliding windows whose caches differ") as refused:
-            refusals.check_pages(policy, sizes, pages)
-        assert "leave --kv-policy out" in str(refused.value)
+    refusals.check_pages(policy, {32}, 32)
+    for sizes in ({64}, {32, 64}):
+        with pytest.raises(KVPolicyError, match="64 tokens where --block-size is 32: leave --kv-policy out"):
+            refusals.check_pages(policy, sizes, 32)
 
 
 SPLIT = {

@@ -169,6 +169,18 @@ INVARIANTS = [
         for module, releases in (("kv_cache_utils", ">=0.29,<0.33"), ("kv_cache_planning", ">=0.33,<0.34"))
     ),
     Invariant(
+        "states are published with the step that computes them, and where a table's block has them",
+        "a state would be published that has seen more tokens than its hash, or tokens over holes",
+        "vllm.v1.core.single_type_kv_cache_manager:MambaManager.cache_blocks",
+        ("super().cache_blocks(...)", "self._cache_partial_tail_block(...)"),
+    ),
+    Invariant(
+        "a layer with states keeps its pages' bytes at the page's begin",
+        "poison would miss states, and tests would not see that freed ones are read",
+        "vllm.model_executor.layers.mamba.abstract:MambaBase.bind_kv_cache",
+        ("pages = kv_cache.squeeze(dim=(1, 2))", "offset = 0"),
+    ),
+    Invariant(
         "V1: tables go to the device after requests are updated",
         "kernels would read a table without its holes",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",

@@ -60,9 +60,11 @@ REPLACED = {
         "_cache_partial_tail_block",
         "integration.managers:hole_aware.HoleAware": "cache_blocks",
     },
-    "vllm.v1.core.single_type_kv_cache_manager:MambaManager": {"integration.managers:StateManager": "cache_blocks"},
-    "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": {
-        "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate allocate_new_blocks cache_blocks",
+    **{
+        f"vllm.v1.core.single_type_kv_cache_manager:{name}Manager": {
+            "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate allocate_new_blocks cache_blocks",
+        }
+        for name in ("Mamba", "SlidingWindow")
     },
     "vllm.v1.kv_cache_interface:FullAttentionSpec": {
         "integration.spec:_Evictable": "max_memory_usage_bytes merge is_uniform_with_collection",
@@ -172,6 +174,7 @@ CALLED = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": "(..., ...)",
     "vllm.v1.core.kv_cache_utils:resolve_block_hashes": "(..., ..., ...)",
     "vllm.v1.core.kv_cache_utils:_get_kv_cache_groups_uniform_page_size": "(...)",
+    "vllm.v1.core.kv_cache_utils:unify_kv_cache_spec_page_size": "(...)",
     "vllm.v1.core.sched.request_queue:RequestQueue.prepend_request": "(...)",
     "vllm.v1.core.sched.request_queue:RequestQueue.remove_request": "(...)",
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager._contiguous_blocks_for_hit": "(window_size, "

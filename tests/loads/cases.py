@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 from engine import V2, Engine
 from latent import make_latent, mended_rotation
+from oracle.hybrids import HYBRIDS, make_tiny_hybrid
 from oracle.tiny import make_tiny_llama
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 from loads.pages import Stock
 
@@ -87,6 +90,8 @@ def _full(rng, sizes):
     return {"name": "full"}
 
 
+#: Kinds that have to be named, because their models are slow.
+BY_NAME = {"hybrid": ("falcon_h1", _blocks), "hybrid-tokens": ("falcon_h1", _tokens), "gdn": ("qwen3_next", _blocks)}
 #: Kind -> model, and what makes a policy of it.
 KINDS = {
     "blocks": ("plain", _blocks),
@@ -134,7 +139,7 @@ def make_case(number, kind=None, smallest=False):
     """The case of this number: kinds take turns unless one is named."""
     rng = random.Random(f"case {number}")
     kind = kind or list(KINDS)[number % len(KINDS)]
-    model, make_policy = KINDS[kind]
+    model, make_policy = {**KINDS, **BY_NAME}[kind]
     size = 32 if V2 else rng.choice([32, 32, 32, 64])
     sizes = {"budget": size * rng.choice([4, 5, 6]), "sink": size, "recent": size, "buffer": rng.choice([0, size])}
     if model == "windows":
@@ -150,7 +155,7 @@ def make_case(number, kind=None, smallest=False):
         # Room for the budget, the buffer, a block and two chunks in flight.
         policy["context"] = sizes["budget"] + sizes["buffer"] + size + 2 * chunk + size
     seqs = rng.choice([2, 4, 8, 8, 16])
-    groups = {"bands": 2, "duo": 2, "windows": 2}.get(kind, 1)
+    groups = {"bands": 2, "duo": 2, "windows": 2, "hybrid": 2, "hybrid-tokens": 2, "gdn": 3}.get(kind, 1)
     options = {
         "max_num_batched_tokens": chunk,
         "max_num_seqs": 16 if kind == "pressure" else seqs,
@@ -238,6 +243,11 @@ def _extra(rng, case, allowed):
     return extra
 
 
+def _dtype(model):
+    """The dtype that a hybrid needs, as an engine argument."""
+    return {"dtype": str(HYBRIDS[model][1]).removeprefix("torch.")} if model in HYBRIDS else {}
+
+
 class Models:
     """Random models in a folder, and a stock engine of each. Each is made when it is first needed."""
 
@@ -249,6 +259,8 @@ class Models:
         if not (path / "config.json").exists():
             if name == "latent":
                 make_latent(path, "DeepseekV3ForCausalLM")
+            elif name in HYBRIDS:
+                make_tiny_hybrid(path, name)
             else:
                 make_tiny_llama(path, **MODELS[name])
         return path
@@ -278,16 +290,19 @@ class Models:
                 max_num_batched_tokens=longest,
                 enable_prefix_caching=False,
                 async_scheduling=False,
+                **_dtype(case.model),
             )
             self._stocks[key] = Stock(engine)
         return self._stocks[key]
 
     def engine(self, case):
         """A new engine that fills freed blocks with NaN."""
+        # vLLM's CPU kernel for Mamba2 makes no state inside a chunk; without blocks for these, chunks end at states.
+        MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
         policy = dict(case.policy)
         if policy.get("gates") == "HEADS":
             policy["gates"] = self.gates(policy.pop("sink"), policy.pop("recent"))
-        options = {"max_model_len": case.longest, "block_size": case.block_size, **case.options}
+        options = {"max_model_len": case.longest, "block_size": case.block_size, **_dtype(case.model), **case.options}
         poison, os.environ["VLLM_EVICT_POISON"] = os.environ.get("VLLM_EVICT_POISON"), "1"
         try:
             if case.blocks is not None:

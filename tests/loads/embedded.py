@@ -44,7 +44,7 @@ from engine import V2, greedy, random_prompt
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms.cpu import CpuPlatform
 
-from loads.cases import KINDS, Case, Models, make_case, make_program
+from loads.cases import BY_NAME, KINDS, Case, Models, make_case, make_program
 from loads.pages import Published, slices_of
 
 #: Largest difference of a published key or value from stock's; keys and values of these models go up to about 10.
@@ -405,7 +405,7 @@ def _arguments():
     parser.add_argument("--minutes", type=float, help="stop after so long; the state file says where to go on")
     parser.add_argument("--case", type=int, help="this case only")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--kind", choices=KINDS, help="this kind of cases only")
+    parser.add_argument("--kind", choices=[*KINDS, *BY_NAME], help="this kind of cases only")
     parser.add_argument("--programs", type=int, default=6, help="of each case")
     parser.add_argument("--size", type=int, default=64, help="requests of each program")
     parser.add_argument("--smallest", action="store_true", help="pools as small as start-up accepts")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
 from vllm_evict.integration.layers import PARTS, layout
@@ -43,6 +44,8 @@ def slices_of(engine):
                     cache = cache.unsqueeze(1)
                 found[-1].append(Slice(name, list(range(cache.shape[1])), cache))
                 continue
+            if isinstance(layers[name], MambaBase):
+                continue  # a wrong state shows in the answers of requests that hit it
             for number, (layer_name, layer) in enumerate(attention.items()):
                 order = None if placed.order is None else placed.order[number].tolist()
                 for part in getattr(layer, PARTS):
