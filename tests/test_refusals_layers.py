@@ -72,12 +72,11 @@ def test_layers_that_share_a_cache_are_refused():
     refusals.check_cache("layer.7", layer())
 
 
-def test_blocks_of_other_sizes_than_configured_are_refused():
+def test_full_attention_in_blocks_of_several_sizes_is_refused():
     policy = KVPolicyConfig.parse(H2O)
-    refusals.check_pages(policy, {32}, 32)
-    for sizes in ({64}, {32, 64}):
-        with pytest.raises(KVPolicyError, match="64 tokens where --block-size is 32: leave --kv-policy out"):
-            refusals.check_pages(policy, sizes, 32)
+    assert refusals.check_blocks(policy, {64}) == 64
+    with pytest.raises(KVPolicyError, match="in blocks of 32 and 64 tokens: leave --kv-policy out"):
+        refusals.check_blocks(policy, {32, 64})
 
 
 SPLIT = {
@@ -114,7 +113,8 @@ def test_policies_that_split_heads_are_refused_where_plans_are_for_all_of_them(n
 
 
 def kv_cache_of_one_group():
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer.2"])])
+    spec = SimpleNamespace(block_size=32)
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer.2"], kv_cache_spec=spec)])
 
 
 def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
@@ -124,7 +124,7 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     cpu_layer.sliding_window = None
     found = {"layer.2": cpu_layer}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
-    group = SimpleNamespace(decodes=None)
+    group = SimpleNamespace(decodes=None, block_size=32)
     runtime, given = EvictionRuntime([group], ops_for("CPU_ATTN"), names=[["layer.2"]]), kv_cache_of_one_group()
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
         layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
@@ -164,7 +164,7 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, _q_scale=one, _k_scale=one, _v_scale=one)
     found.sliding_window = None
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
-    group = SimpleNamespace(decodes=None)
+    group = SimpleNamespace(decodes=None, block_size=32)
     runtime, given = EvictionRuntime([group], ops_for(name), names=[["layer.2"]]), kv_cache_of_one_group()
 
     def settle(policy, dtype=torch.bfloat16, named="auto", **changed):

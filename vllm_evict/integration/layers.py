@@ -104,18 +104,21 @@ def install(
         refusals.check_layer(name, layer, config)
     # The block size is final here; it may have changed since the configuration was checked.
     kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
-    config.check(vllm_config.cache_config.block_size, len(layers), kv_heads, longest, vllm_config.max_in_flight_tokens)
+    names, block_size, block_bytes = [list(layers)], vllm_config.cache_config.block_size, 0
+    if len(layers) < len(every):
+        names, block_size, block_bytes = _grouped(config, layers, dict(specs))
+    config.check(block_size, len(layers), kv_heads, longest, vllm_config.max_in_flight_tokens)
     placed = layout(vllm_config, config)
     ops = _ops(next(iter(layers.values())).attn_backend.get_name())
     if placed is not None:
         refusals.check_alike(layers)
         return _split(vllm_config, config, layers, placed, ops)
-    in_graphs = _scratch(vllm_config, config, layers, ops)
-    names, block_bytes = [list(layers)], 0
-    if len(layers) < len(every):
-        names, block_bytes = _grouped(vllm_config, config, layers, dict(specs))
+    in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
-    groups = [_whole(vllm_config, config, [layers[name] for name in group], ops, turns, in_graphs) for group in names]
+    groups = [
+        _whole(vllm_config, config, [layers[name] for name in group], ops, turns, in_graphs, block_size)
+        for group in names
+    ]
     return EvictionRuntime(
         groups,
         ops,
@@ -143,9 +146,9 @@ def _evictable(vllm_config: VllmConfig) -> dict[str, Attention]:
 
 
 def _grouped(
-    vllm_config: VllmConfig, config: KVPolicyConfig, layers: Mapping[str, Attention], specs: dict[str, KVCacheSpec]
-) -> tuple[list[list[str]], int]:
-    """Names of `layers` by vLLM's future KV groups, and bytes of a block of the shared pool.
+    config: KVPolicyConfig, layers: Mapping[str, Attention], specs: dict[str, KVCacheSpec]
+) -> tuple[list[list[str]], int, int]:
+    """Names of `layers` by vLLM's future KV groups, tokens of their blocks, and bytes of a block of the shared pool.
 
     vLLM makes groups of equally many layers, each with one kind of layers: full attention, windows of one size, states
     of one shape. There may be several of each. Layers with smaller pages get larger blocks, or padded pages.
@@ -153,9 +156,9 @@ def _grouped(
     specs = unify_kv_cache_spec_page_size(specs)
     groups = _get_kv_cache_groups_uniform_page_size(specs)
     names = [group.layer_names for group in groups if group.layer_names[0] in layers]
-    refusals.check_pages(config, {specs[name].block_size for name in layers}, vllm_config.cache_config.block_size)
+    block_size = refusals.check_blocks(config, {specs[name].block_size for name in layers})
     page = next(iter(specs.values())).page_size_bytes
-    return names, max(len(group.layer_names) for group in groups) * page
+    return names, block_size, max(len(group.layer_names) for group in groups) * page
 
 
 def _whole(
@@ -165,12 +168,13 @@ def _whole(
     ops: BackendOps,
     turns: dict[Attention, Rotation],
     in_graphs: int,
+    block_size: int,
 ) -> GroupRuntime:
     """The runtime of a KV group with all heads of its layers; `in_graphs` as returned by `_scratch`."""
     ((head_class, part),) = config.classes.items()
     kv_heads = layers[0].num_kv_heads
     store = LayerStore(ops, lambda: ((layer, layer.kv_cache) for layer in layers), turns)
-    group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs)
+    group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs, block_size)
     backends = {layer.attn_backend: None for layer in layers}
     backends = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
@@ -190,13 +194,13 @@ def _split(
     """The runtime of layers whose heads lie in several KV groups; loading has put the heads in their order."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
     rank = placed.places[get_tp_group().rank_in_group]
-    groups, pages = [], []
-    in_graphs = _scratch(vllm_config, config, layers, ops)
+    groups, pages, block_size = [], [], vllm_config.cache_config.block_size
+    in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
         store = LayerStore(ops, partial(_caches_of, layers, name))
         heads = [place.heads for layer in rank for place in layer if place.group == index]
-        group = _group(vllm_config, config.of_class(head_class), store, heads, in_graphs)
+        group = _group(vllm_config, config.of_class(head_class), store, heads, in_graphs, block_size)
         resident = resident_backend(backend, group, ops, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
         slots = HeadSlots(spec, resident, first.num_heads)
@@ -223,7 +227,9 @@ def _split(
     return EvictionRuntime(groups, ops, pages, in_graphs > 0, [[page] for page in pages], speculates=speculates)
 
 
-def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], ops: BackendOps) -> int:
+def _scratch(
+    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], ops: BackendOps, block_size: int
+) -> int:
     """Choose the size of the decode kernel's scratch.
 
     Returns:
@@ -242,28 +248,32 @@ def _scratch(vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, 
         requests if decodes or "pivots" in config.statistics else 0,
         min(requests, largest) if in_graphs else 0,
         max(layer.num_heads for layer in layers.values()),
-        vllm_config.cache_config.block_size,
-        max(_held(vllm_config, part) for part in config.classes.values()),
+        block_size,
+        max(_held(vllm_config, part, block_size) for part in config.classes.values()),
         any(part.granularity == "token" for part in config.classes.values()) and measures,
     )
 
 
-def _held(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
+def _held(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int) -> int:
     """Most blocks that a request under a policy holds; under pressure it may hold all of its blocks."""
-    block_size, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
-    most = -(-longest // block_size)
+    most = -(-vllm_config.model_config.max_model_len // block_size)
     return most if config.when == "pressure" else min(most, most_blocks(vllm_config, config, block_size))
 
 
 def _group(
-    vllm_config: VllmConfig, config: KVPolicyConfig, store: LayerStore, heads: list[int], in_graphs: int
+    vllm_config: VllmConfig,
+    config: KVPolicyConfig,
+    store: LayerStore,
+    heads: list[int],
+    in_graphs: int,
+    block_size: int,
 ) -> GroupRuntime:
     """A runtime; `heads`: KV heads of each of its layers on this rank; `in_graphs` as returned by `_scratch`."""
     heads = heads or [1]
     same = len(set(heads)) == 1
     return GroupRuntime(
         config,
-        block_size=vllm_config.cache_config.block_size,
+        block_size=block_size,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_model_len=vllm_config.model_config.max_model_len,
         kv_heads=heads[0] if same else sum(heads),
@@ -272,7 +282,7 @@ def _group(
         shape=(max(heads), len(heads)),
         device=vllm_config.device_config.device_type,
         graph_blocks=in_graphs,
-        held_blocks=_held(vllm_config, config),
+        held_blocks=_held(vllm_config, config, block_size),
     )
 
 
@@ -314,7 +324,14 @@ def settle(
     layers = _evictable(vllm_config)
     holders = layers.keys() | set(runtime.pages)
     runtime.numbers = [number for number, names in enumerate(given) if names[0] in holders]
-    assert [given[number] for number in runtime.numbers] == runtime.names, f"vLLM made other KV groups: {given}"
+    made = [kv_cache_config.kv_cache_groups[number].kv_cache_spec for number in runtime.numbers]
+    sizes = [spec.block_size for spec in made]
+    if [given[number] for number in runtime.numbers] != runtime.names or set(sizes) != {runtime.groups[0].block_size}:
+        raise KVPolicyError(
+            f"vLLM put full attention into KV groups {given} with blocks of {sizes} tokens; expected {runtime.names} and "
+            f"{runtime.groups[0].block_size} tokens; set VLLM_KV_CACHE_LAYOUT to a layout of whole layers, or leave "
+            "--kv-policy out for this model"
+        )
     ops, decodes = runtime.ops, decode_kernel() != "stock"
     for name, layer in layers.items():
         read = config.statistics or config.context or config.recall != "none" or config.select
@@ -366,7 +383,7 @@ def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[
         parts = (Heads(group_of[part.pages], part.query_heads, part.kv_cache) for part in getattr(layer, PARTS, ()))
         layers.append((layer, [*whole, *parts]))
     queries = vllm_config.scheduler_config.max_num_batched_tokens
-    blocks = -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size)
+    blocks = -(-vllm_config.model_config.max_model_len // runtime.groups[0].block_size)
     warm_up(runtime, layers, tables, queries, blocks)
 
 

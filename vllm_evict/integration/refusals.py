@@ -462,23 +462,24 @@ def check_beside(vllm_config: Any, config: KVPolicyConfig, kind: Kind, others: b
             raise _refusal(config, what, instead)
 
 
-def check_pages(config: KVPolicyConfig, block_sizes: Collection[int], configured: int) -> None:
-    """Refuse models whose full attention layers have blocks of other sizes than the configured one.
+def check_blocks(config: KVPolicyConfig, block_sizes: Collection[int]) -> int:
+    """Refuse models whose full attention layers differ in the sizes of their blocks.
 
     Args:
-        block_sizes: tokens, of full attention layers.
-        configured: tokens.
+        block_sizes: tokens, of full attention layers, as vLLM will make them.
+
+    Returns:
+        The size of all blocks.
 
     Raises:
         KVPolicyError: naming the sizes.
     """
-    if set(block_sizes) != {configured}:
+    if len(block_sizes) > 1:
         sizes = " and ".join(map(str, sorted(block_sizes)))
         raise _refusal(
-            config,
-            f"full attention in blocks of {sizes} tokens where --block-size is {configured}",
-            "leave --kv-policy out for this model",
+            config, f"full attention layers in blocks of {sizes} tokens", "leave --kv-policy out for this model"
         )
+    return next(iter(block_sizes))
 
 
 def _named_backend(attention_config: Any, latent: bool) -> tuple[str | None, str]:
