@@ -61,8 +61,8 @@ def apart(dense, prompt, output, trace=None):
 
 
 #: Kind -> largest difference of a log-probability from transformers' under the same mask, mean and maximum. GDN runs
-#: in bfloat16. vLLM's Nemotron-H differs without a policy, too. vLLM's short convolutions on a CPU are other functions
-#: than transformers', so LFM2 is not compared.
+#: in bfloat16. Stock vLLM's Nemotron-H differs as much. Stock vLLM's LFM2 differs by up to 11 on a CPU, so it is not
+#: compared.
 NOISE = {
     "falcon_h1": (1e-5, 1e-4),
     "granitemoehybrid": (1e-5, 1e-4),
@@ -77,14 +77,14 @@ def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, hybrids, kin
     """On one engine each: requests that lack nothing, twice for prefix hits, then requests that lose blocks."""
     options = {**hybrids(kind), "max_num_batched_tokens": 192, "enable_prefix_caching": kind in ("lfm2", "qwen3_next")}
     stock, server = engine(**options), engine({**H2O, "allow": ["full", "sink-window"]}, **options)
-    full = {"max_tokens": 30, "logprobs": 0}
+    full = {"max_tokens": 16, "logprobs": 0}
     for caching in (False, options["enable_prefix_caching"]):
         want = exactly(stock.generate(PROMPTS, **full))
         assert exactly(server.generate(PROMPTS, **full, extra_args={"kv_policy": "full"})) == want
         assert any(cached for _, _, cached in want) == caching
     dense = dense_of(hybrids, kind) if kind in NOISE else None
     for policy in (H2O, WINDOW):
-        asked = {"max_tokens": 60, "logprobs": 1, "extra_args": {"kv_policy": policy["name"]}}
+        asked = {"max_tokens": 36, "logprobs": 1, "extra_args": {"kv_policy": policy["name"]}}
         prompts = [random_prompt(length, 7 * length) for length in (520, 230)]
         outputs, traces = server.traced([(prompt, asked) for prompt in prompts])
         for prompt, output, trace in zip(prompts, outputs, traces):
@@ -98,14 +98,12 @@ def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, hybrids, kin
     server.assert_nothing_left()
 
 
-@pytest.mark.parametrize("policy", [H2O, WINDOW], ids=lambda policy: policy["name"])
-def test_evictions_match_the_dense_oracle(engine, hybrids, policy):
+def test_evictions_match_the_dense_oracle(engine, hybrids):
     """Which blocks go, after which steps: attention mass is measured beside states as anywhere."""
-    server = engine(policy, **hybrids("falcon_h1"), max_num_batched_tokens=192, enable_prefix_caching=False)
-    requests = [(random_prompt(length, length), {"max_tokens": 40, "logprobs": 1}) for length in (500, 240)]
-    outputs, traces = server.traced(requests)
-    for (prompt, _), output, trace in zip(requests, outputs, traces):
-        assert assert_like_oracle(dense_of(hybrids, "falcon_h1"), prompt, output, trace, policy) > 0
+    server = engine(H2O, **hybrids("falcon_h1"), max_num_batched_tokens=192, enable_prefix_caching=False)
+    prompt = random_prompt(500, 500)
+    (output,), (trace,) = server.traced([(prompt, {"max_tokens": 24, "logprobs": 1})])
+    assert assert_like_oracle(dense_of(hybrids, "falcon_h1"), prompt, output, trace, H2O) > 8
     server.assert_nothing_left()
 
 

@@ -170,12 +170,33 @@ def test_what_cannot_be_served_beside_states_is_refused_by_name(tmp_path, what):
     engine_config(hybrid, H2O)
 
 
-@pytest.mark.parametrize("field, why", [("context", "states keep the positions"), ("evict", "can't compute tokens again")])
+@pytest.mark.parametrize(
+    "field, why", [("context", "states keep the positions"), ("evict", "can't compute tokens again")]
+)
 def test_states_have_no_way_back(tmp_path, field, why):
     """Keys may turn and tokens be computed again, but no state forgets what it has seen."""
     policy = {**H2O, **({"context": "model"} if field == "context" else {"evict": "host", "host": "1MiB"})}
     with pytest.raises(KVPolicyError, match=f"{why}.*: (leave context out|set evict: drop)"):
         engine_config(with_config(tmp_path, **JAMBA), policy, max_num_batched_tokens=256)
+
+
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
+UNTRIED = {
+    "speculative decoding": ({}, NGRAM, "leave --speculative-config out"),
+    "select": ({"name": "keydiff", "select": 256}, {}, "leave select out"),
+    "a KV connector": (
+        {},
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "leave --kv-transfer-config",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNTRIED)
+def test_what_no_test_has_run_beside_states_is_refused(tmp_path, what):
+    own, arguments, instead = UNTRIED[what]
+    with pytest.raises(KVPolicyError, match=f"{what} beside Mamba, .*, which no test has run: {instead}"):
+        engine_config(with_config(tmp_path, **JAMBA), {**H2O, **own}, **arguments)
 
 
 def test_no_context_with_positions_of_several_dimensions(tmp_path):

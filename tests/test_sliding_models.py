@@ -30,8 +30,12 @@ MODELS = {
     "Gemma4ForCausalLM-few-heads": (
         "gemma4_text",
         dict(
-            layer_types=WINDOWS, global_head_dim=64, num_key_value_heads=4, num_global_key_value_heads=1,
-            attention_k_eq_v=True, **GEMMA4,
+            layer_types=WINDOWS,
+            global_head_dim=64,
+            num_key_value_heads=4,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            **GEMMA4,
         ),
     ),
     "GptOssForCausalLM": ("gpt_oss", dict(layer_types=TURNS, num_local_experts=2, num_experts_per_tok=1)),

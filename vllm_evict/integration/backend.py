@@ -54,7 +54,8 @@ def resident_backend(
                 raise ValueError(
                     f"{backend.get_name()} splits KV blocks of {runtime.block_size} tokens into kernel blocks of "
                     f"{kv_cache_spec.block_size}, which a KV policy can't evict: use --block-size "
-                    f"{kv_cache_spec.block_size}"
+                    f"{kv_cache_spec.block_size}, or, where vLLM chooses the size (hybrids), --attention-backend "
+                    "FLASH_ATTN or TRITON_ATTN"
                 )
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:

@@ -328,9 +328,9 @@ def settle(
     sizes = [spec.block_size for spec in made]
     if [given[number] for number in runtime.numbers] != runtime.names or set(sizes) != {runtime.groups[0].block_size}:
         raise KVPolicyError(
-            f"vLLM put full attention into KV groups {given} with blocks of {sizes} tokens; expected {runtime.names} and "
-            f"{runtime.groups[0].block_size} tokens; set VLLM_KV_CACHE_LAYOUT to a layout of whole layers, or leave "
-            "--kv-policy out for this model"
+            f"vLLM put full attention into KV groups {given} with blocks of {sizes} tokens; expected {runtime.names} "
+            f"and {runtime.groups[0].block_size} tokens; set VLLM_KV_CACHE_LAYOUT to a layout of whole layers, or "
+            "leave --kv-policy out for this model"
         )
     ops, decodes = runtime.ops, decode_kernel() != "stock"
     for name, layer in layers.items():

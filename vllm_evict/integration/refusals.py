@@ -96,7 +96,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "Mamba or linear attention in all layers, whose states do not grow",
             "there is nothing to evict; leave --kv-policy out for this model",
         ),
-        *(_beside(vllm_config, config, STATES) if model.is_hybrid else ()),
+        *(_beside_states(vllm_config, config) if model.is_hybrid else ()),
         (model.is_encoder_decoder, "encoder-decoder models", without),
         (
             model.is_mm_prefix_lm,
@@ -447,6 +447,21 @@ def _beside(vllm_config: Any, config: KVPolicyConfig, kind: Kind, others: bool =
             f"{beside}, where the prefix cache lacks {kind.lacks} to repeat a prompt",
             "leave kvzip out; snapkv, h2o and keydiff need no second pass",
         ),
+    ]
+
+
+def _beside_states(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str, str]]:
+    """Refusals for models with states. vLLM turns its hybrid manager off for some connectors, so these come first."""
+    why = f"beside {STATES.what}, which no test has run"
+    return [
+        (vllm_config.speculative_config is not None, f"speculative decoding {why}", "leave --speculative-config out"),
+        (bool(config.select), f"select {why}", "leave select out"),
+        (
+            vllm_config.kv_transfer_config is not None,
+            f"a KV connector {why}",
+            "leave --kv-transfer-config and --kv-offloading-size out",
+        ),
+        *_beside(vllm_config, config, STATES),
     ]
 
 
