@@ -161,7 +161,6 @@ def test_states_of_a_reduced_context_are_published_nowhere(engine, hybrids, whol
 
 #: The server's policy, budgets that requests ask for by policy, blocks of the pool, caching.
 CROWDS = {
-    "h2o": (*test_poison.SERVERS["h2o"][:2], 44, "no-prefix-cache"),
     "h2o-cached": (*test_poison.SERVERS["h2o"][:2], 48, "prefix-cache"),
     "h2o-pressure": (*test_poison.SERVERS["h2o-pressure"][:2], 44, "no-prefix-cache"),
 }
