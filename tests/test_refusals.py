@@ -436,7 +436,7 @@ def test_no_selection_on_a_gpu_in_several_ranks_or_beside_other_layers():
         ("select on a GPU, where no kernel selects blocks yet", {"device_config__device_type": "cuda"}),
         ("select and tensor parallelism", {"parallel_config__tensor_parallel_size": 2}),
         ("select and layers with sliding windows", windows),
-        ("select and layers with states", {"model_config__is_hybrid": True}),
+        ("select beside Mamba", {"model_config__is_hybrid": True}),
     ):
         with pytest.raises(KVPolicyError, match=f"can't be used with {what}.*: leave select out"):
             refusals.check_config(plain_config(**changes), config)

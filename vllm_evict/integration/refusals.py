@@ -221,11 +221,6 @@ def _selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[
             "select and layers with sliding windows, among which the first layers are not counted",
             dense,
         ),
-        (
-            vllm_config.model_config.is_hybrid,
-            "select and layers with states, among which the first layers are not counted",
-            dense,
-        ),
         (vllm_config.parallel_config.tensor_parallel_size > 1, "select and tensor parallelism", dense),
     ]
 
@@ -280,7 +275,7 @@ def _connected(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str
         *connectors.check(vllm_config, config),
         (
             slides,
-            f"the KV connector {name} and layers with sliding windows, which nothing has tried yet",
+            f"the KV connector {name} and layers with sliding windows, which no test runs",
             "leave --kv-transfer-config and --kv-offloading-size out",
         ),
         (
