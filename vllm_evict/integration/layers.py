@@ -28,7 +28,7 @@ from ..core.arrange import arrange
 from ..core.layout import Layout
 from ..environment import decode_kernel
 from ..policies import RUNNING
-from . import refusals
+from . import combinations, refusals
 from .backend import PLACE, resident_backend, working_impl, working_latent
 from .positions import rotations
 from .spec import EvictableSpec, host_blocks, most_blocks
@@ -97,9 +97,9 @@ def install(
         refusals.check_cache(name, layer)
     layers = _evictable(vllm_config)
     if len(layers) + len(states) < len(every):
-        refusals.check_beside(vllm_config, config, refusals.WINDOWS, bool(layers))
+        refusals.check_beside(vllm_config, config, combinations.WINDOWS, bool(layers))
     if states:
-        refusals.check_beside(vllm_config, config, refusals.STATES, bool(layers))
+        refusals.check_beside(vllm_config, config, combinations.STATES, bool(layers))
     for name, layer in layers.items():
         refusals.check_layer(name, layer, config)
     # The block size is final here; it may have changed since the configuration was checked.

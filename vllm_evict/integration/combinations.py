@@ -1,0 +1,279 @@
+"""Refusals of what a policy cannot be combined with: features of a server, latents, and layers beside full attention.
+
+A refusal is (whether it applies, what is refused, what to do instead).
+"""
+
+import os
+from typing import Any, NamedTuple
+
+from ..config import KVPolicyConfig
+from ..policies import QUERIED, RUNNING
+from . import connectors
+
+Refusal = tuple[bool, str, str]
+
+#: Methods of speculative decoding whose drafters have no layers.
+DRAFTERS = ("ngram", "suffix")
+
+
+def tier(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
+    """What is refused where evicted blocks go to the host."""
+    if config.evict != "host":
+        return []
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    drop = "set evict: drop"
+    return [
+        (
+            slides(vllm_config.model_config, vllm_config.cache_config),
+            "evict: host and layers with sliding windows, whose blocks are gone when tokens are computed again",
+            drop,
+        ),
+        (
+            vllm_config.model_config.is_hybrid,
+            "evict: host and layers with states, which can't compute tokens again",
+            drop,
+        ),
+        (vllm_config.parallel_config.tensor_parallel_size > 1, "evict: host and tensor parallelism", drop),
+        (
+            config.host > memory,
+            f"host: {config.host} bytes on a machine of {memory}",
+            "set less than the machine has, beside what the model takes",
+        ),
+    ]
+
+
+def selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusal]:
+    """What is refused where decodes select blocks."""
+    if not config.select:
+        return []
+    dense = "leave select out"
+    return [
+        (platform != "cpu", "select on a GPU, where no kernel selects blocks yet", dense),
+        (
+            slides(vllm_config.model_config, vllm_config.cache_config),
+            "select and layers with sliding windows, among which the first layers are not counted",
+            dense,
+        ),
+        (vllm_config.parallel_config.tensor_parallel_size > 1, "select and tensor parallelism", dense),
+    ]
+
+
+def speculation(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
+    """What is refused on servers that speculate."""
+    speculative, beside = vllm_config.speculative_config, "speculative decoding"
+    if speculative is None:
+        return []
+    drafts, block_size = speculative.num_speculative_tokens, vllm_config.cache_config.block_size
+    model, without = vllm_config.model_config, "leave --speculative-config out"
+    return [
+        (
+            speculative.method not in DRAFTERS,
+            f"{beside} by {speculative.method!r}",
+            f'set "method": "{DRAFTERS[0]}" in --speculative-config, or {without}',
+        ),
+        (
+            bool(vllm_config.use_v2_model_runner),
+            f"{beside} on Model Runner V2",
+            f"set VLLM_USE_V2_MODEL_RUNNER=0, or {without}",
+        ),
+        (model.is_hybrid, f"{beside} and layers with states", without),
+        (config.context is not None, f"a context and {beside}", f"leave context out, or {without}"),
+        (
+            config.reconstructs,
+            f"kvzip and {beside}: prompts are repeated by requests that have no drafts",
+            f'leave kvzip out of name and "allow", or {without}',
+        ),
+        (
+            any(part.accumulate == "mean" and part.statistics for part in config.classes.values()),
+            f"accumulate: mean and {beside}, where the queries of drafts do not count",
+            f"set accumulate: sum, ema or last, or {without}",
+        ),
+        (
+            block_size is not None and drafts >= block_size,
+            f"{drafts} draft tokens in blocks of {block_size} tokens",
+            f'set "num_speculative_tokens" in --speculative-config to less than {block_size}',
+        ),
+        (config.evict == "host", f"evict: host and {beside}", f"set evict: drop, or {without}"),
+        (bool(config.select), f"select and {beside}", f"leave select out, or {without}"),
+    ]
+
+
+def connected(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
+    """What is refused beside a KV connector."""
+    if vllm_config.kv_transfer_config is None:
+        return []
+    name = vllm_config.kv_transfer_config.kv_connector
+    return [
+        *connectors.check(vllm_config, config),
+        (
+            slides(vllm_config.model_config, vllm_config.cache_config),
+            f"the KV connector {name} and layers with sliding windows, which no test runs",
+            "leave --kv-transfer-config and --kv-offloading-size out",
+        ),
+        (
+            vllm_config.speculative_config is not None,
+            f"the KV connector {name} and speculative decoding",
+            "leave --speculative-config out, or --kv-transfer-config and --kv-offloading-size",
+        ),
+        (
+            vllm_config.model_config.use_mla or vllm_config.model_config.is_hybrid,
+            f"the KV connector {name} and layers of latents or states",
+            "leave --kv-transfer-config and --kv-offloading-size out",
+        ),
+        (bool(config.select), f"select and the KV connector {name}", "leave select out"),
+    ]
+
+
+def sparse(text: Any) -> list[Refusal]:
+    """Refusals for models whose queries see few tokens, which an indexer chooses."""
+    why = "whose indexer has a cache of its own that would have to lose the same blocks"
+    reads = "they read few tokens of their cache already; leave --kv-policy out"
+    return [
+        (
+            getattr(text, "index_topk", None) is not None,
+            f"sparse attention (DSA), {why}",
+            f"{reads}, and set --attention-config.hisparse_config to keep the cache in host memory",
+        ),
+        (
+            getattr(text, "compress_ratios", None) is not None,
+            f"compressed sparse attention (CSA), {why}",
+            f"{reads}: the cache is compressed, too",
+        ),
+        (
+            getattr(text, "sparse_attention_config", None) is not None,
+            f"block-sparse attention (MSA), {why}",
+            reads,
+        ),
+    ]
+
+
+def latent(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusal]:
+    """Refusals for models with multi-head latent attention (MLA)."""
+    latent = "multi-head latent attention (MLA)"
+    return [
+        (
+            len(config.classes) > 1,
+            f"{latent}, whose query heads all read one latent head, so that heads and layers can't be split",
+            "use a policy for whole layers, such as h2o, snapkv or sink-window",
+        ),
+        (
+            config.context is not None,
+            f"a context and {latent}, which rotates a part of its keys only",
+            "leave context out for this model",
+        ),
+        (
+            config.reconstructs,
+            f"{latent} while requests may use kvzip, which scores each KV head's own keys",
+            "leave kvzip out; snapkv, h2o and keydiff need no second pass",
+        ),
+        (
+            config.granularity == "token",
+            f"granularity: token and {latent}, for which no kernel of the plugin gathers tokens",
+            "set granularity: block",
+        ),
+        (
+            config.evict == "host",
+            f"evict: host and {latent}, whose blocks no test recalls yet",
+            "set evict: drop",
+        ),
+        (
+            bool(config.select),
+            f"select and {latent}, for which no kernel of the plugin decodes",
+            "leave select out",
+        ),
+        (
+            bool(vllm_config.model_config.is_hybrid),
+            f"{latent} beside linear attention, which no test runs yet",
+            "leave --kv-policy out for this model",
+        ),
+        (
+            vllm_config.speculative_config is not None,
+            f"{latent} and speculative decoding, whose drafts it computes as chunks of a prompt",
+            "leave --speculative-config out",
+        ),
+        (
+            platform == "cuda" and bool(config.statistics & (RUNNING | QUERIED)),
+            f"{latent} on a GPU while requests may use scores of attention: no kernel reads latents there",
+            'use sink-window, strided, random, keydiff or knorm, and leave other policies out of "allow"',
+        ),
+    ]
+
+
+class Kind(NamedTuple):
+    """Layers without holes that stand beside full attention.
+
+    Attributes:
+        what: their name.
+        alone: why a model of such layers alone is not served.
+        positions: why keys of full attention can't be rotated beside them.
+        lacks: what the prefix cache lacks to repeat a prompt.
+    """
+
+    what: str
+    alone: str
+    positions: str
+    lacks: str
+
+
+WINDOWS = Kind(
+    "sliding-window attention",
+    "which recycle their blocks themselves",
+    "where only layers with windows may have positions",
+    "blocks of windows",
+)
+STATES = Kind(
+    "Mamba, linear attention or short convolutions",
+    "whose states do not grow",
+    "whose states keep the positions that keys lose",
+    "states",
+)
+
+
+def beside(vllm_config: Any, config: KVPolicyConfig, kind: Kind, others: bool = True) -> list[Refusal]:
+    """Refusals for models with layers of a kind; `others`: whether some layers have full attention."""
+    beside = f"{kind.what} beside full attention"
+    return [
+        (
+            not others,
+            f"{kind.what} in all layers, {kind.alone}",
+            "there is nothing to evict; leave --kv-policy out for this model",
+        ),
+        (
+            bool(vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+            f"{beside} without vLLM's hybrid KV cache manager: all layers share one block table then",
+            "leave --disable-hybrid-kv-cache-manager out",
+        ),
+        (
+            len(config.classes) > 1,
+            f"{beside}, because it puts heads into pages that belong to no layer",
+            "use a policy for whole layers, such as h2o, snapkv or sink-window",
+        ),
+        (config.context is not None, f"{beside}, {kind.positions}", "leave context out for this model"),
+        (
+            config.reconstructs,
+            f"{beside}, where the prefix cache lacks {kind.lacks} to repeat a prompt",
+            "leave kvzip out; snapkv, h2o and keydiff need no second pass",
+        ),
+    ]
+
+
+def beside_states(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
+    """Refusals for models with states. vLLM turns its hybrid manager off for some connectors, so these come first."""
+    why = f"beside {STATES.what}, which no test has run"
+    return [
+        (vllm_config.speculative_config is not None, f"speculative decoding {why}", "leave --speculative-config out"),
+        (bool(config.select), f"select {why}", "leave select out"),
+        (
+            vllm_config.kv_transfer_config is not None,
+            f"a KV connector {why}",
+            "leave --kv-transfer-config and --kv-offloading-size out",
+        ),
+        *beside(vllm_config, config, STATES),
+    ]
+
+
+def slides(model: Any, cache: Any) -> bool:
+    """Whether some layers have sliding windows by the configuration; all have if the cache's configuration has one."""
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    some = "sliding_attention" in kinds and model.get_sliding_window() is not None
+    return some or cache.sliding_window is not None
