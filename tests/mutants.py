@@ -138,15 +138,15 @@ MUTANTS = [
     Mutant(
         "a block freed twice",
         "integration/managers.py",
-        "self.block_pool.free_blocks(reversed(given_back))",
-        "self.block_pool.free_blocks(list(reversed(given_back)) + given_back[:1])",
+        "self._give_back(given_back)",
+        "self._give_back(given_back + given_back[:1])",
         ("load_scheduler",),
     ),
     Mutant(
         "a block never freed",
         "integration/managers.py",
-        "self.block_pool.free_blocks(reversed(given_back))",
-        "self.block_pool.free_blocks(list(reversed(given_back))[1:])",
+        "self._give_back(given_back)",
+        "self._give_back(given_back[:-1])",
         ("load_scheduler",),
     ),
     Mutant(
@@ -299,12 +299,12 @@ MUTANTS = [
         "        slot = self._slots[req_id]",
         ("sums",),
     ),
-    Mutant("windows never end", "compute/sums.py", "self._sums[self._to_device(ended)] = 0", "pass", ("sums",)),
+    Mutant("windows never end", "compute/sums.py", "self._sums[self._to_device(slots)] = 0", "pass", ("sums",)),
     Mutant(
         "queries of the pattern all count",
         "compute/sums.py",
-        "        return MassStep(rows, slots, counted, logical, memory, queries, weighs)",
-        "        memory = memory._replace(weights=None)\n        return MassStep(rows, slots, counted, logical, memory, queries, weighs)",
+        "        last = self._last(weights, query_start_loc)\n        return MassStep(",
+        "        last, memory = None, memory._replace(weights=None)\n        return MassStep(",
         ("oracle_parity", "sums"),
     ),
     Mutant(

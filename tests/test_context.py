@@ -255,16 +255,16 @@ def test_a_full_pool_has_no_copies_to_give(engine):
     assert [block.block_id for block in table[:3]] == published and subject.free_blocks == 2
     for block in table[:3]:
         block.ref_cnt -= 1
-    assert rewrite(req_id, np.array([3])) == ({}, []), "it is its own, and may stay"
+    assert rewrite(req_id, np.array([3])) == ({}, [], []), "it is its own, and may stay"
     table[3].ref_cnt += 1
-    other, (block,) = rewrite(req_id, np.array([3]))
+    other, (block,), _ = rewrite(req_id, np.array([3]))
     assert set(other) == {3} and block.ref_cnt == 1 and table[3] is not block, "another request holds it"
     subject.pool.free_blocks([block])
-    moved, given_back = rewrite(req_id, np.array([0, 3]))
+    moved, given_back, _ = rewrite(req_id, np.array([0, 3]))
     assert set(moved) == {0} and [block.block_id for block in given_back] == published[:1]
     assert moved[0] == table[0].block_id and table[0].block_hash is None and table[0].ref_cnt == 1
     taken += subject.pool.get_new_blocks(subject.free_blocks - 1)
-    moved, given_back = rewrite(req_id, np.array([1, 2]))
+    moved, given_back, _ = rewrite(req_id, np.array([1, 2]))
     assert set(moved) == {1} and [block.block_id for block in given_back] == published[1:2], "one copy has room"
     assert table[2].block_id == published[2] and table[2].block_hash is None, "the other is written in place"
     subject.pool.free_blocks(taken)

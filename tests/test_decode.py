@@ -448,7 +448,7 @@ class Recorder:
     def kv_heads(self, kv_cache):
         return 1
 
-    def mass(self, layer, query, kv_cache, metadata, weights, out):
+    def mass(self, layer, query, kv_cache, metadata, weights, out, last=None):
         self.calls.append(("mass", None if weights is None else weights.tolist()))
 
     def mass_of(self, layer, query, kv_cache, metadata, queries, out):

@@ -85,7 +85,7 @@ class Ops:
     def kv_heads(self, kv_cache):
         return HEADS
 
-    def mass(self, layer, query, kv_cache, metadata, weights, out, per_token=False):
+    def mass(self, layer, query, kv_cache, metadata, weights, out, per_token=False, last=None):
         total = 1.0 if weights is None else weights.sum()
         out += HEADS // out.shape[1] * total * torch.arange(1.0, out.shape[2] + 1)
 

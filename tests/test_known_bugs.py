@@ -237,7 +237,7 @@ def test_per_request_python_loops_on_the_decode_path(engine, monkeypatch):
 
     # 8 tokens into a block after the prompt: 24 decode steps without a new one.
     for seed in range(6):
-        server.add(random_prompt(40, seed), max_tokens=60, extra_args={"kv_budget": 128})
+        server.add(random_prompt(40, seed), max_tokens=120, extra_args={"kv_budget": 128})
     while any(request.num_computed_tokens < 41 for request in server.scheduler.requests.values()):
         server.llm.llm_engine.step()
     slots = server.runtime.sums._slots = CountedDict(server.runtime.sums._slots)

@@ -169,7 +169,9 @@ class _Launches:
                 num_actual_tokens=tokens,
             )  # fmt: skip
             for query in self._tensors(tokens, True):
-                given = metadata, self._weights(tokens, mass), self._out(tokens, mass), mass.per_token
+                # Several queries with weights come with the number of those that count (`MassStep.last`).
+                last = lens if mass.weighted and tokens > 1 else None
+                given = metadata, self._weights(tokens, mass), self._out(tokens, mass), mass.per_token, last
                 self.ops.warm_up_mass(self.layer, query, part.kv_cache, *given)
 
     def _compact(self, part: Heads) -> None:
