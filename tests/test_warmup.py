@@ -299,11 +299,12 @@ class Work:
             for out, weights, per_token in self.ways(group, part, rows, len(query), longest):
                 if out is None:
                     continue
+                last = None if weights is None or len(query) == rows else torch.ones(rows, dtype=torch.int32)
                 heard = [None]
                 if isinstance(self.ops, FlashOps):
                     heard.append(torch.zeros(query.shape[1], len(query)))
                 for self.ops._lse in heard:
-                    self.ops.mass(self.layer, query, part.kv_cache, metadata, weights, out, per_token)
+                    self.ops.mass(self.layer, query, part.kv_cache, metadata, weights, out, per_token, last)
 
 
 # What else a start is to do, and not to do
