@@ -93,12 +93,12 @@ class Invariants:
             if not same.all():
                 raise Fault("purity", f"block {at} is published, and holds something else than its hash says")
 
-    def _check_bounds(self, output: Any, rows: dict[str, tuple[Row, int]], free: int) -> None:
+    def _check_bounds(self, output: Any, rows: dict[str, tuple[Row, int]], free: int, shared: set[int]) -> None:
         """Requests whose step is done hold no more than they may. Those that wait for scores may hold all.
 
-        Tokens are gathered in private blocks. A request finds enough of them if it shares nothing, or if the pool has
-        room for all decisions of this step, in all KV groups: `free` blocks, before them and after. Without these it
-        tries again with its next block.
+        Tokens are gathered in private blocks. A request finds enough of them if it shares nothing (`shared`: blocks
+        with several holders before the decisions of this step), or if the pool has room for all decisions, in all KV
+        groups: `free` blocks, before them and after. Without these it tries again with its next block.
         """
         due = [group.due.keys() for group in getattr(output, PLAN).groups]
         decisions = sum(map(len, due))
@@ -119,7 +119,7 @@ class Invariants:
                     break
                 table = manager.req_to_blocks[req_id][: -(-settled // self.settings.block)]
                 held = sum(not block.is_null for block in table)
-                alone = all(block.ref_cnt == 1 for block in table if not block.is_null)
+                alone = not any(block.block_id in shared or block.ref_cnt > 1 for block in table if not block.is_null)
                 roomy = free >= held * decisions
                 compacts = req_id in decided and (alone or roomy)
                 if not pools and held > limits.trigger and (compacts or resident.config.granularity == "block"):

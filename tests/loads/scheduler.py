@@ -160,6 +160,7 @@ class Simulation(Invariants):
         for op in middle:
             self._apply(op)
         free = self.pool.get_num_free_blocks()
+        shared = {block.block_id for block in self.pool.blocks if block.ref_cnt > 1}
         taken = scheduler.update_from_output(output, answer)
         if self.settings.drafts and not self.settings.ahead:
             scheduler.update_draft_token_ids(self._drafts(output))
@@ -168,7 +169,7 @@ class Simulation(Invariants):
         if self.settings.ahead and self.settings.caching:
             self._check_published(())  # what was sampled may fill a block
         if self.evictable:
-            self._check_bounds(output, rows, min(free, self.pool.get_num_free_blocks()))
+            self._check_bounds(output, rows, min(free, self.pool.get_num_free_blocks()), shared)
             settings = self.settings
             scores_come = not (settings.lost or settings.late or settings.answers == "nan")
             if self.scheduler.reconstructions is not None and scores_come:
