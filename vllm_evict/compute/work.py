@@ -122,8 +122,9 @@ class StepWork:
             if len(self.rows):
                 ops.decode(layer, query, kv_cache, metadata, output, self.rows, self.seq_lens, weights, out, **how)
             if out is not None and not self.is_all:
-                last = (self.tokens if per_token else self.mass).last
-                ops.mass(layer, query, kv_cache, metadata, self._stock_weights(weights), out, last=last, **how)
+                step = self.tokens if per_token else self.mass
+                assert not isinstance(step, MassBuffers), "a graph leaves no query to the stock kernel"
+                ops.mass(layer, query, kv_cache, metadata, self._stock_weights(weights), out, last=step.last, **how)
 
         kv_heads = 0 if self.mass is None and self.tokens is None else ops.kv_heads(kv_cache)
         if self.mass is not None:

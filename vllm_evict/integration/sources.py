@@ -4,7 +4,7 @@ import ast
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 ASSIGNMENTS = (ast.Assign, ast.AnnAssign)
@@ -78,7 +78,7 @@ class Sources:
 
     def body_digest(self, found: Found) -> str:
         """Fingerprint of a function's code; comments, docstring and blank lines do not count."""
-        node = found.node
+        node: Any = found.node
         first = min(each.lineno for each in (node, *node.decorator_list))
         lines = self._lines[found.module][first - 1 : node.end_lineno]
         if ast.get_docstring(node, clean=False) is not None:
@@ -130,7 +130,7 @@ class Sources:
     def _member(self, found: Found, name: str) -> Found | None:
         if isinstance(found.node, FUNCTIONS):
             node = defined(list(ast.walk(found.node))[1:], name)
-            return node and Found(found.module, f"{found.name}.{name}", node)
+            return None if node is None else Found(found.module, f"{found.name}.{name}", node)
         for cls in self.bases(found):
             if (node := defined(getattr(cls.node, "body", ()), name)) is not None:
                 return Found(cls.module, f"{cls.name}.{name}", node)
@@ -152,7 +152,7 @@ def _statements(body: list[ast.AST]) -> Iterator[ast.AST]:
 
 def defined(body: list[ast.AST], name: str) -> Definition | None:
     """The statement that defines `name`, the last one if there are several (overloads come first)."""
-    result = None
+    result: Any = None
     for statement in _statements(body):
         if name in _names(statement):
             result = statement
