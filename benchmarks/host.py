@@ -7,7 +7,8 @@ the plugin's functions is measured; in "stock", with VLLM_PLUGINS empty, the tim
 views and `end` folds sums: torch does this on a CPU, and kernels on a GPU. A CPU has no full CUDA graphs. So each step
 makes the choice among graphs (`graph`) as on a device, and times it separately.
 
-Times are CPU times of the engine's thread, which other load on the machine changes little; the JSON has wall time too.
+Times are CPU times of the engine's thread; the JSON has wall time too. Other load on the machine changes both. It does
+not change the number of Python calls of the scheduler, which COUNTED more steps give.
 Writes a Markdown table and a JSON with hardware, versions, command and each step's times to --out.
 """
 
@@ -28,6 +29,8 @@ from pressure import child_main, conditions, decoding, in_child, make_llm, progr
 
 #: Most tokens of a step.
 CHUNK = 8192
+#: Steps whose calls are counted, after those that are timed.
+COUNTED = 32
 SCHEDULER, WORKER = ("schedule", "update"), ("begin", "graph", "view", "end")
 #: CPU time of the thread, and wall time, by their names in the report.
 CLOCKS = {"cpu_seconds": time.thread_time, "seconds": time.perf_counter}
@@ -102,6 +105,31 @@ def watch(llm: Any, stock: bool) -> Stopwatch:
     return watch
 
 
+def count_calls(llm: Any) -> list[int]:
+    """Return the calls of Python functions in the scheduler, in each of COUNTED steps; ends the timing of `watch`."""
+    scheduler, counted = scheduler_of(llm), []
+    del scheduler.schedule, scheduler.update_from_output
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        counted[-1] += event == "call"
+
+    def counting(function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sys.setprofile(count)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                sys.setprofile(None)
+
+        return call
+
+    scheduler.schedule, scheduler.update_from_output = map(counting, (scheduler.schedule, scheduler.update_from_output))
+    for _ in range(COUNTED):
+        counted.append(0)
+        llm.llm_engine.step()
+    return counted
+
+
 def choose_graph(runtime: Any) -> Any:
     """The full graph that a step would replay on a device, with room for requests of any length."""
     blocks = [group._graph_blocks for group in runtime.groups]
@@ -120,7 +148,7 @@ def host_child(spec: dict) -> dict:
     """One case, in a process of its own."""
     options = argparse.Namespace(**spec["options"])
     policy, count, size = spec["policy"], options.requests, options.block_size
-    tokens = 2 * options.steps + count * options.prompt // CHUNK + 8
+    tokens = 2 * options.steps + COUNTED + count * options.prompt // CHUNK + 8
     blocks = count * -(-(options.prompt + tokens) // size) + 1
     if (policy or {}).get("when") == "pressure":  # a pool that runs out with the first blocks after the prompts
         blocks = count * (-(-options.prompt // size) + 1) + count // 4
@@ -141,11 +169,12 @@ def host_child(spec: dict) -> dict:
         for _ in range(options.steps):
             llm.llm_engine.step()
             stopwatch.step()
-    return {clock: [step[clock] for step in stopwatch.steps] for clock in CLOCKS}
+        calls = count_calls(llm)
+    return {clock: [step[clock] for step in stopwatch.steps] for clock in CLOCKS} | {"calls": calls}
 
 
 def host(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
-    """All cases in turn. Returns each step's times by case."""
+    """All cases in turn. Returns each step's times, and calls, by case."""
     chosen = {name: policy for name, policy in cases(options).items() if name in options.cases}
     runs = {}
     with progress() as bar:
@@ -155,7 +184,8 @@ def host(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
             spec = {"model": str(model), "policy": policy, "shape": asdict(shape), "options": vars(options)}
             runs[name] = in_child("host", spec, {"VLLM_PLUGINS": ""} if policy is None else {})
             bar.advance(task)
-    return {"policies": chosen, "runs": runs, "added": {name: added(runs, name) for name in runs}}
+    added_to_stock = {name: added(runs, name) for name in runs}
+    return {"policies": chosen, "runs": runs, "added": added_to_stock, "options": vars(options)}
 
 
 def added(runs: dict[str, dict], case: str) -> float:
@@ -170,10 +200,14 @@ def mean(run: dict, part: str) -> float:
 
 def table(report: dict) -> str:
     parts = SCHEDULER + WORKER
-    lines = [f"| case | {' | '.join(parts)} | added to stock |", "|---|" + "---|" * (len(parts) + 1)]
+    lines = [
+        f"| case | {' | '.join(parts)} | added to stock | calls of the scheduler a request |",
+        "|---|" + "---|" * (len(parts) + 2),
+    ]
     for name, run in report["runs"].items():
         cells = [cell([step.get(part, 0.0) for step in run["cpu_seconds"]]) for part in parts]
-        lines.append(f"| {name} | {' | '.join(cells)} | {1e3 * report['added'][name]:.2f} |")
+        calls = statistics.mean(run["calls"]) / report["options"]["requests"]
+        lines.append(f"| {name} | {' | '.join(cells)} | {1e3 * report['added'][name]:.2f} | {calls:.1f} |")
     return "\n".join(lines)
 
 
@@ -211,7 +245,7 @@ def main() -> None:
     shape = Shape(layers=1, hidden=64, heads=2, kv_heads=2, head_dim=32, intermediate=64, vocab=256)
     with tempfile.TemporaryDirectory() as folder:
         report = host(options, make_model(folder, shape), shape)
-    report |= {"conditions": conditions(), "options": vars(options)}
+    report["conditions"] = conditions()
     title = (
         f"{options.requests} requests decode, {options.prompt:,} tokens of prompt each: CPU ms of the engine's thread "
         f"in a step: mean / median / most of {options.steps} steps"

@@ -71,6 +71,8 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         self.host_pool = self._host_pool()
         #: None if no prompt's last tokens are ever computed again.
         self.again = Again(self, self.kv_policy) if Again.serves(self.kv_policy) else None
+        if self.again is None:  # vLLM asks for each request of each step
+            self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead
         #: Request -> its computed tokens before it was rewound, until the next step is planned.
         self._rewound: dict[str, int] = {}
         self.mechanisms = self._mechanisms()
@@ -377,7 +379,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        return tokens if self.again is None else self.again.shorten(request, num_computed_tokens, tokens)
+        return self.again.shorten(request, num_computed_tokens, tokens)
 
     def _residents_of(self, req_id: str) -> list[RequestBlocks]:
         return [manager.residents[req_id] for manager in self.kv_managers]
