@@ -14,19 +14,23 @@ END_TO_END := $(shell grep -lE '^(from|import) engine\b' tests/test_*.py)
 BOTH_RUNNERS := $(shell grep -lF mark.both_runners tests/test_*.py)
 
 # What CI runs, a workflow each; `make test-all` runs all of it.
-LANES := unit engine compat device peers
+LANES := unit engine compat long device peers
 DEVICE := cuda_builds cuda_kernels device device_backends flashinfer fold full_graphs graphs memory put sliding_devices \
 	take triton_decode triton_kernels view views warmup
 # Files that run again with vLLM's Triton kernels on V1.
 TRITON := device_backends full_graphs graphs memory sliding_devices warmup
 PEERS  := demo eval_runs gpu_benchmarks gpu_check heads_training host kvpress load needles performance_files ray xformers
+# Random loads, servers under faults, and engines of several ranks.
+LONG   := data_parallel load_engine load_scheduler soak tensor_parallel
 lane-device := $(DEVICE:%=tests/test_%.py)
+lane-long   := $(LONG:%=tests/test_%.py)
 lane-peers  := $(PEERS:%=tests/test_%.py)
 lane-compat := tests/test_compat.py tests/test_versions.py tests/test_guard.py tests/test_arguments.py
 # Those that start servers in processes of their own.
-SERVED := inputs_server server soak tensor_parallel
-lane-engine := $(filter-out $(lane-device) $(lane-peers),$(END_TO_END) $(SERVED:%=tests/test_%.py))
-lane-unit   := $(filter-out $(lane-device) $(lane-peers) $(lane-compat) $(lane-engine),$(wildcard tests/test_*.py))
+SERVED := inputs_server server
+NIGHTLY := $(lane-device) $(lane-long) $(lane-peers)
+lane-engine := $(filter-out $(NIGHTLY),$(END_TO_END) $(SERVED:%=tests/test_%.py))
+lane-unit   := $(filter-out $(NIGHTLY) $(lane-compat) $(lane-engine),$(wildcard tests/test_*.py))
 
 .PHONY: help demo test test-all $(LANES:%=test-%) lint format types docs docs-serve wheel bench bench-gpu check-gpu quality clean
 .DELETE_ON_ERROR:
@@ -58,7 +62,7 @@ endif
 $(VENV)-%/.ready: scripts/release-env.sh packaging/constraints.txt | $(READY)
 	@scripts/release-env.sh $* $(VENV)
 
-test-all: lint  ## ruff, then all lanes: those of every push, device and peers
+test-all: lint  ## ruff, then all lanes: those of every push, and long, device and peers
 	$(PYTEST)
 	$(call on-v2,$(BOTH_RUNNERS))
 	$(on-triton)
@@ -69,7 +73,7 @@ on-triton = VLLM_EVICT_TEST_RUNNER=v1-triton $(BIN)/pytest -q -n 2 $(TRITON:%=te
 
 $(LANES:%=test-%): test-%: $(READY)
 	$(PYTEST) $(lane-$*)
-	$(if $(filter engine device,$*),$(call on-v2,$(lane-$*)))
+	$(if $(filter engine device long,$*),$(call on-v2,$(lane-$*)))
 	$(if $(filter device,$*),$(on-triton))
 
 lint: $(READY)  ## ruff: rules and format

@@ -50,7 +50,8 @@ GARBAGE = 2**30
 #: Files that take minutes; they are begun first.
 LONG = {
     *("test_ray", "test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"),
-    *("test_sliding", "test_load_engine", "test_soak", "test_full_graphs", "test_data_parallel"),
+    *("test_sliding", "test_load_engine", "test_soak", "test_full_graphs", "test_data_parallel", "test_duo"),
+    *("test_guarantee", "test_hybrids", "test_inputs_server"),
 }
 
 

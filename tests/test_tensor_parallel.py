@@ -10,26 +10,36 @@ import pytest
 from oracle.tiny import make_tiny_llama
 
 BASE = {"name": "h2o", "budget": 160, "buffer": 32, "sink": 32, "recent": 64}
-POLICIES = {
-    "h2o": {**BASE, "allow": ["sink-window"]},
-    "h2o-max": {**BASE, "heads": "max", "layers": "max"},
+WINDOW = {"kv_policy": "sink-window"}
+#: What is served by one engine: the server's policy, and what each of three requests asks for.
+SERVERS = {
+    "h2o": ({**BASE, "allow": ["sink-window", "rkv"]}, [{"kv_policy": "rkv"}, None, WINDOW]),
     # Scores of each rank's own heads, of keys and of queries.
-    "keydiff-max": {**BASE, "name": "keydiff", "heads": "max", "allow": ["sink-window"]},
+    "max": (
+        {**BASE, "heads": "max", "layers": "max", "allow": ["keydiff"]},
+        [None, {"kv_budget": 128}, {"kv_policy": "keydiff"}],
+    ),
     # Heads are dealt out anew: each rank has the retrieval head of one layer and the streaming head of the other.
-    "duo": {"name": "duo", "pattern": ["01", "01"], "sink": 32, "recent": 64, "retrieval": BASE},
-    # Each rank chooses for its own heads; one set for all is agreed on.
-    "tokens": {**BASE, "granularity": "token"},
-    "tokens-all": {**BASE, "granularity": "token", "sets": "all"},
-    # Each rank remembers what its own heads drew from the repetition.
-    "kvzip-tokens": {**BASE, "name": "kvzip", "granularity": "token"},
-    "kvzip-tokens-all": {**BASE, "name": "kvzip", "granularity": "token", "sets": "all"},
-    "pyramidkv": {**BASE, "name": "pyramidkv", "bands": 2},
-    "rkv": {**BASE, "name": "rkv", "allow": ["sink-window"]},
-    # Each rank turns the keys of its own heads.
-    "context": {**BASE, "context": 448},
+    "duo": (
+        {"name": "duo", "pattern": ["01", "01"], "sink": 32, "recent": 64, "retrieval": BASE},
+        [None, None, {"kv_budget": 128}],
+    ),
+    # Each rank chooses for its own heads, by the mass of decodes or what its heads drew from the repetition.
+    "tokens": (
+        {**BASE, "name": "kvzip", "granularity": "token", "allow": ["h2o"]},
+        [None, {"kv_budget": 128}, {"kv_policy": "h2o"}],
+    ),
+    # One set for all heads is agreed on.
+    "tokens-all": (
+        {**BASE, "name": "kvzip", "granularity": "token", "sets": "all", "allow": ["h2o"]},
+        [None, {"kv_budget": 128}, {"kv_policy": "h2o"}],
+    ),
+    "pyramidkv": ({**BASE, "name": "pyramidkv", "bands": 2}, [None, None, None]),
+    # Each rank rotates the keys of its own heads.
+    "context": ({**BASE, "context": 448}, [None, None, {"kv_budget": 128}]),
 }
 
-#: Serves each policy with an engine of its own; writes tokens, log-probabilities and usage. vLLM spawns engines and
+#: Serves each of SERVERS with an engine of its own; writes tokens, log-probabilities and usage. vLLM spawns engines and
 #: workers on a CPU; forks have imported everything already.
 SCRIPT = textwrap.dedent(
     """
@@ -48,16 +58,15 @@ SCRIPT = textwrap.dedent(
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
-    def main(model, ranks, policies, path):
+    def main(model, ranks, servers, path):
         results = {}
-        for name, policy in json.loads(policies).items():
+        for name, (policy, wishes) in json.loads(servers).items():
             llm = LLM(
                 model, kv_policy=policy, tensor_parallel_size=int(ranks), dtype="float32", enforce_eager=True, seed=0,
                 max_model_len=1024, block_size=32, num_gpu_blocks_override=128, kv_cache_memory_bytes=64 << 20,
                 max_num_seqs=8, max_num_batched_tokens=192,
             )
             prompts = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (420, 90, 260)]
-            wishes = [None, None, {"kv_policy": "sink-window"} if policy.get("allow") else {"kv_budget": 128}]
             outputs = llm.generate(
                 [{"prompt_token_ids": prompt} for prompt in prompts],
                 [
@@ -86,7 +95,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def serve(folder, model, ranks, policies=POLICIES):
+def serve(folder, model, ranks, servers):
     script, answer = folder / "serve.py", folder / f"ranks-{ranks}.json"
     script.write_text(SCRIPT)
     environment = {
@@ -98,7 +107,7 @@ def serve(folder, model, ranks, policies=POLICIES):
         else "nobind",
     }
     done = subprocess.run(
-        [sys.executable, script, model, str(ranks), json.dumps(policies), answer],
+        [sys.executable, script, model, str(ranks), json.dumps(servers), answer],
         env=environment,
         capture_output=True,
         text=True,
@@ -110,12 +119,12 @@ def serve(folder, model, ranks, policies=POLICIES):
 
 @pytest.fixture(scope="module")
 def served(tiny, tmp_path_factory):
-    """Results by policy, of one rank and of two."""
+    """Results by server, of one rank and of two."""
     folder = tmp_path_factory.mktemp("ranks")
-    return serve(folder, tiny, 1), serve(folder, tiny, 2)
+    return serve(folder, tiny, 1, SERVERS), serve(folder, tiny, 2, SERVERS)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", SERVERS)
 def test_two_ranks_evict_and_say_what_one_does(served, name):
     assert_alike(*(results[name] for results in served))
 
@@ -131,5 +140,5 @@ def assert_alike(one, two):
 def test_beside_sliding_windows_too(tmp_path):
     """Ranks have the same KV groups, of which one is the policy's."""
     model = make_tiny_llama(tmp_path / "model", layers=3, windows=[48, 0, 48])
-    one, two = (serve(tmp_path, model, ranks, {"h2o": POLICIES["h2o"]}) for ranks in (1, 2))
+    one, two = (serve(tmp_path, model, ranks, {"h2o": SERVERS["h2o"]}) for ranks in (1, 2))
     assert_alike(one["h2o"], two["h2o"])
