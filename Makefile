@@ -121,73 +121,13 @@ bench-gpu:  ## kernels, then engines against stock vLLM, on a GPU; nothing witho
 check-gpu:  ## whether a GPU evicts rightly: engines behind each attention backend, against what is known (results in out/gpu)
 	@$(GPU_PYTHON) benchmarks/gpu/check.py
 
-# Every policy there is; sinks and recent window of 32 tokens each, 20 prompts a cell. The depths are no round fractions
-# of the length: `strided` keeps those.
-POLICIES = full,h2o,$(LAST),tova,snapkv,scissorhands,rkv,knorm,keydiff,pagedeviction,strided,random,sink-window
-LAST     = {"name": "h2o", "accumulate": "last", "window": 16, "sink": 32, "recent": 32, "buffer": 0}
-BARE     = {"name": "$(1)", "protect": false, "sink": 32, "recent": 32, "buffer": 0}
-EVAL     = $(BIN)/vllm-evict eval --model examples/needle/model --depths 0.17,0.33,0.47,0.61,0.79 --samples 4 \
-	--engine-args '{"enforce_eager": true, "max_model_len": 4352}'
-# duo with four and with five of eight retrieval heads, with h2o in the four, and with the wrong four.
-DUO     = configs/duo-needle.yaml,$(CAREFUL),$(BOTH),$(SWAPPED)
-CAREFUL = {"name": "duo", "heads": "configs/heads/needle", "threshold": 0.5}
-BOTH    = {"name": "duo", "heads": "configs/heads/needle", "sparsity": 0.5, "retrieval": {"name": "h2o", "budget": 0.5, \
-	"accumulate": "last", "window": 16, "sink": 32, "recent": 32, "buffer": 0}}
-SWAPPED = {"name": "duo", "pattern": ["11", "11", "00", "00"], "sink": 32, "recent": 64}
-comma := ,
-# Tokens, a set for each head and one for all heads; bands of layers, and of heads. docs/quality.md has them at three
-# budgets, and kvzip (merging at two): TOKEN_BUDGETS=0.1,0.25,0.5.
-TOKEN_BUDGETS ?= 0.25
-SCORES = "h2o","accumulate":"last","window":16 "tova" "snapkv","kernel":7 "knorm" "keydiff" "rkv"
-TOKENS = $(foreach sets,head all,$(foreach score,$(SCORES),\
-	{"name":$(score),"granularity":"token","sets":"$(sets)","sink":32,"recent":32,"buffer":0}$(comma)))
-SPLITS = "pyramidkv","bands":2 "pyramidkv","bands":4 "adakv","bands":2
-BANDS  = $(foreach split,$(SPLITS),{"name":$(split),"sink":32,"recent":32,"buffer":0}$(comma))
-# What docs/quality.md says in passing: pooling over fewer and more tokens, no pyramid, even shares.
-ASIDES = $(foreach kernel,1 7 31,{"name":"snapkv","granularity":"token","sets":"all","kernel":$(kernel),$(SIZES)}$(comma))\
-	$(foreach split,$(EVEN),{"name":$(split),$(SIZES)}$(comma))
-EVEN   = "pyramidkv","bands":4,"beta":1 "adakv","bands":2 "adakv","bands":2,"floor":1
-SIZES  = "sink":32,"recent":32,"buffer":0
-# kvzip by blocks and by tokens; merging; and, with the question in sight, groups of heads that choose their policies.
-KVZIP  = {"name":"kvzip",$(SIZES)},$(foreach sets,head all,\
-	{"name":"kvzip","granularity":"token","sets":"$(sets)",$(SIZES)}$(comma))
-MERGED = "h2o","accumulate":"last","window":16,"sets":"all" "snapkv","kernel":7,"sets":"all" "rkv"
-MERGES = $(foreach score,$(MERGED),$(foreach merge,null "d2o" "ems",\
-	{"name":$(score),"granularity":"token","merge":$(merge),$(SIZES)}$(comma)))
-FASTGEN = $(foreach recovery,0.3 0.5 0.95,{"name":"fastgen","bands":2,"recovery":$(recovery),$(SIZES)}$(comma))
-# Evicted blocks that wait on the host, and come back when the question asks for them.
-TIER    = "evict":"host","host":"1GiB","recall":"quest"
-RECALLS = $(foreach name,h2o sink-window,{"name":"$(name)",$(TIER),"sink":32,$(if $(filter h2o,$(name)),"recent":32$(comma))"buffer":0}$(comma))
-# Decodes that attend to a tenth and to a quarter of 2,048 tokens: each layer chooses, or the first for all.
-SELECTS = $(foreach tokens,224 512,$(foreach layers,"dense_layers":0 "filter_layers":[0],\
-	{"name":"full","select":$(tokens),"select_sink":32,"select_recent":32,$(layers)}$(comma)))
+# Sinks and recent window of 32 tokens each, 20 prompts a cell. The depths are no round fractions of the length: `strided`
+# keeps those. EVALS names some of configs/eval.
+EVALS ?= $(basename $(notdir $(wildcard configs/eval/*.yaml)))
 quality: $(READY)  ## what every policy loses on the embedded model (results in out/quality)
-	@$(EVAL) --out out/quality/agnostic --settings agnostic --policies '$(POLICIES)' --lengths 2048 \
-		--budgets 0.1,0.25,0.5 --tasks niah,multikey,twostage,vt,ppl
-	@$(EVAL) --out out/quality/aware --settings aware --policies '$(POLICIES)' --lengths 2048 \
-		--budgets 0.1,0.25 --tasks niah,multikey,twostage
-	@$(EVAL) --out out/quality/lengths --settings agnostic --policies '$(POLICIES)' --lengths 1024,2048,4096 \
-		--budgets 0.25 --tasks niah
-	@$(EVAL) --out out/quality/protect --settings agnostic --lengths 2048 --budgets 0.25 --tasks niah,multikey,ppl \
-		--policies '$(call BARE,h2o)$(comma)$(call BARE,snapkv)$(comma)$(call BARE,tova)$(comma)$(call BARE,keydiff)$(comma)$(call BARE,random)'
-	@$(EVAL) --out out/quality/duo --settings agnostic --policies 'full,$(DUO),h2o,$(LAST),tova,snapkv,rkv,sink-window' \
-		--lengths 2048,4096 --budgets 0.29,0.53 --tasks niah,multikey,twostage,vt,ppl
-	@$(EVAL) --out out/quality/within --settings agnostic --policies full,configs/duo-needle.yaml \
-		--lengths 1024,2048,4096 --tasks niah --samples 28 --seed 1
-	@$(EVAL) --out out/quality/tokens --settings agnostic --policies 'full,$(TOKENS)$(BANDS)' --lengths 2048 \
-		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt,ppl
-	@$(EVAL) --out out/quality/kvzip --settings agnostic --policies 'full,$(KVZIP)' --lengths 2048 \
-		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt
-	@$(EVAL) --out out/quality/merging --settings agnostic --policies 'full,$(MERGES)' --lengths 2048 \
-		--budgets $(TOKEN_BUDGETS) --tasks niah,multikey,twostage,vt,ppl
-	@$(EVAL) --out out/quality/fastgen --settings aware --policies 'full,$(FASTGEN)configs/duo-needle.yaml' \
-		--lengths 2048 --budgets 0.1,0.25 --tasks niah,multikey,twostage
-	@$(EVAL) --out out/quality/recall --settings agnostic --policies 'full,h2o,$(RECALLS)' --lengths 2048 \
-		--budgets 0.1,0.25 --tasks niah,multikey,twostage,vt,ppl
-	@$(EVAL) --out out/quality/select --settings agnostic --policies 'full,$(SELECTS)' --lengths 2048 \
-		--tasks niah,multikey,twostage,vt,ppl
-	@$(EVAL) --out out/quality/asides --settings agnostic --policies 'full,snapkv,$(ASIDES)' --lengths 2048 \
-		--budgets 0.25 --tasks niah,ppl
+	@for name in $(EVALS); do $(BIN)/vllm-evict eval --config configs/eval/$$name.yaml --out out/quality/$$name \
+		--model examples/needle/model --depths 0.17,0.33,0.47,0.61,0.79 \
+		--engine-args '{"enforce_eager": true, "max_model_len": 4352}' || failed=1; done; [ -z "$$failed" ]
 
 clean:  ## remove the environment, builds and results
 	rm -rf $(VENV) $(VENV)-* build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info

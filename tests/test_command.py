@@ -1,5 +1,6 @@
 """The command `vllm-evict` and the policy files that come with it, from a checkout and from a wheel."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -7,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from vllm_evict import KVPolicyConfig, KVPolicyError, __version__, cli
 from vllm_evict.config import presets
 from vllm_evict.eval import cli as command
+from vllm_evict.eval.policies import contenders
+from vllm_evict.eval.tasks import TASKS
 from vllm_evict.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +109,48 @@ def test_what_else_is_missing_is_not_hidden(monkeypatch):
     monkeypatch.setattr(command, "main", broken)
     with pytest.raises(ModuleNotFoundError, match="lost"):
         cli.main()
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs/eval").glob("*.yaml")), ids=lambda file: file.stem)
+def test_evaluations_of_the_docs_are_files_of_options(run, monkeypatch, tmp_path, file):
+    """Each is an evaluation whose policies, tasks and settings exist; the command line wins over the file."""
+    plans = []
+    for module, name, double in (
+        ("run", "run", lambda plan, say: plans.append(plan) or []),
+        ("report", "write", lambda *arguments: []),
+    ):
+        monkeypatch.setattr(importlib.import_module(f"vllm_evict.eval.{module}"), name, double)
+    monkeypatch.chdir(ROOT)
+    told = ("eval", "--config", file, "--model", "some-model", "--out", tmp_path, "--samples", 3)
+    assert run(*told)[0] == 0
+    (plan,) = plans
+    written = yaml.safe_load(file.read_text())
+    assert (plan.model, plan.samples, plan.out) == ("some-model", 3, tmp_path)
+    assert (
+        plan.settings == (written["settings"],)
+        and list(plan.tasks) == written["tasks"]
+        and set(plan.tasks) <= set(TASKS)
+    )
+    assert list(plan.lengths) == written.get("lengths") and plan.seed == written.get("seed", 0)
+    found = contenders(plan.policies, plan.budgets, sink=32, recent=32, buffer=0, block_size=32)
+    assert {each.config.name for each in found} == {KVPolicyConfig.parse(policy).name for policy in written["policies"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tasks: [niah]\nbudget: [0.1]\n", "got budget; expected some of: batch, "),
+        ("- niah\n", "got list; expected options such as 'tasks: [niah]'"),
+        ("tasks: [", "eval.yaml: while parsing"),
+        (None, "No such file"),
+    ],
+)
+def test_a_wrong_file_of_options_is_one_line_and_status_2(run, tmp_path, text, words):
+    file = tmp_path / "eval.yaml"
+    if text is not None:
+        file.write_text(text)
+    status, output, error = run("eval", "--config", file, "--model", "some-model", "--out", tmp_path)
+    assert (status, output) == (2, "") and words in error and len(error.splitlines()) == 1
 
 
 def test_the_packages_are_those_of_the_extra():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 
 from .. import __version__
@@ -48,6 +49,33 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _from_file(context: typer.Context, file: Path | None) -> None:
+    """Read defaults of a command's options from a YAML file; lists and objects become what the command line takes.
+
+    Raises:
+        EvalError: the file can't be read, is no YAML object, or names an option that the command does not have.
+    """
+    if file is None:
+        return
+    try:
+        given = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise EvalError(f"--config {file}: {' '.join(str(error).split())}") from None
+    known = {parameter.name for parameter in context.command.params} - {"config"}
+    if not isinstance(given, dict):
+        raise EvalError(f"--config {file} got {type(given).__name__}; expected options such as 'tasks: [niah]'")
+    if unknown := [str(name) for name in given if name not in known]:
+        raise EvalError(f"--config {file} got {', '.join(unknown)}; expected some of: {', '.join(sorted(known))}")
+    context.default_map = {name: _words(value) for name, value in given.items()}
+
+
+def _words(value: Any) -> Any:
+    """A value of a file as the command line has it."""
+    if isinstance(value, list):
+        return ",".join(str(_words(entry)) for entry in value)
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
 @app.callback()
 def _all(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)] = (
@@ -86,6 +114,12 @@ def evaluate(
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 8,
     limit: Annotated[int | None, typer.Option(help="Most rows of each benchmark file.")] = None,
     engine_args: Annotated[str, typer.Option(help='More arguments of LLM, as JSON: {"dtype": "float32"}.')] = "{}",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of these options; what the command line says wins.", is_eager=True, callback=_from_file
+        ),
+    ] = None,
 ) -> None:
     """Run tasks under every policy and budget, then write tables, pictures and a report."""
     # Before vLLM is imported: engines run one after the other in this process.
