@@ -1,14 +1,12 @@
 """Speculative decoding: drafts neither score nor publish, and decisions see settled tokens; against the dense oracle."""
 
-import numpy as np
 import pytest
-from engine import Engine, random_prompt
+from drafting import MODEL, NGRAM, accepted, serve
+from engine import random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle
 
-DRAFTS, VOCAB = 3, 4096
-NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 BASE = {"budget": 160, "buffer": 32, "sink": 32, "recent": 32}
 POLICIES = {
     "sink-window": {"name": "sink-window", "budget": 160, "sink": 32},
@@ -25,28 +23,6 @@ BY_TOKEN = {
 }
 
 
-class Drafter:
-    """Takes the place of vLLM's n-gram drafter: drafts from known texts, of which some are wrong.
-
-    Attributes:
-        texts: prompts with their outputs.
-        right: 0: all drafts are wrong; 1: none; "some": in turn none, one, two of them and so on are right.
-    """
-
-    def __init__(self, server: Engine):
-        self.texts, self.right = [], 0
-        server.worker.model_runner.drafter.propose = self.propose
-
-    def propose(self, count, sampled, lengths, tokens, **_):
-        return [self.draft(tokens[row, : lengths[row]], count) if ids else [] for row, ids in enumerate(sampled)]
-
-    def draft(self, known, count):
-        following = next((text[len(known) :] for text in self.texts if text[:20] == known[:20].tolist()), [])
-        following = (following + [0] * count)[:count]
-        right = {0: 0, 1: count, "some": len(known) % (count + 1)}[self.right]
-        return [token if at < right else (token + 1) % VOCAB for at, token in enumerate(following)]
-
-
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch):
     """vLLM's search for n-grams runs in Python, as numba compiles it for longer than the tests take."""
@@ -56,21 +32,12 @@ def uncompiled(monkeypatch):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculation") / "model"
-    return make_tiny_llama(folder, layers=3, heads=8, kv_heads=4, vocab=VOCAB)
+    return make_tiny_llama(folder, **MODEL)
 
 
 @pytest.fixture(scope="module")
 def dense(model):
     return DenseLlama(model)
-
-
-def prompt_of(length, seed):
-    return np.random.default_rng(seed).permutation(VOCAB)[:length].tolist()
-
-
-def accepted(server):
-    values = server.metrics()
-    return values["vllm:spec_decode_num_accepted_tokens"], values["vllm:spec_decode_num_draft_tokens"]
 
 
 def test_full_serves_as_stock_does(engine, tiny):
@@ -84,25 +51,6 @@ def test_full_serves_as_stock_does(engine, tiny):
             server.assert_nothing_left()
     assert answers[0] == answers[1] == answers[2]
     assert counts[0] == counts[1] and counts[0][0] > 0
-
-
-def serve(engine, model, policy, check, monkeypatch):
-    """Serve with a drafter that is never right, then by answers before: evictions come at other tokens, and answers differ."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
-    server = engine(policy, model=model, max_num_batched_tokens=96, speculative_config=NGRAM)
-    drafter, prompts = Drafter(server), [prompt_of(length, 60 + length) for length in (250, 90)]
-    requests = [(prompt, {"max_tokens": 160, "logprobs": 1}) for prompt in prompts]
-    for right in (0, "some", 1):
-        drafter.right, before = right, accepted(server)
-        outputs, traces = server.traced(requests)
-        drafts, kept = (new - old for new, old in zip(accepted(server)[::-1], before[::-1]))
-        assert drafts and (kept == 0 if right == 0 else kept > 10)
-        drafter.texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs)]
-        for prompt, output, trace in zip(prompts, outputs, traces):
-            assert sum(map(len, trace.evicted)) >= 2
-            check(prompt, output, trace)
-        server.llm.reset_prefix_cache()
-    server.assert_nothing_left()
 
 
 @pytest.mark.parametrize("name", POLICIES)

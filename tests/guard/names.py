@@ -111,7 +111,7 @@ REPLACED = {
         "integration.backend:resident_backend.ResidentBackend": "get_builder_cls customize_spec",
     },
     "vllm.v1.attention.backend:AttentionMetadataBuilder": {
-        "integration.backend:resident_backend.ResidentBuilder": "get_cudagraph_support",
+        "integration.backend:resident_backend.ResidentBuilder": "get_cudagraph_support build_for_drafting",
     },
     "vllm.v1.attention.backend:AttentionImpl": {
         "integration.backend:working_impl.WorkingImpl": "fused_output_quant_supported",

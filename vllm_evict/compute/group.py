@@ -374,6 +374,24 @@ class GroupRuntime:
             metadata.seq_lens, metadata.seq_lens_cpu_upper_bound = work.stock_lens, torch.from_numpy(stock)
         return metadata, work
 
+    def drafting_view(self, metadata: Any) -> Any:
+        """Return the metadata of a drafter's pass with resident views in place of block tables and lengths.
+
+        Drafters run after their step, on the block tables of the step and on lengths that differ from pass to pass.
+
+        Args:
+            metadata: vLLM's `CommonAttentionMetadata` of the pass. It comes back unchanged if no request has a hole.
+        """
+        if not self.with_holes:
+            return metadata
+        table, lens = self.views.drafting(self, metadata)
+        metadata = copy(metadata)
+        metadata.block_table_tensor, metadata.seq_lens = table, lens
+        if (bound := metadata.seq_lens_cpu_upper_bound) is not None:
+            metadata.seq_lens_cpu_upper_bound = bound - torch.from_numpy(self._lacking(self.batch.req_ids))
+        metadata._num_computed_tokens_cache = None
+        return metadata
+
     def end(self, all_reduce: Any) -> Reports:
         """Add the step's mass to the running sums, and return the reports that the plan asks for.
 

@@ -64,6 +64,19 @@ class Views:
             self._make(metadata)
         return self._made[group]
 
+    def drafting(self, group: Any, metadata: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return table and lengths of one group's view in a drafter's pass, in the memory of the step's view.
+
+        Args:
+            group: a group with holes.
+            metadata: vLLM's `CommonAttentionMetadata` of the pass.
+        """
+        tables, block_size = metadata.block_table_tensor, self._groups[0].block_size
+        view = View(*(each[: len(tables)] for each in self.memory(group, tables.shape)))
+        width = min(-(-metadata.max_seq_len // block_size), tables.shape[1])
+        resident_view([tables], metadata.seq_lens, block_size, [View(view.table[:, :width], view.lens)])
+        return view.table, view.lens
+
     def _make(self, metadata: Any) -> None:
         in_graph, live = self._batch.graph is not None, len(self._batch.req_ids)
         rows = len(metadata.block_table_tensor) if in_graph else live

@@ -68,6 +68,10 @@ def resident_backend(
             setattr(metadata, STEP_WORK, work)
             return metadata
 
+        def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+            """Metadata of a drafter's pass, which follows the step and has lengths of its own."""
+            return super().build(0, runtime.drafting_view(common_attn_metadata), fast_build=True)
+
     class ResidentBackend(backend):
         @staticmethod
         def get_builder_cls() -> type:

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 from ..config import KVPolicyConfig
 from ..policies import QUERIED, RUNNING
-from . import connectors
+from . import connectors, drafters
 
 Refusal = tuple[bool, str, str]
-
-#: Methods of speculative decoding whose drafters have no layers.
-DRAFTERS = ("ngram", "suffix")
 
 
 def tier(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
@@ -65,12 +62,14 @@ def speculation(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         return []
     drafts, block_size = speculative.num_speculative_tokens, vllm_config.cache_config.block_size
     model, without = vllm_config.model_config, "leave --speculative-config out"
+    served = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
     return [
         (
-            speculative.method not in DRAFTERS,
+            speculative.method not in served,
             f"{beside} by {speculative.method!r}",
-            f'set "method": "{DRAFTERS[0]}" in --speculative-config, or {without}',
+            f'set "method" in --speculative-config to one of {", ".join(served)}, or {without}',
         ),
+        *(with_layers(vllm_config, config) if drafters.has_layers(vllm_config) else ()),
         (
             bool(vllm_config.use_v2_model_runner),
             f"{beside} on Model Runner V2",
@@ -95,6 +94,34 @@ def speculation(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         ),
         (config.evict == "host", f"evict: host and {beside}", f"set evict: drop, or {without}"),
         (bool(config.select), f"select and {beside}", f"leave select out, or {without}"),
+    ]
+
+
+def with_layers(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
+    """What is refused on servers whose drafter has layers."""
+    speculative = vllm_config.speculative_config
+    drafter, ngram = f"speculative decoding by {speculative.method!r}", 'set "method": "ngram" in --speculative-config'
+    return [
+        (
+            bool(vllm_config.scheduler_config.async_scheduling),
+            f"{drafter} under async scheduling, where workers do not know the length of a request",
+            f"set --no-async-scheduling, or {ngram}",
+        ),
+        (
+            len(config.classes) > 1,
+            f"{drafter}, whose layers have no heads of the policy's classes",
+            f"use a policy for whole layers, such as h2o, snapkv or sink-window, or {ngram}",
+        ),
+        (
+            slides(vllm_config.model_config, vllm_config.cache_config),
+            f"{drafter} and layers with sliding windows, which no test runs",
+            ngram,
+        ),
+        (
+            bool(speculative.parallel_drafting),
+            f"{drafter} in parallel, which no test runs",
+            f'leave "parallel_drafting" out of --speculative-config, or {ngram}',
+        ),
     ]
 
 

@@ -28,7 +28,7 @@ from ..core.arrange import arrange
 from ..core.layout import Layout
 from ..environment import decode_kernel
 from ..policies import RUNNING
-from . import combinations, refusals
+from . import combinations, drafters, refusals
 from .backend import PLACE, resident_backend, working_impl, working_latent
 from .positions import rotations
 from .spec import EvictableSpec, host_blocks, most_blocks
@@ -95,17 +95,19 @@ def install(
         if type(layer) not in (Attention, MLAAttention) and name not in states:
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
         refusals.check_cache(name, layer)
+    drafting = drafters.mark(vllm_config, model, every)
     layers = _evictable(vllm_config)
-    if len(layers) + len(states) < len(every):
+    if len(layers) + len(states) + len(drafting) < len(every):
         refusals.check_beside(vllm_config, config, combinations.WINDOWS, bool(layers))
     if states:
         refusals.check_beside(vllm_config, config, combinations.STATES, bool(layers))
     for name, layer in layers.items():
         refusals.check_layer(name, layer, config)
+    drafters.check(drafting, next(iter(layers.values())))
     # The block size is final here; it may have changed since the configuration was checked.
     kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
-    names, block_size, block_bytes = [list(layers)], vllm_config.cache_config.block_size, 0
-    if len(layers) < len(every):
+    names, block_size, block_bytes = [list(every)], vllm_config.cache_config.block_size, 0
+    if len(layers) + len(drafting) < len(every):
         names, block_size, block_bytes = _grouped(config, layers, dict(specs))
     config.check(block_size, len(layers), kv_heads, longest, vllm_config.max_in_flight_tokens)
     placed = layout(vllm_config, config)
@@ -116,7 +118,7 @@ def install(
     in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
     groups = [
-        _whole(vllm_config, config, [layers[name] for name in group], ops, turns, in_graphs, block_size)
+        _whole(vllm_config, config, [every[name] for name in group], ops, turns, in_graphs, block_size)
         for group in names
     ]
     return EvictionRuntime(
@@ -139,10 +141,14 @@ def _ops(backend: str) -> BackendOps:
     return ops
 
 
-def _evictable(vllm_config: VllmConfig) -> dict[str, Attention]:
-    """Layers without sliding windows, by name: the layers that policies work on."""
+def _evictable(vllm_config: VllmConfig, drafting: bool = False) -> dict[str, Attention]:
+    """The model's layers without sliding windows, by name: the layers that policies work on.
+
+    `drafting`: the drafter's layers instead.
+    """
     layers = get_layers_from_vllm_config(vllm_config, (Attention, MLAAttention))
-    return {name: layer for name, layer in layers.items() if layer.sliding_window is None}
+    plain = ((name, layer) for name, layer in layers.items() if layer.sliding_window is None)
+    return {name: layer for name, layer in plain if hasattr(layer, drafters.DRAFTS) is drafting}
 
 
 def _grouped(
@@ -172,11 +178,15 @@ def _whole(
 ) -> GroupRuntime:
     """The runtime of a KV group with all heads of its layers; `in_graphs` as returned by `_scratch`."""
     ((head_class, part),) = config.classes.items()
-    kv_heads = layers[0].num_kv_heads
-    store = LayerStore(ops, lambda: ((layer, layer.kv_cache) for layer in layers), turns)
-    group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs, block_size)
+    drafting = [layer for layer in layers if hasattr(layer, drafters.DRAFTS)]
     backends = {layer.attn_backend: None for layer in layers}
+    layers = [layer for layer in layers if layer not in drafting]
+    kv_heads, caches = layers[0].num_kv_heads, lambda of: ((layer, layer.kv_cache) for layer in of)
+    store = LayerStore(ops, partial(caches, layers), turns, partial(caches, drafting))
+    group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs, block_size)
     backends = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
+    for layer in drafting:
+        layer.attn_backend = backends[layer.attn_backend]
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
     latent = isinstance(layers[0], MLAAttention)
     attending = list(layers) if latent else [layer.impl for layer in layers]
@@ -333,11 +343,11 @@ def settle(
             "leave --kv-policy out for this model"
         )
     ops, decodes = runtime.ops, decode_kernel() != "stock"
-    for name, layer in layers.items():
-        read = config.statistics or config.context or config.recall != "none" or config.select
+    read = config.statistics or config.context or config.recall != "none" or config.select
+    for name, layer in (layers | _evictable(vllm_config, drafting=True)).items():
         if read and (reason := ops.unreadable(layer)):
             raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": [], without a context')
-        decodes &= ops.can_decode(layer)
+    decodes &= all(map(ops.can_decode, layers.values()))
     if config.select and not decodes:
         raise KVPolicyError(
             "select: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, keys "

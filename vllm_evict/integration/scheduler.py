@@ -29,6 +29,7 @@ from .admission import AdmissionMixin
 from .allocation import count_published
 from .carriers import EvictionOutput, EvictionStats
 from .describe import start_up_line
+from .drafters import lookahead
 from .hits import HitsMixin
 from .managers import BESIDE, EvictableManager, SlidingManager, StateManager, put_beside
 from .metrics import Tally
@@ -123,8 +124,9 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             )
         order = [manager.kv_cache_spec.head_class for manager in evictable]
         assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
+        in_flight = self.vllm_config.max_in_flight_tokens + lookahead(self.vllm_config)
         for number, manager in enumerate(evictable):
-            manager.bind(number, self.vllm_config.max_in_flight_tokens, self._poison, self._give_back)
+            manager.bind(number, in_flight, self._poison, self._give_back)
         for manager in others:
             put_beside(manager, evictable[0].residents, self._poison)
         return evictable, others

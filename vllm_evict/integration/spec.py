@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttent
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..config import KVPolicyConfig, KVPolicyError
+from .drafters import lookahead
 from .managers import EvictableManager
 
 
@@ -76,7 +77,7 @@ def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int
     if bound is None or vllm_config.kv_transfer_config is not None:  # a connector's blocks arrive all at once
         return math.ceil(longest / block_size)
     # Eviction follows the step, so a request holds whole chunks on top while steps are in flight.
-    return bound + math.ceil(vllm_config.max_in_flight_tokens / block_size) + 1
+    return bound + math.ceil((vllm_config.max_in_flight_tokens + lookahead(vllm_config)) / block_size) + 1
 
 
 def host_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_bytes: int) -> int:

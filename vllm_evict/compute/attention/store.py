@@ -1,6 +1,6 @@
 """The KV cache of one KV group, layer by layer, through `BackendOps`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ class LayerStore:
         caches: returns pairs of a layer and the part of its KV cache in this group. Called on use, since vLLM allocates
             caches late.
         rotations: layer -> rotation of its keys, for `turn`.
+        drafting: like `caches`, of a drafter's layers in the same blocks; only `compact` takes them.
     """
 
     def __init__(
@@ -25,8 +26,9 @@ class LayerStore:
         ops: BackendOps,
         caches: Callable[[], Iterable[tuple[Any, Any]]],
         rotations: Mapping[Any, Rotation] = MappingProxyType({}),
+        drafting: Callable[[], Iterable[tuple[Any, Any]]] = tuple,
     ) -> None:
-        self._ops, self._caches, self._rotations = ops, caches, rotations
+        self._ops, self._caches, self._rotations, self._drafting = ops, caches, rotations, drafting
 
     @property
     def kept_bytes(self) -> int:
@@ -47,9 +49,13 @@ class LayerStore:
         layers = list(self._caches())
         if len({len(heads) for heads in keep}) == 1:
             self._ops.compact(layers[0][0], [cache for _, cache in layers], source, torch.stack(keep), target)
-            return
-        for (layer, cache), heads in zip(layers, keep):
-            self._ops.compact(layer, [cache], source, heads[None], target)
+        else:
+            for (layer, cache), heads in zip(layers, keep):
+                self._ops.compact(layer, [cache], source, heads[None], target)
+        for layer, cache in self._drafting():
+            one = most_kept(keep, len(source), len(target))
+            heads = one.expand(1, self._ops.kv_heads(cache), -1).contiguous()
+            self._ops.compact(layer, [cache], source, heads, target)
 
     def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._ops.write(*list(self._caches())[layer], blocks, keys, values)
@@ -71,3 +77,17 @@ class LayerStore:
             first += size
             _, values = self._ops.read(layer, kv_cache, source, True)
             self._ops.write(layer, kv_cache, target, self._rotations[layer](its, tokens), values)
+
+
+def most_kept(keep: Sequence[torch.Tensor], source: int, target: int) -> torch.Tensor:
+    """The tokens that the most heads keep, of equally many heads the newest: int32 [kept], ascending.
+
+    Args:
+        keep: for each layer int32 [Hkv, kept].
+        source, target: number of blocks before and after.
+    """
+    kept = torch.cat([heads.flatten() for heads in keep]).long()
+    count = keep[0].shape[1]
+    votes = torch.zeros(source * count // target, dtype=torch.int32, device=kept.device)
+    votes.index_add_(0, kept, torch.ones_like(kept, dtype=torch.int32))
+    return votes.argsort(stable=True)[-count:].sort().values.int()

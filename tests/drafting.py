@@ -1,0 +1,162 @@
+"""Tiny drafters with layers, random weights, and doubles that make drafts right or wrong as a test says."""
+
+import json
+
+import numpy as np
+import torch
+from oracle.tiny import write_tokenizer
+from safetensors.torch import load_file, save_file
+
+DRAFTS, VOCAB = 3, 4096
+#: Of the model: `make_tiny_llama` with these has three layers in one KV group.
+MODEL = dict(layers=3, heads=8, kv_heads=4, vocab=VOCAB)
+NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+HIDDEN, HEAD_DIM, INTERMEDIATE = 64, 32, 128
+
+
+def speculative(method, model=None):
+    """`speculative_config` of a drafter."""
+    return {"method": method, "num_speculative_tokens": DRAFTS, **({} if model is None else {"model": str(model)})}
+
+
+def _layer(normal, prefix, hidden=HIDDEN, inputs=None):
+    heads, kv_heads, inputs = MODEL["heads"] * HEAD_DIM, MODEL["kv_heads"] * HEAD_DIM, inputs or hidden
+    shapes = {
+        "self_attn.q_proj": (heads, inputs),
+        "self_attn.k_proj": (kv_heads, inputs),
+        "self_attn.v_proj": (kv_heads, inputs),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (INTERMEDIATE, hidden),
+        "mlp.up_proj": (INTERMEDIATE, hidden),
+        "mlp.down_proj": (hidden, INTERMEDIATE),
+    }
+    weights = {f"{prefix}{name}.weight": normal(*shape) for name, shape in shapes.items()}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return weights | {f"{prefix}{name}.weight": torch.ones(hidden) for name in norms}
+
+
+def _normal(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+
+
+def make_eagle(path, model, method):
+    """An EAGLE head (`method` eagle or eagle3) of the tiny Llama `model`, with one layer of the model's shape."""
+    normal = _normal(5)
+    weights = {"fc.weight": normal(HIDDEN, HIDDEN * (2 if method == "eagle" else 3))}
+    if method == "eagle":
+        weights |= _layer(normal, "layers.0.")
+        del weights["layers.0.input_layernorm.weight"]
+    else:
+        weights |= _layer(normal, "midlayer.", inputs=2 * HIDDEN)
+        weights |= {name: torch.ones(HIDDEN) for name in ("midlayer.hidden_norm.weight", "norm.weight")}
+        weights["lm_head.weight"] = normal(VOCAB, HIDDEN)
+    path.mkdir(parents=True)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": VOCAB}))
+    return path
+
+
+def make_mimo(path, llama):
+    """A tiny MiMo: the weights of `llama`, biases of 0 in its attention, and a layer for multi-token prediction (MTP)."""
+    weights, normal, prefix = load_file(llama / "model.safetensors"), _normal(6), "model.mtp_layers.0."
+    hidden = weights["model.norm.weight"].shape[0]
+    weights |= _layer(normal, prefix, hidden) | {f"{prefix}input_proj.weight": normal(hidden, 2 * hidden)}
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    weights |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in norms}
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        weights[name.replace("weight", "bias")] = torch.zeros(len(weights[name]))
+    path.mkdir(parents=True)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((llama / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    write_tokenizer(path, VOCAB, 2048)
+    return path
+
+
+class Drafter:
+    """Takes the place of vLLM's n-gram drafter: drafts from known texts, of which some are wrong.
+
+    Attributes:
+        texts: prompts with their outputs.
+        right: 0: all drafts are wrong; 1: none; "some": in turn none, one, two of them and so on are right.
+    """
+
+    def __init__(self, server):
+        self.texts, self.right = [], 0
+        self.runner = server.worker.model_runner
+        self.runner.drafter.propose = self.propose
+
+    def propose(self, count, sampled, lengths, tokens, **_):
+        return [self.draft(tokens[row], lengths[row], count) if ids else [] for row, ids in enumerate(sampled)]
+
+    def draft(self, known, length, count):
+        """Drafts that follow the first `length` tokens of a request; `known`: its first tokens at least."""
+        following = next((text[length:] for text in self.texts if text[:20] == known[:20].tolist()), [])
+        following = (following + [0] * count)[:count]
+        right = {0: 0, 1: count, "some": length % (count + 1)}[self.right]
+        return [token if at < right else (token + 1) % VOCAB for at, token in enumerate(following)]
+
+
+class LayeredDrafter(Drafter):
+    """Lets a drafter with layers run, sees that its logits are finite, and replaces its drafts.
+
+    Attributes:
+        runs: passes of the drafter that were seen.
+    """
+
+    def __init__(self, server):
+        drafter = server.worker.model_runner.drafter
+        self.stock, self.runs, logits = drafter.propose, 0, drafter.model.compute_logits
+
+        def finite(*args, **kwargs):
+            values = logits(*args, **kwargs)
+            assert values.isfinite().all(), "the drafter computed NaN"
+            self.runs += 1
+            return values
+
+        drafter.model.compute_logits = finite
+        super().__init__(server)
+
+    def propose(self, **given):
+        last = given["token_indices_to_sample"]
+        if last is None:
+            last = given["common_attn_metadata"].query_start_loc[1:] - 1
+        # The token that was sampled follows the last one that was computed.
+        lengths = (given["target_positions"][last.long()] + 2).tolist()
+        drafts, known = self.stock(**given), self.runner.input_batch.token_ids_cpu
+        replaced = [self.draft(known[row], length, drafts.shape[1]) for row, length in enumerate(lengths)]
+        return torch.tensor(replaced, dtype=drafts.dtype)
+
+
+def prompt_of(length, seed):
+    return np.random.default_rng(seed).permutation(VOCAB)[:length].tolist()
+
+
+def accepted(server):
+    """Accepted drafts and all drafts."""
+    values = server.metrics()
+    return values["vllm:spec_decode_num_accepted_tokens"], values["vllm:spec_decode_num_draft_tokens"]
+
+
+def serve(engine, model, policy, check, monkeypatch, speculative_config=NGRAM, double=Drafter):
+    """Serve with a drafter that is never right, then by answers before: evictions come at other tokens, and answers
+    differ."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    server = engine(policy, model=model, max_num_batched_tokens=96, speculative_config=speculative_config)
+    drafter, prompts = double(server), [prompt_of(length, 60 + length) for length in (250, 90)]
+    requests = [(prompt, {"max_tokens": 160, "logprobs": 1}) for prompt in prompts]
+    for right in (0, "some", 1):
+        drafter.right, before = right, accepted(server)
+        outputs, traces = server.traced(requests)
+        drafts, kept = (new - old for new, old in zip(accepted(server)[::-1], before[::-1]))
+        assert drafts and (kept == 0 if right == 0 else kept > 10)
+        drafter.texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs)]
+        for prompt, output, trace in zip(prompts, outputs, traces):
+            assert sum(map(len, trace.evicted)) >= 2
+            check(prompt, output, trace)
+        server.llm.reset_prefix_cache()
+    server.assert_nothing_left()
+    return drafter

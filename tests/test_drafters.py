@@ -1,0 +1,131 @@
+"""Drafters with layers: draft models, EAGLE and MTP lose the model's blocks and read views; the oracle knows none of them."""
+
+import pytest
+import torch
+from drafting import (
+    DRAFTS,
+    MODEL,
+    VOCAB,
+    LayeredDrafter,
+    make_eagle,
+    make_mimo,
+    prompt_of,
+    serve,
+    speculative,
+)
+from oracle.model import DenseLlama
+from oracle.tiny import make_tiny_llama
+from parity import assert_like_oracle, assert_tokens_like_oracle
+
+from vllm_evict.compute.attention.store import most_kept
+
+BASE = {"budget": 160, "buffer": 32, "sink": 32, "recent": 32}
+POLICIES = {
+    "sink-window": {"name": "sink-window", "budget": 160, "sink": 32},
+    "h2o": {"name": "h2o", **BASE},
+    "snapkv": {"name": "snapkv", **BASE, "window": 24},
+}
+BY_TOKEN = {name: {**POLICIES[name], "granularity": "token"} for name in ("h2o", "snapkv")}
+#: Drafters in the model's shape of cache, and one with other pages.
+DRAFTERS = ("same", "small", "eagle", "eagle3", "mtp")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Drafter -> directory of the model, and its `speculative_config`."""
+    root = tmp_path_factory.mktemp("drafters")
+    model = make_tiny_llama(root / "model", **MODEL)
+    small = make_tiny_llama(root / "small", layers=1, heads=4, kv_heads=2, vocab=VOCAB, seed=3)
+    wide = make_tiny_llama(root / "wide", **{**MODEL, "hidden": 256})
+    return {
+        "same": (model, speculative("draft_model", model)),
+        "small": (model, speculative("draft_model", small)),
+        "eagle": (model, speculative("eagle", make_eagle(root / "eagle", model, "eagle"))),
+        "eagle3": (model, speculative("eagle3", make_eagle(root / "eagle3", model, "eagle3"))),
+        "mtp": (make_mimo(root / "mimo", wide), speculative("mtp")),
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(folders):
+    """Model -> its oracle."""
+    models = {folders[drafter][0] for drafter in folders}
+    return {model: DenseLlama(model if model.name == "model" else model.parent / "wide") for model in models}
+
+
+class Drafts:
+    """Notes the drafts of each step, by request."""
+
+    def __init__(self, server):
+        self.steps, schedule = [], server.scheduler.schedule
+
+        def noted(*args):
+            output = schedule(*args)
+            self.steps.append(sorted(output.scheduled_spec_decode_tokens.values()))
+            return output
+
+        server.scheduler.schedule = noted
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_full_serves_as_stock_does(engine, folders, drafter):
+    """The tokens of a server without drafts, and step by step the drafts of stock vLLM."""
+    model, config = folders[drafter]
+    prompts, answers, drafts = [prompt_of(90, seed) for seed in range(3)], [], []
+    for policy, speculates in ((None, config), ("full", config), ("full", None)):
+        server = engine(policy, model=model, speculative_config=speculates)
+        noted = Drafts(server)
+        answers.append([each.outputs[0].token_ids for each in server.generate(prompts, max_tokens=60)])
+        drafts += [list(noted.steps)] if speculates else []
+        if policy is not None:
+            server.assert_nothing_left()
+    assert answers[0] == answers[1] == answers[2]
+    assert drafts[0] == drafts[1] and any(drafts[0])
+
+
+@pytest.mark.parametrize(
+    ("drafter", "name"),
+    [*(("small", name) for name in POLICIES), ("eagle", "h2o"), ("eagle3", "snapkv"), ("mtp", "sink-window")],
+)
+def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, monkeypatch, drafter, name):
+    model, config = folders[drafter]
+
+    def check(prompt, output, trace):
+        assert assert_like_oracle(dense[model], prompt, output, trace, POLICIES[name], tie=2e-6) >= 2
+
+    assert serve(engine, model, POLICIES[name], check, monkeypatch, config, LayeredDrafter).runs > 100
+
+
+@pytest.mark.parametrize(("drafter", "name"), [("small", "snapkv"), ("eagle", "h2o")])
+def test_heads_keep_the_tokens_of_the_dense_oracle(engine, folders, dense, monkeypatch, drafter, name):
+    model, config = folders[drafter]
+
+    def check(prompt, output, trace):
+        assert_tokens_like_oracle(dense[model], prompt, output, trace, BY_TOKEN[name])
+
+    assert serve(engine, model, BY_TOKEN[name], check, monkeypatch, config, LayeredDrafter).runs > 100
+
+
+@pytest.mark.parametrize("policy", [*POLICIES.values(), {**BY_TOKEN["h2o"], "sets": "all"}], ids=str)
+def test_a_drafter_like_the_model_sees_what_the_model_sees(engine, folders, monkeypatch, policy):
+    """Its drafts are right, except those that are verified over holes which were decided after them."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    model, config = folders["same"]
+    server = engine(policy, model=model, max_num_batched_tokens=96, speculative_config=config)
+    requests = [(prompt_of(length, length), {"max_tokens": 120}) for length in (250, 90, 400)]
+    _, traces = server.traced(requests)
+    for trace in traces:
+        kept = [tokens - settled for tokens, settled in zip(trace.steps, trace.settled)]
+        same = [not evicted for evicted in trace.evicted[:-1]]
+        first = trace.settled.index(1)  # the last step's drafts may go beyond the end of the output
+        after = {count for count, unchanged in zip(kept[first:-1], same[first - 1 :]) if unchanged}
+        assert after == {DRAFTS} and False in same, (trace.settled, kept, trace.evicted)
+    server.assert_nothing_left()
+
+
+def test_a_drafter_keeps_what_the_most_heads_keep():
+    """Of tokens that equally many heads keep, the newest."""
+    keep = [torch.tensor([[0, 2], [1, 2]]), torch.tensor([[0, 3], [3, 5]])]
+    assert most_kept(keep, 3, 1).tolist() == [2, 3]
+    assert most_kept([heads[:1] for heads in keep], 3, 1).tolist() == [0, 3]
+    assert most_kept([keep[0][:1]] * 2, 3, 1).tolist() == [0, 2]

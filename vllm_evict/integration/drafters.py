@@ -1,0 +1,77 @@
+"""Drafters with layers: draft models, EAGLE and MTP. vLLM puts their layers into the model's KV group.
+
+So these layers lose the blocks that the model's layers lose. They read through views too, and nothing of them is
+measured. Drafts are verified: what a drafter reads decides how many drafts are accepted, and nothing else.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+
+from ..config import KVPolicyError
+
+#: Methods of speculative decoding whose drafters have no layers, and those whose drafters' layers are served.
+WITHOUT_LAYERS = ("ngram", "suffix")
+WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp")
+#: Attribute of a drafter's layer. Policies work on layers without it.
+DRAFTS = "kv_evict_drafts"
+
+
+def has_layers(vllm_config: Any) -> bool:
+    """Whether the server's drafter has layers, of a kind that is served."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method in WITH_LAYERS
+
+
+def lookahead(vllm_config: Any) -> int:
+    """Tokens after those of a step for which a request gets blocks, because the drafter computes them."""
+    return vllm_config.speculative_config.num_speculative_tokens if has_layers(vllm_config) else 0
+
+
+def mark(vllm_config: Any, model: torch.nn.Module, layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Mark the drafter's layers: those of `layers`, name -> layer, that are no modules of the model. Returns them."""
+    if not has_layers(vllm_config):
+        return {}
+    own = set(model.modules())
+    drafting = {name: layer for name, layer in layers.items() if layer not in own}
+    for layer in drafting.values():
+        setattr(layer, DRAFTS, True)
+    return drafting
+
+
+def check(drafting: Mapping[str, Any], model_layer: Any) -> None:
+    """Refuse drafters whose layers cannot share the blocks of the model's layers.
+
+    Args:
+        drafting: name -> layer of the drafter.
+        model_layer: any full attention layer of the model.
+
+    Raises:
+        KVPolicyError: naming the layer.
+    """
+    for name, layer in drafting.items():
+        if (unlike := _unlike(layer, model_layer)) is not None:
+            what, instead = unlike
+            raise KVPolicyError(
+                f"the drafter's layer {name} {what}; expected plain full attention like that of the model's layers; "
+                f"{instead} in --speculative-config, or leave that out"
+            )
+
+
+def _unlike(layer: Any, model_layer: Any) -> tuple[str, str] | None:
+    """How a drafter's layer differs from a layer of the model, and what to set instead; None if it does not."""
+    if type(layer) is not Attention:
+        return f"is a {type(layer).__name__} layer", "set another model"
+    if layer.sliding_window is not None:
+        return "has a sliding window", "set another model"
+    backend, wanted = layer.attn_backend.get_name(), model_layer.attn_backend.get_name()
+    if backend != wanted:
+        return f"has the attention backend {backend}", f'set "attention_backend": "{wanted}"'
+    if layer.kv_cache_dtype != model_layer.kv_cache_dtype:
+        return (
+            f"has the KV cache dtype {layer.kv_cache_dtype!r}",
+            f'set "kv_cache_dtype": "{model_layer.kv_cache_dtype}"',
+        )
+    return None
