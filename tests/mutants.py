@@ -342,6 +342,13 @@ MUTANTS = [
         "return ones",
         ("oracle_parity",),
     ),
+    Mutant(
+        "drafters read holes",
+        "integration/backend.py",
+        "runtime.drafting_view(common_attn_metadata)",
+        "common_attn_metadata",
+        ("drafters -k sees",),
+    ),
     # What KV connectors load and store.
     Mutant(
         "a connector stores blocks computed over holes",
