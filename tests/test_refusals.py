@@ -217,7 +217,6 @@ def test_no_context_beside_sliding_windows(tmp_path):
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 SETTINGS = {
-    "pipeline parallelism": (dict(pipeline_parallel_size=2), "use --tensor-parallel-size"),
     "speculative decoding by 'draft_model'": (
         dict(speculative_config={"method": "draft_model", "model": "{model}", "num_speculative_tokens": 2}),
         'set "method": "ngram" in --speculative-config',

@@ -71,6 +71,7 @@ class GroupRuntime:
         device: device of block tables and KV cache.
         graph_blocks: resident blocks of the longest request in a full graph that measures.
         held_blocks: most blocks that a request holds; None: the blocks of `max_model_len` tokens.
+        all_layers: of all stages of a pipeline, whose values are added up; None: `layers`.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class GroupRuntime:
         device: torch.device | str = "cpu",
         graph_blocks: int = 0,
         held_blocks: int | None = None,
+        all_layers: int | None = None,
     ) -> None:
+        reduced = all_layers or layers
         self.block_size, self.shape = block_size, shape or (kv_heads, layers)
         #: Statistics that requests may need, and whether decisions are by token.
         self.statistics, self.by_token = config.statistics, config.granularity == "token"
@@ -103,7 +106,7 @@ class GroupRuntime:
         self.sums: RunningSums | None = None
         if config.statistics & RUNNING:
             self.sums = RunningSums(
-                max_requests, kv_heads, layers, max_blocks, block_size, config.heads, config.layers, self.device
+                max_requests, kv_heads, reduced, max_blocks, block_size, config.heads, config.layers, self.device
             )
         self.tokens: TokenSums | None = None
         if config.granularity == "token" and config.statistics & RUNNING:
@@ -125,7 +128,7 @@ class GroupRuntime:
             self.selection = Selection(config, block_size, layers, store, self.device)
         #: Request -> its merger, of requests that merge tokens.
         self.mergers: dict[str, Merger] = {}
-        self.cached = CachedStatistics(store.read, kv_heads, layers, config.heads, config.layers)
+        self.cached = CachedStatistics(store.read, kv_heads, reduced, config.heads, config.layers)
         #: Whether the plugin's kernel can decode all layers of the group (see `StepWork`).
         self.decodes = False
         #: Request -> its holes, logical blocks.

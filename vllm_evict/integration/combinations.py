@@ -125,6 +125,54 @@ def with_layers(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
     ]
 
 
+def stages(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
+    """What is refused under pipeline parallelism."""
+    model, parallel, beside = vllm_config.model_config, vllm_config.parallel_config, "pipeline parallelism"
+    if parallel.pipeline_parallel_size == 1:
+        return []
+    ranks = "use --tensor-parallel-size in place of --pipeline-parallel-size"
+    measuring = [part for part in config.classes.values() if part.statistics]
+    return [
+        (
+            len(config.classes) > 1,
+            f"{beside}, because it puts heads of all layers into pages that stages would have to share",
+            f"use a policy for whole layers, such as h2o, keydiff or sink-window, or {ranks}",
+        ),
+        (
+            any("max" in (part.heads, part.layers) for part in measuring),
+            f"heads or layers: max and {beside}, whose stages add up what they measure",
+            f"set sum or mean, or {ranks}",
+        ),
+        (config.granularity == "token", f"granularity: token and {beside}", f"set granularity: block, or {ranks}"),
+        (config.reconstructs, f"kvzip and {beside}", f'leave kvzip out of name and "allow", or {ranks}'),
+        (config.context is not None, f"a context and {beside}", f"leave context out, or {ranks}"),
+        (config.evict == "host", f"evict: host and {beside}", f"set evict: drop, or {ranks}"),
+        (bool(config.select), f"select and {beside}", f"leave select out, or {ranks}"),
+        (
+            slides(model, vllm_config.cache_config) or model.is_hybrid,
+            f"{beside} and layers with sliding windows or states, which vLLM groups over all stages",
+            ranks,
+        ),
+        (model.use_mla, f"{beside} and multi-head latent attention (MLA), which no test runs", ranks),
+        (vllm_config.speculative_config is not None, f"{beside} and speculative decoding", ranks),
+        (
+            vllm_config.kv_transfer_config is not None,
+            f"{beside} and a KV connector",
+            f"leave --kv-transfer-config and --kv-offloading-size out, or {ranks}",
+        ),
+        (
+            bool(vllm_config.use_v2_model_runner),
+            f"{beside} on Model Runner V2, which no test runs",
+            f"set VLLM_USE_V2_MODEL_RUNNER=0, or {ranks}",
+        ),
+        (
+            parallel.distributed_executor_backend == "external_launcher",
+            f"{beside} under an external launcher, whose stages each have a scheduler",
+            f"leave --distributed-executor-backend out, or {ranks}",
+        ),
+    ]
+
+
 def connected(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
     """What is refused beside a KV connector."""
     if vllm_config.kv_transfer_config is None:

@@ -23,7 +23,9 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
     ]
     bound = None if None in bounds else sum(bounds)
     if len(groups) == 1:
+        stages = scheduler.vllm_config.parallel_config.pipeline_parallel_size
         what = f"1 KV group of {len(groups[0].layer_names)} layers"
+        what += f" in the first of {stages} stages" if stages > 1 else ""
     elif not spec.head_class:
         what = f"{len(groups)} KV groups of {sum(len(group.layer_names) for group in groups)} layers"
     else:

@@ -279,7 +279,7 @@ def _group(
     block_size: int,
 ) -> GroupRuntime:
     """A runtime; `heads`: KV heads of each of its layers on this rank; `in_graphs` as returned by `_scratch`."""
-    heads = heads or [1]
+    heads, stages = heads or [1], vllm_config.parallel_config.pipeline_parallel_size
     same = len(set(heads)) == 1
     return GroupRuntime(
         config,
@@ -288,6 +288,7 @@ def _group(
         max_model_len=vllm_config.model_config.max_model_len,
         kv_heads=heads[0] if same else sum(heads),
         layers=len(heads) if same else 1,
+        all_layers=vllm_config.model_config.get_total_num_hidden_layers() if stages > 1 else None,
         store=store,
         shape=(max(heads), len(heads)),
         device=vllm_config.device_config.device_type,
@@ -441,14 +442,3 @@ def ignored_settings(vllm_config: VllmConfig, runtime: EvictionRuntime) -> str |
     why = "the plugin's kernels do not support its layers" if on_device else "it names a kernel for GPU backends"
     instead = "the plugin's kernel in C++ decodes" if decodes else f"{backend}'s own kernel decodes"
     return f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}: {why}; {instead} requests with holes"
-
-
-def tensor_parallel_all_reduce(values: Any, maximise: bool) -> Any:
-    """Reduce a tensor to its sum or maximum over tensor-parallel ranks, on every rank."""
-    group = get_tp_group()
-    if group.world_size > 1:
-        import torch.distributed as dist
-
-        ranks = group.cpu_group if values.device.type == "cpu" else group.device_group
-        dist.all_reduce(values, dist.ReduceOp.MAX if maximise else dist.ReduceOp.SUM, group=ranks)
-    return values

@@ -132,7 +132,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "context parallelism",
             "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
         ),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --tensor-parallel-size instead"),
+        *combinations.stages(vllm_config, config),
         (parallel.use_ubatching, "dual-batch overlap or microbatches", "leave --enable-dbo and --ubatch-size out"),
         (
             parallel.data_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher",

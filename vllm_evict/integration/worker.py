@@ -14,6 +14,7 @@ from ..compute.memory import Needs, described, needs, put_aside
 from ..compute.runtime import EvictionRuntime
 from ..core.plan import REPORTS, Reports
 from . import layers, runners
+from .ranks import Ranks
 from .reorder import check_reload, reordering
 from .spec import host_blocks, policy_config
 
@@ -28,6 +29,7 @@ class EvictionWorkerMixin:
     _reports: list[Reports] = []
     _copied: Any = None
     _reordered = False
+    _ranks: Ranks
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         placed = layers.layout(self.vllm_config, policy_config(self.vllm_config))
@@ -46,6 +48,7 @@ class EvictionWorkerMixin:
             specs = super().get_kv_cache_spec()
             self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+            self._ranks = Ranks()
         return super().get_kv_cache_spec()
 
     def determine_available_memory(self) -> int:
@@ -110,7 +113,7 @@ class EvictionWorkerMixin:
         if (plan.compactions or plan.poison) and has_kv_transfer_group():
             # A connector may still read the blocks that the plan writes. vLLM waits for that too, but after this.
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
-        self.kv_evict.rearrange(layers.tensor_parallel_all_reduce)
+        self.kv_evict.rearrange(self._ranks.over_tensors)
         if plan.poison:
             runners.fill_blocks(self.model_runner, plan.poison, float("nan"))
         if plan.clean:
@@ -118,7 +121,8 @@ class EvictionWorkerMixin:
         try:
             return super().execute_model(scheduler_output)
         finally:
-            self._reports = self.kv_evict.end(layers.tensor_parallel_all_reduce)
+            reports = self.kv_evict.end(self._ranks.over_all)
+            self._reports = reports if self._ranks.are_last else []
             self._copied = self.kv_evict.copied
 
     def sample_tokens(self, grammar_output: Any) -> Any:

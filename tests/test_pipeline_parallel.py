@@ -1,0 +1,149 @@
+"""Stages of a pipeline keep what one process keeps: each sees its own layers, and the last one reports for all."""
+
+import os
+
+import numpy as np
+import pytest
+from engine import Engine, logprobs_of, random_prompt
+from test_async import check_late_decisions
+from vllm.platforms.cpu import CpuPlatform
+
+#: What requests ask for on the servers below.
+POLICIES = (
+    *("sink-window", "strided", "random", "h2o", "tova", "snapkv", "scissorhands"),
+    *("knorm", "keydiff", "pagedeviction", "rkv", "quest"),
+)
+SERVER = {"name": "h2o", "budget": 160, "buffer": 32, "sink": 32, "recent": 64, "layers": "mean", "allow": [*POLICIES]}
+#: A step computes a whole prompt: then a request's steps are the same however many are in flight.
+WHOLE = dict(max_num_batched_tokens=512, max_num_seqs=8, max_model_len=1024)
+PROMPTS = [random_prompt(length, length) for length in (420, 180, 260)]
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """vLLM forks its workers in the place of spawning them, which takes it seconds on a CPU."""
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def forking(cls, vllm_config):
+        update(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # and what it was comes back
+        patch.setenv("VLLM_EVICT_POISON", "1")
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(forking))
+        yield
+
+
+class Staged(Engine):
+    """An engine with two stages, processes of their own; its scheduler is in the test's process."""
+
+    def __init__(self, model, policy, **kwargs):
+        stages = dict(pipeline_parallel_size=2, distributed_executor_backend="mp")
+        # Behind enforce_eager no stage of a CPU worker has memory for what the stage before it sends (docs/limits.md).
+        super().__init__(model, policy, enforce_eager=False, compilation_config={"mode": 1}, **stages, **kwargs)
+        assert self.core.batch_queue_size == 2
+
+    def assert_nothing_left(self):
+        self.drain()
+        assert not self.held_blocks() and self.free_blocks == self.all_blocks
+        assert not any(manager.residents for manager in self.managers)
+        assert not any(self.llm.collective_rpc(remembered))
+
+    def close(self):
+        self.core.shutdown()
+        super().close()
+
+
+def remembered(worker):
+    """What a worker remembers of requests."""
+    groups = worker.kv_evict.groups
+    left = {"holes": [group.with_holes for group in groups], "sums": [len(group.sums or ()) for group in groups]}
+    return {name: each for name, each in left.items() if any(each)}
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    """Answers of one process, by policy."""
+    server = Engine(tiny, SERVER, **WHOLE)
+    answers = {policy: answers_of(server, policy) for policy in POLICIES}
+    server.close()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def stages(tiny, forks):
+    server = Staged(tiny, SERVER, **WHOLE)
+    yield server
+    server.assert_nothing_left()
+    server.close()
+
+
+def answers_of(server, policy):
+    """Answers, and the reports that decisions took, in order."""
+    reports, take = [], server.scheduler._inbox.take
+
+    def watched(*args):
+        taken = take(*args)
+        reports.extend(sorted(taken[0].values(), key=lambda report: len(report.index)))
+        return taken
+
+    server.scheduler._inbox.take = watched
+    outputs = server.generate(PROMPTS, max_tokens=24, logprobs=0, extra_args={"kv_policy": policy})
+    server.scheduler._inbox.take = take
+    server.llm.reset_prefix_cache()
+    return outputs, reports
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_stages_evict_and_say_what_one_process_does(alone, stages, policy):
+    assert_alike(alone[policy], answers_of(stages, policy))
+
+
+def assert_alike(alone, together):
+    for one, two in zip(alone[1], together[1], strict=True):
+        assert one.index.tolist() == two.index.tolist() and one.statistics.keys() == two.statistics.keys()
+        for name, values in one.statistics.items():
+            np.testing.assert_allclose(two.statistics[name], values, rtol=1e-4, atol=1e-6)
+    for one, two in zip(alone[0], together[0], strict=True):
+        assert two.kv_usage == one.kv_usage and two.kv_usage.evicted_blocks > 0
+        assert two.outputs[0].token_ids == one.outputs[0].token_ids
+        np.testing.assert_allclose(logprobs_of(two), logprobs_of(one), atol=1e-3)
+
+
+@pytest.fixture
+def staged_engine(tiny, forks):
+    """Factory of engines with two stages."""
+    made = []
+
+    def make(policy, model=tiny, **kwargs):
+        made.append(Staged(model, policy, **kwargs))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+def test_two_stages_of_two_ranks(alone, staged_engine):
+    """Each rank adds up the stages of its own heads, and the last stage's ranks add up theirs."""
+    server = staged_engine(SERVER, tensor_parallel_size=2, **WHOLE)
+    for policy in ("sink-window", "h2o", "keydiff"):
+        assert_alike(alone[policy], answers_of(server, policy))
+    server.assert_nothing_left()
+
+
+def test_decisions_while_another_stage_computes_are_the_right_ones(staged_engine, tiny):
+    """Chunks of a prompt are in several stages at once; against the dense oracle, told of holes when stages are."""
+    check_late_decisions(staged_engine, tiny, {**SERVER, "name": "h2o", "budget": 192, "buffer": 64, "allow": []})
+
+
+def test_stages_under_pressure(staged_engine):
+    """A pool for two requests serves eight: all finish, on numbers, and all blocks come back."""
+    policy = {"name": "h2o", "when": "pressure", "budget": 128, "sink": 32, "recent": 64}
+    server = staged_engine(policy, blocks=40, max_num_batched_tokens=128, max_model_len=640)
+    ids = [server.add(random_prompt(300 + 20 * seed, seed), max_tokens=60, logprobs=0) for seed in range(8)]
+    outputs = server.run()
+    assert sum(outputs[each].kv_usage.evicted_blocks for each in ids) > 20
+    assert all(np.isfinite(logprobs_of(outputs[each])).all() for each in ids)
+    server.assert_nothing_left()

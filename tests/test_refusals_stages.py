@@ -1,0 +1,62 @@
+"""What is refused under pipeline parallelism, by name and with the way around."""
+
+import pytest
+from test_refusals import H2O, NGRAM, engine_config, plain_config, with_config
+
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.integration import refusals
+
+#: Policy, arguments, changes of the model's configuration, what to change.
+STAGED = {
+    "pipeline parallelism, because it puts heads": (
+        {"name": "pyramidkv", "bands": 2},
+        {},
+        {},
+        "use a policy for whole",
+    ),
+    "heads or layers: max and pipeline": ({**H2O, "layers": "max"}, {}, {}, "set sum or mean, or use --tensor"),
+    "granularity: token and pipeline": ({**H2O, "granularity": "token"}, {}, {}, "set granularity: block, or use"),
+    "kvzip and pipeline": ({**H2O, "allow": ["kvzip"]}, {}, {}, 'leave kvzip out of name and "allow", or use'),
+    "a context and pipeline": ({**H2O, "context": "model"}, dict(max_num_batched_tokens=256), {}, "leave context out"),
+    "evict: host and pipeline": ({**H2O, "evict": "host", "host": "1MiB"}, {}, {}, "set evict: drop, or use"),
+    "select and pipeline": ({"name": "sink-window", "select": 1024, "allow": []}, {}, {}, "leave select out, or use"),
+    "layers with sliding windows or states, which vLLM groups over all stages": (
+        H2O,
+        {},
+        dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"]),
+        "use --tensor-parallel-size in place of --pipeline-parallel-size",
+    ),
+    "pipeline parallelism and speculative decoding": (H2O, dict(speculative_config=NGRAM), {}, "use --tensor"),
+    "pipeline parallelism and a KV connector": (
+        H2O,
+        dict(kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}),
+        {},
+        "leave --kv-transfer-config and --kv-offloading-size out, or use",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STAGED)
+def test_what_stages_of_a_pipeline_cannot_serve_is_refused_by_name(tmp_path, what):
+    policy, arguments, changes, instead = STAGED[what]
+    with pytest.raises(KVPolicyError) as refused:
+        engine_config(with_config(tmp_path, **changes), policy, pipeline_parallel_size=2, **arguments)
+    assert what in str(refused.value) and instead in str(refused.value)
+
+
+def test_stages_on_runners_and_launchers_that_no_test_runs_are_refused():
+    config = plain_config(parallel_config__pipeline_parallel_size=2)
+    config.use_v2_model_runner = False
+    refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    config.model_config.use_mla = True
+    with pytest.raises(KVPolicyError, match=r"pipeline parallelism and multi-head latent attention \(MLA\).*: use"):
+        refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    config.model_config.use_mla, config.use_v2_model_runner = False, True
+    with pytest.raises(
+        KVPolicyError, match="pipeline parallelism on Model Runner V2.*: set VLLM_USE_V2_MODEL_RUNNER=0"
+    ):
+        refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    config.use_v2_model_runner, config.parallel_config.distributed_executor_backend = False, "external_launcher"
+    config.parallel_config.data_parallel_size = 1
+    with pytest.raises(KVPolicyError, match="under an external launcher, whose stages each have a scheduler: leave"):
+        refusals.check_config(config, KVPolicyConfig.parse(H2O))
