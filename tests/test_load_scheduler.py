@@ -7,13 +7,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from loads.double import Fault
+from loads.contents import Fault
 from loads.program import Maker, Program
 from loads.scheduler import failure, run, shortest
 from mutants import MUTANTS, source
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.core.host import HostPool
 from vllm_evict.core.plan import PLAN
 from vllm_evict.integration.managers import EvictableManager
 from vllm_evict.integration.scheduler import EvictionMixin
@@ -50,6 +51,20 @@ def test_random_programs_hold_on_servers_that_speculate(name):
     assert counts["finished"] > 30 and counts["drafts"] > counts["accepted"] > 50
     if name != "stock":
         assert counts["holes"] > 30
+
+
+@pytest.mark.parametrize("name", ["sink-window", "h2o", "quest", "keydiff"])
+def test_random_programs_hold_on_servers_that_keep_evicted_blocks_on_the_host(name):
+    """Host pools of one block and more; blocks come back, ends of prompts are computed again."""
+    maker, counts = Maker(seed=31, only=[name], host=True), Counter()
+    for _ in range(12):
+        program = maker.program()
+        try:
+            counts.update(run(program))
+        except Fault as fault:
+            pytest.fail(f"{fault}\nshortened: {shortest(program, fault, 20)}")
+    assert counts["finished"] > 50 and counts["spilled"] > 100
+    assert counts["fetched"] > 20 and counts["rewound"] > 5
 
 
 #: Programs that failed once, as the load printed them, shortened.
@@ -148,6 +163,57 @@ def pure_with_drafts(monkeypatch):
     """Drafts in flight count as computed before the first hole."""
     evict = RequestBlocks.evict
     monkeypatch.setattr(RequestBlocks, "evict", lambda self, victims, computed: evict(self, victims, computed + 16))
+
+
+def released_late(monkeypatch):
+    """Host blocks of requests that end stay theirs."""
+    monkeypatch.setattr(HostPool, "release", lambda self, plan, blocks: None)
+
+
+def back_in_front(monkeypatch):
+    """Blocks come back before those that go for them are copied."""
+    fetch = HostPool.fetch
+
+    def first(self, plan, *args):
+        before = len(plan.copies)
+        fetch(self, plan, *args)
+        plan.copies[:] = plan.copies[before:] + plan.copies[:before]
+
+    monkeypatch.setattr(HostPool, "fetch", first)
+
+
+def back_into_others(monkeypatch):
+    """Blocks come back into room that running requests need."""
+    monkeypatch.setattr(EvictableManager, "in_flight", property(lambda self: -(1 << 20)))
+
+
+def back_and_published(monkeypatch):
+    bring_back = EvictableManager.bring_back
+
+    def shared(self, request_id, indices):
+        back = bring_back(self, request_id, indices)
+        self.block_pool.touch([self.block_pool.blocks[next(iter(back.values()))]])
+        return back
+
+    monkeypatch.setattr(EvictableManager, "bring_back", shared)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "kinds"),
+    [
+        (released_late, ("host", "left", "KeyError")),
+        (back_in_front, ("reads", "host")),
+        (back_into_others, ("recall", "AssertionError", "ValueError")),
+        (back_and_published, ("host", "books")),
+    ],
+)
+def test_it_finds_what_is_wrong_with_host_blocks(monkeypatch, mutation, kinds):
+    mutation(monkeypatch)
+    maker, found = Maker(seed=3, only=["sink-window", "h2o"], host=True), []
+    while len(found) < 120 and not (found and found[-1].startswith(kinds)):
+        fault = failure(maker.program())
+        found.append("" if fault is None else fault.kind)
+    assert found[-1].startswith(kinds), f"found {set(found)}, expected one of {kinds}"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from engine import PLAN, greedy, logprobs_of, random_prompt
 from oracle.model import DenseLlama
+from oracle.visible import BLOCK, assert_like_dense, visible
 
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
@@ -20,9 +22,9 @@ from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.score import score
 from vllm_evict.eval.tasks import make
 from vllm_evict.eval.words import Filler
+from vllm_evict.integration import combinations
 
 ROOT = Path(__file__).parents[1]
-BLOCK = 32
 HOST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "64MiB"}
 QUEST = {**HOST, "recall": "quest"}
 
@@ -97,39 +99,6 @@ def test_pages_come_back_byte_for_byte(engine, dtype):
 
 
 # --- when a query asks ------------------------------------------------------------------------------------------------
-
-
-def visible(server):
-    """What each query of a request sees, as a dense model's mask: request -> bool [T, T], made as steps run."""
-    masks, execute = {}, server.worker.execute_model
-
-    def recorded(output):
-        result = execute(output)
-        new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]
-        cached = zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens)
-        for req_id, computed in (*new, *cached):
-            count = output.num_scheduled_tokens[req_id]
-            mask = masks.setdefault(req_id.split("-")[0], torch.zeros(2048, 2048, dtype=torch.bool))
-            rows = slice(computed, computed + count)
-            mask[rows] = torch.ones(2048, 2048, dtype=torch.bool).tril()[rows]
-            for block in server.runtime.with_holes.get(req_id, ()):
-                mask[rows, block * BLOCK : (block + 1) * BLOCK] = False
-        return result
-
-    server.worker.execute_model = recorded
-    return masks
-
-
-def assert_like_dense(dense, prompt, output, mask):
-    """Log-probabilities of an answer are those of a dense model that sees what the mask says.
-
-    Tokens that were computed again have the keys and values of their last time; so does one masked pass.
-    """
-    ids = [*prompt, *output.outputs[0].token_ids]
-    logits, _ = dense.forward(ids, dense.new_cache(), mask[: len(ids), : len(ids)] | torch.eye(len(ids)).bool())
-    logprobs = torch.log_softmax(logits.double(), -1)[len(prompt) - 1 : -1]
-    tokens = list(output.outputs[0].token_ids)
-    np.testing.assert_allclose(logprobs_of(output), logprobs[range(len(tokens)), tokens], atol=2e-3)
 
 
 @pytest.mark.both_runners("1")
@@ -309,7 +278,11 @@ def test_what_leaves_and_returns_before_workers_hear_of_it():
         ({"evict": "host"}, "it needs a size of host memory"),
         ({"host": "1GiB"}, "it needs evict: host"),
         ({"recall": "quest"}, "it needs evict: host"),
+        ({"recall_every": 4}, "recall_every: blocks that are dropped have no copy on the host: it needs evict: host"),
+        ({"evict": "host", "host": "1GiB", "again": 64}, "again: blocks on the host never come back: it needs recall"),
         ({"evict": "host", "host": "1 gigabyte"}, "host: must be a number of bytes above 0, or a size such as '8GiB'"),
+        ({"evict": "host", "host": "8GB"}, "in KiB, MiB, GiB or TiB and below 1024TiB, not '8GB'"),
+        ({"evict": "host", "host": "4096TiB"}, "in KiB, MiB, GiB or TiB and below 1024TiB, not '4096TiB'"),
         ({"evict": "host", "host": "1GiB", "when": "pressure"}, "it needs when: budget"),
         ({"evict": "host", "host": "1GiB", "granularity": "token"}, "it needs granularity: block"),
         ({"evict": "host", "host": "1GiB", "context": 8192}, "leave context out"),
@@ -331,6 +304,39 @@ def test_policies_that_cannot_are_refused_by_name(name):
 def test_sizes_that_cannot_be_are_refused_at_start(engine, size, message):
     with pytest.raises(Exception, match=message):
         engine({**HOST, "host": size})
+
+
+def test_a_host_larger_than_its_container_or_than_all_engines_have_is_refused(engine, monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(combinations, "CONTAINER_LIMITS", (str(limit), str(tmp_path / "not there")))
+    machine = combinations.memory_bytes()
+    limit.write_text("max\n")
+    assert combinations.memory_bytes() == machine
+    limit.write_text(f"{32 << 20}\n")
+    with pytest.raises(Exception, match=f"host: {64 << 20} bytes on a machine of {32 << 20}: set less than the mach"):
+        engine(HOST)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size_local=3, tensor_parallel_size=1),
+        model_config=SimpleNamespace(is_hybrid=False),
+        cache_config=None,
+    )
+    monkeypatch.setattr(combinations, "slides", lambda *args: False)
+    limit.write_text(f"{150 << 20}\n")
+    refused = [what for refused, what, _ in combinations.tier(config, KVPolicyConfig.parse(HOST), "cpu") if refused]
+    assert refused == [f"host: {64 << 20} bytes on a machine of {150 << 20} with 3 engines"]
+
+
+def test_memory_that_the_machine_does_not_give_is_one_message(engine, monkeypatch):
+    empty = torch.empty
+
+    def refusing(shape, *args, **kwargs):
+        if isinstance(shape, tuple) and "pin_memory" in kwargs:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return empty(shape, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    with pytest.raises(Exception, match="host: the machine has not 2048 blocks of 32768 bytes left; expected"):
+        engine(HOST)
 
 
 def test_blocks_that_cannot_come_back_are_warned_of(engine, complaints):

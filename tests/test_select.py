@@ -8,13 +8,13 @@ import pytest
 import torch
 from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
+from oracle.selection import BLOCK, Chooser
 from oracle.tiny import make_tiny_llama
 
 from vllm_evict.compute.select import Selection
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.eval.policies import contenders, servers
 
-BLOCK = 32
 SELECT = {"select": 256, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
 OWN = {*SELECT, "select_every", "filter_layers"}
 SIZES = {"sink": 32, "recent": 32, "buffer": 0, "block_size": BLOCK}
@@ -25,62 +25,6 @@ EVICTING = {"budget": 384, "buffer": 64, "sink": 32, "recent": 64}
 def deep(tmp_path_factory):
     """A model of five layers, so that filters have layers before, between and after them."""
     return make_tiny_llama(tmp_path_factory.mktemp("deep"), layers=5)
-
-
-class Chooser:
-    """What layers of a dense model see under a selection. Chooses by plain loops over its own queries and keys.
-
-    Attributes:
-        closest: how near, relative to the larger, the shares of a chosen block and of another one came.
-        chosen: number of choices.
-    """
-
-    def __init__(self, model, *, select, select_sink, select_recent, dense_layers=2, filter_layers=(), select_every=1):
-        self.model, self.every = model, select_every
-        self.recent = math.ceil((select_recent - 1) / BLOCK) + 1
-        self.sinks, self.blocks = math.ceil(select_sink / BLOCK), math.ceil(select / BLOCK)
-        self.dense, self.filters = dense_layers, filter_layers
-        self.steps, self.held, self.closest, self.chosen = 0, {}, math.inf, 0
-
-    def mask(self, base, resident):
-        """A step's mask. base: bool [Q, N] of all resident tokens; resident: logical blocks, ascending."""
-        if len(base) > 1 or len(resident) <= self.blocks:
-            self.held, self.steps = {}, 0
-            return base
-        if self.steps % self.every == 0:
-            self.held = {}
-        self.steps += 1
-        latest = [None]
-
-        def of_layer(layer, queries, keys):
-            own = layer in self.filters if self.filters else layer >= self.dense
-            if own:
-                if layer not in self.held:
-                    self.held[layer] = self.choose(queries[0], keys, resident)
-                latest[0] = self.held[layer]
-            if latest[0] is None or layer in self.filters or (not self.filters and not own):
-                return base
-            seen = resident[: self.sinks] + latest[0] + resident[-self.recent :]
-            return base & torch.isin(torch.arange(base.shape[1]) // BLOCK, torch.tensor(seen))
-
-        return of_layer
-
-    def choose(self, query, keys, resident):
-        heads, group = self.model.heads, self.model.heads // self.model.kv_heads
-        full, shares = resident[:-1], torch.zeros(len(resident) - 1, dtype=torch.float64)
-        for h in range(heads):
-            bounds = []
-            for block in full:
-                of_block = keys[block * BLOCK : (block + 1) * BLOCK, h // group].double()
-                q = query[h].double()
-                bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum())
-            shares += (torch.stack(bounds) / self.model.head_dim**0.5).softmax(0)
-        last = len(resident) - self.recent
-        order = sorted(range(self.sinks, last), key=lambda place: -shares[place])
-        count = self.blocks - self.sinks - self.recent
-        kept, other = shares[order[count - 1]].item(), shares[order[count]].item()
-        self.closest, self.chosen = min(self.closest, 1 - other / kept), self.chosen + 1
-        return sorted(full[place] for place in order[:count])
 
 
 def assert_selects_like_dense(model, prompt, output, trace, **select):

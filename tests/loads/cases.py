@@ -77,7 +77,9 @@ def _context(rng, sizes):
 
 
 def _host(rng, sizes):
-    policy = _blocks(rng, sizes) | {"evict": "host", "host": rng.choice([1, 4, 64]) << 18}
+    # From one block of the model's on; most hold less than one request loses.
+    blocks = rng.choice([1, 3, 8, 32, 512]) * sizes["sink"]
+    policy = _blocks(rng, sizes) | {"evict": "host", "host": blocks << 10}
     policy |= {"recall": "quest", "recall_every": rng.choice([1, 2, 8]), "recall_blocks": rng.choice([1, 3, 8])}
     return policy | {"again": rng.choice([0, 40, 256]), "again_rounds": rng.choice([1, 2])}
 

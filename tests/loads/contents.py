@@ -35,6 +35,19 @@ def prompt_tokens(name: str, length: int, family: int, shared: int) -> list[int]
     return STREAM[common : common + shared].tolist() + STREAM[own : own + length - shared].tolist()
 
 
+class Fault(AssertionError):
+    """An invariant that does not hold.
+
+    Args:
+        kind: one word, by which faults of different programs are told apart.
+        message: what was found, with the names of requests and blocks.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
 @dataclass
 class Row:
     """What the worker knows of a request.
@@ -53,6 +66,7 @@ class Row:
         turns: of a session, that have begun since it started.
         computed: tokens that stay of the steps so far: drafts that were rejected do not.
         judged: numbers of the decisions by token for which its scores were copied.
+        recalled: logical blocks that came back from the host.
         following: of a session whose next turn begins, the tables that come with it.
     """
 
@@ -71,6 +85,7 @@ class Row:
     turns: int = 0
     computed: int = 0
     judged: set[int] = field(default_factory=set)
+    recalled: set[int] = field(default_factory=set)
     following: list[list[int]] | None = None
 
     def learn(self) -> None:

@@ -14,24 +14,13 @@ import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from vllm_evict.core.mechanisms.recall import BOUND
 from vllm_evict.core.plan import PLAN, REPORTS, EvictionPlan, KeyRotation, Report, Reports
 from vllm_evict.policies import RUNNING
 
-from .contents import MASK, POISON, SALTS, SCORES, TURN, Row
+from .contents import MASK, POISON, SALTS, SCORES, TURN, Fault, Row
+from .host import HostTier
 from .program import VOCABULARY, Settings
-
-
-class Fault(AssertionError):
-    """An invariant that does not hold.
-
-    Args:
-        kind: one word, by which faults of different programs are told apart.
-        message: what was found, with the names of requests and blocks.
-    """
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(f"{kind}: {message}")
-        self.kind = kind
 
 
 @dataclass
@@ -51,6 +40,9 @@ class Counts:
     shadows: int = 0
     drafts: int = 0
     accepted: int = 0
+    spilled: int = 0
+    fetched: int = 0
+    rewound: int = 0
 
     def add(self, other: Any) -> None:
         for name, value in vars(other).items():
@@ -67,6 +59,7 @@ class Worker:
         groups: numbers of the KV groups that may have holes, among all.
         windows: of all KV groups, tokens that a query sees; 0: all of them.
         context: how far back a query may look, in tokens after keys were rotated; None: no limit.
+        host: host memory; None: evicted blocks are dropped.
     """
 
     settings: Settings
@@ -74,6 +67,7 @@ class Worker:
     groups: list[int]
     windows: list[int]
     context: int | None = None
+    host: HostTier | None = None
     rows: dict[str, Row] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     #: Requests whose sampled tokens are their own.
@@ -102,7 +96,10 @@ class Worker:
         for req_id in preempted & self.rows.keys():
             self.rows[req_id].active = False
         self.written = set()
-        after = self._rearrange(plan)
+        after, came = self._rearrange(plan), {}
+        if self.host is not None:
+            self.host.forget(output.finished_req_ids | preempted)
+            came = self.host.obey(plan, self)
         for block in plan.poison:
             self.memory[block] = POISON
             self.written.add(block)
@@ -110,7 +107,7 @@ class Worker:
             self.memory[block] = 0
             self.written.add(block)
         starts = self._take_blocks(output, plan)
-        self._take_changes(plan, after, {new.req_id for new in output.scheduled_new_reqs})
+        self._take_changes(plan, after, came, {new.req_id for new in output.scheduled_new_reqs})
         self._take_orders(plan)
         drafts = {req_id: len(each) for req_id, each in output.scheduled_spec_decode_tokens.items()}
         sampled = []
@@ -206,6 +203,9 @@ class Worker:
     def _take_blocks(self, output: SchedulerOutput, plan: EvictionPlan) -> dict[str, int]:
         """Rows of requests that start, start again or go on; returns where each one's tokens of this step begin."""
         starts = {}
+        for req_id, tokens in plan.rewound.items():
+            self._alive(req_id, "a rewind").computed = tokens
+            self.counts.rewound += 1
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
             self._start(new.req_id, list(tokens), [list(blocks) for blocks in new.block_ids], new.num_computed_tokens)
@@ -221,8 +221,10 @@ class Worker:
             if self.settings.drafts:
                 # A plan made ahead counts all drafts in flight as accepted.
                 starts[req_id] = row.computed
-                if row.computed > computed or (row.computed < computed and not self.settings.ahead):
-                    raise Fault("steps", f"{req_id} goes on at {computed}, it has {row.computed} tokens")
+            if row.computed != computed and (
+                row.computed > computed or not (self.settings.drafts and self.settings.ahead)
+            ):
+                raise Fault("steps", f"{req_id} goes on at {computed}, it has {row.computed} tokens")
             for table, new_blocks in zip(row.tables, blocks or ()):
                 table.extend(new_blocks)
         return starts
@@ -270,15 +272,30 @@ class Worker:
         row.learn()
         row.following = blocks
 
-    def _take_changes(self, plan: EvictionPlan, after: dict[tuple[str, int], list[int]], new: set[str]) -> None:
-        """Holes, and blocks that others took the place of."""
+    def _take_changes(
+        self,
+        plan: EvictionPlan,
+        after: dict[tuple[str, int], list[int]],
+        came: dict[tuple[str, int], dict[int, int]],
+        new: set[str],
+    ) -> None:
+        """Holes, blocks that others took the place of, and blocks that came back."""
         for number, (group, told) in enumerate(zip(self.groups, plan.groups)):
             for req_id in told.holes.keys() | told.moved.keys():
                 row = self._alive(req_id, "holes")
                 holes, moved = told.holes.get(req_id, []), told.moved.get(req_id, {})
-                table = row.tables[group]
+                table, back = row.tables[group], came.pop((req_id, number), {})
+                if {at: block for at, block in moved.items() if not table[at]}.keys() != set(
+                    told.returned.get(req_id, ())
+                ):
+                    raise Fault(
+                        "holes", f"{req_id}, group {group}: {moved}, returned {told.returned.get(req_id)}, {table}"
+                    )
                 for at, block in moved.items():
                     table[at] = block
+                if wrong := {at: block for at, block in back.items() if table[at] != block}:
+                    raise Fault("tables", f"{req_id}, group {group}: {wrong} came back, its table is {table}")
+                row.recalled = row.recalled.union(back).difference(holes)
                 for at in holes:
                     if not table[at]:
                         raise Fault("holes", f"{req_id}, group {group}: block {at} is a hole already")
@@ -288,8 +305,8 @@ class Worker:
                 expected = after.pop((req_id, number), table)
                 if [block if at not in holes else 0 for at, block in enumerate(expected)] != table[: len(expected)]:
                     raise Fault("tables", f"{req_id}, group {group}: {table}, its orders say {expected}")
-        if after:
-            raise Fault("tables", f"orders without changes of tables: {after}")
+        if after or came:
+            raise Fault("tables", f"orders without changes of tables: {after}, {came}")
         for req_id in new:
             row = self.rows[req_id]
             following, row.following = row.following, None
@@ -327,6 +344,10 @@ class Worker:
                     )
             for prompt in told.forgotten:
                 self.prompts.pop(prompt, None)
+            for req_id, (logical, numbers) in told.waiting.items():
+                self.host.check_waiting(req_id, logical, numbers)
+                if BOUND not in told.report[req_id]:
+                    raise Fault("orders", f"{req_id} waits for host blocks, and reports {set(told.report[req_id])}")
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -460,6 +481,8 @@ class Worker:
                 end = starts[req_id] + counts[req_id]
                 chance = (row.key * 0x9E3779B1 + 0x85EBCA6B * end + self.settings.seed) % 1009 / 1009
                 index = np.flatnonzero(row.tables[group][: -(-end // self.block)])
+                if req_id in told.waiting:
+                    index = np.union1d(index, told.waiting[req_id].logical)
                 report = Report(index, {name: self._scores(row, len(index), end + at) for at, name in enumerate(names)})
                 self.counts.reports += 1
                 if chance < self.settings.lost:

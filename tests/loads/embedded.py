@@ -11,7 +11,7 @@ when the prefix cache is reset. A case follows from its number, a program from i
 program after the other. Each begins on an idle engine with an empty prefix cache, so that it can be run again alone.
 
 After each step of a program these hold: each block of the pool is free or held; no held block contains NaN (looked at
-after every third step); workers' block tables equal the scheduler's; log-probabilities are finite. After each program:
+after every third step); the same of host blocks, and free ones hold nothing else (host_memory.py); workers' block tables equal the scheduler's; log-probabilities are finite. After each program:
 every request finished or was aborted; engine and workers remember no request; the pool is as full as before; each
 published block equals what stock vLLM computes for its hash (pages.py); requests without evicted blocks got stock
 vLLM's log-probabilities.
@@ -45,6 +45,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.platforms.cpu import CpuPlatform
 
 from loads.cases import BY_NAME, KINDS, Case, Models, make_case, make_program
+from loads.host_memory import HostMemory
 from loads.pages import Published, slices_of
 
 #: Largest difference of a published key or value from stock's; keys and values of these models go up to about 10.
@@ -91,6 +92,7 @@ class Run:
         self.live, self.ended = {}, {}
         self._turns, self._core = {}, self.vllm.engine_core
         self._slices = slices_of(engine)
+        self._host = None if engine.scheduler.host_pool is None else HostMemory(engine)
 
     def run(self):
         get_output, preempt = self._core.get_output, self.engine.scheduler._preempt_request
@@ -276,6 +278,8 @@ class Run:
         assert engine.free_blocks == engine.all_blocks - len(held), "blocks are neither free nor held"
         if self.step % 3 == 0:
             self._check_blocks()
+            if self._host is not None:
+                self._host.check()
         if not V2 and not self.case.options["async_scheduling"]:
             self._check_tables()
 
@@ -306,8 +310,8 @@ class Run:
 
     def _check_end(self):
         self.engine.assert_nothing_left()
-        if (pool := self.engine.scheduler.host_pool) is not None:
-            assert not pool.used and sorted(pool._free) == list(range(pool.blocks)), "host blocks are lost"
+        if self._host is not None:
+            self._host.check_end()
         if self.published is not None:
             self.published.compare(TOLERANCE)
 

@@ -15,14 +15,15 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_evict.core.plan import PLAN
 from vllm_evict.integration.reconstruction import OVERLAP, parts
 
-from .contents import SALTS, Row
-from .double import Fault, Worker
+from .contents import SALTS, Fault, Row
+from .double import Worker
+from .host import HostInvariants
 
 #: Steps beyond what follows from the requests in which nothing needs to get on.
 PATIENCE = 64
 
 
-class Invariants:
+class Invariants(HostInvariants):
     """The checks of a `Simulation`, which has what they look at."""
 
     scheduler: Scheduler
@@ -56,6 +57,7 @@ class Invariants:
                 ids += table
                 if not table:
                     continue
+                self._peaks[req_id] = max(self._peaks.get(req_id, 0), len(table) - table.count(0))
                 row = rows.get(req_id)
                 if row is None:
                     raise Fault("tables", f"{req_id} holds {table}, and no worker knows it")
@@ -78,6 +80,8 @@ class Invariants:
             raise Fault("books", f"blocks both free and held, or lost: {[b for b in free if holders[b]]}, {lost}")
         if self.settings.caching:
             self._check_published(written)
+        if self.worker.host is not None:
+            self._check_host()
 
     def _check_published(self, written: Any) -> None:
         hashes = [block.block_hash for block in self.pool.blocks]
@@ -95,6 +99,8 @@ class Invariants:
 
     def _check_bounds(self, output: Any, rows: dict[str, tuple[Row, int]], free: int, shared: set[int]) -> None:
         """Requests whose step is done hold no more than they may. Those that wait for scores may hold all.
+
+        A request whose prompt's end is computed again with the next step may hold as many as it ever held.
 
         Tokens are gathered in private blocks. A request finds enough of them if it shares nothing (`shared`: blocks
         with several holders before the decisions of this step), or if the pool has room for all decisions, in all KV
@@ -122,7 +128,9 @@ class Invariants:
                 alone = not any(block.block_id in shared or block.ref_cnt > 1 for block in table if not block.is_null)
                 roomy = free >= held * decisions
                 compacts = req_id in decided and (alone or roomy)
-                if not pools and held > limits.trigger and (compacts or resident.config.granularity == "block"):
+                again = req_id in getattr(output, PLAN).groups[0].again or req_id in self.scheduler.next_plan.rewound
+                most = max(limits.trigger, self._peaks[req_id] if again else 0)
+                if not pools and held > most and (compacts or resident.config.granularity == "block"):
                     raise Fault("bound", f"{req_id}: {held} blocks of {settled} tokens, above {limits.trigger}")
                 total, most = total + held, most + limits.trigger
             else:
@@ -320,6 +328,8 @@ class Invariants:
                     raise Fault("left", f"{name} of group {manager.kv_cache_group_id}: {getattr(manager, name)}")
         if not self.evictable:
             return
+        if self.worker.host is not None:
+            self._check_no_host_left()
         for manager in self.evictable:
             if any(manager.held.values()) or manager.take_over_trigger():
                 raise Fault("left", f"group {manager.kv_cache_group_id}: held {manager.held}")

@@ -14,8 +14,12 @@ from typing import Any
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.policies import POLICIES
 
+from .tier import ON_HOST, on_host
+
 #: Layers and KV heads of the model that is not there.
 LAYERS, HEADS = 4, 4
+#: Bytes of a token in all of them: keys and values of 16 dimensions in float32.
+TOKEN_BYTES = 2 * LAYERS * HEADS * 16 * 4
 #: Token ids are below this number.
 VOCABULARY = 48
 #: The token id that ends requests which have stop tokens.
@@ -162,6 +166,7 @@ class Maker:
         faithful: whether workers send every report, at once.
         requests: of a program, at most.
         drafts: whether servers speculate.
+        host: whether all servers keep evicted blocks on the host; else a part of them does, if none speculates.
     """
 
     def __init__(
@@ -171,9 +176,10 @@ class Maker:
         faithful: bool = False,
         requests: int = 40,
         drafts: bool = False,
+        host: bool = False,
     ) -> None:
         self.random, self.only, self.faithful, self.requests = random.Random(seed), only, faithful, requests
-        self.drafts = drafts
+        self.drafts, self.host = drafts, host
 
     def program(self) -> Program:
         while True:
@@ -189,8 +195,10 @@ class Maker:
         block, seqs = pick((2, 4, 4, 8, 8, 16)), pick((1, 2, 2, 3, 4, 4, 6, 8))
         length = block * self.random.randint(6, 48) - self.random.randrange(block)
         chunk = max(block * pick((1, 2, 3, 4, 6, 8, 12)) + self.random.choice((0, 0, 0, -1, 1, block // 2)), seqs)
-        name = pick(self.only or sorted(POLICIES))
+        name = pick(self.only or (ON_HOST if self.host else sorted(POLICIES)))
         policy = None if name == "stock" else self._policy(name, block, length)
+        if name in ON_HOST and not self.drafts and (self.host or self._chance(0.2)):
+            policy = on_host(self.random, policy, block, TOKEN_BYTES)
         ahead = self._chance(0.4)
         whole = self.random.random()
         settings = Settings(
@@ -231,7 +239,8 @@ class Maker:
             length = block * self.random.randint(48, 120)
             chunk, seqs = max(min(chunk, 2 * block), 8), max(seqs, 4)
             settings = replace(settings, extra=pick((64, 512)), length=length, chunk=chunk, seqs=seqs)
-        if len(config.classes) == 1 and not config.reconstructs and config.context is None and self._chance(0.25):
+        alone = config.reconstructs or config.context is not None or config.evict == "host"
+        if len(config.classes) == 1 and not alone and self._chance(0.25):
             settings = replace(settings, window=self.random.randint(1, 4 * block), sliding=self.random.randint(1, 3))
         return settings
 

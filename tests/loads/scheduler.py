@@ -11,6 +11,9 @@
 - *scores*: a prompt is reconstructed if there was room for it all the time (kvzip);
 - *vain*: blocks are evicted under pressure only if the request that lacked some gets them, and of no request that is
   more important;
+- *host*: each host block is free, or one request holds it for one hole; worker and scheduler agree whose it is, and
+  what comes back is what went; blocks that came back are private;
+- *recall*: no request is preempted in the step after a recall that would not be without it;
 - *stall*: requests get on, see `Invariants._stall`;
 - *left*: once all requests are done, every block is in the pool and nothing is remembered of any request.
 
@@ -48,9 +51,10 @@ from vllm_evict.config import KVPolicyError
 from vllm_evict.core.plan import PLAN
 from vllm_evict.policies import POLICIES
 
-from .contents import Row, prompt_tokens
-from .double import Fault, Worker
+from .contents import Fault, Row, prompt_tokens
+from .double import Worker
 from .engines import make_hasher, make_scheduler
+from .host import HostTier
 from .invariants import Invariants
 from .program import STOP, Maker, Op, Program, shrink
 
@@ -75,7 +79,9 @@ class Simulation(Invariants):
         windows = [getattr(manager.kv_cache_spec, "sliding_window", None) or 0 for manager in self.managers]
         config = getattr(self.scheduler, "kv_policy", None)
         context = config.context if config is not None and config.context != "model" else None
-        self.worker = Worker(settings, self.pool.num_gpu_blocks, groups, windows, context)
+        pool = getattr(self.scheduler, "host_pool", None)
+        host = None if pool is None else HostTier(pool.blocks, settings.block)
+        self.worker = Worker(settings, self.pool.num_gpu_blocks, groups, windows, context, host)
         self.counts: Counter[str] = Counter()
         self.live: dict[str, Request] = {}
         #: Steps in flight: the plan, what will come back, and the rows and turns that requests had.
@@ -94,6 +100,11 @@ class Simulation(Invariants):
         self._room: dict[str, bool] = {}
         if getattr(self.scheduler, "pressure", None) is not None:
             self._watch_pressure()
+        #: Most blocks that each request has held; blocks that recalls have taken from the pool since the last step.
+        self._peaks: dict[str, int] = {}
+        self._taken = 0
+        if host is not None:
+            self._watch_recalls()
         if settings.priorities:
             self._withdraw_what_is_not_computed()
 
@@ -138,7 +149,7 @@ class Simulation(Invariants):
         """One turn of the engine core's loop (`EngineCore.step` and `step_with_batch_queue`); False: nothing to do."""
         scheduler = self.scheduler
         if scheduler.has_requests():
-            output = scheduler.schedule()
+            output, self._taken = scheduler.schedule(), 0
             answer = self.worker.run(output)
             rows = {req_id: self.worker.rows[req_id] for req_id in output.num_scheduled_tokens}
             self._queue.append((output, answer, {req_id: (row, row.turns) for req_id, row in rows.items()}))
@@ -297,6 +308,7 @@ class Simulation(Invariants):
         del self.live[req_id]
         self._furthest.pop(req_id, None)
         self._room.pop(req_id, None)
+        self._peaks.pop(req_id, None)
         self._since = 0
 
     def _take(self, taken: dict[int, Any]) -> None:
@@ -369,6 +381,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", choices=[*sorted(POLICIES), "stock"], help="all, if left out")
     parser.add_argument("--faithful", action="store_true", help="no report is lost or late")
     parser.add_argument("--drafts", action="store_true", help="all servers speculate")
+    parser.add_argument("--host", action="store_true", help="all servers keep evicted blocks on the host")
     parser.add_argument("--replay", help="a file with a program, as it was printed; - for standard input")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to shorten a failing program; 0: do not")
     parser.add_argument("--most", type=int, default=1, help="stop after so many kinds of faults")
@@ -380,7 +393,7 @@ def main() -> None:
         text = sys.stdin.read() if options.replay == "-" else Path(options.replay).read_text()
         print(dict(run(Program.parse(text))))
         return
-    maker = Maker(options.seed, options.policy, options.faithful, drafts=options.drafts)
+    maker = Maker(options.seed, options.policy, options.faithful, drafts=options.drafts, host=options.host)
     sys.exit(search(maker, options.requests, options.shrink, options.most))
 
 

@@ -1,6 +1,6 @@
 """State of one KV group on a worker: holes, view, sums and reports."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from copy import copy
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..config import KVPolicyConfig
-from ..core.plan import GroupPlan, Reports
+from ..core.plan import Copy, GroupPlan, Reports
 from ..policies import CACHED, QUERIED, RUNNING
 from .cached import CachedStatistics, Row
 from .graphs import Attends, GraphMemory
@@ -68,6 +68,7 @@ class GroupRuntime:
             counts as one layer of all its heads.
         store: KV cache of the group.
         shape: (most KV heads of a layer, layers); None: (kv_heads, layers).
+        places: for each place in the group the layer of the model; None: one for each of `layers`.
         device: device of block tables and KV cache.
         graph_blocks: resident blocks of the longest request in a full graph that measures.
         held_blocks: most blocks that a request holds; None: the blocks of `max_model_len` tokens.
@@ -84,6 +85,7 @@ class GroupRuntime:
         layers: int,
         store: Store,
         shape: tuple[int, int] | None = None,
+        places: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
         graph_blocks: int = 0,
         held_blocks: int | None = None,
@@ -125,7 +127,7 @@ class GroupRuntime:
         #: None: decodes attend to all resident blocks.
         self.selection: Selection | None = None
         if config.select:
-            self.selection = Selection(config, block_size, layers, store, self.device)
+            self.selection = Selection(config, block_size, places or range(layers), store, self.device)
         #: Request -> its merger, of requests that merge tokens.
         self.mergers: dict[str, Merger] = {}
         self.cached = CachedStatistics(store.read, kv_heads, reduced, config.heads, config.layers)
@@ -133,6 +135,8 @@ class GroupRuntime:
         self.decodes = False
         #: Request -> its holes, logical blocks.
         self.with_holes: dict[str, list[int]] = {}
+        #: Request -> holes that the scheduler does not know yet: blocks that did not come back from the host.
+        self._withheld: dict[str, list[int]] = {}
         self._lacks: tuple[list[str], np.ndarray] | None = None
         self._identity = torch.arange(max_blocks, dtype=torch.int32, device=self.device)
         self._graph_blocks = min(graph_blocks, max_blocks)
@@ -147,11 +151,15 @@ class GroupRuntime:
         cached = scheduler_output.scheduled_cached_reqs
         for req_id in gone | cached.resumed_req_ids:
             self.with_holes.pop(req_id, None)
+            self._withheld.pop(req_id, None)
         started = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
         if cached.resumed_req_ids:
             started += [each for each in zip(cached.req_ids, cached.new_block_ids) if each[0] in cached.resumed_req_ids]
         for req_id, holes in plan.holes.items():
-            self.with_holes.setdefault(req_id, []).extend(holes)
+            known = self._withheld.pop(req_id, ())
+            self.with_holes.setdefault(req_id, []).extend(block for block in holes if block not in known)
+            if untold := [block for block in known if block not in holes]:
+                self._withheld[req_id] = untold
         for req_id, blocks in plan.returned.items():
             left = set(self.with_holes.pop(req_id, ())).difference(blocks)
             if left:
@@ -249,8 +257,20 @@ class GroupRuntime:
         if self.plan is None:
             return
         for req_id in self.plan.holes.keys() | self.plan.moved.keys():
-            holes = dict.fromkeys(self.plan.holes.get(req_id, ()), 0)
+            holes = dict.fromkeys((*self.plan.holes.get(req_id, ()), *self._withheld.get(req_id, ())), 0)
             yield req_id, self.plan.moved.get(req_id, {}) | holes
+
+    def withhold(self, copies: Sequence[Copy]) -> list[tuple[str, int]]:
+        """Keep holes whose blocks did not come back from the host; return request and logical block of each."""
+        missing = []
+        for each in copies:
+            for block, physical in self.plan.moved.get(each.req_id, {}).items():
+                if physical == each.physical:
+                    self.with_holes.setdefault(each.req_id, []).append(block)
+                    self._withheld.setdefault(each.req_id, []).append(block)
+                    missing.append((each.req_id, block))
+        self._lacks = None
+        return missing
 
     def view(self, metadata: Any) -> tuple[Any, StepWork | None]:
         """Return batch metadata with resident views in place of block tables and lengths.

@@ -10,6 +10,7 @@ import torch
 from ..core.mechanisms.recall import BOUND
 from ..core.plan import Copy, Report, Reports, Waiting
 from ..policies import KEY_BOUND
+from .host_pages import FilePages, HostPages, MemoryPages
 from .kernels.bounds import bound_scores, key_bounds
 from .tokens import Store
 from .transfer import to_device, to_host
@@ -29,51 +30,55 @@ class HostBlocks:
         blocks: of the host.
         device: where the cache is.
         bounds: whether bounds are kept.
+        path: of a file that holds the bytes; None: they are in memory.
+
+    Attributes:
+        pages: bytes of the host blocks.
     """
 
-    def __init__(self, store: Store, blocks: int, device: torch.device, bounds: bool) -> None:
-        self._store, self._device, self._on_cpu = store, device, device.type == "cpu"
-        self._pages = [
-            torch.empty((blocks, *page.shape[1:]), dtype=page.dtype, pin_memory=not self._on_cpu)
-            for page in store.pages()
-        ]
+    def __init__(self, store: Store, blocks: int, device: torch.device, bounds: bool, path: str | None = None) -> None:
+        self._store, self._device = store, device
+        pages = store.pages()
+        self.pages: HostPages = (
+            MemoryPages(pages, blocks, device.type == "cpu") if path is None else FilePages(path, pages, blocks)
+        )
+        #: Host blocks that hold nothing, because they could not be written.
+        self._void: set[int] = set()
         #: Of each layer [blocks, Hkv, 2 * D] of `key_bounds`.
         self._bounds = empty_bounds(store, blocks, device) if bounds else []
 
-    def obey(self, copies: Sequence[Copy]) -> None:
-        """Copy blocks, in this order."""
+    def obey(self, copies: Sequence[Copy]) -> list[Copy]:
+        """Copy blocks, in this order; return the copies by which no block came back. Such a block is zero."""
+        failed: list[Copy] = []
         for kind, run in groupby(copies, key=lambda copy: copy.kind):
-            some = list(run)
+            # A host block may be dropped, and written again, by one plan: what comes last stays.
+            some = list({copy.number: copy for copy in run}.values())
             numbers = [copy.number for copy in some]
             if kind == "poison":
-                for page in self._pages:
-                    (page.view(torch.float8_e4m3fn) if page.dtype == torch.uint8 else page)[numbers] = float("nan")
+                self.pages.poison(numbers)
                 for bounds in self._bounds:
                     bounds[numbers] = float("nan")
             elif kind == "fetch":
-                self._fetch([copy.physical for copy in some], numbers)
+                failed += self._fetch(some)
             else:
                 self._spill([copy.physical for copy in some], numbers)
+        return failed
 
     def _spill(self, physical: list[int], numbers: list[int]) -> None:
-        for page, own in zip(self._store.pages(), self._pages):
-            if self._on_cpu:
-                own[numbers] = page[physical]
-                continue
-            for block, number in zip(physical, numbers):
-                own[number].copy_(page[block], non_blocking=True)
+        self._void.difference_update(numbers)
+        self._void.update(self.pages.write(self._store.pages(), physical, numbers))
         if self._bounds:
             blocks, places = (to_device(np.array(each, np.int64), self._device) for each in (physical, numbers))
             for (keys, _), bounds in zip(self._store.read(blocks, False), self._bounds):
                 bounds[places] = key_bounds(keys)
 
-    def _fetch(self, physical: list[int], numbers: list[int]) -> None:
-        for page, own in zip(self._store.pages(), self._pages):
-            if self._on_cpu:
-                page[physical] = own[numbers]
-                continue
-            for block, number in zip(physical, numbers):
-                page[block].copy_(own[number], non_blocking=True)
+    def _fetch(self, copies: list[Copy]) -> list[Copy]:
+        pages, there = self._store.pages(), [copy for copy in copies if copy.number not in self._void]
+        failed = set(self.pages.read(pages, [copy.physical for copy in there], [copy.number for copy in there]))
+        failed |= {copy.physical for copy in copies if copy.number in self._void}
+        for page in pages if failed else ():
+            page[sorted(failed)] = 0
+        return [copy for copy in copies if copy.physical in failed]
 
     def bounds(self, layer: int, numbers: torch.Tensor) -> torch.Tensor:
         """Of some host blocks (int64 [n]) in one layer; [n, Hkv, 2 * D]."""

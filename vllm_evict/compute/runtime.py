@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..core.plan import PLAN, EvictionPlan, Reports
+from ..core.plan import PLAN, EvictionPlan, HostTrouble, Reports
 from .graphs import Attends
 from .group import Batch, GroupRuntime
 from .host import HostBlocks
@@ -39,6 +39,7 @@ class EvictionRuntime:
 
     Attributes:
         numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
+        trouble: what went wrong with host blocks in the last step; None: nothing.
         copied: event after which the contents of the last reports are valid (see `transfer`); None: they are valid.
         views: views of the groups.
     """
@@ -62,6 +63,7 @@ class EvictionRuntime:
         self.batch = Batch()
         self.views = Views(groups, self.batch)
         self.copied: Any = None
+        self.trouble: HostTrouble | None = None
         #: Whether a plan has come. After the first plan each step with requests has a plan.
         self._planned = False
         self._scheduler_output: Any = None
@@ -76,7 +78,7 @@ class EvictionRuntime:
         Raises:
             RuntimeError: the step has requests and no plan. Only dummy steps before the first plan have none.
         """
-        self.plan = getattr(scheduler_output, PLAN, None)
+        self.plan, self.trouble = getattr(scheduler_output, PLAN, None), None
         if self.plan is None and self._planned and scheduler_output.num_scheduled_tokens:
             raise RuntimeError(
                 "the KV policy's worker got a step without its plan; expected the SchedulerOutput as the scheduler "
@@ -120,15 +122,16 @@ class EvictionRuntime:
             self.views.memory(group, table.shape)
             group.hold(pool)
 
-    def keep_on_host(self, blocks: int, bounds: bool) -> None:
-        """Memory for so many evicted blocks, and for bounds of their keys if blocks come back by them."""
+    def keep_on_host(self, blocks: int, bounds: bool, path: str | None = None) -> None:
+        """Memory, or a file, for so many evicted blocks, and memory for bounds of their keys if blocks come back."""
         (group,) = self.groups
-        group.host = HostBlocks(group.store, blocks, group.device, bounds)
+        group.host = HostBlocks(group.store, blocks, group.device, bounds, path)
 
     def keep_bounds(self, pool: int) -> None:
         """Memory for bounds of the keys of all blocks of a pool, by which decodes select."""
         for group in self.groups:
-            group.selection.hold(pool)
+            if group.selection is not None:
+                group.selection.hold(pool)
 
     @property
     def decodes_lacking(self) -> bool:
@@ -205,7 +208,10 @@ class EvictionRuntime:
         """
         if self.plan.copies:
             (group,) = self.groups
-            group.host.obey(self.plan.copies)
+            missing = group.withhold(group.host.obey(self.plan.copies))
+            why, group.host.pages.error = group.host.pages.error, None
+            if why is not None or missing:
+                self.trouble = HostTrouble(why or "", missing)
             fetched = [copy.physical for copy in self.plan.copies if copy.kind == "fetch"]
             if group.selection is not None and fetched:
                 group.selection.refresh(fetched)

@@ -41,7 +41,7 @@ class Selection:
     Args:
         config: the server's policy, whose field `select` is above 0.
         block_size: tokens.
-        layers: of the KV group.
+        layers: of the model, the layer of each place in the KV group; no layer has two places.
         store: KV cache of the group.
         device: where the cache is.
 
@@ -51,12 +51,15 @@ class Selection:
     """
 
     def __init__(
-        self, config: KVPolicyConfig, block_size: int, layers: int, store: Store, device: torch.device
+        self, config: KVPolicyConfig, block_size: int, layers: Sequence[int], store: Store, device: torch.device
     ) -> None:
         self.blocks, self.sinks, self.recent = config.selected(block_size)
         self._every, self._block_size, self._store, self._device = config.select_every, block_size, store, device
         #: Places of layers that choose, and of layers that attend to a choice.
-        self._choosers, self._sparse = config.selecting(layers)
+        self._choosers, self._sparse = (
+            frozenset(place for place, layer in enumerate(layers) if layer in chosen)
+            for chosen in config.selecting(max(layers) + 1)
+        )
         self._bounds: list[torch.Tensor] = []
         self._scratch: torch.Tensor | None = None
         self._held: dict[str, _Held] = {}

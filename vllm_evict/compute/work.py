@@ -167,7 +167,7 @@ def do_together(ops: Any, layer: Any, query: torch.Tensor, slices: Sequence[Head
         Whether the layer was decoded.
     """
     works = [heads.work for heads in slices]
-    if any(work is None or not work.is_all or work.bounds is not None for work in works):
+    if any(work is None or not work.is_all or work.bounds is not None or work.select is not None for work in works):
         return False
     measuring = [(heads, step) for heads in slices for step in (heads.work.mass, heads.work.tokens) if step is not None]
     if len(measuring) > 1:

@@ -97,7 +97,10 @@ def _bytes(size: Any) -> int | None:
         found = int(float(number) * UNITS[unit]) if unit in UNITS and plain.isascii() and plain.isdigit() else None
     if isinstance(found, (int, np.integer)) and not isinstance(found, bool) and 0 < found < 1 << 50:
         return int(found)
-    raise ValueError(f"must be a number of bytes above 0, or a size such as '8GiB' or '512MiB', not {shown(size)}")
+    raise ValueError(
+        "must be a number of bytes above 0, or a size such as '8GiB' or '512MiB', in KiB, MiB, GiB or TiB and below "
+        f"1024TiB, not {shown(size)}"
+    )
 
 
 #: What happens to evicted blocks, and whether they come back: settings of the server, the same for all its requests.
@@ -111,6 +114,7 @@ TIER = (
     Option(
         "host", Any, None, "with `evict: host`: host memory of the server in bytes, or with a unit (`8GiB`)", _bytes
     ),
+    Option("host_path", text | None, None, "with `evict: host`: a file to make for these blocks; null: memory"),
     Option(
         "recall",
         Literal["none", "quest"],

@@ -44,6 +44,11 @@ class Groups(Frozen):
             classes[STREAMING] = type(self)(name="sink-window", **sizes, allow=may_keep_all)
         return classes
 
+    @property
+    def selects(self: C) -> bool:
+        """Whether decodes attend to some of the resident blocks only, in some heads."""
+        return any(part.select for part in self.classes.values())
+
     def of_class(self: C, head_class: str) -> C:
         """Return the configuration of a head class: this one if it splits nothing."""
         part: C = self.classes.get(head_class, self)

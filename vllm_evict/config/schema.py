@@ -227,11 +227,13 @@ def _sees_tokens(config: KVPolicyConfig) -> None:
 def _keeps_on_the_host(config: KVPolicyConfig) -> None:
     if config.retrieval is not None and config.retrieval.evict == "host":
         raise ValueError("retrieval: evict: host needs one KV group, and heads are split in several: use evict: drop")
+    changed = [option.name for option in TIER if getattr(config, option.name) != option.default]
     if config.evict != "host":
-        if config.recall != "none" or config.host is not None:
-            field = "host" if config.host is not None else "recall"
-            raise ValueError(f"{field}: blocks that are dropped have no copy on the host: it needs evict: host")
+        if changed:
+            raise ValueError(f"{changed[0]}: blocks that are dropped have no copy on the host: it needs evict: host")
         return
+    if config.recall == "none" and (idle := [field for field in changed if not field.startswith(("evict", "host"))]):
+        raise ValueError(f"{idle[0]}: blocks on the host never come back: it needs recall: quest")
     for refused, why in (
         (config.host is None, "it needs a size of host memory, such as host: 8GiB"),
         (config.when == "pressure", "'when: pressure' does not know blocks on the host: it needs when: budget"),
@@ -247,8 +249,11 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
 
 
 def _selects(config: KVPolicyConfig) -> None:
-    if config.retrieval is not None and config.retrieval.select:
-        raise ValueError("retrieval: select needs one KV group, and heads are split in several: leave select out")
+    if config.retrieval is not None and config.retrieval.filter_layers:
+        raise ValueError(
+            "retrieval: filter_layers choose for the layers after them, and not every layer has retrieval heads: leave "
+            "filter_layers out"
+        )
     if not config.select:
         if given := sorted(config.given & (names_of(SELECT) - {"select"})):
             raise ValueError(f"{given[0]}: decodes attend to all resident tokens: it needs select")

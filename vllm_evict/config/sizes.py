@@ -164,13 +164,13 @@ class Sizes(Frozen):
             shape = self.head_pattern.retrieval.shape
             has = f"{self.gates or 'pattern'} has {shape[0]} layers x {shape[1]} KV heads"
             raise KVPolicyError(f"{has}, the model has {layers} x {kv_heads}")
-        if self.select:
-            self.selected(block_size)
-            choosing, sparse = self.selecting(layers)
+        for part in (part for part in self.classes.values() if part.select):
+            part.selected(block_size)
+            choosing, sparse = part.selecting(layers)
             if not sparse or max(choosing) >= layers:
-                field = "filter_layers" if self.filter_layers else "dense_layers"
+                field = "filter_layers" if part.filter_layers else "dense_layers"
                 raise KVPolicyError(
-                    f"{field} of a model with {layers} layers, from 0 on, got {shown(getattr(self, field) or DENSE)}; "
+                    f"{field} of a model with {layers} layers, from 0 on, got {shown(getattr(part, field) or DENSE)}; "
                     "expected layers of the model, and a layer after them that selects"
                 )
         for part in self.classes.values():

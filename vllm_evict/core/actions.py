@@ -55,12 +55,17 @@ class Evict(Action):
 class Swap(Evict):
     """Blocks come back from the host, and others go in their place.
 
+    The first returns take room that the request's budget has; each of the others takes the place of one of `holes`. If
+    the pool has less room, the last ones of both stay where they are.
+
     Attributes:
-        returns: int64 [n], logical blocks on the host, the most wanted first. If the pool has less room the others stay
-            on the host.
+        holes: int64 [k], as for `Action`, but the least wanted first.
+        returns: int64 [n], logical blocks on the host, the most wanted first; no fewer than `holes`.
+        again: whether they come back for the end of a prompt that is computed again.
     """
 
     returns: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class RequestBlocks:
     evicted_blocks: int = 0
     #: Policy and limits before `profile` replaced them; None before.
     unprofiled: tuple[KVPolicyConfig, Limits | None] | None = None
-    #: Successive missing reports.
+    #: Successive decisions of the budget without a report.
     misses: int = 0
     #: Under pressure: the last report, and the scheduler's step that asked for one.
     report: Report | None = None
@@ -321,12 +321,16 @@ class RequestBlocks:
         came = {block for block, stay in self.stays.items() if stay.came}
         self.stays = {block: Stay(self.scores[block], came=block in came) for block in wanted}
 
-    def recall(self, blocks: np.ndarray) -> None:
+    def recall(self, blocks: np.ndarray, again: bool) -> None:
         """Take blocks that came back into the resident ones.
 
         Args:
             blocks: int64 [k], ascending, all of them holes.
+            again: whether they came for the end of a prompt, and may go again with it; what came for a decode is to
+                stay.
         """
+        self.stays |= {block: Stay(self.scores.get(block, 0.0), came=not again) for block in blocks.tolist()}
+        self.recalls.returned += 0 if again else len(blocks)
         at = self.resident.searchsorted(blocks)
         self.resident, self.places = np.insert(self.resident, at, blocks), np.insert(self.places, at, blocks)
 

@@ -1,7 +1,7 @@
 """Evicted blocks that wait in host memory: which host block holds which, and what workers copy."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,7 +66,7 @@ class HostPool:
 
     def spill(
         self, plan: EvictionPlan, req_id: str, group: int, blocks: "RequestBlocks", logical: Sequence[int],
-        physical: Sequence[int],
+        physical: Sequence[int], coming: Collection[int] = (),
     ) -> "list[RequestBlocks]":  # fmt: skip
         """Keep blocks that a request loses.
 
@@ -75,14 +75,22 @@ class HostPool:
             req_id, group: whose they are.
             blocks: the request's in that group.
             logical, physical: the blocks.
+            coming: host blocks that come back with this decision. They are not dropped for blocks that go for them.
 
         Returns:
             For each host block that was dropped for them, the blocks of the request that lost it.
         """
-        dropped = []
+        dropped: list[RequestBlocks] = []
+        if not self.blocks:
+            return dropped
         for index, block in zip(logical, physical):
             if not self._free:
-                number, (loser, lost) = self._held.popitem(last=False)
+                oldest = next((number for number in self._held if number not in coming), None)
+                if oldest is None:
+                    blocks.state.dropped_blocks += 1
+                    dropped.append(blocks)
+                    continue
+                number, (loser, lost) = oldest, self._held.pop(oldest)
                 del loser.host[lost]
                 loser.state.dropped_blocks += 1
                 dropped.append(loser)
@@ -91,7 +99,7 @@ class HostPool:
             self._held[number] = blocks, index
             blocks.host[index] = number
             plan.copies.append(Copy(req_id, group, "spill", block, number))
-        blocks.state.spilled_blocks += len(logical)
+            blocks.state.spilled_blocks += 1
         return dropped
 
     def fetch(
@@ -103,6 +111,20 @@ class HostPool:
         plan.copies += [Copy(req_id, group, "fetch", *each) for each in zip(physical, numbers)]
         blocks.state.recalled_blocks += len(logical)
         self._give_back(plan, numbers)
+
+    def close(self) -> list["RequestBlocks"]:
+        """Keep nothing any more.
+
+        Returns:
+            For each host block that was dropped, the blocks of the request that lost it.
+        """
+        losers = [blocks for blocks, _ in self._held.values()]
+        for blocks, logical in self._held.values():
+            del blocks.host[logical]
+            blocks.state.dropped_blocks += 1
+        self._held.clear()
+        self._free, self.blocks = [], 0
+        return losers
 
     def want(self, blocks: "RequestBlocks", logical: Sequence[int]) -> None:
         """Queries want these host blocks of a request: they are dropped last."""

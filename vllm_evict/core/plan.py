@@ -12,6 +12,8 @@ from ..policies import RUNNING
 PLAN = "kv_evict_plan"
 #: Attribute of a `ModelRunnerOutput` that holds a list of `Reports`, one for each KV group.
 REPORTS = "kv_evict_reports"
+#: Attribute of a `ModelRunnerOutput` that holds `HostTrouble`; absent without any.
+TROUBLE = "kv_evict_host_trouble"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,18 @@ class Copy(NamedTuple):
     kind: str
     physical: int
     number: int
+
+
+class HostTrouble(NamedTuple):
+    """Host blocks that could not be written or read.
+
+    Attributes:
+        why: reason, as the system has it.
+        missing: request and logical block of each block that did not come back; workers go on without it.
+    """
+
+    why: str
+    missing: list[tuple[str, int]]
 
 
 class Waiting(NamedTuple):

@@ -4,6 +4,7 @@ A refusal is (whether it applies, what is refused, what to do instead).
 """
 
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import KVPolicyConfig
@@ -13,11 +14,24 @@ from . import connectors, drafters
 Refusal = tuple[bool, str, str]
 
 
-def tier(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
+#: Files with the most bytes that a container may take: of control groups, version 2 and 1.
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def memory_bytes() -> int:
+    """Bytes of memory that the machine has, or that its container may take."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in map(Path, CONTAINER_LIMITS):
+        limit = path.read_text().strip() if path.is_file() else ""
+        most = min(most, int(limit)) if limit.isdigit() else most
+    return most
+
+
+def tier(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusal]:
     """What is refused where evicted blocks go to the host."""
     if config.evict != "host":
         return []
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory, engines = memory_bytes(), vllm_config.parallel_config.data_parallel_size_local
     drop = "set evict: drop"
     return [
         (
@@ -32,16 +46,21 @@ def tier(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         ),
         (vllm_config.parallel_config.tensor_parallel_size > 1, "evict: host and tensor parallelism", drop),
         (
-            config.host > memory,
-            f"host: {config.host} bytes on a machine of {memory}",
-            "set less than the machine has, beside what the model takes",
+            platform != "cpu" and config.host_path is not None,
+            "host_path on a GPU, whose copies would wait for a disk",
+            "leave host_path out",
+        ),
+        (
+            config.host * engines > memory and config.host_path is None,
+            f"host: {config.host} bytes on a machine of {memory}" + (f" with {engines} engines" * (engines > 1)),
+            "set less than the machine, or its container, has for each engine, beside what the model takes",
         ),
     ]
 
 
 def selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusal]:
     """What is refused where decodes select blocks."""
-    if not config.select:
+    if not config.selects:
         return []
     dense = "leave select out"
     return [
@@ -93,7 +112,7 @@ def speculation(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
             f'set "num_speculative_tokens" in --speculative-config to less than {block_size}',
         ),
         (config.evict == "host", f"evict: host and {beside}", f"set evict: drop, or {without}"),
-        (bool(config.select), f"select and {beside}", f"leave select out, or {without}"),
+        (config.selects, f"select and {beside}", f"leave select out, or {without}"),
     ]
 
 
@@ -195,7 +214,7 @@ def connected(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
             f"the KV connector {name} and layers of latents or states",
             "leave --kv-transfer-config and --kv-offloading-size out",
         ),
-        (bool(config.select), f"select and the KV connector {name}", "leave select out"),
+        (config.selects, f"select and the KV connector {name}", "leave select out"),
     ]
 
 
@@ -252,7 +271,7 @@ def latent(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refu
             "set evict: drop",
         ),
         (
-            bool(config.select),
+            config.selects,
             f"select and {latent}, for which no kernel of the plugin decodes",
             "leave select out",
         ),
@@ -337,7 +356,7 @@ def beside_states(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
     why = f"beside {STATES.what}, which no test has run"
     return [
         (vllm_config.speculative_config is not None, f"speculative decoding {why}", "leave --speculative-config out"),
-        (bool(config.select), f"select {why}", "leave select out"),
+        (config.selects, f"select {why}", "leave select out"),
         (
             vllm_config.kv_transfer_config is not None,
             f"a KV connector {why}",

@@ -209,8 +209,12 @@ def _split(
     for index, head_class in enumerate(placed.groups):
         name = f"kv_evict.{head_class}.{index}"
         store = LayerStore(ops, partial(_caches_of, layers, name))
-        heads = [place.heads for layer in rank for place in layer if place.group == index]
-        group = _group(vllm_config, config.of_class(head_class), store, heads, in_graphs, block_size)
+        heads, numbers = [], []
+        for number, layer in enumerate(rank):
+            for place in (place for place in layer if place.group == index):
+                heads.append(place.heads)
+                numbers.append(number)
+        group = _group(vllm_config, config.of_class(head_class), store, heads, in_graphs, block_size, numbers)
         resident = resident_backend(backend, group, ops, head_class, first.num_kv_heads)
         spec = _spec(vllm_config, config, first, placed.width, head_class, index)
         slots = HeadSlots(spec, resident, first.num_heads)
@@ -277,8 +281,10 @@ def _group(
     heads: list[int],
     in_graphs: int,
     block_size: int,
+    places: list[int] | None = None,
 ) -> GroupRuntime:
-    """A runtime; `heads`: KV heads of each of its layers on this rank; `in_graphs` as returned by `_scratch`."""
+    """A runtime; `heads`: KV heads of each of its layers on this rank; `in_graphs` as returned by `_scratch`; `places`:
+    numbers of the layers, if some layers of the model are not among them."""
     heads, stages = heads or [1], vllm_config.parallel_config.pipeline_parallel_size
     same = len(set(heads)) == 1
     return GroupRuntime(
@@ -291,6 +297,7 @@ def _group(
         all_layers=vllm_config.model_config.get_total_num_hidden_layers() if stages > 1 else None,
         store=store,
         shape=(max(heads), len(heads)),
+        places=places,
         device=vllm_config.device_config.device_type,
         graph_blocks=in_graphs,
         held_blocks=_held(vllm_config, config, block_size),
@@ -344,12 +351,12 @@ def settle(
             "leave --kv-policy out for this model"
         )
     ops, decodes = runtime.ops, decode_kernel() != "stock"
-    read = config.statistics or config.context or config.recall != "none" or config.select
+    read = config.statistics or config.context or config.recall != "none" or config.selects
     for name, layer in (layers | _evictable(vllm_config, drafting=True)).items():
         if read and (reason := ops.unreadable(layer)):
             raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": [], without a context')
     decodes &= all(map(ops.can_decode, layers.values()))
-    if config.select and not decodes:
+    if config.selects and not decodes:
         raise KVPolicyError(
             "select: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, keys "
             "packed for AMX, fp8 caches, ALiBi slopes, soft caps, learned sinks): leave select out"
@@ -412,9 +419,9 @@ def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: Eviction
         named = " and ".join(name for name, whether in decoded.items() if whether)
         line = f"KV policy {config.name}: the plugin's kernel decodes {named}"
         line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
-    if config.select:
-        blocks, sinks, recent = config.selected(vllm_config.cache_config.block_size)
-        bounds = sum(group.selection.kept_bytes for group in runtime.groups)
+    for part in (part for part in config.classes.values() if part.select):
+        blocks, sinks, recent = part.selected(vllm_config.cache_config.block_size)
+        bounds = sum(group.selection.kept_bytes for group in runtime.groups if group.selection is not None)
         line += f"; decodes attend to {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
         line += f"; bounds of keys take {-(-bounds // 2**20)} MiB"
     if measures:

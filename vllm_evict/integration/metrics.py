@@ -22,6 +22,7 @@ HOST_COUNTERS = {
     "spilled": ("vllm:kv_evict_blocks_spilled", "Evicted KV blocks that were copied to the host."),
     "recalled": ("vllm:kv_evict_blocks_recalled", "KV blocks that came back from the host."),
     "dropped": ("vllm:kv_evict_blocks_dropped", "KV blocks on the host that were dropped for others."),
+    "failed": ("vllm:kv_evict_host_failures", "Steps in which blocks could not be written to the host, or read."),
     "again": ("vllm:kv_evict_prompts_again", "Times that the end of a prompt was computed again after a recall."),
 }
 HOST_USED = ("vllm:kv_evict_host_blocks", "Host blocks that hold evicted KV blocks, of all policies.")

@@ -174,7 +174,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "prefix caching off while requests may use kvzip, which reconstructs prompts from it",
             "leave --no-enable-prefix-caching out, or kvzip",
         ),
-        *combinations.tier(vllm_config, config),
+        *combinations.tier(vllm_config, config, platform),
         *combinations.selection(vllm_config, config, platform),
         (
             vllm_config.scheduler_config.scheduler_cls is not None,

@@ -17,10 +17,9 @@ from vllm.v1.request import Request, RequestStatus
 from ..config import KVPolicyError
 from ..core.actions import Action, Rotate, Swap
 from ..core.blocks import RequestBlocks
-from ..core.host import HostPool
 from ..core.mechanisms import Again, Budget, Context, Mechanism, Pressure, Profiles, Recall, SharedBudget, Step
 from ..core.mechanisms.base import settled
-from ..core.plan import PLAN, REPORTS, EvictionPlan
+from ..core.plan import PLAN, REPORTS, TROUBLE, EvictionPlan
 from ..core.reports import Inbox
 from ..core.usage import KVUsage
 from ..environment import poison_mode
@@ -35,12 +34,13 @@ from .managers import BESIDE, EvictableManager, SlidingManager, StateManager, pu
 from .metrics import Tally
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
-from .spec import host_blocks, policy_config
+from .spec import policy_config
+from .tier import TierMixin
 
 logger = init_logger("vllm.evict")
 
 
-class EvictionMixin(AdmissionMixin, HitsMixin):
+class EvictionMixin(AdmissionMixin, HitsMixin, TierMixin):
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
 
     `EvictableManager.allocate_new_blocks` finds requests whose block table grows past their trigger. When the step is
@@ -73,7 +73,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         #: None if no prompt's last tokens are ever computed again.
         self.again = Again(self, self.kv_policy) if Again.serves(self.kv_policy) else None
         if self.again is None:  # vLLM asks for each request of each step
-            self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[method-assign]
+            self._reserve_prefill_lookahead = super(TierMixin, self)._reserve_prefill_lookahead  # type: ignore[method-assign]
         #: Request -> its computed tokens before it was rewound, until the next step is planned.
         self._rewound: dict[str, int] = {}
         self.mechanisms = self._mechanisms()
@@ -94,19 +94,6 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         made.append(Context(self, self.vllm_config.max_in_flight_tokens) if Context.serves(config) else None)
         made.append(self.reconstructions)
         return [mechanism for mechanism in made if mechanism is not None]
-
-    def _host_pool(self) -> HostPool | None:
-        """Host blocks for what requests lose."""
-        if self.kv_policy.evict != "host":
-            return None
-        if self.kv_policy.recall == "none":
-            logger.warning(
-                "evict: 'host' got recall: 'none'; expected 'quest'; evicted blocks are copied to the host and never "
-                "come back; set recall: quest or evict: drop"
-            )
-        group = self.kv_cache_config.kv_cache_groups[self.kv_managers[0].kv_cache_group_id]
-        size = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
-        return HostPool(host_blocks(self.vllm_config, self.kv_policy, size), self._poison)
 
     def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager | StateManager]]:
         """Managers of KV groups that may have holes, in order, and managers of sliding windows and of states.
@@ -200,6 +187,8 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             for group in plan.groups:
                 for noted in (group.due, group.report, group.asked):
                     noted.pop(req_id, None)
+        if (trouble := getattr(model_runner_output, TROUBLE, None)) is not None:
+            self._lose_host(trouble)
         reports = self._inbox.take(getattr(model_runner_output, REPORTS, None), plan.groups, self._held)
         for mechanism in self.mechanisms:
             for action in mechanism.decide(plan, reports):
@@ -265,6 +254,10 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
         """
         req_id, manager, plan = action.req_id, self.kv_managers[action.group], self._plan
         request, residents = self.requests[req_id], self._residents_of(req_id)
+        if isinstance(action, Swap):
+            action = self._afforded(action)
+            if not len(action.returns):
+                return
         resident, policy = residents[action.group], residents[action.group].policy
         source = manager.blocks_at(req_id, action.reads)
         leaving = None if self.host_pool is None else manager.blocks_at(req_id, action.holes)
@@ -297,40 +290,19 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
             self.follower.lost(req_id, manager.kv_cache_group_id, before, resident.pure_tokens)
             self._written.update(target)
         if leaving:
-            for loser in self.host_pool.spill(plan, req_id, action.group, resident, action.holes.tolist(), leaving):
-                self.tally.host(loser.policy, dropped=1)
-            self.tally.host(policy, spilled=len(leaving))
+            self._spill(action, resident, leaving)
         if self._poison:
             # A published block may still be hit, so its content has to match its hash.
             poison = [block.block_id for block in freed if block.block_hash is None]
             plan.poison = [block for block in plan.poison if block not in target] + poison
         if isinstance(action, Swap):
-            self._bring_back(action, resident, len(freed))
+            self._bring_back(action, resident)
         copies = len(given_back) - len(action.holes)
         if isinstance(action, Rotate):
             resident.move_up()
             self.tally.move(policy, copies)
         else:
             self.tally.count(policy, len(action.holes), max(len(freed) - copies, 0), first, copies)
-
-    def _bring_back(self, action: Swap, resident: RequestBlocks, freed: int) -> None:
-        """Do the second half of a swap: bring blocks back, as many as the pool has room for.
-
-        No request is preempted for them: they take blocks that the swap has freed, and blocks that the requests which
-        run do not need for what they may have in flight.
-        """
-        manager, cache = self.kv_managers[action.group], self.kv_cache_manager
-        spare = self.free_blocks - freed - cache.watermark_blocks - manager.in_flight - len(self.running)
-        # A full host pool may have dropped some for what has just left.
-        blocks = [block for block in action.returns.tolist() if block in resident.host][: freed + max(spare, 0)]
-        if not blocks:
-            return
-        back = manager.bring_back(action.req_id, blocks)
-        resident.recall(np.sort(np.array(blocks, np.int64)))
-        self._plan.groups[action.group].fill_holes(action.req_id, back)
-        self.host_pool.fetch(self._plan, action.req_id, action.group, resident, blocks, list(back.values()))
-        self._plan.poison = [block for block in self._plan.poison if block not in back.values()]
-        self.tally.host(resident.policy, recalled=len(blocks))
 
     # The interface for mechanisms (`core.mechanisms.Host`)
 
@@ -352,36 +324,12 @@ class EvictionMixin(AdmissionMixin, HitsMixin):
 
     def miss(self, req_id: str, resident: RequestBlocks) -> None:
         """Count and log a missing report."""
-        resident.misses += 1
         self.tally.miss(resident.policy)
         if not resident.state.complained:
             resident.state.complained = True
             logger.error(
                 "no scores came back for request %s; while none come its oldest KV blocks go first. Said once.", req_id
             )
-
-    def rewind(self, request: Request, computed_tokens: int | None) -> None:
-        """Have the tokens of a request from so many on computed again with the next step; None: not after all.
-
-        Nothing of the request is in flight, and no token was sampled after what is computed again.
-        """
-        req_id = request.request_id
-        if computed_tokens is not None:
-            self._rewound[req_id] = request.num_computed_tokens
-            request.num_computed_tokens = self._plan.rewound[req_id] = computed_tokens
-            for manager in self.kv_managers:
-                manager.note(req_id)  # its table does not grow in the step to come
-            self.tally.host(self.residents[req_id].policy, again=1)
-            self.residents[req_id].state.asked_again += 1
-        elif (before := self._rewound.pop(req_id, None)) is not None:
-            request.num_computed_tokens = before
-            del self._plan.rewound[req_id]
-            self.tally.host(self.residents[req_id].policy, again=-1)
-            self.residents[req_id].state.asked_again -= 1
-
-    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
-        return self.again.shorten(request, num_computed_tokens, tokens)
 
     def _residents_of(self, req_id: str) -> list[RequestBlocks]:
         return [manager.residents[req_id] for manager in self.kv_managers]

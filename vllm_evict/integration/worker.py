@@ -12,7 +12,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 
 from ..compute.memory import Needs, described, needs, put_aside
 from ..compute.runtime import EvictionRuntime
-from ..core.plan import REPORTS, Reports
+from ..core.plan import REPORTS, TROUBLE, HostTrouble, Reports
 from . import layers, runners
 from .ranks import Ranks
 from .reorder import check_reload, reordering
@@ -27,6 +27,7 @@ class EvictionWorkerMixin:
     kv_evict: EvictionRuntime | None = None
     _needs = Needs()
     _reports: list[Reports] = []
+    _trouble: HostTrouble | None = None
     _copied: Any = None
     _reordered = False
     _ranks: Ranks
@@ -72,8 +73,11 @@ class EvictionWorkerMixin:
             self.kv_evict.hold(kv_cache_config.num_blocks, tables)
         if config.evict == "host":
             block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
-            self.kv_evict.keep_on_host(host_blocks(self.vllm_config, config, block), config.recall != "none")
-        if config.select:
+            path, parallel = config.host_path, self.vllm_config.parallel_config
+            if path is not None and parallel.data_parallel_size > 1:
+                path += f".{parallel.data_parallel_rank}"
+            self.kv_evict.keep_on_host(host_blocks(self.vllm_config, config, block), config.recall != "none", path)
+        if config.selects:
             self.kv_evict.keep_bounds(kv_cache_config.num_blocks)
         if self.rank == 0:
             logger.info(layers.described(self.vllm_config, config, self.kv_evict))
@@ -123,33 +127,39 @@ class EvictionWorkerMixin:
         finally:
             reports = self.kv_evict.end(self._ranks.over_all)
             self._reports = reports if self._ranks.are_last else []
-            self._copied = self.kv_evict.copied
+            self._copied, trouble = self.kv_evict.copied, self.kv_evict.trouble
+            if trouble is not None:
+                missing = [] if self._trouble is None else self._trouble.missing
+                self._trouble = trouble._replace(missing=missing + trouble.missing)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         reports, self._reports = self._reports, []
-        return with_reports(output, reports, self._copied) if any(reports) else output
+        trouble, self._trouble = self._trouble, None
+        return with_reports(output, reports, self._copied, trouble) if any(reports) or trouble else output
 
 
-def with_reports(output: Any, reports: list[Reports], copied: Any = None) -> Any:
+def with_reports(output: Any, reports: list[Reports], copied: Any = None, trouble: HostTrouble | None = None) -> Any:
     """The output with the reports, at once or when it is awaited; `copied`: event after which they are on the host."""
     if isinstance(output, AsyncModelRunnerOutput):
-        return _Reporting(output, reports, copied)
+        return _Reporting(output, reports, copied, trouble)
     if isinstance(output, ModelRunnerOutput):
         if copied is not None:
             copied.synchronize()
         if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all steps
             output = copy(output)
         setattr(output, REPORTS, reports)
+        if trouble is not None:
+            setattr(output, TROUBLE, trouble)
     return output
 
 
 class _Reporting(AsyncModelRunnerOutput):
-    def __init__(self, output: AsyncModelRunnerOutput, reports: list[Reports], copied: Any) -> None:
-        self._output, self._reports, self._copied = output, reports, copied
+    def __init__(self, output: AsyncModelRunnerOutput, *reports: Any) -> None:
+        self._output, self._reports = output, reports
 
     def get_output(self) -> ModelRunnerOutput:
-        return with_reports(self._output.get_output(), self._reports, self._copied)
+        return with_reports(self._output.get_output(), *self._reports)
 
     def get_kv_connector_output(self) -> Any:
         """Abstract since vLLM 0.33."""

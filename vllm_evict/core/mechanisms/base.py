@@ -136,6 +136,7 @@ class Mechanism(ABC):
         if report is not None:
             blocks.misses = 0
             return False
+        blocks.misses += 1
         self.host.miss(req_id, blocks)
         room = sum(group.in_flight for group in self.host.groups)
         patient = blocks.misses < MOST_MISSES and blocks.config.context is None

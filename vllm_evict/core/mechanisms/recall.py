@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...config import KVPolicyConfig
-from ..actions import Action, Swap
-from ..blocks import RequestBlocks, Stay
+from ..actions import Action, Swap, back_to_budget
+from ..blocks import RequestBlocks
 from ..host import HostPool
 from ..plan import EvictionPlan, Reports, Waiting
 from .base import Host, Mechanism, Step, settled
@@ -151,14 +151,20 @@ class Recall(Mechanism):
             if request is None or blocks is None or blocks.incarnation != incarnation:
                 continue
             if req_id not in reported:
-                self.host.miss(req_id, blocks)
+                if req_id not in noted.due or not blocks.measured:  # else `Budget` has counted it
+                    self.host.miss(req_id, blocks)
                 continue
             again = req_id in noted.again
-            action = self._choose(req_id, group.number, blocks, settled(request), again)
-            if action is not None:
-                yield action
-            elif again:
+            came = blocks.state.recalled_blocks
+            if (swap := self._choose(req_id, group.number, blocks, settled(request), again)) is not None:
+                yield swap
+            if again and blocks.state.recalled_blocks == came:
+                # `Budget` has decided as of the first token that was to be computed again.
                 self.host.rewind(request, None)
+                report = reported[req_id] if req_id in noted.due else None
+                action = back_to_budget(req_id, group.number, blocks, settled(request), report)
+                if action is not None and (report is not None or not blocks.measured):
+                    yield action
 
     def _choose(self, req_id: str, group: int, blocks: RequestBlocks, computed_tokens: int, again: bool) -> Swap | None:
         """Which blocks come back, and which go for them; None if none do.
@@ -188,7 +194,4 @@ class Recall(Mechanism):
                 break
         if not returns:
             return None
-        # What came for the end of a prompt may go again with it; what came for a decode is to stay.
-        blocks.stays |= {block: Stay(scores[block], came=not again) for block in returns}
-        blocks.recalls.returned += 0 if again else len(returns)
-        return Swap(req_id, group, holes=np.array(sorted(victims), np.int64), returns=np.array(returns, np.int64))
+        return Swap(req_id, group, holes=np.array(victims, np.int64), returns=np.array(returns, np.int64), again=again)

@@ -1,0 +1,44 @@
+"""Host blocks of an engine: the scheduler's books of them, and NaN in those that hold nothing."""
+
+import torch
+
+
+class HostMemory:
+    """Looks at an engine whose evicted blocks wait on the host.
+
+    Args:
+        engine: one that fills freed blocks with NaN. Its host memory is filled with NaN now.
+    """
+
+    def __init__(self, engine):
+        self.pool, self.scheduler = engine.scheduler.host_pool, engine.scheduler
+        host = engine.runtime.host
+        self._tensors = [*host.pages.own, *host._bounds]
+        if not self.pool.used:
+            with torch.inference_mode():
+                for each in self._tensors:
+                    each.fill_(float("nan"))
+
+    def check(self):
+        """Each host block is free and NaN, or holds a number for each dimension of one block of one request."""
+        pool, (manager,), held = self.pool, self.scheduler.kv_managers, {}
+        for req_id, blocks in manager.residents.items():
+            for logical, number in blocks.host.items():
+                assert number not in held, f"host block {number} is for {held[number]} and for {req_id}"
+                assert manager.req_to_blocks[req_id][logical].is_null, f"{req_id} has block {logical}, and on the host"
+                held[number] = req_id
+        free = set(pool._free)
+        assert held.keys() == pool._held.keys() and len(free) == len(pool._free) == pool.blocks - len(held)
+        assert not free & held.keys(), "host blocks are free and held"
+        # The next plan writes these.
+        coming = {copy.number for copy in self.scheduler.next_plan.copies}
+        for each in self._tensors:
+            is_nan = torch.isnan(each).flatten(1)
+            for number in free - coming:
+                assert is_nan[number].all(), f"host block {number} is free, and holds numbers"
+            for number in held.keys() - coming:
+                assert not is_nan[number].any(), f"host block {number} of {held[number]} holds NaN"
+
+    def check_end(self):
+        """All is free."""
+        assert not self.pool.used and sorted(self.pool._free) == list(range(self.pool.blocks)), "host blocks are lost"

@@ -1,0 +1,38 @@
+"""Policies that keep evicted blocks on the host, for programs (program.py)."""
+
+from random import Random
+from typing import Any
+
+from vllm_evict.policies import POLICIES
+
+#: Policies whose evicted blocks can go to the host.
+ON_HOST = sorted(name for name, policy in POLICIES.items() if "evict" in policy.options)
+
+
+def on_host(rand: Random, policy: dict[str, Any], block: int, token_bytes: int) -> dict[str, Any]:
+    """A policy with a host pool, of one block and more.
+
+    Args:
+        policy: of a server, one of `ON_HOST`; fields that do not go with a host are left out.
+        block: tokens.
+        token_bytes: of a token, in all layers.
+    """
+    refused = {"granularity": "token", "merge": None, "context": None}
+    kept = {field: value for field, value in policy.items() if field not in refused}
+    blocks, spare = rand.choice((1, 1, 2, 3, 5, 8, 16, 64, 1024)), rand.randrange(block * token_bytes)
+    kept |= {
+        "when": "budget",
+        "evict": "host",
+        "host": blocks * block * token_bytes + spare,
+    }
+    if rand.random() < 0.9:
+        kept |= {
+            "recall": "quest",
+            "recall_every": rand.choice((1, 1, 2, 3, 8)),
+            "recall_blocks": rand.choice((1, 2, 4, 8)),
+            "again": rand.choice((0, 1, block, 3 * block, 256)),
+            "again_rounds": rand.choice((1, 1, 2, 3)),
+        }
+    if kept.get("allow"):
+        kept["allow"] = rand.sample([*ON_HOST, "full"], 3)
+    return kept

@@ -1,0 +1,65 @@
+"""Chooses the blocks that a decode attends to, layer by layer, by plain loops over queries and keys."""
+
+import math
+
+import torch
+
+#: Tokens of a block.
+BLOCK = 32
+
+
+class Chooser:
+    """What layers of a dense model see under a selection. Chooses by plain loops over its own queries and keys.
+
+    Attributes:
+        closest: how near, relative to the larger, the shares of a chosen block and of another one came.
+        chosen: number of choices.
+    """
+
+    def __init__(self, model, *, select, select_sink, select_recent, dense_layers=2, filter_layers=(), select_every=1):
+        self.model, self.every = model, select_every
+        self.recent = math.ceil((select_recent - 1) / BLOCK) + 1
+        self.sinks, self.blocks = math.ceil(select_sink / BLOCK), math.ceil(select / BLOCK)
+        self.dense, self.filters = dense_layers, filter_layers
+        self.steps, self.held, self.closest, self.chosen = 0, {}, math.inf, 0
+
+    def mask(self, base, resident):
+        """A step's mask. base: bool [Q, N] of all resident tokens; resident: logical blocks, ascending."""
+        if len(base) > 1 or len(resident) <= self.blocks:
+            self.held, self.steps = {}, 0
+            return base
+        if self.steps % self.every == 0:
+            self.held = {}
+        self.steps += 1
+        latest = [None]
+
+        def of_layer(layer, queries, keys):
+            own = layer in self.filters if self.filters else layer >= self.dense
+            if own:
+                if layer not in self.held:
+                    self.held[layer] = self.choose(queries[0], keys, resident)
+                latest[0] = self.held[layer]
+            if latest[0] is None or layer in self.filters or (not self.filters and not own):
+                return base
+            seen = resident[: self.sinks] + latest[0] + resident[-self.recent :]
+            return base & torch.isin(torch.arange(base.shape[1]) // BLOCK, torch.tensor(seen))
+
+        return of_layer
+
+    def choose(self, query, keys, resident, heads=None):
+        """The best blocks for some query heads; None: for all."""
+        group = self.model.heads // self.model.kv_heads
+        full, shares = resident[:-1], torch.zeros(len(resident) - 1, dtype=torch.float64)
+        for h in range(self.model.heads) if heads is None else heads:
+            bounds = []
+            for block in full:
+                of_block = keys[block * BLOCK : (block + 1) * BLOCK, h // group].double()
+                q = query[h].double()
+                bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum())
+            shares += (torch.stack(bounds) / self.model.head_dim**0.5).softmax(0)
+        last = len(resident) - self.recent
+        order = sorted(range(self.sinks, last), key=lambda place: -shares[place])
+        count = self.blocks - self.sinks - self.recent
+        kept, other = shares[order[count - 1]].item(), shares[order[count]].item()
+        self.closest, self.chosen = min(self.closest, 1 - other / kept), self.chosen + 1
+        return sorted(full[place] for place in order[:count])

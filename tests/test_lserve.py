@@ -1,0 +1,178 @@
+"""Retrieval heads of `duo` whose decodes select blocks (LServe): against a dense model with a mask for each head."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from engine import logprobs_of, random_prompt
+from oracle.model import DenseLlama
+from oracle.selection import BLOCK, Chooser
+from oracle.tiny import make_tiny_llama
+
+from vllm_evict.compute.select import Selection
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+
+SINK, RECENT = 32, 96
+#: Layers x KV heads; one layer has no retrieval head, one has nothing else.
+PATTERN = ["0101", "1111", "0000", "1000", "0110"]
+#: One KV group of retrieval heads, several of streaming heads.
+FEW = ["1000", "0000", "0001", "0100", "0010"]
+SELECT = {"select": 192, "select_sink": 32, "select_recent": 32}
+RETRIEVAL = {
+    "full": {"name": "full", **SELECT, "dense_layers": 0},
+    "lserve": {"name": "full", **SELECT, "dense_layers": 1, "select_every": 4},
+    "keydiff": {"name": "keydiff", "budget": 320, "buffer": 64, "sink": 32, "recent": 64, **SELECT, "dense_layers": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("lserve"), layers=5, heads=8, kv_heads=4)
+
+
+def policy_of(retrieval, pattern=PATTERN):
+    return {
+        "name": "duo",
+        "gates": "made up",
+        "pattern": pattern,
+        "sink": SINK,
+        "recent": RECENT,
+        "retrieval": RETRIEVAL[retrieval],
+    }
+
+
+class HeadChooser(Chooser):
+    """Chooses for the retrieval heads of each layer; streaming heads see all that they have."""
+
+    def __init__(self, model, pattern, **select):
+        select.setdefault("dense_layers", 2)
+        super().__init__(model, **select)
+        group = model.heads // model.kv_heads
+        self.retrieval = [[digit == "1" for digit in row for _ in range(group)] for row in pattern]
+
+    def mask(self, bases, resident):
+        """bases: of retrieval and of streaming heads, bool [Q, N]; resident: blocks of retrieval heads."""
+        selects = len(bases[0]) == 1 and len(resident) > self.blocks
+        if not selects:
+            self.held, self.steps = {}, 0
+        elif self.steps % self.every == 0:
+            self.held = {}
+        self.steps += selects
+
+        def of_layer(layer, queries, keys):
+            retrieval = torch.tensor(self.retrieval[layer])
+            seen = bases[0]
+            if selects and layer >= self.dense and retrieval.any():
+                if layer not in self.held:
+                    heads = retrieval.nonzero().flatten().tolist()
+                    self.held[layer] = self.choose(queries[0], keys, resident, heads)
+                blocks = resident[: self.sinks] + self.held[layer] + resident[-self.recent :]
+                seen = seen & torch.isin(torch.arange(seen.shape[1]) // BLOCK, torch.tensor(blocks))
+            return torch.where(retrieval[:, None, None], seen, bases[1])
+
+        return of_layer
+
+
+def assert_like_dense(model, pattern, prompt, output, trace, **select):
+    """Log-probabilities of an answer are those of a dense model that chooses for itself. Returns its choices."""
+    dense = DenseLlama(model)
+    chooser, tokens = HeadChooser(dense, pattern, **select), [*prompt, *output.outputs[0].token_ids]
+    cache, n, gone, logits = dense.new_cache(), 0, [set(), set()], []
+    streaming = trace.groups[-1].evicted
+    assert all(group.evicted == streaming for group in trace.groups[1:])
+    for count, evicted in zip(trace.steps, zip(trace.groups[0].evicted, streaming)):
+        first, n = n, n + count
+        causal = torch.arange(n) <= torch.arange(first, n)[:, None]
+        resident = [[block for block in range(math.ceil(n / BLOCK)) if block not in lost] for lost in gone]
+        bases = [causal & torch.isin(torch.arange(n) // BLOCK, torch.tensor(blocks)) for blocks in resident]
+        logits.append(dense.forward(tokens[first:n], cache, chooser.mask(bases, resident[0]))[0])
+        if set(evicted[0]) - gone[0]:
+            chooser.held, chooser.steps = {}, 0
+        for lost, blocks in zip(gone, evicted):
+            lost.update(blocks)
+    logprobs = torch.log_softmax(torch.cat(logits).double(), -1)
+    assert chooser.closest > 1e-5, "rounding could choose another block: take another prompt"
+    want = [logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(output.outputs[0].token_ids)]
+    np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
+    assert gone[1]
+    return chooser.chosen
+
+
+@pytest.mark.both_runners("lserve-many")
+@pytest.mark.parametrize("pattern", [PATTERN, FEW], ids=["many", "few"])
+@pytest.mark.parametrize("name", RETRIEVAL)
+def test_answers_are_those_of_a_dense_model_that_chooses_for_retrieval_heads(engine, model, monkeypatch, name, pattern):
+    """Three requests in one batch; one is shorter than the selection at first."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    server = engine(
+        policy_of(name, pattern), model=model, blocks=256, max_num_batched_tokens=192, enable_prefix_caching=False
+    )
+    lengths = [(600, 40), (150, 70), (400, 30)]
+    requests = [
+        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
+        for seed, (length, tokens) in enumerate(lengths)
+    ]
+    outputs, traces = server.traced(requests)
+    own = {
+        field: value for field, value in RETRIEVAL[name].items() if field in (*SELECT, "select_every", "dense_layers")
+    }
+    chosen = [
+        assert_like_dense(model, pattern, prompt, output, trace, **own)
+        for (prompt, _), output, trace in zip(requests, outputs, traces)
+    ]
+    assert min(chosen) > 4
+    server.assert_nothing_left()
+    assert not any(list(group.selection.requests) for group in server.worker.kv_evict.groups if group.selection)
+
+
+def test_a_hit_has_the_bounds_of_retrieval_heads(engine, model):
+    """A request that hits another one's prefix answers as without a prefix cache."""
+    prefix = random_prompt(480)
+    prompts = [prefix + random_prompt(70, seed) for seed in (1, 2)]
+    cached, alone = (
+        engine(policy_of("full"), model=model, blocks=256, enable_prefix_caching=caching) for caching in (True, False)
+    )
+    cached.generate([prefix], max_tokens=1)
+    hit, computed = (server.generate(prompts, max_tokens=30, logprobs=1) for server in (cached, alone))
+    for ours, theirs in zip(hit, computed):
+        assert ours.num_cached_tokens >= 448 and not theirs.num_cached_tokens
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=2e-3)
+    cached.assert_nothing_left()
+
+
+def test_a_selection_that_covers_all_changes_no_bit(engine, model, monkeypatch):
+    chosen, choose = [], Selection.choose
+    monkeypatch.setattr(Selection, "choose", lambda self, *args: chosen.append(1) or choose(self, *args))
+    wide = policy_of("full") | {"retrieval": {**RETRIEVAL["full"], "select": 640}}
+    without = policy_of("full") | {"retrieval": None}
+    prompts = [random_prompt(length, length) for length in (500, 300, 40)]
+    outputs = [
+        engine(policy, model=model, blocks=256).generate(prompts, max_tokens=60, logprobs=1)
+        for policy in (wide, without)
+    ]
+    for ours, theirs in zip(*outputs):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        np.testing.assert_allclose(logprobs_of(ours), logprobs_of(theirs), atol=1e-5)
+    assert not chosen
+
+
+def test_layers_are_those_of_the_model():
+    config = KVPolicyConfig.parse(policy_of("lserve") | {"retrieval": {**RETRIEVAL["lserve"], "dense_layers": 5}})
+    with pytest.raises(KVPolicyError, match="dense_layers of a model with 5 layers, from 0 on, got 5"):
+        config.check(BLOCK, 5, 4, 4096)
+    assert config.selects and not KVPolicyConfig.parse(policy_of("lserve") | {"retrieval": None}).selects
+
+
+def test_what_retrieval_heads_can_not_select_is_refused_by_name():
+    for retrieval, message in (
+        (
+            {"name": "full", "select": 1024, "filter_layers": [1]},
+            "retrieval: filter_layers choose for the layers after",
+        ),
+        ({"name": "h2o", "select": 1024}, "select: 'h2o' sees only what a decode attends to"),
+    ):
+        with pytest.raises(KVPolicyError, match=re.escape(message)):
+            KVPolicyConfig.parse(policy_of("full") | {"retrieval": retrieval})

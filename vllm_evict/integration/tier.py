@@ -1,0 +1,135 @@
+"""The part of the scheduler about blocks on the host: they go there and come back; prompts' ends are computed again."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+
+from ..config import KVPolicyConfig
+from ..core.actions import Action, Evict, Swap
+from ..core.blocks import RequestBlocks
+from ..core.host import HostPool
+from ..core.mechanisms import Again
+from ..core.plan import EvictionPlan, HostTrouble
+from .metrics import Tally
+from .spec import host_blocks
+
+if TYPE_CHECKING:
+    from .managers import EvictableManager
+
+logger = init_logger("vllm.evict")
+
+
+class TierMixin:
+    """Needs the rest of `EvictionMixin`.
+
+    Attributes:
+        host_pool: None if evicted blocks are dropped.
+        again: None if no prompt's last tokens are ever computed again.
+    """
+
+    kv_policy: KVPolicyConfig
+    kv_managers: "list[EvictableManager]"
+    tally: Tally
+    host_pool: HostPool | None
+    again: Again | None
+    _plan: EvictionPlan
+
+    def _host_pool(self) -> HostPool | None:
+        """Host blocks for what requests lose."""
+        if self.kv_policy.evict != "host":
+            return None
+        if self.kv_policy.recall == "none":
+            logger.warning(
+                "evict: 'host' got recall: 'none'; expected 'quest'; evicted blocks are copied to the host and never "
+                "come back; set recall: quest or evict: drop"
+            )
+        group = self.kv_cache_config.kv_cache_groups[self.kv_managers[0].kv_cache_group_id]
+        size = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        return HostPool(host_blocks(self.vllm_config, self.kv_policy, size), self._poison)
+
+    def _spill(self, action: Action, resident: RequestBlocks, leaving: list[int]) -> None:
+        """Keep the content of blocks that an action evicts, `leaving` of the device."""
+        pool, before = self.host_pool, resident.state.spilled_blocks
+        coming = [resident.host[block] for block in action.returns.tolist()] if isinstance(action, Swap) else ()
+        lost = action.holes.tolist()
+        for loser in pool.spill(self._plan, action.req_id, action.group, resident, lost, leaving, coming):
+            self.tally.host(loser.policy, dropped=1)
+        self.tally.host(resident.policy, spilled=resident.state.spilled_blocks - before)
+
+    def _afforded(self, action: Swap) -> Swap:
+        """The part of a swap that the pool has room for.
+
+        No request is preempted for a swap: what comes back takes blocks that the swap frees, and blocks that the
+        requests which run do not need for what they may have in flight. No block goes for one that can't come.
+        """
+        manager, cache = self.kv_managers[action.group], self.kv_cache_manager
+        spare = max(self.free_blocks - cache.watermark_blocks - manager.in_flight - len(self.running), 0)
+        returns, holes = len(action.returns), []
+        come = min(max(returns - len(action.holes), 0), spare)
+        spare -= come
+        for block, physical in zip(action.holes.tolist(), manager.blocks_at(action.req_id, action.holes)):
+            shared = cache.block_pool.blocks[physical].ref_cnt > 1
+            if come == returns or (shared and not spare):
+                break
+            holes.append(block)
+            spare, come = spare - shared, come + 1
+        return replace(action, holes=np.array(sorted(holes), np.int64), returns=action.returns[:come])
+
+    def _bring_back(self, action: Swap, resident: RequestBlocks) -> None:
+        """Do the second half of a swap."""
+        manager, blocks = self.kv_managers[action.group], action.returns.tolist()
+        back = manager.bring_back(action.req_id, blocks)
+        resident.recall(np.sort(action.returns), action.again)
+        if action.again:
+            manager.note(action.req_id)  # it may hold more than its trigger, and its table does not grow
+        self._plan.groups[action.group].fill_holes(action.req_id, back)
+        self.host_pool.fetch(self._plan, action.req_id, action.group, resident, blocks, list(back.values()))
+        self._plan.poison = [block for block in self._plan.poison if block not in back.values()]
+        self.tally.host(resident.policy, recalled=len(blocks))
+
+    def _lose_host(self, trouble: HostTrouble) -> None:
+        """Go on without the host, where blocks could not be written or read: what is there is dropped.
+
+        Blocks that did not come back become holes; workers take them for holes already.
+        """
+        pool = self.host_pool
+        if pool.blocks:
+            logger.warning(
+                "host blocks can't be written or read (%s); expected a disk that works; from now on evicted blocks are "
+                "dropped, and requests go on without them; mend host_path, and start the server again",
+                trouble.why,
+            )
+        for loser in pool.close():
+            self.tally.host(loser.policy, dropped=1)
+        self.tally.host(self.kv_policy.name, failed=1)
+        manager = self.kv_managers[0]
+        for req_id, block in trouble.missing:
+            resident = manager.residents.get(req_id)
+            if resident is not None and self.running_request(req_id) and block in resident.resident:
+                self.apply(Evict(req_id, 0, np.array([block], np.int64)))
+
+    def rewind(self, request: Request, computed_tokens: int | None) -> None:
+        """Have the tokens of a request from so many on computed again with the next step; None: not after all.
+
+        Nothing of the request is in flight, and no token was sampled after what is computed again.
+        """
+        req_id = request.request_id
+        if computed_tokens is not None:
+            self._rewound[req_id] = request.num_computed_tokens
+            request.num_computed_tokens = self._plan.rewound[req_id] = computed_tokens
+            for manager in self.kv_managers:
+                manager.note(req_id)  # its table does not grow in the step to come
+            self.tally.host(self.residents[req_id].policy, again=1)
+            self.residents[req_id].state.asked_again += 1
+        elif (before := self._rewound.pop(req_id, None)) is not None:
+            request.num_computed_tokens = before
+            del self._plan.rewound[req_id]
+            self.tally.host(self.residents[req_id].policy, again=-1)
+            self.residents[req_id].state.asked_again -= 1
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return self.again.shorten(request, num_computed_tokens, tokens)
