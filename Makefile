@@ -19,7 +19,8 @@ DEVICE := cuda_builds cuda_kernels device device_backends flashinfer fold full_g
 	take triton_decode triton_kernels view views warmup
 # Files that run again with vLLM's Triton kernels on V1.
 TRITON := device_backends full_graphs graphs memory sliding_devices warmup
-PEERS  := demo eval_runs gpu_benchmarks gpu_check heads_training host kvpress load needles performance_files ray xformers
+PEERS  := demo eval_runs gpu_benchmarks gpu_check heads_training host kvpress load needles peers performance_files ray \
+	xformers
 # Random loads, servers under faults, and engines of several ranks.
 LONG   := data_parallel load_engine load_scheduler soak tensor_parallel
 lane-device := $(DEVICE:%=tests/test_%.py)
@@ -32,7 +33,8 @@ NIGHTLY := $(lane-device) $(lane-long) $(lane-peers)
 lane-engine := $(filter-out $(NIGHTLY),$(END_TO_END) $(SERVED:%=tests/test_%.py))
 lane-unit   := $(filter-out $(NIGHTLY) $(lane-compat) $(lane-engine),$(wildcard tests/test_*.py))
 
-.PHONY: help demo test test-all $(LANES:%=test-%) lint format types docs docs-serve wheel bench bench-gpu check-gpu quality clean
+.PHONY: help demo test test-all $(LANES:%=test-%) lint format types docs docs-serve wheel bench peers bench-gpu check-gpu \
+	quality clean
 .DELETE_ON_ERROR:
 
 help:  ## show this
@@ -107,6 +109,17 @@ wheel: $(READY)  ## an sdist and wheels, each tried in a clean environment (in d
 bench: $(READY)  ## policies against stock vLLM in a small pool, and the cost of running sums (results in out/pressure)
 	@$(BIN)/python benchmarks/pressure.py
 	@$(BIN)/python benchmarks/pressure.py --step
+
+# Each peer in an environment of its own, with the versions of packaging/peers-NAME.txt; about ten minutes on two cores, and
+# as long again to make the environments.
+PEER_ENVS := $(patsubst packaging/peers-%.txt,$(VENV)-peers-%/.made,$(wildcard packaging/peers-*.txt))
+peers: $(READY) $(PEER_ENVS)  ## beside kvpress, OpenVINO and vLLM's own levers: same models, prompts, budgets (results in out/peers)
+	@$(BIN)/python benchmarks/peers/run.py
+	@$(BIN)/python benchmarks/peers/table.py
+
+$(PEER_ENVS): $(VENV)-peers-%/.made: scripts/peers-env.sh packaging/peers-%.txt | $(READY)
+	@scripts/peers-env.sh $* $(VENV)
+	@touch $@
 
 # With the Python of a CUDA vLLM, and this plugin in it: .venv has the CPU engine. ROWS are those of engine.py; all of them
 # are half an hour, by estimate.

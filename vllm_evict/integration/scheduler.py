@@ -73,7 +73,8 @@ class EvictionMixin(AdmissionMixin, HitsMixin, TierMixin):
         #: None if no prompt's last tokens are ever computed again.
         self.again = Again(self, self.kv_policy) if Again.serves(self.kv_policy) else None
         if self.again is None:  # vLLM asks for each request of each step
-            self._reserve_prefill_lookahead = super(TierMixin, self)._reserve_prefill_lookahead  # type: ignore[method-assign]
+            own = super(TierMixin, self)._reserve_prefill_lookahead
+            self._reserve_prefill_lookahead = own  # type: ignore[method-assign]
         #: Request -> its computed tokens before it was rewound, until the next step is planned.
         self._rewound: dict[str, int] = {}
         self.mechanisms = self._mechanisms()

@@ -1,0 +1,109 @@
+"""Makes what all peers get: model files, prompts as token ids, budgets. Written to one JSON, so that no peer tokenizes.
+
+Both have `model`, and `converted`, a folder for the model in a peer's own format.
+
+load     random prompts for a Llama with random weights (benchmarks/models.py), in a pool that is too small:
+         `prompts`, `warm`, `output`, `pool`, `block`, `chunk`, `sink`, `recent`, `budget` in tokens,
+         `kv_bytes_per_token`, `gates` [L, Hkv]
+needles  questions for the embedded model: `samples` with `context`, `question` and `max_tokens`, `length` of a
+         context, `budgets` by name, in tokens
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from models import Shape, make_model
+from pressure import random_prompts
+
+from vllm_evict.eval.prompts import Prompts
+from vllm_evict.eval.run import Plan, all_cases
+from vllm_evict.eval.score import contains
+from vllm_evict.eval.tasks import Sample
+
+ROOT = Path(__file__).parents[2]
+NEEDLE = ROOT / "examples/needle/model"
+GATES = ROOT / "configs/heads/needle/full_attention_heads.tsv"
+DEPTHS = (0.17, 0.33, 0.47, 0.61, 0.79)
+TASKS = ("niah", "multikey", "twostage", "vt")
+BLOCK = 32
+#: The row of benchmarks/pressure.py that has small projections.
+SHAPE = Shape(layers=4, hidden=256, heads=4, kv_heads=4, head_dim=64, intermediate=704)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of all cases; a dry run has smaller ones."""
+
+    requests: int = 16
+    prompt: int = 2000
+    output: int = 500
+    pool: int = 8192
+    budget: int = 320
+    #: Prompts of each task and depth.
+    samples: int = 2
+    length: int = 2048
+    depths: tuple[float, ...] = DEPTHS
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Tenth, quarter and half of a context, in whole blocks."""
+        return {f"{share}%": -(-self.length * share // (100 * BLOCK)) * BLOCK for share in (10, 25, 50)}
+
+    @property
+    def plan(self) -> Plan:
+        """The prompts as `vllm-evict eval` makes them."""
+        return Plan(
+            model=str(NEEDLE),
+            out=Path("."),
+            tasks=TASKS,
+            policies="full",
+            lengths=(self.length,),
+            depths=self.depths,
+            samples=self.samples,
+            chunk=self.length,
+            block_size=BLOCK,
+            buffer=2 * BLOCK,
+        )
+
+
+DRY = Sizes(requests=2, prompt=128, output=16, pool=1024, budget=128, samples=1, length=1024, depths=(0.5,))
+
+
+def samples_of(sizes: Sizes, prompts: Prompts) -> list[Sample]:
+    return [case.sample() for case in all_cases(sizes.plan, prompts.count)]
+
+
+def right(answers: list[str], samples: list[Sample]) -> list[bool]:
+    return [contains(answer, sample) > 0 for answer, sample in zip(answers, samples, strict=True)]
+
+
+def write(folder: Path, sizes: Sizes) -> Path:
+    """Write the model and the cases into a folder. Returns the path of the JSON."""
+    prompts = Prompts(str(NEEDLE))
+    samples = samples_of(sizes, prompts)
+    gates = [[float(gate) for gate in row.split()] for row in GATES.read_text().splitlines()]
+    load = {
+        "model": str(make_model(folder / "llama", SHAPE)),
+        "converted": str(folder / "llama-openvino"),
+        "prompts": random_prompts(sizes.requests, sizes.prompt, SHAPE.vocab),
+        "warm": random_prompts(sizes.requests, sizes.prompt // 8, SHAPE.vocab, seed=1),
+        **{"output": sizes.output, "pool": sizes.pool, "block": BLOCK, "chunk": 2048},
+        **{"sink": 32, "recent": 64, "budget": sizes.budget},
+        "kv_bytes_per_token": SHAPE.kv_bytes_per_token(),
+        # Half of the heads of each layer, as of all random heads.
+        "gates": [[1.0, 0.0] * (SHAPE.kv_heads // 2)] * SHAPE.layers,
+    }
+    needles = {
+        "model": str(NEEDLE),
+        "converted": str(folder / "needle-openvino"),
+        "samples": [
+            {"context": ids[: sizes.length], "question": ids[sizes.length :], "max_tokens": sample.max_tokens}
+            for sample, ids in ((sample, prompts.ids(sample)) for sample in samples)
+        ],
+        **{"length": sizes.length, "budgets": sizes.budgets, "sink": 32, "recent": 64, "block": BLOCK, "gates": gates},
+        "sizes": {"samples": sizes.samples, "length": sizes.length, "depths": sizes.depths},
+    }
+    path = folder / "cases.json"
+    path.write_text(json.dumps({"load": load, "needles": needles}))
+    return path

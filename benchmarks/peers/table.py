@@ -1,0 +1,269 @@
+"""Makes the tables and the picture of a run of peers (run.py), as docs/peers.md has them.
+
+python benchmarks/peers/table.py [out/peers/peers.json] [--picture docs/pictures/peers.svg]
+"""
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_evict.eval.stats import ALPHA, p_value
+
+DOCS = Path(__file__).parents[2] / "docs"
+TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "kvpress": "kvpress"}
+#: Cases of `vllm` that are this project's.
+OURS = ("sink-window", "h2o")
+#: Title of a row, kvpress' case, ours, and whether both keep the same tokens by construction; else why not.
+SAME = "same"
+METHODS: list[tuple[str, str | None, str | None, str]] = [
+    ("nothing evicted", "none", "full", SAME),
+    ("Knorm", "Knorm", "knorm", SAME),
+    ("KeyDiff", "KeyDiff", "keydiff", SAME),
+    ("SnapKV, window 32, no pooling", "SnapKV", "snapkv", SAME),
+    ("attention per query: ObservedAttention, `h2o` by `mean`", "ObservedAttention", "h2o, mean", SAME),
+    ("StreamingLLM", "StreamingLLM", "sink-window", SAME),
+    (
+        "DuoAttention, half of the heads",
+        "DuoAttention",
+        "duo",
+        "there the window stays; ours moves on",
+    ),
+    ("TOVA", "TOVA", "tova", "there all heads of a layer keep one set; ours has a set for each head"),
+    (
+        "KVzip",
+        "KVzip",
+        "kvzip",
+        "there heads of a layer share its budget, and an instruction precedes the repetition",
+    ),
+    (
+        "SnapKV, pooled",
+        "SnapKV, its defaults",
+        "snapkv, one set",
+        "there means over 5 tokens, window 64, a set for each head; ours has the largest of 7, one set for all",
+    ),
+    ("ExpectedAttention", "ExpectedAttention", None, "no policy of ours"),
+    ("CriticalKV on SnapKV", "CriticalKV", None, "no policy of ours"),
+    ("R-KV", None, "rkv", "no press of kvpress"),
+]
+#: With the question in sight: OpenVINO's case, ours, and the difference.
+AWARE: list[tuple[str, str | None, str | None, str]] = [
+    ("nothing evicted", "full", "full, aware", SAME),
+    (
+        "attention, summed",
+        "SUM",
+        "h2o, aware",
+        "there from the prompt's last 8 queries on, a set of blocks for each layer; ours from the first on, one set",
+    ),
+    (
+        "attention, summed, by lifetime",
+        "NORM_SUM",
+        "h2o mean, aware",
+        "the same",
+    ),
+    ("attention of the last 8 queries", None, "snapkv, aware", "what OpenVINO's sums begin with"),
+    ("R-KV", "ADAPTIVE_RKV", "rkv, aware", "there by share of attention, then by unlike blocks; ours as in the paper"),
+]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Median (each round), or the value of a single round."""
+    median = f"{statistics.median(values):{form}}"
+    return median if len(values) == 1 else f"{median} ({', '.join(f'{value:{form}}' for value in values)})"
+
+
+def grouped(rows: list[dict], requests: int | None = None) -> dict[str, list[dict]]:
+    """Rows by case, in the order of their first appearance."""
+    found: dict[str, list[dict]] = {}
+    for row in rows:
+        if requests is None or row.get("requests", requests) == requests:
+            found.setdefault(row["case"], []).append(row)
+    return found
+
+
+def rate(row: dict, clock: str = "seconds") -> float:
+    return row["output_tokens"] / row[clock]
+
+
+def load_table(report: dict, requests: int) -> str:
+    """Throughput, time to first token and memory of one number of requests."""
+    lines = [
+        "| peer | case | output tokens/s (rounds) | a second of CPU | first token, s: median / last | peak of KV, MiB "
+        "| requests at once | preemptions |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for peer, rows in report["load"].items():
+        for case, runs in grouped(rows, requests).items():
+            title = "vllm_evict" if peer == "vllm" and case in OURS else TITLES[peer]
+            wrong = next((run["error"] for run in runs if "error" in run), None)
+            if wrong:
+                lines.append(f"| {title} | `{case}` | not run: {escaped(wrong)} | | | | | |")
+                continue
+
+            def median(key: str, runs: list[dict] = runs) -> float:
+                return statistics.median(run[key] for run in runs)
+
+            first = statistics.median(statistics.median(run["first"]) for run in runs)
+            last = statistics.median(max(run["first"]) for run in runs)
+            lost = "not counted" if runs[0]["preemptions"] is None else f"{median('preemptions'):.0f}"
+            lines.append(
+                f"| {title} | `{case}` | {spread([rate(run) for run in runs], '.0f')} "
+                f"| {statistics.median(rate(run, 'cpu_seconds') for run in runs):.0f} | {first:.2f} / {last:.2f} "
+                f"| {median('peak_kv_bytes') / 2**20:.1f} | {median('at_once'):.0f} | {lost} |"
+            )
+    lines += [f"| {TITLES[peer]} | | not run: {escaped(why)} | | | | | |" for peer, why in report["missing"].items()]
+    return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """Text of others in a cell of a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+
+
+def answers_table(report: dict, peer: str, methods: list[tuple[str, str | None, str | None, str]]) -> str:
+    """Right answers by budget, of a peer and of ours; `=`: the same prompts, `≈`: no difference beyond noise."""
+    theirs, ours = grouped(report["needles"].get(peer, [])), grouped(report["needles"].get("vllm", []))
+    budgets = list(report["sizes"]["budgets"])
+    lines = [
+        f"| method | {TITLES[peer]}: {' / '.join(budgets)} | vllm_evict: {' / '.join(budgets)} | agree | difference |",
+        "|---|---:|---:|---|---|",
+    ]
+    for title, their, our, why in methods:
+        left = _by_budget(theirs.get(their, []), report, peer) if their else {}
+        right = _by_budget(ours.get(our, []), report, "vllm") if our else {}
+        if not left and not right:
+            continue
+        marks = [_mark(left[b], right[b]) for b in left if b in right and left[b] and right[b]]
+        cells = [_cell(side) for side in (left, right)]
+        lines.append(f"| {title} | {cells[0]} | {cells[1]} | {' '.join(marks)} | {'' if why == SAME else why} |")
+    if peer in report["missing"]:
+        lines.append(f"| all of {TITLES[peer]} | not run: {escaped(report['missing'][peer])} | | | |")
+    return "\n".join(lines)
+
+
+def _by_budget(rows: list[dict], report: dict, peer: str) -> dict[str | None, str]:
+    """Right answers as a string of digits; one that ran no budget to its end has an empty string."""
+    return {row["budget"]: row.get("right", "") for row in rows}
+
+
+def _cell(rights: dict[str | None, str]) -> str:
+    return " / ".join(f"{each.count('1')} of {len(each)}" if each else "refused" for each in rights.values())
+
+
+def _mark(left: str, right: str) -> str:
+    if left == right:
+        return "="
+    differences = [int(a) - int(b) for a, b in zip(left, right, strict=True)]
+    p = p_value(differences)
+    return "≈" if p >= ALPHA else f"p = {p:.3f}"
+
+
+def published_table() -> str:
+    """Figures of others, on their machines."""
+    lines = [
+        "| peer (cited, not run) | setup | full: tokens/s, at once | evicting: tokens/s, at once | ratio |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for row in json.loads(Path(__file__).with_name("published.json").read_text()):
+        full, evicting = row["full"], row["evicting"]
+        ratio = evicting["tokens_per_second"] / full["tokens_per_second"]
+        cells = [f"{side['tokens_per_second']:,.0f}, {side['at_once'] or '?'}" for side in (full, evicting)]
+        setup = f"{row['setup']}; {evicting['what']}. {row['source']}"
+        lines.append(f"| {row['peer']} | {setup} | {cells[0]} | {cells[1]} | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
+def setup(report: dict) -> str:
+    """Hardware, versions and command, as one paragraph."""
+    facts = report["conditions"]
+    hardware = ", ".join(f"{key} {value}" for key, value in facts["hardware"].items())
+    versions = "; ".join(
+        f"{TITLES[peer]}: " + ", ".join(f"{name} {number}" for name, number in found.items())
+        for peer, found in report["versions"].items()
+        if found
+    )
+    return (
+        f"Hardware: {hardware}. Versions: {versions}. Threads of each peer: {report['threads']}; rounds: "
+        f"{report['rounds']}; load average at the end: {report['load average']}. Command: `{facts['command']}` "
+        f"({report['minutes']} minutes)."
+    )
+
+
+def tables(report: dict) -> dict[str, str]:
+    """Name -> Markdown."""
+    most = report["sizes"]["requests"]
+    return {
+        "setup": setup(report),
+        f"{most} requests": load_table(report, most),
+        "1 request": load_table(report, 1),
+        "answers before the question": answers_table(report, "kvpress", METHODS),
+        "answers with the question in sight": answers_table(report, "openvino", AWARE),
+        "published": published_table(),
+    }
+
+
+def picture(report: dict, path: Path) -> None:
+    """Throughput over the peak of KV, at the larger number of requests."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "peers", "font.size": 9})
+    from matplotlib import pyplot as plt
+
+    points: list[tuple[str, str, float, float]] = []
+    for peer, rows in report["load"].items():
+        for case, runs in grouped(rows, report["sizes"]["requests"]).items():
+            if not any("error" in run for run in runs):
+                held = statistics.median(run["peak_kv_bytes"] for run in runs) / 2**20
+                group = "vllm_evict" if peer == "vllm" and case in OURS else TITLES[peer]
+                points.append((group, case, held, statistics.median(rate(run) for run in runs)))
+    points.sort(key=lambda point: point[3])
+    colors = dict(zip(["vllm_evict", *TITLES.values()], ["#c0392b", "#7f8c8d", "#2e86c1", "#27ae60"], strict=True))
+    figure, (speed, memory) = plt.subplots(1, 2, figsize=(9, 0.6 + 0.27 * len(points)), sharey=True, layout="tight")
+    places = range(len(points))
+    for axis, column, words in ((speed, 3, "output tokens/s"), (memory, 2, "peak of KV, MiB")):
+        bars = axis.barh(places, [point[column] for point in points], color=[colors[point[0]] for point in points])
+        axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
+        axis.set_xlabel(words)
+        axis.margins(x=0.14)
+        axis.spines[["top", "right"]].set_visible(False)
+    speed.set_yticks(places, [f"{group}: {case}" for group, case, *_ in points])
+    sizes = report["sizes"]
+    figure.suptitle(f"{sizes['requests']} requests of {sizes['prompt']:,} + {sizes['output']} tokens", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def published(page: str, report: dict) -> str:
+    """The page with each table in the place of the last one, between two comments with its name."""
+    for name, table in tables(report).items():
+        pattern = rf"(<!-- {re.escape(name)} -->\n).*?(\n<!-- end -->)"
+        page, count = re.subn(pattern, lambda found: found[1] + table + found[2], page, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"docs/peers.md got {count} places for the table {name!r}; expected one")
+    return page
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, nargs="?", default=Path("out/peers/peers.json"))
+    parser.add_argument("--publish", action="store_true", help="into docs/ too")
+    options = parser.parse_args(arguments)
+    report: dict[str, Any] = json.loads(options.report.read_text())
+    text = "\n\n".join(f"**{name}**\n\n{table}" for name, table in tables(report).items())
+    options.report.with_suffix(".md").write_text(text + "\n")
+    picture(report, options.report.with_suffix(".svg"))
+    if options.publish:
+        page = DOCS / "peers.md"
+        page.write_text(published(page.read_text(), report))
+        (DOCS / "performance/peers.json").write_text(options.report.read_text())
+        picture(report, DOCS / "pictures/peers.svg")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
