@@ -30,6 +30,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends import flash_attn, registry
 
 from vllm_evict.compute import sums, tokens, views
+from vllm_evict.compute.attention import device
 from vllm_evict.compute.attention.flash import FlashOps
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.kernels.compact import is_ordered
@@ -105,6 +106,7 @@ def backend(request, monkeypatch):
     monkeypatch.setattr(views, "resident_view", resident_view)
     monkeypatch.setattr(sums, "fold", fold)
     monkeypatch.setattr(sums, "take", take)
+    monkeypatch.setattr(device, "take", take)
     monkeypatch.setattr(tokens, "put", put)
     monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
     selector._cached_get_attn_backend.cache_clear()

@@ -19,6 +19,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends import registry
 
 from vllm_evict.compute import sums, tokens, views
+from vllm_evict.compute.attention import device
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 server, dense, replaying = test_device_backends.server, test_device_backends.dense, test_full_graphs.replaying
@@ -47,6 +48,7 @@ def backend(request, monkeypatch):
     monkeypatch.setattr(views, "resident_view", resident_view)
     monkeypatch.setattr(sums, "fold", fold)
     monkeypatch.setattr(sums, "take", take)
+    monkeypatch.setattr(device, "take", take)
     monkeypatch.setattr(tokens, "put", put)
     name = f"{flashinfer.__name__}.FlashInferBackend"
     monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)

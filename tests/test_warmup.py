@@ -19,6 +19,7 @@ from vllm.triton_utils import HAS_TRITON
 
 from vllm_evict.compute import sums as worker_sums
 from vllm_evict.compute import views as worker_views
+from vllm_evict.compute.attention import device
 from vllm_evict.compute.attention.flash import FlashOps
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.attention.warmup import Heads, warm_up
@@ -167,6 +168,7 @@ def test_batches_of_any_size_take_what_was_compiled(shape, name, ops, monkeypatc
     monkeypatch.setattr(worker_views, "resident_view", resident_view)
     monkeypatch.setattr(worker_sums, "fold", fold)
     monkeypatch.setattr(worker_sums, "take", take)
+    monkeypatch.setattr(device, "take", take)
     worker_at_work = Work(shape, {**SERVED[name], "sink": 256, "recent": 256, "budget": 1024}, ops())
     start, later = Variants(), Variants()
     with start.noted(run=lambda *_, **__: None):

@@ -1,7 +1,6 @@
 """`BackendOps` of vLLM's CPU attention backend."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from ..kernels.decode import decode_classes, decode_mass
 from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
 from ..kernels.queries import Queries
 from ..work import HeadSlice
+from .ops import WithoutScratch
 
 #: ISA of the backend -> layout of its packed keys in `block_mass`.
 KEY_LAYOUTS = {"vec": "vec", "vec16": "vec", "amx": "amx"}
 
 
-class CPUOps:
+class CPUOps(WithoutScratch):
     """`BackendOps` on a CPU.
 
     A block and head of kv_cache has all keys before all values, packed. Metadata is vLLM's `CPUAttentionMetadata`.
@@ -24,10 +24,6 @@ class CPUOps:
 
     heads_dim = 1
     beside = "block_mass"
-    decodes_measured = False
-    compiles = False
-    capturing = False
-    scratch_bytes = 0
 
     @staticmethod
     def unreadable(layer: Any) -> str | None:
@@ -48,30 +44,13 @@ class CPUOps:
         return plain and readable and kernel_path() not in ("torch reference", "portable")
 
     @staticmethod
-    def scratch_for(requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool) -> int:
-        return 0
-
-    @staticmethod
-    def reserve(device: torch.device) -> None:
-        """Do nothing: kernels allocate their own scratch."""
-
-    @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         """Return the backend's metadata, which has all that these operations read."""
         return stock()
 
     @staticmethod
-    def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
-        """Return the query: vLLM does not quantise it for this backend."""
-        return query
-
-    @staticmethod
     def kv_heads(kv_cache: torch.Tensor) -> int:
         return kv_cache.shape[1]
-
-    @staticmethod
-    def attending() -> AbstractContextManager[None]:
-        return nullcontext()
 
     @staticmethod
     def compact(

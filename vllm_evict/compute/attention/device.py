@@ -10,6 +10,7 @@ import torch
 from ..kernels.compact import is_ordered
 from ..kernels.decode_cuda import CudaDecode, plan_decode
 from ..kernels.queries import Queries
+from ..kernels.take import take
 from ..transfer import to_device
 from ..work import HeadSlice
 from .ops import FP8_NAMES
@@ -139,7 +140,7 @@ class DeviceOps:
             mass = self._scratch[: len(lens) * prod(of_heads)].view(len(lens), *of_heads).zero_()
             options = {"per_token": per_token, "weights": weights, "last": None if last is None else last[some]}
             mass_from_lse(query, keys, lse, table, starts, lens, scale, mass, **options)
-            out[some] += mass.sum(1, keepdim=True)
+            take(out[some], mass, lens, 1 if per_token else keys.shape[2])
 
     def warm_up_mass(self, *args: Any) -> None:
         """Launch all variants of `mass`, with its arguments."""

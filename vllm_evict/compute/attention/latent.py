@@ -1,7 +1,6 @@
 """`BackendOps` of multi-head latent attention (MLA): one cached vector a token, which all query heads read."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,13 +8,13 @@ import torch
 from ..kernels.mass import block_mass, pack_keys
 from ..kernels.queries import Queries
 from .device import FP8
-from .ops import FP8_NAMES
+from .ops import FP8_NAMES, WithoutScratch
 
 #: Attribute of a backend's metadata that holds vLLM's `CommonAttentionMetadata` of the step, with views.
 COMMON = "kv_evict_common"
 
 
-class LatentOps:
+class LatentOps(WithoutScratch):
     """`BackendOps` of MLA on a CPU.
 
     A cache is [num_blocks, block_size, C + R]: of each token the normalised latent, then the rotated key that all heads
@@ -25,10 +24,6 @@ class LatentOps:
 
     heads_dim = 0
     beside = "block_mass"
-    decodes_measured = False
-    compiles = False
-    capturing = False
-    scratch_bytes = 0
 
     @staticmethod
     def unreadable(layer: Any) -> str | None:
@@ -43,14 +38,6 @@ class LatentOps:
         return False
 
     @staticmethod
-    def scratch_for(requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool) -> int:
-        return 0
-
-    @staticmethod
-    def reserve(device: torch.device) -> None:
-        """Do nothing: there is no scratch."""
-
-    @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         """Return the backend's metadata with the views, which it keeps for decodes and prefills apart."""
         metadata = stock()
@@ -58,16 +45,8 @@ class LatentOps:
         return metadata
 
     @staticmethod
-    def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
-        return query
-
-    @staticmethod
     def kv_heads(kv_cache: torch.Tensor) -> int:
         return 1
-
-    @staticmethod
-    def attending() -> AbstractContextManager[None]:
-        return nullcontext()
 
     @staticmethod
     def mass(

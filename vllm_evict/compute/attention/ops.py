@@ -1,7 +1,7 @@
 """The interface `BackendOps`, and its implementation for each attention backend that policies run on."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -176,6 +176,32 @@ class BackendOps(Protocol):
     def as_keys(self, layer: Any, stored: Any) -> Any:
         """Convert blocks of `stored_keys` to [n, Hkv, block_size, D] in plain order, as `read` returns them."""
         ...
+
+
+class WithoutScratch:
+    """Parts of `BackendOps` for kernels that are compiled before the engine starts and allocate their own scratch."""
+
+    decodes_measured = False
+    compiles = False
+    capturing = False
+    scratch_bytes = 0
+
+    @staticmethod
+    def scratch_for(requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool) -> int:
+        return 0
+
+    @staticmethod
+    def reserve(device: Any) -> None:
+        """Do nothing."""
+
+    @staticmethod
+    def dequantised(layer: Any, query: Any) -> Any:
+        """Return the query: vLLM does not quantise it for these backends."""
+        return query
+
+    @staticmethod
+    def attending() -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def ops_for(backend: str) -> BackendOps:
