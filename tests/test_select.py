@@ -129,11 +129,11 @@ def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch)
     checked, choose, preempted = [], Selection.choose, []
     preempt = server.scheduler._preempt_request
 
-    def compared(self, choice, place, query, scale):
+    def compared(self, choice, layer, place, query):
         blocks = choice.resident[:-1].long()
         keys = [keys for keys, _ in self._store.read(blocks, False)][place]
         assert torch.equal(self._bounds[place][blocks], torch.cat((keys.amax(2), keys.amin(2)), -1))
-        chosen = choose(self, choice, place, query, scale)
+        chosen = choose(self, choice, layer, place, query)
         assert set(chosen.tolist()) <= set(choice.resident[1:-2].tolist())
         checked.append(place)
         return chosen

@@ -149,7 +149,7 @@ class Batch:
         )
         return output, out, lse
 
-    def decode_reference(self, rows_of_mass=None, per_token=False):
+    def decode_reference(self, rows_of_mass=None, per_token=False, **logits):
         output = torch.full_like(self.query, 7.0).cpu()
         out = self.new_out(rows_of_mass or self.kv_heads, torch.float64, per_token).cpu()
         caches = pack_keys(self.real_keys.cpu()), self.real_values
@@ -160,6 +160,7 @@ class Batch:
             out=out,
             per_token=per_token,
             weights=self.weights.cpu(),
+            **logits,
         )
         return output, out
 

@@ -22,7 +22,7 @@ from .decode_mass import (
     plan_decode,
     programs_on,
 )
-from .tiles import require
+from .tiles import check_logits, require
 
 
 def plan_classes(
@@ -92,6 +92,8 @@ def decode_classes(
     lse: torch.Tensor | None = None,
     plans: Sequence[DecodePlan] | None = None,
     value_scale: float = 1.0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`compute.kernels.decode.decode_classes` for two classes, in the two launches of `decode_mass`.
 
@@ -100,8 +102,8 @@ def decode_classes(
     CUDA graph can capture the launches.
 
     Args:
-        query, output, query_start_loc, rows, scale, per_token, weights, lse, value_scale: as for `decode_mass`, for the
-            heads of both classes, in the order of classes.
+        query, output, query_start_loc, rows, scale, per_token, weights, lse, value_scale, soft_cap, sinks: as for
+            `decode_mass`, for the heads of both classes, in the order of classes.
         key_caches, value_caches, block_tables, seq_lens, out: for each class, as for `decode_mass`. bs, D and dtypes of
             caches agree.
         plans: from `plan_classes`; None makes them.
@@ -114,6 +116,8 @@ def decode_classes(
     require(heads % sum(kv_heads) == 0, "query must have a multiple of all classes' KV heads")
     split = [count * heads // sum(kv_heads) for count in kv_heads]
     logs = [None, None] if lse is None else lse.split(split, 1)
+    own = [None, None] if sinks is None else sinks.split(split)
+    check_logits(query, soft_cap, sinks)
     queries, outputs = query.split(split, 1), output.split(split, 1)
     for q, keys, values, table, lens, o, log in zip(queries, *per_class[:4], outputs, logs):
         check_arguments(q, keys, values, table, query_start_loc, lens, rows, o, weights, log)
@@ -126,8 +130,8 @@ def decode_classes(
         wanted = any(mass is not None for mass in out)
         plans = plan_classes(*shape, widths, query.dtype, query.device, mass=wanted, per_token=per_token)
     first, second = (
-        launch_of(q, keys, values, table, lens, o, mass, weights, log, plan, n, per_token)
-        for q, keys, values, table, lens, mass, o, log, plan in zip(queries, *per_class, outputs, logs, plans)
+        launch_of(q, keys, values, table, lens, o, mass, weights, log, its, plan, n, per_token, soft_cap)
+        for q, keys, values, table, lens, mass, o, log, its, plan in zip(queries, *per_class, outputs, logs, own, plans)
     )
     require(key_caches[0].dtype == key_caches[1].dtype, "caches of both classes must have one dtype")
     require(first.attend_shape[:-1] == second.attend_shape[:-1], "caches must have one block size")
@@ -152,7 +156,7 @@ def _attend_classes(
     second_stride_table, second_kv_heads, second_capacity, second_splits,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
-    PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     """Programs of the first class, then those of the second class; in a class by split, then by KV head."""
     program = tl.program_id(0)
@@ -168,7 +172,7 @@ def _attend_classes(
         tl.program_id(1), program % kv_heads, program // kv_heads, starts, rows, weights, scale, *mine,
         tl.where(is_first, first_stride_table, second_stride_table), kv_heads,
         tl.where(is_first, first_capacity, second_capacity), splits,
-        HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, PER_TOKEN, HAS_MASS,
+        HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, SOFT_CAP, PER_TOKEN, HAS_MASS,
     )  # fmt: skip
 
 
@@ -191,7 +195,7 @@ def _combine_classes(
             first_heads, first_heads_out, first_capacity, first_splits, first_measured, first_chunks,
             first_stride_mr, first_stride_mh,
             FIRST[0], FIRST[1], FIRST[2], FIRST[3], FIRST[4], FIRST[5],
-            FIRST[6], FIRST[7], FIRST[8], FIRST[9], FIRST[10],
+            FIRST[6], FIRST[7], FIRST[8], FIRST[9], FIRST[10], FIRST[11],
         )  # fmt: skip
     else:
         combine_splits(
@@ -199,5 +203,5 @@ def _combine_classes(
             second_heads, second_heads_out, second_capacity, second_splits, second_measured, second_chunks,
             second_stride_mr, second_stride_mh,
             SECOND[0], SECOND[1], SECOND[2], SECOND[3], SECOND[4], SECOND[5],
-            SECOND[6], SECOND[7], SECOND[8], SECOND[9], SECOND[10],
+            SECOND[6], SECOND[7], SECOND[8], SECOND[9], SECOND[10], SECOND[11],
         )  # fmt: skip

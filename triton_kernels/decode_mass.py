@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 
 from ..compute.kernels.decode import decode_mass_reference  # noqa: F401  (the reference)
-from .tiles import MIN_ROWS, Tile, check_cache, check_int32, require, tile_of
+from .tiles import (
+    MIN_ROWS,
+    Tile,
+    check_cache,
+    check_int32,
+    check_logits,
+    require,
+    soft_capped,
+    tile_of,
+    with_sinks,
+)
 
 HOPPER_SMS = 132  # H100 and H200 (SXM), for plans on a machine without a GPU
 # Programs for each SM. Three run at once (72 KiB of shared memory, 150 registers a thread); the fourth fills gaps that
@@ -134,6 +144,8 @@ def decode_mass(
     lse: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     value_scale: float = 1.0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`compute.kernels.decode.decode_mass` on caches with strides in place of packings, on a device.
 
@@ -143,7 +155,7 @@ def decode_mass(
     later maximum. With `per_token` it stores scores: mass_t = 2 ** (score_t - lse). Queries in bfloat16 meet fp8 keys
     in float16, so their elements must be below 65,504.
 
-    The second launch combines splits into output and LSE, and blocks or tokens into mass.
+    The second launch combines splits, and sinks, into output and LSE, and blocks or tokens into mass.
 
     Each number has one writer that adds in a fixed order: the same input and plan give the same bits. With a plan
     nothing is allocated or read on the host, so a CUDA graph can capture both launches.
@@ -156,9 +168,11 @@ def decode_mass(
         rows: int32 [n], rows of the requests to decode, of one token each; -1 for padding, which costs nothing.
         scale: factor on the scores before the softmax, times the scale of quantised keys.
         output: [T, H, D] of the query's dtype, last dimension contiguous. Other requests' rows keep their contents.
-        lse: float32 [T, H] or None; gets the natural logarithm of each row's sum of exponentials.
+        lse: float32 [T, H] or None; gets the natural logarithm of each row's sum of exponentials, its sink's included.
         plan: from `plan_decode`, for at least n rows and the blocks of the longest request; None makes one.
         value_scale: factor on quantised values.
+        soft_cap: as for `compute.kernels.decode.decode_mass`; a constant of the compiled kernel.
+        sinks: [H], of any float dtype, logits of learned sinks; None: none.
 
     Raises: as `compute.kernels.decode.decode_mass`, for shapes and dtypes; contents are not checked.
 
@@ -167,6 +181,7 @@ def decode_mass(
     the mass adds 2 * G / (bs * D) of the bytes, 0.8 % for G = 8, bs = 16, D = 128; with `per_token` bs times that.
     """
     check_arguments(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, output, weights, lse)
+    check_logits(query, soft_cap, sinks)
     n, heads, kv_heads = len(rows), query.shape[1], key_cache.shape[1]
     if not n:
         return
@@ -174,7 +189,7 @@ def decode_mass(
         shape = n, heads, kv_heads, query.shape[2], key_cache.shape[2], block_table.shape[1]
         plan = plan_decode(*shape, query.dtype, query.device, mass=out is not None, per_token=per_token)
     tensors = query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse
-    launch = launch_of(*tensors, plan, n, per_token)
+    launch = launch_of(*tensors, sinks, plan, n, per_token, soft_cap)
     shared = query_start_loc, rows, weights
     _attend[(kv_heads, n, plan.splits)](
         *shared, scale * LOG2_E, *launch.attend, *launch.attend_sizes, *launch.attend_shape,
@@ -213,8 +228,8 @@ def check_arguments(
 
 
 def launch_of(
-    query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse,
-    plan: DecodePlan, n: int, per_token: bool,
+    query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse, sinks,
+    plan: DecodePlan, n: int, per_token: bool, soft_cap: float,
 ) -> Launch:  # fmt: skip
     """Return the arguments of both launches for the heads of `query`, [T, H, D], over n requests."""
     _, heads, head_dim = query.shape
@@ -241,9 +256,9 @@ def launch_of(
     chunks = triton.cdiv(measured, mass_tile)
     out_heads = out.shape[1] if has_mass else 0
     heads_out = heads // out_heads if out_heads else 1
-    # Without mass or LSE their pointers are placeholders that no program reads.
+    # Without mass, LSE or sinks their pointers are placeholders that no program reads.
     granules, mass = (plan.granules, out) if has_mass else (plan.partial, plan.partial)
-    logs = plan.stats if lse is None else lse
+    logs, own = (plan.stats if each is None else each for each in (lse, sinks))
     scratch = seq_lens, plan.partial, plan.stats, granules
     dims = head_dim, tile.dim
     return Launch(
@@ -254,16 +269,17 @@ def launch_of(
         (block_table.stride(0), kv_heads, capacity, plan.splits),
         (
             *dims, block_size, tile.tokens, tile.parts, weights is not None,
-            group, max(triton.next_power_of_2(group), MIN_ROWS) if group > 1 else 1, tile.granules, per_token, has_mass,
+            group, max(triton.next_power_of_2(group), MIN_ROWS) if group > 1 else 1, tile.granules,
+            soft_cap * LOG2_E, per_token, has_mass,
         ),
         (
-            *scratch, output, logs, mass, output.stride(0), output.stride(1),
+            *scratch, output, logs, mass, own, output.stride(0), output.stride(1),
             *((0, 0) if lse is None else lse.stride()),
         ),
         (heads, heads_out, capacity, plan.splits, measured, chunks, *(mass.stride()[:2] if has_mass else (0, 0))),
         (
             *dims, *blocks, weights is not None, padded_splits(plan.splits), SPLIT_TILE, mass_tile,
-            min(triton.next_power_of_2(heads_out), members), lse is not None,
+            min(triton.next_power_of_2(heads_out), members), lse is not None, sinks is not None,
         ),
         heads + out_heads * chunks,
     )  # fmt: skip
@@ -288,14 +304,14 @@ def _attend(
     stride_table, kv_heads, capacity, splits,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
-    PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     attend_split(
         tl.program_id(1), tl.program_id(0), tl.program_id(2),
         starts, rows, weights, scale, lens, partial, stats, granule_logs, query, keys, values, table,
         stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
         stride_table, kv_heads, capacity, splits,
-        HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, PER_TOKEN, HAS_MASS,
+        HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, GROUP, ROWS, GRANULES, SOFT_CAP, PER_TOKEN, HAS_MASS,
     )  # fmt: skip
 
 
@@ -307,7 +323,7 @@ def attend_split(
     stride_table, kv_heads, capacity, splits,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GRANULES: tl.constexpr,
-    PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of one request and KV head. Exponents have base 2: `scale` includes log2(e)."""
     n = n.to(tl.int64)
@@ -360,7 +376,7 @@ def attend_split(
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             else:  # with one query head, fifteen of tl.dot's sixteen rows would be padding
                 scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
-            scores = tl.where(seen[None, :], scores * scale, float("-inf"))
+            scores = tl.where(seen[None, :], soft_capped(scores * scale, SOFT_CAP), float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))  # finite: each tile has a token, unless all are NaN
             less = tl.exp2(top - higher)
             probs = tl.exp2(scores - higher[:, None])
@@ -392,8 +408,9 @@ def attend_split(
 
 
 @triton.jit
-def _lse_of(stats, at, valid, splits, PADDED_SPLITS: tl.constexpr):
-    """Return the LSEs (log2) of rows `at` of the splits' statistics; -inf for rows without keys or not `valid`."""
+def _lse_of(stats, at, valid, splits, sinks, head, HAS_SINKS: tl.constexpr, PADDED_SPLITS: tl.constexpr):
+    """Return the LSEs (log2) of rows `at` of the splits' statistics, of query heads `head`, with their sinks; -inf for
+    rows that are not `valid`."""
     split = tl.arange(0, PADDED_SPLITS)
     where = stats + (at[:, None] * splits + split[None, :]) * 2
     there = valid[:, None] & (split < splits)[None, :]
@@ -402,34 +419,38 @@ def _lse_of(stats, at, valid, splits, PADDED_SPLITS: tl.constexpr):
     highest = tl.max(top, 1)
     # An empty split has the maximum -inf and the sum 0, and so has a row of empty splits. NaN stays.
     parts = tl.where(total != 0, total * tl.exp2(top - highest[:, None]), 0.0)
-    return highest + tl.log2(tl.sum(parts, 1))
+    log = highest + tl.log2(tl.sum(parts, 1))
+    if HAS_SINKS:
+        log = with_sinks(log, sinks, head, valid)
+    return log
 
 
 @triton.jit(do_not_specialize=COMBINE_SIZES)
 def _combine(
     starts, rows, weights, value_scale,
-    lens, partial, stats, granule_logs, output, lse, out, stride_ot, stride_oh, stride_lt, stride_lh,
+    lens, partial, stats, granule_logs, output, lse, out, sinks, stride_ot, stride_oh, stride_lt, stride_lh,
     heads, heads_out, capacity, splits, measured, chunks, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr,
-    MEMBERS: tl.constexpr, HAS_LSE: tl.constexpr,
+    MEMBERS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     combine_splits(
         tl.program_id(1), starts, rows, weights, value_scale,
-        lens, partial, stats, granule_logs, output, lse, out, stride_ot, stride_oh, stride_lt, stride_lh,
+        lens, partial, stats, granule_logs, output, lse, out, sinks, stride_ot, stride_oh, stride_lt, stride_lh,
         heads, heads_out, capacity, splits, measured, chunks, stride_mr, stride_mh,
         HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, PADDED_SPLITS, SPLIT_TILE, MASS_TILE, MEMBERS, HAS_LSE,
+        HAS_SINKS,
     )  # fmt: skip
 
 
 @triton.jit
 def combine_splits(
     role, starts, rows, weights, value_scale,
-    lens, partial, stats, granule_logs, output, lse, out, stride_ot, stride_oh, stride_lt, stride_lh,
+    lens, partial, stats, granule_logs, output, lse, out, sinks, stride_ot, stride_oh, stride_lt, stride_lh,
     heads, heads_out, capacity, splits, measured, chunks, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr, PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr,
-    MEMBERS: tl.constexpr, HAS_LSE: tl.constexpr,
+    MEMBERS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of one request. Roles below `heads` write output and LSE of a head, other roles the mass of
     some blocks; a token is a block of one token."""
@@ -440,7 +461,7 @@ def combine_splits(
         if role < heads:
             at = n * heads + role
             one = tl.arange(0, 1)
-            log = _lse_of(stats, at + one, one == 0, splits, PADDED_SPLITS)
+            log = _lse_of(stats, at + one, one == 0, splits, sinks, role + one, HAS_SINKS, PADDED_SPLITS)
             dim = tl.arange(0, DIM)
             acc = tl.zeros([DIM], tl.float32)
             for start in range(0, splits, SPLIT_TILE):
@@ -474,8 +495,9 @@ def combine_splits(
                 mass = tl.zeros([MASS_TILE], tl.float32)
                 for start in range(0, heads_out, MEMBERS):
                     member = start + tl.arange(0, MEMBERS)
-                    at = n * heads + out_head * heads_out + member
-                    log = _lse_of(stats, at, member < heads_out, splits, PADDED_SPLITS)
+                    head = out_head * heads_out + member
+                    at = n * heads + head
+                    log = _lse_of(stats, at, member < heads_out, splits, sinks, head, HAS_SINKS, PADDED_SPLITS)
                     for part in range(PARTS):
                         granule = block * PARTS + part
                         there = (member < heads_out)[:, None] & (mine & (granule < count))[None, :]

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..compute.kernels.logits import soft_capped as capped
 from ..compute.kernels.mass import _per_block
-from .tiles import MIN_ROWS, TILE_BYTES, check_cache, check_int32, require, tile_of
+from .tiles import MIN_ROWS, TILE_BYTES, check_cache, check_int32, check_logits, require, soft_capped, tile_of
 
 MAX_ROWS = 64  # query rows of one tl.dot, the least M of Hopper's wgmma
 # Tensor cores have no exact float32 product, so float32 tiles have to fit the registers of more threads.
@@ -31,6 +32,7 @@ def mass_from_lse(
     rows_per_tile: int | None = None,
     warps: int | None = None,
     stages: int = 3,
+    soft_cap: float = 0.0,
 ) -> None:
     """Compute the sums of `compute.kernels.mass.block_mass` from the LSE of each query, on a device.
 
@@ -45,13 +47,14 @@ def mass_from_lse(
         query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous.
         key_cache: [num_blocks, Hkv, bs, D] of the query's dtype or float8_e4m3fn, any strides but a contiguous D.
         lse: float32 [T, H], any strides: logarithm of each row's sum of exponentials over the resident keys that it
-            sees. FlashAttention returns the transpose, FlashInfer base 2.
+            sees, and its sink if it has one. FlashAttention returns the transpose, FlashInfer base 2.
         block_table, query_start_loc, seq_lens, out, per_token, weights: as for `block_mass`.
         scale: factor on the scores before the softmax, times the scale of quantised keys.
         last: int32 [R]: only the last last[r] queries of a request count, which makes windows cheap; None: all.
         lse_base_2: whether `lse` is a logarithm of base 2.
         rows_per_tile: query rows (queries times G) at once, a power of two from 16; None chooses.
         warps, stages: launch options; None chooses.
+        soft_cap: as for `block_mass`; a constant of the compiled kernel.
 
     Bytes moved: seq_len * Hkv * D * itemsize of keys, once. Queries that count, H * D * itemsize each, and their LSE
     are read again for each tile of keys (at most 128 tokens), from L2. Work is 2 * H * D for each query and key.
@@ -67,6 +70,7 @@ def mass_from_lse(
     require(out.dtype == torch.float32 and out.dim() == 3 and out.stride(2) == 1, "out must be float32 [R, H, W]")
     require(len(out) == requests and out.shape[1] in (1, kv_heads), "out must be [R, Hkv or 1, Wout]")
     require(weights is None or weights.dtype == torch.float32, "weights must be float32")
+    check_logits(query, soft_cap, None)
     if last is not None:
         check_int32(last=last)
     if not requests or not tokens:
@@ -85,7 +89,7 @@ def mass_from_lse(
         *out.stride()[:2],
         HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
         GRANULES=tile.granules, GROUP=group, KV_HEADS_OUT=kv_heads // out_heads, ROWS=rows_per_tile,
-        HAS_WEIGHTS=weights is not None, HAS_LAST=last is not None, PER_TOKEN=per_token,
+        HAS_WEIGHTS=weights is not None, HAS_LAST=last is not None, PER_TOKEN=per_token, SOFT_CAP=soft_cap * LOG2_E,
         num_warps=warps or (FLOAT32_WARPS if exact else 4), num_stages=stages,
     )  # fmt: skip
 
@@ -97,7 +101,7 @@ def _mass_from_lse(
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_lt, stride_lh, stride_table, stride_mr, stride_mh,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     GRANULES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS_OUT: tl.constexpr, ROWS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, HAS_LAST: tl.constexpr, PER_TOKEN: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, HAS_LAST: tl.constexpr, PER_TOKEN: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Measure some blocks of one request and row of `out`. Exponents have base 2."""
     first_block = tl.program_id(0) * GRANULES
@@ -145,7 +149,8 @@ def _mass_from_lse(
                         other=0.0,
                     )
                     log = tl.load(lse + token * stride_lt + head * stride_lh, mask=counts, other=0.0) * lse_scale
-                    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale - log[:, None]
+                    scores = soft_capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFT_CAP)
+                    scores -= log[:, None]
                     seen = counts[:, None] & held[None, :] & (position[None, :] <= before + number[:, None])
                     sums += tl.sum(tl.where(seen, tl.exp2(scores), 0.0) * weight[:, None], 0)
             if PER_TOKEN:
@@ -173,6 +178,7 @@ def mass_from_lse_reference(
     weights: torch.Tensor | None = None,
     last: torch.Tensor | None = None,
     lse_base_2: bool = False,
+    soft_cap: float = 0.0,
 ) -> None:
     """`mass_from_lse` in plain torch, in the dtype of `out`."""
     _, kv_heads, block_size, _ = key_cache.shape
@@ -188,7 +194,7 @@ def mass_from_lse_reference(
         blocks = -(-seq_len // block_size)
         keys = key_cache[block_table[r, :blocks].long()].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(out.dtype)
         heads = query[begin:end].to(out.dtype).unflatten(1, (kv_heads, group))
-        scores = torch.einsum("qkgd,ktd->kgqt", heads, keys) * scale
+        scores = capped(torch.einsum("qkgd,ktd->kgqt", heads, keys) * scale, soft_cap)
         logs = lse[begin:end].unflatten(1, (kv_heads, group)).permute(1, 2, 0)
         rows = torch.arange(begin, end, device=query.device)
         hidden = torch.arange(seq_len, device=query.device) > (seq_len - starts[r + 1] + rows)[:, None]

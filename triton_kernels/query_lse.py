@@ -4,8 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
+from ..compute.kernels.logits import soft_capped as capped
 from .mass_from_lse import FLOAT32_TILE_BYTES, FLOAT32_WARPS, LOG2_E, MAX_ROWS
-from .tiles import MIN_ROWS, TILE_BYTES, check_cache, check_int32, require, tile_of
+from .tiles import (
+    MIN_ROWS,
+    TILE_BYTES,
+    check_cache,
+    check_int32,
+    check_logits,
+    require,
+    soft_capped,
+    tile_of,
+    with_sinks,
+)
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -23,8 +34,12 @@ def query_lse(
     weights: torch.Tensor | None = None,
     warps: int | None = None,
     stages: int = 3,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write the natural logarithm of sum(exp(scale * q . k_t)) over the resident keys that each query row sees.
+
+    Logits may have a soft cap, and a row's sum its sink's exponential.
 
     A program holds some query rows of one request and KV head and goes over the keys. One launch, which reads nothing
     on the host and allocates nothing.
@@ -36,6 +51,7 @@ def query_lse(
         weights: float32 [T], or None for ones. Rows of queries of weight 0 are not written. A program with such rows
             alone reads no keys.
         warps, stages: launch options; None chooses.
+        soft_cap, sinks: as for `decode_mass`.
 
     Raises:
         ValueError: a shape or stride is wrong.
@@ -53,6 +69,7 @@ def query_lse(
     require(len(seq_lens) == requests == len(query_start_loc) - 1, "R must agree")
     require(lse.dtype == torch.float32 and lse.shape == (tokens, heads), "lse must be float32 [T, H]")
     require(weights is None or weights.dtype == torch.float32, "weights must be float32")
+    check_logits(query, soft_cap, sinks)
     if not requests or not tokens:
         return
     group, exact = heads // kv_heads, query.dtype == torch.float32
@@ -60,10 +77,11 @@ def query_lse(
     rows = MIN_ROWS if exact else min(max(triton.next_power_of_2(longest), MIN_ROWS), MAX_ROWS)
     tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
     _query_lse[(triton.cdiv(longest, rows), kv_heads, requests)](
-        query, key_cache, block_table, query_start_loc, seq_lens, weights, lse, scale * LOG2_E,
+        query, key_cache, block_table, query_start_loc, seq_lens, weights, sinks, lse, scale * LOG2_E,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], *lse.stride(), block_table.stride(0),
         HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
         GRANULES=tile.granules, GROUP=group, ROWS=rows, HAS_WEIGHTS=weights is not None,
+        HAS_SINKS=sinks is not None, SOFT_CAP=soft_cap * LOG2_E,
         num_warps=warps or (FLOAT32_WARPS if exact else 4), num_stages=stages,
     )  # fmt: skip
 
@@ -71,10 +89,11 @@ def query_lse(
 # Not specialised for the width of a step (see `decode_mass.ATTEND_SIZES`).
 @triton.jit(do_not_specialize=["stride_table"])
 def _query_lse(
-    query, keys, table, starts, lens, weights, lse, scale,
+    query, keys, table, starts, lens, weights, sinks, lse, scale,
     stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_lt, stride_lh, stride_table,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     GRANULES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Compute the LSE of some query rows of one request and KV head. Exponents have base 2."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -115,14 +134,17 @@ def _query_lse(
             # Masked loads, since slots beyond the last token may hold NaN.
             there = held[:, None] & (dim < HEAD_DIM)[None, :]
             k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = soft_capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFT_CAP)
             seen = held[None, :] & (key_position[None, :] <= position[:, None])
             scores = tl.where(seen, scores, float("-inf"))
             # Finite, since all rows, padding included, see the first key.
             higher = tl.maximum(top, tl.max(scores, 1))
             total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
             top = higher
-        tl.store(lse + token * stride_lt + head * stride_lh, (top + tl.log2(total)) * LN_2, mask=counts)
+        log = top + tl.log2(total)
+        if HAS_SINKS:
+            log = with_sinks(log, sinks, head, counts)
+        tl.store(lse + token * stride_lt + head * stride_lh, log * LN_2, mask=counts)
 
 
 def query_lse_reference(
@@ -135,6 +157,8 @@ def query_lse_reference(
     lse: torch.Tensor,
     *,
     weights: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`query_lse` in plain torch, in the dtype of `lse`."""
     _, kv_heads, block_size, _ = key_cache.shape
@@ -147,9 +171,11 @@ def query_lse_reference(
         blocks = -(-seq_len // block_size)
         keys = key_cache[block_table[r, :blocks].long()].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(lse.dtype)
         heads = query[begin:end].to(lse.dtype).unflatten(1, (kv_heads, group))
-        scores = torch.einsum("qkgd,ktd->qkgt", heads, keys) * scale
+        scores = capped(torch.einsum("qkgd,ktd->qkgt", heads, keys) * scale, soft_cap)
         rows = torch.arange(begin, end, device=query.device)
         hidden = torch.arange(seq_len, device=query.device) > (seq_len - end + rows)[:, None]
         logs = scores.masked_fill(hidden[:, None, None], -torch.inf).logsumexp(-1).flatten(1)
+        if sinks is not None:
+            logs = torch.logaddexp(logs, sinks.to(logs.dtype))
         written = rows if weights is None else rows[weights[begin:end] != 0]
         lse[written] = logs[written - begin]

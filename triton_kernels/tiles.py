@@ -1,9 +1,11 @@
-"""Tile sizes, from shapes alone, since a CUDA graph replays captured launches for any lengths."""
+"""What launchers share: tile sizes, from shapes alone, since a CUDA graph replays captured launches for any lengths;
+checks; soft caps and sinks."""
 
 from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 # Keys of one tile. Two tiles in flight with their values are 64 KiB of shared memory: three programs on a Hopper SM.
 TILE_BYTES = 16 * 1024
@@ -64,3 +66,27 @@ def check_cache(query: torch.Tensor, *caches: torch.Tensor) -> None:
         )
         require(cache.shape == caches[0].shape, "caches must have the same shape")
         require(query.shape[1] % cache.shape[1] == 0, "query must have a multiple of the caches' heads")
+
+
+def check_logits(query: torch.Tensor, soft_cap: float, sinks: torch.Tensor | None) -> None:
+    require(soft_cap >= 0, "soft_cap must be 0 (none) or positive")
+    require(sinks is None or (sinks.shape == (query.shape[1],) and sinks.stride(0) == 1), "sinks must be dense [H]")
+
+
+@triton.jit
+def soft_capped(logits, SOFT_CAP: tl.constexpr):
+    """`compute.kernels.logits.soft_capped` of float32 logits, of any base that `SOFT_CAP` has too."""
+    if SOFT_CAP != 0.0:
+        small = tl.exp2(tl.abs(logits) * (-2.8853900817779268 / SOFT_CAP))  # e ** (-2 |x| / cap), at most 1
+        magnitude = SOFT_CAP * (1.0 - small) / (1.0 + small)
+        logits = tl.where(logits < 0, -magnitude, magnitude)  # NaN stays
+    return logits
+
+
+@triton.jit
+def with_sinks(log, sinks, head, valid):
+    """Add the sinks of heads to sums of exponentials, both logarithms of base 2; rows without keys get their sink."""
+    sink = tl.load(sinks + head, mask=valid, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+    top = tl.where(log > sink, log, sink)
+    top = tl.where(top > float("-inf"), top, 0.0)
+    return tl.where(log == log, top + tl.log2(tl.exp2(log - top) + tl.exp2(sink - top)), log)

@@ -57,6 +57,16 @@ inline int64_t power_rows(const Kernel& kernel, int64_t rows) {
   return rows - last + kernel.padded(last);
 }
 
+// Rows::sinks of rows whose heads follow each other.
+inline void fill_sinks(const MassArgs& a, int64_t first_head, int64_t rows, int64_t columns,
+                       float* sinks) {
+  if (!a.sinks) return;
+  const int64_t group = a.heads / a.kv_heads;
+  for (int64_t row = 0; row < rows; ++row)
+    sinks[row] = a.sinks[first_head + row % group] * kLog2e;
+  std::fill(sinks + rows, sinks + columns, kUnseen);
+}
+
 template <class T>
 inline void pack_floats(const T* from, int64_t dim, float* to, int64_t step) {
   for (int64_t d = 0; d < dim; ++d) to[d * step] = static_cast<float>(from[d]);

@@ -89,7 +89,7 @@ string kernel_path(const optional<string>& isa) { return choose_kernel(isa).name
 MassArgs check_batch(const Tensor& query, const Tensor& key_cache, const Tensor& block_table,
                      const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
                      const optional<Tensor>& out, bool per_token, const optional<Tensor>& weights,
-                     const string& layout) {
+                     const string& layout, double soft_cap, const optional<Tensor>& sinks) {
   MassArgs a{};
   a.per_token = per_token;
   a.query_type = check_floats(query, "query");
@@ -99,6 +99,7 @@ MassArgs check_batch(const Tensor& query, const Tensor& key_cache, const Tensor&
   check_tensor(seq_lens, "seq_lens", at::kInt, 1);
   if (out) check_tensor(*out, "out", at::kFloat, 3);
   if (weights) check_tensor(*weights, "weights", at::kFloat, 1);
+  if (sinks) check_tensor(*sinks, "sinks", at::kFloat, 1);
 
   require(query.dim() == 3 && query.stride(2) == 1,
           "query must be [T, H, D] with a contiguous last dimension");
@@ -118,6 +119,8 @@ MassArgs check_batch(const Tensor& query, const Tensor& key_cache, const Tensor&
   require(!out || out->size(1) == 1 || out->size(1) == key_cache.size(1),
           "out must have one row for each KV head or one for all");
   require(!weights || weights->size(0) == query.size(0), "weights must have T elements");
+  require(!sinks || sinks->size(0) == query.size(1), "sinks must have H elements");
+  require(soft_cap >= 0, "soft_cap must be 0 (none) or positive");
 
   a.tokens = query.size(0);
   a.heads = query.size(1);
@@ -145,15 +148,18 @@ MassArgs check_batch(const Tensor& query, const Tensor& key_cache, const Tensor&
     a.sum_heads = out->size(1) == 1;
   }
   a.scale = static_cast<float>(scale);
+  a.soft_cap = static_cast<float>(soft_cap);
+  a.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   return a;
 }
 
 void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& block_table,
                 const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
                 const Tensor& out, bool per_token, const optional<Tensor>& weights,
-                const string& layout, const optional<string>& isa) {
+                const string& layout, const optional<string>& isa, double soft_cap,
+                const optional<Tensor>& sinks) {
   const MassArgs a = check_batch(query, key_cache, block_table, query_start_loc, seq_lens, scale,
-                                 out, per_token, weights, layout);
+                                 out, per_token, weights, layout, soft_cap, sinks);
   const Kernel& kernel = choose_kernel(isa);
   py::gil_scoped_release release;
   vllm_evict::block_mass(a, kernel, at::get_num_threads());
@@ -163,10 +169,11 @@ DecodeArgs check_decode(const Tensor& query, const Tensor& key_cache, const Tens
                         const Tensor& block_table, const Tensor& query_start_loc,
                         const Tensor& seq_lens, const Tensor& rows, double scale,
                         const Tensor& output, const optional<Tensor>& out, bool per_token,
-                        const optional<Tensor>& weights, const string& layout) {
+                        const optional<Tensor>& weights, const string& layout, double soft_cap,
+                        const optional<Tensor>& sinks) {
   DecodeArgs d{};
   d.mass = check_batch(query, key_cache, block_table, query_start_loc, seq_lens, scale, out,
-                       per_token, weights, layout);
+                       per_token, weights, layout, soft_cap, sinks);
   require(d.mass.packing != Packing::amx && d.mass.dim % 16 == 0,
           "decode_mass needs layout vec or vec16 and D a multiple of 16");
   if (value_cache.scalar_type() != key_cache.scalar_type() ||
@@ -191,9 +198,11 @@ void decode_mass(const Tensor& query, const Tensor& key_cache, const Tensor& val
                  const Tensor& block_table, const Tensor& query_start_loc, const Tensor& seq_lens,
                  const Tensor& rows, double scale, const Tensor& output,
                  const optional<Tensor>& out, bool per_token, const optional<Tensor>& weights,
-                 const string& layout, const optional<string>& isa) {
-  const DecodeArgs d = check_decode(query, key_cache, value_cache, block_table, query_start_loc,
-                                    seq_lens, rows, scale, output, out, per_token, weights, layout);
+                 const string& layout, const optional<string>& isa, double soft_cap,
+                 const optional<Tensor>& sinks) {
+  const DecodeArgs d =
+      check_decode(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows,
+                   scale, output, out, per_token, weights, layout, soft_cap, sinks);
   const Kernel& kernel = choose_kernel(isa);
   py::gil_scoped_release release;
   vllm_evict::decode_mass({d}, kernel, at::get_num_threads());
@@ -205,7 +214,7 @@ void decode_classes(const Tensor& query, const std::vector<Tensor>& key_caches,
                     const std::vector<Tensor>& seq_lens, const Tensor& rows, double scale,
                     const Tensor& output, const optional<std::vector<optional<Tensor>>>& out,
                     bool per_token, const optional<Tensor>& weights, const string& layout,
-                    const optional<string>& isa) {
+                    const optional<string>& isa, double soft_cap, const optional<Tensor>& sinks) {
   const size_t count = key_caches.size();
   require(value_caches.size() == count && block_tables.size() == count &&
               seq_lens.size() == count && (!out || out->size() == count),
@@ -221,6 +230,8 @@ void decode_classes(const Tensor& query, const std::vector<Tensor>& key_caches,
           "output must have query's shape and a contiguous last dimension");
   require(kv_heads > 0 && query.size(1) % kv_heads == 0,
           "query must have a multiple of all classes' KV heads");
+  require(!sinks || (sinks->dim() == 1 && sinks->size(0) == query.size(1)),
+          "sinks must have H elements");
   std::vector<DecodeArgs> classes;
   int64_t first = 0;
   for (size_t c = 0; c < count; ++c) {
@@ -228,8 +239,9 @@ void decode_classes(const Tensor& query, const std::vector<Tensor>& key_caches,
     classes.push_back(check_decode(query.narrow(1, first, heads), key_caches[c], value_caches[c],
                                    block_tables[c], query_start_loc, seq_lens[c], rows, scale,
                                    output.narrow(1, first, heads),
-                                   out ? (*out)[c] : optional<Tensor>(), per_token, weights,
-                                   layout));
+                                   out ? (*out)[c] : optional<Tensor>(), per_token, weights, layout,
+                                   soft_cap,
+                                   sinks ? sinks->narrow(0, first, heads) : optional<Tensor>()));
     first += heads;
   }
   const Kernel& kernel = choose_kernel(isa);

@@ -52,7 +52,7 @@ class Decode {
   int64_t items() const { return work_.items.size(); }
   double multiply_adds() const { return work_.multiply_adds; }
   // Bytes that a thread needs to pack a row.
-  int64_t row_bytes() const { return columns_ * (a_.dim + 2) * sizeof(float); }
+  int64_t row_bytes() const { return columns_ * (a_.dim + 3) * sizeof(float); }
 
  private:
   template <class T>
@@ -106,7 +106,7 @@ void Decode::plan() {
   folded_.reset(new float[work_.masses]);
 }
 
-// Layout of `memory`: packed queries, then the tokens that each row sees, then weights.
+// Layout of `memory`: packed queries, then the tokens that each row sees, then weights, then sinks.
 Rows Decode::rows(const Item& item, void* memory, bool with_queries) {
   const bool pairs =
       kernel_.dots_pairs && a_.packing == Packing::bf16 && a_.query_type == Type::bf16;
@@ -118,7 +118,10 @@ Rows Decode::rows(const Item& item, void* memory, bool with_queries) {
   std::fill_n(seen, group_, a_.lens[item.request]);
   std::fill_n(weights, columns_, 0.f);
   std::fill_n(weights, group_, a_.weights ? a_.weights[item.token] : 1.f);
-  return {q, pairs, a_.scale * kLog2e, seen, weights, group_};
+  float* sinks = weights + columns_;
+  fill_sinks(a_, item.kv_head * group_, group_, columns_, sinks);
+  return {q, pairs, a_.scale * kLog2e, a_.soft_cap * kLog2e, seen, weights,
+          a_.sinks ? sinks : nullptr, group_};
 }
 
 void Decode::attend(int64_t piece, void* memory) {
@@ -179,7 +182,16 @@ void Decode::finish(int64_t index, void* memory) {
       peak[row] = top;
     }
   }
-  for (int64_t row = 0; row < group_; ++row) mass[row] = 1.f / mass[row];
+  const Rows all = rows(item, memory, false);
+  for (int64_t row = 0; row < group_; ++row) {
+    if (all.sinks) {
+      const float top = std::max(peak[row], all.sinks[row]);  // NaN stays
+      const float ours = std::exp2(peak[row] - top);
+      mass[row] = ours / (mass[row] * ours + std::exp2(all.sinks[row] - top));
+    } else {
+      mass[row] = 1.f / mass[row];
+    }
+  }
   if (a_.query_type == Type::bf16)
     write<c10::BFloat16>(item, sums, mass);
   else if (a_.query_type == Type::f16)
@@ -190,7 +202,7 @@ void Decode::finish(int64_t index, void* memory) {
   float* to = folded_.get() + item.mass;
   std::fill_n(to, folded(a_, item.blocks), 0.f);
   const auto fold = a_.per_token ? kernel_.fold_tokens : kernel_.fold;
-  fold(rows(item, memory, false), a_.block_size, item.blocks, tiles(item), to);
+  fold(all, a_.block_size, item.blocks, tiles(item), to);
 }
 
 void Decode::add_mass() {

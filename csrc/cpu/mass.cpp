@@ -127,12 +127,13 @@ class Scratch {
   float* q(int64_t i) const { return memory_.get() + i * floats(); }
   int32_t* seen(int64_t i) const { return reinterpret_cast<int32_t*>(q(i) + q_); }
   float* weights(int64_t i) const { return q(i) + q_ + rows_; }
-  float* peak(int64_t i) const { return weights(i) + rows_; }
+  float* sinks(int64_t i) const { return weights(i) + rows_; }
+  float* peak(int64_t i) const { return sinks(i) + rows_; }
   float* mass(int64_t i) const { return peak(i) + tiles_; }
   float* powers(int64_t i) const { return powers_ ? mass(i) + tiles_ : nullptr; }
 
  private:
-  int64_t floats() const { return q_ + 2 * rows_ + 2 * tiles_ + powers_; }
+  int64_t floats() const { return q_ + 3 * rows_ + 2 * tiles_ + powers_; }
   int64_t rows_, q_, tiles_, powers_;
   std::unique_ptr<float[]> memory_;
 };
@@ -155,6 +156,7 @@ Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const Un
     scratch.weights(i)[row] = a.weights ? a.weights[token] : 1.f;
   }
   std::fill(scratch.weights(i) + rows, scratch.weights(i) + columns, 0.f);
+  fill_sinks(a, unit.kv_head * group, rows, columns, scratch.sinks(i));
   const int64_t num_blocks = ceil_div(before + tokens[count - 1] + 1, a.block_size);
   const int64_t tiles = num_blocks * (a.block_size / kernel.tile_tokens(a.block_size));
   std::fill_n(scratch.peak(i), tiles * columns, kUnseen);
@@ -163,7 +165,8 @@ Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const Un
   const int64_t key_bytes = a.packing == Packing::f32 ? 4 : 2;
   const char* keys =
       static_cast<const char*>(a.keys) + unit.kv_head * a.key_head_stride * key_bytes;
-  return {{scratch.q(i), pairs, a.scale * kLog2e, scratch.seen(i), scratch.weights(i), rows},
+  return {{scratch.q(i), pairs, a.scale * kLog2e, a.soft_cap * kLog2e, scratch.seen(i),
+           scratch.weights(i), a.sinks ? scratch.sinks(i) : nullptr, rows},
           {keys, a.packing, a.key_block_stride, a.block_size, a.dim,
            a.table + request * a.table_stride},
           {scratch.peak(i), scratch.mass(i), columns, scratch.powers(i), power_rows(kernel, rows)},

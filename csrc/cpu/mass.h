@@ -30,6 +30,8 @@ struct MassArgs {
   bool sum_heads;  // out has one row for all KV heads
   bool per_token;  // entries of out are tokens instead of blocks
   float scale;
+  float soft_cap;      // of scores: soft_cap * tanh(score / soft_cap); 0: none
+  const float* sinks;  // [heads], logits that belong to no token, or null
   int64_t requests, tokens, heads, kv_heads, dim, block_size, num_blocks;
 };
 
@@ -40,8 +42,10 @@ struct Rows {
   const void* q;
   bool pairs;
   float scale;           // of q * k, to make exp2(score) the softmax weight
+  float soft_cap;        // of scaled scores; 0: none
   const int32_t* seen;   // tokens that each row sees, ascending
   const float* weights;  // of each row, zeros up to a multiple of kRowAlign
+  const float* sinks;    // of each row, scaled as scores are, up to the same multiple; or null
   int64_t count;
 };
 

@@ -52,6 +52,15 @@ inline Vec exp2(Vec x) {
   return x <= -126.f ? Vec{} : p;
 }
 
+// cap * tanh(x / cap), exact to a few ulp of cap; NaN for NaN.
+inline Vec soft_capped(Vec x, float cap) {
+  const WordVec sign = (WordVec)x & 0x80000000u;
+  const Vec magnitude = (Vec)((WordVec)x & 0x7fffffffu);
+  const Vec small = exp2(magnitude * (-2.88539008f / cap));  // e^(-2 |x| / cap)
+  const Vec tanh = (1.f - small) / (1.f + small);
+  return (Vec)((WordVec)(cap * tanh) | sign);
+}
+
 // ---- Lanes across vectors
 
 template <int... I>
@@ -287,6 +296,7 @@ inline __attribute__((always_inline)) void score_rows(const Rows& rows, int64_t 
       Vec s = sums[0][m][n];
       if (kChains == 2) s += sums[1][m][n];
       s *= rows.scale;
+      if (rows.soft_cap != 0.f) s = soft_capped(s, rows.soft_cap);
       if (!all_seen) {
         const int64_t row = first + m < last ? first + m : last;
         const int64_t seen = rows.seen[row] - (tile.position + n * LANES);
@@ -530,20 +540,25 @@ void attend(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, 
 
 // ---- Masses
 
+// Logits of LANES rows' sinks, from `row` on.
+inline Vec sinks_of(const Rows& rows, int64_t row) {
+  return rows.sinks ? load<Vec>(rows.sinks + row) : splat(-__builtin_inff());
+}
+
 // LANES rows, one for each lane. Converts `mass` to probabilities times the row's weight,
 // and adds them to `total`. All are [num_tiles, stride].
 void normalise(const float* peak, float* mass, float* total, int64_t stride, int64_t num_tiles,
-               Vec weight) {
+               Vec weight, Vec sink) {
   const int64_t end = num_tiles * stride;
-  Vec top = splat(kUnseen);
+  Vec top = max(sink, splat(kUnseen));
   for (int64_t t = 0; t < end; t += stride) top = max(top, load<Vec>(peak + t));
-  Vec sum = {};
+  Vec sum = exp2(sink - top);
   for (int64_t t = 0; t < end; t += stride) {
     const Vec part = load<Vec>(mass + t) * exp2(load<Vec>(peak + t) - top);
     store(mass + t, part);
     sum += part;
   }
-  // The sum of a row is at least 1, from its peak. A lane without a row has 0. NaN stays.
+  // The sum of a row is at least 1, from its peak or sink. A lane without a row has weight 0. NaN stays.
   const Vec factor = weight / max(splat(1.f), sum);
   for (int64_t t = 0; t < end; t += stride) {
     const Vec part = load<Vec>(mass + t) * factor;
@@ -557,7 +572,7 @@ void fold(const Rows& rows, int64_t block_size, int64_t num_blocks, const Tiles&
   float* total = tiles.mass;
   for (int64_t row = 0; row < tiles.stride; row += LANES)
     normalise(tiles.peak + row, tiles.mass + row, total, tiles.stride, num_blocks * per_block,
-              load<Vec>(rows.weights + row));
+              load<Vec>(rows.weights + row), sinks_of(rows, row));
   for (int64_t block = 0; block < num_blocks; ++block) {
     Vec sum = {};
     for (int64_t t = 0; t < per_block; ++t, total += tiles.stride) sum += load<Vec>(total);
@@ -567,11 +582,12 @@ void fold(const Rows& rows, int64_t block_size, int64_t num_blocks, const Tiles&
 
 // LANES rows, one for each lane. Converts `mass` to factors that turn a tile's powers into
 // probabilities times the row's weight. Both are [num_tiles, stride].
-void find_factors(const float* peak, float* mass, int64_t stride, int64_t num_tiles, Vec weight) {
+void find_factors(const float* peak, float* mass, int64_t stride, int64_t num_tiles, Vec weight,
+                  Vec sink) {
   const int64_t end = num_tiles * stride;
-  Vec top = splat(kUnseen);
+  Vec top = max(sink, splat(kUnseen));
   for (int64_t t = 0; t < end; t += stride) top = max(top, load<Vec>(peak + t));
-  Vec sum = {};
+  Vec sum = exp2(sink - top);
   for (int64_t t = 0; t < end; t += stride) {
     const Vec scale = exp2(load<Vec>(peak + t) - top);
     sum += load<Vec>(mass + t) * scale;
@@ -601,7 +617,7 @@ void fold_tokens(const Rows& rows, int64_t block_size, int64_t num_blocks, const
   const int64_t num_tiles = num_blocks * (block_size / tile_tokens(block_size));
   for (int64_t row = 0; row < tiles.stride; row += LANES)
     find_factors(tiles.peak + row, tiles.mass + row, tiles.stride, num_tiles,
-                 load<Vec>(rows.weights + row));
+                 load<Vec>(rows.weights + row), sinks_of(rows, row));
   if (tile_tokens(block_size) == LANES)
     add_powers<1>(rows, num_tiles, tiles, out);
   else

@@ -12,6 +12,7 @@ from ..core.plan import Copy, Report, Reports, Waiting
 from ..policies import KEY_BOUND
 from .host_pages import FilePages, HostPages, MemoryPages
 from .kernels.bounds import bound_scores, key_bounds
+from .kernels.logits import logits_of
 from .tokens import Store
 from .transfer import to_device, to_host
 
@@ -154,7 +155,7 @@ class BoundStep:
             bounds = key_bounds(keys, look.length)
             if look.numbers is not None:
                 bounds = torch.cat((bounds, self._host.bounds(place, look.numbers)))
-            look.scores += bound_scores(query[look.queries], bounds, layer.impl.scale)
+            look.scores += bound_scores(query[look.queries], bounds, layer.impl.scale, **logits_of(layer))
 
     def report(self, reports: Reports, all_reduce: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
         """Put the scores into reports, over all of a request's blocks; other statistics of host blocks are 0."""

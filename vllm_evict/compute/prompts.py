@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from ..core.plan import GroupPlan, Repetition
+from .kernels.logits import logits_of, probabilities, soft_capped
 from .tokens import gathered
 from .transfer import to_device
 
@@ -178,18 +179,21 @@ class PromptStep:
             keys, _ = ops.read(layer, kv_cache, blocks, False)
             keys = keys.transpose(0, 1).flatten(1, 2)[:, repeat.keys].float()
             queries = query[repeat.queries.start : repeat.queries.stop].float() * layer.impl.scale
-            shares = _largest_shares(queries, keys, repeat.part)
+            shares = _largest_shares(queries, keys, repeat.part, **logits_of(layer))
             scores = repeat.scores[place, : len(keys)]
             torch.maximum(scores, shares, out=scores)
 
 
-def _largest_shares(query: torch.Tensor, keys: torch.Tensor, wanted: range) -> torch.Tensor:
+def _largest_shares(
+    query: torch.Tensor, keys: torch.Tensor, wanted: range, soft_cap: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Return the largest share of attention that any query pays to each of some keys.
 
     Args:
         query: float32 [Q, H, D], scaled, of the last Q keys. A query sees all keys up to its own.
         keys: float32 [Hkv, N, D].
         wanted: range of keys.
+        soft_cap, sinks: see `kernels.logits`; sinks are [H].
 
     Returns:
         float32 [Hkv, len(wanted)]
@@ -199,10 +203,12 @@ def _largest_shares(query: torch.Tensor, keys: torch.Tensor, wanted: range) -> t
     at_once = max(SCRATCH // (4 * query.shape[1] * query.shape[2] * count), 1)
     largest = torch.zeros(kv_heads, len(wanted), device=keys.device)
     places = torch.arange(count, device=keys.device)
+    own = None if sinks is None else sinks.view(*query.shape[1:3], 1, 1)
     for first in range(0, len(query), at_once):
         some = query[first : first + at_once]
         own = before + first
         hidden = places > places[own : own + len(some), None]
-        shares = torch.einsum("qhgd,hnd->hgqn", some, keys).masked_fill_(hidden, -torch.inf).softmax(-1)
+        logits = soft_capped(torch.einsum("qhgd,hnd->hgqn", some, keys), soft_cap)
+        shares = probabilities(logits.masked_fill_(hidden, -torch.inf), own)
         torch.maximum(largest, shares[..., wanted.start : wanted.stop].amax((1, 2)), out=largest)
     return largest

@@ -15,6 +15,7 @@ import torch
 from ..config import KVPolicyConfig
 from .host import empty_bounds
 from .kernels.bounds import bound_scores, key_bounds
+from .kernels.logits import logits_of
 from .tokens import Store
 from .transfer import to_device
 
@@ -147,21 +148,22 @@ class Selection:
             choices.append(_Choice(row, int(starts[row]), resident, its))
         return SelectStep(self, choices, filled, table, held)
 
-    def choose(self, choice: "_Choice", place: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+    def choose(self, choice: "_Choice", layer: Any, place: int, query: torch.Tensor) -> torch.Tensor:
         """Return the blocks between sinks and recent blocks that a request attends to: int32, in order.
 
         Args:
             choice: of the request.
+            layer: that attends.
             place: of the layer.
             query: [T, H, D].
-            scale: of the layer's attention.
         """
         blocks = choice.held.blocks.get(place)
         if blocks is None:
             resident = choice.resident
             # All but the newest block are full, so their bounds are known.
             bounds = self._gathered(place, resident[:-1])
-            scores = bound_scores(query[choice.query : choice.query + 1], bounds, scale)
+            own = query[choice.query : choice.query + 1]
+            scores = bound_scores(own, bounds, layer.impl.scale, **logits_of(layer))
             candidates = scores[self.sinks : len(resident) - self.recent]
             best = candidates.topk(self.blocks - self.sinks - self.recent, sorted=False).indices.sort().values
             blocks = choice.held.blocks[place] = resident[best + self.sinks]
@@ -241,7 +243,7 @@ class SelectStep:
             return
         between = slice(selection.sinks, selection.blocks - selection.recent)
         for choice in self._choices:
-            self._table[choice.row, between] = selection.choose(choice, place, query, layer.impl.scale)
+            self._table[choice.row, between] = selection.choose(choice, layer, place, query)
 
     def decode(
         self, ops: Any, layer: Any, place: int, query: torch.Tensor, kv_cache: Any, metadata: Any, output: Any

@@ -359,7 +359,7 @@ def settle(
     if config.selects and not decodes:
         raise KVPolicyError(
             "select: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, keys "
-            "packed for AMX, fp8 caches, ALiBi slopes, soft caps, learned sinks): leave select out"
+            "packed for AMX, fp8 caches, ALiBi slopes): leave select out"
         )
     for group in runtime.groups:
         group.decodes = decodes

@@ -246,7 +246,6 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
     Raises:
         KVPolicyError: naming the layer.
     """
-    impl = layer.impl
     backend = layer.attn_backend.get_name()
     what, setting = f"the attention backend {backend}, which {name} has", "--attention-backend"
     if backend not in OPS:
@@ -255,16 +254,10 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
         raise _refusal(config, what, _WHOLE.format(setting=setting))
     if not config.statistics & RUNNING:
         return
-    for attribute, what in (
-        ("alibi_slopes", "ALiBi slopes"),
-        ("logits_soft_cap", "a soft cap on its logits"),
-        ("sinks", "learned attention sinks"),
-    ):
-        value = getattr(impl, attribute, None)
-        if value is not None and not (isinstance(value, (int, float)) and value == 0):
-            raise KVPolicyError(
-                f'{name} has {what}, which the score pass does not know: use sink-window with "allow": []'
-            )
+    if getattr(layer.impl, "alibi_slopes", None) is not None:
+        raise KVPolicyError(
+            f'{name} has ALiBi slopes, which the score pass does not know: use sink-window with "allow": []'
+        )
 
 
 def check_cache(name: str, layer: Any) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from ..kernels.compact import compact
 from ..kernels.decode import decode_classes, decode_mass
+from ..kernels.logits import logits_of
 from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
 from ..kernels.queries import Queries
 from ..work import HeadSlice
@@ -38,10 +39,9 @@ class CPUOps(WithoutScratch):
     def can_decode(layer: Any) -> bool:
         """Whether `decode` computes the same as the layer's own kernel, at least as fast."""
         impl = layer.impl
-        plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
         # Layout "amx" packs values too, and vLLM's AMX kernel is faster in spite of a second read of the keys.
         readable = KEY_LAYOUTS.get(layer.isa) == "vec" and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
-        return plain and readable and kernel_path() not in ("torch reference", "portable")
+        return impl.alibi_slopes is None and readable and kernel_path() not in ("torch reference", "portable")
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
@@ -82,7 +82,7 @@ class CPUOps(WithoutScratch):
             out,
             per_token=per_token,
             weights=weights,
-            layout=KEY_LAYOUTS[layer.isa],
+            **_how(layer),
         )
 
     @staticmethod
@@ -105,7 +105,7 @@ class CPUOps(WithoutScratch):
             queries.lens,
             layer.impl.scale,
             out,
-            layout=KEY_LAYOUTS[layer.isa],
+            **_how(layer),
         )
         return out.mul_(keys.shape[1] / query.shape[1])
 
@@ -138,7 +138,7 @@ class CPUOps(WithoutScratch):
             out=out,
             per_token=per_token,
             weights=weights,
-            layout=KEY_LAYOUTS[layer.isa],
+            **_how(layer),
         )
 
     @staticmethod
@@ -168,7 +168,7 @@ class CPUOps(WithoutScratch):
             out=outs,
             per_token=per_token,
             weights=weights,
-            layout=KEY_LAYOUTS[layer.isa],
+            **_how(layer),
         )
 
     @staticmethod
@@ -199,6 +199,13 @@ class CPUOps(WithoutScratch):
     def as_keys(layer: Any, stored: torch.Tensor) -> torch.Tensor:
         """See `BackendOps.as_keys`."""
         return unpack_keys(stored, KEY_LAYOUTS[layer.isa])
+
+
+def _how(layer: Any) -> dict[str, Any]:
+    """Return the arguments of kernels that belong to a layer, with sinks in float32."""
+    logits = logits_of(layer)
+    sinks = None if logits["sinks"] is None else logits["sinks"].float()
+    return {"layout": KEY_LAYOUTS[layer.isa], "soft_cap": logits["soft_cap"], "sinks": sinks}
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from ..kernels.compact import is_ordered
 from ..kernels.decode_cuda import CudaDecode, plan_decode
+from ..kernels.logits import logits_of
 from ..kernels.queries import Queries
 from ..kernels.take import take
 from ..transfer import to_device
@@ -68,9 +69,7 @@ class DeviceOps:
 
     def can_decode(self, layer: Any) -> bool:
         """Whether `decode` computes the same as the layer's own kernel."""
-        impl = layer.impl
-        plain = impl.alibi_slopes is None and not impl.logits_soft_cap and impl.sinks is None
-        return plain and self.unreadable(layer) is None
+        return layer.impl.alibi_slopes is None and self.unreadable(layer) is None
 
     def scratch_for(
         self, requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool
@@ -95,9 +94,9 @@ class DeviceOps:
         """See `BackendOps.dequantised`."""
         return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float
 
-    def decodes_in_cuda(self, *tensors: torch.Tensor) -> bool:
+    def decodes_in_cuda(self, *tensors: torch.Tensor, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> bool:
         """Whether the CUDA C++ kernel replaces `decode_mass` for this query, keys and values."""
-        return self._cuda is not None and self._cuda.takes(*tensors)
+        return self._cuda is not None and self._cuda.takes(*tensors, soft_cap, sinks)
 
     @staticmethod
     def kv_heads(kv_cache: torch.Tensor) -> int:
@@ -127,19 +126,20 @@ class DeviceOps:
         keys, _ = halves(kv_cache)
         query = query[: metadata.num_actual_tokens]
         rows, (scale, _) = _rows(metadata, len(out)), scales(layer, keys)
-        lse = self.lse_of(query, keys, *rows, scale, metadata.max_query_len, weights)
+        lse = self.lse_of(layer, query, keys, *rows, scale, metadata.max_query_len, weights)
+        cap = {"soft_cap": logits_of(layer)["soft_cap"]}
         of_heads = keys.shape[1], out.shape[2]
         self.reserve(query.device)
         at_once = len(self._scratch) // prod(of_heads)
         if out.shape[1] == keys.shape[1] or not at_once:
-            mass_from_lse(query, keys, lse, *rows, scale, out, per_token=per_token, weights=weights, last=last)
+            mass_from_lse(query, keys, lse, *rows, scale, out, per_token=per_token, weights=weights, last=last, **cap)
             return
         for first in range(0, len(out), at_once):
             some = slice(first, min(first + at_once, len(out)))
             table, starts, lens = rows[0][some], rows[1][first : some.stop + 1], rows[2][some]
             mass = self._scratch[: len(lens) * prod(of_heads)].view(len(lens), *of_heads).zero_()
             options = {"per_token": per_token, "weights": weights, "last": None if last is None else last[some]}
-            mass_from_lse(query, keys, lse, table, starts, lens, scale, mass, **options)
+            mass_from_lse(query, keys, lse, table, starts, lens, scale, mass, **options, **cap)
             take(out[some], mass, lens, 1 if per_token else keys.shape[2])
 
     def warm_up_mass(self, *args: Any) -> None:
@@ -148,6 +148,7 @@ class DeviceOps:
 
     def lse_of(
         self,
+        layer: Any,
         query: torch.Tensor,
         keys: torch.Tensor,
         table: torch.Tensor,
@@ -157,11 +158,12 @@ class DeviceOps:
         longest: int,
         weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the LSE of queries: float32 [T, H] (see `query_lse`)."""
+        """Return the LSE of queries, with the layer's sinks: float32 [T, H] (see `query_lse`)."""
         from ...triton_kernels.query_lse import query_lse
 
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        query_lse(query, keys, table, starts, lens, scale, lse, longest=longest, weights=weights)
+        options = {"longest": longest, "weights": weights, **logits_of(layer)}
+        query_lse(query, keys, table, starts, lens, scale, lse, **options)
         return lse
 
     def mass_of(
@@ -182,6 +184,7 @@ class DeviceOps:
         self._decode_mass(
             *(query, keys, values, metadata.block_table[queries.rows, :width], numbers, queries.lens, numbers[:-1]),
             *(scale, torch.empty_like(query), out, None),
+            **logits_of(layer),
         )
         return out.mul_(keys.shape[1] / query.shape[1])
 
@@ -207,6 +210,7 @@ class DeviceOps:
         self._decode_mass(
             *(query, keys, values, _narrow(table, metadata, keys), starts, seq_lens, rows),
             *(scale, output[:tokens].view(query.shape), out, weights, per_token, value_scale),
+            **logits_of(layer),
         )
 
     def decode_together(
@@ -303,14 +307,15 @@ class DeviceOps:
                 weights=weights,
                 plans=plans,
                 value_scale=value_scale,
+                **logits_of(layer),
             )
 
     def _decode_mass(
         self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, per_token=False,
-        value_scale=1.0,
+        value_scale=1.0, **logits,
     ) -> None:  # fmt: skip
         tensors, width = (query, keys, values, table, starts, lens), table.shape[1]
-        if not per_token and self.decodes_in_cuda(query, keys, values):
+        if not per_token and self.decodes_in_cuda(query, keys, values, **logits):
             plan, at_once = self._cuda_plan(query, keys, len(rows), width, out is not None)
             for some in rows.split(at_once):
                 self._cuda(*tensors, some, scale, output, out, weights, plan)
@@ -326,6 +331,7 @@ class DeviceOps:
                 weights=weights,
                 plan=plan,
                 value_scale=value_scale,
+                **logits,
             )
 
     def _plans_for(

@@ -6,11 +6,16 @@ from typing import Any
 
 import torch
 
+from ..kernels.logits import logits_of
 from .device import DeviceOps
 
 
 class FlashOps(DeviceOps):
-    """Metadata is vLLM's `FlashAttentionMetadata`. Mass beside its kernel uses the kernel's own LSE."""
+    """Metadata is vLLM's `FlashAttentionMetadata`. Mass beside its kernel uses the kernel's own LSE.
+
+    In layers with sinks a separate pass computes the LSE, since FlashAttention does not document whether its own
+    includes them.
+    """
 
     beside = "FlashAttention's LSE and mass_from_lse"
 
@@ -35,8 +40,8 @@ class FlashOps(DeviceOps):
         super().warm_up_mass(layer, query, *args)
         super().warm_up_mass(layer, query, *args)  # without an LSE from the kernel
 
-    def lse_of(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def lse_of(self, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         lse, self._lse = self._lse, None
-        if lse is None or lse.shape != (query.shape[1], len(query)):
-            return super().lse_of(query, *args, **kwargs)
+        if lse is None or lse.shape != (query.shape[1], len(query)) or logits_of(layer)["sinks"] is not None:
+            return super().lse_of(layer, query, *args, **kwargs)
         return lse.T

@@ -18,6 +18,7 @@ from ...triton_kernels.decode_mass import decode_mass, padded_splits, plan_decod
 from ...triton_kernels.mass_from_lse import MAX_ROWS
 from ...triton_kernels.tiles import MIN_ROWS
 from ..group import GroupRuntime
+from ..kernels.logits import logits_of
 from ..runtime import EvictionRuntime
 from .device import halves, scales
 
@@ -150,12 +151,13 @@ class _Launches:
             for its, pieces in zip(keys, splits)
         ]
         weights, outs = self._weights(1, way[0]), [self._out(1, mass) for mass in way]
-        options = {"per_token": per_token, "weights": weights, "value_scale": value_scale}
+        logits = logits_of(self.layer)
+        options = {"per_token": per_token, "weights": weights, "value_scale": value_scale, **logits}
         for query, output in product(self._tensors(1, True), self._tensors(1)):
             if len(caches) == 2:
                 both = query, keys, values, [table] * 2, starts, [lens] * 2, row
                 decode_classes(*both, scale, output, out=outs, plans=plans, **options)
-            elif per_token or not self.ops.decodes_in_cuda(query, keys[0], values[0]):
+            elif per_token or not self.ops.decodes_in_cuda(query, keys[0], values[0], **logits):
                 one = query, keys[0], values[0], table, starts, lens, row
                 decode_mass(*one, scale, output, out=outs[0], plan=plans[0], **options)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .logits import probabilities, soft_capped
 from .mass import _C_cpu, _check, _per_block, _require, unpack_keys
 
 
@@ -27,6 +28,8 @@ def decode_mass(
     weights: torch.Tensor | None = None,
     layout: str = "vec",
     isa: str | None = None,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend for requests that decode one token: write `output`, and add the mass of their queries to `out`.
 
@@ -46,7 +49,7 @@ def decode_mass(
         per_token: as for `block_mass`.
         weights: float32 [T], or None for ones. A token of weight 0 gets its output and adds no mass.
         layout: "vec" or "vec16".
-        isa: as for `block_mass`.
+        isa, soft_cap, sinks: as for `block_mass`.
 
     Raises:
         ValueError: a shape, stride, block id, length, layout or `isa` is wrong.
@@ -57,9 +60,10 @@ def decode_mass(
     """
     tensors = query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows
     if _C_cpu is None:
-        decode_mass_reference(*tensors, scale, output, out=out, per_token=per_token, weights=weights, layout=layout)
+        options = {"weights": weights, "layout": layout, "soft_cap": soft_cap, "sinks": sinks}
+        decode_mass_reference(*tensors, scale, output, out=out, per_token=per_token, **options)
     else:
-        _C_cpu.decode_mass(*tensors, scale, output, out, per_token, weights, layout, isa)
+        _C_cpu.decode_mass(*tensors, scale, output, out, per_token, weights, layout, isa, soft_cap, sinks)
 
 
 def decode_classes(
@@ -78,6 +82,8 @@ def decode_classes(
     weights: torch.Tensor | None = None,
     layout: str = "vec",
     isa: str | None = None,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`decode_mass` in one call for a layer whose KV heads form classes, each with a block table of its own.
 
@@ -89,7 +95,8 @@ def decode_classes(
         key_caches, value_caches: for each class [num_blocks, Hkv of the class, bs, D] as for `decode_mass`. Only D has
             to agree between classes.
         block_tables, seq_lens: for each class, as for `decode_mass`.
-        query_start_loc, rows, scale, per_token, weights, layout, isa: as for `decode_mass`, shared by all classes.
+        query_start_loc, rows, scale, per_token, weights, layout, isa, soft_cap, sinks: as for `decode_mass`, shared by
+            all classes.
         output: [T, H, D], of the query's dtype, heads as in `query`.
         out: for each class float32 [R, Hkv of the class or 1, Wout] or None; None: no mass.
 
@@ -98,9 +105,10 @@ def decode_classes(
     tensors = query, list(key_caches), list(value_caches), list(block_tables), query_start_loc, list(seq_lens), rows
     out = None if out is None else list(out)
     if _C_cpu is None:
-        decode_classes_reference(*tensors, scale, output, out=out, per_token=per_token, weights=weights, layout=layout)
+        options = {"weights": weights, "layout": layout, "soft_cap": soft_cap, "sinks": sinks}
+        decode_classes_reference(*tensors, scale, output, out=out, per_token=per_token, **options)
     else:
-        _C_cpu.decode_classes(*tensors, scale, output, out, per_token, weights, layout, isa)
+        _C_cpu.decode_classes(*tensors, scale, output, out, per_token, weights, layout, isa, soft_cap, sinks)
 
 
 def decode_mass_reference(
@@ -118,12 +126,14 @@ def decode_mass_reference(
     per_token: bool = False,
     weights: torch.Tensor | None = None,
     layout: str = "vec",
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`decode_mass` in plain torch, computed in float32 (float64 if `out` is)."""
     num_requests, num_kv_heads, block_size = len(seq_lens), key_cache.shape[1], key_cache.shape[2]
     width = block_table.shape[1] * (block_size if per_token else 1)
     mass = torch.zeros(num_requests, 1, width) if out is None else out
-    _check(query, key_cache, block_table, query_start_loc, seq_lens, mass, per_token, weights, layout)
+    _check(query, key_cache, block_table, query_start_loc, seq_lens, mass, per_token, weights, layout, soft_cap, sinks)
     readable = layout != "amx" and query.shape[2] % 16 == 0
     _require(readable, "decode_mass needs layout vec or vec16 and D a multiple of 16")
     if value_cache.dtype != key_cache.dtype or output.dtype != query.dtype:
@@ -138,7 +148,9 @@ def decode_mass_reference(
         keys = unpack_keys(key_cache[blocks], layout).transpose(0, 1).flatten(1, 2)[:, :seq_len].to(mass.dtype)
         values = value_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(mass.dtype)
         heads = query[token].to(mass.dtype).view(num_kv_heads, group, -1)
-        probs = (heads @ keys.transpose(1, 2) * scale).softmax(-1)  # [Hkv, group, seq_len]
+        logits = soft_capped(heads @ keys.transpose(1, 2) * scale, soft_cap)
+        own = None if sinks is None else sinks.view(num_kv_heads, group, 1)
+        probs = probabilities(logits, own)  # [Hkv, group, seq_len]
         output[token] = (probs @ values).flatten(0, 1).to(output.dtype)
         weight = 1.0 if weights is None else float(weights[token])
         if out is not None and weight:
@@ -162,6 +174,8 @@ def decode_classes_reference(
     per_token: bool = False,
     weights: torch.Tensor | None = None,
     layout: str = "vec",
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`decode_classes` in plain torch: `decode_mass_reference` of each class's heads."""
     out = [None] * len(key_caches) if out is None else out
@@ -174,11 +188,14 @@ def decode_classes_reference(
     _require(sum(kv_heads) > 0 and heads % sum(kv_heads) == 0, "query must have a multiple of all classes' KV heads")
     split = [count * heads // sum(kv_heads) for count in kv_heads]
     per_class = query.split(split, 1), key_caches, value_caches, block_tables, seq_lens, output.split(split, 1), out
-    for queries, keys, values, table, lens, outputs, mass in zip(*per_class):
+    own = [None] * len(split) if sinks is None else sinks.split(split)
+    for queries, keys, values, table, lens, outputs, mass, its in zip(*per_class, own):
         decode_mass_reference(
             *(queries, keys, values, table, query_start_loc, lens, rows, scale, outputs),
             out=mass,
             per_token=per_token,
             weights=weights,
             layout=layout,
+            soft_cap=soft_cap,
+            sinks=its,
         )

@@ -9,7 +9,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,8 +106,16 @@ def missing() -> str | None:
     return None
 
 
-def refused(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> str | None:
-    """Return why the kernel does not support these tensors; None if it supports them."""
+def refused(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> str | None:
+    """Return why the kernel does not support these arguments; None if it supports them."""
+    if soft_cap or sinks is not None:
+        return "the kernel computes neither soft caps nor sinks"
     if query.dtype not in DTYPES or key_cache.dtype != query.dtype or value_cache.dtype != query.dtype:
         return "query and caches must have one dtype: bfloat16 or float16"
     head_dim, kv_heads, block_size = query.shape[2], key_cache.shape[1], key_cache.shape[2]
@@ -328,9 +336,9 @@ class CudaDecode:
         return cls(library())
 
     @staticmethod
-    def takes(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
-        """Whether the kernel supports these tensors."""
-        return refused(query, key_cache, value_cache) is None
+    def takes(*args: Any) -> bool:
+        """Whether the kernel supports these arguments of `refused`."""
+        return refused(*args) is None
 
     def __call__(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, plan) -> None:
         """Run `decode_mass`."""

@@ -10,6 +10,8 @@ import logging
 
 import torch
 
+from .logits import probabilities, soft_capped
+
 try:
     from vllm_evict import _C_cpu  # type: ignore[attr-defined]  # compiled
 
@@ -41,14 +43,16 @@ def block_mass(
     weights: torch.Tensor | None = None,
     layout: str = "vec",
     isa: str | None = None,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Add to `out` the softmax mass that each query puts on each block, or on each token.
 
     Query i of request r sees positions 0 .. seq_lens[r] - q_len[r] + i. Query head h reads KV head h // G.
     ``out[r, k, j] += sum(weights[i] * p[i, h, t])`` over the request's queries i, the G query heads h of KV head k and
     the tokens t of its j-th block. With one row in `out`, KV heads are summed as well. The increments of a row of `out`
-    sum to G (or H) times the sum of the request's weights. With `per_token`, ``out[r, k, t]`` gets the mass of the
-    t-th resident token, in the order of the request's block table.
+    sum to G (or H) times the sum of the request's weights, less the shares of sinks. With `per_token`,
+    ``out[r, k, t]`` gets the mass of the t-th resident token, in the order of the request's block table.
 
     A NaN key makes all mass of each query that sees it NaN. Slots past a request's last token may hold anything.
 
@@ -73,6 +77,8 @@ def block_mass(
             (bfloat16): at t // 16 * 16 * D + d // 2 * 32 + t % 16 * 2 + d % 2.
         isa: "avx512_bf16", "avx512", "avx2" or "portable" to force a kernel; None takes the fastest on this CPU.
             "avx512_bf16" multiplies bfloat16 queries and keys by the CPU's own instruction, twice as fast.
+        soft_cap: cap of scaled scores before the softmax (see `logits.soft_capped`); 0: none.
+        sinks: float32 [H], logits of learned sinks (see `logits.probabilities`); None: none.
 
     Raises:
         ValueError: a shape, stride, block id, length, layout or `isa` is wrong.
@@ -86,9 +92,10 @@ def block_mass(
     tensors = query, key_cache, block_table, query_start_loc, seq_lens
     if _C_cpu is None:
         _warn_once()
-        block_mass_reference(*tensors, scale, out, per_token=per_token, weights=weights, layout=layout)
+        options = {"weights": weights, "layout": layout, "soft_cap": soft_cap, "sinks": sinks}
+        block_mass_reference(*tensors, scale, out, per_token=per_token, **options)
     else:
-        _C_cpu.block_mass(*tensors, scale, out, per_token, weights, layout, isa)
+        _C_cpu.block_mass(*tensors, scale, out, per_token, weights, layout, isa, soft_cap, sinks)
 
 
 def kernel_path(isa: str | None = None) -> str:
@@ -112,9 +119,11 @@ def block_mass_reference(
     per_token: bool = False,
     weights: torch.Tensor | None = None,
     layout: str = "vec",
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`block_mass` in plain torch, in the dtype of `out` (float32 or float64)."""
-    _check(query, key_cache, block_table, query_start_loc, seq_lens, out, per_token, weights, layout)
+    _check(query, key_cache, block_table, query_start_loc, seq_lens, out, per_token, weights, layout, soft_cap, sinks)
     num_heads = query.shape[1]
     num_kv_heads, block_size = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -133,8 +142,9 @@ def block_mass_reference(
             keys = unpack_keys(key_cache[blocks, k : k + 1], layout)
             keys = keys.flatten(0, 2)[:seq_len].to(out.dtype)
             heads = query[rows, k * group : (k + 1) * group].to(out.dtype)
-            scores = heads.transpose(0, 1) @ keys.T * scale  # [group, rows, seq_len]
-            mass = scores.masked_fill(hidden, -torch.inf).softmax(-1).sum(0)
+            logits = soft_capped(heads.transpose(0, 1) @ keys.T * scale, soft_cap)  # [group, rows, seq_len]
+            own = None if sinks is None else sinks[k * group : (k + 1) * group, None, None]
+            mass = probabilities(logits.masked_fill(hidden, -torch.inf), own).sum(0)
             if weights is not None:
                 mass = mass * weights[rows, None]
             mass = mass.sum(0) if per_token else _per_block(mass.sum(0), block_size)
@@ -205,7 +215,7 @@ def _warn_once() -> None:
         logger.warning("no vllm_evict._C_cpu (%s): attention mass runs in plain torch, many times slower", _missing)
 
 
-def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, per_token, weights, layout):
+def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, per_token, weights, layout, soft_cap, sinks):
     """Raise ValueError or TypeError as the C++ kernel does, with the same texts."""
     for name, tensor in (("query", query), ("key_cache", key_cache)):
         if tensor.dtype not in KEY_DTYPES:
@@ -242,6 +252,10 @@ def _check(query, key_cache, block_table, query_start_loc, seq_lens, out, per_to
     )
     _require(out.shape[1] in (1, num_kv_heads), "out must have one row for each KV head or one for all")
     _require(weights is None or weights.shape == (num_tokens,), "weights must have T elements")
+    if sinks is not None and sinks.dtype != torch.float32:
+        raise TypeError("sinks must be float32")
+    _require(sinks is None or sinks.shape == (num_heads,), "sinks must have H elements")
+    _require(soft_cap >= 0, "soft_cap must be 0 (none) or positive")
     starts = [0, *query_start_loc.tolist(), num_tokens]
     _require(starts == sorted(starts), "query_start_loc must ascend within 0 and T")
     queries = query_start_loc.diff()

@@ -1,0 +1,114 @@
+"""Random tiny models whose attention logits have a soft cap (Gemma 2) or whose heads have learned sinks (gpt-oss).
+
+transformers computes everything but attention; attention is written out here, under explicit masks.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .tiny import write_tokenizer
+
+VOCAB, MAX_LEN, WINDOW = 256, 2048, 48
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_LEN, sliding_window=WINDOW, initializer_range=0.25,
+    layer_types=["sliding_attention", "full_attention"] * 2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+#: Kind -> what is its own. The cap is near the logits, so that it bends most of them.
+KINDS = {
+    "gemma2": dict(query_pre_attn_scalar=32, tie_word_embeddings=True, attn_logit_softcapping=3.0),
+    "gpt_oss": dict(num_local_experts=2, num_experts_per_tok=1, tie_word_embeddings=False),
+}
+#: Means of the sinks of gpt-oss' heads: some hardly count, others take most of a row.
+SINKS = (0.0, 4.0, 8.0, 6.0)
+
+
+def make_tiny(path: Path, kind: str) -> Path:
+    """Write a random model of a kind in `KINDS` to a directory."""
+    config = AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind]})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for layer in model.model.layers if kind == "gpt_oss" else ():
+            layer.self_attn.sinks.data = torch.tensor(SINKS) + torch.randn(len(SINKS))
+    model.save_pretrained(path)
+    write_tokenizer(path, VOCAB, MAX_LEN)
+    return path
+
+
+class Cache(list):
+    """Of each layer keys and values [N, G, D]; beside them the tokens, and what their queries saw: bool [L, H, N, N]."""
+
+    def __init__(self, layers: int, heads: int, kv_heads: int, dim: int) -> None:
+        super().__init__((torch.zeros(0, kv_heads, dim), torch.zeros(0, kv_heads, dim)) for _ in range(layers))
+        self.tokens, self.seen = torch.zeros(0, dtype=torch.long), torch.zeros(layers, heads, 0, 0, dtype=torch.bool)
+
+
+class DenseLogits:
+    """A model of `make_tiny`, computed from its first token on with each step. Stands in for `oracle.model.DenseLlama`.
+
+    `capped` and `sinks` say whether soft caps and sinks are computed.
+    """
+
+    def __init__(self, path: Path, capped: bool = True, sinks: bool = True) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        # vLLM has some of these classes compiled, once it has loaded a model of theirs.
+        self.model.model.do_not_compile = True
+        config = self.model.config
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.layers, self.head_dim, self.dtype = config.num_hidden_layers, config.head_dim, torch.float32
+        self.full = [layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"]
+        self.capped, self.sinks = capped, sinks
+        self._seen, self._attended = None, {}
+
+    def new_cache(self):
+        return Cache(self.layers, self.heads, self.kv_heads, self.head_dim)
+
+    @torch.no_grad()
+    def forward(self, ids, cache, mask, want_probs=False):
+        """As `DenseLlama.forward`."""
+        first = len(cache.tokens)
+        cache.tokens = torch.cat([cache.tokens, torch.as_tensor(ids, dtype=torch.long)])
+        seen = torch.zeros(self.layers, self.heads, len(cache.tokens), len(cache.tokens), dtype=torch.bool)
+        seen[:, :, :first, :first] = cache.seen
+        seen[:, :, first:] = mask
+        cache.seen = self._seen = seen
+        ALL_ATTENTION_FUNCTIONS.register("written-out", self._attend)
+        self.model.set_attn_implementation("written-out")
+        logits = self.model(cache.tokens[None], use_cache=False).logits[0, first:]
+        cache[:] = [self._attended[layer][:2] for layer in range(self.layers)]
+        probs = torch.stack([self._attended[layer][2] for layer in range(self.layers)])
+        return logits, probs[:, :, first:] if want_probs else None
+
+    def _attend(
+        self,
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling,
+        sliding_window=None,
+        softcap=None,
+        s_aux=None,
+        **kwargs,
+    ):
+        tokens, group = key.shape[2], self.heads // self.kv_heads
+        back = torch.arange(tokens)[:, None] - torch.arange(tokens)
+        seen = self._seen[module.layer_idx]
+        if sliding_window is not None:  # these layers keep what they see
+            seen = ((back >= 0) & (back < sliding_window)).expand_as(seen)
+        scores = torch.einsum("hqd,hnd->hqn", query[0], key[0].repeat_interleave(group, 0)) * scaling
+        if softcap is not None and self.capped:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = torch.exp(scores - scores.amax()).masked_fill(~seen, 0.0)
+        total = weights.sum(-1, keepdim=True)
+        if s_aux is not None and self.sinks:
+            total = total + torch.exp(s_aux - scores.amax())[:, None, None]
+        probs = weights / total
+        self._attended[module.layer_idx] = key[0].transpose(0, 1), value[0].transpose(0, 1), probs
+        attended = torch.einsum("hqn,hnd->qhd", probs, value[0].repeat_interleave(group, 0))
+        return attended[None].contiguous(), probs

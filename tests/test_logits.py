@@ -1,0 +1,120 @@
+"""Soft caps of logits (Gemma 2) and learned sinks (gpt-oss): policies that score, against dense models of their own."""
+
+import numpy as np
+import pytest
+import test_poison
+import torch
+from engine import random_prompt
+from oracle.logits import KINDS, SINKS, DenseLogits, make_tiny
+from oracle.replay import Config, replay
+from parity import assert_like_oracle, assert_tokens_like_oracle, oracle_config, steps_of
+
+BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64}
+POLICIES = {
+    "h2o": {"name": "h2o", **BASE},
+    "h2o-max": {"name": "h2o", **BASE, "heads": "max", "layers": "max"},
+    "scissorhands": {"name": "scissorhands", **BASE, "window": 48},
+    "tova": {"name": "tova", **BASE},
+    "snapkv": {"name": "snapkv", **BASE, "window": 24, "kernel": 5},
+    "rkv": {"name": "rkv", **BASE, "window": 12, "mix": 0.5},
+}
+TOKENS = {**POLICIES["h2o"], "budget": 224, "granularity": "token"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Kind -> its directory and dense model."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            path = make_tiny(tmp_path_factory.mktemp("logits") / kind, kind)
+            made[kind] = path, DenseLogits(path)
+        return made[kind]
+
+    return make
+
+
+def served(engine, policy, path, lengths=((500, 60), (90, 200), (333, 40))):
+    """The engine, and prompt, output and trace of requests in one batch."""
+    server = engine(policy, model=path, max_num_batched_tokens=192)
+    prompts = [random_prompt(length, seed) for seed, (length, _) in enumerate(lengths)]
+    asked = [(prompt, {"max_tokens": tokens, "logprobs": 1}) for prompt, (_, tokens) in zip(prompts, lengths)]
+    outputs, traces = server.traced(asked)
+    return server, list(zip(prompts, outputs, traces))
+
+
+@pytest.mark.both_runners("gpt_oss-h2o", "gemma2-h2o")
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_evictions_and_logprobs_match_the_dense_oracle(engine, models, kind, name):
+    path, dense = models(kind)
+    server, requests = served(engine, POLICIES[name], path)
+    assert server.runtime.groups[0].decodes, "the plugin's kernel decodes requests with holes"
+    evicted = [assert_like_oracle(dense, *request, POLICIES[name]) for request in requests]
+    assert sum(evicted) > 20
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_each_head_match_the_dense_oracle(engine, models, kind):
+    path, dense = models(kind)
+    server, requests = served(engine, TOKENS, path, ((500, 90), (90, 240)))
+    for request in requests:
+        assert_tokens_like_oracle(dense, *request, TOKENS)
+    assert all(any(trace.evicted) for _, _, trace in requests)
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_vllm_s_kernel_decodes_mass_is_measured_beside_it(engine, models, monkeypatch, kind):
+    """vLLM's own kernel and the plugin's measurement agree on both."""
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
+    path, dense = models(kind)
+    server, requests = served(engine, POLICIES["h2o"], path)
+    assert not server.runtime.groups[0].decodes
+    assert sum(assert_like_oracle(dense, *request, POLICIES["h2o"]) for request in requests) > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_them_decisions_would_be_others(engine, models, kind):
+    """The oracle above has teeth: sinks take a good part of rows, caps bend them, and decisions follow."""
+    path, dense = models(kind)
+    _, ((prompt, output, trace), *_) = served(engine, POLICIES["h2o"], path)
+    plain = DenseLogits(path, capped=False, sinks=False)
+    ids = [*prompt, *output.outputs[0].token_ids]
+    causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    _, probs = dense.forward(ids, dense.new_cache(), causal, want_probs=True)
+    _, without = plain.forward(ids, plain.new_cache(), causal, want_probs=True)
+    if kind == "gpt_oss":
+        shares = 1 - probs[dense.full][:, :, -100:].sum(-1).mean((0, 2))
+        assert len(shares) == len(SINKS) and shares.min() < 0.1 and shares.max() > 0.3
+    assert (probs - without).abs().max() > 0.1
+    config = oracle_config(POLICIES["h2o"], prompt)
+    assert isinstance(config, Config)
+    other = replay(plain, ids, steps_of(trace, ids), config, start=trace.start, settled=trace.settled)
+    assert other.evicted != trace.evicted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_is_stock_to_the_byte(engine, models, kind):
+    """And so is a request that is measured and loses nothing."""
+    path, _ = models(kind)
+    prompts = [random_prompt(300), random_prompt(40, 1)]
+    stock, *others = (
+        engine(policy, model=path).generate(prompts, max_tokens=20, logprobs=0)
+        for policy in (None, {"name": "full"}, {**POLICIES["h2o"], "budget": 512})
+    )
+    for outputs in others:
+        for got, want in zip(outputs, stock, strict=True):
+            assert got.outputs[0].token_ids == want.outputs[0].token_ids
+            logprobs = ([row[token].logprob for row, token in zip(each.outputs[0].logprobs, each.outputs[0].token_ids)]
+                        for each in (got, want))  # fmt: skip
+            assert np.array_equal(*logprobs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypatch, kind):
+    path, dense = models(kind)
+    policy, budgets, blocks = test_poison.SERVERS["h2o"]
+    test_poison.check_crowd(engine, path, monkeypatch, policy, budgets, 2 * blocks, "no-prefix-cache", dense)
