@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_evict.compute.kernels.decode import decode_mass
 from vllm_evict.compute.kernels.mass import block_mass, kernel_path
+from vllm_evict.compute.kernels.paged import PagedAttention
 
 RESIDENT = 4096
 CHUNK = 2048
@@ -87,35 +88,15 @@ class Batch:
             s_aux=None,
         )
 
+    def attention(self):
+        lists, measured = (self.table, self.starts, self.seq_lens), {"mass": self.mass, "per_token": self.per_token}
+        return PagedAttention(self.query, self.keys, *lists, self.scale, self.values, layout=self.layout, **measured)
+
     def run_mass(self):
-        block_mass(
-            self.query,
-            self.keys,
-            self.table,
-            self.starts,
-            self.seq_lens,
-            self.scale,
-            self.mass,
-            per_token=self.per_token,
-            layout=self.layout,
-            isa=self.isa,
-        )
+        block_mass(self.attention(), isa=self.isa)
 
     def run_decode(self):
-        decode_mass(
-            self.query,
-            self.keys,
-            self.values,
-            self.table,
-            self.starts,
-            self.seq_lens,
-            self.rows,
-            self.scale,
-            self.output,
-            out=self.mass,
-            per_token=self.per_token,
-            isa=self.isa,
-        )
+        decode_mass(self.attention(), self.rows, self.output, isa=self.isa)
 
 
 def measure(batch: Batch, repeats: int, flush: torch.Tensor | None) -> list[float]:

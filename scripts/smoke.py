@@ -83,11 +83,12 @@ def attention_mass() -> None:
     import torch
 
     from vllm_evict.compute.kernels.mass import block_mass, kernel_path
+    from vllm_evict.compute.kernels.paged import PagedAttention
 
     check(f"attention mass by {kernel_path()}", kernel_path() != "torch reference")
     mass, offsets, length = torch.zeros(1, 1, 1), torch.tensor([0, 1]).int(), torch.tensor([16]).int()
     block = torch.zeros(1, 1, 16, 16), torch.zeros(1, 1).int()
-    block_mass(torch.zeros(1, 1, 16), *block, offsets, length, 1.0, mass)
+    block_mass(PagedAttention(torch.zeros(1, 1, 16), *block, offsets, length, 1.0, mass=mass))
     check("the mass of one block is 1", abs(mass.item() - 1) < 1e-6)
 
 

@@ -16,6 +16,7 @@ import torch
 from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.kernels import decode_cuda
 from vllm_evict.compute.kernels.decode_cuda import Library, depth_for, plan_decode, refused, splits_for
+from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.config import KVPolicyError
 
 pytest.importorskip("triton")
@@ -78,17 +79,15 @@ class CudaBatch(Batch):
                 scratch.fill_(torch.nan)
         return plan
 
-    def decode(self, rows_of_mass=None, *, plan=None, **options):
+    def decode(self, rows_of_mass=None, *, plan=None, weights=True, **options):
         output = torch.full_like(self.query, 7.0)
         lse = torch.full((len(output), self.heads + 1), 7.0, device=DEVICE)[:, 1:]
         out = self.new_out(rows_of_mass or self.kv_heads) if rows_of_mass != 0 else None
         decode_cuda.decode_mass(
-            *(self.query, self.keys, self.values, self.table, self.starts, self.seq_lens, self.rows),
-            *(self.scale, output),
-            out=out,
+            *(self.attention(out, weights=self.weights if weights is True else weights), self.rows, output),
             plan=plan or self.plan(mass=out is not None),
             kernels=self.kernels,
-            **{"weights": self.weights, "lse": lse} | options,
+            **{"lse": lse} | options,
         )
         return output, out, lse
 
@@ -296,11 +295,10 @@ def test_decode_captures_into_a_graph(kernels):
     plan = batch.plan()
     expected = batch.decode(plan=plan)
     output, lse, out = torch.empty_like(batch.query), torch.empty_like(expected[2]), batch.new_out(batch.kv_heads)
-    tensors = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
+    attention = batch.attention(out, weights=batch.weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        options = {"out": out, "weights": batch.weights, "lse": lse, "plan": plan, "kernels": kernels}
-        decode_cuda.decode_mass(*tensors, batch.scale, output, **options)
+        decode_cuda.decode_mass(attention, batch.rows, output, lse=lse, plan=plan, kernels=kernels)
     out.fill_(0.25)
     graph.replay()
     tokens = batch.starts[batch.rows.long()].long()
@@ -315,9 +313,8 @@ def test_a_row_of_mass_may_be_short(kernels):
     short = batch.new_out(batch.kv_heads)[:, :, :4].contiguous()
     plan, again = batch.plan()._replace(max_blocks=4), torch.empty_like(output)
     plan = plan._replace(granules=plan.granules[:, :, :4].clone())
-    tensors = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
     for out, its in ((short, None), (batch.new_out(batch.kv_heads), plan)):
-        decode_cuda.decode_mass(*tensors, batch.scale, again, out=out, plan=its, kernels=kernels)
+        decode_cuda.decode_mass(batch.attention(out), batch.rows, again, plan=its, kernels=kernels)
         assert torch.equal(again, output) and torch.equal(out[:, :, :4], mass[:, :, :4])
     assert (out[:, :, 4:] == 0.25).all()
 
@@ -348,14 +345,20 @@ def test_what_the_kernel_does_not_take():
     def sentence(heads=4, kv_heads=2, dim=64, block_size=16, dtype=BF16, cut=slice(None), values=None):
         query = torch.empty(3, heads, dim, dtype=dtype)
         cache = torch.empty(2, kv_heads, block_size, dim + 8, dtype=dtype)[..., cut][..., :dim]
-        return refused(query, cache, cache if values is None else values)
+        return refused(attention(query, cache, cache if values is None else values))
+
+    def attention(query, keys, values, **options):
+        return PagedAttention(query, keys, ints([[0]]), ints([0, 3]), ints([3]), 1.0, values, **options)
 
     assert sentence() is None and sentence(32, 2) is None and sentence(8, 1, 256, 48, F16) is None
     assert sentence(cut=slice(8, None)) is None
     assert "one dtype" in sentence(dtype=F32)
     assert "one dtype" in sentence(values=torch.empty(2, 2, 16, 64, dtype=F16))
     fp8 = torch.empty(2, 2, 16, 64, dtype=torch.float8_e4m3fn)
-    assert "one dtype" in refused(torch.empty(3, 4, 64, dtype=BF16), fp8, fp8)
+    query = torch.empty(3, 4, 64, dtype=BF16)
+    assert "one dtype" in refused(attention(query, fp8, fp8))
+    for more in ({"soft_cap": 30.0}, {"sinks": torch.zeros(4)}, {"per_token": True}):
+        assert "no soft caps and no sinks" in refused(attention(query, query[None], query[None], **more))
     assert "one of 64, 128, 256" in sentence(dim=96)
     assert "1 to 16 heads" in sentence(34, 2) and "1 to 8 heads" in sentence(9, 1, 256)
     assert "multiple of 16" in sentence(block_size=24)
@@ -404,8 +407,7 @@ class Ops(DeviceOps):
 
     def decode_with(self, batch, out):
         output = torch.full_like(batch.query, 7.0)
-        tensors = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
-        self._decode_mass(*tensors, batch.scale, output, out, batch.weights)
+        self._decode_mass(batch.attention(out, weights=batch.weights), batch.rows, output)
         return output
 
 

@@ -19,6 +19,7 @@ from vllm_evict.compute.kernels.decode import (
     decode_mass_reference,
 )
 from vllm_evict.compute.kernels.mass import block_mass, pack_keys
+from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.compute.work import StepWork
 from vllm_evict.core.plan import Scoring
@@ -46,21 +47,19 @@ class Batch:
             row[: len(used)] = used
         self.weights = None
 
-    def run(self, function=decode_mass, rows_of_mass=None, dtype=F32, output=None, **options):
+    def attention(self, mass=None, query=None, **options):
+        lists, query = (self.table, self.starts, self.seq_lens), self.query if query is None else query
+        options = {"layout": self.layout, "weights": self.weights, **options}
+        return PagedAttention(query, self.keys, *lists, self.scale, self.values, mass=mass, **options)
+
+    def run(self, function=decode_mass, rows_of_mass=None, dtype=F32, output=None, isa=None, **options):
         if output is None:
             output = torch.full(self.query.shape, 7.0, dtype=self.query.dtype)
         width = int(self.seq_lens.max()) if options.get("per_token") else self.table.shape[1]
         shape = len(self.seq_lens), rows_of_mass or self.heads[1], width
         out = torch.zeros(shape, dtype=dtype) if rows_of_mass != 0 else None
-        function(
-            *(self.query, self.keys, self.values, self.table, self.starts, self.seq_lens, self.rows),
-            self.scale,
-            output,
-            out=out,
-            weights=self.weights,
-            layout=self.layout,
-            **options,
-        )
+        how = {} if function is decode_mass_reference else {"isa": isa}
+        function(self.attention(out, **options), self.rows, output, **how)
         return output, out
 
 
@@ -103,11 +102,7 @@ def test_the_mass_is_that_of_block_mass(isa):
     batch.weights = torch.zeros(len(batch.query))
     batch.weights[batch.starts[batch.rows].long()] = 1
     mass = torch.zeros(len(LENGTHS), 2, batch.table.shape[1])
-    block_mass(
-        *(batch.query, batch.keys, batch.table, batch.starts, batch.seq_lens, batch.scale, mass),
-        weights=batch.weights,
-        isa=isa,
-    )
+    block_mass(batch.attention(mass), isa=isa)
     torch.testing.assert_close(batch.run(isa=isa)[1], mass, rtol=2e-6, atol=1e-8)
 
 
@@ -223,14 +218,13 @@ def test_out_of_each_token_may_be_slices(monkeypatch, compiled):
     large = torch.full((len(LENGTHS) + 2, 5, 1300), 7.0)
     out = large[1:-1, 2:4, 50:1250]
     output = torch.empty_like(batch.query)
-    tensors = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
-    decode_mass(*tensors, batch.scale, output, out=out, per_token=True)
+    decode_mass(batch.attention(out, per_token=True), batch.rows, output)
     torch.testing.assert_close(out - 7, expected, rtol=1e-4, atol=2e-6)
     for row in batch.rows.tolist():
         out[row, :, : LENGTHS[row]] = 7
     assert (large == 7).all()
-    with pytest.raises(ValueError, match="out must be as wide as the longest request has tokens"):
-        decode_mass(*tensors, batch.scale, output, out=out[..., :1199], per_token=True)
+    with pytest.raises(ValueError, match="mass must be as wide as the longest request has tokens"):
+        decode_mass(batch.attention(out[..., :1199], per_token=True), batch.rows, output)
 
 
 @needs_extension
@@ -331,13 +325,17 @@ def test_heads_may_be_slices_of_what_others_use(isa, dtype):
         masses = []
         for each in (dense, sliced):
             masses.append(torch.zeros_like(mass))
-            arguments = each.query, each.keys, each.table, each.starts, each.seq_lens, each.scale
-            block_mass(*arguments, masses[-1], isa=isa)
+            block_mass(each.attention(masses[-1]), isa=isa)
         assert torch.equal(*masses) and masses[0].isfinite().all()
 
 
 class Classes:
-    """A layer whose heads fall into classes: one query, and for each class pages, block tables and lengths."""
+    """A layer whose heads fall into classes: one query, and for each class pages, block tables and lengths.
+
+    `outputs` is how many outputs a call is given.
+    """
+
+    outputs = 2
 
     def __init__(self, kv_heads=(2, 3), group=2, dim=64, block_sizes=(32, 32), dtype=F32):
         random = torch.Generator().manual_seed(1)
@@ -362,17 +360,17 @@ class Classes:
             for each, width in zip(self.classes, widths)
         ]
 
-    def run(self, function=decode_classes, out=None, **options):
-        first = self.classes[0]
+    def run(self, function=decode_classes, out=None, isa=None, sinks=None, **options):
         output = torch.full(self.query.shape, 7.0, dtype=self.query.dtype)
-        of = lambda name: [getattr(each, name) for each in self.classes]  # noqa: E731
-        function(
-            *(self.query, of("keys"), of("values"), of("table"), first.starts, of("seq_lens"), first.rows),
-            *(first.scale, output),
-            out=out,
-            weights=self.weights,
-            **options,
-        )
+        own = [None] * len(self.classes) if sinks is None else sinks.split(self.heads)
+        classes = [
+            each.attention(mass, query, sinks=its, **options)
+            for each, mass, query, its in zip(
+                self.classes, out or [None] * len(self.classes), self.query.split(self.heads, 1), own
+            )
+        ]
+        how = {} if function is decode_classes_reference else {"isa": isa}
+        function(classes, self.classes[0].rows, output.split(self.heads, 1)[: self.outputs], **how)
         return output
 
 
@@ -410,19 +408,17 @@ def test_classes_match_the_reference_on_any_number_of_threads():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda layer: layer.classes.pop(), "multiple of all classes' KV heads"),
         (lambda layer: layer.classes[1].table.__setitem__((0, 0), 999), "block ids"),
-        (lambda layer: setattr(layer, "out", [None]), "one entry for each class"),
+        (lambda layer: setattr(layer, "outputs", 1), "one entry for each class"),
     ],
 )
 def test_bad_classes_are_refused(monkeypatch, compiled, change, message):
     if not compiled:
         monkeypatch.setattr(decode, "_C_cpu", None)
     layer = Classes((2, 3), group=1)
-    layer.out = None
     change(layer)
     with pytest.raises(ValueError, match=message):
-        layer.run(out=layer.out)
+        layer.run()
 
 
 # ---- Who attends to what
@@ -482,7 +478,7 @@ def test_only_requests_with_holes_leave_the_stock_kernel(engine, monkeypatch):
     seen = []
 
     def watched(*args, **options):
-        seen.append(args[6].tolist())
+        seen.append(args[1].tolist())
         return decode_mass(*args, **options)
 
     monkeypatch.setattr(cpu, "decode_mass", watched)

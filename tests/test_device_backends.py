@@ -7,6 +7,7 @@ are short and blocks small.
 """
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -34,6 +35,7 @@ from vllm_evict.compute.attention import device
 from vllm_evict.compute.attention.flash import FlashOps
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.kernels.compact import is_ordered
+from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.compute.kernels.queries import Queries
 from vllm_evict.compute.work import HeadSlice
 from vllm_evict.integration import refusals, split
@@ -415,7 +417,7 @@ def test_a_sum_over_heads_is_that_of_the_heads(per_token, scratch, monkeypatch):
     one, each, all_of_it = torch.ones(2, 1, width), torch.zeros(2, 2, width), torch.zeros(2, 2, width)
     ops.scratch_bytes = 4 * scratch * (BLOCK if per_token and scratch == 2 * 3 else 1)
     ops.mass(layer, query, pages, metadata, weights, one, per_token, last)
-    heads = [len(args[3]) if args[7].shape[1] == 2 else None for args in launches]
+    heads = [len(one.mass) if one.mass.shape[1] == 2 else None for one, _ in launches]
     assert heads == {0: [None], 2 * 3: [1, 1]}.get(scratch, [2])
     ops.mass(layer, query, pages, metadata, weights, each, per_token, last)
     ops.mass(layer, query, pages, metadata, weights, all_of_it, per_token)
@@ -506,7 +508,8 @@ def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
     keys, table = cache[..., :32], torch.tensor([[2, 1]], dtype=torch.int32)
     rows = table, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([30], dtype=torch.int32)
     expected, asked, given = torch.empty(5, 4), [], torch.randn(4, 5, generator=random)
-    query_lse_reference(query, keys, *rows, 0.2, expected)
+    attention = PagedAttention(query, keys, *rows, 0.2)
+    query_lse_reference(attention, expected)
 
     def kernel(return_softmax_lse=False):
         asked.append(return_softmax_lse)
@@ -520,10 +523,14 @@ def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
         with ops.attending():
             assert flash_attn.flash_attn_varlen_func() == "output"
         assert flash_attn.flash_attn_varlen_func() == "output"
-        lse = ops.lse_of(query, keys, *rows, 0.2, 5, None)
+        lse = ops.lse_of(attention, 5)
         torch.testing.assert_close(lse, given.T if len(given) == 4 else expected)
-        torch.testing.assert_close(ops.lse_of(query, keys, *rows, 0.2, 5, None), expected)
+        torch.testing.assert_close(ops.lse_of(attention, 5), expected)
     assert asked == [True, False] * 2
+    ops._lse, sinks = torch.zeros(4, 5), torch.tensor([-1.0, 0, 3, 5])
+    lse = ops.lse_of(replace(attention, sinks=sinks), 5)
+    torch.testing.assert_close(lse, torch.logaddexp(expected, sinks))
+    assert ops._lse is None, "whether FlashAttention's has sinks in it is not known"
 
 
 def distinct_prompt(length, seed=0):

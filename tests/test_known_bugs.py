@@ -5,6 +5,7 @@ import math
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from oracle.replay import replay
 from parity import assert_like_oracle, oracle_config
 
 from vllm_evict.compute.kernels.mass import block_mass, kernel_path, pack_keys
+from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.integration.spec import EvictableSpec
@@ -269,13 +271,15 @@ def test_int32_overflow_in_slot_arithmetic():
     cache[2] = pack_keys(keys)[0]
     query, out = torch.randn(1, 1, 32).half(), torch.zeros(1, 1, 2)
     as_int = lambda *values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
-    block_mass(query, cache, as_int(2)[None], as_int(0, 1), as_int(16), 0.5, out)
+    attention = PagedAttention(query, cache, as_int(2)[None], as_int(0, 1), as_int(16), 0.5, mass=out)
+    block_mass(attention)
     assert out[0, 0].tolist() == pytest.approx([1.0, 0.0], abs=1e-5)
     few = torch.zeros(1, 1, 2)
-    block_mass(query, torch.cat([cache[2:3], cache[2:3]]), as_int(0, 1)[None], as_int(0, 1), as_int(24), 0.5, few)
+    both, longer = torch.cat([cache[2:3], cache[2:3]]), replace(attention, seq_lens=as_int(24))
+    block_mass(replace(longer, key_cache=both, block_table=as_int(0, 1)[None], mass=few))
     far = torch.zeros(1, 1, 2)
     cache[1] = cache[2]
-    block_mass(query, cache, as_int(1, 2)[None], as_int(0, 1), as_int(24), 0.5, far)
+    block_mass(replace(longer, block_table=as_int(1, 2)[None], mass=far))
     assert torch.equal(few, far) and 0 < few[0, 0, 1] < few[0, 0, 0]
     assert kernel_path()
 

@@ -43,7 +43,7 @@ def test_references_are_the_formulas(soft_cap, has_sinks, per_token):
     """By loops over queries and heads of one request."""
     batch = test_mass.Batch([3], [70], heads=(4, 2))
     sinks, out = sinks_of(4, has_sinks), batch.new_out(dtype=F64, per_token=per_token)
-    block_mass_reference(*batch.arguments(), out, per_token=per_token, soft_cap=soft_cap, sinks=sinks)
+    block_mass_reference(batch.attention(out, per_token, soft_cap=soft_cap, sinks=sinks))
     keys = batch.key_cache[batch.table[0, :3].long()].reshape(3, 2, 64, 32).transpose(2, 3)
     keys = keys.transpose(0, 1).reshape(2, 96, 64).double()
     want = torch.zeros(2, 96, dtype=F64)
@@ -71,8 +71,8 @@ def test_mass_on_a_cpu(isa, soft_cap, has_sinks, per_token, dtype):
         batch.weights = torch.rand(len(batch.query))
         logits = {"soft_cap": soft_cap, "sinks": sinks_of(heads[0], has_sinks)}
         out, expected = batch.new_out(per_token=per_token), batch.new_out(dtype=F64, per_token=per_token)
-        block_mass(*batch.arguments(), out, isa=isa, **batch.options(per_token), **logits)
-        block_mass_reference(*batch.arguments(), expected, **batch.options(per_token), **logits)
+        block_mass(batch.attention(out, per_token, **logits), isa=isa)
+        block_mass_reference(batch.attention(expected, per_token, **logits))
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-7)
 
 

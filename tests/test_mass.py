@@ -13,6 +13,7 @@ from vllm_evict.compute.kernels.mass import (
     pack_keys,
     unpack_keys,
 )
+from vllm_evict.compute.kernels.paged import PagedAttention
 
 
 def kernels() -> list[str]:
@@ -72,24 +73,23 @@ class Batch:
             row[: len(used)] = used
         self.weights = None
 
-    def arguments(self) -> list:
-        return [self.query, self.key_cache, self.table, self.starts, self.seq_lens, self.scale]
+    def attention(self, mass, per_token=False, **logits) -> PagedAttention:
+        lists, measured = (self.table, self.starts, self.seq_lens), {"mass": mass, "per_token": per_token}
+        options = {"layout": self.layout, "weights": self.weights, **measured, **logits}
+        return PagedAttention(self.query, self.key_cache, *lists, self.scale, **options)
 
     def new_out(self, rows=None, dtype=F32, per_token=False) -> torch.Tensor:
         width = int(self.seq_lens.max()) if per_token else max(self.blocks)
         return torch.zeros(len(self.seq_lens), rows or self.num_kv_heads, width + 1, dtype=dtype)
 
-    def options(self, per_token) -> dict:
-        return {"weights": self.weights, "layout": self.layout, "per_token": per_token}
-
     def run(self, isa=None, rows=None, per_token=False) -> torch.Tensor:
         out = self.new_out(rows, per_token=per_token)
-        block_mass(*self.arguments(), out, isa=isa, **self.options(per_token))
+        block_mass(self.attention(out, per_token), isa=isa)
         return out
 
     def reference(self, rows=None, per_token=False) -> torch.Tensor:
         out = self.new_out(rows, torch.float64, per_token)
-        block_mass_reference(*self.arguments(), out, **self.options(per_token))
+        block_mass_reference(self.attention(out, per_token))
         return out
 
     def per_block(self, mass) -> torch.Tensor:
@@ -174,16 +174,9 @@ def test_a_known_case(isa):
     keys[2, 0, 0] = torch.tensor([1.0, 1.0])
     query = torch.full((1, 1, 2), torch.tensor(3.0).log())
     out = torch.tensor([[[10.0, 20.0]]])
-    block_mass(
-        query,
-        pack_keys(keys),
-        torch.tensor([[1, 2]], dtype=torch.int32),
-        torch.tensor([0, 1], dtype=torch.int32),
-        torch.tensor([17], dtype=torch.int32),
-        0.5,
-        out,
-        isa=isa,
-    )
+    lists = ([[1, 2]], [0, 1], [17])
+    lists = (torch.tensor(each, dtype=torch.int32) for each in lists)
+    block_mass(PagedAttention(query, pack_keys(keys), *lists, 0.5, mass=out), isa=isa)
     assert_close(out, torch.tensor([[[10 + 16 / 19, 20 + 3 / 19]]]), 1e-6)
 
 
@@ -198,7 +191,7 @@ def test_exponential(isa):
     lens = torch.full((len(x),), 17, dtype=torch.int32)
     out = torch.zeros(len(x), 1, 2)
     starts = torch.arange(len(x) + 1, dtype=torch.int32)
-    block_mass(query, pack_keys(keys), table, starts, lens, 1.0, out, isa=isa)
+    block_mass(PagedAttention(query, pack_keys(keys), table, starts, lens, 1.0, mass=out), isa=isa)
     error = (out[:, 0, 1] / out[:, 0, 0]).double() / (x.double().exp() / 16) - 1
     # A few units in the last place, and the rounding of the score itself.
     assert (error.abs() < 5e-7 + x.abs() * 1.5e-7).all()
@@ -209,7 +202,7 @@ def test_adds_to_out():
     batch = Batch(*MIXED)
     start = torch.rand(batch.new_out().shape)
     out = start.clone()
-    block_mass(*batch.arguments(), out)
+    block_mass(batch.attention(out))
     assert_close(out, start + batch.run(), 1e-6)
 
 

@@ -22,6 +22,7 @@ from vllm_evict.compute.kernels.mass import (
     unpack_keys,
     unpack_values,
 )
+from vllm_evict.compute.kernels.paged import PagedAttention
 
 seed = test_mass.seed
 
@@ -83,7 +84,7 @@ def test_tokens_are_in_the_order_of_the_block_table(isa):
     query, out = torch.tensor([[[1.0, 0.0]]]), torch.zeros(1, 1, 42)
     out[..., 40:] = 5
     lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
-    block_mass(query, pack_keys(keys), table, *lens, 1.0, out, per_token=True, isa=isa)
+    block_mass(PagedAttention(query, pack_keys(keys), table, *lens, 1.0, mass=out, per_token=True), isa=isa)
     assert_close(out[0, 0, :40], torch.arange(40.0).softmax(0), 1e-5)
     assert (out[0, 0, 40:] == 5).all()
 
@@ -98,7 +99,7 @@ def test_out_may_be_slices_of_a_larger_tensor(monkeypatch, built):
     large = torch.full((2, 9, 3, longest + 20), 7.0)
     out = large[1, 1:6, 1:, 9 : 9 + longest]  # as wide as the longest request, no wider
     assert out.shape[:2] == expected.shape[:2]
-    block_mass(*batch.arguments(), out, per_token=True)
+    block_mass(batch.attention(out, per_token=True))
     assert_close(out - 7, expected[..., :-1], 1e-4)
     for row, seq_len in zip(out, batch.seq_lens.tolist(), strict=True):
         row[:, :seq_len] = 7
@@ -149,7 +150,7 @@ def test_each_tokens_mass_has_the_same_bits_for_any_number_of_threads():
 @pytest.mark.parametrize(
     "change,match",
     [
-        ("b.width = 39", "out must be as wide as the longest request has tokens"),
+        ("b.width = 39", "mass must be as wide as the longest request has tokens"),
         ("b.table = b.table[:, :1]", "as wide as the longest request has blocks"),
     ],
 )
@@ -158,11 +159,11 @@ def test_too_narrow_for_tokens(monkeypatch, built, change, match):
         monkeypatch.setattr(mass, "_C_cpu", None)
     batch = Batch([3, 1], [40, 20])
     batch.width = 40
-    block_mass(*batch.arguments(), torch.zeros(2, 2, 40), per_token=True)
+    block_mass(batch.attention(torch.zeros(2, 2, 40), per_token=True))
     exec(change, {}, {"b": batch})
     out = torch.zeros(2, 2, batch.width)
     with pytest.raises(ValueError, match=match):
-        block_mass(*batch.arguments(), out, per_token=True)
+        block_mass(batch.attention(out, per_token=True))
     assert not out.any()
 
 
@@ -238,6 +239,14 @@ def test_invalid_arguments(monkeypatch, built, change, error, match):
     exec(change, {"torch": torch}, {"b": batch})
     with pytest.raises(error, match=match):
         batch.run()
+
+
+@pytest.mark.parametrize("built", [pytest.param(True, marks=needs_extension), False])
+def test_mass_has_to_be_given(monkeypatch, built):
+    if not built:
+        monkeypatch.setattr(mass, "_C_cpu", None)
+    with pytest.raises(ValueError, match="needs mass"):
+        block_mass(Batch([3, 1], [40, 20]).attention(None))
 
 
 @needs_extension

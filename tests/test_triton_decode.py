@@ -29,12 +29,12 @@ from triton_batch import (
     each_shape,
     interpreter_gaps,  # noqa: F401
     ints,
+    on_cpu,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.kernels.decode import decode_classes_reference
-from vllm_evict.compute.kernels.mass import pack_keys
 from vllm_evict.compute.work import HeadSlice
 from vllm_evict.triton_kernels.decode_classes import decode_classes, plan_classes
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode
@@ -198,11 +198,10 @@ def test_decode_captures_into_a_graph(per_token):
     expected = batch.decode(per_token=per_token, plan=plan)
     output, lse = torch.empty_like(batch.query), torch.empty_like(expected[2])
     out = batch.new_out(batch.kv_heads, per_token=per_token)
-    options = {"per_token": per_token, "weights": batch.weights, "lse": lse, "plan": plan}
-    arguments = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
+    attention = batch.attention(out, per_token=per_token, weights=batch.weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_mass(*arguments, batch.scale, output, out=out, **options)
+        decode_mass(attention, batch.rows, output, lse=lse, plan=plan)
     out.fill_(0.25)
     graph.replay()
     tokens = batch.starts[batch.rows.long()].long()
@@ -261,18 +260,18 @@ class Classes:
         widths = [each.table.shape[1] for each in self.classes]
         return plan_classes(*shape, widths, self.query.dtype, DEVICE, **options)
 
-    def arguments(self):
-        first = self.classes[0]
-        tables = self.of("table"), first.starts, self.of("seq_lens"), first.rows
-        return self.query, self.of("keys"), self.of("values"), *tables, first.kernel_scale
-
-    def decode(self, **options):
+    def decode(self, out=None, plans=None, sinks=None, **options):
         output = torch.full_like(self.query, 7.0)
         lse = torch.full(self.query.shape[:2], 7.0, device=DEVICE)
-        first = self.classes[0]
-        options = {"lse": lse, "weights": first.weights, "value_scale": first.value_scale} | options
-        decode_classes(*self.arguments(), output, **options)
-        return output, options["lse"]
+        own = [None] * 2 if sinks is None else sinks.split(self.heads)
+        classes = [
+            each.attention(mass, weights=each.weights, sinks=its, **options)
+            for each, mass, its in zip(self.classes, out or [None] * 2, own)
+        ]
+        decode_classes(
+            classes, self.classes[0].rows, output.split(self.heads, 1), lses=lse.split(self.heads, 1), plans=plans
+        )
+        return output, lse
 
 
 CLASSES = [  # KV heads, group, dim, block size, dtype, layout, scales
@@ -298,16 +297,11 @@ def test_classes_match_the_reference_and_each_alone(shape, per_token):
         assert torch.equal(part, alone[0]) and torch.equal(mass, alone[1]) and torch.equal(its_lse, alone[2])
     expected = torch.full_like(layer.query, 7.0).cpu()
     expected_out = [each.new_out(mass.shape[1], F64, per_token).cpu() for each, mass in zip(layer.classes, out)]
-    query, _, _, tables, starts, lens, rows, _ = layer.arguments()
-    keys, values = ([each.cpu() for each in layer.of(name)] for name in ("real_keys", "real_values"))
-    lens, scale = [each.cpu() for each in lens], layer.classes[0].scale
-    decode_classes_reference(
-        *(query.cpu(), [pack_keys(each) for each in keys], values),
-        *([table.cpu() for table in tables], starts.cpu(), lens, rows.cpu(), scale, expected),
-        out=expected_out,
-        per_token=per_token,
-        weights=layer.classes[0].weights.cpu(),
-    )
+    classes = [
+        on_cpu(each.real_attention(mass, weights=each.weights, per_token=per_token))
+        for each, mass in zip(layer.classes, expected_out)
+    ]
+    decode_classes_reference(classes, layer.classes[0].rows.cpu(), expected.split(layer.heads, 1))
     assert_close(output, expected, TOLERANCE[shape[4]])
     for mass, wanted in zip(out, expected_out):
         assert_close(mass, wanted)
@@ -326,7 +320,7 @@ def test_one_class_may_do_without_mass():
         assert torch.equal(output_, output) and torch.equal(lse_, lse)
         assert all(mass is None or torch.equal(mass, full) for mass, full in zip(again, out))
     with pytest.raises(ValueError, match="of two classes"):
-        layer.decode(out=[None])
+        decode_classes([layer.classes[0].attention()], layer.classes[0].rows, [output])
     layer.classes[1].keys, layer.classes[1].values = layer.classes[1].keys.to(FP8), layer.classes[1].values.to(FP8)
     with pytest.raises(ValueError, match="caches of both classes must have one dtype"):
         layer.decode()

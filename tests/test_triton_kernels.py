@@ -34,6 +34,7 @@ from triton_batch import (
     each_shape,
     interpreter_gaps,  # noqa: F401
     ints,
+    on_cpu,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -57,15 +58,14 @@ def test_mass_from_lse_matches_the_reference(shape):
     heads, dim, block_size, dtype, layout = shape
     batch = Batch(*PREFILL, heads, dim, block_size, dtype, layout)
     rows = heads[1] if SHAPES.index(shape) % 2 else 1
-    arguments = batch.query, batch.keys, batch.lse(), batch.table, batch.starts, batch.seq_lens, batch.scale
-    for options in ({}, {"weights": batch.weights}, {"weights": batch.weights, "last": ints([5, 3, 1, 17])}):
-        out, expected = batch.new_out(rows), batch.new_out(rows, torch.float64)
-        mass_from_lse(*arguments, out, **options)
-        mass_from_lse_reference(*arguments, expected, **options)
+    lse = batch.lse()
+    for weights, last in ((None, None), (batch.weights, None), (batch.weights, ints([5, 3, 1, 17]))):
+        out, expected, again = (batch.new_out(rows, dtype) for dtype in (F32, F64, F32))
+        mass_from_lse(batch.attention(out, weights=weights), lse, last=last)
+        mass_from_lse_reference(batch.attention(expected, weights=weights), lse, last=last)
         assert_close(out, expected, 1e-5)
-        again = batch.new_out(rows)
-        if options:
-            mass_from_lse(*arguments, again, **options)
+        if weights is not None:
+            mass_from_lse(batch.attention(again, weights=weights), lse, last=last)
             assert torch.equal(again, out)
 
 
@@ -74,13 +74,12 @@ def test_mass_of_tokens_from_lse_matches_the_reference(shape):
     heads, dim, block_size, dtype, layout = shape
     batch = Batch(*PREFILL, heads, dim, block_size, dtype, layout)
     rows = heads[1] if SHAPES.index(shape) % 2 else 1
-    arguments = batch.query, batch.keys, batch.lse(), batch.table, batch.starts, batch.seq_lens, batch.scale
-    options = {"weights": batch.weights, "last": ints([5, 3, 1, 17]), "per_token": True}
+    lse, last, options = batch.lse(), ints([5, 3, 1, 17]), {"weights": batch.weights, "per_token": True}
     out, expected, again = (batch.new_out(rows, dtype, per_token=True) for dtype in (F32, F64, F32))
-    mass_from_lse(*arguments, out, **options)
-    mass_from_lse_reference(*arguments, expected, **options)
+    mass_from_lse(batch.attention(out, **options), lse, last=last)
+    mass_from_lse_reference(batch.attention(expected, **options), lse, last=last)
     assert_close(out, expected, 1e-5)
-    mass_from_lse(*arguments, again, **options)
+    mass_from_lse(batch.attention(again, **options), lse, last=last)
     assert torch.equal(again, out)
 
 
@@ -89,28 +88,23 @@ def test_mass_of_tokens_from_lse_matches_the_reference(shape):
 def test_mass_and_lse_are_read_off_fp8_keys(shape, per_token):
     batch = Batch(*PREFILL, *shape, scales=(0.75, 1.0))
     lse = torch.full(batch.query.shape[:2], 7.0, device=DEVICE)
-    lists = batch.table, batch.starts, batch.seq_lens
-    query_lse(batch.query, batch.keys, *lists, batch.kernel_scale, lse, longest=40)
+    query_lse(batch.attention(), lse, longest=40)
     assert_close(lse, batch.lse(), 1e-5)
     out, expected = (batch.new_out(batch.kv_heads, dtype, per_token) for dtype in (F32, F64))
     options = {"weights": batch.weights, "per_token": per_token}
-    mass_from_lse(batch.query, batch.keys, batch.lse(), *lists, batch.kernel_scale, out, **options)
-    mass_from_lse_reference(batch.query, batch.real_keys, batch.lse(), *lists, batch.scale, expected, **options)
+    mass_from_lse(batch.attention(out, **options), batch.lse())
+    mass_from_lse_reference(batch.real_attention(expected, **options), batch.lse())
     assert_close(out, expected, 1e-5)
 
 
 @BY
 def test_mass_from_lse_is_that_of_block_mass(per_token):
     batch = Batch(*PREFILL)
-    expected = batch.new_out(2, torch.float64, per_token).cpu()
-    tensors = batch.query, pack_keys(batch.keys.cpu()), batch.table, batch.starts, batch.seq_lens
-    options = {"weights": batch.weights.cpu(), "per_token": per_token}
-    block_mass_reference(*(t.cpu() for t in tensors), batch.scale, expected, **options)
-    arguments = batch.table, batch.starts, batch.seq_lens, batch.scale
+    expected, options = batch.new_out(2, F64, per_token).cpu(), {"weights": batch.weights, "per_token": per_token}
+    block_mass_reference(on_cpu(batch.attention(expected, **options)))
     for lse, base_2 in ((batch.lse(), False), (batch.lse().T.contiguous().T * 1.4426950408889634, True)):
         out = batch.new_out(2, per_token=per_token)
-        options = {"weights": batch.weights, "per_token": per_token, "lse_base_2": base_2, "rows_per_tile": 16}
-        mass_from_lse(batch.query, batch.keys, lse, *arguments, out, **options)
+        mass_from_lse(batch.attention(out, **options), lse, lse_base_2=base_2, rows_per_tile=16)
         assert_close(out, expected, 1e-5)
 
 
@@ -118,8 +112,7 @@ def test_decode_gives_the_lse_that_mass_from_lse_takes():
     batch = Batch([1, 1], [50, 131], dtype=BF16)
     _, mass, lse = batch.decode()
     out = batch.new_out(2)
-    tensors = batch.query, batch.keys, lse, batch.table, batch.starts, batch.seq_lens
-    mass_from_lse(*tensors, batch.scale, out, weights=batch.weights)
+    mass_from_lse(batch.attention(out, weights=batch.weights), lse)
     assert_close(out, mass, 1e-5)
 
 
@@ -129,17 +122,16 @@ def test_a_nan_key_gives_nan_mass_and_lse(per_token, given):
     """Given the LSE of a kernel that overlooked it, its own mass; with `query_lse`'s, of all that its queries see."""
     batch = Batch(*PREFILL)
     lse = batch.lse()
-    lists = batch.table, batch.starts, batch.seq_lens, batch.scale
     request, token = 3, 70  # of 75 tokens and 40 queries: the last five see it
     batch.keys[batch.table[request, token // 16].long(), 1, token % 16, 9] = torch.nan
     if given == "query_lse":
-        query_lse(batch.query, batch.keys, *lists, lse, longest=40)
+        query_lse(batch.attention(), lse, longest=40)
         expected = torch.empty_like(lse)
-        query_lse_reference(batch.query, batch.keys, *lists, expected)
+        query_lse_reference(batch.attention(), expected)
         assert torch.equal(lse.isnan(), expected.isnan()) and lse.isnan().sum() == 5 * 2
     out, expected = (batch.new_out(2, dtype, per_token) for dtype in (F32, F64))
-    mass_from_lse(batch.query, batch.keys, lse, *lists, out, per_token=per_token)
-    mass_from_lse_reference(batch.query, batch.keys, lse, *lists, expected, per_token=per_token)
+    mass_from_lse(batch.attention(out, per_token=per_token), lse)
+    mass_from_lse_reference(batch.attention(expected, per_token=per_token), lse)
     assert out[request, 1, token if per_token else token // 16].isnan()
     assert not out[:, 0].isnan().any() and not out[:request].isnan().any()
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -151,11 +143,10 @@ def test_a_nan_key_gives_nan_mass_and_lse(per_token, given):
 @each_shape
 def test_query_lse_matches_the_reference(shape):
     batch = Batch(*PREFILL, *shape)
-    arguments = batch.query, batch.keys, batch.table, batch.starts, batch.seq_lens, batch.scale
     for options in ({}, {"weights": batch.weights}):
         lse, expected = (torch.full(batch.query.shape[:2], 7.0, dtype=dtype, device=DEVICE) for dtype in (F32, F64))
-        query_lse(*arguments, lse, longest=40, **options)
-        query_lse_reference(*arguments, expected, **options)
+        query_lse(batch.attention(**options), lse, longest=40)
+        query_lse_reference(batch.attention(**options), expected)
         assert_close(lse, expected, 1e-5)
         if not options:
             assert_close(lse, batch.lse(), 1e-5)
@@ -165,7 +156,7 @@ def test_query_lse_of_long_chunks_and_strided_rows():
     """Several programs a request; `longest` may be left out, and only costs programs that do nothing."""
     batch = Batch([150, 2, 0, 70], [170, 300, 5, 70])
     lse = torch.full((batch.heads, len(batch.query)), 7.0, device=DEVICE).T
-    query_lse(batch.query, batch.keys, batch.table, batch.starts, batch.seq_lens, batch.scale, lse)
+    query_lse(batch.attention(), lse)
     assert_close(lse, batch.lse(), 1e-5)
 
 
@@ -193,8 +184,7 @@ def test_slots_beyond_2_to_the_31(axis):
     outs = []
     for each in (batch, near):
         outs.append(each.new_out(heads))
-        tensors = each.query, each.keys, near.lse(), each.table, each.starts, each.seq_lens
-        mass_from_lse(*tensors, each.scale, outs[-1])
+        mass_from_lse(each.attention(outs[-1]), near.lse())
     assert torch.equal(*outs)
 
 

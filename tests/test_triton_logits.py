@@ -55,8 +55,7 @@ def test_decodes(shape, soft_cap, has_sinks, per_token):
         assert_close(mass, expected_mass, 5e-6)
         tokens = batch.starts[batch.rows.long()].long()
         wanted = torch.full(lse.shape, 7.0, dtype=F64, device=DEVICE)
-        arguments = batch.query, batch.keys, batch.table, batch.starts, batch.seq_lens, batch.scale
-        query_lse_reference(*arguments, wanted, soft_cap=soft_cap, sinks=own)
+        query_lse_reference(batch.attention(soft_cap=soft_cap, sinks=own), wanted)
         assert_close(lse[tokens], wanted[tokens], 5e-6)
 
 
@@ -66,15 +65,15 @@ def test_decodes(shape, soft_cap, has_sinks, per_token):
 def test_mass_beside_a_kernel(shape, soft_cap, has_sinks, per_token):
     batch = Batch(*PREFILL, *shape, magnitude=2.0)
     own = on_device(sinks_of(batch.heads, has_sinks), batch.query.dtype)
-    arguments = batch.query, batch.keys, batch.table, batch.starts, batch.seq_lens, batch.scale
+    logits = {"soft_cap": soft_cap, "sinks": own}
     lse, wanted = (torch.full(batch.query.shape[:2], 7.0, dtype=dtype, device=DEVICE) for dtype in (F32, F64))
-    query_lse(*arguments, lse, longest=40, soft_cap=soft_cap, sinks=own)
-    query_lse_reference(*arguments, wanted, soft_cap=soft_cap, sinks=own)
+    query_lse(batch.attention(**logits), lse, longest=40)
+    query_lse_reference(batch.attention(**logits), wanted)
     assert_close(lse, wanted, 1e-5)
     out, expected = (batch.new_out(batch.kv_heads, dtype, per_token) for dtype in (F32, F64))
-    options = {"weights": batch.weights, "last": ints([5, 3, 1, 17]), "per_token": per_token, "soft_cap": soft_cap}
-    mass_from_lse(batch.query, batch.keys, lse, *arguments[2:], out, **options)
-    mass_from_lse_reference(batch.query, batch.keys, wanted, *arguments[2:], expected, **options)
+    options, last = {"weights": batch.weights, "per_token": per_token, **logits}, ints([5, 3, 1, 17])
+    mass_from_lse(batch.attention(out, **options), lse, last=last)
+    mass_from_lse_reference(batch.attention(expected, **options), wanted, last=last)
     assert_close(out, expected, 1e-5)
 
 
@@ -95,6 +94,5 @@ def test_classes_are_decoded_as_each_alone(soft_cap, has_sinks, per_token):
 @pytest.mark.parametrize("wrong", [{"sinks": torch.zeros(3, device=DEVICE)}, {"soft_cap": -1.0}], ids=str)
 def test_bad_arguments_are_refused(wrong):
     batch = Batch(*DECODE)
-    arguments = batch.query, batch.keys, batch.values, batch.table, batch.starts, batch.seq_lens, batch.rows
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-        decode_mass(*arguments, batch.scale, torch.empty_like(batch.query), **wrong)
+        decode_mass(batch.attention(**wrong), batch.rows, torch.empty_like(batch.query))

@@ -14,7 +14,7 @@ os.environ.setdefault("XFORMERS_ENABLE_TRITON", "1")
 triton = pytest.importorskip("triton")
 fmha = pytest.importorskip("xformers.ops.fmha")
 
-from triton_batch import F16, F32, ON_GPU, WHERE_KERNELS_RUN, Batch, interpreter_gaps, ints  # noqa: E402
+from triton_batch import F16, F32, ON_GPU, WHERE_KERNELS_RUN, Batch, interpreter_gaps  # noqa: E402
 from xformers.ops.fmha.attn_bias import PagedBlockDiagonalPaddedKeysMask  # noqa: E402
 from xformers.ops.fmha.triton_splitk import FwOp  # noqa: E402
 
@@ -84,5 +84,5 @@ def test_lse_of_queries_is_that_of_xformers():
     batch = Batch([1] * len(LENGTHS), LENGTHS, (4, 2), 64, 64, DTYPE)
     _, want = attention(batch, batch.table.clamp(min=0).contiguous(), LENGTHS)
     lse = torch.empty_like(want)
-    query_lse(batch.query, batch.keys, batch.table, batch.starts, ints(LENGTHS), batch.scale, lse, longest=1)
+    query_lse(batch.attention(), lse, longest=1)
     torch.testing.assert_close(lse, want, rtol=0, atol=TOLERANCE)

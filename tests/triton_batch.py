@@ -1,6 +1,7 @@
 """Random arguments of Triton kernels, for their tests: under Triton's interpreter, or on a GPU where there is one."""
 
 import itertools
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout  # noqa: E402
 
 from vllm_evict.compute.kernels.decode import decode_mass_reference  # noqa: E402
 from vllm_evict.compute.kernels.mass import pack_keys  # noqa: E402
+from vllm_evict.compute.kernels.paged import PagedAttention  # noqa: E402
 from vllm_evict.triton_kernels.decode_mass import decode_mass, plan_decode  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
@@ -131,37 +133,32 @@ class Batch:
         out = torch.full((len(self.seq_lens), rows, width + 1), 0.25, dtype=dtype, device=DEVICE)
         return out[:, :, :-1]
 
+    def attention(self, mass=None, **options) -> PagedAttention:
+        lists, values = (self.table, self.starts, self.seq_lens), (self.values, self.value_scale)
+        return PagedAttention(self.query, self.keys, *lists, self.kernel_scale, *values, mass=mass, **options)
+
+    def real_attention(self, mass=None, **options) -> PagedAttention:
+        """What an fp8 cache stands for."""
+        stands_for = {"key_cache": self.real_keys, "scale": self.scale, "value_cache": self.real_values}
+        return replace(self.attention(mass, **options), value_scale=1.0, **stands_for)
+
     def plan(self, **options):
         shape = len(self.rows), self.heads, self.kv_heads, self.query.shape[2], self.block_size, self.table.shape[1]
         return plan_decode(*shape, self.query.dtype, DEVICE, **options)
 
-    def decode(self, rows_of_mass=None, per_token=False, **options):
+    def decode(self, rows_of_mass=None, per_token=False, plan=None, **options):
         output = torch.full_like(self.query, 7.0)
         lse = torch.full(self.query.shape[:2], 7.0, device=DEVICE)
         out = self.new_out(rows_of_mass or self.kv_heads, per_token=per_token) if rows_of_mass != 0 else None
-        options = {"weights": self.weights, "lse": lse, "per_token": per_token} | options
-        decode_mass(
-            *(self.query, self.keys, self.values, self.table, self.starts, self.seq_lens, self.rows),
-            *(self.kernel_scale, output),
-            value_scale=self.value_scale,
-            out=out,
-            **options,
-        )
+        attention = self.attention(out, **{"weights": self.weights, "per_token": per_token} | options)
+        decode_mass(attention, self.rows, output, lse=lse, plan=plan)
         return output, out, lse
 
     def decode_reference(self, rows_of_mass=None, per_token=False, **logits):
         output = torch.full_like(self.query, 7.0).cpu()
         out = self.new_out(rows_of_mass or self.kv_heads, torch.float64, per_token).cpu()
-        caches = pack_keys(self.real_keys.cpu()), self.real_values
-        arguments = self.query, *caches, self.table, self.starts, self.seq_lens, self.rows
-        decode_mass_reference(
-            *(tensor.cpu() for tensor in arguments),
-            *(self.scale, output),
-            out=out,
-            per_token=per_token,
-            weights=self.weights.cpu(),
-            **logits,
-        )
+        attention = on_cpu(self.real_attention(out, weights=self.weights, per_token=per_token, **logits))
+        decode_mass_reference(attention, self.rows.cpu(), output)
         return output, out
 
     def lse(self):
@@ -178,6 +175,13 @@ class Batch:
             scores.masked_fill_((torch.arange(seq_len) > last[:, None])[:, None], -torch.inf)
             result[starts[r] : starts[r + 1]] = scores.logsumexp(-1)
         return result.float().to(DEVICE)
+
+
+def on_cpu(attention: PagedAttention) -> PagedAttention:
+    """The same for CPU kernels: tensors on the host, keys packed."""
+    values = {each.name: getattr(attention, each.name) for each in fields(attention)}
+    tensors = {name: value.cpu() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return replace(attention, **tensors | {"key_cache": pack_keys(tensors["key_cache"])})
 
 
 def assert_close(actual, expected, tolerance=3e-6):

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.compute.kernels.view import View
 from vllm_evict.triton_kernels import (
     compact,
@@ -136,26 +138,20 @@ def compile_readers(shapes: list[tuple]) -> None:
             torch.empty(tokens, heads),
             torch.empty(tokens),
         )
-        decode_mass.decode_mass(
-            *(query, keys, values, table, starts, lens, lens, 0.1, torch.empty_like(query)),
-            out=out if has_mass else None,
-            weights=weights,
-            lse=lse,
-        )
+        plain = PagedAttention(query, keys, table, starts, lens, 0.1, values, weights=weights)
+        measured, output = replace(plain, mass=out), torch.empty_like(query)
+        attention = measured if has_mass else plain
+        decode_mass.decode_mass(attention, lens, output, lse=lse)
         both = torch.empty(tokens, 2 * heads, dim, dtype=dtype)
-        decode_classes.decode_classes(
-            *(both, [keys] * 2, [values] * 2, [table] * 2, starts, [lens] * 2, lens, 0.1, torch.empty_like(both)),
-            out=[out, None] if has_mass else None,
-            weights=weights,
-        )
-        mass_from_lse.mass_from_lse(query, keys, lse, table, starts, lens, 0.1, out, weights=weights)
+        halves = [replace(its, query=part) for its, part in zip((attention, plain), both.split(heads, 1))]
+        decode_classes.decode_classes(halves, lens, torch.empty_like(both).split(heads, 1))
+        mass_from_lse.mass_from_lse(measured, lse)
         if has_mass:
-            tokens, options = torch.empty(ROWS, kv_heads, WIDTH * block_size), {"per_token": True, "weights": weights}
-            decode = starts, lens, lens, 0.1, torch.empty_like(query)
-            decode_mass.decode_mass(query, keys, values, table, *decode, out=tokens, **options)
+            of_tokens = replace(plain, mass=torch.empty(ROWS, kv_heads, WIDTH * block_size), per_token=True)
+            decode_mass.decode_mass(of_tokens, lens, output)
         if heads == 32:
-            mass_from_lse.mass_from_lse(query, keys, lse, table, starts, lens, 0.1, tokens, **options)
-        query_lse.query_lse(query, keys, table, starts, lens, 0.1, lse, weights=weights)
+            mass_from_lse.mass_from_lse(of_tokens, lse)
+        query_lse.query_lse(plain, lse)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..compute.kernels.decode import decode_classes_reference  # noqa: F401  (the reference)
+from ..compute.kernels.paged import PagedAttention
 from .decode_mass import (
     ATTEND_SIZES,
     COMBINE_SIZES,
@@ -22,7 +23,7 @@ from .decode_mass import (
     plan_decode,
     programs_on,
 )
-from .tiles import check_logits, require
+from .tiles import require
 
 
 def plan_classes(
@@ -76,24 +77,12 @@ def splits_of(rows: int, kv_heads: Sequence[int], tokens: Sequence[int], program
 
 
 def decode_classes(
-    query: torch.Tensor,
-    key_caches: Sequence[torch.Tensor],
-    value_caches: Sequence[torch.Tensor],
-    block_tables: Sequence[torch.Tensor],
-    query_start_loc: torch.Tensor,
-    seq_lens: Sequence[torch.Tensor],
+    classes: Sequence[PagedAttention],
     rows: torch.Tensor,
-    scale: float,
-    output: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
     *,
-    out: Sequence[torch.Tensor | None] | None = None,
-    per_token: bool = False,
-    weights: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    lses: Sequence[torch.Tensor | None] = (None, None),
     plans: Sequence[DecodePlan] | None = None,
-    value_scale: float = 1.0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
 ) -> None:
     """`compute.kernels.decode.decode_classes` for two classes, in the two launches of `decode_mass`.
 
@@ -102,47 +91,36 @@ def decode_classes(
     CUDA graph can capture the launches.
 
     Args:
-        query, output, query_start_loc, rows, scale, per_token, weights, lse, value_scale, soft_cap, sinks: as for
-            `decode_mass`, for the heads of both classes, in the order of classes.
-        key_caches, value_caches, block_tables, seq_lens, out: for each class, as for `decode_mass`. bs, D and dtypes of
-            caches agree.
+        classes: of each class its heads. Offsets of queries, scales, soft caps, weights, `per_token`, bs, D and dtypes
+            of caches agree.
+        rows: as for `decode_mass`.
+        outputs, lses: for each class, as for `decode_mass`.
         plans: from `plan_classes`; None makes them.
     """
-    out = [None, None] if out is None else out
-    per_class = key_caches, value_caches, block_tables, seq_lens, out
-    require(all(len(each) == 2 for each in per_class), "caches, block_tables, seq_lens and out must be of two classes")
-    kv_heads = [keys.shape[1] for keys in key_caches]
-    heads = query.shape[1]
-    require(heads % sum(kv_heads) == 0, "query must have a multiple of all classes' KV heads")
-    split = [count * heads // sum(kv_heads) for count in kv_heads]
-    logs = [None, None] if lse is None else lse.split(split, 1)
-    own = [None, None] if sinks is None else sinks.split(split)
-    check_logits(query, soft_cap, sinks)
-    queries, outputs = query.split(split, 1), output.split(split, 1)
-    for q, keys, values, table, lens, o, log in zip(queries, *per_class[:4], outputs, logs):
-        check_arguments(q, keys, values, table, query_start_loc, lens, rows, o, weights, log)
-    n = len(rows)
+    require(len(classes) == len(outputs) == len(lses) == 2, "classes, outputs and lses must be of two classes")
+    for attention, output, lse in zip(classes, outputs, lses):
+        check_arguments(attention, rows, output, lse)
+    n, one, kv_heads = len(rows), classes[0], [attention.key_cache.shape[1] for attention in classes]
     if not n:
         return
     if plans is None:
-        shape = n, heads // sum(kv_heads), kv_heads, query.shape[2], key_caches[0].shape[2]
-        widths = [table.shape[1] for table in block_tables]
-        wanted = any(mass is not None for mass in out)
-        plans = plan_classes(*shape, widths, query.dtype, query.device, mass=wanted, per_token=per_token)
-    first, second = (
-        launch_of(q, keys, values, table, lens, o, mass, weights, log, its, plan, n, per_token, soft_cap)
-        for q, keys, values, table, lens, mass, o, log, its, plan in zip(queries, *per_class, outputs, logs, own, plans)
+        widths = [attention.block_table.shape[1] for attention in classes]
+        shape = n, one.group, kv_heads, one.query.shape[2], one.key_cache.shape[2], widths
+        wanted = any(attention.mass is not None for attention in classes)
+        plans = plan_classes(*shape, one.query.dtype, one.query.device, mass=wanted, per_token=one.per_token)
+    first, second = (launch_of(*each, n) for each in zip(classes, outputs, lses, plans))
+    require(one.key_cache.dtype == classes[1].key_cache.dtype, "caches of both classes must have one dtype")
+    require(
+        first.attend_shape[:-1] == second.attend_shape[:-1], "classes must agree in block size, soft cap and weights"
     )
-    require(key_caches[0].dtype == key_caches[1].dtype, "caches of both classes must have one dtype")
-    require(first.attend_shape[:-1] == second.attend_shape[:-1], "caches must have one block size")
     has_mass = first.attend_shape[-1] or second.attend_shape[-1]
-    shared = query_start_loc, rows, weights
+    shared = one.query_start_loc, rows, one.weights
     _attend_classes[(sum(count * plan.splits for count, plan in zip(kv_heads, plans)), n)](
-        *shared, scale * LOG2_E, first.attend, second.attend, *first.attend_sizes, *second.attend_sizes,
+        *shared, one.scale * LOG2_E, first.attend, second.attend, *first.attend_sizes, *second.attend_sizes,
         *first.attend_shape[:-1], has_mass, num_warps=plans[0].warps, num_stages=plans[0].stages,
     )  # fmt: skip
     _combine_classes[(n, first.roles + second.roles)](
-        *shared, value_scale, first.combine, second.combine, first.roles,
+        *shared, one.value_scale, first.combine, second.combine, first.roles,
         *first.combine_sizes, *second.combine_sizes,
         FIRST=first.combine_shape, SECOND=second.combine_shape, num_warps=4,
     )  # fmt: skip

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 
 from ..compute.kernels.decode import decode_mass_reference  # noqa: F401  (the reference)
+from ..compute.kernels.paged import PagedAttention
 from .tiles import (
     MIN_ROWS,
     Tile,
-    check_cache,
+    check_attention,
     check_int32,
-    check_logits,
     require,
     soft_capped,
     tile_of,
@@ -128,24 +128,12 @@ def programs_on(device: torch.device | str) -> int:
 
 
 def decode_mass(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    attention: PagedAttention,
     rows: torch.Tensor,
-    scale: float,
     output: torch.Tensor,
     *,
-    out: torch.Tensor | None = None,
-    per_token: bool = False,
-    weights: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
-    value_scale: float = 1.0,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
 ) -> None:
     """`compute.kernels.decode.decode_mass` on caches with strides in place of packings, on a device.
 
@@ -161,18 +149,11 @@ def decode_mass(
     nothing is allocated or read on the host, so a CUDA graph can capture both launches.
 
     Args:
-        query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous. D from 16 to 256.
-        key_cache, value_cache: [num_blocks, Hkv, bs, D] of the query's dtype or both float8_e4m3fn, any strides but a
-            contiguous D, such as both halves of a vLLM cache [num_blocks, Hkv, bs, 2 * D].
-        block_table, query_start_loc, seq_lens, out, per_token, weights: as for `compute.kernels.decode.decode_mass`.
+        attention: D from 16 to 256. The soft cap is a constant of the compiled kernel.
         rows: int32 [n], rows of the requests to decode, of one token each; -1 for padding, which costs nothing.
-        scale: factor on the scores before the softmax, times the scale of quantised keys.
         output: [T, H, D] of the query's dtype, last dimension contiguous. Other requests' rows keep their contents.
         lse: float32 [T, H] or None; gets the natural logarithm of each row's sum of exponentials, its sink's included.
         plan: from `plan_decode`, for at least n rows and the blocks of the longest request; None makes one.
-        value_scale: factor on quantised values.
-        soft_cap: as for `compute.kernels.decode.decode_mass`; a constant of the compiled kernel.
-        sinks: [H], of any float dtype, logits of learned sinks; None: none.
 
     Raises: as `compute.kernels.decode.decode_mass`, for shapes and dtypes; contents are not checked.
 
@@ -180,23 +161,22 @@ def decode_mass(
     read: 4 * H * (D + 2) for each split and 4 * H for each block. With G query heads for each KV head and 2-byte caches
     the mass adds 2 * G / (bs * D) of the bytes, 0.8 % for G = 8, bs = 16, D = 128; with `per_token` bs times that.
     """
-    check_arguments(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, output, weights, lse)
-    check_logits(query, soft_cap, sinks)
-    n, heads, kv_heads = len(rows), query.shape[1], key_cache.shape[1]
+    check_arguments(attention, rows, output, lse)
+    n, query, (_, kv_heads, block_size, _) = len(rows), attention.query, attention.key_cache.shape
     if not n:
         return
     if plan is None:
-        shape = n, heads, kv_heads, query.shape[2], key_cache.shape[2], block_table.shape[1]
-        plan = plan_decode(*shape, query.dtype, query.device, mass=out is not None, per_token=per_token)
-    tensors = query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse
-    launch = launch_of(*tensors, sinks, plan, n, per_token, soft_cap)
-    shared = query_start_loc, rows, weights
+        shape = n, query.shape[1], kv_heads, query.shape[2], block_size, attention.block_table.shape[1]
+        measured = {"mass": attention.mass is not None, "per_token": attention.per_token}
+        plan = plan_decode(*shape, query.dtype, query.device, **measured)
+    launch = launch_of(attention, output, lse, plan, n)
+    shared = attention.query_start_loc, rows, attention.weights
     _attend[(kv_heads, n, plan.splits)](
-        *shared, scale * LOG2_E, *launch.attend, *launch.attend_sizes, *launch.attend_shape,
+        *shared, attention.scale * LOG2_E, *launch.attend, *launch.attend_sizes, *launch.attend_shape,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     _combine[(n, launch.roles)](
-        *shared, value_scale, *launch.combine, *launch.combine_sizes, *launch.combine_shape, num_warps=4
+        *shared, attention.value_scale, *launch.combine, *launch.combine_sizes, *launch.combine_shape, num_warps=4
     )
 
 
@@ -213,32 +193,28 @@ class Launch(NamedTuple):
 
 
 def check_arguments(
-    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, output, weights, lse
+    attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    check_cache(query, key_cache, value_cache)
-    check_int32(block_table=block_table, query_start_loc=query_start_loc, seq_lens=seq_lens, rows=rows)
-    require(block_table.stride(1) == 1, "block_table must have dense rows")
-    require(len(seq_lens) == len(block_table) == len(query_start_loc) - 1, "R must agree")
+    require(attention.value_cache is not None, "decode_mass needs value_cache")
+    check_attention(attention, attention.key_cache, attention.value_cache)
+    check_int32(rows=rows)
+    query = attention.query
     require(
         output.shape == query.shape and output.dtype == query.dtype and output.stride(2) == 1,
         "output must be like query",
     )
-    for name, tensor in (("weights", weights), ("lse", lse)):
-        require(tensor is None or tensor.dtype == torch.float32, f"{name} must be float32")
+    require(lse is None or lse.dtype == torch.float32, "lse must be float32")
 
 
 def launch_of(
-    query, key_cache, value_cache, block_table, seq_lens, output, out, weights, lse, sinks,
-    plan: DecodePlan, n: int, per_token: bool, soft_cap: float,
-) -> Launch:  # fmt: skip
-    """Return the arguments of both launches for the heads of `query`, [T, H, D], over n requests."""
+    attention: PagedAttention, output: torch.Tensor, lse: torch.Tensor | None, plan: DecodePlan, n: int
+) -> Launch:
+    """Return the arguments of both launches for the heads of the query, over n requests."""
+    query, key_cache, value_cache = attention.query, attention.key_cache, attention.value_cache
+    block_table, mass, sinks, per_token = attention.block_table, attention.mass, attention.sinks, attention.per_token
     _, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
-    requests, width = block_table.shape
-    if out is not None:
-        require(out.dtype == torch.float32 and out.dim() == 3 and out.stride(2) == 1, "out must be float32 [R, H, W]")
-        require(len(out) == requests and out.shape[1] in (1, kv_heads), "out must be [R, Hkv or 1, Wout]")
-    tile, group, has_mass = plan.tile, heads // kv_heads, out is not None
+    tile, group, has_mass = plan.tile, heads // kv_heads, mass is not None
     room = 0 if plan.granules is None else plan.granules.shape[2]
     capacity = plan.max_blocks * _logs(tile, block_size, per_token) if has_mass else 0
     require(
@@ -251,15 +227,15 @@ def launch_of(
     # The second launch combines tokens as blocks of one token.
     blocks = (1, 1, 1) if per_token else (block_size, tile.tokens, tile.parts)
     mass_tile, members = (TOKEN_TILE, MAX_TOKEN_MEMBERS) if per_token else (MASS_TILE, MAX_MEMBERS)
-    entries = min(plan.max_blocks, width) * (block_size // blocks[0])
-    measured = min(entries, out.shape[2]) if has_mass else 0
+    entries = min(plan.max_blocks, block_table.shape[1]) * (block_size // blocks[0])
+    measured = min(entries, mass.shape[2]) if has_mass else 0
     chunks = triton.cdiv(measured, mass_tile)
-    out_heads = out.shape[1] if has_mass else 0
+    out_heads = mass.shape[1] if has_mass else 0
     heads_out = heads // out_heads if out_heads else 1
     # Without mass, LSE or sinks their pointers are placeholders that no program reads.
-    granules, mass = (plan.granules, out) if has_mass else (plan.partial, plan.partial)
+    granules, out = (plan.granules, mass) if has_mass else (plan.partial, plan.partial)
     logs, own = (plan.stats if each is None else each for each in (lse, sinks))
-    scratch = seq_lens, plan.partial, plan.stats, granules
+    scratch = attention.seq_lens, plan.partial, plan.stats, granules
     dims = head_dim, tile.dim
     return Launch(
         (
@@ -268,17 +244,17 @@ def launch_of(
         ),
         (block_table.stride(0), kv_heads, capacity, plan.splits),
         (
-            *dims, block_size, tile.tokens, tile.parts, weights is not None,
+            *dims, block_size, tile.tokens, tile.parts, attention.weights is not None,
             group, max(triton.next_power_of_2(group), MIN_ROWS) if group > 1 else 1, tile.granules,
-            soft_cap * LOG2_E, per_token, has_mass,
+            attention.soft_cap * LOG2_E, per_token, has_mass,
         ),
         (
-            *scratch, output, logs, mass, own, output.stride(0), output.stride(1),
+            *scratch, output, logs, out, own, output.stride(0), output.stride(1),
             *((0, 0) if lse is None else lse.stride()),
         ),
-        (heads, heads_out, capacity, plan.splits, measured, chunks, *(mass.stride()[:2] if has_mass else (0, 0))),
+        (heads, heads_out, capacity, plan.splits, measured, chunks, *(out.stride()[:2] if has_mass else (0, 0))),
         (
-            *dims, *blocks, weights is not None, padded_splits(plan.splits), SPLIT_TILE, mass_tile,
+            *dims, *blocks, attention.weights is not None, padded_splits(plan.splits), SPLIT_TILE, mass_tile,
             min(triton.next_power_of_2(heads_out), members), lse is not None, sinks is not None,
         ),
         heads + out_heads * chunks,

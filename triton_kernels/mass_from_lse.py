@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 
 from ..compute.kernels.logits import soft_capped as capped
-from ..compute.kernels.mass import _per_block
-from .tiles import MIN_ROWS, TILE_BYTES, check_cache, check_int32, check_logits, require, soft_capped, tile_of
+from ..compute.kernels.mass import per_block
+from ..compute.kernels.paged import PagedAttention
+from .tiles import MIN_ROWS, TILE_BYTES, check_attention, check_int32, require, soft_capped, tile_of
 
 MAX_ROWS = 64  # query rows of one tl.dot, the least M of Hopper's wgmma
 # Tensor cores have no exact float32 product, so float32 tiles have to fit the registers of more threads.
@@ -16,61 +17,43 @@ LOG2_E = 1.4426950408889634
 
 
 def mass_from_lse(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
+    attention: PagedAttention,
     lse: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    out: torch.Tensor,
     *,
-    per_token: bool = False,
-    weights: torch.Tensor | None = None,
     last: torch.Tensor | None = None,
     lse_base_2: bool = False,
     rows_per_tile: int | None = None,
     warps: int | None = None,
     stages: int = 3,
-    soft_cap: float = 0.0,
 ) -> None:
     """Compute the sums of `compute.kernels.mass.block_mass` from the LSE of each query, on a device.
 
-    ``out[r, k, j] += sum(weights[i] * exp(scale * q . k_t - lse[i, h]))`` over the request's queries i, the query heads
-    h of KV head k and the tokens t of its j-th block that query i sees.
+    ``mass[r, k, j] += sum(weights[i] * exp(scale * q . k_t - lse[i, h]))`` over the request's queries i, the query
+    heads h of KV head k and the tokens t of its j-th block that query i sees; a soft cap bends the scaled product.
 
-    A program has some blocks of a request and a row of `out`. It holds a tile of keys and goes over the queries that
+    A program has some blocks of a request and a row of the mass. It holds a tile of keys and goes over the queries that
     see the tile, so keys are read once. Each sum has one writer: the same input gives the same bits. One launch, which
     reads nothing on the host and allocates nothing.
 
     Args:
-        query: [T, H, D] float32, bfloat16 or float16, rotated, last dimension contiguous.
-        key_cache: [num_blocks, Hkv, bs, D] of the query's dtype or float8_e4m3fn, any strides but a contiguous D.
+        attention: its values and sinks are not read. The soft cap is a constant of the compiled kernel.
         lse: float32 [T, H], any strides: logarithm of each row's sum of exponentials over the resident keys that it
             sees, and its sink if it has one. FlashAttention returns the transpose, FlashInfer base 2.
-        block_table, query_start_loc, seq_lens, out, per_token, weights: as for `block_mass`.
-        scale: factor on the scores before the softmax, times the scale of quantised keys.
         last: int32 [R]: only the last last[r] queries of a request count, which makes windows cheap; None: all.
         lse_base_2: whether `lse` is a logarithm of base 2.
         rows_per_tile: query rows (queries times G) at once, a power of two from 16; None chooses.
         warps, stages: launch options; None chooses.
-        soft_cap: as for `block_mass`; a constant of the compiled kernel.
 
     Bytes moved: seq_len * Hkv * D * itemsize of keys, once. Queries that count, H * D * itemsize each, and their LSE
     are read again for each tile of keys (at most 128 tokens), from L2. Work is 2 * H * D for each query and key.
     """
-    check_cache(query, key_cache)
-    check_int32(block_table=block_table, query_start_loc=query_start_loc, seq_lens=seq_lens)
+    check_attention(attention, attention.key_cache)
+    query, key_cache, out, weights = attention.query, attention.key_cache, attention.mass, attention.weights
+    require(out is not None, "mass_from_lse needs mass")
     tokens, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
-    requests, width = block_table.shape
-    require(block_table.stride(1) == 1, "block_table must have dense rows")
-    require(len(seq_lens) == requests == len(query_start_loc) - 1, "R must agree")
+    requests, width = attention.block_table.shape
     require(lse.dtype == torch.float32 and lse.shape == (tokens, heads), "lse must be float32 [T, H]")
-    require(out.dtype == torch.float32 and out.dim() == 3 and out.stride(2) == 1, "out must be float32 [R, H, W]")
-    require(len(out) == requests and out.shape[1] in (1, kv_heads), "out must be [R, Hkv or 1, Wout]")
-    require(weights is None or weights.dtype == torch.float32, "weights must be float32")
-    check_logits(query, soft_cap, None)
     if last is not None:
         check_int32(last=last)
     if not requests or not tokens:
@@ -80,16 +63,17 @@ def mass_from_lse(
         rows_per_tile = min(max(triton.next_power_of_2(triton.cdiv(tokens, requests) * group), MIN_ROWS), MAX_ROWS)
         rows_per_tile = MIN_ROWS if exact else rows_per_tile
     tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
-    entry = 1 if per_token else block_size  # tokens
+    entry = 1 if attention.per_token else block_size  # tokens
     measured = min(width * block_size // entry, out.shape[2])
     _mass_from_lse[(triton.cdiv(measured * entry, block_size * tile.granules), out_heads, requests)](
-        query, key_cache, lse, block_table, query_start_loc, seq_lens, weights, last, out,
-        scale * LOG2_E, 1.0 if lse_base_2 else LOG2_E, measured,
-        query.stride(0), query.stride(1), *key_cache.stride()[:3], *lse.stride(), block_table.stride(0),
+        query, key_cache, lse, attention.block_table, attention.query_start_loc, attention.seq_lens, weights, last, out,
+        attention.scale * LOG2_E, 1.0 if lse_base_2 else LOG2_E, measured,
+        query.stride(0), query.stride(1), *key_cache.stride()[:3], *lse.stride(), attention.block_table.stride(0),
         *out.stride()[:2],
         HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
         GRANULES=tile.granules, GROUP=group, KV_HEADS_OUT=kv_heads // out_heads, ROWS=rows_per_tile,
-        HAS_WEIGHTS=weights is not None, HAS_LAST=last is not None, PER_TOKEN=per_token, SOFT_CAP=soft_cap * LOG2_E,
+        HAS_WEIGHTS=weights is not None, HAS_LAST=last is not None, PER_TOKEN=attention.per_token,
+        SOFT_CAP=attention.soft_cap * LOG2_E,
         num_warps=warps or (FLOAT32_WARPS if exact else 4), num_stages=stages,
     )  # fmt: skip
 
@@ -165,42 +149,29 @@ def _mass_from_lse(
 
 
 def mass_from_lse_reference(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    lse: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    out: torch.Tensor,
-    *,
-    per_token: bool = False,
-    weights: torch.Tensor | None = None,
-    last: torch.Tensor | None = None,
-    lse_base_2: bool = False,
-    soft_cap: float = 0.0,
+    attention: PagedAttention, lse: torch.Tensor, *, last: torch.Tensor | None = None, lse_base_2: bool = False
 ) -> None:
-    """`mass_from_lse` in plain torch, in the dtype of `out`."""
-    _, kv_heads, block_size, _ = key_cache.shape
-    group = query.shape[1] // kv_heads
-    starts = query_start_loc.tolist()
+    """`mass_from_lse` in plain torch, in the dtype of the mass."""
+    query, out, weights = attention.query, attention.mass, attention.weights
+    _, kv_heads, block_size, _ = attention.key_cache.shape
+    starts = attention.query_start_loc.tolist()
     lse = lse.to(out.dtype) / (LOG2_E if lse_base_2 else 1.0)
-    for r, seq_len in enumerate(seq_lens.tolist()):
+    for r, seq_len in enumerate(attention.seq_lens.tolist()):
         begin, end = starts[r], starts[r + 1]
         if last is not None:
             begin = max(begin, end - int(last[r]))
         if begin >= end:
             continue
-        blocks = -(-seq_len // block_size)
-        keys = key_cache[block_table[r, :blocks].long()].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(out.dtype)
-        heads = query[begin:end].to(out.dtype).unflatten(1, (kv_heads, group))
-        scores = capped(torch.einsum("qkgd,ktd->kgqt", heads, keys) * scale, soft_cap)
-        logs = lse[begin:end].unflatten(1, (kv_heads, group)).permute(1, 2, 0)
+        blocks = attention.block_table[r, : -(-seq_len // block_size)].long()
+        keys = attention.key_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(out.dtype)
+        heads = query[begin:end].to(out.dtype).unflatten(1, (kv_heads, attention.group))
+        scores = capped(torch.einsum("qkgd,ktd->kgqt", heads, keys) * attention.scale, attention.soft_cap)
+        logs = lse[begin:end].unflatten(1, (kv_heads, attention.group)).permute(1, 2, 0)
         rows = torch.arange(begin, end, device=query.device)
         hidden = torch.arange(seq_len, device=query.device) > (seq_len - starts[r + 1] + rows)[:, None]
         mass = (scores - logs[..., None]).exp().masked_fill(hidden, 0)
         if weights is not None:
             mass = mass * weights[begin:end, None]
         mass = mass.sum((1, 2))
-        mass = mass if per_token else _per_block(mass, block_size)
+        mass = mass if attention.per_token else per_block(mass, block_size)
         out[r, :, : mass.shape[1]] += mass if out.shape[1] > 1 else mass.sum(0)

@@ -5,37 +5,20 @@ import triton
 import triton.language as tl
 
 from ..compute.kernels.logits import soft_capped as capped
+from ..compute.kernels.paged import PagedAttention
 from .mass_from_lse import FLOAT32_TILE_BYTES, FLOAT32_WARPS, LOG2_E, MAX_ROWS
-from .tiles import (
-    MIN_ROWS,
-    TILE_BYTES,
-    check_cache,
-    check_int32,
-    check_logits,
-    require,
-    soft_capped,
-    tile_of,
-    with_sinks,
-)
+from .tiles import MIN_ROWS, TILE_BYTES, check_attention, require, soft_capped, tile_of, with_sinks
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def query_lse(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
+    attention: PagedAttention,
     lse: torch.Tensor,
     *,
     longest: int | None = None,
-    weights: torch.Tensor | None = None,
     warps: int | None = None,
     stages: int = 3,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write the natural logarithm of sum(exp(scale * q . k_t)) over the resident keys that each query row sees.
 
@@ -45,13 +28,11 @@ def query_lse(
     on the host and allocates nothing.
 
     Args:
-        query, key_cache, block_table, query_start_loc, seq_lens, scale: as for `mass_from_lse`.
+        attention: its values and mass are not read. Rows of queries of weight 0 are not written. A program with such
+            rows alone reads no keys. The soft cap is a constant of the compiled kernel.
         lse: float32 [T, H], any strides.
         longest: an upper bound of the queries of a request; None takes T.
-        weights: float32 [T], or None for ones. Rows of queries of weight 0 are not written. A program with such rows
-            alone reads no keys.
         warps, stages: launch options; None chooses.
-        soft_cap, sinks: as for `decode_mass`.
 
     Raises:
         ValueError: a shape or stride is wrong.
@@ -60,16 +41,12 @@ def query_lse(
     Bytes moved: seq_len * Hkv * D * itemsize of keys for each 64 rows (queries times G), from L2 after the first 64.
     Work is 2 * H * D for each query and key that it sees.
     """
-    check_cache(query, key_cache)
-    check_int32(block_table=block_table, query_start_loc=query_start_loc, seq_lens=seq_lens)
+    check_attention(attention, attention.key_cache)
+    query, key_cache, weights, sinks = attention.query, attention.key_cache, attention.weights, attention.sinks
     tokens, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
-    requests = len(block_table)
-    require(block_table.stride(1) == 1, "block_table must have dense rows")
-    require(len(seq_lens) == requests == len(query_start_loc) - 1, "R must agree")
+    requests = len(attention.block_table)
     require(lse.dtype == torch.float32 and lse.shape == (tokens, heads), "lse must be float32 [T, H]")
-    require(weights is None or weights.dtype == torch.float32, "weights must be float32")
-    check_logits(query, soft_cap, sinks)
     if not requests or not tokens:
         return
     group, exact = heads // kv_heads, query.dtype == torch.float32
@@ -77,11 +54,12 @@ def query_lse(
     rows = MIN_ROWS if exact else min(max(triton.next_power_of_2(longest), MIN_ROWS), MAX_ROWS)
     tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
     _query_lse[(triton.cdiv(longest, rows), kv_heads, requests)](
-        query, key_cache, block_table, query_start_loc, seq_lens, weights, sinks, lse, scale * LOG2_E,
-        query.stride(0), query.stride(1), *key_cache.stride()[:3], *lse.stride(), block_table.stride(0),
+        query, key_cache, attention.block_table, attention.query_start_loc, attention.seq_lens, weights, sinks, lse,
+        attention.scale * LOG2_E, query.stride(0), query.stride(1), *key_cache.stride()[:3], *lse.stride(),
+        attention.block_table.stride(0),
         HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
         GRANULES=tile.granules, GROUP=group, ROWS=rows, HAS_WEIGHTS=weights is not None,
-        HAS_SINKS=sinks is not None, SOFT_CAP=soft_cap * LOG2_E,
+        HAS_SINKS=sinks is not None, SOFT_CAP=attention.soft_cap * LOG2_E,
         num_warps=warps or (FLOAT32_WARPS if exact else 4), num_stages=stages,
     )  # fmt: skip
 
@@ -147,31 +125,19 @@ def _query_lse(
         tl.store(lse + token * stride_lt + head * stride_lh, log * LN_2, mask=counts)
 
 
-def query_lse_reference(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-    lse: torch.Tensor,
-    *,
-    weights: torch.Tensor | None = None,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> None:
+def query_lse_reference(attention: PagedAttention, lse: torch.Tensor) -> None:
     """`query_lse` in plain torch, in the dtype of `lse`."""
-    _, kv_heads, block_size, _ = key_cache.shape
-    group = query.shape[1] // kv_heads
-    starts = query_start_loc.tolist()
-    for r, seq_len in enumerate(seq_lens.tolist()):
+    query, weights, sinks = attention.query, attention.weights, attention.sinks
+    _, kv_heads, block_size, _ = attention.key_cache.shape
+    starts = attention.query_start_loc.tolist()
+    for r, seq_len in enumerate(attention.seq_lens.tolist()):
         begin, end = starts[r], starts[r + 1]
         if begin == end:
             continue
-        blocks = -(-seq_len // block_size)
-        keys = key_cache[block_table[r, :blocks].long()].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(lse.dtype)
-        heads = query[begin:end].to(lse.dtype).unflatten(1, (kv_heads, group))
-        scores = capped(torch.einsum("qkgd,ktd->qkgt", heads, keys) * scale, soft_cap)
+        blocks = attention.block_table[r, : -(-seq_len // block_size)].long()
+        keys = attention.key_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].to(lse.dtype)
+        heads = query[begin:end].to(lse.dtype).unflatten(1, (kv_heads, attention.group))
+        scores = capped(torch.einsum("qkgd,ktd->qkgt", heads, keys) * attention.scale, attention.soft_cap)
         rows = torch.arange(begin, end, device=query.device)
         hidden = torch.arange(seq_len, device=query.device) > (seq_len - end + rows)[:, None]
         logs = scores.masked_fill(hidden[:, None, None], -torch.inf).logsumexp(-1).flatten(1)

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..compute.kernels.paged import PagedAttention
+
 # Keys of one tile. Two tiles in flight with their values are 64 KiB of shared memory: three programs on a Hopper SM.
 TILE_BYTES = 16 * 1024
 MIN_TILE, MAX_TILE = 16, 128  # tokens; 16 is the least of tl.dot, and more than 128 only adds registers
@@ -68,9 +70,23 @@ def check_cache(query: torch.Tensor, *caches: torch.Tensor) -> None:
         require(query.shape[1] % cache.shape[1] == 0, "query must have a multiple of the caches' heads")
 
 
-def check_logits(query: torch.Tensor, soft_cap: float, sinks: torch.Tensor | None) -> None:
-    require(soft_cap >= 0, "soft_cap must be 0 (none) or positive")
-    require(sinks is None or (sinks.shape == (query.shape[1],) and sinks.stride(0) == 1), "sinks must be dense [H]")
+def check_attention(attention: PagedAttention, *caches: torch.Tensor) -> None:
+    """Check shapes and dtypes of all but the contents; `caches` are those that a kernel reads."""
+    check_cache(attention.query, *caches)
+    table, starts, lens = attention.block_table, attention.query_start_loc, attention.seq_lens
+    check_int32(block_table=table, query_start_loc=starts, seq_lens=lens)
+    require(table.stride(1) == 1, "block_table must have dense rows")
+    require(len(lens) == len(table) == len(starts) - 1, "R must agree")
+    mass, weights, sinks = attention.mass, attention.weights, attention.sinks
+    require(weights is None or weights.dtype == torch.float32, "weights must be float32")
+    if mass is not None:
+        kind = mass.dtype == torch.float32 and mass.dim() == 3 and mass.stride(2) == 1
+        require(kind, "mass must be float32 [R, H, W]")
+        heads = attention.key_cache.shape[1]
+        require(len(mass) == len(table) and mass.shape[1] in (1, heads), "mass must be [R, Hkv or 1, Wout]")
+    require(attention.soft_cap >= 0, "soft_cap must be 0 (none) or positive")
+    dense = sinks is None or (sinks.shape == (attention.query.shape[1],) and sinks.stride(0) == 1)
+    require(dense, "sinks must be dense [H]")
 
 
 @triton.jit

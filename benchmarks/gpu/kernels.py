@@ -26,9 +26,12 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+
+from vllm_evict.compute.kernels.paged import PagedAttention
 
 SHAPES = [  # requests, query heads, KV heads, head size, block size
     (1, 32, 8, 128, 16),
@@ -90,8 +93,11 @@ class Case:
     def zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, device=self.device)
 
-    def halves(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [cache.split(self.dim, -1) for cache in self.caches]
+    def attentions(self, query: torch.Tensor, **fields: Any) -> list[PagedAttention]:
+        """Return the arguments of kernels, for each cache."""
+        halves = (cache.split(self.dim, -1) for cache in self.caches)
+        lists = self.table, self.starts, self.lens
+        return [replace(PagedAttention(query, keys, *lists, self.scale, values), **fields) for keys, values in halves]
 
     def copy(self, moved: int) -> Variant:
         """A copy that moves this number of bytes: it reads half and writes half."""
@@ -122,36 +128,32 @@ def decode(case: Case) -> dict[str, Variant]:
     from vllm_evict.triton_kernels.query_lse import query_lse
 
     query, lse = case.random(case.requests, case.heads, case.dim), case.zeros(case.requests, case.heads)
-    output, batch = torch.empty_like(query), (case.table, case.starts, case.lens)
+    output = torch.empty_like(query)
     shape = case.requests, case.heads, case.kv_heads, case.dim, case.block_size, case.width
 
     def run(mass=None, per_token=False):
         plan = plan_decode(*shape, DTYPE, case.device, per_token=per_token)
-        options = {"out": mass, "per_token": per_token, "lse": lse, "plan": plan}
-        return Variant(
-            [
-                lambda halves=halves: decode_mass(query, *halves, *batch, case.rows, case.scale, output, **options)
-                for halves in case.halves()
-            ],
-            2 * case.keys_bytes,
-            plan.splits,
-        )
+        calls = [
+            lambda its=its: decode_mass(its, case.rows, output, lse=lse, plan=plan)
+            for its in case.attentions(query, mass=mass, per_token=per_token)
+        ]
+        return Variant(calls, 2 * case.keys_bytes, plan.splits)
 
-    def beside(kernel):
-        return Variant([lambda keys=keys: kernel(keys) for keys, _ in case.halves()], case.keys_bytes)
+    def beside(kernel, mass=None):
+        calls = [lambda its=its: kernel(its) for its in case.attentions(query, mass=mass)]
+        return Variant(calls, case.keys_bytes)
 
     def in_cuda(bulk, mass=None):
         plan = decode_cuda.plan_decode(*shape, DTYPE, case.device, bulk=bulk)
-        options = {"out": mass, "lse": lse, "plan": plan}
-        rest = *batch, case.rows, case.scale, output
         calls = [
-            lambda halves=halves: decode_cuda.decode_mass(query, *halves, *rest, **options) for halves in case.halves()
+            lambda its=its: decode_cuda.decode_mass(its, case.rows, output, lse=lse, plan=plan)
+            for its in case.attentions(query, mass=mass)
         ]
         return Variant(calls, 2 * case.keys_bytes)
 
     blocks, tokens = (case.zeros(case.requests, case.kv_heads, count) for count in (case.width, case.tokens))
     variants = {}
-    if decode_cuda.missing() is None and decode_cuda.refused(query, *case.halves()[0]) is None:
+    if decode_cuda.missing() is None and decode_cuda.refused(case.attentions(query)[0]) is None:
         ways = {"cp.async": False, "bulk": True}
         if torch.cuda.get_device_capability() < decode_cuda.BULK_CAPABILITY:
             del ways["bulk"]
@@ -163,8 +165,8 @@ def decode(case: Case) -> dict[str, Variant]:
         "decode": run(),
         "of blocks": run(blocks),
         "of tokens": run(tokens, True),
-        "query_lse": beside(lambda keys: query_lse(query, keys, *batch, case.scale, lse, longest=1)),
-        "mass_from_lse": beside(lambda keys: mass_from_lse(query, keys, lse, *batch, case.scale, blocks)),
+        "query_lse": beside(lambda its: query_lse(its, lse, longest=1)),
+        "mass_from_lse": beside(lambda its: mass_from_lse(its, lse), blocks),
     }
 
 
@@ -176,18 +178,19 @@ def chunk(case: Case, queries: int) -> dict[str, Variant]:
         case.random(case.requests * queries, case.heads, case.dim),
         case.zeros(case.requests * queries, case.heads),
     )
-    batch = case.table, case.starts * queries, case.lens
+    starts = case.starts * queries
     blocks, tokens = (case.zeros(case.requests, case.kv_heads, count) for count in (case.width, case.tokens))
 
-    def variant(kernel):
-        return Variant([lambda keys=keys: kernel(keys) for keys, _ in case.halves()], case.keys_bytes)
+    def variant(kernel, **measured):
+        attentions = case.attentions(query, query_start_loc=starts, **measured)
+        return Variant([lambda its=its: kernel(its) for its in attentions], case.keys_bytes)
 
     def mass(out, per_token):
-        return variant(lambda keys: mass_from_lse(query, keys, lse, *batch, case.scale, out, per_token=per_token))
+        return variant(lambda its: mass_from_lse(its, lse), mass=out, per_token=per_token)
 
     return {
         "copy": case.copy(case.keys_bytes),
-        "query_lse": variant(lambda keys: query_lse(query, keys, *batch, case.scale, lse, longest=queries)),
+        "query_lse": variant(lambda its: query_lse(its, lse, longest=queries)),
         "of blocks": mass(blocks, False),
         "of tokens": mass(tokens, True),
     }
@@ -207,28 +210,25 @@ def classes(long: Case, short: Case) -> dict[str, Variant]:
     alone = [
         plan_decode(case.requests, case.heads, case.kv_heads, *shape, case.width, DTYPE, case.device) for case in both
     ]
-    halves = list(zip(long.halves(), itertools.cycle(short.halves())))
+    parts, attended = query.split(long.heads, 1), output.split(long.heads, 1)
+    of_long, of_short = (case.attentions(its, mass=out) for case, its, out in zip(both, parts, outs))
+    pairs = list(zip(of_long, itertools.cycle(of_short)))
 
     def together(pair):
-        keys, values = zip(*pair)
-        tables, lens = ([getattr(case, name) for case in both] for name in ("table", "lens"))
-        rest = tables, long.starts, lens, long.rows, long.scale, output
-        return lambda: decode_classes(query, keys, values, *rest, out=outs, plans=plans)
+        return lambda: decode_classes(pair, long.rows, attended, plans=plans)
 
     def in_turn(pair):
         def run():
-            parts = query.split(long.heads, 1), output.split(long.heads, 1)
-            for case, its, mine, attended, out, plan in zip(both, pair, *parts, outs, alone):
-                batch = case.table, case.starts, case.lens, case.rows, case.scale, attended
-                decode_mass(mine, *its, *batch, out=out, plan=plan)
+            for case, its, written, plan in zip(both, pair, attended, alone):
+                decode_mass(its, case.rows, written, plan=plan)
 
         return run
 
     moved = sum(2 * case.keys_bytes for case in both)
     return {
         "copy": long.copy(moved),
-        "together": Variant([together(pair) for pair in halves], moved),
-        "in turn": Variant([in_turn(pair) for pair in halves], moved),
+        "together": Variant([together(pair) for pair in pairs], moved),
+        "in turn": Variant([in_turn(pair) for pair in pairs], moved),
     }
 
 

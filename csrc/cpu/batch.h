@@ -32,9 +32,9 @@ inline void check_starts(const MassArgs& a) {
 inline void check_blocks(const MassArgs& a, int64_t r, int64_t blocks) {
   require(a.lens[r] >= a.starts[r + 1] - a.starts[r], "seq_lens must include the queries");
   require(blocks <= a.table_width && (!a.out || a.per_token || blocks <= a.out_width),
-          "block_table and out must be as wide as the longest request has blocks");
+          "block_table and mass must be as wide as the longest request has blocks");
   require(!a.out || !a.per_token || a.lens[r] <= a.out_width,
-          "out must be as wide as the longest request has tokens");
+          "mass must be as wide as the longest request has tokens");
   bool valid = true;
   for (int64_t j = 0; j < blocks; ++j) {
     const int32_t block = a.table[r * a.table_stride + j];

@@ -86,18 +86,30 @@ const Kernel& choose_kernel(const optional<string>& isa) {
 
 string kernel_path(const optional<string>& isa) { return choose_kernel(isa).name; }
 
-MassArgs check_batch(const Tensor& query, const Tensor& key_cache, const Tensor& block_table,
-                     const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
-                     const optional<Tensor>& out, bool per_token, const optional<Tensor>& weights,
-                     const string& layout, double soft_cap, const optional<Tensor>& sinks) {
+// A field of kernels.paged.PagedAttention. Python owns its tensor as long as the call lasts.
+template <class T>
+T field(const py::handle& attention, const char* name) {
+  return attention.attr(name).cast<T>();
+}
+
+MassArgs check_attention(const py::handle& attention) {
+  const auto query = field<Tensor>(attention, "query");
+  const auto key_cache = field<Tensor>(attention, "key_cache");
+  const auto block_table = field<Tensor>(attention, "block_table");
+  const auto query_start_loc = field<Tensor>(attention, "query_start_loc");
+  const auto seq_lens = field<Tensor>(attention, "seq_lens");
+  const auto sinks = field<optional<Tensor>>(attention, "sinks");
+  const auto mass = field<optional<Tensor>>(attention, "mass");
+  const auto weights = field<optional<Tensor>>(attention, "weights");
   MassArgs a{};
-  a.per_token = per_token;
+  a.per_token = field<bool>(attention, "per_token");
   a.query_type = check_floats(query, "query");
-  a.packing = check_packing(layout, check_floats(key_cache, "key_cache"));
+  a.packing =
+      check_packing(field<string>(attention, "layout"), check_floats(key_cache, "key_cache"));
   check_tensor(block_table, "block_table", at::kInt, 2);
   check_tensor(query_start_loc, "query_start_loc", at::kInt, 1);
   check_tensor(seq_lens, "seq_lens", at::kInt, 1);
-  if (out) check_tensor(*out, "out", at::kFloat, 3);
+  if (mass) check_tensor(*mass, "mass", at::kFloat, 3);
   if (weights) check_tensor(*weights, "weights", at::kFloat, 1);
   if (sinks) check_tensor(*sinks, "sinks", at::kFloat, 1);
 
@@ -113,14 +125,16 @@ MassArgs check_batch(const Tensor& query, const Tensor& key_cache, const Tensor&
   require(key_cache.size(1) > 0 && query.size(1) > 0 && query.size(1) % key_cache.size(1) == 0,
           "query must have a multiple of key_cache's heads");
   a.requests = seq_lens.size(0);
-  require(block_table.size(0) == a.requests && (!out || out->size(0) == a.requests) &&
+  require(block_table.size(0) == a.requests && (!mass || mass->size(0) == a.requests) &&
               query_start_loc.size(0) == a.requests + 1,
-          "block_table, seq_lens and out must have R rows, query_start_loc R + 1");
-  require(!out || out->size(1) == 1 || out->size(1) == key_cache.size(1),
-          "out must have one row for each KV head or one for all");
+          "block_table, seq_lens and mass must have R rows, query_start_loc R + 1");
+  require(!mass || mass->size(1) == 1 || mass->size(1) == key_cache.size(1),
+          "mass must have one row for each KV head or one for all");
   require(!weights || weights->size(0) == query.size(0), "weights must have T elements");
   require(!sinks || sinks->size(0) == query.size(1), "sinks must have H elements");
-  require(soft_cap >= 0, "soft_cap must be 0 (none) or positive");
+  a.scale = static_cast<float>(field<double>(attention, "scale"));
+  a.soft_cap = static_cast<float>(field<double>(attention, "soft_cap"));
+  require(a.soft_cap >= 0, "soft_cap must be 0 (none) or positive");
 
   a.tokens = query.size(0);
   a.heads = query.size(1);
@@ -140,52 +154,44 @@ MassArgs check_batch(const Tensor& query, const Tensor& key_cache, const Tensor&
   a.starts = query_start_loc.const_data_ptr<int32_t>();
   a.lens = seq_lens.const_data_ptr<int32_t>();
   a.weights = weights ? weights->const_data_ptr<float>() : nullptr;
-  if (out) {
-    a.out = out->mutable_data_ptr<float>();
-    a.out_request_stride = out->stride(0);
-    a.out_head_stride = out->stride(1);
-    a.out_width = out->size(2);
-    a.sum_heads = out->size(1) == 1;
+  if (mass) {
+    a.out = mass->mutable_data_ptr<float>();
+    a.out_request_stride = mass->stride(0);
+    a.out_head_stride = mass->stride(1);
+    a.out_width = mass->size(2);
+    a.sum_heads = mass->size(1) == 1;
   }
-  a.scale = static_cast<float>(scale);
-  a.soft_cap = static_cast<float>(soft_cap);
   a.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   return a;
 }
 
-void block_mass(const Tensor& query, const Tensor& key_cache, const Tensor& block_table,
-                const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
-                const Tensor& out, bool per_token, const optional<Tensor>& weights,
-                const string& layout, const optional<string>& isa, double soft_cap,
-                const optional<Tensor>& sinks) {
-  const MassArgs a = check_batch(query, key_cache, block_table, query_start_loc, seq_lens, scale,
-                                 out, per_token, weights, layout, soft_cap, sinks);
+void block_mass(const py::handle& attention, const optional<string>& isa) {
+  const MassArgs a = check_attention(attention);
+  require(a.out, "block_mass needs mass");
   const Kernel& kernel = choose_kernel(isa);
   py::gil_scoped_release release;
   vllm_evict::block_mass(a, kernel, at::get_num_threads());
 }
 
-DecodeArgs check_decode(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                        const Tensor& block_table, const Tensor& query_start_loc,
-                        const Tensor& seq_lens, const Tensor& rows, double scale,
-                        const Tensor& output, const optional<Tensor>& out, bool per_token,
-                        const optional<Tensor>& weights, const string& layout, double soft_cap,
-                        const optional<Tensor>& sinks) {
+DecodeArgs check_decode(const py::handle& attention, const Tensor& rows, const Tensor& output) {
   DecodeArgs d{};
-  d.mass = check_batch(query, key_cache, block_table, query_start_loc, seq_lens, scale, out,
-                       per_token, weights, layout, soft_cap, sinks);
+  d.mass = check_attention(attention);
   require(d.mass.packing != Packing::amx && d.mass.dim % 16 == 0,
           "decode_mass needs layout vec or vec16 and D a multiple of 16");
-  if (value_cache.scalar_type() != key_cache.scalar_type() ||
+  const auto query = field<Tensor>(attention, "query");
+  const auto key_cache = field<Tensor>(attention, "key_cache");
+  const auto value_cache = field<optional<Tensor>>(attention, "value_cache");
+  require(value_cache.has_value(), "decode_mass needs value_cache");
+  if (value_cache->scalar_type() != key_cache.scalar_type() ||
       output.scalar_type() != query.scalar_type())
     throw py::type_error("value_cache must have key_cache's dtype, output that of query");
-  require(value_cache.is_cpu() && value_cache.sizes() == key_cache.sizes() &&
-              value_cache.strides() == key_cache.strides(),
+  require(value_cache->is_cpu() && value_cache->sizes() == key_cache.sizes() &&
+              value_cache->strides() == key_cache.strides(),
           "value_cache must have key_cache's shape and strides");
   require(output.is_cpu() && output.sizes() == query.sizes() && output.stride(2) == 1,
           "output must have query's shape and a contiguous last dimension");
   check_tensor(rows, "rows", at::kInt, 1);
-  d.values = value_cache.const_data_ptr();
+  d.values = value_cache->const_data_ptr();
   d.rows = rows.const_data_ptr<int32_t>();
   d.num_rows = rows.size(0);
   d.output = output.mutable_data_ptr();
@@ -194,56 +200,12 @@ DecodeArgs check_decode(const Tensor& query, const Tensor& key_cache, const Tens
   return d;
 }
 
-void decode_mass(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                 const Tensor& block_table, const Tensor& query_start_loc, const Tensor& seq_lens,
-                 const Tensor& rows, double scale, const Tensor& output,
-                 const optional<Tensor>& out, bool per_token, const optional<Tensor>& weights,
-                 const string& layout, const optional<string>& isa, double soft_cap,
-                 const optional<Tensor>& sinks) {
-  const DecodeArgs d =
-      check_decode(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows,
-                   scale, output, out, per_token, weights, layout, soft_cap, sinks);
-  const Kernel& kernel = choose_kernel(isa);
-  py::gil_scoped_release release;
-  vllm_evict::decode_mass({d}, kernel, at::get_num_threads());
-}
-
-void decode_classes(const Tensor& query, const std::vector<Tensor>& key_caches,
-                    const std::vector<Tensor>& value_caches,
-                    const std::vector<Tensor>& block_tables, const Tensor& query_start_loc,
-                    const std::vector<Tensor>& seq_lens, const Tensor& rows, double scale,
-                    const Tensor& output, const optional<std::vector<optional<Tensor>>>& out,
-                    bool per_token, const optional<Tensor>& weights, const string& layout,
-                    const optional<string>& isa, double soft_cap, const optional<Tensor>& sinks) {
-  const size_t count = key_caches.size();
-  require(value_caches.size() == count && block_tables.size() == count &&
-              seq_lens.size() == count && (!out || out->size() == count),
-          "caches, block_tables, seq_lens and out must have one entry for each class");
-  int64_t kv_heads = 0;
-  for (const Tensor& keys : key_caches) {
-    require(
-        keys.dim() == 4,
-        "key_cache must be [num_blocks, Hkv, bs, D], contiguous within a block and head");
-    kv_heads += keys.size(1);
-  }
-  require(query.dim() == 3 && output.dim() == 3 && output.sizes() == query.sizes(),
-          "output must have query's shape and a contiguous last dimension");
-  require(kv_heads > 0 && query.size(1) % kv_heads == 0,
-          "query must have a multiple of all classes' KV heads");
-  require(!sinks || (sinks->dim() == 1 && sinks->size(0) == query.size(1)),
-          "sinks must have H elements");
+void decode_classes(const std::vector<py::object>& attentions, const Tensor& rows,
+                    const std::vector<Tensor>& outputs, const optional<string>& isa) {
+  require(attentions.size() == outputs.size(), "outputs must have one entry for each class");
   std::vector<DecodeArgs> classes;
-  int64_t first = 0;
-  for (size_t c = 0; c < count; ++c) {
-    const int64_t heads = query.size(1) / kv_heads * key_caches[c].size(1);
-    classes.push_back(check_decode(query.narrow(1, first, heads), key_caches[c], value_caches[c],
-                                   block_tables[c], query_start_loc, seq_lens[c], rows, scale,
-                                   output.narrow(1, first, heads),
-                                   out ? (*out)[c] : optional<Tensor>(), per_token, weights, layout,
-                                   soft_cap,
-                                   sinks ? sinks->narrow(0, first, heads) : optional<Tensor>()));
-    first += heads;
-  }
+  for (size_t c = 0; c < attentions.size(); ++c)
+    classes.push_back(check_decode(attentions[c], rows, outputs[c]));
   const Kernel& kernel = choose_kernel(isa);
   py::gil_scoped_release release;
   vllm_evict::decode_mass(classes, kernel, at::get_num_threads());
@@ -366,7 +328,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("block_mass", block_mass);
   module.def("compact", compact);
   module.def("decode_classes", decode_classes);
-  module.def("decode_mass", decode_mass);
   module.def("kernel_path", kernel_path);
   module.def("resident_view", resident_view);
 }

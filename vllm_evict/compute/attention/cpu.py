@@ -1,6 +1,7 @@
 """`BackendOps` of vLLM's CPU attention backend."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from ..kernels.compact import compact
 from ..kernels.decode import decode_classes, decode_mass
 from ..kernels.logits import logits_of
 from ..kernels.mass import block_mass, kernel_path, pack_keys, pack_values, unpack_keys, unpack_values
+from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
 from ..work import HeadSlice
 from .ops import WithoutScratch
@@ -71,19 +73,7 @@ class CPUOps(WithoutScratch):
         last: torch.Tensor | None = None,
     ) -> None:
         """See `BackendOps.mass`; runs `block_mass`, which skips queries of weight 0 by itself."""
-        keys, _ = _halves(kv_cache)
-        block_mass(
-            query[: metadata.num_actual_tokens],
-            keys,
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            layer.impl.scale,
-            out,
-            per_token=per_token,
-            weights=weights,
-            **_how(layer),
-        )
+        block_mass(_attention(layer, query, kv_cache, metadata, mass=out, weights=weights, per_token=per_token))
 
     @staticmethod
     def mass_of(
@@ -95,19 +85,16 @@ class CPUOps(WithoutScratch):
         width: int,
     ) -> torch.Tensor:
         """See `BackendOps.mass_of`; runs `block_mass`."""
-        keys, _ = _halves(kv_cache)
-        out = torch.zeros(len(queries.tokens), keys.shape[1], width)
-        block_mass(
-            query[queries.tokens],
-            keys,
-            metadata.block_table[queries.rows],
-            torch.arange(len(queries.tokens) + 1, dtype=torch.int32),
-            queries.lens,
-            layer.impl.scale,
-            out,
-            **_how(layer),
+        kv_heads = kv_cache.shape[1]
+        out = torch.zeros(len(queries.tokens), kv_heads, width)
+        alone = SimpleNamespace(
+            num_actual_tokens=len(out),
+            block_table=metadata.block_table[queries.rows],
+            query_start_loc=torch.arange(len(out) + 1, dtype=torch.int32),
+            seq_lens=queries.lens,
         )
-        return out.mul_(keys.shape[1] / query.shape[1])
+        block_mass(_attention(layer, query[queries.tokens], kv_cache, alone, mass=out))
+        return out.mul_(kv_heads / query.shape[1])
 
     @staticmethod
     def decode(
@@ -123,23 +110,9 @@ class CPUOps(WithoutScratch):
         per_token: bool = False,
     ) -> None:
         """See `BackendOps.decode`; runs `decode_mass`."""
-        keys, values = _halves(kv_cache)
-        tokens = metadata.num_actual_tokens
-        decode_mass(
-            query[:tokens],
-            keys,
-            values,
-            metadata.block_table,
-            metadata.query_start_loc,
-            seq_lens,
-            rows,
-            layer.impl.scale,
-            output[:tokens].view(query[:tokens].shape),
-            out=out,
-            per_token=per_token,
-            weights=weights,
-            **_how(layer),
-        )
+        measured = {"mass": out, "weights": weights, "per_token": per_token}
+        attention = _attention(layer, query, kv_cache, metadata, seq_lens=seq_lens, **measured)
+        decode_mass(attention, rows, output[: len(attention.query)].view(attention.query.shape))
 
     @staticmethod
     def decode_together(
@@ -152,24 +125,18 @@ class CPUOps(WithoutScratch):
         per_token: bool = False,
     ) -> None:
         """See `BackendOps.decode_together`; runs `decode_classes`."""
-        keys, values = zip(*(_halves(heads.kv_cache) for heads in slices))
-        metadata = slices[0].metadata
-        tokens = metadata.num_actual_tokens
-        decode_classes(
-            query[:tokens],
-            keys,
-            values,
-            [heads.metadata.block_table for heads in slices],
-            metadata.query_start_loc,
-            [heads.work.seq_lens for heads in slices],
-            slices[0].work.rows,
-            layer.impl.scale,
-            output[:tokens],
-            out=outs,
-            per_token=per_token,
-            weights=weights,
-            **_how(layer),
-        )
+        classes = [
+            _attention(
+                *(layer, heads.query, heads.kv_cache, heads.metadata),
+                seq_lens=heads.work.seq_lens,
+                mass=out,
+                weights=weights,
+                per_token=per_token,
+            )
+            for heads, out in zip(slices, outs)
+        ]
+        outputs = output[: len(classes[0].query)].split([its.query.shape[1] for its in classes], 1)
+        decode_classes(classes, slices[0].work.rows, outputs)
 
     @staticmethod
     def write(
@@ -201,11 +168,32 @@ class CPUOps(WithoutScratch):
         return unpack_keys(stored, KEY_LAYOUTS[layer.isa])
 
 
-def _how(layer: Any) -> dict[str, Any]:
-    """Return the arguments of kernels that belong to a layer, with sinks in float32."""
+def _attention(
+    layer: Any,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Any,
+    *,
+    seq_lens: torch.Tensor | None = None,
+    **measured: Any,
+) -> PagedAttention:
+    """Return the arguments of kernels for a layer and the backend's metadata, whose lengths `seq_lens` replaces."""
+    keys, values = _halves(kv_cache)
     logits = logits_of(layer)
-    sinks = None if logits["sinks"] is None else logits["sinks"].float()
-    return {"layout": KEY_LAYOUTS[layer.isa], "soft_cap": logits["soft_cap"], "sinks": sinks}
+    if logits["sinks"] is not None:
+        logits["sinks"] = logits["sinks"].float()
+    return PagedAttention(
+        query[: metadata.num_actual_tokens],
+        keys,
+        metadata.block_table,
+        metadata.query_start_loc,
+        metadata.seq_lens if seq_lens is None else seq_lens,
+        layer.impl.scale,
+        values,
+        layout=KEY_LAYOUTS[layer.isa],
+        **logits,
+        **measured,
+    )
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from ..kernels.compact import is_ordered
 from ..kernels.decode_cuda import CudaDecode, plan_decode
 from ..kernels.logits import logits_of
+from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
 from ..kernels.take import take
 from ..transfer import to_device
@@ -94,9 +97,9 @@ class DeviceOps:
         """See `BackendOps.dequantised`."""
         return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float
 
-    def decodes_in_cuda(self, *tensors: torch.Tensor, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> bool:
-        """Whether the CUDA C++ kernel replaces `decode_mass` for this query, keys and values."""
-        return self._cuda is not None and self._cuda.takes(*tensors, soft_cap, sinks)
+    def decodes_in_cuda(self, attention: PagedAttention) -> bool:
+        """Whether the CUDA C++ kernel replaces `decode_mass` for these arguments."""
+        return self._cuda is not None and self._cuda.takes(attention)
 
     @staticmethod
     def kv_heads(kv_cache: torch.Tensor) -> int:
@@ -123,47 +126,40 @@ class DeviceOps:
         """
         from ...triton_kernels.mass_from_lse import mass_from_lse
 
-        keys, _ = halves(kv_cache)
-        query = query[: metadata.num_actual_tokens]
-        rows, (scale, _) = _rows(metadata, len(out)), scales(layer, keys)
-        lse = self.lse_of(layer, query, keys, *rows, scale, metadata.max_query_len, weights)
-        cap = {"soft_cap": logits_of(layer)["soft_cap"]}
-        of_heads = keys.shape[1], out.shape[2]
+        measured = {"mass": out, "weights": weights, "per_token": per_token}
+        attention = _attention(layer, query, kv_cache, metadata, len(out), **measured)
+        lse = self.lse_of(attention, metadata.max_query_len)
+        of_heads = attention.key_cache.shape[1], out.shape[2]
         self.reserve(query.device)
         at_once = len(self._scratch) // prod(of_heads)
-        if out.shape[1] == keys.shape[1] or not at_once:
-            mass_from_lse(query, keys, lse, *rows, scale, out, per_token=per_token, weights=weights, last=last, **cap)
+        if out.shape[1] == of_heads[0] or not at_once:
+            mass_from_lse(attention, lse, last=last)
             return
+        block_size = 1 if per_token else attention.key_cache.shape[2]
         for first in range(0, len(out), at_once):
             some = slice(first, min(first + at_once, len(out)))
-            table, starts, lens = rows[0][some], rows[1][first : some.stop + 1], rows[2][some]
+            lens = attention.seq_lens[some]
             mass = self._scratch[: len(lens) * prod(of_heads)].view(len(lens), *of_heads).zero_()
-            options = {"per_token": per_token, "weights": weights, "last": None if last is None else last[some]}
-            mass_from_lse(query, keys, lse, table, starts, lens, scale, mass, **options, **cap)
-            take(out[some], mass, lens, 1 if per_token else keys.shape[2])
+            part = replace(
+                attention,
+                block_table=attention.block_table[some],
+                query_start_loc=attention.query_start_loc[first : some.stop + 1],
+                seq_lens=lens,
+                mass=mass,
+            )
+            mass_from_lse(part, lse, last=None if last is None else last[some])
+            take(out[some], mass, lens, block_size)
 
     def warm_up_mass(self, *args: Any) -> None:
         """Launch all variants of `mass`, with its arguments."""
         self.mass(*args)
 
-    def lse_of(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        table: torch.Tensor,
-        starts: torch.Tensor,
-        lens: torch.Tensor,
-        scale: float,
-        longest: int,
-        weights: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the LSE of queries, with the layer's sinks: float32 [T, H] (see `query_lse`)."""
+    def lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
+        """Return the LSE of queries, at most `longest` of a request: float32 [T, H] (see `query_lse`)."""
         from ...triton_kernels.query_lse import query_lse
 
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        options = {"longest": longest, "weights": weights, **logits_of(layer)}
-        query_lse(query, keys, table, starts, lens, scale, lse, **options)
+        lse = torch.empty(attention.query.shape[:2], dtype=torch.float32, device=attention.query.device)
+        query_lse(attention, lse, longest=longest)
         return lse
 
     def mass_of(
@@ -176,17 +172,18 @@ class DeviceOps:
         width: int,
     ) -> torch.Tensor:
         """See `BackendOps.mass_of`; runs `decode_mass`."""
-        keys, values = halves(kv_cache)
-        query = query[queries.tokens]
+        query, kv_heads = query[queries.tokens], kv_cache.shape[1]
         numbers = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
-        out = torch.zeros(len(query), keys.shape[1], width, device=query.device)
-        scale, _ = scales(layer, keys)
-        self._decode_mass(
-            *(query, keys, values, metadata.block_table[queries.rows, :width], numbers, queries.lens, numbers[:-1]),
-            *(scale, torch.empty_like(query), out, None),
-            **logits_of(layer),
+        out = torch.zeros(len(query), kv_heads, width, device=query.device)
+        alone = SimpleNamespace(
+            num_actual_tokens=len(query),
+            block_table=metadata.block_table[queries.rows, :width],
+            query_start_loc=numbers,
+            seq_lens=queries.lens,
         )
-        return out.mul_(keys.shape[1] / query.shape[1])
+        attention = _attention(layer, query, kv_cache, alone, len(query), mass=out)
+        self._decode_mass(attention, numbers[:-1], torch.empty_like(query))
+        return out.mul_(kv_heads / query.shape[1])
 
     def decode(
         self,
@@ -202,16 +199,9 @@ class DeviceOps:
         per_token: bool = False,
     ) -> None:
         """See `BackendOps.decode`; runs `decode_mass`."""
-        keys, values = halves(kv_cache)
-        tokens = metadata.num_actual_tokens
-        query = query[:tokens]
-        table, starts, _ = _rows(metadata, len(seq_lens))
-        scale, value_scale = scales(layer, keys)
-        self._decode_mass(
-            *(query, keys, values, _narrow(table, metadata, keys), starts, seq_lens, rows),
-            *(scale, output[:tokens].view(query.shape), out, weights, per_token, value_scale),
-            **logits_of(layer),
-        )
+        measured = {"mass": out, "weights": weights, "per_token": per_token}
+        attention = _narrow(_attention(layer, query, kv_cache, metadata, len(seq_lens), **measured), metadata, seq_lens)
+        self._decode_mass(attention, rows, output[: len(attention.query)].view(attention.query.shape))
 
     def decode_together(
         self,
@@ -227,7 +217,7 @@ class DeviceOps:
         of groups a `decode` each.
         """
         if len(slices) == 2:
-            self._decode_two(layer, query, slices, output, weights, outs, per_token)
+            self._decode_two(layer, slices, output, weights, outs, per_token)
             return
         first = 0
         for heads, out in zip(slices, outs):
@@ -284,84 +274,51 @@ class DeviceOps:
         """See `BackendOps.as_keys`."""
         return _scaled(stored, _cache_scales(layer, stored)[0])
 
-    def _decode_two(self, layer, query, slices, output, weights, outs, per_token) -> None:
+    def _decode_two(self, layer, slices, output, weights, outs, per_token) -> None:
         from ...triton_kernels.decode_classes import decode_classes
 
-        keys, values = zip(*(halves(heads.kv_cache) for heads in slices))
-        metadata = slices[0].metadata
-        rows, tokens = slices[0].work.rows, metadata.num_actual_tokens
-        tables = []
-        for heads, its in zip(slices, keys):
-            table, starts, _ = _rows(heads.metadata, len(heads.work.seq_lens))
-            tables.append(_narrow(table, heads.metadata, its))
-        measured = any(out is not None for out in outs)
-        widths = [table.shape[1] for table in tables]
-        plans, at_once = self._plans_for(query, keys, len(rows), widths, measured, per_token)
-        scale, value_scale = scales(layer, keys[0])
+        rows, classes = slices[0].work.rows, []
+        for heads, out in zip(slices, outs):
+            lens, measured = heads.work.seq_lens, {"mass": out, "weights": weights, "per_token": per_token}
+            where = layer, heads.query, heads.kv_cache, heads.metadata, len(lens)
+            classes.append(_narrow(_attention(*where, **measured), heads.metadata, lens))
+        plans, at_once = self._plans_for(classes, len(rows))
+        outputs = output[: len(classes[0].query)].split([its.query.shape[1] for its in classes], 1)
         for some in rows.split(at_once):
-            decode_classes(
-                *(query[:tokens], keys, values, tables, starts, [heads.work.seq_lens for heads in slices], some),
-                *(scale, output[:tokens]),
-                out=outs,
-                per_token=per_token,
-                weights=weights,
-                plans=plans,
-                value_scale=value_scale,
-                **logits_of(layer),
-            )
+            decode_classes(classes, some, outputs, plans=plans)
 
-    def _decode_mass(
-        self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, per_token=False,
-        value_scale=1.0, **logits,
-    ) -> None:  # fmt: skip
-        tensors, width = (query, keys, values, table, starts, lens), table.shape[1]
-        if not per_token and self.decodes_in_cuda(query, keys, values, **logits):
-            plan, at_once = self._cuda_plan(query, keys, len(rows), width, out is not None)
+    def _decode_mass(self, attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor) -> None:
+        if self.decodes_in_cuda(attention):
+            plan, at_once = self._cuda_plan(attention, len(rows))
             for some in rows.split(at_once):
-                self._cuda(*tensors, some, scale, output, out, weights, plan)
+                self._cuda(attention, some, output, plan)
             return
         from ...triton_kernels.decode_mass import decode_mass
 
-        (plan,), at_once = self._plans_for(query, [keys], len(rows), [width], out is not None, per_token)
+        (plan,), at_once = self._plans_for([attention], len(rows))
         for some in rows.split(at_once):
-            decode_mass(
-                *(*tensors, some, scale, output),
-                out=out,
-                per_token=per_token,
-                weights=weights,
-                plan=plan,
-                value_scale=value_scale,
-                **logits,
-            )
+            decode_mass(attention, some, output, plan=plan)
 
-    def _plans_for(
-        self,
-        query: torch.Tensor,
-        keys: Sequence[torch.Tensor],
-        rows: int,
-        widths: Sequence[int],
-        mass: bool,
-        per_token: bool = False,
-    ) -> tuple[list[Any], int]:
-        """Return the plan of the Triton kernels for each class, and the requests of a launch (see `_plan`).
-
-        `widths` are the blocks of a request in each class.
-        """
+    def _plans_for(self, classes: Sequence[PagedAttention], rows: int) -> tuple[list[Any], int]:
+        """Return the plan of the Triton kernels for each class, and the requests of a launch (see `_plan`)."""
         from ...triton_kernels.decode_classes import plan_classes
 
-        kv_heads = tuple(its.shape[1] for its in keys)
-        shape = query.shape[1] // sum(kv_heads), kv_heads, query.shape[2], keys[0].shape[2]
-        widths = self._rounded(*widths)
+        one, kv_heads = classes[0], tuple(each.key_cache.shape[1] for each in classes)
+        shape = one.group, kv_heads, one.query.shape[2], one.key_cache.shape[2]
+        widths = self._rounded(*(each.block_table.shape[1] for each in classes))
+        mass, per_token, dtype = any(each.mass is not None for each in classes), one.per_token, one.query.dtype
 
         def make(rows: int, take: Callable[..., torch.Tensor]) -> list[Any]:
             options = {"mass": mass, "per_token": per_token, "take": take}
-            return plan_classes(rows, *shape, widths, query.dtype, query.device, **options)
+            return plan_classes(rows, *shape, widths, dtype, one.query.device, **options)
 
-        return self._plan(make, query.device, rows, *shape, query.dtype, per_token, mass, *widths)
+        return self._plan(make, one.query.device, rows, *shape, dtype, per_token, mass, *widths)
 
-    def _cuda_plan(self, query: torch.Tensor, keys: torch.Tensor, rows: int, width: int, mass: bool) -> tuple[Any, int]:
+    def _cuda_plan(self, attention: PagedAttention, rows: int) -> tuple[Any, int]:
         """Return the plan of the CUDA C++ kernel, and the requests of a launch (see `_plan`)."""
-        shape = query.shape[1], keys.shape[1], query.shape[2], keys.shape[2], *self._rounded(width)
+        query, (_, kv_heads, block_size, _) = attention.query, attention.key_cache.shape
+        shape = query.shape[1], kv_heads, query.shape[2], block_size, *self._rounded(attention.block_table.shape[1])
+        mass = attention.mass is not None
 
         def make(rows: int, take: Callable[..., torch.Tensor]) -> Any:
             return plan_decode(rows, *shape, query.dtype, query.device, mass=mass, take=take)
@@ -412,9 +369,24 @@ def _power_of_2(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def _rows(metadata: Any, requests: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return block table, offsets of queries and lengths of a batch's requests, without rows of padding."""
-    return metadata.block_table[:requests], metadata.query_start_loc[: requests + 1], metadata.seq_lens[:requests]
+def _attention(
+    layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, requests: int, **measured: Any
+) -> PagedAttention:
+    """Return the arguments of kernels for a layer and the backend's metadata, without rows of padding."""
+    keys, values = halves(kv_cache)
+    scale, value_scale = scales(layer, keys)
+    return PagedAttention(
+        query[: metadata.num_actual_tokens],
+        keys,
+        metadata.block_table[:requests],
+        metadata.query_start_loc[: requests + 1],
+        metadata.seq_lens[:requests],
+        scale,
+        values,
+        value_scale,
+        **logits_of(layer),
+        **measured,
+    )
 
 
 def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -443,6 +415,7 @@ def scales(layer: Any, keys: torch.Tensor) -> tuple[float, float]:
     return layer.impl.scale * key_scale, value_scale
 
 
-def _narrow(table: torch.Tensor, metadata: Any, keys: torch.Tensor) -> torch.Tensor:
-    """Cut a block table to the batch's longest request, since scratch grows with its width."""
-    return table[:, : -(-metadata.max_seq_len // keys.shape[2])]
+def _narrow(attention: PagedAttention, metadata: Any, seq_lens: torch.Tensor) -> PagedAttention:
+    """Set lengths, and cut the block table to the batch's longest request, since scratch grows with its width."""
+    width = -(-metadata.max_seq_len // attention.key_cache.shape[2])
+    return replace(attention, seq_lens=seq_lens, block_table=attention.block_table[:, :width])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.logits import logits_of
+from ..kernels.paged import PagedAttention
 from .device import DeviceOps
 
 
@@ -40,8 +40,9 @@ class FlashOps(DeviceOps):
         super().warm_up_mass(layer, query, *args)
         super().warm_up_mass(layer, query, *args)  # without an LSE from the kernel
 
-    def lse_of(self, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        lse, self._lse = self._lse, None
-        if lse is None or lse.shape != (query.shape[1], len(query)) or logits_of(layer)["sinks"] is not None:
-            return super().lse_of(layer, query, *args, **kwargs)
+    def lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
+        (tokens, heads, _), lse = attention.query.shape, self._lse
+        self._lse = None
+        if lse is None or lse.shape != (heads, tokens) or attention.sinks is not None:
+            return super().lse_of(attention, longest)
         return lse.T

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..kernels.mass import block_mass, pack_keys
+from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
 from .device import FP8
 from .ops import FP8_NAMES, WithoutScratch
@@ -63,7 +64,7 @@ class LatentOps(WithoutScratch):
         lens, starts = common.seq_lens[:rows], common.query_start_loc[: rows + 1]
         keys, table = _packed(kv_cache, common.block_table_tensor[:rows], lens)
         query = query[: metadata.num_actual_tokens]
-        block_mass(query, keys, table, starts, lens, layer.impl.scale, out, weights=weights)
+        block_mass(PagedAttention(query, keys, table, starts, lens, layer.impl.scale, mass=out, weights=weights))
 
     @staticmethod
     def mass_of(
@@ -73,7 +74,8 @@ class LatentOps(WithoutScratch):
         out = torch.zeros(len(queries.tokens), 1, width)
         keys, table = _packed(kv_cache, getattr(metadata, COMMON).block_table_tensor[queries.rows], queries.lens)
         numbers = torch.arange(len(queries.tokens) + 1, dtype=torch.int32)
-        block_mass(query[queries.tokens], keys, table, numbers, queries.lens, layer.impl.scale, out)
+        own = query[queries.tokens]
+        block_mass(PagedAttention(own, keys, table, numbers, queries.lens, layer.impl.scale, mass=out))
         return out.div_(query.shape[1])
 
     @staticmethod

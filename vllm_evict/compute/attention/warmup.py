@@ -19,6 +19,7 @@ from ...triton_kernels.mass_from_lse import MAX_ROWS
 from ...triton_kernels.tiles import MIN_ROWS
 from ..group import GroupRuntime
 from ..kernels.logits import logits_of
+from ..kernels.paged import PagedAttention
 from ..runtime import EvictionRuntime
 from .device import halves, scales
 
@@ -137,29 +138,31 @@ class _Launches:
         return list(choices.values())
 
     def _decode(self, splits: Sequence[int], way: Sequence[Mass]) -> None:
-        caches, per_token = [part.kv_cache for part in self.parts], way[0].per_token
-        keys, values = zip(*map(halves, caches))
+        keys, values = zip(*(halves(part.kv_cache) for part in self.parts))
         scale, value_scale = scales(self.layer, keys[0])
         table, starts, lens, row = self._batch(1)
         plans = [
             plan_decode(
                 *(1, self.group_size * its.shape[1], its.shape[1], self.dim, self.block_size, 1),
                 *(self.layer.dtype, self.device),
-                per_token=per_token,
+                per_token=way[0].per_token,
                 splits=pieces,
             )
             for its, pieces in zip(keys, splits)
         ]
         weights, outs = self._weights(1, way[0]), [self._out(1, mass) for mass in way]
-        logits = logits_of(self.layer)
-        options = {"per_token": per_token, "weights": weights, "value_scale": value_scale, **logits}
+        shared = {"weights": weights, "per_token": way[0].per_token, **logits_of(self.layer)}
+        heads = [self.group_size * its.shape[1] for its in keys]
         for query, output in product(self._tensors(1, True), self._tensors(1)):
-            if len(caches) == 2:
-                both = query, keys, values, [table] * 2, starts, [lens] * 2, row
-                decode_classes(*both, scale, output, out=outs, plans=plans, **options)
-            elif per_token or not self.ops.decodes_in_cuda(query, keys[0], values[0], **logits):
-                one = query, keys[0], values[0], table, starts, lens, row
-                decode_mass(*one, scale, output, out=outs[0], plan=plans[0], **options)
+            outputs = output.split(heads, 1)
+            classes = [
+                PagedAttention(its, k, table, starts, lens, scale, v, value_scale, mass=out, **shared)
+                for its, k, v, out in zip(query.split(heads, 1), keys, values, outs)
+            ]
+            if len(classes) == 2:
+                decode_classes(classes, row, outputs, plans=plans)
+            elif not self.ops.decodes_in_cuda(classes[0]):
+                decode_mass(classes[0], row, output, plan=plans[0])
 
     def _beside(self, part: Heads, mass: Mass) -> None:
         """Launch `mass` beside a stock kernel, for all tile sizes: tiles have queries times G rows."""

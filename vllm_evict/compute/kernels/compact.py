@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .mass import AMX_DIMS, AMX_TOKENS, LAYOUTS, _C_cpu, _require
+from .mass import AMX_DIMS, AMX_TOKENS, LAYOUTS, _C_cpu, require
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes of an element -> dtype of its copy
 
@@ -109,32 +109,32 @@ def requests_of(source, keep, target, starts):
 
 def _check(caches, source, keep, target, starts, layout):
     """Raise ValueError or TypeError as the C++ kernel does, with the same texts."""
-    _require(len(caches) > 0, "caches must hold at least one layer")
+    require(len(caches) > 0, "caches must hold at least one layer")
     shape, dtype = caches[0].shape, caches[0].dtype
     for cache in caches:
         if cache.dtype != dtype or dtype.itemsize not in WORDS:
             raise TypeError("caches must have one dtype, of 1, 2 or 4 bytes")
-        _require(
+        require(
             cache.dim() == 4 and cache.shape == shape and shape[2] % 2 == 0 and cache.stride()[2:] == (shape[3], 1),
             "caches must be [num_blocks, Hkv, 2 * bs, D] of one shape, contiguous within a block and head",
         )
     num_blocks, kv_heads, rows, dim = shape
     block_size = rows // 2
-    _require(block_size > 0 and dim > 0 and kv_heads > 0, "caches must not be empty")
-    _require(layout in LAYOUTS, f"layout must be one of {', '.join(LAYOUTS)}")
+    require(block_size > 0 and dim > 0 and kv_heads > 0, "caches must not be empty")
+    require(layout in LAYOUTS, f"layout must be one of {', '.join(LAYOUTS)}")
     if layout == "amx":
         if dtype.itemsize != 1 and dtype != torch.bfloat16:
             raise TypeError("layout 'amx' packs caches of bfloat16 or of 1 byte only")
-        _require(block_size % 16 == 0 and dim % 16 == 0, "layout 'amx' needs bs and D that are multiples of 16")
+        require(block_size % 16 == 0 and dim % 16 == 0, "layout 'amx' needs bs and D that are multiples of 16")
     _check_requests(num_blocks, kv_heads, len(caches), source, keep, target, starts)
     taken = target.tolist()
     valid = len(set(taken)) == len(taken)
     for blocks, tokens, targets in requests_of(source, keep, target, starts):
-        _require(tokens.shape[2] <= len(targets) * block_size, "target must hold all kept tokens")
+        require(tokens.shape[2] <= len(targets) * block_size, "target must hold all kept tokens")
         within = (tokens >= 0) & (tokens < len(blocks) * block_size)
-        _require(bool(within.all()) and bool((tokens.diff() > 0).all()), "keep must ascend within the tokens of source")
+        require(bool(within.all()) and bool((tokens.diff() > 0).all()), "keep must ascend within the tokens of source")
         valid &= not set(blocks.tolist()) & (set(taken) - set(targets.tolist()))
-    _require(valid, "target must hold each block once, and none of another request's source")
+    require(valid, "target must hold each block once, and none of another request's source")
 
 
 def _check_requests(num_blocks, kv_heads, layers, source, keep, target, starts):
@@ -145,13 +145,13 @@ def _check_requests(num_blocks, kv_heads, layers, source, keep, target, starts):
     for name, tensor, dims in tensors:
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name} must be int32")
-        _require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
-    _require(keep.shape[0] in (1, layers) and keep.shape[1] == kv_heads, "keep must be [L or 1, Hkv, kept]")
+        require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
+    require(keep.shape[0] in (1, layers) and keep.shape[1] == kv_heads, "keep must be [L or 1, Hkv, kept]")
     if starts is not None:
-        _require(len(starts) == 3 and starts.shape[1] > 0, "starts must be [3, R + 1]")
+        require(len(starts) == 3 and starts.shape[1] > 0, "starts must be [3, R + 1]")
         for row, end in zip(starts.tolist(), (len(source), keep.shape[2], len(target))):
             valid = row == sorted(row) and row[0] == 0 and row[-1] == end
-            _require(valid, "starts must ascend from 0 to the lengths of source, keep and target")
+            require(valid, "starts must ascend from 0 to the lengths of source, keep and target")
     blocks = torch.cat((source, target))
     valid = bool(((blocks >= 0) & (blocks < num_blocks)).all())
-    _require(valid, "source and target must hold block ids of caches")
+    require(valid, "source and target must hold block ids of caches")

@@ -9,11 +9,12 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...environment import decode_kernel
+from .paged import PagedAttention
 
 logger = logging.getLogger("vllm_evict")
 
@@ -106,16 +107,11 @@ def missing() -> str | None:
     return None
 
 
-def refused(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> str | None:
+def refused(attention: PagedAttention) -> str | None:
     """Return why the kernel does not support these arguments; None if it supports them."""
-    if soft_cap or sinks is not None:
-        return "the kernel computes neither soft caps nor sinks"
+    query, key_cache, value_cache = attention.query, attention.key_cache, attention.value_cache
+    if value_cache is None or attention.per_token or attention.soft_cap or attention.sinks is not None:
+        return "the kernel needs values, and computes no mass of tokens, no soft caps and no sinks"
     if query.dtype not in DTYPES or key_cache.dtype != query.dtype or value_cache.dtype != query.dtype:
         return "query and caches must have one dtype: bfloat16 or float16"
     head_dim, kv_heads, block_size = query.shape[2], key_cache.shape[1], key_cache.shape[2]
@@ -220,23 +216,15 @@ def depth_for(head_dim: int, programs: int, shared: int = HOPPER_SHARED_BYTES) -
 
 
 def decode_mass(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
+    attention: PagedAttention,
     rows: torch.Tensor,
-    scale: float,
     output: torch.Tensor,
     *,
-    out: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: CudaPlan | None = None,
     kernels: Library | None = None,
 ) -> None:
-    """`triton_kernels.decode_mass.decode_mass` for tensors that `refused` accepts, without `per_token`.
+    """`triton_kernels.decode_mass.decode_mass` for arguments that `refused` accepts.
 
     It makes two launches on the current stream of the query's device, which must be the current device.
 
@@ -253,15 +241,18 @@ def decode_mass(
     Bytes moved, for each request: 2 * seq_len * Hkv * D * 2 of keys and values, once. Beside them, written and read,
     4 * H * (D + 2) a split and 4 * H every 16 tokens for the mass: G / (8 * D) of the bytes, 0.4 % for G = 4, D = 128.
     """
-    _check(query, key_cache, value_cache, block_table, query_start_loc, seq_lens, rows, output, out, weights, lse)
+    _check(attention, rows, output, lse)
+    query, key_cache, value_cache = attention.query, attention.key_cache, attention.value_cache
+    block_table, mass, weights = attention.block_table, attention.mass, attention.weights
+    assert value_cache is not None
     n, heads, head_dim = len(rows), query.shape[1], query.shape[2]
     kv_heads, block_size = key_cache.shape[1:3]
     if not n:
         return
     if plan is None:
         shape = n, heads, kv_heads, head_dim, block_size, block_table.shape[1]
-        plan = plan_decode(*shape, query.dtype, query.device, mass=out is not None)
-    group, has_mass = heads // kv_heads, out is not None
+        plan = plan_decode(*shape, query.dtype, query.device, mass=mass is not None)
+    group, has_mass = attention.group, mass is not None
     capacity = plan.max_blocks * block_size // CHUNK if has_mass else 0
     _require(
         len(plan.partial) >= n
@@ -271,33 +262,36 @@ def decode_mass(
     )
     args = _Args(
         *(query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_table.data_ptr()),
-        *(query_start_loc.data_ptr(), seq_lens.data_ptr(), rows.data_ptr()),
+        *(attention.query_start_loc.data_ptr(), attention.seq_lens.data_ptr(), rows.data_ptr()),
         weights.data_ptr() if weights is not None else None,
         *(plan.partial.data_ptr(), plan.stats.data_ptr(), plan.granules.data_ptr() if has_mass else None),
-        *(output.data_ptr(), lse.data_ptr() if lse is not None else None, out.data_ptr() if has_mass else None),
+        *(output.data_ptr(), lse.data_ptr() if lse is not None else None),
+        mass.data_ptr() if mass is not None else None,
         *query.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         block_table.stride(0),
         *output.stride()[:2],
         *(lse.stride() if lse is not None else (0, 0)),
-        *(out.stride()[:2] if has_mass else (0, 0)),
+        *(mass.stride()[:2] if mass is not None else (0, 0)),
         *(n, kv_heads, group, head_dim, block_size, plan.splits, capacity),
-        min(plan.max_blocks, block_table.shape[1], out.shape[2]) if has_mass else 0,
-        out.shape[1] if has_mass else 0,
+        min(plan.max_blocks, block_table.shape[1], mass.shape[2]) if mass is not None else 0,
+        mass.shape[1] if mass is not None else 0,
         *(plan.depth, query.dtype == torch.float16, plan.bulk),
-        scale * LOG2_E,
+        attention.scale * LOG2_E,
     )
     stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
     (kernels or library()).decode_mass(args, stream)
 
 
-def _check(query, keys, values, table, starts, lens, rows, output, out, weights, lse) -> None:
-    problem = refused(query, keys, values)
+def _check(attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None) -> None:
+    problem = refused(attention)
     _require(problem is None, problem)
+    table, starts, lens = attention.block_table, attention.query_start_loc, attention.seq_lens
+    query, mass, weights = attention.query, attention.mass, attention.weights
     for dtype, tensors in (
         (torch.int32, {"block_table": table, "query_start_loc": starts, "seq_lens": lens, "rows": rows}),
-        (torch.float32, {"out": out, "weights": weights, "lse": lse}),
+        (torch.float32, {"mass": mass, "weights": weights, "lse": lse}),
     ):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.dtype != dtype:
@@ -309,8 +303,9 @@ def _check(query, keys, values, table, starts, lens, rows, output, out, weights,
         output.shape == query.shape and output.dtype == query.dtype and output.stride(2) == 1,
         "output must be like query",
     )
-    _require(out is None or (out.dim() == 3 and out.stride(2) == 1 and len(out) == len(lens)), "out must be [R, H, W]")
-    _require(out is None or out.shape[1] in (1, keys.shape[1]), "out must be [R, Hkv or 1, Wout]")
+    if mass is not None:
+        _require(mass.dim() == 3 and mass.stride(2) == 1 and len(mass) == len(lens), "mass must be [R, H, W]")
+        _require(mass.shape[1] in (1, attention.key_cache.shape[1]), "mass must be [R, Hkv or 1, Wout]")
 
 
 def _require(valid: bool, sentence: str | None) -> None:
@@ -336,11 +331,10 @@ class CudaDecode:
         return cls(library())
 
     @staticmethod
-    def takes(*args: Any) -> bool:
-        """Whether the kernel supports these arguments of `refused`."""
-        return refused(*args) is None
+    def takes(attention: PagedAttention) -> bool:
+        """Whether the kernel supports these arguments."""
+        return refused(attention) is None
 
-    def __call__(self, query, keys, values, table, starts, lens, rows, scale, output, out, weights, plan) -> None:
+    def __call__(self, attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor, plan: CudaPlan) -> None:
         """Run `decode_mass`."""
-        tensors = query, keys, values, table, starts, lens, rows
-        decode_mass(*tensors, scale, output, out=out, weights=weights, plan=plan, kernels=self._kernels)
+        decode_mass(attention, rows, output, plan=plan, kernels=self._kernels)
