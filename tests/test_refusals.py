@@ -216,10 +216,19 @@ def test_no_context_beside_sliding_windows(tmp_path):
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+DRAFT = {"method": "draft_model", "model": "{model}", "num_speculative_tokens": 2}
 SETTINGS = {
-    "speculative decoding by 'draft_model'": (
-        dict(speculative_config={"method": "draft_model", "model": "{model}", "num_speculative_tokens": 2}),
-        'set "method": "ngram" in --speculative-config',
+    "speculative decoding by 'ngram_gpu'": (
+        dict(speculative_config={**NGRAM, "method": "ngram_gpu"}),
+        'set "method" in --speculative-config to one of ngram, suffix, draft_model, eagle, eagle3, mtp, or leave',
+    ),
+    "speculative decoding by 'draft_model', whose layers have no heads of the policy's classes": (
+        dict(policy={"name": "adakv", "budget": 512, "recent": 64}, speculative_config=DRAFT),
+        'use a policy for whole layers, such as h2o, snapkv or sink-window, or set "method": "ngram"',
+    ),
+    "speculative decoding by 'draft_model' in parallel": (
+        dict(speculative_config={**DRAFT, "parallel_drafting": True}),
+        'leave "parallel_drafting" out of --speculative-config',
     ),
     "a context and speculative decoding": (
         dict(policy={**H2O, "context": "model"}, speculative_config=NGRAM, max_num_batched_tokens=256),
@@ -424,6 +433,28 @@ def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
         refusals.check_config(plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
     message = str(refused.value)
     assert what in message and ("leave" in message or "set --" in message or "unset " in message)
+
+
+def test_drafters_with_layers_wait_for_each_step_and_stand_beside_full_attention():
+    """On a GPU vLLM schedules asynchronously beside them, where it is not told otherwise."""
+    served = plain_config(scheduler_config__async_scheduling=False)
+    drafts = SimpleNamespace(method="eagle", num_speculative_tokens=3, parallel_drafting=False)
+    served.speculative_config, served.use_v2_model_runner, served.cache_config.block_size = drafts, False, 16
+    refusals.check_config(served, KVPolicyConfig.parse(H2O))
+    text, model = SimpleNamespace(layer_types=["sliding_attention", "full_attention"]), served.model_config
+    for part, changes, what in (
+        (
+            served.scheduler_config,
+            {"async_scheduling": True},
+            "under async scheduling.*: set --no-async-scheduling, or",
+        ),
+        (model, {"hf_text_config": text, "get_sliding_window": lambda: 64}, "and layers with sliding windows.*: set"),
+    ):
+        before = {name: getattr(part, name) for name in changes}
+        vars(part).update(changes)
+        with pytest.raises(KVPolicyError, match=f"by 'eagle' {what} "):
+            refusals.check_config(served, KVPolicyConfig.parse(H2O))
+        vars(part).update(before)
 
 
 def test_no_selection_on_a_gpu_in_several_ranks_or_beside_other_layers():

@@ -13,7 +13,7 @@ from vllm_evict.compute.attention.ops import ops_for
 from vllm_evict.compute.kernels.mass import kernel_path
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration import layers, refusals
+from vllm_evict.integration import drafters, layers, refusals
 
 # --- layers ----------------------------------------------------------------------------------------------------------
 
@@ -61,6 +61,24 @@ def test_layers_that_share_a_cache_are_refused():
     with pytest.raises(KVPolicyError, match=r"^layer.7 shares the cache of layer.1: leave --kv-policy out$"):
         refusals.check_cache("layer.7", shares)
     refusals.check_cache("layer.7", layer())
+
+
+def test_layers_of_drafters_are_like_those_of_the_model(monkeypatch):
+    monkeypatch.setattr(drafters, "Attention", SimpleNamespace)
+
+    def of(name="CPU_ATTN", dtype="auto", window=None):
+        backend = SimpleNamespace(get_name=lambda: name)
+        return SimpleNamespace(attn_backend=backend, kv_cache_dtype=dtype, sliding_window=window)
+
+    drafters.check({"draft.0": of()}, of())
+    for unlike, message in (
+        (of(window=64), "has a sliding window; expected .*; set another model"),
+        (of("FLASH_ATTN"), 'has the attention backend FLASH_ATTN; .*; set "attention_backend": "CPU_ATTN"'),
+        (of(dtype="fp8"), 'has the KV cache dtype \'fp8\'; .*; set "kv_cache_dtype": "auto"'),
+        (torch.nn.Linear(1, 1), "is a Linear layer; .*; set another model"),
+    ):
+        with pytest.raises(KVPolicyError, match=f"^the drafter's layer draft.0 {message} in --speculative-config, or"):
+            drafters.check({"draft.0": unlike}, of())
 
 
 def test_full_attention_in_blocks_of_several_sizes_is_refused():

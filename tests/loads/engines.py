@@ -105,6 +105,8 @@ def engine_config(settings: Settings) -> VllmConfig:
             target_model_config=config.model_config,
             target_parallel_config=config.parallel_config,
         )
+        # A drafter with layers computes tokens after those of a step, and has a model of its own, which is not needed.
+        config.speculative_config.method = settings.drafter or config.speculative_config.method
     config.additional_config = {} if settings.policy is None else {"kv_policy": settings.policy}
     return config
 

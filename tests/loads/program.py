@@ -26,6 +26,8 @@ VOCABULARY = 48
 STOP = 7
 #: How the worker double makes up scores: at random, all equal, the newest or the oldest blocks least, or not a number.
 ANSWERS = ("random", "equal", "rising", "falling", "nan")
+#: Kinds of drafters.
+DRAFTERS = ("", "draft_model", "eagle")
 #: How many drafts of a step the worker double accepts: none, all, or any number of them.
 ACCEPTED = ("none", "all", "any")
 
@@ -57,6 +59,7 @@ class Settings:
         stats: the scheduler makes statistics of each step.
         drafts: most draft tokens of a request in a step; 0: the server does not speculate.
         accepted: one of `ACCEPTED`.
+        drafter: "" (n-grams), or a method whose drafter has layers: "draft_model" or "eagle".
         seed: of the worker's scores and sampled tokens.
     """
 
@@ -83,6 +86,7 @@ class Settings:
     stats: bool = False
     drafts: int = 0
     accepted: str = "any"
+    drafter: str = ""
     seed: int = 0
 
 
@@ -227,6 +231,7 @@ class Maker:
             drafts = min(pick((1, 2, 3, 3, 5, 9)), block - 1)
             chunk, long = max(chunk, (1 + drafts) * seqs), settings.long and max(settings.long, 1 + drafts)
             settings = replace(settings, chunk=chunk, long=long, drafts=drafts, accepted=pick((*ACCEPTED, "any")))
+            settings = replace(settings, drafter=pick(DRAFTERS))
         if policy is None:
             return settings
         if self.faithful:

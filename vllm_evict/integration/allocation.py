@@ -22,10 +22,11 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
     if hasattr(allocate, "__wrapped__"):
         return
 
-    def chunk(request: Any, tokens: int, hit: Any, new_computed: int) -> int:
+    def chunk(request: Any, tokens: int, hit: Any, new_computed: int, lookahead: int) -> int:
         computed = request.num_computed_tokens + new_computed
         end = computed + tokens
-        return cache.coordinator.get_num_blocks_to_allocate(request.request_id, end, hit, 0, computed, computed, end)
+        slots = min(end + lookahead, cache.max_model_len)
+        return cache.coordinator.get_num_blocks_to_allocate(request.request_id, slots, hit, 0, computed, computed, end)
 
     @wraps(allocate)
     def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
@@ -33,11 +34,10 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
         # vLLM checks room for the whole prompt first, by its cap for sliding windows, then for the next chunk. Each
         # check may fail alone.
         both = kwargs.get("full_sequence_must_fit", False)
+        ahead = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_lookahead_tokens", 0)
         while (blocks := allocate(request, num_new_tokens, *args, **kwargs)) is None and make_room(
             request,
-            chunk=lambda: (
-                chunk(request, num_new_tokens, hit.blocks, kwargs.get("num_new_computed_tokens", 0)) if both else 0
-            ),
+            chunk=lambda: chunk(request, num_new_tokens, hit.blocks, *ahead) if both else 0,
             reserved=kwargs.get("reserved_blocks", 0),
             hit=hit.blocks,
             watermark=kwargs.get("has_scheduled_reqs", True),
