@@ -158,7 +158,7 @@ class HostWorker(OffloadingWorker):
         self._host = [
             torch.zeros(chunks * blocks_per_chunk, *each.shape[1:], dtype=each.dtype) for each in self._caches
         ]
-        self._per_chunk, self._jobs, self.waited = blocks_per_chunk, {}, 0
+        self._per_chunk, self._jobs, self.waited, self.done = blocks_per_chunk, {}, 0, 0
 
     def _places(self, gpu, host):
         """Block of the cache and block of the host, for each block of a transfer."""
@@ -193,6 +193,7 @@ class HostWorker(OffloadingWorker):
                 done.append(job_id)
         for job_id in done:
             del self._jobs[job_id]
+        self.done += len(done)
         return [TransferResult(job_id, True) for job_id in done]
 
     def wait(self, job_ids):

@@ -349,6 +349,13 @@ MUTANTS = [
         "common_attn_metadata",
         ("drafters -k sees",),
     ),
+    Mutant(
+        "a stage reports its own layers alone",
+        "integration/ranks.py",
+        "            values += before\n",
+        "            pass\n",
+        ("pipeline_parallel -k h2o",),
+    ),
     # What KV connectors load and store.
     Mutant(
         "a connector stores blocks computed over holes",
@@ -362,7 +369,7 @@ MUTANTS = [
         "integration/connectors.py",
         "state.block_ids[chunk.start : chunk.stop] = [0] * len(chunk)",
         "pass",
-        ("offloading -k stored",),
+        ("offloading -k stored_late",),
     ),
     Mutant(
         "a connector's blocks are written before they are stored",

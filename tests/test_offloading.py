@@ -173,6 +173,39 @@ def test_hits_are_what_was_computed(offloads, kind):
     assert answers[1][0] == answers[3][0], "the last part of the prompt was computed again"
 
 
+def test_blocks_that_are_stored_late_are_still_the_requests_own(offloads, stock):
+    """The host has no room until a request has lost blocks, and another request has taken them: then it stores the
+    blocks that the request holds, and no block under the numbers of those that it lost."""
+    server = offloads("offloading", room=16, blocks=42, max_model_len=704, delay=45)
+    books, late, given_on = Books(server), random_prompt(416, 2), []
+    server.add(random_prompt(512, 1), "fills", max_tokens=100, **on("full"))
+    server.add(late, "late", max_tokens=90)
+    server.add(
+        random_prompt(450, 3),
+        "takes",
+        max_tokens=90,
+        extra_args={"kv_policy": "full", "kv_transfer_params": {"max_offload_tokens": 0}},
+    )
+    had = {}
+
+    def watch(server):
+        tables = {req_id.split("-")[0]: blocks for req_id, blocks in server.manager.req_to_blocks.items()}
+        for index, block in enumerate(tables.get("late", ())):
+            had.setdefault(index, block.block_id)
+            if block.is_null and not HostSpec.workers[0].done:
+                given_on.extend({had[index]} & {each.block_id for each in tables.get("takes", ())})
+
+    outputs = server.run(watch)
+    assert given_on, "no block that the request lost was another's before the host had room"
+    settle(server)
+    stored = books.stored()
+    of_late = {len(tokens) // BLOCK - 1 for tokens in stored if tokens == tuple(late[: len(tokens)])}
+    assert of_late and outputs["late"].kv_usage.evicted_blocks > 4
+    server.assert_nothing_left()
+    ensure_kv_transfer_shutdown()
+    assert_clean(stored, stock)
+
+
 def settle(server):
     """Step until all is stored."""
     while server.scheduler.has_requests():
