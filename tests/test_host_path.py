@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,8 @@ PROMPTS = [random_prompt(700), random_prompt(530, 1), random_prompt(300, 2)]
 
 
 def open_files():
-    return {os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if each.isdigit()}
+    folder = Path("/proc/self/fd")
+    return {os.readlink(each) for each in folder.iterdir() if each.is_symlink()}
 
 
 @pytest.mark.both_runners("float32")
