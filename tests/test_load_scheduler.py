@@ -90,6 +90,35 @@ FAILED = {
          {"at": 40, "do": "turn", "id": "r29", "length": 31, "family": 2, "ask": {"kv_budget": 0.873053572957806}},
          {"at": 52, "do": "turn", "id": "r29", "length": 49, "family": 2}]}
 """,
+    # A swap evicted blocks, and the pool had no room for those that were to come.
+    "a swap without room": """
+{"settings": {"policy": {"name": "pagedeviction", "sink": 0, "recent": 0, "buffer": 0, "protect": false, "evict": "host",
+                         "host": 26247, "recall": "quest", "recall_every": 1, "recall_blocks": 2, "again": 1,
+                         "again_rounds": 2}, "length": 83},
+ "ops": [{"at": 1, "id": "r9", "length": 81, "family": 2, "shared": 81, "tokens": 26,
+          "ask": {"kv_policy": "strided", "kv_budget": 0.41124646660620934, "kv_usage": true}}]}
+""",
+    # The last prompt token saw blocks that came back, and the request kept them.
+    "one token again": """
+{"settings": {"policy": {"name": "scissorhands", "sink": 0, "recent": 0, "buffer": 0, "budget": 0.43736599360386275,
+                         "protect": false, "evict": "host", "host": 17723, "recall": "quest", "recall_every": 1,
+                         "recall_blocks": 8, "again": 1, "again_rounds": 3}, "length": 108, "extra": 2},
+ "ops": [{"at": 5, "id": "r22", "length": 107, "family": 1, "tokens": 14, "n": 3}]}
+""",
+    # The end of a prompt was not computed again after all, when the budget had counted without it.
+    "not again after all": """
+{"settings": {"policy": {"name": "quest", "sink": 0, "recent": 0, "buffer": 9, "budget": 32, "protect": false,
+                         "evict": "host", "host": 42175, "recall": "quest", "recall_every": 1, "recall_blocks": 1,
+                         "again": 24, "again_rounds": 2}, "block": 8, "length": 225},
+ "ops": [{"id": "r11", "length": 224, "tokens": 22, "hot": true}]}
+""",
+    # The host dropped blocks that were about to come back for those that went for them.
+    "a host pool of one block": """
+{"settings": {"policy": {"name": "keydiff", "sink": 0, "recent": 0, "buffer": 2, "budget": 1, "protect": false,
+                         "evict": "host", "host": 2881, "recall": "quest", "recall_every": 3, "recall_blocks": 4,
+                         "again": 256, "again_rounds": 1}, "block": 1, "length": 68},
+ "ops": [{"at": 8, "id": "r19", "length": 66, "shared": 3, "tokens": 6}]}
+""",
     "a session with a context in the smallest pool": """
 {"settings": {"policy": {"name": "random", "sink": 0, "recent": 0, "buffer": 0, "budget": 1, "context": 24},
               "length": 90},

@@ -11,13 +11,14 @@ from engine import PLAN, greedy, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.visible import BLOCK, assert_like_dense, visible
 
+from vllm_evict.compute.host import HostBlocks
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.actions import Swap
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.host import HostPool
 from vllm_evict.core.mechanisms import Mechanism, Recall
-from vllm_evict.core.plan import EvictionPlan, GroupPlan
+from vllm_evict.core.plan import Copy, EvictionPlan, GroupPlan
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.score import score
 from vllm_evict.eval.tasks import make
@@ -260,6 +261,46 @@ def test_the_block_goes_that_was_unwanted_longest():
         ("spill", 9),
         ("fetch", 6),
     ]
+
+
+def test_what_goes_for_a_block_does_not_take_its_place_on_the_host():
+    pool, plan, config = HostPool(2), EvictionPlan.empty(1), KVPolicyConfig(name="h2o")
+    a = RequestBlocks(config, None, BLOCK)
+    pool.spill(plan, "a", 0, a, [3, 4], [7, 8])
+    # Both come back: what goes for them is dropped.
+    assert pool.spill(plan, "a", 0, a, [5, 6], [9, 10], coming=[0, 1]) == [a, a]
+    assert a.host == {3: 0, 4: 1} and a.state.spilled_blocks == len(plan.copies) == a.state.dropped_blocks == 2
+    # One comes back: the other one is dropped.
+    assert pool.spill(plan, "a", 0, a, [5], [9], coming=[0]) == [a]
+    assert a.host == {3: 0, 5: 1} and a.state.spilled_blocks == len(plan.copies) == a.state.dropped_blocks == 3
+
+
+def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():
+    page, written = torch.arange(32.0).view(8, 4), []
+    host = HostBlocks(SimpleNamespace(pages=lambda: [page]), 2, torch.device("cpu"), False)
+    write = host.pages.write
+    host.pages.write = lambda pages, physical, numbers: written.append(numbers) or write(pages, physical, numbers)
+    host.obey([Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1), Copy("b", 0, "spill", 5, 0)])
+    assert torch.equal(host.pages.own[0], page[[5, 2]])
+    assert all(len(set(numbers)) == len(numbers) for numbers in written)
+
+
+@pytest.mark.parametrize("due, misses", [({}, 1), ({"r": 0}, 0)])
+def test_a_missing_report_counts_once(due, misses):
+    """`Budget` counts it where it decides; a look at host blocks is no decision of the budget."""
+    config = KVPolicyConfig.parse(QUEST)
+    blocks = RequestBlocks(config, config.limits(BLOCK, 512), BLOCK, may_outgrow=True)
+    request = SimpleNamespace(num_computed_tokens=512, num_in_flight_tokens=0)
+    counted = []
+    host = SimpleNamespace(
+        groups=[SimpleNamespace(number=0, residents={"r": blocks})],
+        running_request=lambda req_id: request,
+        miss=lambda req_id, blocks: counted.append(req_id),
+    )
+    plan = EvictionPlan.empty(1)
+    plan.groups[0].looked, plan.groups[0].due = {"r": 0}, due
+    assert blocks.measured and not list(Recall(host, config, HostPool(4)).decide(plan, [{}]))
+    assert len(counted) == misses and blocks.misses == 0
 
 
 def test_what_leaves_and_returns_before_workers_hear_of_it():
