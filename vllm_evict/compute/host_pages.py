@@ -112,6 +112,7 @@ class FilePages:
             os.posix_fallocate(self._file, 0, blocks * self._record)
         except OSError as error:
             os.close(self._file)
+            del self._file
             raise KVPolicyError(
                 f"host_path: {path!r} can't have {blocks * self._record} bytes ({error.strerror}); expected room for "
                 "host on its disk; set host to less, or another host_path"
