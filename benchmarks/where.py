@@ -154,7 +154,11 @@ def where_child(spec: dict) -> dict:
         for _ in range(options.steps):
             llm.llm_engine.step()
             found.step()
-    return {clock: [step[clock] for step in found.steps[1:]] for clock in CLOCKS}
+    rounded = [
+        {clock: {part: round(each, 6) for part, each in step[clock].items()} for clock in CLOCKS}
+        for step in found.steps
+    ]
+    return {clock: [step[clock] for step in rounded[1:]] for clock in CLOCKS}
 
 
 def where(options: argparse.Namespace, model: Path, shape: Shape) -> dict:

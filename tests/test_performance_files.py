@@ -36,3 +36,10 @@ def test_the_table_past_the_models_context_is_that_of_its_file(to_json):
 
     report = json.loads((ROOT / "docs/performance/endless.json").read_text())
     assert endless.table(report) in (ROOT / "docs/quality.md").read_text()
+
+
+def test_the_table_of_a_step_is_that_of_its_file(to_json):
+    import where
+
+    report = json.loads((ROOT / "docs/performance/where.json").read_text())
+    assert where.table(report) in (ROOT / "docs/performance.md").read_text()

@@ -67,9 +67,10 @@ class Peer:
             return f"cannot be installed here: {(folder / 'unavailable').read_text().strip()}"
         return None if (folder / ".made").exists() else f"no environment: run make {folder.name}/.made"
 
-    def names(self, what: str, dry: bool) -> list[str]:
+    def names(self, what: str, options: argparse.Namespace) -> list[str]:
         every = list(self.module.NEEDLES if what == "needles" else self.module.LOADS)
-        return [name for name in every if name in self.few] if dry else every
+        wanted = self.few if options.dry_run else options.cases or every
+        return [name for name in every if name in wanted]
 
 
 PEERS = [
@@ -142,11 +143,12 @@ def measure(options: argparse.Namespace, sizes: cases.Sizes, save: Callable[[dic
 
     for number in range(options.rounds):
         for peer in here:
-            names = peer.names("load", options.dry_run)
-            for part in [[name] for name in names] if peer.alone else [names]:
+            names = peer.names("load", options)
+            for part in [[name] for name in names] if peer.alone else [names] if names else []:
                 step(peer, "load", part, f"round {number + 1}")
     for peer in here:
-        step(peer, "needles", peer.names("needles", options.dry_run), "needles")
+        if names := peer.names("needles", options):
+            step(peer, "needles", names, "needles")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -154,6 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     names = [peer.name for peer in PEERS]
     parser.add_argument("--rounds", type=int, default=2, help="times that each load runs")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="only these peers")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="only these cases, of all peers")
     parser.add_argument("--samples", type=int, default=cases.Sizes.samples, help="prompts of each task and depth")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads of a peer")
     parser.add_argument("--out", type=Path, default=Path("out/peers"))
