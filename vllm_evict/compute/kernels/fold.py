@@ -25,9 +25,8 @@ def fold(
         fold_reference(sums, slots, mass, logical, kept)
     else:
         # Faster than the reference. Entries past a row's end are 0, so they may add to block 0.
-        heads = torch.arange(sums.shape[1])[None, :, None]
-        blocks = logical.clamp(min=0).long()[:, None, :]
-        sums.index_put_((slots.long()[:, None, None], heads, blocks), mass, accumulate=True)
+        blocks, rows = logical.clamp(min=0).long()[:, None].expand_as(mass), slots.long()
+        sums.index_copy_(0, rows, sums.index_select(0, rows).scatter_add_(2, blocks, mass))
 
 
 def fold_reference(
