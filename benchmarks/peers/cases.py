@@ -41,7 +41,7 @@ class Sizes:
     pool: int = 8192
     budget: int = 320
     #: Prompts of each task and depth.
-    samples: int = 2
+    samples: int = 1
     length: int = 2048
     depths: tuple[float, ...] = DEPTHS
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Clock, Load, main
+from common import Clock, Load, main, one_line
 
 #: Aggregation of scores; None evicts nothing.
 CASES = {"full": None, "NORM_SUM": "NORM_SUM", "SUM": "SUM", "ADAPTIVE_RKV": "ADAPTIVE_RKV"}
@@ -108,7 +108,7 @@ def needles(names: list[str], spec: dict) -> Iterator[dict[str, Any]]:
                 ids, _ = batch(pipe, prompts, output, ends=True)
                 yield row | {"answers": [tokenizer.decode(answer, skip_special_tokens=True) for answer in ids]}
             except Exception as error:  # its own refusal is a result
-                yield row | {"error": f"{type(error).__name__}: {error}"}
+                yield row | {"error": one_line(error)}
                 break
 
 

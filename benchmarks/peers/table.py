@@ -219,12 +219,12 @@ def picture(report: dict, path: Path) -> None:
             if not any("error" in run for run in runs):
                 held = statistics.median(run["peak_kv_bytes"] for run in runs) / 2**20
                 group = "vllm_evict" if peer == "vllm" and case in OURS else TITLES[peer]
-                points.append((group, case, held, statistics.median(rate(run) for run in runs)))
+                points.append((group, case, held, statistics.median(rate(run, "cpu_seconds") for run in runs)))
     points.sort(key=lambda point: point[3])
     colors = dict(zip(["vllm_evict", *TITLES.values()], ["#c0392b", "#7f8c8d", "#2e86c1", "#27ae60"], strict=True))
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(9, 0.6 + 0.27 * len(points)), sharey=True, layout="tight")
     places = range(len(points))
-    for axis, column, words in ((speed, 3, "output tokens/s"), (memory, 2, "peak of KV, MiB")):
+    for axis, column, words in ((speed, 3, "output tokens a second of CPU"), (memory, 2, "peak of KV, MiB")):
         bars = axis.barh(places, [point[column] for point in points], color=[colors[point[0]] for point in points])
         axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
         axis.set_xlabel(words)
@@ -241,8 +241,8 @@ def picture(report: dict, path: Path) -> None:
 def published(page: str, report: dict) -> str:
     """The page with each table in the place of the last one, between two comments with its name."""
     for name, table in tables(report).items():
-        pattern = rf"(<!-- {re.escape(name)} -->\n).*?(\n<!-- end -->)"
-        page, count = re.subn(pattern, lambda found: found[1] + table + found[2], page, flags=re.DOTALL)
+        pattern = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)"
+        page, count = re.subn(pattern, lambda found: f"{found[1]}{table}\n{found[2]}", page, flags=re.DOTALL)
         if count != 1:
             raise ValueError(f"docs/peers.md got {count} places for the table {name!r}; expected one")
     return page
