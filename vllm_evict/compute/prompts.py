@@ -203,12 +203,12 @@ def _largest_shares(
     at_once = max(SCRATCH // (4 * query.shape[1] * query.shape[2] * count), 1)
     largest = torch.zeros(kv_heads, len(wanted), device=keys.device)
     places = torch.arange(count, device=keys.device)
-    own = None if sinks is None else sinks.view(*query.shape[1:3], 1, 1)
+    of_heads = None if sinks is None else sinks.view(*query.shape[1:3], 1, 1)
     for first in range(0, len(query), at_once):
         some = query[first : first + at_once]
         own = before + first
         hidden = places > places[own : own + len(some), None]
         logits = soft_capped(torch.einsum("qhgd,hnd->hgqn", some, keys), soft_cap)
-        shares = probabilities(logits.masked_fill_(hidden, -torch.inf), own)
+        shares = probabilities(logits.masked_fill_(hidden, -torch.inf), of_heads)
         torch.maximum(largest, shares[..., wanted.start : wanted.stop].amax((1, 2)), out=largest)
     return largest
