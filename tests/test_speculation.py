@@ -1,11 +1,14 @@
 """Speculative decoding: drafts neither score nor publish, and decisions see settled tokens; against the dense oracle."""
 
 import pytest
+import torch
 from drafting import MODEL, NGRAM, accepted, serve
-from engine import random_prompt
+from engine import Engine, logprobs_of, random_prompt
 from oracle.model import DenseLlama
+from oracle.replay import replay
 from oracle.tiny import make_tiny_llama
-from parity import assert_like_oracle, assert_tokens_like_oracle
+from parity import assert_like_oracle, assert_tokens_like_oracle, oracle_config, steps_of
+from vllm.sampling_params import StructuredOutputsParams
 
 BASE = {"budget": 160, "buffer": 32, "sink": 32, "recent": 32}
 POLICIES = {
@@ -67,3 +70,40 @@ def test_heads_keep_the_tokens_of_the_dense_oracle(engine, model, dense, monkeyp
         assert_tokens_like_oracle(dense, prompt, output, trace, BY_TOKEN[name])
 
     serve(engine, model, BY_TOKEN[name], check, monkeypatch)
+
+
+def test_drafts_that_a_grammar_cuts_neither_score_nor_count(engine, tiny, monkeypatch):
+    """A grammar of three words refuses what the prompt drafts; evictions are those of the dense oracle."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    words, policy, dense = [1, 2, 3], POLICIES["h2o"], DenseLlama(tiny)
+    grammar = StructuredOutputsParams(regex="(t1|t2|t3){20,500}")
+    server = engine(
+        policy,
+        max_num_batched_tokens=96,
+        speculative_config=NGRAM,
+        structured_outputs_config={"backend": "xgrammar"},
+    )
+    cut, take = [], server.scheduler.update_draft_token_ids
+
+    def watched(drafts):
+        take(drafts)
+        for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids):
+            if (request := server.scheduler.requests.get(req_id)) is not None:
+                cut.append(len(tokens) - sum(token != -1 for token in request.spec_token_ids))
+
+    server.scheduler.update_draft_token_ids = watched
+    prompts = [random_prompt(length, length) for length in (250, 90)]
+    bound = {"max_tokens": 160, "logprobs": 1, "structured_outputs": grammar}
+    outputs, traces = server.traced([(prompts[0], bound), (prompts[1], {"max_tokens": 160, "logprobs": 1})])
+    kept, drafts = accepted(server)
+    assert sum(cut) > 10 and drafts > kept > 10
+    assert set(outputs[0].outputs[0].token_ids) <= set(words)
+    assert assert_like_oracle(dense, prompts[1], outputs[1], traces[1], policy, tie=2e-6) >= 2
+    tokens = [*prompts[0], *outputs[0].outputs[0].token_ids]
+    steps, trace = steps_of(traces[0], tokens), traces[0]
+    reference = replay(dense, tokens, steps, oracle_config(policy, prompts[0]), settled=trace.settled)
+    assert trace.evicted[:-1] == reference.evicted[:-1] and sum(map(len, trace.evicted)) >= 2
+    allowed = torch.log_softmax(reference.logits[len(prompts[0]) - 1 : -1, words].double(), -1)
+    want = [row[words.index(token)].item() for row, token in zip(allowed, outputs[0].outputs[0].token_ids)]
+    np.testing.assert_allclose(logprobs_of(outputs[0])[: len(want)], want, atol=2e-3)
+    server.assert_nothing_left()
