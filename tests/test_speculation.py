@@ -1,9 +1,10 @@
 """Speculative decoding: drafts neither score nor publish, and decisions see settled tokens; against the dense oracle."""
 
+import numpy as np
 import pytest
 import torch
 from drafting import MODEL, NGRAM, accepted, serve
-from engine import Engine, logprobs_of, random_prompt
+from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.replay import replay
 from oracle.tiny import make_tiny_llama
