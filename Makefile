@@ -22,7 +22,7 @@ TRITON := device_backends full_graphs graphs memory sliding_devices warmup
 PEERS  := demo eval_runs gpu_benchmarks gpu_check heads_training host kvpress load needles peers performance_files ray \
 	xformers
 # Random loads, servers under faults, and engines of several ranks.
-LONG   := data_parallel load_engine load_scheduler soak tensor_parallel
+LONG   := data_parallel load_engine load_scheduler pipeline_parallel soak tensor_parallel
 lane-device := $(DEVICE:%=tests/test_%.py)
 lane-long   := $(LONG:%=tests/test_%.py)
 lane-peers  := $(PEERS:%=tests/test_%.py)

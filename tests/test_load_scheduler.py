@@ -140,6 +140,12 @@ def test_room_is_made_for_the_whole_request_and_its_next_chunk():
     assert counts["finished"] and counts["relieved"]
 
 
+def test_blocks_come_back_beside_a_block_in_flight():
+    """A block in flight was within the trigger when its step was planned, so blocks that come back leave room for it."""
+    counts = run(Program.parse((Path(__file__).parent / "loads" / "in-flight.json").read_text()))
+    assert counts["finished"] and counts["spilled"]
+
+
 # --- what the load finds ----------------------------------------------------------------------------------------------
 
 
