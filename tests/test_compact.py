@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 
+import packing
 import pytest
 import torch
 from test_mass import BF16, F16, F32, needs_extension
@@ -217,20 +218,15 @@ def test_layers_may_lie_in_one_tensor():
 @pytest.mark.parametrize("layout,dtype", [("vec", F8), ("amx", F8), ("vec", F32), ("amx", BF16)])
 def test_packed_as_vllm_does(layout, dtype):
     """What vLLM writes token by token is what compact makes of it."""
-    ops = pytest.importorskip("vllm._custom_ops")
-    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
-        pytest.skip("vLLM is built for another device")
     block_size, heads, dim = 32, 2, 64
     cache = torch.zeros(5, heads, 2 * block_size, dim, dtype=U8 if dtype == F8 else dtype)
     stored, options = cache.chunk(2, 2), {"kv_cache_dtype": "fp8"} if dtype == F8 else {}
     keys, values = torch.randn(2, 2 * block_size, heads, dim).to(BF16 if dtype == F8 else dtype)
 
-    def write(keys, values, slots):
-        ops.cpu_attn_reshape_and_cache(keys, values, *stored, torch.tensor(slots), layout, **options)
-
     kept = [0, 1, 5, 31, 32, 50, 51, 63]
-    write(keys, values, list(range(64)))
-    write(keys[kept].contiguous(), values[kept].contiguous(), [128 + slot for slot in range(len(kept))])
+    packing.write(keys, values, *stored, torch.arange(64), layout, **options)
+    slots = 128 + torch.arange(len(kept))
+    packing.write(keys[kept].contiguous(), values[kept].contiguous(), *stored, slots, layout, **options)
     for function in (compact, compact_reference):
         function([cache], ints([0, 1]), ints(kept).expand(1, heads, -1), ints([3]), layout=layout)
         assert torch.equal(cache[3], cache[4])

@@ -119,8 +119,10 @@ def test_a_file_that_cannot_be_made_is_refused(engine, tmp_path, monkeypatch):
         (tmp_path / "nowhere" / "blocks", "No such file or directory"),
         (tmp_path, "File exists"),
         (there / "blocks", "Not a directory"),
+        (f"{tmp_path}/null\0", "embedded null byte"),
     ):
-        expected = f"host_path: '{path}' can't be made ({why}); expected a file that does not exist yet"
+        shown = repr(path) if "\0" in str(path) else path
+        expected = f"host_path: {shown} can't be made ({why}); expected a file that does not exist yet"
         with pytest.raises(Exception, match=re.escape(expected)):
             engine({**QUEST, "host_path": str(path)})
     assert there.read_text() == "of somebody else"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import packing
 import pytest
 import test_mass
 import torch
@@ -187,13 +188,10 @@ def test_packing(layout, dtype):
 
 @pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec", BF16), ("vec16", F16), ("amx", BF16)])
 def test_packs_as_vllm_does(layout, dtype):
-    ops = pytest.importorskip("vllm._custom_ops")
-    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
-        pytest.skip("vLLM is built for another device")
     keys, values = torch.randn(2, 4 * 32, 2, 64).to(dtype)
     cache = torch.zeros(4, 2, 32, 128, dtype=dtype)  # in each block and head first K, then V
     key_cache, value_cache = cache.view(4, 2, 64, 64).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, torch.arange(4 * 32), layout)
+    packing.write(keys, values, key_cache, value_cache, torch.arange(4 * 32), layout)
     keys, values = (logical.view(4, 32, 2, 64).transpose(1, 2) for logical in (keys, values))
     assert torch.equal(unpack_keys(key_cache, layout), keys)
     assert torch.equal(pack_keys(keys, layout), key_cache)

@@ -62,6 +62,7 @@ NULLABLE = {
     "context",
     "dense_layers",
     "host",
+    "host_path",
     "bands",
     "merge",
     "threshold",
@@ -97,7 +98,7 @@ def fits(field: str, value: Any) -> bool:
     if field == "host":
         size = re.fullmatch(r" *([0-9]+\.?[0-9]*|\.[0-9]+) *[KMGT]iB", value) if isinstance(value, str) else None
         return size is not None or (number is not None and 0 < number < 1 << 50)
-    if field == "gates":  # right ones are files; those that are not are tried by `_gates`
+    if field in ("gates", "host_path"):  # of text, right ones are files; `_gates` tries others
         return isinstance(value, str)
     if field in ("name", "retrieval"):
         return (isinstance(value, str) and value in NAMES) or (field == "retrieval" and isinstance(value, dict))

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from ..config import KVPolicyError
+from ..config.errors import place
 
 
 class HostPages(Protocol):
@@ -102,9 +103,10 @@ class FilePages:
         self._shapes = [(page.shape[1:], page.dtype) for page in pages]
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            reason = getattr(error, "strerror", error)
             raise KVPolicyError(
-                f"host_path: {path!r} can't be made ({error.strerror}); expected a file that does not exist yet, in a "
+                f"host_path: {place(path)} can't be made ({reason}); expected a file that does not exist yet, in a "
                 "directory that the server may write; set another host_path"
             ) from None
         try:
@@ -114,8 +116,8 @@ class FilePages:
             os.close(self._file)
             del self._file
             raise KVPolicyError(
-                f"host_path: {path!r} can't have {blocks * self._record} bytes ({error.strerror}); expected room for "
-                "host on its disk; set host to less, or another host_path"
+                f"host_path: {place(path)} can't have {blocks * self._record} bytes ({error.strerror}); expected room "
+                "for host on its disk; set host to less, or another host_path"
             ) from None
 
     def __del__(self) -> None:
