@@ -10,7 +10,7 @@ PYTHON ?=
 SET_UP := pyproject.toml setup.py scripts/setup.sh packaging/constraints.txt packaging/vllm-metadata/pyproject.toml \
 	$(wildcard csrc/cpu/*)
 # Tests that run an engine, and those with tests that run again on Model Runner V2.
-END_TO_END := $(shell grep -lE '^(from|import) engine\b' tests/test_*.py)
+END_TO_END := $(shell grep -lE '^(from|import) engine\b|^def test_.*\bengine\b' tests/test_*.py)
 BOTH_RUNNERS := $(shell grep -lF mark.both_runners tests/test_*.py)
 
 # What CI runs, a workflow each; `make test-all` runs all of it.
@@ -110,8 +110,7 @@ bench: $(READY)  ## policies against stock vLLM in a small pool, and the cost of
 	@$(BIN)/python benchmarks/pressure.py
 	@$(BIN)/python benchmarks/pressure.py --step
 
-# Each peer in an environment of its own, with the versions of packaging/peers-NAME.txt; about ten minutes on two cores, and
-# as long again to make the environments.
+# Each peer in an environment of its own, with the versions of packaging/peers-NAME.txt.
 PEER_ENVS := $(patsubst packaging/peers-%.txt,$(VENV)-peers-%/.made,$(wildcard packaging/peers-*.txt))
 peers: $(READY) $(PEER_ENVS)  ## beside kvpress, OpenVINO and vLLM's own levers: same models, prompts, budgets (results in out/peers)
 	@$(BIN)/python benchmarks/peers/run.py

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# A checkout's own package comes before an installed one, and data.py of the embedded model is found.
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "needle")]
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -47,7 +47,7 @@ PARTS = {
     "end": "plugin: sums, reports",
     "model": "model: norms, rotary, activations",
     "projections": "projections",
-    "attention": "attention, vLLM's part",
+    "attention": "attention outside the plugin's kernel",
     "decode": "attention, plugin's kernel",
     "sample": "logits' sampler",
     "front": "front end, engine loop",

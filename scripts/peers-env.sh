@@ -23,7 +23,7 @@ torch=$(grep -E '^torch==' "$PINS")
 index=()
 pip_install "$torch" || index=(--extra-index-url "$CPU_WHEELS")
 if pip_install ${index[@]+"${index[@]}"} --requirement "$PINS"; then
-    # Builds for CUDA, which optimum asks for: without them text models load.
+    # optimum may install a torchvision for CUDA, which does not import here. Text models load without it.
     if ! "$VENV/bin/python" -c 'import torchvision' >>"$LOG" 2>&1; then
         "$VENV/bin/python" -m pip uninstall --yes torchvision >>"$LOG" 2>&1
     fi

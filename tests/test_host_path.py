@@ -141,19 +141,19 @@ def test_a_file_that_cannot_be_made_is_refused(engine, tmp_path, monkeypatch):
 
 def test_where_there_is_no_file_it_is_refused_by_name():
     with pytest.raises(KVPolicyError, match="host_path: blocks that are dropped have no copy on the host"):
-        KVPolicyConfig.parse({"name": "h2o", "host_path": "/tmp/blocks"})
+        KVPolicyConfig.parse({"name": "h2o", "host_path": "/disk/blocks"})
     with pytest.raises(KVPolicyError, match="it needs a size of host memory"):
-        KVPolicyConfig.parse({"name": "h2o", "evict": "host", "host_path": "/tmp/blocks"})
+        KVPolicyConfig.parse({"name": "h2o", "evict": "host", "host_path": "/disk/blocks"})
 
 
 def test_no_file_behind_a_gpu(monkeypatch):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size_local=1, tensor_parallel_size=1),
         model_config=SimpleNamespace(is_hybrid=False),
-        cache_config=None,
+        cache_config=SimpleNamespace(block_size=4096),
     )
     monkeypatch.setattr(combinations, "slides", lambda *args: False)
     # A file may be larger than memory.
-    policy = KVPolicyConfig.parse({**QUEST, "host": 1 << 49, "host_path": "/tmp/blocks"})
+    policy = KVPolicyConfig.parse({**QUEST, "host": 1 << 42, "host_path": "/disk/blocks"})
     refused = {p: [what for no, what, _ in combinations.tier(config, policy, p) if no] for p in ("cpu", "cuda")}
     assert refused == {"cpu": [], "cuda": ["host_path on a GPU, whose copies would wait for a disk"]}

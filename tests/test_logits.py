@@ -77,8 +77,8 @@ def test_where_vllm_s_kernel_decodes_mass_is_measured_beside_it(engine, models, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_oracle_knows_decisions_without_them(models, kind):
-    """It has teeth: sinks take a good part of some heads' rows, caps bend rows, and decisions follow."""
+def test_the_oracle_decides_otherwise_without_sinks_and_caps(models, kind):
+    """Sinks take a good part of some heads' rows, caps bend rows, and decisions follow."""
     path, dense = models(kind)
     plain, ids = DenseLogits(path, capped=False, sinks=False), random_prompt(530)
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
@@ -94,7 +94,7 @@ def test_the_oracle_knows_decisions_without_them(models, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_is_stock_to_the_byte(engine, models, kind):
-    """And so is a request that is measured and loses nothing."""
+    """A request that is measured and loses nothing has stock vLLM's output too."""
     path, _ = models(kind)
     prompts = [random_prompt(300), random_prompt(40, 1)]
     stock, *others = (

@@ -146,7 +146,7 @@ def test_a_hit_has_the_bounds_of_retrieval_heads(engine, model):
     server.assert_nothing_left()
 
 
-def test_a_selection_that_covers_all_changes_no_bit(engine, model, monkeypatch):
+def test_a_selection_that_covers_all_changes_no_token(engine, model, monkeypatch):
     chosen, choose = [], Selection.choose
     monkeypatch.setattr(Selection, "choose", lambda self, *args: chosen.append(1) or choose(self, *args))
     wide = policy_of("full") | {"retrieval": {**RETRIEVAL["full"], "select": 640}}

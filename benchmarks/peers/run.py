@@ -163,6 +163,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--environments", type=Path, default=cases.ROOT, help="folder of .venv-peers-NAME")
     parser.add_argument("--dry-run", action="store_true", help="few cases of small sizes: whether it all runs")
     options = parser.parse_args(arguments)
+    known = {name for peer in PEERS for name in (*peer.module.LOADS, *peer.module.NEEDLES)}
+    if unknown := set(options.cases or ()) - known:
+        parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(sorted(known))}")
     sizes = cases.DRY if options.dry_run else cases.Sizes(samples=options.samples)
     start, facts = time.perf_counter(), conditions()
     versions = facts.pop("versions")

@@ -1,6 +1,6 @@
 """Makes the tables and the picture of a run of peers (run.py), as docs/peers.md has them.
 
-python benchmarks/peers/table.py [out/peers/peers.json] [--picture docs/pictures/peers.svg]
+python benchmarks/peers/table.py [out/peers/peers.json] [--publish]
 """
 
 import argparse
@@ -132,8 +132,8 @@ def answers_table(report: dict, peer: str, methods: list[tuple[str, str | None, 
         "|---|---:|---:|---|---|",
     ]
     for title, their, our, why in methods:
-        left = _by_budget(theirs.get(their, []), report, peer) if their else {}
-        right = _by_budget(ours.get(our, []), report, "vllm") if our else {}
+        left = _by_budget(theirs.get(their, [])) if their else {}
+        right = _by_budget(ours.get(our, [])) if our else {}
         if not left and not right:
             continue
         marks = [_mark(left[b], right[b]) for b in left if b in right and left[b] and right[b]]
@@ -144,9 +144,9 @@ def answers_table(report: dict, peer: str, methods: list[tuple[str, str | None, 
     return "\n".join(lines)
 
 
-def _by_budget(rows: list[dict], report: dict, peer: str) -> dict[str | None, str]:
+def _by_budget(rows: list[dict]) -> dict[str | None, str]:
     """Right answers as a string of digits; one that ran no budget to its end has an empty string."""
-    return {row["budget"]: row.get("right", "") for row in rows}
+    return {row.get("budget"): row.get("right", "") for row in rows}
 
 
 def _cell(rights: dict[str | None, str]) -> str:

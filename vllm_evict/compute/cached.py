@@ -65,7 +65,7 @@ class CachedStatistics:
         Args:
             asked: request -> names of statistics; names outside `CACHED` are ignored.
             rows: request -> its resident blocks.
-            all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
+            all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over the model's ranks.
         """
         # Sorted, so that all ranks have one order.
         wanted = [(req_id, name) for req_id, names in asked.items() for name in sorted(names & CACHED)]

@@ -168,6 +168,7 @@ class GroupRuntime:
             # The table of a started request has all its holes: those of a session's former turns and of this plan, or
             # those of a cached prefix.
             self.with_holes.pop(req_id, None)
+            self._withheld.pop(req_id, None)
             if 0 in block_ids[number]:
                 self.with_holes[req_id] = np.flatnonzero(np.equal(block_ids[number], 0)).tolist()
         if gone or started or plan.holes or plan.returned:
@@ -419,7 +420,7 @@ class GroupRuntime:
         """Add the step's mass to the running sums, and return the reports that the plan asks for.
 
         Args:
-            all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
+            all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over the model's ranks.
         """
         plan, viewed = self.plan, self._viewed
         self.plan, self._viewed = None, None

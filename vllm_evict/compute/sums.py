@@ -366,7 +366,7 @@ class RunningSums:
         Args:
             req_ids: measured requests.
             resident: for each request int64 [n], resident logical blocks, ascending.
-            all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
+            all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over the model's ranks.
         """
         if not req_ids:
             return {}

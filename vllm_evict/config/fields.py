@@ -112,7 +112,7 @@ TIER = (
         "`drop`: evicted blocks are gone. `host`: their bytes wait in host memory",
     ),
     Option(
-        "host", Any, None, "with `evict: host`: host memory of the server in bytes, or with a unit (`8GiB`)", _bytes
+        "host", Any, None, "with `evict: host`: bytes for these blocks in each engine, or with a unit (`8GiB`)", _bytes
     ),
     Option("host_path", text | None, None, "with `evict: host`: a file to make for these blocks; null: memory"),
     Option(

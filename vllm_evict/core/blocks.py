@@ -326,8 +326,8 @@ class RequestBlocks:
 
         Args:
             blocks: int64 [k], ascending, all of them holes.
-            again: whether they came for the end of a prompt, and may go again with it; what came for a decode is to
-                stay.
+            again: whether they came back for a prompt's end that is computed again. Such blocks do not count as
+                returned, and may leave with it.
         """
         self.stays |= {block: Stay(self.scores.get(block, 0.0), came=not again) for block in blocks.tolist()}
         self.recalls.returned += 0 if again else len(blocks)
@@ -335,9 +335,14 @@ class RequestBlocks:
         self.resident, self.places = np.insert(self.resident, at, blocks), np.insert(self.places, at, blocks)
 
     def replaceable(self, computed_tokens: int) -> tuple[np.ndarray, int]:
-        """Resident blocks outside sinks and recent window, int64 [n]; and how many blocks the budget has room for."""
+        """Resident blocks outside sinks and recent window, int64 [n]; and how many blocks may come back beside all.
+
+        The budget bounds them, and so does the trigger, where blocks in flight count: these were within the trigger
+        when their step was planned, so no decision will follow them.
+        """
         candidates, spare = self._candidates(computed_tokens)
-        return candidates, max(-spare, 0)
+        room = -spare if self.limits is None else min(-spare, self.limits.trigger - self.held_blocks)
+        return candidates, max(room, 0)
 
     def unbroken(self, computed_tokens: int) -> int:
         """First token of the blocks at the end of so many tokens that have no hole between them."""

@@ -33,6 +33,9 @@ def tier(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusa
         return []
     memory, engines = memory_bytes(), vllm_config.parallel_config.data_parallel_size_local
     drop = "set evict: drop"
+    needed = config.host if config.host_path is None else 0
+    if config.recall != "none":  # least and largest keys of a block take as much as one of its tokens
+        needed += config.host // vllm_config.cache_config.block_size
     return [
         (
             slides(vllm_config.model_config, vllm_config.cache_config),
@@ -51,8 +54,8 @@ def tier(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusa
             "leave host_path out",
         ),
         (
-            config.host * engines > memory and config.host_path is None,
-            f"host: {config.host} bytes on a machine of {memory}" + (f" with {engines} engines" * (engines > 1)),
+            needed * engines > memory,
+            f"host: {needed} bytes on a machine of {memory}" + (f" with {engines} engines" * (engines > 1)),
             "set less than the machine, or its container, has for each engine, beside what the model takes",
         ),
     ]
@@ -166,7 +169,7 @@ def stages(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         (config.reconstructs, f"kvzip and {beside}", f'leave kvzip out of name and "allow", or {ranks}'),
         (config.context is not None, f"a context and {beside}", f"leave context out, or {ranks}"),
         (config.evict == "host", f"evict: host and {beside}", f"set evict: drop, or {ranks}"),
-        (bool(config.select), f"select and {beside}", f"leave select out, or {ranks}"),
+        (config.selects, f"select and {beside}", f"leave select out, or {ranks}"),
         (
             slides(model, vllm_config.cache_config) or model.is_hybrid,
             f"{beside} and layers with sliding windows or states, which vLLM groups over all stages",

@@ -1,7 +1,7 @@
 """Drafters with layers: draft models, EAGLE and MTP. vLLM puts their layers into the model's KV group.
 
 So these layers lose the blocks that the model's layers lose. They read through views too, and nothing of them is
-measured. Drafts are verified: what a drafter reads decides how many drafts are accepted, and nothing else.
+measured. The model verifies drafts, so holes in a drafter's cache change the number of accepted drafts and no token.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,9 @@ from vllm.model_executor.layers.attention import Attention
 
 from ..config import KVPolicyError
 
-#: Methods of speculative decoding whose drafters have no layers, and those whose drafters' layers are served.
+#: Methods of speculative decoding whose drafter has no layers.
 WITHOUT_LAYERS = ("ngram", "suffix")
+#: Methods whose drafter has layers that the plugin serves.
 WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp")
 #: Attribute of a drafter's layer. Policies work on layers without it.
 DRAFTS = "kv_evict_drafts"

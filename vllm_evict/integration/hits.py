@@ -66,7 +66,8 @@ class HitsMixin:
     def _longest_hit(self, request: Request) -> int:
         """Tokens of a cached prefix that an otherwise empty pool has room for beside the request's other blocks."""
         longest = self.max_model_len if request.resumable else self._longest(request)
-        longest = min(longest + self.num_spec_tokens, self.max_model_len)  # drafts may go beyond max_tokens
+        # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
+        longest = min(longest + self.num_spec_tokens + self.num_lookahead_tokens, self.max_model_len)
         block_size, residents = self.kv_managers[0].block_size, self._residents_of(request.request_id)
         # One block is vLLM's null block.
         pool = self.kv_cache_manager.block_pool.num_gpu_blocks - 1

@@ -21,7 +21,7 @@ COUNTERS = {
 HOST_COUNTERS = {
     "spilled": ("vllm:kv_evict_blocks_spilled", "Evicted KV blocks that were copied to the host."),
     "recalled": ("vllm:kv_evict_blocks_recalled", "KV blocks that came back from the host."),
-    "dropped": ("vllm:kv_evict_blocks_dropped", "KV blocks on the host that were dropped for others."),
+    "dropped": ("vllm:kv_evict_blocks_dropped", "Evicted KV blocks that the host dropped, or had no room for."),
     "failed": ("vllm:kv_evict_host_failures", "Steps in which blocks could not be written to the host, or read."),
     "again": ("vllm:kv_evict_prompts_again", "Times that the end of a prompt was computed again after a recall."),
 }

@@ -1,5 +1,6 @@
 """Reductions of what workers measure: over tensor-parallel ranks, and over the stages of a pipeline."""
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -16,13 +17,24 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        #: Values on their way to the next stage, which must not be freed before they are sent.
-        self._sent: list[tuple[Any, torch.Tensor]] = []
+        #: Values on their way to the next stage, for each of the last steps. They must outlive their sends.
+        self._sent: deque[list[tuple[Any, torch.Tensor]]] = deque()
 
     @property
     def are_last(self) -> bool:
-        """Whether this stage's reports are those of all stages."""
+        """Whether this stage is the last one, so that its reports cover all stages."""
         return get_pp_group().is_last_rank
+
+    def begin(self) -> None:
+        """Begin a step.
+
+        A stage runs at most as many steps ahead as there are stages, so older sends have arrived, and waiting for them
+        takes no time. (Gloo's sends are not completed before something waits for them.)
+        """
+        self._sent.append([])
+        while len(self._sent) > get_pp_group().world_size + 1:
+            for work, _ in self._sent.popleft():
+                work.wait()
 
     def over_tensors(self, values: torch.Tensor, maximise: bool) -> torch.Tensor:
         """Reduce values to their sum or maximum over tensor-parallel ranks, on every rank, in place."""
@@ -40,7 +52,8 @@ class Ranks:
                 such values (`combinations.stages`).
 
         Returns:
-            On the last stage the values of all stages, on every rank. On other stages those of the stages up to it.
+            On the last stage the values of all stages, on every rank. On other stages the values of the first stage up
+            to this one.
         """
         stages = get_pp_group()
         if stages.world_size == 1:
@@ -52,8 +65,7 @@ class Ranks:
             values += before
         if stages.is_last_rank:
             return self.over_tensors(values, maximise)
-        self._sent = [each for each in self._sent if not each[0].is_completed()]
-        self._sent.append((dist.isend(values, stages.next_rank, group=group), values))
+        self._sent[-1].append((dist.isend(values, stages.next_rank, group=group), values))
         return values
 
 

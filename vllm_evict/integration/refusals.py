@@ -149,7 +149,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
         (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
         (
-            (config.statistics or config.context or config.recall != "none" or config.select)
+            (config.statistics or config.context or config.recall != "none" or config.selects)
             and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
             f"KV cache dtype {cache.cache_dtype!r}, which the plugin can't read on vLLM's {platform} engine",
             f'use --kv-cache-dtype auto{fp8}, or a policy without scores and context with "allow": [] (sink-window)',

@@ -1,4 +1,4 @@
-"""The part of the scheduler about blocks on the host: they go there and come back; prompts' ends are computed again."""
+"""The part of the scheduler about blocks on the host: evicted blocks move there and back."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -91,7 +91,7 @@ class TierMixin:
         self.tally.host(resident.policy, recalled=len(blocks))
 
     def _lose_host(self, trouble: HostTrouble) -> None:
-        """Go on without the host, where blocks could not be written or read: what is there is dropped.
+        """Go on without the host, where blocks could not be written or read: all host blocks are dropped.
 
         Blocks that did not come back become holes; workers take them for holes already.
         """
@@ -108,11 +108,11 @@ class TierMixin:
         manager = self.kv_managers[0]
         for req_id, block in trouble.missing:
             resident = manager.residents.get(req_id)
-            if resident is not None and self.running_request(req_id) and block in resident.resident:
+            if resident is not None and block in resident.resident:  # a session may be between two turns
                 self.apply(Evict(req_id, 0, np.array([block], np.int64)))
 
     def rewind(self, request: Request, computed_tokens: int | None) -> None:
-        """Have the tokens of a request from so many on computed again with the next step; None: not after all.
+        """Have the tokens of a request from so many on computed again with the next step; None undoes it.
 
         Nothing of the request is in flight, and no token was sampled after what is computed again.
         """

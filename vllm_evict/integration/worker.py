@@ -74,8 +74,9 @@ class EvictionWorkerMixin:
         if config.evict == "host":
             block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
             path, parallel = config.host_path, self.vllm_config.parallel_config
-            if path is not None and parallel.data_parallel_size > 1:
-                path += f".{parallel.data_parallel_rank}"
+            # vLLM makes dense engines forget their rank, and not their index.
+            if path is not None and (index := parallel.data_parallel_index):
+                path += f".{index}"
             self.kv_evict.keep_on_host(host_blocks(self.vllm_config, config, block), config.recall != "none", path)
         if config.selects:
             self.kv_evict.keep_bounds(kv_cache_config.num_blocks)
@@ -122,6 +123,7 @@ class EvictionWorkerMixin:
             runners.fill_blocks(self.model_runner, plan.poison, float("nan"))
         if plan.clean:
             runners.fill_blocks(self.model_runner, plan.clean, 0.0)
+        self._ranks.begin()
         try:
             return super().execute_model(scheduler_output)
         finally:

@@ -179,7 +179,7 @@ class BackendOps(Protocol):
 
 
 class WithoutScratch:
-    """Parts of `BackendOps` for kernels that are compiled before the engine starts and allocate their own scratch."""
+    """Parts of `BackendOps` for backends whose kernels need no reserved scratch."""
 
     decodes_measured = False
     compiles = False

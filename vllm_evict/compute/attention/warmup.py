@@ -88,8 +88,9 @@ def warm_up(
 def _kind(layer: Any, part: Heads) -> tuple[Any, ...]:
     """Return a key of the variants that some heads need."""
     cache = part.kv_cache
-    where = part.query_heads.start, cache.data_ptr() % 16
-    return part.group, layer.num_heads, layer.num_kv_heads, cache.dtype, cache.shape[1:], cache.stride(), *where
+    logits, where = logits_of(layer), (part.query_heads.start, cache.data_ptr() % 16)
+    heads = part.group, layer.num_heads, layer.num_kv_heads, logits["soft_cap"], logits["sinks"] is None
+    return *heads, cache.dtype, cache.shape[1:], cache.stride(), *where
 
 
 class _Launches:

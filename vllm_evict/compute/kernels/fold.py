@@ -25,8 +25,10 @@ def fold(
         fold_reference(sums, slots, mass, logical, kept)
     else:
         # Faster than the reference. Entries past a row's end are 0, so they may add to block 0.
-        blocks, rows = logical.clamp(min=0).long()[:, None].expand_as(mass), slots.long()
-        sums.index_copy_(0, rows, sums.index_select(0, rows).scatter_add_(2, blocks, mass))
+        heads, blocks = sums.shape[1:]
+        rows = (slots.long()[:, None] * heads + torch.arange(heads)) * blocks
+        places = rows[..., None] + logical.clamp(min=0)[:, None]
+        sums.view(-1).index_add_(0, places.flatten(), mass.flatten())
 
 
 def fold_reference(

@@ -1,4 +1,4 @@
-"""What attention kernels are given of one layer and step: the arguments that all of them share."""
+"""The arguments that all attention kernels share: queries, paged cache and measured mass of one layer and step."""
 
 from dataclasses import dataclass
 

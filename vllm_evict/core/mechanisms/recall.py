@@ -177,8 +177,6 @@ class Recall(Mechanism):
         wanted = [block for block in wanted if scores[block] >= least]
         self._pool.want(blocks, wanted[::-1])
         candidates, room = blocks.replaceable(computed_tokens)
-        # A block in flight counts: it was within the trigger when its step was planned, so no decision will follow it.
-        room = max(min(room, blocks.limits.trigger - blocks.held_blocks), 0)
         if again:
             # What is computed again may see as many blocks as the largest chunk before it has.
             room = max(room, blocks.state.peak_blocks - blocks.held_blocks)
