@@ -23,7 +23,7 @@ WINDOW = 32
 class HostBlocks:
     """Host blocks of one KV group.
 
-    Bytes lie on the host, pinned where there is a device. Bounds of their keys lie where the cache is, as scores need
+    `pages` holds the bytes, in memory or in a file. Bounds of their keys lie where the cache is, as scores need
     them there.
 
     Args:

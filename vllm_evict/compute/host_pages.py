@@ -14,7 +14,7 @@ class HostPages(Protocol):
     """Bytes of host blocks, in all layers of a KV group. Numbers are of host blocks, `physical` of the device.
 
     Attributes:
-        error: why a block could not be written or read; None: all could.
+        error: why a block could not be written or read; None: no block failed.
     """
 
     error: str | None

@@ -40,7 +40,7 @@ class Selection:
     cached prefix has the bounds of its blocks.
 
     Args:
-        config: the server's policy, whose field `select` is above 0.
+        config: policy of the group's heads; its field `select` is above 0.
         block_size: tokens.
         layers: of the model, the layer of each place in the KV group; no layer has two places.
         store: KV cache of the group.

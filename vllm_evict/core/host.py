@@ -72,8 +72,8 @@ class HostPool:
 
         Args:
             plan: of the next step, in which workers copy them.
-            req_id, group: whose they are.
-            blocks: the request's in that group.
+            req_id, group: id of the request, number of the KV group.
+            blocks: the request's blocks in that group.
             logical, physical: the blocks.
             coming: host blocks that come back with this decision. They are not dropped for blocks that go for them.
 

@@ -125,7 +125,7 @@ class Copy(NamedTuple):
     """One block between a device and the host.
 
     Attributes:
-        req_id: whose block.
+        req_id: id of the request that has, or had, the block.
         group: KV group.
         kind: `spill`, from the device to the host; `fetch`, back; `poison`, the host block is filled with NaN (tests).
         physical: block of the device.
@@ -179,7 +179,7 @@ class GroupPlan:
         forgotten: numbers of prompts whose scores workers drop.
         returned: request -> logical blocks that are no holes any more; `moved` says where they are.
         waiting: request -> its host blocks; bounds of their keys are scored with the resident ones in this step.
-        looked: request -> its incarnation, those whose host blocks are decided on after this step.
+        looked: request -> its incarnation; the scheduler decides on its host blocks after this step.
         again: request -> its incarnation, and the first token that may be computed again after this step.
     """
 

@@ -28,7 +28,7 @@ def has_layers(vllm_config: Any) -> bool:
 
 def lookahead(vllm_config: Any) -> int:
     """Tokens after those of a step for which a request gets blocks, because the drafter computes them."""
-    return vllm_config.speculative_config.num_speculative_tokens if has_layers(vllm_config) else 0
+    return vllm_config.num_lookahead_tokens if has_layers(vllm_config) else 0
 
 
 def mark(vllm_config: Any, model: torch.nn.Module, layers: Mapping[str, Any]) -> dict[str, Any]:
