@@ -25,10 +25,11 @@ def fold(
         fold_reference(sums, slots, mass, logical, kept)
     else:
         # Faster than the reference. Entries past a row's end are 0, so they may add to block 0.
-        heads, blocks = sums.shape[1:]
-        rows = (slots.long()[:, None] * heads + torch.arange(heads)) * blocks
-        places = rows[..., None] + logical.clamp(min=0)[:, None]
-        sums.view(-1).index_add_(0, places.flatten(), mass.flatten())
+        per_slot, per_head, per_block = sums.stride()
+        rows = slots.long()[:, None] * per_slot + torch.arange(sums.shape[1]) * per_head
+        places = rows[..., None] + logical.clamp(min=0)[:, None] * per_block
+        room = sums.untyped_storage().nbytes() // sums.itemsize - sums.storage_offset()
+        sums.as_strided((room,), (1,)).index_add_(0, places.flatten(), mass.flatten())
 
 
 def fold_reference(
