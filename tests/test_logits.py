@@ -35,7 +35,7 @@ def models(tmp_path_factory):
     return make
 
 
-def served(engine, policy, path, lengths=((500, 60), (90, 200), (333, 40))):
+def served(engine, policy, path, lengths=((500, 60), (333, 60))):
     """The engine, and prompt, output and trace of requests in one batch."""
     server = engine(policy, model=path, max_num_batched_tokens=192)
     prompts = [random_prompt(length, seed) for seed, (length, _) in enumerate(lengths)]
@@ -52,7 +52,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, models, kind, nam
     server, requests = served(engine, POLICIES[name], path)
     assert server.runtime.decodes, "the plugin's kernel decodes requests with holes"
     evicted = [assert_like_oracle(dense, *request, POLICIES[name]) for request in requests]
-    assert sum(evicted) > 15
+    assert sum(evicted) > 12
     server.assert_nothing_left()
 
 
@@ -73,7 +73,7 @@ def test_where_vllm_s_kernel_decodes_mass_is_measured_beside_it(engine, models, 
     path, dense = models(kind)
     server, requests = served(engine, POLICIES["h2o"], path)
     assert not server.runtime.decodes
-    assert sum(assert_like_oracle(dense, *request, POLICIES["h2o"]) for request in requests) > 15
+    assert sum(assert_like_oracle(dense, *request, POLICIES["h2o"]) for request in requests) > 12
 
 
 @pytest.mark.parametrize("kind", KINDS)
