@@ -281,8 +281,8 @@ MUTANTS = [
     Mutant(
         "holes of a finished request stay",
         "compute/group.py",
-        "for req_id in gone | cached.resumed_req_ids:\n            self.with_holes.pop(req_id, None)",
-        "pass",
+        "for req_id in gone | cached.resumed_req_ids:\n            self.with_holes.pop(req_id, None)\n            ",
+        "for req_id in gone | cached.resumed_req_ids:\n            ",
         ("pressure", "oracle_parity", "sessions", "load_engine"),
     ),
     Mutant(

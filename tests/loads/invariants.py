@@ -129,8 +129,8 @@ class Invariants(HostInvariants):
                 roomy = free >= held * decisions
                 compacts = req_id in decided and (alone or roomy)
                 again = req_id in getattr(output, PLAN).groups[0].again or req_id in self.scheduler.next_plan.rewound
-                most = max(limits.trigger, self._peaks[req_id] if again else 0)
-                if not pools and held > most and (compacts or resident.config.granularity == "block"):
+                bound = max(limits.trigger, self._peaks[req_id] if again else 0)
+                if not pools and held > bound and (compacts or resident.config.granularity == "block"):
                     raise Fault("bound", f"{req_id}: {held} blocks of {settled} tokens, above {limits.trigger}")
                 total, most = total + held, most + limits.trigger
             else:
