@@ -32,7 +32,7 @@ class Death:
         seconds: from the event to the end of the server's process; None: the process did not end.
         status: exit status of that process.
         left: names of processes that still ran `PATIENCE` seconds later.
-        shared: files left in /dev/shm.
+        shared: files left in /dev/shm that no process maps; those of other tests' engines are mapped.
     """
 
     way: str
@@ -109,11 +109,24 @@ def die(server, way, streams=5, others=3, patience=60):
         and time.monotonic() < deadline
     ):
         time.sleep(0.2)
-    shared = sorted(set(os.listdir("/dev/shm")) - shared_before)
+    shared = sorted(set(os.listdir("/dev/shm")) - shared_before - _mapped())
     server.stop()
     for client in clients:
         client.join(120)
     return Death(way, dict(answers), seconds, status, left, shared)
+
+
+def _mapped():
+    """Names of the files in /dev/shm that some process maps."""
+    names = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            names.update(
+                line.rpartition("/dev/shm/")[2] for line in maps.read_text().splitlines() if "/dev/shm/" in line
+            )
+        except OSError:  # it has ended
+            continue
+    return names
 
 
 def _runs(pid):
