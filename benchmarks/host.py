@@ -25,7 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from models import Shape, make_model
-from pressure import child_main, conditions, decoding, in_child, make_llm, progress, random_prompts, scheduler_of, write
+from pressure import (
+    child_main,
+    choose_cases,
+    conditions,
+    decoding,
+    in_child,
+    make_llm,
+    progress,
+    random_prompts,
+    scheduler_of,
+    write,
+)
 
 #: Most tokens of a step.
 CHUNK = 8192
@@ -232,10 +243,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("out/host"))
     options = parser.parse_args()
-    known = list(cases(options))
-    options.cases = known if options.cases is None else ["stock", *options.cases]
-    if unknown := set(options.cases) - set(known):
-        parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+    options.cases = choose_cases(parser, options.cases, cases(options))
     options.out = str(options.out)
     return options
 

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from pressure import (
     child_main,
+    choose_cases,
     conditions,
     greedy,
     in_child,
@@ -330,10 +331,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--step-seconds", type=float, default=0.005, help="seconds of a step, for --clock seconds")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="only these; stock always runs, to compare with")
     options = parser.parse_args()
-    known = list(cases(options))
-    options.cases = known if options.cases is None else ["stock", *options.cases]
-    if unknown := set(options.cases) - set(known):
-        parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+    options.cases = choose_cases(parser, options.cases, cases(options))
     budget = any(name.endswith(", budget") for name in options.cases)
     if budget and not any(name.endswith(", pressure") for name in options.cases):
         parser.error("a case with a budget takes it from a case under pressure: choose one of these as well")

@@ -1,4 +1,4 @@
-"""Makes random Llamas for benchmarks and the demo: no download, and attention that is not uniform."""
+"""Makes random models for benchmarks and the demo: no download. Llamas have attention that is not uniform."""
 
 import json
 from dataclasses import dataclass
@@ -57,6 +57,38 @@ def write_config(path: str | Path, shape: Shape) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     _write(path / "config.json", _config(shape))
     return path
+
+
+#: Kind of a model that is no Llama -> its type in transformers, what is its own, and tokens of its blocks on a CPU, if
+#: vLLM chooses them.
+OTHERS = {
+    "hybrid": (
+        "falcon_h1",
+        dict(mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=16, mamba_n_groups=1, mamba_d_conv=4),
+        None,
+    ),
+    "mla": (
+        "deepseek_v3",
+        dict(kv_lora_rank=512, q_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64),
+        16,
+    ),
+}
+
+
+def write_other(path: str | Path, kind: str, shape: Shape) -> Path:
+    """Write configuration and tokenizer of a model in `OTHERS`, for engines with dummy weights."""
+    from transformers import AutoConfig
+
+    model_type, own, _ = OTHERS[kind]
+    sizes = {name: value for name, value in _config(shape).items() if name not in ("architectures", "model_type")}
+    if kind == "mla":  # without experts; each query head has its keys in the latent
+        own = own | {"first_k_dense_replace": shape.layers, "num_key_value_heads": shape.heads}
+        sizes.pop("head_dim")
+    config = AutoConfig.for_model(model_type, **{**sizes, **own})
+    config.architectures = [{"hybrid": "FalconH1ForCausalLM", "mla": "DeepseekV3ForCausalLM"}[kind]]
+    config.save_pretrained(path)
+    _write_tokenizer(Path(path), shape)
+    return Path(path)
 
 
 def _weights(shape: Shape, generator: torch.Generator, focus: float) -> dict[str, torch.Tensor]:

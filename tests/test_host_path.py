@@ -11,9 +11,11 @@ import pytest
 from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.visible import assert_like_dense, visible
+from test_sessions import Sessions
 
 from vllm_evict.compute import host_pages
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.plan import HostTrouble
 from vllm_evict.integration import combinations
 
 QUEST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "16MiB"}
@@ -103,9 +105,29 @@ def test_requests_go_on_without_the_host(engine, tiny, tmp_path, monkeypatch, co
 def test_requests_go_on_without_the_host_under_async_scheduling(
     async_engine, tiny, tmp_path, monkeypatch, complaints, fault
 ):
+    # Where freed blocks are poisoned, blocks come from the file though no request has taken their place.
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = async_engine({**QUEST, "host_path": str(tmp_path / "blocks")}, enable_prefix_caching=False)
     calls = fails(monkeypatch, *FAULTS[fault])
     check(server, DenseLlama(tiny), visible(server), complaints, calls)
+
+
+def test_a_block_that_failed_in_the_last_step_of_a_turn_is_a_hole_in_the_next(engine, tiny, tmp_path):
+    """Between two turns a session does not run, and its table is what the next turn starts from."""
+    server = engine({**QUEST, "host_path": str(tmp_path / "blocks")}, enable_prefix_caching=False)
+    sessions = Sessions(server)
+    sessions.send("s", random_prompt(600), 20)
+    sessions.run()
+    block = int(server.manager.residents["s"].resident[2])
+    assert not server.manager.req_to_blocks["s"][block].is_null and not server.scheduler.running_request("s")
+    server.scheduler._lose_host(HostTrouble("a disk that fails", [("s", block)]))
+    assert server.manager.req_to_blocks["s"][block].is_null
+    sessions.send("s", random_prompt(40, 1), 20)
+    sessions.run()
+    assert len(sessions.answers["s"]) == 2
+    sessions.close("s")
+    sessions.run()
+    server.assert_nothing_left()
 
 
 # --- a file that can't be made ----------------------------------------------------------------------------------------

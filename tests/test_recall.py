@@ -102,11 +102,12 @@ def test_pages_come_back_byte_for_byte(engine, dtype):
 # --- when a query asks ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.both_runners("1")
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_the_end_of_a_prompt_is_computed_again_and_sees_what_came_back(engine, tiny, monkeypatch, rounds):
+@pytest.mark.both_runners("1-box")
+@pytest.mark.parametrize("rounds, bounds", [(1, "box"), (2, "box"), (1, "sphere")], ids=["1-box", "2-box", "1-sphere"])
+def test_the_end_of_a_prompt_is_computed_again_and_sees_what_came_back(engine, tiny, monkeypatch, rounds, bounds):
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
-    server = engine({**QUEST, "again_rounds": rounds, "recall_every": 4}, enable_prefix_caching=False)
+    fields = {"again_rounds": rounds, "recall_every": 4, "recall_bounds": bounds}
+    server = engine({**QUEST, **fields}, enable_prefix_caching=False)
     masks, dense = visible(server), DenseLlama(tiny)
     prompts = [random_prompt(700), random_prompt(530, 1), random_prompt(300, 2)]
     ids = [server.add(prompt, max_tokens=40, logprobs=1) for prompt in prompts]
@@ -277,7 +278,7 @@ def test_what_goes_for_a_block_does_not_take_its_place_on_the_host():
 
 def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():
     page, written = torch.arange(32.0).view(8, 4), []
-    host = HostBlocks(SimpleNamespace(pages=lambda: [page]), 2, torch.device("cpu"), False)
+    host = HostBlocks(SimpleNamespace(pages=lambda: [page]), 2, torch.device("cpu"), None)
     write = host.pages.write
     host.pages.write = lambda pages, physical, numbers: written.append(numbers) or write(pages, physical, numbers)
     host.obey([Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1), Copy("b", 0, "spill", 5, 0)])
@@ -437,7 +438,11 @@ class Chat:
         return self.answers
 
 
-@pytest.mark.parametrize("policy, found", [(QUEST, 10), ({"name": "h2o"}, 0)], ids=["host", "drop"])
+@pytest.mark.parametrize(
+    "policy, found",
+    [(QUEST, 10), ({**QUEST, "recall_bounds": "sphere"}, 9), ({"name": "h2o"}, 0)],
+    ids=["host", "spheres", "drop"],
+)
 def test_a_fact_of_the_first_turn_is_found_in_the_third(engine, policy, found):
     """Two turns bring the context, which is evicted down to a tenth; the question comes with the third."""
     model = ROOT / "examples/needle/model"

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_refusals import H2O, PER_KIND, RUN_ON, SERVED, UNMEASURED, engine_config, plain_config, with_config
+from test_refusals import H2O, UNMEASURED, engine_config, with_config
+from test_refusals_backends import PER_KIND, RUN_ON, SERVED, plain_config
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -54,25 +55,17 @@ def test_layers_of_unknown_backends_are_refused():
         refusals.check_layer("layer.7", layer(backend), policy)
 
 
-def test_layers_that_share_a_cache_are_refused():
-    """With windows or without: nobody's table may change under them."""
-    shares = layer()
-    shares.kv_sharing_target_layer_name = "layer.1"
-    with pytest.raises(KVPolicyError, match=r"^layer.7 shares the cache of layer.1: leave --kv-policy out$"):
-        refusals.check_cache("layer.7", shares)
-    refusals.check_cache("layer.7", layer())
-
-
 def test_layers_of_drafters_are_like_those_of_the_model(monkeypatch):
     monkeypatch.setattr(drafters, "Attention", SimpleNamespace)
 
-    def of(name="CPU_ATTN", dtype="auto", window=None):
-        backend = SimpleNamespace(get_name=lambda: name)
-        return SimpleNamespace(attn_backend=backend, kv_cache_dtype=dtype, sliding_window=window)
+    def of(name="CPU_ATTN", dtype="auto", window=None, target=None):
+        backend, sharing = SimpleNamespace(get_name=lambda: name), {"kv_sharing_target_layer_name": target}
+        return SimpleNamespace(attn_backend=backend, kv_cache_dtype=dtype, sliding_window=window, **sharing)
 
     drafters.check({"draft.0": of()}, of())
     for unlike, message in (
         (of(window=64), "has a sliding window; expected .*; set another model"),
+        (of(target="layers.3"), "reads the cache of layers.3; expected .*; set another model"),
         (of("FLASH_ATTN"), 'has the attention backend FLASH_ATTN; .*; set "attention_backend": "CPU_ATTN"'),
         (of(dtype="fp8"), 'has the KV cache dtype \'fp8\'; .*; set "kv_cache_dtype": "auto"'),
         (torch.nn.Linear(1, 1), "is a Linear layer; .*; set another model"),

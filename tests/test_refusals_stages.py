@@ -1,7 +1,8 @@
 """What is refused under pipeline parallelism, by name and with the way around."""
 
 import pytest
-from test_refusals import H2O, NGRAM, engine_config, plain_config, with_config
+from test_refusals import H2O, NGRAM, engine_config, with_config
+from test_refusals_backends import plain_config
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration import refusals

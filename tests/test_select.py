@@ -16,7 +16,7 @@ from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.eval.policies import contenders, servers
 
 SELECT = {"select": 256, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
-OWN = {*SELECT, "select_every", "filter_layers"}
+OWN = {*SELECT, "select_every", "filter_layers", "select_bounds"}
 SIZES = {"sink": 32, "recent": 32, "buffer": 0, "block_size": BLOCK}
 EVICTING = {"budget": 384, "buffer": 64, "sink": 32, "recent": 64}
 
@@ -56,6 +56,7 @@ def assert_selects_like_dense(model, prompt, output, trace, **select):
 CASES = {
     "full": {"name": "full", **SELECT},
     "every": {"name": "full", **SELECT, "select_every": 5},
+    "spheres": {"name": "full", **SELECT, "select_bounds": "sphere"},
     "filters": {"name": "full", **SELECT, "filter_layers": [0, 2]},
     "wide": {"name": "full", "select": 320, "select_sink": 40, "select_recent": 100, "dense_layers": 0},
     "sink-window": {"name": "sink-window", "budget": 448, "buffer": 96, "sink": 32, **SELECT},

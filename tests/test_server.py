@@ -11,11 +11,14 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+
+from vllm_evict.integration.metrics import HOST_COUNTERS, HOST_GAUGES
 
 POLICY = {"name": "h2o", "budget": 256, "buffer": 32, "sink": 32, "recent": 64, "allow": ["sink-window", "full"]}
 ENGINE = ["--kv-policy", json.dumps(POLICY), "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
@@ -64,17 +67,20 @@ class Server:
         return {key: value - before.get(key, 0) for key, value in self.metrics().items()}
 
 
-@pytest.fixture(scope="module")
-def server(tiny, tmp_path_factory):
+@contextmanager
+def running(model, log, *arguments):
+    """A server until the block ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    command = vllm("serve", str(tiny), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port))
-    command += [*ENGINE, "--enable-scale-out"]
+    command = vllm("serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port))
     with open(log, "w") as output:
         process = subprocess.Popen(
-            command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            [*command, *ENGINE, *arguments],
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         deadline = time.time() + 300
@@ -93,6 +99,12 @@ def server(tiny, tmp_path_factory):
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tiny, tmp_path_factory):
+    with running(tiny, tmp_path_factory.mktemp("server") / "log.txt", "--enable-scale-out") as server:
+        yield server
 
 
 def test_the_log_says_what_the_server_does(server):
@@ -122,6 +134,11 @@ def test_the_dashboard_asks_for_metrics_that_are_there(server):
     asked = {
         query for panel in json.loads(board)["panels"] for target in panel["targets"] for query in [target["expr"]]
     }
+    # Metrics of servers with evict: host, which have the labels of the others.
+    on_host = {name.replace("_total", "") + "_total" for name, _ in HOST_COUNTERS.values()}
+    labels |= dict.fromkeys(
+        on_host | {name for name, _ in HOST_GAUGES.values()}, labels["vllm:kv_evict_blocks_resident"]
+    )
     for query in asked:
         (name,) = re.findall(r"vllm:\w+", query)
         by = re.findall(r"by \((\w+)\)", query)

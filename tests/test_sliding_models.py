@@ -1,5 +1,6 @@
 """Architectures whose layers see a window or all, with random weights, against transformers under explicit masks."""
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -111,3 +112,34 @@ def test_full_is_stock_to_the_byte(engine, truths, architecture):
     )
     assert got[0].outputs[0].token_ids == want[0].outputs[0].token_ids
     assert logprobs_of(got[0]).tolist() == logprobs_of(want[0]).tolist()
+
+
+#: Windows of Step-3.5 have more query heads than full attention, and pages of another size here.
+STEP = dict(
+    model_type="step3p5", architectures=["Step3p5ForCausalLM"], vocab_size=256, hidden_size=64, intermediate_size=128,
+    num_hidden_layers=4, num_attention_heads=4, num_attention_groups=2, head_dim=64, max_position_embeddings=2048,
+    max_seq_len=2048, rope_theta=1e4, bos_token_id=None, eos_token_id=None, sliding_window=WINDOW, layer_types=WINDOWS,
+    attention_other_setting=dict(
+        attention_type="sliding_attention", num_attention_heads=6, num_attention_groups=2, head_dim=32
+    ),
+    use_head_wise_attn_gate=True, use_rope_layers=[], yarn_only_types=[], moe_layers_enum="1", moe_num_experts=2,
+    moe_top_k=1, moe_intermediate_size=32, share_expert_dim=32, use_moe=True,
+)  # fmt: skip
+
+
+def test_step_3_5_loses_blocks_and_full_is_stock_to_the_byte(engine, tmp_path, monkeypatch):
+    """Its answers are compared with stock vLLM's alone, where all is resident; freed blocks are NaN."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    (tmp_path / "config.json").write_text(json.dumps(STEP))
+    write_tokenizer(tmp_path, 256, 2048)
+    prompt, options = random_prompt(400), {"model": tmp_path, "load_format": "dummy"}
+    (want,) = engine(None, **options).generate([prompt], max_tokens=20, logprobs=0)
+    server = engine({**H2O, "allow": ["full"]}, **options)
+    sizes = [manager.block_size for manager in server.all_managers]
+    assert sizes == [64, 64, 64, 32] and server.manager.block_size == 32
+    (got,) = server.generate([prompt], max_tokens=20, logprobs=0, extra_args={"kv_policy": "full"})
+    assert got.outputs[0].token_ids == want.outputs[0].token_ids
+    assert logprobs_of(got).tolist() == logprobs_of(want).tolist()
+    (output,) = server.generate([random_prompt(400, 1)], max_tokens=60, logprobs=0)
+    assert output.kv_usage.evicted_blocks > 8 and np.isfinite(logprobs_of(output)).all()
+    server.assert_nothing_left()

@@ -152,6 +152,16 @@ def compile_readers(shapes: list[tuple]) -> None:
         if heads == 32:
             mass_from_lse.mass_from_lse(of_tokens, lse)
         query_lse.query_lse(plain, lse)
+    # Gemma 2's cap and gpt-oss' sinks are variants of their own.
+    heads, kv_heads, dim, block_size, dtype, tokens = shapes[0][:6]
+    keys, values = torch.empty(8, kv_heads, block_size, 2 * dim, dtype=dtype).split(dim, -1)
+    query, lse = torch.empty(tokens, heads, dim, dtype=dtype), torch.empty(tokens, heads)
+    table, starts, mass = ints(ROWS, WIDTH), ints(ROWS + 1), torch.empty(ROWS, kv_heads, WIDTH)
+    for logits in ({"soft_cap": 50.0}, {"sinks": torch.empty(heads)}):
+        attention = PagedAttention(query, keys, table, starts, lens, 0.1, values, mass=mass, **logits)
+        decode_mass.decode_mass(attention, lens, torch.empty_like(query), lse=lse)
+        mass_from_lse.mass_from_lse(attention, lse)
+        query_lse.query_lse(replace(attention, mass=None), lse)
 
 
 if __name__ == "__main__":

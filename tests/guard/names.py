@@ -49,6 +49,8 @@ REPLACED = {
         "integration.admission:AdmissionMixin": "add_request _update_request_as_session",
         "integration.hits:HitsMixin": "_get_local_prefix_cache_hit",
         "integration.tier:TierMixin": "_reserve_prefill_lookahead",
+        "integration.preempted:PreemptedMixin": "_preempt_request _get_local_prefix_cache_hit reset_prefix_cache "
+        "_update_request_as_session",
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {
         "integration.allocation:before_giving_up": "allocate_slots",
@@ -57,7 +59,7 @@ REPLACED = {
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
         "integration.managers:EvictableManager": "__init__ get_num_blocks_to_allocate find_longest_cache_hit "
         "add_local_computed_blocks allocate_external_computed_blocks allocate_new_blocks pop_blocks_for_free "
-        "_cache_partial_tail_block",
+        "_cache_partial_tail_block _has_partial_local_hit",
         "integration.managers:hole_aware.HoleAware": "cache_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:MambaManager": {

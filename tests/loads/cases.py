@@ -81,7 +81,8 @@ def _host(rng, sizes):
     blocks = rng.choice([1, 3, 8, 32, 512]) * sizes["sink"]
     policy = _blocks(rng, sizes) | {"evict": "host", "host": blocks << 10}
     policy |= {"recall": "quest", "recall_every": rng.choice([1, 2, 8]), "recall_blocks": rng.choice([1, 3, 8])}
-    return policy | {"again": rng.choice([0, 40, 256]), "again_rounds": rng.choice([1, 2])}
+    policy |= {"again": rng.choice([0, 40, 256]), "again_rounds": rng.choice([1, 2])}
+    return policy | {"preempt": rng.choice(["host", "recompute"])}
 
 
 def _latent(rng, sizes):

@@ -43,6 +43,9 @@ class Counts:
     spilled: int = 0
     fetched: int = 0
     rewound: int = 0
+    saved: int = 0
+    restored: int = 0
+    still_there: int = 0
 
     def add(self, other: Any) -> None:
         for name, value in vars(other).items():
@@ -98,7 +101,7 @@ class Worker:
         self.written = set()
         after, came = self._rearrange(plan), {}
         if self.host is not None:
-            self.host.forget(output.finished_req_ids | preempted)
+            self.host.forget(output.finished_req_ids | preempted.difference(plan.groups[0].parked))
             came = self.host.obey(plan, self)
         for block in plan.poison:
             self.memory[block] = POISON
@@ -208,14 +211,15 @@ class Worker:
             self.counts.rewound += 1
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
-            self._start(new.req_id, list(tokens), [list(blocks) for blocks in new.block_ids], new.num_computed_tokens)
+            tables = [list(blocks) for blocks in new.block_ids]
+            self._start(new.req_id, list(tokens), tables, new.num_computed_tokens, plan)
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for req_id, blocks, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens):
             starts[req_id] = computed
             if req_id in cached.resumed_req_ids:
                 tokens = cached.all_token_ids.get(req_id, self.rows[req_id].tokens)
-                self._start(req_id, list(tokens), [list(each) for each in blocks], computed)
+                self._start(req_id, list(tokens), [list(each) for each in blocks], computed, plan)
                 continue
             row = self._alive(req_id, "a step")
             if self.settings.drafts:
@@ -229,10 +233,22 @@ class Worker:
                 table.extend(new_blocks)
         return starts
 
-    def _start(self, req_id: str, tokens: list[int], blocks: list[list[int]], computed: int) -> None:
+    def _start(
+        self, req_id: str, tokens: list[int], blocks: list[list[int]], computed: int, plan: EvictionPlan
+    ) -> None:
         row = self.rows.get(req_id)
         if row is not None and row.active:
             return self._go_on(req_id, row, tokens, blocks, computed)
+        if req_id in plan.groups[0].restored:
+            if row is None or tokens[:computed] != row.tokens[:computed] or computed > row.computed:
+                raise Fault("restore", f"{req_id} goes on at {computed}, worker: {row}")
+            self.host.restored(req_id)
+            self.counts.restored += 1
+            row.tables, row.tokens, row.computed, row.active, row.recalled = blocks, tokens, computed, True, set()
+            row.counted = min(row.counted, computed)
+            return row.learn()
+        if self.host is not None:
+            self.host.forget({req_id})
         if row is not None:
             self.counts.restarts += 1
         elif req_id.startswith("reconstruct-"):
@@ -295,7 +311,11 @@ class Worker:
                     table[at] = block
                 if wrong := {at: block for at, block in back.items() if table[at] != block}:
                     raise Fault("tables", f"{req_id}, group {group}: {wrong} came back, its table is {table}")
-                row.recalled = row.recalled.union(back).difference(holes)
+                there = moved.keys() - back if self.host is not None else set()
+                if there:
+                    self.host.returned(req_id, there)
+                    self.counts.still_there += len(there)
+                row.recalled = row.recalled.union(back, there).difference(holes)
                 for at in holes:
                     if not table[at]:
                         raise Fault("holes", f"{req_id}, group {group}: block {at} is a hole already")

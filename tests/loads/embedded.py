@@ -259,9 +259,8 @@ class Run:
         usage = output.kv_usage
         for each in usage if isinstance(usage, list) else [usage]:
             self.counts["evicted blocks"] += each.evicted_blocks
-            self.counts["recalled blocks"] += each.recalled_blocks or 0
-            self.counts["dropped blocks"] += each.dropped_blocks or 0
-            self.counts["asked again"] += each.asked_again or 0
+            on_host = ("recalled_blocks", "still_there_blocks", "dropped_blocks", "asked_again", "restored")
+            self.counts.update({name.replace("_", " "): getattr(each, name) or 0 for name in on_host})
         lost = any(each.evicted_blocks for each in (usage if isinstance(usage, list) else [usage]))
         self.counts["evicted from"] += lost
         if not lost and self.stock is not None and number % 4 == 0 and item.get("n", 1) == 1 and "stop" not in item:

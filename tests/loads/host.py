@@ -26,11 +26,24 @@ class HostTier:
     Attributes:
         memory: contents of host blocks, uint64 [blocks, block].
         held: host block -> request and logical block that it holds, as copies so far say.
+        saved: those of preempted requests.
     """
 
     def __init__(self, blocks: int, block: int) -> None:
         self.memory = np.full((blocks, block), POISON, np.uint64)
         self.held: dict[int, tuple[str, int]] = {}
+        self.saved: set[int] = set()
+
+    def restored(self, req_id: str) -> None:
+        """A request goes on: what it did not need to fetch is forgotten."""
+        gone = {number for number in self.saved if self.held.get(number, ("",))[0] == req_id}
+        self.held = {number: each for number, each in self.held.items() if number not in gone}
+        self.saved -= gone
+
+    def returned(self, req_id: str, logical: set[int]) -> None:
+        """Blocks of a request came back without a copy."""
+        gone = {(req_id, block) for block in logical}
+        self.held = {number: each for number, each in self.held.items() if each not in gone}
 
     def forget(self, req_ids: set[str]) -> None:
         """Requests ended, or start over."""
@@ -45,8 +58,23 @@ class HostTier:
                 self.held.pop(copy.number, None)
                 self.memory[copy.number] = POISON
                 continue
-            row, key, group = worker._alive(copy.req_id, "a copy"), (copy.req_id, copy.group), worker.groups[copy.group]
+            told, key, group = plan.groups[copy.group], (copy.req_id, copy.group), worker.groups[copy.group]
+            waits = copy.req_id in told.parked or copy.req_id in told.restored
+            row = worker.rows[copy.req_id] if waits else worker._alive(copy.req_id, "a copy")
             at = where.setdefault(key, {block: at for at, block in enumerate(row.tables[group]) if block})
+            if copy.kind == "save":
+                if copy.physical not in at:  # it was still there when it came back, and the worker was not told
+                    holes = [block for block, number in enumerate(row.tables[group]) if not number]
+                    same = [b for b in holes if (row.expected[group][b] == worker.memory[copy.physical]).all()]
+                    at |= dict.fromkeys([copy.physical] if same else [], next(iter(same), -1))
+                if copy.physical not in at or copy.req_id not in told.parked:
+                    raise Fault("host", f"{copy.req_id} saves block {copy.physical}, it holds {row.tables[group]}")
+                self.memory[copy.number] = worker.memory[copy.physical]
+                self.held[copy.number] = copy.req_id, at[copy.physical]
+                self.saved.add(copy.number)
+                worker.counts.saved += 1
+                continue
+            self.saved.discard(copy.number)
             if copy.kind == "spill":
                 if copy.physical not in at:
                     raise Fault("host", f"{copy.req_id} spills block {copy.physical}, it holds {row.tables[group]}")
@@ -58,15 +86,23 @@ class HostTier:
                 worker.counts.spilled += 1
                 continue
             whose, logical = self.held.pop(copy.number, (None, -1))
+            if copy.req_id in told.restored:
+                if whose != copy.req_id:
+                    raise Fault("host", f"{copy}: the host block is of {whose}")
+                worker.memory[copy.physical] = self.memory[copy.number]
+                worker.written.add(copy.physical)
+                worker.counts.fetched += 1
+                continue
             # A block that the host has no room for is not copied before others take its place.
             gone = at.get(copy.physical) in (None, *plan.groups[copy.group].holes.get(copy.req_id, ()))
-            if whose != copy.req_id or not gone:
+            if whose != copy.req_id or not (gone or copy.req_id in told.parked):
                 raise Fault("host", f"{copy}: the host block is of {whose}, blocks of the request {at}")
             worker.memory[copy.physical] = self.memory[copy.number]
             worker._same(copy.req_id, group, row, [logical], [copy.physical])
             worker.written.add(copy.physical)
             at[copy.physical] = logical
-            came.setdefault(key, {})[logical] = copy.physical
+            if copy.req_id not in told.parked:
+                came.setdefault(key, {})[logical] = copy.physical
             worker.counts.fetched += 1
         return came
 
@@ -87,20 +123,25 @@ class HostInvariants:
     def _check_host(self) -> None:
         """*host*: each host block is free, or one request holds it for one hole; worker and scheduler agree whose it is.
 
-        Blocks that came back are private.
+        Blocks that came back are private, or published as they were.
         """
         pool, manager = self.scheduler.host_pool, self.evictable[0]
         held: dict[int, tuple[str, int]] = {}
         for req_id, resident in manager.residents.items():
             table = manager.req_to_blocks.get(req_id, ())
             for logical, number in resident.host.items():
-                if number in held or logical >= len(table) or not table[logical].is_null:
+                there = resident.saved is None and (logical >= len(table) or not table[logical].is_null)
+                if number in held or there:
                     raise Fault("host", f"{req_id}: host block {number} for block {logical} of {len(table)}; {held}")
                 held[number] = req_id, logical
                 if pool._held.get(number) != (resident, logical):
                     raise Fault(
                         "host", f"{req_id}: host block {number} is for block {logical}, in the pool's books not"
                     )
+            if resident.saved is not None:
+                if table or held.keys() & set(resident.saved.numbers.values()):
+                    raise Fault("host", f"{req_id} is saved on {resident.saved.numbers}; {held}; {table}")
+                held |= {number: (req_id, logical) for logical, number in resident.saved.numbers.items()}
         free = pool._free
         if len(set(free)) < len(free) or held.keys() & set(free) or len(free) + len(held) != pool.blocks:
             raise Fault("host", f"of {pool.blocks} host blocks {free} are free, {sorted(held)} held")
@@ -110,7 +151,7 @@ class HostInvariants:
         for req_id, row in self.worker.rows.items():
             for logical in row.recalled if row.active else ():
                 block = self.pool.blocks[row.tables[self.worker.groups[0]][logical]]
-                if block.ref_cnt != 1 or block.block_hash is not None:
+                if block.ref_cnt != 1 and block.block_hash is None:
                     raise Fault("host", f"{req_id}: block {logical} came back and is not private: {block}")
 
     def _watch_recalls(self) -> None:
@@ -137,7 +178,7 @@ class HostInvariants:
 
     def _check_no_host_left(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.host_pool
-        if pool.used or sorted(pool._free) != list(range(pool.blocks)) or self.worker.host.held:
+        if pool.used or pool._saved or sorted(pool._free) != list(range(pool.blocks)) or self.worker.host.held:
             raise Fault("left", f"host blocks {pool._held}, {len(pool._free)} of {pool.blocks} are free")
         if scheduler._plan.rewound or any(copy.kind != "poison" for copy in scheduler._plan.copies):
             raise Fault("left", f"of plans: {scheduler._plan.rewound}, {scheduler._plan.copies}")

@@ -13,7 +13,7 @@ class HostMemory:
     def __init__(self, engine):
         self.pool, self.scheduler = engine.scheduler.host_pool, engine.scheduler
         host = engine.runtime.host
-        self._tensors = [*host.pages.own, *host._bounds]
+        self._pages, self._tensors = host.pages.own, [*host.pages.own, *host._bounds]
         if not self.pool.used:
             with torch.inference_mode():
                 for each in self._tensors:
@@ -25,11 +25,16 @@ class HostMemory:
         for req_id, blocks in manager.residents.items():
             for logical, number in blocks.host.items():
                 assert number not in held, f"host block {number} is for {held[number]} and for {req_id}"
-                assert manager.req_to_blocks[req_id][logical].is_null, f"{req_id} has block {logical}, and on the host"
+                is_hole = blocks.saved is not None or manager.req_to_blocks[req_id][logical].is_null
+                assert is_hole, f"{req_id} has block {logical}, and on the host"
                 held[number] = req_id
+        saved = {
+            number for blocks in manager.residents.values() if blocks.saved for number in blocks.saved.numbers.values()
+        }
         free = set(pool._free)
-        assert held.keys() == pool._held.keys() and len(free) == len(pool._free) == pool.blocks - len(held)
-        assert not free & held.keys(), "host blocks are free and held"
+        assert held.keys() == pool._held.keys() and saved == pool._saved
+        assert len(free) == len(pool._free) == pool.blocks - len(held) - len(saved)
+        assert not (free | saved) & held.keys() and not free & saved, "host blocks are free and held"
         # The next plan writes these.
         coming = {copy.number for copy in self.scheduler.next_plan.copies}
         for each in self._tensors:
@@ -38,6 +43,8 @@ class HostMemory:
                 assert is_nan[number].all(), f"host block {number} is free, and holds numbers"
             for number in held.keys() - coming:
                 assert not is_nan[number].any(), f"host block {number} of {held[number]} holds NaN"
+        for each in self._pages:
+            assert not torch.isnan(each[sorted(saved - coming)]).any(), "a host block of a preempted request holds NaN"
 
     def check_end(self):
         """All is free."""

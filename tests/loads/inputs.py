@@ -40,6 +40,8 @@ CHOICES = {
     "protect": (True, False),
     "evict": ("drop", "host"),
     "recall": ("none", "quest"),
+    "preempt": ("recompute", "host"),
+    **dict.fromkeys(("recall_bounds", "select_bounds"), ("box", "sphere")),
 }
 #: Field -> least and most of a whole number.
 SIZES = {

@@ -12,7 +12,7 @@
 - *vain*: blocks are evicted under pressure only if the request that lacked some gets them, and of no request that is
   more important;
 - *host*: each host block is free, or one request holds it for one hole; worker and scheduler agree whose it is, and
-  what comes back is what went; blocks that came back are private;
+  what comes back is what went; blocks that came back are private, or still published;
 - *recall*: no request is preempted in the step after a recall that would not be without it;
 - *stall*: requests get on, see `Invariants._stall`;
 - *left*: once all requests are done, every block is in the pool and nothing is remembered of any request.

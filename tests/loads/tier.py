@@ -24,6 +24,7 @@ def on_host(rand: Random, policy: dict[str, Any], block: int, token_bytes: int) 
         "when": "budget",
         "evict": "host",
         "host": blocks * block * token_bytes + spare,
+        "preempt": rand.choice(("host", "host", "recompute")),
     }
     if rand.random() < 0.9:
         kept |= {

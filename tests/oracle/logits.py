@@ -1,4 +1,4 @@
-"""Random tiny models whose attention logits have a soft cap (Gemma 2) or whose heads have learned sinks (gpt-oss).
+"""Random tiny models with attention of their own: soft caps (Gemma 2), learned sinks (gpt-oss), shared caches (Gemma 3n, 4).
 
 transformers computes everything but attention; attention is written out here, under explicit masks.
 """
@@ -22,13 +22,24 @@ KINDS = {
     "gemma2": dict(query_pre_attn_scalar=32, tie_word_embeddings=True, attn_logit_softcapping=3.0),
     "gpt_oss": dict(num_local_experts=2, num_experts_per_tok=1, tie_word_embeddings=False),
 }
+#: The same, of models whose last layers read the caches of layers before them: layer 5 those of layer 3, 4 those of 2.
+SHARED = dict(
+    num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=2,
+    hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB, tie_word_embeddings=True,
+)  # fmt: skip
+SHARING = {
+    "gemma3n_text": dict(
+        **SHARED, activation_sparsity_pattern=[0.5] * 2 + [0.0] * 4, laurel_rank=8, altup_num_inputs=2
+    ),
+    "gemma4_text": dict(**SHARED, global_head_dim=32),
+}
 #: Means of the sinks of gpt-oss' heads: one hardly counts, one takes most of a row. Sums of exponentials are about e^17.
 SINKS = (4.0, 14.0, 18.0, 22.0)
 
 
 def make_tiny(path: Path, kind: str) -> Path:
-    """Write a random model of a kind in `KINDS` to a directory."""
-    config = AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind]})
+    """Write a random model of a kind in `KINDS` or `SHARING` to a directory."""
+    config = AutoConfig.for_model(kind, **{**SIZES, **(KINDS | SHARING)[kind]})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -59,8 +70,11 @@ class DenseLogits:
         self.model.model.do_not_compile = True
         config = self.model.config
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.layers, self.head_dim, self.dtype = config.num_hidden_layers, config.head_dim, torch.float32
-        self.full = [layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"]
+        self.layers, self.head_dim, self.dtype = config.num_hidden_layers, SIZES["head_dim"], torch.float32
+        kinds, own = config.layer_types, self.layers - getattr(config, "num_kv_shared_layers", 0)
+        self.full = [layer for layer, kind in enumerate(kinds[:own]) if kind == "full_attention"]
+        #: Layer -> the last layer of its kind that has a cache, which it reads.
+        self.targets = {layer: own - 1 - kinds[:own][::-1].index(kinds[layer]) for layer in range(own, self.layers)}
         self.capped, self.sinks = capped, sinks
         self._seen, self._attended = None, {}
 
@@ -69,18 +83,22 @@ class DenseLogits:
 
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
-        """As `DenseLlama.forward`."""
+        """As `DenseLlama.forward`. Layers that read a cache see what its layer sees, and add to its probabilities."""
         first = len(cache.tokens)
         cache.tokens = torch.cat([cache.tokens, torch.as_tensor(ids, dtype=torch.long)])
         seen = torch.zeros(self.layers, self.heads, len(cache.tokens), len(cache.tokens), dtype=torch.bool)
         seen[:, :, :first, :first] = cache.seen
         seen[:, :, first:] = mask
+        for layer, target in self.targets.items():
+            seen[layer] = seen[target]
         cache.seen = self._seen = seen
         ALL_ATTENTION_FUNCTIONS.register("written-out", self._attend)
         self.model.set_attn_implementation("written-out")
         logits = self.model(cache.tokens[None], use_cache=False).logits[0, first:]
         cache[:] = [self._attended[layer][:2] for layer in range(self.layers)]
         probs = torch.stack([self._attended[layer][2] for layer in range(self.layers)])
+        for layer, target in self.targets.items():
+            probs[target] += probs[layer]
         return logits, probs[:, :, first:] if want_probs else None
 
     def _attend(

@@ -16,8 +16,19 @@ class Chooser:
         chosen: number of choices.
     """
 
-    def __init__(self, model, *, select, select_sink, select_recent, dense_layers=2, filter_layers=(), select_every=1):
-        self.model, self.every = model, select_every
+    def __init__(
+        self,
+        model,
+        *,
+        select,
+        select_sink,
+        select_recent,
+        dense_layers=2,
+        filter_layers=(),
+        select_every=1,
+        select_bounds="box",
+    ):
+        self.model, self.every, self.sphere = model, select_every, select_bounds == "sphere"
         self.recent = math.ceil((select_recent - 1) / BLOCK) + 1
         self.sinks, self.blocks = math.ceil(select_sink / BLOCK), math.ceil(select / BLOCK)
         self.dense, self.filters = dense_layers, filter_layers
@@ -55,6 +66,11 @@ class Chooser:
             for block in full:
                 of_block = keys[block * BLOCK : (block + 1) * BLOCK, h // group].double()
                 q = query[h].double()
+                if self.sphere:
+                    centre = sum(of_block) / len(of_block)
+                    radius = max((key - centre).norm() for key in of_block)
+                    bounds.append(q @ centre + q.norm() * radius)
+                    continue
                 bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum())
             shares += (torch.stack(bounds) / self.model.head_dim**0.5).softmax(0)
         last = len(resident) - self.recent

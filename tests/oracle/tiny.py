@@ -132,10 +132,12 @@ def make_tiny_llama(
     return path
 
 
-def write_tokenizer(path, vocab, max_len):
-    words = {f"t{i}": i for i in range(vocab)}
+def write_tokenizer(path, vocab, max_len, special=None):
+    """Write a tokenizer of the words t0, t1 ...; `special`: token -> its name, if it is no such word."""
+    words = {(special or {}).get(i, f"t{i}"): i for i in range(vocab)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list((special or {}).values()))
     tokenizer.save(str(path / "tokenizer.json"))
     _write_json(
         path / "tokenizer_config.json",

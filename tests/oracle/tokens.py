@@ -106,10 +106,8 @@ class TokenRequest(Request):
         going = sorted(going.tolist())
         if self.merge["merge"] == "ems":
             going = sorted(sorted(going, key=lambda i: (importance[i].item(), i))[-len(staying) :])
-        best = {}
-        for i in going:
-            likeness = [cosine(keys[places[i], head][None], keys[places[j], head][None]).item() for j in staying]
-            best[i] = max(zip(likeness, staying), key=lambda pair: pair[0])
+        likeness = cosine(keys[places[going], head], keys[places[staying], head]).tolist()
+        best = {i: max(zip(row, staying), key=lambda pair: pair[0]) for i, row in zip(going, likeness)}
         mean = sum(likeness for likeness, _ in best.values()) / len(best)
         if self.merge["merge"] == "ems":
             threshold = self.merge.get("merge_threshold", 0.6)

@@ -17,8 +17,9 @@ from .merge import Merger
 from .originals import Originals
 from .prompts import PromptScores
 from .select import Selection
+from .store import Store
 from .sums import MassStep, RunningSums
-from .tokens import Store, TokenSums
+from .tokens import TokenSums
 from .views import Views
 from .work import NO_ROWS, StepWork
 
@@ -184,8 +185,12 @@ class GroupRuntime:
         for sums in (self.sums, self.tokens):
             if sums is None:
                 continue
-            for req_id in gone | plan.untrack:
+            for req_id in plan.parked:
+                sums.park(req_id)
+            for req_id in gone.difference(plan.parked) | plan.untrack:
                 sums.stop(req_id)
+            for req_id in plan.restored:
+                sums.unpark(req_id, len(self.with_holes.get(req_id, ())))
             for req_id, scoring in plan.track.items():
                 if scoring.per_token == (sums is self.tokens):
                     sums.start(req_id, scoring)

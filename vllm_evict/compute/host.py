@@ -11,9 +11,9 @@ from ..core.mechanisms.recall import BOUND
 from ..core.plan import Copy, Report, Reports, Waiting
 from ..policies import KEY_BOUND
 from .host_pages import FilePages, HostPages, MemoryPages
-from .kernels.bounds import bound_scores, key_bounds
+from .kernels.bounds import bound_scores, bounds_width, key_bounds
 from .kernels.logits import logits_of
-from .tokens import Store
+from .store import Store
 from .transfer import to_device, to_host
 
 #: Queries of a request, the last ones of a step, that say which host blocks are wanted.
@@ -30,23 +30,25 @@ class HostBlocks:
         store: the KV cache.
         blocks: of the host.
         device: where the cache is.
-        bounds: whether bounds are kept.
+        bounds: kind of the bounds that are kept, `box` or `sphere`; None: none are.
         path: of a file that holds the bytes; None: they are in memory.
 
     Attributes:
         pages: bytes of the host blocks.
     """
 
-    def __init__(self, store: Store, blocks: int, device: torch.device, bounds: bool, path: str | None = None) -> None:
-        self._store, self._device = store, device
+    def __init__(
+        self, store: Store, blocks: int, device: torch.device, bounds: str | None, path: str | None = None
+    ) -> None:
+        self._store, self._device, self._kind = store, device, bounds
         pages = store.pages()
         self.pages: HostPages = (
             MemoryPages(pages, blocks, device.type == "cpu") if path is None else FilePages(path, pages, blocks)
         )
         #: Host blocks that hold nothing, because they could not be written.
         self._void: set[int] = set()
-        #: Of each layer [blocks, Hkv, 2 * D] of `key_bounds`.
-        self._bounds = empty_bounds(store, blocks, device) if bounds else []
+        #: Of each layer [blocks, Hkv, X] of `key_bounds`.
+        self._bounds = [] if bounds is None else empty_bounds(store, blocks, device, bounds)
 
     def obey(self, copies: Sequence[Copy]) -> list[Copy]:
         """Copy blocks, in this order; return the copies by which no block came back. Such a block is zero."""
@@ -62,16 +64,16 @@ class HostBlocks:
             elif kind == "fetch":
                 failed += self._fetch(some)
             else:
-                self._spill([copy.physical for copy in some], numbers)
+                self._spill([copy.physical for copy in some], numbers, kind == "spill")
         return failed
 
-    def _spill(self, physical: list[int], numbers: list[int]) -> None:
+    def _spill(self, physical: list[int], numbers: list[int], bounded: bool) -> None:
         self._void.difference_update(numbers)
         self._void.update(self.pages.write(self._store.pages(), physical, numbers))
-        if self._bounds:
+        if self._bounds and bounded:
             blocks, places = (to_device(np.array(each, np.int64), self._device) for each in (physical, numbers))
             for (keys, _), bounds in zip(self._store.read(blocks, False), self._bounds):
-                bounds[places] = key_bounds(keys)
+                bounds[places] = key_bounds(keys, kind=self._kind)
 
     def _fetch(self, copies: list[Copy]) -> list[Copy]:
         pages, there = self._store.pages(), [copy for copy in copies if copy.number not in self._void]
@@ -82,14 +84,18 @@ class HostBlocks:
         return [copy for copy in copies if copy.physical in failed]
 
     def bounds(self, layer: int, numbers: torch.Tensor) -> torch.Tensor:
-        """Of some host blocks (int64 [n]) in one layer; [n, Hkv, 2 * D]."""
+        """Of some host blocks (int64 [n]) in one layer; [n, Hkv, X]."""
         return self._bounds[layer][numbers]
 
+    def bounds_beside(self, keys: torch.Tensor, length: int, layer: int, numbers: torch.Tensor) -> torch.Tensor:
+        """Of resident blocks with these keys, of so many tokens, and then of some host blocks: [n, Hkv, X]."""
+        return torch.cat((key_bounds(keys, length, self._kind or "box"), self.bounds(layer, numbers)))
 
-def empty_bounds(store: Store, blocks: int, device: torch.device) -> list[torch.Tensor]:
-    """Memory for bounds of so many blocks: for each layer [blocks, Hkv, 2 * D]."""
+
+def empty_bounds(store: Store, blocks: int, device: torch.device, kind: str) -> list[torch.Tensor]:
+    """Memory for bounds of so many blocks, of this kind: for each layer [blocks, Hkv, X]."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    shapes = [(keys.shape[1], 2 * keys.shape[3], keys.dtype) for keys, _ in store.read(none, False)]
+    shapes = [(keys.shape[1], bounds_width(kind, keys.shape[3]), keys.dtype) for keys, _ in store.read(none, False)]
     return [torch.zeros((blocks, heads, dims), dtype=dtype, device=device) for heads, dims, dtype in shapes]
 
 
@@ -152,9 +158,10 @@ class BoundStep:
         """Take in one layer, the `place`-th, whose queries are [T, H, D]."""
         for look in self._looks.values():
             keys, _ = ops.read(layer, kv_cache, look.resident, False)
-            bounds = key_bounds(keys, look.length)
-            if look.numbers is not None:
-                bounds = torch.cat((bounds, self._host.bounds(place, look.numbers)))
+            if look.numbers is None:
+                bounds = key_bounds(keys, look.length)
+            else:
+                bounds = self._host.bounds_beside(keys, look.length, place, look.numbers)
             look.scores += bound_scores(query[look.queries], bounds, layer.impl.scale, **logits_of(layer))
 
     def report(self, reports: Reports, all_reduce: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:

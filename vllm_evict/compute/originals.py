@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from ..core.plan import KeyRotation
-from .tokens import TURNED, Store
+from .store import Store
+from .tokens import TURNED
 from .transfer import restored, stashed, to_device
 
 

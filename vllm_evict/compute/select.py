@@ -16,7 +16,7 @@ from ..config import KVPolicyConfig
 from .host import empty_bounds
 from .kernels.bounds import bound_scores, key_bounds
 from .kernels.logits import logits_of
-from .tokens import Store
+from .store import Store
 from .transfer import to_device
 
 
@@ -55,6 +55,7 @@ class Selection:
         self, config: KVPolicyConfig, block_size: int, layers: Sequence[int], store: Store, device: torch.device
     ) -> None:
         self.blocks, self.sinks, self.recent = config.selected(block_size)
+        self._kind = config.select_bounds
         self._every, self._block_size, self._store, self._device = config.select_every, block_size, store, device
         #: Places of layers that choose, and of layers that attend to a choice.
         self._choosers, self._sparse = (
@@ -77,13 +78,13 @@ class Selection:
 
     def hold(self, pool: int) -> None:
         """Allocate bounds for a pool of this many blocks."""
-        self._bounds = empty_bounds(self._store, pool, self._device)
+        self._bounds = empty_bounds(self._store, pool, self._device, self._kind)
 
     def refresh(self, blocks: Sequence[int]) -> None:
         """Compute the bounds of full blocks that copies have written."""
         where = to_device(np.array(blocks, np.int64), self._device)
         for (keys, _), bounds in zip(self._store.read(where, False), self._bounds):
-            bounds[where] = key_bounds(keys)
+            bounds[where] = key_bounds(keys, kind=self._kind)
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Choose anew for requests that ended, started or lost blocks."""
@@ -179,7 +180,7 @@ class Selection:
     def fill(self, ops: Any, layer: Any, place: int, kv_cache: Any, filled: torch.Tensor) -> None:
         """Compute the bounds of blocks that the step has filled, in one layer."""
         keys, _ = ops.read(layer, kv_cache, filled, False)
-        self._bounds[place][filled] = key_bounds(keys)
+        self._bounds[place][filled] = key_bounds(keys, kind=self._kind)
 
     def chooses(self, place: int) -> bool:
         """Whether a layer chooses blocks."""

@@ -175,6 +175,8 @@ class RunningSums:
         #: the slot's window ended with such a step: holes tell that it led to one.
         self._tentative = np.zeros(requests, bool)
         self._ended = np.zeros(requests, bool)
+        #: Request that waits -> its row of the sums, and of each array above.
+        self._parked: dict[str, tuple[torch.Tensor, list[Any]]] = {}
         self._batch: tuple[list[str], np.ndarray, np.ndarray] = ([], np.empty(0, np.int64), np.empty(0, np.int64))
         #: Rows of the last batch, and int32 [R] the slot of each of its requests, -1 for none, on the device.
         self._folded: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.int32))
@@ -198,10 +200,7 @@ class RunningSums:
 
     def start(self, req_id: str, scoring: Scoring) -> None:
         """Start to measure a request, from zero."""
-        if req_id not in self._slots:
-            self._slots[req_id] = self._free.pop()
-            self._batch = ([], *self._batch[1:])
-        slot = self._slots[req_id]
+        slot = self._slot(req_id)
         self._sums[slot] = 0
         self._every[slot] = scoring.every
         self._window[slot] = scoring.window if scoring.accumulate == "last" else 0
@@ -212,10 +211,38 @@ class RunningSums:
         self._start[slot] = scoring.start
         self._tentative[slot] = self._ended[slot] = False
 
+    def _slot(self, req_id: str) -> int:
+        self._parked.pop(req_id, None)
+        if req_id not in self._slots:
+            self._slots[req_id] = self._free.pop()
+            self._batch = ([], *self._batch[1:])
+        return self._slots[req_id]
+
     def stop(self, req_id: str) -> None:
+        self._parked.pop(req_id, None)
         if (slot := self._slots.pop(req_id, None)) is not None:
             self._free.append(slot)
             self._batch = ([], *self._batch[1:])
+
+    def park(self, req_id: str) -> None:
+        """Set a request's sums aside until `unpark`, `start` or `stop`; its row is free for another request."""
+        if (slot := self._slots.get(req_id)) is not None:
+            parked = self._sums[slot].clone(), [each[slot] for each in self._of_slots()]
+            self.stop(req_id)
+            self._parked[req_id] = parked
+
+    def unpark(self, req_id: str, holes: int) -> None:
+        """Go on with the sums that were set aside, of a request that has so many holes now."""
+        if (parked := self._parked.get(req_id)) is not None:
+            slot = self._slot(req_id)
+            self._sums[slot] = parked[0]
+            for each, value in zip(self._of_slots(), parked[1]):
+                each[slot] = value
+            self.set_holes(req_id, holes)
+
+    def _of_slots(self) -> tuple[np.ndarray, ...]:
+        scoring = self._every, self._window, self._decay, self._trigger, self._holes, self._pivots, self._start
+        return (*scoring, self._tentative, self._ended)
 
     def set_trigger(self, req_id: str, trigger: int) -> None:
         """Set the resident blocks above which the request's next decision is due."""

@@ -1,8 +1,8 @@
 """Token granularity: sums of each token and KV head, the choice of kept tokens, and their compaction."""
 
 import logging
-from collections.abc import Callable, Iterable, Set
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Set
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from .cached import OF_VALUES
 from .kernels.keys import token_scores
 from .kernels.put import put
 from .merge import Merger
+from .store import Store
 from .sums import RunningSums, Weigh
 from .transfer import fetched, to_device
 
@@ -24,55 +25,6 @@ IN_FLIGHT = 3
 TURNED = 1024
 #: Growth when pages run out: one page for each `GROWTH` pages, and at least `LEAST` pages.
 GROWTH, LEAST = 4, 16
-
-
-class Store(Protocol):
-    """The KV cache of one KV group on this rank, layer by layer. Blocks are physical.
-
-    Attributes:
-        kept_bytes: bytes on the device beside the cache.
-    """
-
-    kept_bytes: int
-
-    def read(self, blocks: torch.Tensor, values: bool) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
-        """See `cached.ReadBlocks`."""
-        ...
-
-    def kv_heads(self) -> list[int]:
-        """Number of KV heads of each layer."""
-        ...
-
-    def pages(self) -> list[torch.Tensor]:
-        """Each layer's cache, blocks first."""
-        ...
-
-    def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
-        """Gather kept tokens of all layers (see `kernels.compact`).
-
-        Args:
-            source, target: int32 [n] and [m], blocks, on the host.
-            keep: for each layer int32 [Hkv, kept], on the device of the cache.
-        """
-        ...
-
-    def write(self, layer: int, blocks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite blocks (int64 [n]) of one layer; keys and values [n, Hkv, block_size, D], of any float dtype."""
-        ...
-
-    def keys(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return keys of all layers, as the cache stores them, of blocks int64 [n]: [n, X] of the cache's dtype."""
-        ...
-
-    def turn(self, source: torch.Tensor, target: torch.Tensor, keys: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Copy blocks of all layers, with rotated keys.
-
-        Args:
-            source, target: int64 [n]; a block of `target` is its own source, or no source at all.
-            keys: [n, X], computed keys as `keys` returns them.
-            tokens: int64 [n], distance in positions by which each block's keys are rotated.
-        """
-        ...
 
 
 class TokenBuffers(NamedTuple):

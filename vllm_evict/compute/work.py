@@ -114,7 +114,7 @@ class StepWork:
     def do(self, ops: Any, layer: Any, place: int, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
         """Do the work of one layer, after the stock kernel (see `attention.ops.BackendOps`).
 
-        `place` is the index of the layer in its KV group, as in `tokens.Store`.
+        `place` is the index of the layer in its KV group, as in `store.Store`.
         """
 
         def weigh(weights: torch.Tensor | None, out: torch.Tensor | None, per_token: bool = False) -> None:

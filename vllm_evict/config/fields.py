@@ -121,10 +121,24 @@ TIER = (
         "none",
         "with `evict: host`: `quest`, blocks come back that bounds of their keys promise attention for",
     ),
+    Option(
+        "recall_bounds",
+        Literal["box", "sphere"],
+        "box",
+        "what bounds a block's keys: `box`, the least and the largest value of each dimension; `sphere`, centre and "
+        "radius, in half the memory",
+    ),
     Option("recall_every", whole(1), 8, "decode steps from one look at a request's host blocks to the next"),
     Option("recall_blocks", whole(1), 8, "most blocks that come back to a decoding request at a time"),
     Option("again", whole(), 256, "last tokens of a prompt that are computed again once blocks came back; 0: none"),
     Option("again_rounds", whole(1, 9), 1, "times that they are"),
+    Option(
+        "preempt",
+        Literal["recompute", "host"],
+        "recompute",
+        "`recompute`: a preempted request is computed again. With `evict: host`, `host`: its blocks wait on the host, "
+        "and it goes on where it was, if the host has room for all of them",
+    ),
 )
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
@@ -144,6 +158,7 @@ SELECT = (
         "tokens that a decode attends to, in whole blocks chosen by each layer; 0: all resident tokens",
     ),
     Option("select_every", whole(1), 1, "with `select`: steps that attend to one choice"),
+    Option("select_bounds", Literal["box", "sphere"], "box", "with `select`: see `recall_bounds`"),
     Option("select_sink", whole(), 64, "with `select`: leading tokens that are always attended to"),
     Option("select_recent", whole(), 128, "with `select`: trailing tokens that are always attended to"),
     Option(

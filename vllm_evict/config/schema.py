@@ -232,13 +232,17 @@ def _keeps_on_the_host(config: KVPolicyConfig) -> None:
         if changed:
             raise ValueError(f"{changed[0]}: blocks that are dropped have no copy on the host: it needs evict: host")
         return
-    if config.recall == "none" and (idle := [field for field in changed if not field.startswith(("evict", "host"))]):
+    if config.recall == "none" and (idle := [field for field in changed if field.startswith(("recall", "again"))]):
         raise ValueError(f"{idle[0]}: blocks on the host never come back: it needs recall: quest")
     for refused, why in (
         (config.host is None, "it needs a size of host memory, such as host: 8GiB"),
         (config.when == "pressure", "'when: pressure' does not know blocks on the host: it needs when: budget"),
         (config.granularity == "token", "tokens of a head have no block to come back to: it needs granularity: block"),
         (config.context is not None, "blocks that moved up have no place to come back to: leave context out"),
+        (
+            config.preempt == "host" and config.host_path is not None,
+            "a disk that fails would lose the newest tokens of a preempted request: leave host_path or preempt out",
+        ),
     ):
         if refused:
             raise ValueError(f"evict: host: {why}")

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import NEVER, KVPolicyConfig, Limits
 from ..policies import Blocks
-from .host import Recalls
+from .host import Recalls, Saved
 from .plan import Report, Scoring
 
 NO_BLOCKS = np.empty(0, dtype=np.int64)
@@ -50,7 +50,12 @@ class RequestState:
     spilled_blocks: int = 0
     recalled_blocks: int = 0
     dropped_blocks: int = 0
+    #: Of those that came back, blocks of the pool that no request had taken.
+    still_there_blocks: int = 0
     asked_again: int = 0
+    #: Times that the request was preempted and went on with its blocks from the host, or was computed again.
+    restored: int = 0
+    recomputed: int = 0
 
 
 @dataclass(slots=True)
@@ -97,11 +102,15 @@ class RequestBlocks:
     prompt_scores: Report | None = None
     #: Holes whose content waits on the host: logical block -> host block.
     host: dict[int, int] = field(default_factory=dict)
+    #: Of these holes, block of the pool that was there, and the hash under which it was published, if it was.
+    left: dict[int, tuple[int, Any]] = field(default_factory=dict)
     #: Blocks that queries wanted when host blocks were looked at -> how long they stay.
     stays: dict[int, Stay] = field(default_factory=dict)
     #: Scores of blocks, resident or on the host, when host blocks were last looked at.
     scores: dict[int, float] = field(default_factory=dict)
     recalls: Recalls = field(default_factory=Recalls)
+    #: Where the blocks wait while the request is preempted; None: it runs, or is computed again.
+    saved: Saved | None = None
 
     @property
     def measured(self) -> bool:
@@ -140,12 +149,17 @@ class RequestBlocks:
         self.held_blocks = blocks
 
     def restart(self) -> None:
-        """Forget all blocks of a preempted request, which is computed again from its first token."""
+        """Forget all blocks of a preempted request, which is computed again from its first token.
+
+        A request whose blocks are saved forgets nothing: it goes on with them.
+        """
         self.incarnation += 1
+        if self.saved is not None:
+            return
         self.started, self.scoring = False, None
         self.resident, self.places, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, NO_BLOCKS, 0, None, 0
         self.report, self.asked_at, self.prompt_scores, self.misses = None, 0, None, 0
-        self.host, self.stays, self.scores, self.recalls = {}, {}, {}, Recalls()
+        self.host, self.left, self.stays, self.scores, self.recalls = {}, {}, {}, {}, Recalls()
         if self.unprofiled is not None:
             (self.config, self.limits), self.unprofiled = self.unprofiled, None
 

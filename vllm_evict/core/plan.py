@@ -127,7 +127,8 @@ class Copy(NamedTuple):
     Attributes:
         req_id: id of the request that has, or had, the block.
         group: KV group.
-        kind: `spill`, from the device to the host; `fetch`, back; `poison`, the host block is filled with NaN (tests).
+        kind: `spill`, from the device to the host; `save`, the same of a preempted request; `fetch`, back; `poison`,
+            the host block is filled with NaN (tests).
         physical: block of the device.
         number: block of the host.
     """
@@ -181,6 +182,8 @@ class GroupPlan:
         waiting: request -> its host blocks; bounds of their keys are scored with the resident ones in this step.
         looked: request -> its incarnation; the scheduler decides on its host blocks after this step.
         again: request -> its incarnation, and the first token that may be computed again after this step.
+        parked: preempted requests whose sums workers set aside, as they will go on.
+        restored: requests that go on where they were preempted, with the sums that were set aside.
     """
 
     holes: dict[str, list[int]] = field(default_factory=dict)
@@ -200,6 +203,8 @@ class GroupPlan:
     waiting: dict[str, Waiting] = field(default_factory=dict)
     looked: dict[str, int] = field(default_factory=dict)
     again: dict[str, tuple[int, int]] = field(default_factory=dict)
+    parked: set[str] = field(default_factory=set)
+    restored: set[str] = field(default_factory=set)
 
     def leave_holes(self, req_id: str, blocks: list[int]) -> None:
         """Note that a request lost some logical blocks."""

@@ -23,8 +23,12 @@ class KVUsage:
         evicted_tokens: the same in tokens.
         spilled_blocks: evicted blocks that went to the host; this and the next are None where none did.
         recalled_blocks: blocks that came back.
+        still_there_blocks: of these, blocks that no request had taken in the meantime; no copy was needed.
         dropped_blocks: blocks that were dropped there, as the host's memory was full.
         asked_again: times that the end of its prompt was computed again, so that its answer sees what came back.
+        restored: times that it was preempted and went on with its blocks from the host; this and the next are None
+            unless the server saves blocks of preempted requests and it was preempted.
+        recomputed: times that it was preempted and computed again.
     """
 
     policy: str
@@ -35,8 +39,11 @@ class KVUsage:
     evicted_tokens: int
     spilled_blocks: int | None = None
     recalled_blocks: int | None = None
+    still_there_blocks: int | None = None
     dropped_blocks: int | None = None
     asked_again: int | None = None
+    restored: int | None = None
+    recomputed: int | None = None
 
     @classmethod
     def of(cls, groups: Sequence["RequestBlocks"]) -> "KVUsage":
@@ -51,8 +58,10 @@ class KVUsage:
         state = groups[0].state
         on_host: dict[str, int] = {}
         if state.spilled_blocks:
-            names = ("spilled_blocks", "recalled_blocks", "dropped_blocks", "asked_again")
+            names = ("spilled_blocks", "recalled_blocks", "still_there_blocks", "dropped_blocks", "asked_again")
             on_host = {name: getattr(state, name) for name in names}
+        if state.restored or state.recomputed:
+            on_host |= {"restored": state.restored, "recomputed": state.recomputed}
         return cls(
             policy=groups[0].policy,
             budget_tokens=tokens(sum(each.budget for each in limits)) if len(limits) == len(groups) else None,

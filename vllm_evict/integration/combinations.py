@@ -123,11 +123,14 @@ def with_layers(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
     """What is refused on servers whose drafter has layers."""
     speculative = vllm_config.speculative_config
     drafter, ngram = f"speculative decoding by {speculative.method!r}", 'set "method": "ngram" in --speculative-config'
+    counts = bool(config.statistics) or config.granularity == "token"
     return [
         (
-            bool(vllm_config.scheduler_config.async_scheduling),
-            f"{drafter} under async scheduling, where workers do not know the length of a request",
-            f"set --no-async-scheduling, or {ngram}",
+            bool(vllm_config.scheduler_config.async_scheduling) and counts,
+            f"{drafter} under async scheduling while requests may use scores or granularity: token, because workers "
+            "do not know there how many drafts of the step before were accepted",
+            "set --no-async-scheduling, or use sink-window, strided or random by block and leave other policies out of "
+            f'"allow", or {ngram}',
         ),
         (
             len(config.classes) > 1,
@@ -244,6 +247,21 @@ def sparse(text: Any) -> list[Refusal]:
     ]
 
 
+def unlike(text: Any) -> list[Refusal]:
+    """Refusals for models whose values have other dimensions than their keys (MiMo-V2)."""
+    values = getattr(text, "v_head_dim", None)
+    # transformers raises for the head_dim of a model whose layers differ in it (Gemma 4).
+    keys = None if values is None else getattr(text, "head_dim", None)
+    return [
+        (
+            None not in (keys, values) and keys != values and getattr(text, "kv_lora_rank", None) is None,
+            f"keys of {keys} and values of {values} dimensions, whose attention backends (FLASH_ATTN_DIFFKV, "
+            "TRITON_ATTN_DIFFKV) have pages that the plugin can't read",
+            "leave --kv-policy out for this model",
+        )
+    ]
+
+
 def latent(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusal]:
     """Refusals for models with multi-head latent attention (MLA)."""
     latent = "multi-head latent attention (MLA)"
@@ -280,7 +298,8 @@ def latent(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refu
         ),
         (
             bool(vllm_config.model_config.is_hybrid),
-            f"{latent} beside linear attention, which no test runs yet",
+            f"{latent} beside linear attention, which vLLM's CPU engine can't run (its blocks of latents have 16 "
+            "tokens, and beside states a multiple of 128), so that no test has run a policy there",
             "leave --kv-policy out for this model",
         ),
         (
@@ -293,6 +312,22 @@ def latent(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refu
             f"{latent} on a GPU while requests may use scores of attention: no kernel reads latents there",
             'use sink-window, strided, random, keydiff or knorm, and leave other policies out of "allow"',
         ),
+    ]
+
+
+def sharing(config: KVPolicyConfig) -> list[Refusal]:
+    """Refusals for models some of whose layers read the cache of another layer."""
+    beside = "layers that share a cache, which no test runs"
+    return [
+        (
+            len(config.classes) > 1,
+            "layers that share a cache, whose heads can't be split",
+            "use a policy for whole layers, such as h2o, snapkv or sink-window",
+        ),
+        (config.context is not None, f"a context and {beside}", "leave context out for this model"),
+        (config.reconstructs, f"kvzip and {beside}", "leave kvzip out; snapkv, h2o and keydiff need no second pass"),
+        (config.evict == "host", f"evict: host and {beside}", "set evict: drop"),
+        (config.selects, f"select and {beside}", "leave select out"),
     ]
 
 

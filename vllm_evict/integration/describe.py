@@ -46,6 +46,7 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
         + f"{', async scheduling' if scheduler.scheduler_config.async_scheduling else ''}"
         + f"; attention backend {spec.backend}; {what}"
         + (f"; {scheduler.host_pool.blocks} host blocks for what is evicted" if scheduler.host_pool else "")
+        + (" and for preempted requests" if scheduler.kv_policy.preempt == "host" else "")
         + (_rounded(scheduler.kv_policy, spec.block_size) if "states" in kinds else "")
     )
 

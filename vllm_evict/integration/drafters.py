@@ -67,6 +67,8 @@ def _unlike(layer: Any, model_layer: Any) -> tuple[str, str] | None:
         return f"is a {type(layer).__name__} layer", "set another model"
     if layer.sliding_window is not None:
         return "has a sliding window", "set another model"
+    if (target := layer.kv_sharing_target_layer_name) is not None:
+        return f"reads the cache of {target}", "set another model"
     backend, wanted = layer.attn_backend.get_name(), model_layer.attn_backend.get_name()
     if backend != wanted:
         return f"has the attention backend {backend}", f'set "attention_backend": "{wanted}"'

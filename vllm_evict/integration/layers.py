@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 from ..compute.attention.ops import FP8_NAMES, BackendOps, ops_for
 from ..compute.attention.store import LayerStore
 from ..compute.group import GroupRuntime
+from ..compute.kernels.bounds import bounds_width
 from ..compute.kernels.rotate import Rotation
 from ..compute.runtime import EvictionRuntime
 from ..config import STREAMING, KVPolicyConfig, KVPolicyError
@@ -94,9 +95,10 @@ def install(
     for name, layer in every.items():
         if type(layer) not in (Attention, MLAAttention) and name not in states:
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
-        refusals.check_cache(name, layer)
     drafting = drafters.mark(vllm_config, model, every)
     layers = _evictable(vllm_config)
+    if sharing := {name: layer.kv_sharing_target_layer_name for name, layer in layers.items() if _shares(layer)}:
+        refusals.check_sharing(config)
     if len(layers) + len(states) + len(drafting) < len(every):
         refusals.check_beside(vllm_config, config, combinations.WINDOWS, bool(layers))
     if states:
@@ -106,7 +108,8 @@ def install(
     drafters.check(drafting, next(iter(layers.values())))
     # The block size is final here; it may have changed since the configuration was checked.
     kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
-    names, block_size, block_bytes = [list(every)], vllm_config.cache_config.block_size, 0
+    names, block_bytes = [[name for name in every if name not in sharing]], 0
+    block_size = vllm_config.cache_config.block_size
     if len(layers) + len(drafting) < len(every):
         names, block_size, block_bytes = _grouped(config, layers, dict(specs))
     config.check(block_size, len(layers), kv_heads, longest, vllm_config.max_in_flight_tokens)
@@ -117,8 +120,9 @@ def install(
         return _split(vllm_config, config, layers, placed, ops)
     in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
+    readers = [(layers[name], target) for name, target in sharing.items()]
     groups = [
-        _whole(vllm_config, config, [every[name] for name in group], ops, turns, in_graphs, block_size)
+        _whole(vllm_config, config, {name: every[name] for name in group}, readers, ops, turns, in_graphs, block_size)
         for group in names
     ]
     return EvictionRuntime(
@@ -144,11 +148,16 @@ def _ops(backend: str) -> BackendOps:
 def _evictable(vllm_config: VllmConfig, drafting: bool = False) -> dict[str, Attention]:
     """The model's layers without sliding windows, by name: the layers that policies work on.
 
-    `drafting`: the drafter's layers instead.
+    Layers that read another layer's cache are among them. `drafting`: the drafter's layers instead.
     """
     layers = get_layers_from_vllm_config(vllm_config, (Attention, MLAAttention))
     plain = ((name, layer) for name, layer in layers.items() if layer.sliding_window is None)
     return {name: layer for name, layer in plain if hasattr(layer, drafters.DRAFTS) is drafting}
+
+
+def _shares(layer: Any) -> bool:
+    """Whether a layer has no cache and reads another layer's."""
+    return getattr(layer, "kv_sharing_target_layer_name", None) is not None
 
 
 def _grouped(
@@ -162,7 +171,7 @@ def _grouped(
     specs = unify_kv_cache_spec_page_size(specs)
     groups = _get_kv_cache_groups_uniform_page_size(specs)
     names = [group.layer_names for group in groups if group.layer_names[0] in layers]
-    block_size = refusals.check_blocks(config, {specs[name].block_size for name in layers})
+    block_size = refusals.check_blocks(config, {specs[name].block_size for name in layers.keys() & specs.keys()})
     page = next(iter(specs.values())).page_size_bytes
     return names, block_size, max(len(group.layer_names) for group in groups) * page
 
@@ -170,17 +179,27 @@ def _grouped(
 def _whole(
     vllm_config: VllmConfig,
     config: KVPolicyConfig,
-    layers: list[Attention],
+    named: dict[str, Attention],
+    readers: Sequence[tuple[Attention, str]],
     ops: BackendOps,
     turns: dict[Attention, Rotation],
     in_graphs: int,
     block_size: int,
 ) -> GroupRuntime:
-    """The runtime of a KV group with all heads of its layers; `in_graphs` as returned by `_scratch`."""
+    """The runtime of a KV group with all heads of its layers.
+
+    Args:
+        named: name -> layer, of the layers whose caches are in the group.
+        readers: layers without a cache, and the name of the layer whose cache they read. It may be in any group.
+        in_graphs: as returned by `_scratch`.
+    """
     ((head_class, part),) = config.classes.items()
-    drafting = [layer for layer in layers if hasattr(layer, drafters.DRAFTS)]
-    backends = {layer.attn_backend: None for layer in layers}
-    layers = [layer for layer in layers if layer not in drafting]
+    drafting = [layer for layer in named.values() if hasattr(layer, drafters.DRAFTS)]
+    layers = [layer for layer in named.values() if layer not in drafting]
+    # A layer that reads another's cache has its place: the mass of both adds up.
+    at = {name: layers.index(layer) for name, layer in named.items() if layer in layers}
+    places = [*enumerate(layers), *((at[name], layer) for layer, name in readers if name in at)]
+    backends = {layer.attn_backend: None for layer in (*drafting, *(layer for _, layer in places))}
     kv_heads, caches = layers[0].num_kv_heads, lambda of: ((layer, layer.kv_cache) for layer in of)
     store = LayerStore(ops, partial(caches, layers), turns, partial(caches, drafting))
     group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs, block_size)
@@ -189,9 +208,9 @@ def _whole(
         layer.attn_backend = backends[layer.attn_backend]
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
     latent = isinstance(layers[0], MLAAttention)
-    attending = list(layers) if latent else [layer.impl for layer in layers]
+    attending = list(layers) if latent else [layer.impl for _, layer in places]
     working = {each: (working_latent if latent else working_impl)(each, ops) for each in set(map(type, attending))}
-    for place, (layer, attends) in enumerate(zip(layers, attending)):
+    for (place, layer), attends in zip(places, attending):
         layer.attn_backend = backends[layer.attn_backend]
         attends.__class__ = working[type(attends)]
         setattr(layer.impl, PLACE, place)
@@ -385,7 +404,9 @@ def bound_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int) -> 
         return 0
     # Two vectors of a block's keys, which are half of it; of fp8 caches in 16 bits.
     wide = 2 if vllm_config.cache_config.cache_dtype in FP8_NAMES else 1
-    return wide * host_blocks(vllm_config, config, block) * block // vllm_config.cache_config.block_size
+    boxes = wide * host_blocks(vllm_config, config, block) * block // vllm_config.cache_config.block_size
+    dims = vllm_config.model_config.get_head_size()
+    return boxes * bounds_width(config.recall_bounds, dims) // (2 * dims)
 
 
 def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[torch.Tensor]) -> None:
@@ -395,6 +416,8 @@ def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[
 
     layers, group_of = [], {name: group for group, names in enumerate(runtime.names) for name in names}
     for name, layer in _evictable(vllm_config).items():
+        if not runtime.pages and _shares(layer):
+            name = layer.kv_sharing_target_layer_name
         if isinstance(layer, MLAAttention):  # no kernel of the plugin reads latents
             continue
         whole = [Heads(group_of[name], slice(0, layer.num_heads), layer.kv_cache)] if name in group_of else []

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,10 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from ..core.blocks import RequestBlocks
+from ..core.host import Saved
+
+#: In what vLLM takes for a hit of the prefix cache: a block that comes from the host, into one that is free.
+FROM_HOST = KVCacheBlock(-1)
 
 
 def hole_aware(manager: type) -> type:
@@ -205,13 +209,39 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             return list(hit)
         return [*hit[:sink], *[self._null_block] * (len(hit) - sink - window), *hit[-window:]]
 
+    def _has_partial_local_hit(
+        self, new_computed_blocks: Sequence[KVCacheBlock], num_local_computed_tokens: int
+    ) -> bool:
+        # A block that comes from the host is the request's own, though it may be partly filled.
+        from_host = len(new_computed_blocks) > 0 and new_computed_blocks[-1] is FROM_HOST
+        return not from_host and super()._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens)
+
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> None:
+        resident = self.residents.get(request_id)
+        if resident is not None and resident.saved is not None:
+            self._go_on(request_id, resident.saved, new_computed_blocks)
+            return
         super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
         there = np.flatnonzero([not block.is_null for block in new_computed_blocks])
         if len(there) < len(new_computed_blocks):
             self.residents[request_id].adopt(there, len(new_computed_blocks))
+
+    def _go_on(self, request_id: str, saved: Saved, blocks: Sequence[KVCacheBlock]) -> None:
+        """Give a request that was preempted its table again: new blocks in the place of each `FROM_HOST`.
+
+        They are published as they were: from the first of them on, as far as the request's tokens are pure.
+        """
+        self.block_pool.touch([block for block in blocks if block is not FROM_HOST and not block.is_null])
+        places = [index for index, block in enumerate(blocks) if block is FROM_HOST]
+        new, table = self.block_pool.get_new_blocks(len(places)), list(blocks)
+        for index, block in zip(places, new):
+            table[index] = block
+        saved.coming = {index: block.block_id for index, block in zip(places, new)}
+        self.req_to_blocks[request_id].extend(table)
+        self.num_cached_block[request_id] = places[0] if places else len(table)
+        self._count(self.residents[request_id], len(saved.numbers))
 
     def get_num_blocks_to_allocate(
         self,
@@ -330,21 +360,23 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         self._count(resident, resident.held_blocks - len(holes))
         return moved, given_back, freed
 
-    def bring_back(self, request_id: str, indices: Sequence[int]) -> dict[int, int]:
-        """Give a request new blocks in the place of holes. The caller must tell the workers with the very next step.
+    def bring_back(self, request_id: str, indices: Sequence[int], there: Mapping[int, KVCacheBlock]) -> dict[int, int]:
+        """Give a request blocks in the place of holes. The caller must tell the workers with the very next step.
 
         Args:
             indices: logical blocks, all of them holes; no more than the pool has free.
+            there: of these, logical block -> the block of the pool that still holds it. Others get new blocks.
 
         Returns:
             {logical block: physical block}.
         """
-        table, new = self.req_to_blocks[request_id], self.block_pool.get_new_blocks(len(indices))
-        for index, block in zip(indices, new):
-            table[index] = block
-        resident = self.residents[request_id]
-        self._count(resident, resident.held_blocks + len(new))
-        return {index: block.block_id for index, block in zip(indices, new)}
+        self.block_pool.touch(list(there.values()))
+        new = iter(self.block_pool.get_new_blocks(len(indices) - len(there)))
+        table, resident = self.req_to_blocks[request_id], self.residents[request_id]
+        for index in indices:
+            table[index] = there[index] if index in there else next(new)
+        self._count(resident, resident.held_blocks + len(indices))
+        return {index: table[index].block_id for index in indices}
 
     def _find_room(self, blocks: Sequence[KVCacheBlock], copies: int) -> bool:
         """Make sure that the pool has `copies` new blocks, which a request needs in place of some of its own.

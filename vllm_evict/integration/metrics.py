@@ -21,11 +21,18 @@ COUNTERS = {
 HOST_COUNTERS = {
     "spilled": ("vllm:kv_evict_blocks_spilled", "Evicted KV blocks that were copied to the host."),
     "recalled": ("vllm:kv_evict_blocks_recalled", "KV blocks that came back from the host."),
+    "still_there": ("vllm:kv_evict_blocks_still_there", "Of these, blocks that no request had taken: not copied."),
     "dropped": ("vllm:kv_evict_blocks_dropped", "Evicted KV blocks that the host dropped, or had no room for."),
     "failed": ("vllm:kv_evict_host_failures", "Steps in which blocks could not be written to the host, or read."),
     "again": ("vllm:kv_evict_prompts_again", "Times that the end of a prompt was computed again after a recall."),
+    "saved": ("vllm:kv_evict_preemptions_saved", "Preemptions whose blocks were copied to the host."),
+    "restored": ("vllm:kv_evict_preemptions_restored", "Preempted requests that went on with blocks from the host."),
+    "recomputed": ("vllm:kv_evict_preemptions_recomputed", "Preempted requests that the host could not keep."),
 }
-HOST_USED = ("vllm:kv_evict_host_blocks", "Host blocks that hold evicted KV blocks, of all policies.")
+HOST_GAUGES = {
+    "used": ("vllm:kv_evict_host_blocks", "Host blocks that hold KV blocks, of all policies."),
+    "bytes": ("vllm:kv_evict_host_bytes", "Bytes of the host blocks that hold KV blocks, of all policies."),
+}
 RESIDENT = ("vllm:kv_evict_blocks_resident", "KV blocks held by running requests.")
 
 
@@ -53,13 +60,16 @@ class Tally:
         """A report that did not come."""
         self._counts[policy]["missing"] += 1
 
-    def host(self, policy: str, used: int | None = None, **counts: int) -> None:
-        """Add to `HOST_COUNTERS` of a policy; `used`: host blocks that hold something now."""
+    def host(self, policy: str, **counts: int) -> None:
+        """Add to `HOST_COUNTERS` of a policy."""
         of_policy = self._host.setdefault(policy, dict.fromkeys(HOST_COUNTERS, 0))
         for key, count in counts.items():
             of_policy[key] += count
-        if used is not None:
-            of_policy["used"] = used
+
+    def hold(self, policy: str, used: int, block_bytes: int) -> None:
+        """Set `HOST_GAUGES` of a policy: host blocks that hold something now, and bytes of each."""
+        self.host(policy)
+        self._host[policy] |= {"used": used, "bytes": used * block_bytes}
 
     def take(self, resident: dict[str, int]) -> dict[str, dict[str, Any]]:
         """The counts since last time, and the blocks that running requests hold now."""
@@ -99,7 +109,8 @@ class PrometheusMetrics:
         self._metrics["resident"] = gauge(*RESIDENT, labels, multiprocess_mode="mostrecent")
         if on_host:
             self._metrics |= {key: counter(*named, labels) for key, named in HOST_COUNTERS.items()}
-            self._metrics["used"] = gauge(*HOST_USED, labels, multiprocess_mode="mostrecent")
+            for key, named in HOST_GAUGES.items():
+                self._metrics[key] = gauge(*named, labels, multiprocess_mode="mostrecent")
         self._series: dict[tuple[int, str], dict[str, Any]] = {}
         for engine, policy in product(engines, policies):
             self._of(engine, policy)
@@ -112,7 +123,7 @@ class PrometheusMetrics:
                     series[key].inc(values[key])
             series["resident"].set(values["resident"])
             for key, value in values.get("host", {}).items():
-                series[key].set(value) if key == "used" else series[key].inc(value)
+                series[key].set(value) if key in HOST_GAUGES else series[key].inc(value)
 
     def _of(self, engine: int, policy: str) -> dict[str, Any]:
         """Its series, by key of the counts."""

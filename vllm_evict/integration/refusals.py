@@ -87,7 +87,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         *combinations.sparse(text),
-        *(combinations.latent(vllm_config, config, platform) if model.use_mla else ()),
+        *(combinations.latent(vllm_config, config, platform) if model.use_mla else combinations.unlike(text)),
         (
             model.is_attention_free,
             "Mamba or linear attention in all layers, whose states do not grow",
@@ -147,7 +147,12 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         *combinations.speculation(vllm_config, config),
         *combinations.connected(vllm_config, config),
         (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
-        (cache.kv_sharing_fast_prefill, "fast prefill over shared KV", "leave --kv-sharing-fast-prefill out"),
+        (
+            cache.kv_sharing_fast_prefill,
+            "fast prefill over shared caches, where most queries of a prompt skip the layers that share, and count in "
+            "no score",
+            "leave --kv-sharing-fast-prefill out",
+        ),
         (
             (config.statistics or config.context or config.recall != "none" or config.selects)
             and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
@@ -260,14 +265,15 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
         )
 
 
-def check_cache(name: str, layer: Any) -> None:
-    """Refuse layers, of any kind, without a cache of their own.
+def check_sharing(config: KVPolicyConfig) -> None:
+    """Refuse policies that do not work where layers read other layers' caches.
 
     Raises:
-        KVPolicyError: naming the layer.
+        KVPolicyError: naming what of the policy does not.
     """
-    if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-        raise KVPolicyError(f"{name} shares the cache of {layer.kv_sharing_target_layer_name}: leave --kv-policy out")
+    for refused, what, instead in combinations.sharing(config):
+        if refused:
+            raise _refusal(config, what, instead)
 
 
 def check_alike(layers: dict[str, Any]) -> None:

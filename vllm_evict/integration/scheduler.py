@@ -32,6 +32,7 @@ from .drafters import lookahead
 from .hits import HitsMixin
 from .managers import BESIDE, EvictableManager, SlidingManager, StateManager, put_beside
 from .metrics import Tally
+from .preempted import PreemptedMixin
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
 from .spec import policy_config
@@ -40,7 +41,7 @@ from .tier import TierMixin
 logger = init_logger("vllm.evict")
 
 
-class EvictionMixin(AdmissionMixin, HitsMixin, TierMixin):
+class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
 
     `EvictableManager.allocate_new_blocks` finds requests whose block table grows past their trigger. When the step is
@@ -70,6 +71,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin, TierMixin):
         self._failed_loads: set[str] = set()
         #: None if evicted blocks are dropped.
         self.host_pool = self._host_pool()
+        self._lingers = self.host_pool is not None and self._may_linger()
         #: None if no prompt's last tokens are ever computed again.
         self.again = Again(self, self.kv_policy) if Again.serves(self.kv_policy) else None
         if self.again is None:  # vLLM asks for each request of each step
@@ -160,6 +162,8 @@ class EvictionMixin(AdmissionMixin, HitsMixin, TierMixin):
         for manager, group in zip(self.kv_managers, plan.groups):
             for req_id, computed_tokens in starts:
                 resident = manager.residents[req_id]
+                if resident.saved is not None:
+                    self._restore(plan, req_id, resident)
                 # The limits of a session's next turn may have changed. Blocks that a connector loaded came before.
                 manager.note(req_id)
                 if resident.started:
@@ -210,6 +214,8 @@ class EvictionMixin(AdmissionMixin, HitsMixin, TierMixin):
         """
         if self.defer_block_free and self.sched_step_seq > self.processed_step_seq:
             self.deferred_frees.append((self.sched_step_seq, blocks))
+        elif self._lingers:
+            self.kv_cache_manager.block_pool.unpin_blocks(reversed(blocks), self._reused)
         else:
             self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
@@ -376,9 +382,12 @@ class EvictionMixin(AdmissionMixin, HitsMixin, TierMixin):
             for told in (*told_of, group.returned, self._plan.rewound):
                 told.pop(request.request_id, None)
             group.untrack.discard(request.request_id)
-        for orders in (self._plan.compactions, self._plan.rotations, self._plan.copies):
+        resident = self.residents.get(request.request_id)
+        # Blocks that come back with this plan are saved by it too.
+        saves = resident is not None and resident.saved is not None and request.status == RequestStatus.RUNNING
+        for orders in (self._plan.compactions, self._plan.rotations, *(() if saves else (self._plan.copies,))):
             orders[:] = [order for order in orders if order.req_id != request.request_id]
-        if self.host_pool is not None and (resident := self.residents.get(request.request_id)) is not None:
+        if self.host_pool is not None and resident is not None and not saves:
             self.host_pool.release(self._plan, resident)
         if self.follower is not None and not request.is_finished():
             self.follower.starts_over(request)
@@ -412,7 +421,7 @@ class EvictionMixin(AdmissionMixin, HitsMixin, TierMixin):
         if stats is not None:
             held = {policy: sum(manager.held[policy] for manager in self.kv_managers) for policy in self._policies}
             if self.host_pool is not None:
-                self.tally.host(self.kv_policy.name, used=self.host_pool.used)
+                self.tally.hold(self.kv_policy.name, self.host_pool.used, self._host_block_bytes)
             stats = EvictionStats(**vars(stats), kv_evict=self.tally.take(held))
         return stats
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from ..config import KVPolicyConfig
@@ -36,19 +37,48 @@ class TierMixin:
     host_pool: HostPool | None
     again: Again | None
     _plan: EvictionPlan
+    _poison: bool
+    #: Whether evicted blocks are watched until the pool hands them out.
+    _lingers = False
 
     def _host_pool(self) -> HostPool | None:
         """Host blocks for what requests lose."""
         if self.kv_policy.evict != "host":
             return None
-        if self.kv_policy.recall == "none":
+        if self.kv_policy.recall == "none" and self.kv_policy.preempt != "host":
             logger.warning(
                 "evict: 'host' got recall: 'none'; expected 'quest'; evicted blocks are copied to the host and never "
                 "come back; set recall: quest or evict: drop"
             )
         group = self.kv_cache_config.kv_cache_groups[self.kv_managers[0].kv_cache_group_id]
         size = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        #: Evicted block that the pool has not handed out since -> whose it was, and the logical block. No more entries
+        #: than the pool has blocks.
+        self._lingering: dict[int, tuple[RequestBlocks, int]] = {}
+        self._host_block_bytes = size
         return HostPool(host_blocks(self.vllm_config, self.kv_policy, size), self._poison)
+
+    def _may_linger(self) -> bool:
+        """Whether evicted blocks are the last that the pool hands out.
+
+        With a prefix cache they are the first: cached blocks, which have no copy on the host, are worth more. vLLM
+        before 0.32 does not tell what the pool hands out.
+        """
+        pool = self.kv_cache_manager.block_pool
+        watched = hasattr(pool, "unpin_blocks") and not self.defer_block_free  # vLLM frees later, and watches nothing
+        return self.kv_policy.recall != "none" and not pool.enable_caching and watched
+
+    def _reused(self, block: KVCacheBlock) -> None:
+        self._lingering.pop(block.block_id, None)
+
+    def _still_there(self, resident: RequestBlocks, logical: int) -> KVCacheBlock | None:
+        """The block of the pool that still holds what it held when the request lost it; None if there is none."""
+        number, block_hash = resident.left[logical]
+        block = self.kv_cache_manager.block_pool.blocks[number]
+        if block_hash is None:
+            whose, which = self._lingering.get(number, (None, -1))
+            return block if whose is resident and which == logical else None
+        return block if block.block_hash == block_hash else None
 
     def _spill(self, action: Action, resident: RequestBlocks, leaving: list[int]) -> None:
         """Keep the content of blocks that an action evicts, `leaving` of the device."""
@@ -58,6 +88,13 @@ class TierMixin:
         for loser in pool.spill(self._plan, action.req_id, action.group, resident, lost, leaving, coming):
             self.tally.host(loser.policy, dropped=1)
         self.tally.host(resident.policy, spilled=resident.state.spilled_blocks - before)
+        for index, number in zip(lost, leaving):
+            if index not in resident.host:
+                continue
+            block_hash = self.kv_cache_manager.block_pool.blocks[number].block_hash
+            resident.left[index] = number, block_hash
+            if self._lingers:
+                self._lingering[number] = resident, index
 
     def _afforded(self, action: Swap) -> Swap:
         """The part of a swap that the pool has room for.
@@ -81,14 +118,21 @@ class TierMixin:
     def _bring_back(self, action: Swap, resident: RequestBlocks) -> None:
         """Do the second half of a swap."""
         manager, blocks = self.kv_managers[action.group], action.returns.tolist()
-        back = manager.bring_back(action.req_id, blocks)
+        found = {logical: self._still_there(resident, logical) for logical in blocks}
+        there = {logical: block for logical, block in found.items() if block is not None}
+        for logical in blocks:
+            del resident.left[logical]
+        back = manager.bring_back(action.req_id, blocks, there)
         resident.recall(np.sort(action.returns), action.again)
         if action.again:
             manager.note(action.req_id)  # it may hold more than its trigger, and its table does not grow
         self._plan.groups[action.group].fill_holes(action.req_id, back)
-        self.host_pool.fetch(self._plan, action.req_id, action.group, resident, blocks, list(back.values()))
+        # A published block is never poisoned.
+        intact = [logical for logical, block in there.items() if block.block_hash is not None or not self._poison]
+        self.host_pool.fetch(self._plan, action.req_id, action.group, resident, blocks, list(back.values()), intact)
         self._plan.poison = [block for block in self._plan.poison if block not in back.values()]
-        self.tally.host(resident.policy, recalled=len(blocks))
+        resident.state.still_there_blocks += len(there)
+        self.tally.host(resident.policy, recalled=len(blocks), still_there=len(there))
 
     def _lose_host(self, trouble: HostTrouble) -> None:
         """Go on without the host, where blocks could not be written or read: all host blocks are dropped.

@@ -77,7 +77,8 @@ class EvictionWorkerMixin:
             # vLLM makes dense engines forget their rank, and not their index.
             if path is not None and (index := parallel.data_parallel_index):
                 path += f".{index}"
-            self.kv_evict.keep_on_host(host_blocks(self.vllm_config, config, block), config.recall != "none", path)
+            bounds = None if config.recall == "none" else config.recall_bounds
+            self.kv_evict.keep_on_host(host_blocks(self.vllm_config, config, block), bounds, path)
         if config.selects:
             self.kv_evict.keep_bounds(kv_cache_config.num_blocks)
         if self.rank == 0:

@@ -11,7 +11,7 @@ from .ops import BackendOps
 
 
 class LayerStore:
-    """Implements `compute.tokens.Store`, which documents the methods.
+    """Implements `compute.store.Store`, which documents the methods.
 
     Args:
         ops: operations of the backend.

@@ -1,24 +1,52 @@
-"""Bounds of a block's keys, and what attention they let a block draw (Quest: Tang et al., ICML 2024)."""
+"""Bounds of a block's keys, and what attention they let a block draw.
+
+A box has the least and the largest value of each dimension (Quest: Tang et al., ICML 2024, arXiv:2406.10774). A sphere
+has a centre and a radius, as the bounding volumes of ArkVale (Chen et al., NeurIPS 2024), in half the memory.
+"""
 
 import torch
 
 from .logits import probabilities, soft_capped
 
+#: Of a float32 distance, relative: what its sum over dimensions may have been rounded down by.
+_SLACK = 1e-6
 
-def key_bounds(keys: torch.Tensor, length: int | None = None) -> torch.Tensor:
-    """Largest and least value of each dimension of a block's keys.
+
+def bounds_width(kind: str, dims: int) -> int:
+    """Numbers of one block's bounds, `box` or `sphere`, for one KV head of so many dimensions."""
+    return dims + 1 if kind == "sphere" else 2 * dims
+
+
+def key_bounds(keys: torch.Tensor, length: int | None = None, kind: str = "box") -> torch.Tensor:
+    """Bounds of the keys of each block.
 
     Args:
         keys: [n, Hkv, block_size, D].
         length: tokens in the blocks; the last one may be partly filled. None: all are full.
+        kind: `box` or `sphere`.
 
     Returns:
-        [n, Hkv, 2 * D], largest values first, in the dtype of the keys.
+        [n, Hkv, 2 * D], largest values first; or [n, Hkv, D + 1], the centre and then the radius, rounded up; in the
+        dtype of the keys.
     """
-    bounds = torch.cat((keys.amax(2), keys.amin(2)), -1)
+    of_kind = _spheres if kind == "sphere" else _boxes
+    bounds = of_kind(keys)
     if length is not None and (filled := length - (len(keys) - 1) * keys.shape[2]) < keys.shape[2]:
-        bounds[-1] = torch.cat((keys[-1, :, :filled].amax(1), keys[-1, :, :filled].amin(1)), -1)
+        bounds[-1:] = of_kind(keys[-1:, :, :filled])
     return bounds
+
+
+def _boxes(keys: torch.Tensor) -> torch.Tensor:
+    return torch.cat((keys.amax(2), keys.amin(2)), -1)
+
+
+def _spheres(keys: torch.Tensor) -> torch.Tensor:
+    """Spheres around the mean of the keys, as it is stored."""
+    wide, info = keys.float(), torch.finfo(keys.dtype)
+    centre = wide.mean(2).to(keys.dtype)
+    radius = torch.linalg.vector_norm(wide - centre.float().unsqueeze(2), dim=-1).amax(2)
+    radius = radius * (1 + max(info.eps, _SLACK)) + info.smallest_normal
+    return torch.cat((centre, radius.to(keys.dtype).unsqueeze(-1)), -1)
 
 
 def bound_scores(
@@ -30,13 +58,14 @@ def bound_scores(
 ) -> torch.Tensor:
     """What attention some queries may pay to each block: the largest share of any of them, summed up over heads.
 
-    A query's product with a key is at most the sum over dimensions of its larger product with the two bounds. Shares
-    are the softmax of these products over all blocks, as if each block had one key that reaches them. A soft cap rises
-    with its argument, so capped products bound capped scores.
+    A query's product with a key is at most the sum over dimensions of its larger product with the two bounds of a box;
+    or its product with the centre of a sphere, plus its length times the radius. Shares are the softmax of these
+    products over all blocks, as if each block had one key that reaches them. A soft cap rises with its argument, so
+    capped products bound capped scores.
 
     Args:
         query: [Q, H, D], rotated.
-        bounds: [n, Hkv, 2 * D] of `key_bounds`.
+        bounds: [n, Hkv, 2 * D] or [n, Hkv, D + 1] of `key_bounds`, boxes or spheres.
         scale: of the layer's attention.
         soft_cap, sinks: of the layer's attention (see `logits`); sinks are [H].
 
@@ -45,7 +74,10 @@ def bound_scores(
     """
     kv_heads = bounds.shape[1]
     query = query.float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) * scale  # [Hkv, G, Q, D]
-    query = torch.cat((query.clamp(min=0), query.clamp(max=0)), -1)
+    if bounds.shape[2] == query.shape[3] + 1:
+        query = torch.cat((query, torch.linalg.vector_norm(query, dim=-1, keepdim=True)), -1)
+    else:
+        query = torch.cat((query.clamp(min=0), query.clamp(max=0)), -1)
     products = query.flatten(1, 2) @ bounds.float().permute(1, 2, 0)  # [Hkv, G * Q, n]
     products = soft_capped(products, soft_cap).unflatten(1, query.shape[1:3])
     own = None if sinks is None else sinks.view(*query.shape[:2], 1, 1)
@@ -65,11 +97,18 @@ def bound_scores_reference(
     for head in range(heads):
         kv_head, largest = head // (heads // kv_heads), torch.zeros(len(bounds))
         for q in query[:, head].float() * scale:
-            pairs = (block.float().chunk(2) for block in bounds[:, kv_head])
-            products = torch.stack([torch.maximum(q * high, q * low).sum() for high, low in pairs])
+            products = torch.stack([_product(q, block) for block in bounds[:, kv_head].float()])
             if soft_cap:
                 products = soft_cap * torch.tanh(products / soft_cap)
             beside = 0.0 if sinks is None else sinks[head].exp()
             largest = torch.maximum(largest, products.exp() / (products.exp().sum() + beside))
         scores += largest
     return scores
+
+
+def _product(query: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """The largest product of a query [D] with a key within the bounds of one block, [2 * D] or [D + 1]."""
+    dims = len(query)
+    if len(bounds) == dims + 1:
+        return sum(query[i] * bounds[i] for i in range(dims)) + query.pow(2).sum().sqrt() * bounds[dims]
+    return torch.maximum(query * bounds[:dims], query * bounds[dims:]).sum()

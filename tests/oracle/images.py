@@ -1,0 +1,137 @@
+"""Tiny random models that see images, of transformers' classes, and what they compute under explicit masks.
+
+Shapes: as in `oracle.model`; L counts the language model's layers.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .tiny import write_tokenizer
+
+VOCAB, MAX_LEN = 256, 2048
+TEXT = dict(
+    vocab_size=VOCAB, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_LEN, initializer_range=0.15, bos_token_id=None,
+    eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
+)  # fmt: skip
+IMAGE, START, END, VIDEO = 250, 251, 252, 253
+WORDS = {IMAGE: "<|image_pad|>", START: "<|vision_start|>", END: "<|vision_end|>", VIDEO: "<|video_pad|>"}
+QWEN = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+SEES = dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128, out_hidden_size=128, initializer_range=0.2)
+#: Kind -> text and vision configuration, and what stands beside them.
+KINDS = {
+    "llava": (
+        dict(model_type="llama", **TEXT),
+        dict(
+            model_type="clip_vision_model", hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=2, image_size=32, patch_size=4, projection_dim=64, initializer_factor=10.0,
+        ),
+        dict(image_token_index=IMAGE, vision_feature_layer=-2, vision_feature_select_strategy="default"),
+    ),
+    "qwen2_5_vl": (
+        dict(TEXT, rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6])),
+        dict(SEES, fullatt_block_indexes=[1], window_size=56),
+        QWEN,
+    ),
+    "qwen3_vl": (
+        dict(
+            TEXT,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1e4, mrope_section=[4, 6, 6], mrope_interleaved=True
+            ),
+        ),
+        dict(SEES, num_position_embeddings=64, deepstack_visual_indexes=[0, 1]),
+        QWEN,
+    ),
+}  # fmt: skip
+
+
+def make_tiny(path: Path, kind: str) -> Path:
+    """Write a random model of a kind in `KINDS`, with its processor, to a directory."""
+    text, vision, own = KINDS[kind]
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False, **own)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    if kind == "llava":  # as checkpoints name them, and vLLM reads them
+        weights = load_file(path / "model.safetensors")
+        weights = {name.replace("vision_tower.", "vision_tower.vision_model."): it for name, it in weights.items()}
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+    write_tokenizer(path, VOCAB, MAX_LEN, WORDS)
+    processor(kind, AutoTokenizer.from_pretrained(path)).save_pretrained(path)
+    return path
+
+
+def processor(kind, tokenizer):
+    """As checkpoints of the kind have it; images of Qwen's kinds have a token for 28 × 28 or 32 × 32 pixels."""
+    import transformers as hf
+
+    if kind == "llava":
+        images = hf.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+        own = dict(patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+        return hf.LlavaProcessor(images, tokenizer, image_token=WORDS[IMAGE], **own)
+    patch = 14 if kind == "qwen2_5_vl" else 16
+    images = hf.Qwen2VLImageProcessor(patch_size=patch, min_pixels=16 * patch**2, max_pixels=2**20)
+    if kind == "qwen2_5_vl":
+        return hf.Qwen2_5_VLProcessor(images, tokenizer, hf.Qwen2VLVideoProcessor(patch_size=patch))
+    return hf.Qwen3VLProcessor(images, tokenizer, hf.Qwen3VLVideoProcessor(patch_size=patch))
+
+
+class DenseImages:
+    """A model of `make_tiny`, computed by transformers from its first token on with each step.
+
+    It stands in for `oracle.model.DenseLlama`. Its cache holds the tokens so far and the mask of their queries.
+    """
+
+    def __init__(self, path: Path, kind: str) -> None:
+        ALL_ATTENTION_FUNCTIONS.register("masked-text", self._attend)  # of this model, in `forward` again
+        how = {"text_config": "masked-text", "vision_config": "eager"}
+        self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation=how)
+        self.model.eval()
+        self.processor = processor(kind, AutoTokenizer.from_pretrained(path))
+        self.layers, self.heads, self.kv_heads = (
+            TEXT[name] for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        )
+        self.full, self.dtype = list(range(self.layers)), torch.float32
+        self._prompt, self._images = torch.zeros(0, dtype=torch.long), {}
+        self._mask, self._probs = None, {}
+
+    def see(self, prompt, images) -> None:
+        """Set the prompt, with a token for each part of an image, and its images."""
+        self._prompt = torch.as_tensor(prompt, dtype=torch.long)
+        self._images = dict(self.processor.image_processor(images, return_tensors="pt"))
+
+    def new_cache(self):
+        return [torch.zeros(0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool)]
+
+    @torch.no_grad()
+    def forward(self, ids, cache, mask, want_probs=False):
+        """As `DenseLlama.forward`, with one mask for all heads. The rest of the prompt, with its images, is computed
+        too, and seen by no token before it."""
+        tokens, before = cache
+        tokens, first = torch.cat([tokens, torch.as_tensor(ids, dtype=torch.long)]), len(before)
+        seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+        seen[:first, :first] = before
+        seen[first:] = mask
+        cache[:] = tokens, seen
+        whole = torch.cat([tokens, self._prompt[len(tokens) :]])
+        self._mask = torch.ones(len(whole), len(whole), dtype=torch.bool).tril()
+        self._mask[: len(tokens), : len(tokens)] = seen
+        ALL_ATTENTION_FUNCTIONS.register("masked-text", self._attend)
+        kinds = {"mm_token_type_ids": (whole == IMAGE).long()[None]} if "image_grid_thw" in self._images else {}
+        logits = self.model(whole[None], use_cache=False, **self._images, **kinds).logits[0, first : len(tokens)]
+        probs = torch.stack([self._probs[layer] for layer in range(self.layers)])
+        return logits, probs[:, :, first : len(tokens), : len(tokens)] if want_probs else None
+
+    def _attend(self, module, query, key, value, attention_mask, scaling, **kwargs):
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = (query @ key.transpose(2, 3)) * scaling
+        self._probs[module.layer_idx] = scores.masked_fill(~self._mask, float("-inf")).softmax(-1)[0]
+        probs = self._probs[module.layer_idx][None]
+        return (probs @ value).transpose(1, 2).contiguous(), probs

@@ -1,0 +1,231 @@
+"""What attention backends of a device do with pages and queries, an operation at a time, without an engine.
+
+Kernels of the plugin run under Triton's interpreter (test_device_backends.py has whole engines).
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.attention.backends import flash_attn
+
+from vllm_evict.compute.attention.flash import FlashOps
+from vllm_evict.compute.attention.triton import TritonOps
+from vllm_evict.compute.kernels.compact import is_ordered
+from vllm_evict.compute.kernels.paged import PagedAttention
+from vllm_evict.compute.kernels.queries import Queries
+from vllm_evict.compute.work import HeadSlice
+from vllm_evict.integration import split
+from vllm_evict.integration.backend import STEP_WORK, working_impl
+from vllm_evict.integration.flash import capture_lse
+from vllm_evict.triton_kernels import mass_from_lse
+
+# numpy's, where a masked row divides 0 by 0.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+BLOCK = 16
+
+
+def fp8_layer():
+    scales = {"_q_scale_float": 0.5, "_k_scale_float": 0.3, "_v_scale_float": 1.7}
+    return SimpleNamespace(dtype=torch.float32, impl=SimpleNamespace(scale=0.2), **scales)
+
+
+def fp8_pages(layer, heads, dim=32, blocks=7):
+    """Bytes as vLLM hands them over, and what they stand for, [blocks, heads, BLOCK, 2 * dim] each."""
+    random = torch.Generator().manual_seed(heads)
+    pages = torch.randn(blocks, BLOCK, heads, 2 * dim, generator=random).to(torch.float8_e4m3fn).transpose(1, 2)
+    keys, values = pages.float().chunk(2, 3)
+    return pages.view(torch.uint8), torch.cat((keys * layer._k_scale_float, values * layer._v_scale_float), 3)
+
+
+def test_fp8_pages_are_read_written_and_moved():
+    layer, ops, blocks = fp8_layer(), TritonOps(), torch.tensor([5, 2])
+    pages, real = fp8_pages(layer, 2)
+    keys, values = ops.read(layer, pages, blocks)
+    assert keys.dtype == torch.float32 and torch.equal(torch.cat((keys, values), 3), real[blocks])
+    alone, nothing = ops.read(layer, pages, blocks, False)
+    assert torch.equal(alone, keys) and nothing is None
+    new = torch.linspace(-3, 3, keys.numel()).view(keys.shape)
+    new[0, 0, 0, 0] = 1000.0
+    ops.write(layer, pages, blocks, new.double(), values)
+    keys_, values_ = ops.read(layer, pages, blocks)
+    assert keys_[0, 0, 0, 0] == pytest.approx(448 * 0.3) and torch.equal(values_, values)
+    keys_[0, 0, 0, 0] = new[0, 0, 0, 0] = 0.0
+    # Half a step: 2 ** -4 of the number, or 2 ** -10 of the scale.
+    torch.testing.assert_close(keys_, new, rtol=2**-4, atol=0.3 * 2**-10)
+    keep, before = torch.arange(3, 3 + BLOCK, dtype=torch.int32).expand(1, 2, -1), pages.clone()
+    source, target = torch.tensor([5, 2], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
+    ops.compact(layer, [pages], source, keep.contiguous(), target)
+    moved = before[source.long()].transpose(0, 1).flatten(1, 2)[:, 3 : 3 + BLOCK]
+    assert torch.equal(pages[6], moved) and torch.equal(pages[:6], before[:6])
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
+def test_fp8_pages_and_queries_are_attended_to_as_what_they_stand_for(per_token):
+    """Every pass, of quantised queries too, against itself on caches that are not quantised."""
+    layer, ops = fp8_layer(), TritonOps()
+    plain = SimpleNamespace(dtype=torch.float32, impl=layer.impl)
+    pages, real = zip(fp8_pages(layer, 1), fp8_pages(layer, 2))
+    quantised = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(9)).to(torch.float8_e4m3fn)
+    query = ops.dequantised(layer, quantised)
+    assert query.dtype == torch.float32 and torch.equal(query, quantised.float() * 0.5)
+    assert ops.dequantised(layer, query) is query
+    table, starts = torch.tensor([[3, 1, 6], [0, 5, 2]], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
+    lens, rows = torch.tensor([37, 20], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    metadata = SimpleNamespace(
+        block_table=table, query_start_loc=starts, seq_lens=lens, num_actual_tokens=4, max_query_len=3, max_seq_len=37
+    )
+    queries = Queries(torch.tensor([0, 2]), torch.tensor([0, 1]), torch.tensor([37, 19], dtype=torch.int32))
+    results = []
+    for its, caches in ((layer, pages), (plain, real)):
+        mass, decoded, output = (torch.zeros(2, 2, 3 * BLOCK), torch.zeros(2, 2, 3 * BLOCK), torch.zeros(4, 4, 32))
+        ops.mass(its, query[:, 2:], caches[1], metadata, None, mass, per_token)
+        ops.decode(its, query[:, 2:], caches[1], metadata, output, rows, lens, None, decoded, per_token)
+        of_each = ops.mass_of(its, query[:, 2:], caches[1], metadata, queries, 3)
+        work = SimpleNamespace(rows=rows, seq_lens=lens)
+        shares = [HeadSlice(work, 0, q, cache, metadata) for q, cache in zip(query.split([2, 4], 1), caches)]
+        together, outs = torch.zeros(4, 6, 32), [torch.zeros(2, 1, 3 * BLOCK), None]
+        ops.decode_together(its, query, shares, together, None, outs, per_token)
+        results.append((mass, decoded, output, of_each, together, outs[0]))
+    for got, want in zip(*results, strict=True):
+        assert want.any()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scratch", [0, 2 * 3, 2 * 2 * 3 * BLOCK], ids=["none", "one request", "all"])
+@pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
+def test_a_sum_over_heads_is_that_of_the_heads(per_token, scratch, monkeypatch):
+    """Heads are measured by programs of their own, for as many requests at once as the scratch takes."""
+    layer, ops = fp8_layer(), TritonOps()
+    layer = SimpleNamespace(dtype=torch.float32, impl=layer.impl)
+    _, pages = fp8_pages(fp8_layer(), 2)
+    query = torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(9))
+    table, starts = torch.tensor([[3, 1, 6], [0, 5, 2]], dtype=torch.int32), torch.tensor([0, 3, 7], dtype=torch.int32)
+    lens, last = torch.tensor([37, 20], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)
+    weights = torch.tensor([0.0, 0, 2, 0, 0, 1, 3])
+    metadata = SimpleNamespace(
+        block_table=table, query_start_loc=starts, seq_lens=lens, num_actual_tokens=7, max_query_len=4, max_seq_len=37
+    )
+    launches, launch = [], mass_from_lse.mass_from_lse
+    monkeypatch.setattr(
+        mass_from_lse, "mass_from_lse", lambda *args, **options: launches.append(args) or launch(*args, **options)
+    )
+    width = 3 * BLOCK if per_token else 3
+    one, each, all_of_it = torch.ones(2, 1, width), torch.zeros(2, 2, width), torch.zeros(2, 2, width)
+    ops.scratch_bytes = 4 * scratch * (BLOCK if per_token and scratch == 2 * 3 else 1)
+    ops.mass(layer, query, pages, metadata, weights, one, per_token, last)
+    heads = [len(one.mass) if one.mass.shape[1] == 2 else None for one, _ in launches]
+    assert heads == {0: [None], 2 * 3: [1, 1]}.get(scratch, [2])
+    ops.mass(layer, query, pages, metadata, weights, each, per_token, last)
+    ops.mass(layer, query, pages, metadata, weights, all_of_it, per_token)
+    assert each.any()
+    torch.testing.assert_close(each, all_of_it, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one - 1, each.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)
+
+
+def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
+    """Stock kernels get the quantised query, ours what it stands for."""
+    seen, layer = [], fp8_layer()
+
+    class Impl:
+        kv_evict_place = 0
+
+        def do_kv_cache_update(self, *args):
+            pass
+
+        def forward(self, layer, query, key, value, kv_cache, metadata, output):
+            seen.append(query.dtype)
+            output.copy_(query.float() / 3)  # nothing that fp8 holds
+
+    holder = SimpleNamespace(kv_cache=torch.zeros(1, 1, 16, 32))
+    heads = [slice(i, i + 1) for i in range(2)]
+    parts = [split.Part(name, its, its, slice(0, 1), Impl(), holder, 1) for name, its in zip("ab", heads)]
+    context = SimpleNamespace(attn_metadata=dict.fromkeys("ab", SimpleNamespace(slot_mapping=None)))
+    monkeypatch.setattr(split, "get_forward_context", lambda: context)
+    monkeypatch.setattr(split, "do_together", lambda ops, layer, query, shares, output: seen.append(query.dtype))
+    query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
+    output = torch.zeros(3, 2, 16)
+    split.split_impl(Impl, parts, TritonOps())().forward(layer, query, query, query, None, context, output)
+    assert seen == [torch.float32, query.dtype, query.dtype] and torch.equal(output, query.float() / 3)
+
+
+def test_split_heads_put_zeros_out_where_no_request_is_served():
+    """As stock backends do while vLLM profiles: outputs are memory that no kernel has written."""
+    output = torch.full((3, 2, 16), torch.nan)
+    impl = split.split_impl(object, [], TritonOps())()
+    assert impl.forward(None, output, output, output, None, None, output) is output and not output.any()
+
+
+def test_own_work_is_done_with_queries_in_the_model_s_dtype():
+    seen, layer = [], fp8_layer()
+
+    class Impl:
+        kv_evict_place = 0
+
+        def forward(self, layer, query, *args):
+            seen.append(query)
+
+    def do(ops, layer, place, query, *args):
+        seen.append(query)
+
+    metadata = SimpleNamespace(**{STEP_WORK: SimpleNamespace(is_all=False, measures=False, do=do)})
+    query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
+    working_impl(Impl, TritonOps())().forward(layer, query, None, None, None, metadata, None)
+    stock, own = seen
+    assert stock is query and torch.equal(own, query.float() * 0.5)
+
+
+@pytest.mark.parametrize(("target", "ordered"), [([9, 4], True), ([4, 9], True), ([2, 4], False)])
+def test_tokens_move_within_a_layer_s_heads(target, ordered):
+    """Of two layers in pages of one tensor, which others have a part in; in whatever order blocks are used again."""
+    from vllm_evict.triton_kernels.compact import compact_reference
+
+    source = torch.tensor([4, 7, 2], dtype=torch.int32)
+    target = torch.tensor(target, dtype=torch.int32)
+    assert is_ordered(source, target) == ordered
+    random = torch.Generator().manual_seed(0)
+    pages = torch.randn(10, 5, BLOCK, 2 * 256, generator=random)  # 16 tokens are moved at once
+    keep = torch.rand(2, 2, 3 * BLOCK, generator=random).argsort(2)[..., : 2 * BLOCK].sort(2).values.int()
+    expected, ops = pages.clone(), TritonOps()
+    compact_reference([expected[:, :2], expected[:, 2:4]], source, keep, target)
+    ops.compact(None, [pages[:, :2], pages[:, 2:4]], source, keep, target)
+    assert torch.equal(pages, expected)
+    keys, values = ops.read(None, expected[:, 2:4], target.long())
+    ops.write(None, pages[:, :2], target.long(), keys.double(), values)
+    expected[target.long(), :2] = torch.cat((keys, values), 3)
+    assert torch.equal(pages, expected)
+
+
+def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
+    """And where there is none, or of another shape, the pass of our own gives it."""
+    from vllm_evict.triton_kernels.query_lse import query_lse_reference
+
+    random = torch.Generator().manual_seed(0)
+    query, cache = torch.randn(5, 4, 32, generator=random), torch.randn(3, 2, BLOCK, 64, generator=random)
+    keys, table = cache[..., :32], torch.tensor([[2, 1]], dtype=torch.int32)
+    rows = table, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([30], dtype=torch.int32)
+    expected, asked, given = torch.empty(5, 4), [], torch.randn(4, 5, generator=random)
+    attention = PagedAttention(query, keys, *rows, 0.2)
+    query_lse_reference(attention, expected)
+
+    def kernel(return_softmax_lse=False):
+        asked.append(return_softmax_lse)
+        return ("output", given) if return_softmax_lse else "output"
+
+    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", kernel, raising=False)
+    ops = FlashOps()
+    ops.capture_lse = capture_lse
+    for heard in (given, torch.randn(5, 4, generator=random)):
+        given = heard
+        with ops.attending():
+            assert flash_attn.flash_attn_varlen_func() == "output"
+        assert flash_attn.flash_attn_varlen_func() == "output"
+        lse = ops.lse_of(attention, 5)
+        torch.testing.assert_close(lse, given.T if len(given) == 4 else expected)
+        torch.testing.assert_close(ops.lse_of(attention, 5), expected)
+    assert asked == [True, False] * 2
+    ops._lse, sinks = torch.zeros(4, 5), torch.tensor([-1.0, 0, 3, 5])
+    lse = ops.lse_of(replace(attention, sinks=sinks), 5)
+    torch.testing.assert_close(lse, torch.logaddexp(expected, sinks))
+    assert ops._lse is None, "whether FlashAttention's has sinks in it is not known"

@@ -1,0 +1,102 @@
+"""Drafters with layers under async scheduling: policies without scores, whose holes come a step late."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from drafting import MODEL, VOCAB, LayeredDrafter, accepted, make_eagle, prompt_of, speculative
+from engine import logprobs_of
+from oracle.model import DenseLlama
+from oracle.replay import replay_told
+from oracle.tiny import make_tiny_llama
+from parity import oracle_config
+from test_async import Recorder
+
+WINDOW = {"name": "sink-window", "budget": 160, "sink": 32, "allow": []}
+POLICIES = {"sink-window": WINDOW, "strided": {**WINDOW, "name": "strided", "buffer": 32, "recent": 32}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Drafter -> `speculative_config`; None -> the model."""
+    root = tmp_path_factory.mktemp("drafters")
+    model = make_tiny_llama(root / "model", **MODEL)
+    small = make_tiny_llama(root / "small", layers=1, heads=4, kv_heads=2, vocab=VOCAB, seed=3)
+    eagle = make_eagle(root / "eagle", model, "eagle")
+    return {None: model, "draft_model": speculative("draft_model", small), "eagle": speculative("eagle", eagle)}
+
+
+class SpeculativeRecorder(Recorder):
+    """Steps are planned before their drafts are known; when a step is done, its rejected drafts leave the record."""
+
+    def __init__(self, server):
+        super().__init__(server)
+        schedule, update, planned = server.scheduler.schedule, server.scheduler.update_from_output, deque()
+
+        def watched_schedule(*args):
+            output = schedule(*args)
+            planned.append({req_id: len(self.records[req_id].steps) - 1 for req_id in output.num_scheduled_tokens})
+            return output
+
+        def watched_update(output, result):
+            steps, rows = planned.popleft(), result.req_id_to_index
+            for req_id, drafts in output.scheduled_spec_decode_tokens.items():
+                tokens = output.num_scheduled_tokens[req_id] - len(drafts)
+                made = len(result.sampled_token_ids[rows[req_id]])
+                self.records[req_id].steps[steps[req_id]] = tokens + made - 1
+            return update(output, result)
+
+        server.scheduler.schedule, server.scheduler.update_from_output = watched_schedule, watched_update
+
+
+@pytest.mark.parametrize(("drafter", "name"), [("draft_model", "sink-window"), ("eagle", "strided")])
+def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folders, monkeypatch, drafter, name):
+    """Drafts are all wrong, then some are, then none: the lengths that workers are told are off by those."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    policy, dense, prompts = (
+        POLICIES[name],
+        DenseLlama(folders[None]),
+        [prompt_of(length, length) for length in (250, 90)],
+    )
+    chunks = dict(max_num_batched_tokens=96, enable_prefix_caching=False)
+    server = async_engine(policy, model=folders[None], speculative_config=folders[drafter], **chunks)
+    double, recorder = LayeredDrafter(server), SpeculativeRecorder(server)
+    for right in (0, "some", 1):
+        double.right, before = right, accepted(server)
+        ids = [server.add(prompt, max_tokens=160, logprobs=1) for prompt in prompts]
+        outputs = server.run()
+        drafts, kept = (new - old for new, old in zip(accepted(server)[::-1], before[::-1]))
+        assert drafts and (kept == 0 if right == 0 else kept > 10)
+        double.texts = [[*prompt, *outputs[each].outputs[0].token_ids] for prompt, each in zip(prompts, ids)]
+        for request_id, prompt in zip(ids, prompts):
+            output, record = outputs[request_id], recorder.of(request_id)
+            tokens = [*prompt, *output.outputs[0].token_ids]
+            steps = np.searchsorted(np.cumsum(record.steps), len(tokens) - 1) + 1
+            counts = record.steps[:steps]
+            counts[-1] = min(counts[-1], len(tokens) - sum(counts[:-1]))
+            decided = record.by_step(steps)
+            assert sum(map(len, decided)) >= 2
+            told = record.told[:steps]
+            reference = replay_told(dense, tokens, counts, oracle_config(policy, prompt), told, decided)
+            assert decided[:-1] == reference.evicted[:-1]
+            logprobs = torch.log_softmax(reference.logits.double(), -1)[len(prompt) - 1 :]
+            got = logprobs_of(output)[: len(logprobs)]
+            want = [row[token].item() for row, token in zip(logprobs, output.outputs[0].token_ids)]
+            np.testing.assert_allclose(got, want, atol=2e-3)
+    assert max(recorder.in_flight) > 0 and double.runs > 100
+    server.assert_nothing_left()
+
+
+def test_full_serves_as_stock_does(engine, async_stays, folders):
+    """The tokens of a server without drafts, and as many accepted drafts as in stock vLLM."""
+    model, config = folders[None], folders["draft_model"]
+    prompts, counts = [prompt_of(90 + seed, seed) for seed in range(3)], []
+    answers = [[each.outputs[0].token_ids for each in engine(model=model).generate(prompts, max_tokens=60)]]
+    for policy in (None, {"name": "full", "allow": []}):
+        server = engine(policy, model=model, speculative_config=config, async_scheduling=True)
+        assert server.core.batch_queue_size == 2
+        answers.append([each.outputs[0].token_ids for each in server.generate(prompts, max_tokens=60)])
+        counts.append(accepted(server))
+    assert answers[0] == answers[1] == answers[2] and counts[0] == counts[1]
+    server.assert_nothing_left()

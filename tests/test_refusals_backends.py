@@ -1,0 +1,283 @@
+"""Attention backends, devices and data types that policies do not run on are refused by name."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from test_refusals import H2O, UNMEASURED, RayDistributedExecutor, engine_config
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.integration import refusals
+
+
+def plain_config(**changes):
+    """What `check_config` looks at, of an engine that can be served."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=SimpleNamespace(),
+            runner_type="generate",
+            use_mla=False,
+            is_hybrid=False,
+            is_attention_free=False,
+            is_encoder_decoder=False,
+            is_mm_prefix_lm=False,
+            is_diffusion=False,
+            rswa_window=None,
+            get_sliding_window=lambda: None,
+        ),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            use_ubatching=False,
+            data_parallel_size=2,
+            tensor_parallel_size=1,
+            distributed_executor_backend="mp",
+        ),
+        cache_config=SimpleNamespace(
+            kv_sharing_fast_prefill=False, cache_dtype="auto", kv_cache_dtype_skip_layers=[], sliding_window=None
+        ),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, disable_hybrid_kv_cache_manager=False),
+        device_config=SimpleNamespace(device_type="cpu"),
+        attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
+        speculative_config=None,
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+    )
+    for path, value in changes.items():
+        part, field = path.split("__")
+        setattr(getattr(config, part), field, value)
+    return config
+
+
+#: Backends of a GPU that policies run on.
+SERVED = [AttentionBackendEnum[name] for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")]
+#: What vLLM itself refuses on a CPU, or switches off there.
+NOT_ON_A_CPU = {
+    "vLLM's xpu engine": dict(device_config__device_type="xpu"),
+    "the attention backend FLEX_ATTENTION: policies run on": dict(
+        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.FLEX_ATTENTION
+    ),
+    "the attention backend CPU_ATTN: policies run on": dict(
+        device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.CPU_ATTN
+    ),
+    "layers that attend to their prompt and a sliding window": dict(model_config__rswa_window=128),
+    "context parallelism": dict(parallel_config__decode_context_parallel_size=2),
+    "context parallelism: set --decode": dict(parallel_config__prefill_context_parallel_size=2),
+    "dual-batch overlap or microbatches": dict(parallel_config__use_ubatching=True),
+    "data parallelism under an external launcher": dict(
+        parallel_config__distributed_executor_backend="external_launcher"
+    ),
+    "vLLM's older Ray executor, which runs steps past the worker: unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND": dict(
+        parallel_config__distributed_executor_backend=type("Own", (RayDistributedExecutor,), {})
+    ),
+    "non-causal attention over images: set --language-model-only": dict(model_config__is_mm_prefix_lm=True),
+    "models with non-causal attention": dict(model_config__is_diffusion=True),
+    "sparse attention (DSA), whose indexer": dict(model_config__hf_text_config=SimpleNamespace(index_topk=2048)),
+    "compressed sparse attention (CSA)": dict(model_config__hf_text_config=SimpleNamespace(compress_ratios=[4])),
+    "block-sparse attention (MSA)": dict(model_config__hf_text_config=SimpleNamespace(sparse_attention_config={})),
+    "keys of 192 and values of 128 dimensions": dict(
+        model_config__hf_text_config=SimpleNamespace(head_dim=192, v_head_dim=128)
+    ),
+    "MLA) beside linear attention, which vLLM's CPU engine can't run": dict(
+        model_config__use_mla=True, model_config__is_hybrid=True
+    ),
+    "MLA) on a GPU while requests may use scores": dict(device_config__device_type="cuda", model_config__use_mla=True),
+    "the attention backend FLASH_ATTN: policies run MLA on": dict(
+        model_config__use_mla=True, attention_config__backend=AttentionBackendEnum.FLASH_ATTN
+    ),
+    "Mamba or linear attention in all layers": dict(model_config__is_attention_free=True),
+}
+
+
+@pytest.mark.parametrize("what", NOT_ON_A_CPU)
+def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
+    refusals.check_config(plain_config(), KVPolicyConfig.parse(H2O))
+    with pytest.raises(KVPolicyError) as refused:
+        refusals.check_config(plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
+    message = str(refused.value)
+    assert what in message and ("leave" in message or "set --" in message or "unset " in message)
+
+
+def test_drafters_with_layers_wait_for_each_step_and_stand_beside_full_attention():
+    """On a GPU vLLM schedules asynchronously beside them, where it is not told otherwise."""
+    served = plain_config(scheduler_config__async_scheduling=False)
+    drafts = SimpleNamespace(method="eagle", num_speculative_tokens=3, parallel_drafting=False)
+    served.speculative_config, served.use_v2_model_runner, served.cache_config.block_size = drafts, False, 16
+    refusals.check_config(served, KVPolicyConfig.parse(H2O))
+    text, model = SimpleNamespace(layer_types=["sliding_attention", "full_attention"]), served.model_config
+    for part, changes, what in (
+        (
+            served.scheduler_config,
+            {"async_scheduling": True},
+            "under async scheduling while requests may use scores.*: set --no-async-scheduling, or",
+        ),
+        (model, {"hf_text_config": text, "get_sliding_window": lambda: 64}, "and layers with sliding windows.*: set"),
+    ):
+        before = {name: getattr(part, name) for name in changes}
+        vars(part).update(changes)
+        with pytest.raises(KVPolicyError, match=f"by 'eagle' {what} "):
+            refusals.check_config(served, KVPolicyConfig.parse(H2O))
+        if part is served.scheduler_config:  # lengths on the device are enough for what counts nothing
+            refusals.check_config(served, KVPolicyConfig.parse({"name": "sink-window", "allow": []}))
+        vars(part).update(before)
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "eagle"])
+def test_no_speculation_on_model_runner_v2(method):
+    """There the device alone counts accepted drafts, under n-grams too."""
+    served = plain_config(scheduler_config__async_scheduling=False)
+    drafts = SimpleNamespace(method=method, num_speculative_tokens=3, parallel_drafting=False)
+    served.speculative_config, served.cache_config.block_size = drafts, 16
+    for policy in (H2O, {"name": "sink-window", "allow": []}):
+        served.use_v2_model_runner = True
+        message = "speculative decoding on Model Runner V2.*: set VLLM_USE_V2_MODEL_RUNNER=0, or leave --spec"
+        with pytest.raises(KVPolicyError, match=message if method != "ngram_gpu" else "by 'ngram_gpu'.*: set .method."):
+            refusals.check_config(served, KVPolicyConfig.parse(policy))
+        served.use_v2_model_runner = False
+        if method != "ngram_gpu":
+            refusals.check_config(served, KVPolicyConfig.parse(policy))
+
+
+def test_no_selection_on_a_gpu_in_several_ranks_or_beside_other_layers():
+    config = KVPolicyConfig.parse({"name": "sink-window", "select": 1024, "allow": []})
+    refusals.check_config(plain_config(), config)
+    windows = {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
+    windows["model_config__get_sliding_window"] = lambda: 64
+    for what, changes in (
+        ("select on a GPU, where no kernel selects blocks yet", {"device_config__device_type": "cuda"}),
+        ("select and tensor parallelism", {"parallel_config__tensor_parallel_size": 2}),
+        ("select and layers with sliding windows", windows),
+        ("select beside Mamba", {"model_config__is_hybrid": True}),
+    ):
+        with pytest.raises(KVPolicyError, match=f"can't be used with {what}.*: leave select out"):
+            refusals.check_config(plain_config(**changes), config)
+
+
+@pytest.mark.parametrize("backend", [None, *SERVED])
+def test_a_gpu_may_have_what_vllm_chooses(backend, monkeypatch):
+    """What that is, only layers say; batch-invariant kernels, and ROCm's, are none of ours."""
+    served = plain_config(device_config__device_type="cuda", attention_config__backend=backend)
+    refusals.check_config(served, KVPolicyConfig.parse(H2O))
+    monkeypatch.setattr(refusals.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    refusals.check_config(plain_config(), KVPolicyConfig.parse(H2O))
+    with pytest.raises(KVPolicyError, match="VLLM_BATCH_INVARIANT.*: unset it"):
+        refusals.check_config(served, KVPolicyConfig.parse(H2O))
+    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(is_rocm=lambda: True))
+    with pytest.raises(KVPolicyError, match="vLLM's rocm engine"):
+        refusals.check_config(served, KVPolicyConfig.parse(H2O))
+
+
+def test_the_rust_front_end_is_refused(tiny, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(KVPolicyError, match="Rust front end.*: unset VLLM_USE_RUST_FRONTEND$"):
+        engine_config(tiny)
+    assert engine_config(tiny, None).scheduler_config.scheduler_cls is None
+
+
+RUN_ON = "policies run on CPU_ATTN, and on a GPU on FLASH_ATTN, FLASHINFER and TRITON_ATTN (tested without a GPU only)"
+PER_KIND = "--attention-config.backend_per_kind.full_attention"
+
+
+@pytest.mark.parametrize(
+    "setting, arguments",
+    {
+        "--attention-backend": dict(attention_backend="FLEX_ATTENTION"),
+        "--attention-backend ": dict(attention_config={"backend": "flex_attention"}),
+        PER_KIND: dict(attention_config={"backend_per_kind": {"full_attention": "FLEX_ATTENTION"}}),
+        f"{PER_KIND} ": dict(
+            attention_config={"backend": "TRITON_ATTN", "backend_per_kind": {"full_attention": "FLEX_ATTENTION"}}
+        ),
+    }.items(),
+)
+def test_a_backend_named_by_somebody_is_refused_before_anything_is_loaded(tiny, setting, arguments):
+    with pytest.raises(KVPolicyError) as refused:
+        engine_config(tiny, **arguments)
+    assert str(refused.value) == (
+        f"KV policy 'h2o' can't be used with the attention backend FLEX_ATTENTION: {RUN_ON}; set {setting.strip()} to one of "
+        "these, or leave --kv-policy out"
+    )
+    engine_config(tiny, None, **arguments)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"backend": "CPU_ATTN"},
+        {"backend": "auto"},
+        {"backend": "FLASH_ATTN"},
+        {"backend": "FLASHINFER"},
+        {"backend": "FLEX_ATTENTION", "backend_per_kind": {"full_attention": "TRITON_ATTN"}},
+        {"backend_per_kind": {"sliding_window": "FLEX_ATTENTION"}},
+    ],
+)
+def test_backends_that_plain_layers_may_have_can_be_named(tiny, attention):
+    assert engine_config(tiny, attention_config=attention).scheduler_config.scheduler_cls
+
+
+def test_every_entry_refuses_on_its_own(monkeypatch):
+    """No entry of the list hides behind another: each is looked at, and each names what to do."""
+    entries = refusals._settings(plain_config(), KVPolicyConfig.parse(H2O))
+    assert len(entries) > 12 and not any(refused for refused, *_ in entries)
+    for index, (_, what, instead) in enumerate(entries):
+        alone = [(i == index, *entry[1:]) for i, entry in enumerate(entries)]
+        monkeypatch.setattr(refusals, "_settings", lambda *_, alone=alone: alone)
+        with pytest.raises(KVPolicyError) as refused:
+            refusals.check_config(None, KVPolicyConfig.parse(H2O))
+        assert what in str(refused.value) and instead in str(refused.value)
+
+
+def test_a_policy_without_scores_may_have_any_kv_dtype(tiny):
+    assert engine_config(tiny, UNMEASURED, kv_cache_dtype="fp8_e5m2").scheduler_config.scheduler_cls
+    with pytest.raises(KVPolicyError, match='"allow": \\[\\]'):
+        engine_config(tiny, {"name": "sink-window", "budget": 512}, kv_cache_dtype="fp8_e5m2")
+
+
+@pytest.mark.parametrize("backend", [None, *SERVED])
+def test_a_gpu_may_keep_fp8_with_one_scale_for_a_layer(backend):
+    """Which backend there will be, layers say; other kinds of quantised caches, and layers that differ, are refused."""
+
+    def check(name, policy=H2O, skipped=()):
+        config = plain_config(
+            device_config__device_type="cuda",
+            attention_config__backend=backend,
+            cache_config__cache_dtype=name,
+            cache_config__kv_cache_dtype_skip_layers=list(skipped),
+        )
+        refusals.check_config(config, KVPolicyConfig.parse(policy))
+
+    for name in ("auto", "bfloat16", "fp8", "fp8_e4m3"):
+        check(name)
+    for name in ("fp8_e5m2", "fp8_inc", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_k8v4"):
+        with pytest.raises(KVPolicyError, match=rf"'{name}'.* cuda engine: use --kv-cache-dtype auto or fp8 \("):
+            check(name)
+        check(name, UNMEASURED)
+    check("fp8", skipped=["sliding_window"])
+    check("fp8", UNMEASURED, ["0"])
+    with pytest.raises(KVPolicyError, match="differ between layers: leave --kv-cache-dtype-skip-layers out"):
+        check("fp8", skipped=["0", "sliding_window"])
+
+
+@pytest.mark.parametrize("capability, served", [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_kernels_read_fp8_from_ada_on(monkeypatch, capability, served):
+    """Triton compiles no kernel with fp8 for Ampere. Under policies without scores only vLLM's kernels read the cache."""
+    platform = SimpleNamespace(is_rocm=lambda: False, get_device_capability=lambda: DeviceCapability(*capability))
+    monkeypatch.setattr(refusals, "current_platform", platform)
+    config = plain_config(device_config__device_type="cuda", cache_config__cache_dtype="fp8")
+    for policy in (H2O, {"name": "duo", "pattern": ["10"]}):
+        with nullcontext() if served else pytest.raises(KVPolicyError, match=r"'fp8' on a GPU of .* 8\.0: .* 8\.9"):
+            refusals.check_config(config, KVPolicyConfig.parse(policy))
+    refusals.check_config(config, KVPolicyConfig.parse(UNMEASURED))
+
+
+@pytest.mark.parametrize(
+    "policy, served", [(H2O, False), ({"name": "duo", "pattern": ["10"]}, False), (UNMEASURED, True)]
+)
+def test_kernels_are_for_ampere_and_newer(monkeypatch, policy, served):
+    platform = SimpleNamespace(is_rocm=lambda: False, get_device_capability=lambda: DeviceCapability(7, 5))
+    monkeypatch.setattr(refusals, "current_platform", platform)
+    config = plain_config(device_config__device_type="cuda")
+    with nullcontext() if served else pytest.raises(KVPolicyError, match=r"a GPU of compute capability 7\.5: .* 8\.0"):
+        refusals.check_config(config, KVPolicyConfig.parse(policy))
