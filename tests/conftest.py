@@ -20,6 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Tiny models gain nothing from threads, and lose a lot where OpenMP's threads wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Numba, with which vLLM proposes n-grams, gives torch as many threads as the machine has cores.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 # Where a process has several all the same, those that wait give their core up.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # vLLM's sampler compiles how it ranks log-probabilities: ten seconds in each process that asks for some.
