@@ -16,7 +16,7 @@ import sys
 import time
 
 import torch
-from pressure import to_json
+from reports import to_json
 
 from vllm_evict.compute.kernels.compact import compact
 

@@ -29,19 +29,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from engines import make_llm, random_prompts
 from models import Shape, make_model
-from pressure import (
-    CHUNK,
-    child_main,
-    conditions,
-    decode_steps,
-    in_child,
-    make_llm,
-    progress,
-    random_prompts,
-    spread,
-    write,
-)
+from pressure import CHUNK, decode_steps
+from reports import child_main, conditions, in_child, progress, spread, write
 
 #: Repeats of calls that take longer than SLOW seconds.
 FEW, SLOW = 7, 0.05

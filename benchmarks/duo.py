@@ -26,8 +26,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engines import greedy, make_llm, random_prompts, scheduler_of
 from models import Shape, make_model
-from pressure import child_main, conditions, greedy, in_child, make_llm, progress, random_prompts, scheduler_of, write
+from reports import child_main, conditions, in_child, progress, write
 
 SINK, RECENT = 128, 256
 #: Name -> shape, one layer's pattern.

@@ -18,7 +18,8 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
-from pressure import child_main, conditions, in_child, make_llm, progress, scheduler_of, write
+from engines import make_llm, scheduler_of
+from reports import child_main, conditions, in_child, progress, write
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "needle" / "model"

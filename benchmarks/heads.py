@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from pressure import to_json
+from reports import to_json
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm

@@ -24,19 +24,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engines import decoding, make_llm, random_prompts, scheduler_of
 from models import Shape, make_model
-from pressure import (
-    child_main,
-    choose_cases,
-    conditions,
-    decoding,
-    in_child,
-    make_llm,
-    progress,
-    random_prompts,
-    scheduler_of,
-    write,
-)
+from reports import child_main, choose_cases, conditions, in_child, progress, write
 
 #: Most tokens of a step.
 CHUNK = 8192

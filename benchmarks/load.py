@@ -29,20 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pressure import (
-    child_main,
-    choose_cases,
-    conditions,
-    greedy,
-    in_child,
-    make_llm,
-    preemptions,
-    progress,
-    run_batch,
-    scheduler_of,
-    spread,
-    write,
-)
+from engines import greedy, make_llm, preemptions, run_batch, scheduler_of
+from reports import child_main, choose_cases, conditions, in_child, progress, spread, write
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "needle" / "model"
 KV_BYTES = 2 * 4 * 2 * 64 * 2  # a token: keys and values, layers, KV heads, head size, bfloat16

@@ -17,129 +17,20 @@ Writes a Markdown table and a JSON with hardware, versions, command and all raw 
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from engines import CLOCKS, Run, decoding, make_llm, random_prompts, run_batch, timed_steps
 from models import OTHERS, Shape, make_model, write_other
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from reports import child_main, choose_cases, conditions, in_child, progress, spread, write
 
-console = Console()
-
-#: One process runs the whole engine; its log is shown only if it fails.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 #: Most tokens of a step.
 CHUNK = 2048
-#: Wall time and this process's CPU time, by their names in `Run`.
-CLOCKS = ("seconds", "cpu_seconds")
-
-
-@dataclass
-class Run:
-    """One batch on one engine, timed from the first request to the last token."""
-
-    seconds: float
-    cpu_seconds: float
-    output_tokens: int
-    preemptions: int
-    peak_blocks: int
-    peak_requests: int
-    evicted_blocks: int
-    #: After each step: seconds since the start, and blocks in use.
-    samples: list[tuple[float, int]] = field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.output_tokens / self.seconds
-
-
-def make_llm(model: Path, kv_policy: Any = None, **options: Any) -> Any:
-    """A vLLM engine in this process; without a policy it does not need the plugin."""
-    from vllm import LLM
-
-    policy = {} if kv_policy is None else {"kv_policy": kv_policy}
-    options = {"dtype": "float32", "enforce_eager": True, "seed": 0, "disable_log_stats": False, **options}
-    return LLM(str(model), **policy, **options)
-
-
-def greedy(max_tokens: int, **options: Any) -> Any:
-    """Greedy sampling of a fixed number of tokens."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=0.0,
-        ignore_eos=True,
-        max_tokens=max_tokens,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        **options,
-    )
-
-
-def random_prompts(requests: int, tokens: int, vocab: int, seed: int = 0) -> list[list[int]]:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab, (requests, tokens), generator=generator).tolist()
-
-
-def scheduler_of(llm: Any) -> Any:
-    """The engine's scheduler: it lives in this process."""
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def run_batch(llm: Any, prompts: list[list[int]], output_tokens: int, on_step: Any = None) -> Run:
-    """Run a batch like `LLM.generate`, and note the pool's use after each step.
-
-    Args:
-        llm: from `make_llm`.
-        prompts: token ids.
-        output_tokens: of each request.
-        on_step: called after each step with the outputs of the requests that it ended, if given.
-    """
-    scheduler, engine = scheduler_of(llm), llm.llm_engine
-    pool = scheduler.kv_cache_manager.block_pool
-    usable = pool.get_num_free_blocks()
-    preempted = preemptions(llm)
-    run = Run(0.0, 0.0, 0, 0, 0, 0, 0)
-    start, cpu_start = time.perf_counter(), time.process_time()
-    for index, prompt in enumerate(prompts):
-        engine.add_request(f"request-{index}", {"prompt_token_ids": prompt}, greedy(output_tokens))
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        used = usable - pool.get_num_free_blocks()
-        run.samples.append((time.perf_counter() - start, used))
-        run.peak_blocks = max(run.peak_blocks, used)
-        run.peak_requests = max(run.peak_requests, len(scheduler.running))
-        for output in outputs:
-            run.output_tokens += len(output.outputs[0].token_ids)
-            usage = getattr(output, "kv_usage", None)
-            run.evicted_blocks += usage.evicted_blocks if usage else 0
-        if on_step:
-            on_step(outputs)
-    run.seconds, run.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    run.preemptions = preemptions(llm) - preempted
-    return run
-
-
-def preemptions(llm: Any) -> int:
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
 # ---- throughput under pressure
@@ -234,11 +125,6 @@ def pressure_table(report: dict) -> str:
     return "\n".join(lines)
 
 
-def spread(values: list[float], form: str) -> str:
-    """Median (each round)."""
-    return f"{statistics.median(values):{form}} ({', '.join(f'{value:{form}}' for value in values)})"
-
-
 # ---- running sums in a decode step
 
 #: Cases of a decode step: the request's policy, and whether its prompt exceeds the budget.
@@ -288,42 +174,6 @@ def decode_steps(llm: Any, prompts: list[list[int]], policy: str, max_tokens: in
         return timed_steps(llm, steps)
 
 
-@contextmanager
-def decoding(llm: Any, prompts: list[list[int]], max_tokens: int, **options: Any) -> Iterator[None]:
-    """In this context every step decodes all of these requests, up to `max_tokens`; then they are aborted.
-
-    Args:
-        llm: from `make_llm`.
-        prompts: token ids.
-        max_tokens: of each request. The first ones decode while the last ones' prompts are computed.
-        options: of `greedy`.
-    """
-    engine, scheduler = llm.llm_engine, scheduler_of(llm)
-    ids = [f"request-{index}" for index in range(len(prompts))]
-    for request_id, prompt in zip(ids, prompts, strict=True):
-        engine.add_request(request_id, {"prompt_token_ids": prompt}, greedy(max_tokens, **options))
-    # Two tokens each, because the first decode steps allocate buffers.
-    while len(scheduler.running) < len(ids) or any(r.num_output_tokens < 2 for r in scheduler.running):
-        engine.step()
-        assert engine.has_unfinished_requests(), "requests ended before the last one decoded"
-    yield
-    assert len(scheduler.running) == len(ids), "a request ended or was preempted: these were not steps of all"
-    engine.abort_request(ids)
-    while engine.has_unfinished_requests() or scheduler.has_unfinished_requests():
-        engine.step()
-
-
-def timed_steps(llm: Any, steps: int) -> dict[str, list[float]]:
-    """Seconds and CPU seconds of each of `steps` steps."""
-    timings: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
-    for _ in range(steps):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        llm.llm_engine.step()
-        timings["seconds"].append(time.perf_counter() - start)
-        timings["cpu_seconds"].append(time.process_time() - cpu_start)
-    return timings
-
-
 def step(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
     """Share of running sums in a decode step, by batch size, each in a process of its own."""
     runs = {}
@@ -360,91 +210,6 @@ def step_table(report: dict) -> str:
 
 
 # ---- processes, reports, command line
-
-
-def in_child(what: str, spec: dict, environment: dict[str, str] | None = None) -> dict:
-    """Result of function `what` of the running script in a fresh process; ends this process if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        request, answer = Path(folder, "spec.json"), Path(folder, "result.json")
-        request.write_text(json.dumps(spec))
-        command = [sys.executable, sys.argv[0], "--child", what, str(request), str(answer)]
-        threads = {"OMP_NUM_THREADS": str(spec["options"]["threads"])}
-        environment = {**ENVIRONMENT, **os.environ, **threads, **(environment or {})}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode or not answer.exists():
-            console.print((done.stdout + done.stderr)[-4000:], markup=False, highlight=False, soft_wrap=True)
-            sys.exit(f"a run failed (exit code {done.returncode}): {what} {json.dumps(spec)}")
-        return json.loads(answer.read_text())
-
-
-def child_main(children: dict[str, Any], what: str, request: str, answer: str) -> None:
-    Path(answer).write_text(json.dumps(children[what](json.loads(Path(request).read_text()))))
-
-
-def conditions() -> dict:
-    """The conditions of a run: hardware, versions, command."""
-    import torch
-    from vllm.version import __version__ as vllm_version
-
-    from vllm_evict import __version__
-    from vllm_evict.compute.kernels.mass import kernel_path
-
-    lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
-    facts = dict(line.split(":", 1) for line in lscpu.splitlines() if ":" in line)
-    wanted = ("Model name", "CPU(s)", "L2 cache", "L3 cache")
-    return {
-        "hardware": {key: facts[key].strip() for key in wanted if key in facts},
-        "versions": {"vllm": vllm_version, "torch": torch.__version__, "vllm_evict": __version__},
-        "kernel": kernel_path(),
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
-def to_json(value: Any, indent: str = "") -> str:
-    """JSON with one line for each short value, and for each list of samples."""
-    flat, inner = json.dumps(value), indent + " "
-    if isinstance(value, dict) and len(indent + flat) > 120:
-        lines = [f"{json.dumps(str(key))}: {to_json(item, inner)}" for key, item in value.items()]
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value) and len(indent + flat) > 120:
-        lines = [to_json(item, inner) for item in value]
-    else:
-        return flat
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    return f"{opening}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{closing}"
-
-
-def write(folder: Path, name: str, title: str, table: str, report: dict) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(to_json(report) + "\n")
-    facts = report["conditions"]
-    text = "\n".join(
-        [
-            f"{title}\n",
-            table,
-            "",
-            "hardware: " + ", ".join(f"{key} {value}" for key, value in facts["hardware"].items()) + "  ",
-            "versions: "
-            + ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
-            + f"; OpenMP threads {report['options']['threads']}, attention mass by {facts['kernel']}  ",
-            f"command: `{facts['command']}`",
-        ]
-    )
-    (folder / f"{name}.md").write_text(text + "\n")
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"\nwritten: {folder}/{name}.md and .json")
-
-
-def progress() -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
-
-
-def choose_cases(parser: argparse.ArgumentParser, wanted: list[str] | None, known: Iterable[str]) -> list[str]:
-    """The cases that --cases names, and stock, to compare with; all without it. Unknown ones end the program."""
-    known = list(known)
-    if unknown := set(wanted or ()) - set(known):
-        parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
-    return known if wanted is None else ["stock", *(name for name in wanted if name != "stock")]
 
 
 def parse_arguments() -> argparse.Namespace:

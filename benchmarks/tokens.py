@@ -19,8 +19,9 @@ import time
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from engines import greedy, make_llm, random_prompts, scheduler_of
 from models import Shape, make_model
-from pressure import child_main, conditions, greedy, in_child, make_llm, progress, random_prompts, scheduler_of, write
+from reports import child_main, conditions, in_child, progress, write
 
 GRANULARITIES = ("block", "token")
 

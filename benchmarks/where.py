@@ -21,20 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engines import decoding, make_llm, random_prompts, scheduler_of
 from models import Shape, make_model
-from pressure import (
-    CHUNK,
-    child_main,
-    choose_cases,
-    conditions,
-    decoding,
-    in_child,
-    make_llm,
-    progress,
-    random_prompts,
-    scheduler_of,
-    write,
-)
+from pressure import CHUNK
+from reports import child_main, choose_cases, conditions, in_child, progress, write
 
 #: CPU time of the process, and wall time, by their names in the report.
 CLOCKS = {"cpu_seconds": time.process_time, "seconds": time.perf_counter}

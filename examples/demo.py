@@ -33,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import openai
 import psutil
-from pressure import ENVIRONMENT, Run, make_llm, run_batch
+from engines import Run, make_llm, run_batch
 from prometheus_client.parser import text_string_to_metric_families
+from reports import ENVIRONMENT
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def to_json(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from pressure import to_json
+    from reports import to_json
 
     return to_json
 

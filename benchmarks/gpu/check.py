@@ -50,7 +50,7 @@ from typing import Any
 sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from machine import the_gpu
-from pressure import ENVIRONMENT, conditions, to_json
+from reports import ENVIRONMENT, conditions, to_json
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("check_child.py")

@@ -15,8 +15,8 @@ from typing import Any
 sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 from engine_child import Engine, after
+from engines import greedy, scheduler_of
 from load import KV_BYTES, MODEL, QUESTION, has_found, needles
-from pressure import greedy, scheduler_of
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]

@@ -61,7 +61,7 @@ sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolv
 from engine_rows import FILL, ROWS, STOCK, Plan, RowError, Runs, require
 from machine import the_gpu
 from models import write_config
-from pressure import ENVIRONMENT, to_json
+from reports import ENVIRONMENT, to_json
 
 NO_GPU = {"name": "none: a dry run", "free": 1 << 40, "shared": True}
 #: Seconds of a row's first round, starts of its engines included, by estimate.

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from pressure import decoding, make_llm, random_prompts, run_batch, scheduler_of, timed_steps
+from engines import decoding, make_llm, random_prompts, run_batch, scheduler_of, timed_steps
 
 #: Steps before those that are timed.
 SETTLE = 4

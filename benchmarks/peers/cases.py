@@ -13,8 +13,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines import random_prompts
 from models import Shape, make_model
-from pressure import random_prompts
 
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.run import Plan, all_cases

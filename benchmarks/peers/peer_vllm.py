@@ -56,7 +56,7 @@ NEEDLES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load(name: str, spec: dict) -> Iterator[Load]:
-    from pressure import make_llm, run_batch, scheduler_of
+    from engines import make_llm, run_batch, scheduler_of
 
     options, policy = LOADS[name]
     if policy is H2O:

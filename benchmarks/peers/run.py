@@ -27,7 +27,7 @@ import cases  # noqa: E402
 import peer_kvpress  # noqa: E402
 import peer_openvino  # noqa: E402
 import peer_vllm  # noqa: E402
-from pressure import ENVIRONMENT, conditions, console, to_json  # noqa: E402
+from reports import ENVIRONMENT, conditions, console, to_json  # noqa: E402
 
 from vllm_evict.eval.prompts import Prompts  # noqa: E402
 

@@ -1,0 +1,115 @@
+"""What benchmarks share beside the engine: a case in a process of its own, the conditions of a run, tables and JSON."""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+console = Console()
+#: One process runs the whole engine; its log is shown only if it fails.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def in_child(what: str, spec: dict, environment: dict[str, str] | None = None) -> dict:
+    """Result of function `what` of the running script in a fresh process; ends this process if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        request, answer = Path(folder, "spec.json"), Path(folder, "result.json")
+        request.write_text(json.dumps(spec))
+        command = [sys.executable, sys.argv[0], "--child", what, str(request), str(answer)]
+        threads = {"OMP_NUM_THREADS": str(spec["options"]["threads"])}
+        environment = {**ENVIRONMENT, **os.environ, **threads, **(environment or {})}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode or not answer.exists():
+            console.print((done.stdout + done.stderr)[-4000:], markup=False, highlight=False, soft_wrap=True)
+            sys.exit(f"a run failed (exit code {done.returncode}): {what} {json.dumps(spec)}")
+        return json.loads(answer.read_text())
+
+
+def child_main(children: dict[str, Any], what: str, request: str, answer: str) -> None:
+    Path(answer).write_text(json.dumps(children[what](json.loads(Path(request).read_text()))))
+
+
+def conditions() -> dict:
+    """The conditions of a run: hardware, versions, command."""
+    import torch
+    from vllm.version import __version__ as vllm_version
+
+    from vllm_evict import __version__
+    from vllm_evict.compute.kernels.mass import kernel_path
+
+    lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
+    facts = dict(line.split(":", 1) for line in lscpu.splitlines() if ":" in line)
+    wanted = ("Model name", "CPU(s)", "L2 cache", "L3 cache")
+    return {
+        "hardware": {key: facts[key].strip() for key in wanted if key in facts},
+        "versions": {"vllm": vllm_version, "torch": torch.__version__, "vllm_evict": __version__},
+        "kernel": kernel_path(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def to_json(value: Any, indent: str = "") -> str:
+    """JSON with one line for each short value, and for each list of samples."""
+    flat, inner = json.dumps(value), indent + " "
+    if isinstance(value, dict) and len(indent + flat) > 120:
+        lines = [f"{json.dumps(str(key))}: {to_json(item, inner)}" for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value) and len(indent + flat) > 120:
+        lines = [to_json(item, inner) for item in value]
+    else:
+        return flat
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{closing}"
+
+
+def write(folder: Path, name: str, title: str, table: str, report: dict) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(to_json(report) + "\n")
+    facts = report["conditions"]
+    text = "\n".join(
+        [
+            f"{title}\n",
+            table,
+            "",
+            "hardware: " + ", ".join(f"{key} {value}" for key, value in facts["hardware"].items()) + "  ",
+            "versions: "
+            + ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
+            + f"; OpenMP threads {report['options']['threads']}, attention mass by {facts['kernel']}  ",
+            f"command: `{facts['command']}`",
+        ]
+    )
+    (folder / f"{name}.md").write_text(text + "\n")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\nwritten: {folder}/{name}.md and .json")
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median (each round)."""
+    return f"{statistics.median(values):{form}} ({', '.join(f'{value:{form}}' for value in values)})"
+
+
+def progress() -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def choose_cases(parser: argparse.ArgumentParser, wanted: list[str] | None, known: Iterable[str]) -> list[str]:
+    """The cases that --cases names, and stock, to compare with; all without it. Unknown ones end the program."""
+    known = list(known)
+    if unknown := set(wanted or ()) - set(known):
+        parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(known)}")
+    return known if wanted is None else ["stock", *(name for name in wanted if name != "stock")]
