@@ -62,10 +62,15 @@ LONG = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
+    _check_ids(config, items)
+    for item in items:
+        marker = item.get_closest_marker("nightly")
+        if marker and marker.kwargs and item.callspec.id in marker.kwargs["push"]:
+            item.own_markers.remove(marker)
     if RUNNER == "v2":
         left_out = [item for item in items if not _is_for_both_runners(item)]
-        _check_ids(config, items)
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.path.stem not in LONG)
@@ -78,18 +83,19 @@ def _is_for_both_runners(item):
 
 
 def _check_ids(config, items):
-    """Each case that a marker names exists: a test whose cases got other names would silently not run on V2."""
+    """Each case that a marker names exists: a test whose cases got other names would silently not run on V2, or never."""
     if any("::" in arg for arg in config.args):
         return
     named, found = {}, {}
     for item in items:
-        if (marker := item.get_closest_marker("both_runners")) and marker.args:
-            test = item.nodeid.split("[")[0]
-            named[test] = set(marker.args)
-            found.setdefault(test, set()).add(item.callspec.id)
-    unknown = {test: sorted(ids - found[test]) for test, ids in named.items() if ids - found[test]}
+        for marker in item.iter_markers():
+            if marker.name in ("both_runners", "nightly") and (ids := marker.kwargs.get("push") or marker.args):
+                test = marker.name, item.nodeid.split("[")[0]
+                named[test] = set(ids)
+                found.setdefault(test, set()).add(item.callspec.id)
+    unknown = {" of ".join(test): sorted(ids - found[test]) for test, ids in named.items() if ids - found[test]}
     if unknown:
-        raise pytest.UsageError(f"both_runners got names of no case: {unknown}; expected ids of the test's parameters")
+        raise pytest.UsageError(f"markers got names of no case: {unknown}; expected ids of the test's parameters")
 
 
 #: Engines that end thaw what is frozen.

@@ -63,6 +63,7 @@ def serve(server, adapters, names, prompts, tokens=60):
     return batches
 
 
+@pytest.mark.nightly(push=("h2o", "h2o-tokens"))
 @pytest.mark.both_runners("h2o")
 @pytest.mark.parametrize("kind", POLICIES)
 def test_adapters_answer_as_servers_of_their_own_do(engine, tiny, adapters, monkeypatch, kind):

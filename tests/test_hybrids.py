@@ -166,6 +166,7 @@ CROWDS = {
 }
 
 
+@pytest.mark.nightly(push=("h2o-cached",))
 @pytest.mark.parametrize("name", CROWDS)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, whole_chunks, monkeypatch, name):
     """A crowd that is preempted and aborted: a freed block may become a state, and a state's block a request's keys."""

@@ -87,6 +87,7 @@ class Crowd:
         return len(self.prompts) < REQUESTS or self.server.llm.llm_engine.has_unfinished_requests()
 
 
+@pytest.mark.nightly(push=("h2o-prefix-cache", "h2o-pressure-no-prefix-cache", "rkv-no-prefix-cache"))
 @pytest.mark.both_runners("h2o-prefix-cache")
 @pytest.mark.parametrize("name, caching", CASES)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, tiny, monkeypatch, name, caching):

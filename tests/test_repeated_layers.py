@@ -43,6 +43,7 @@ def repeat(server, calls):
         attention.forward = forward
 
 
+@pytest.mark.nightly(push=("blocks", "cached-tokens"))
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_layer_that_is_called_twice_keeps_its_own_scores(engine, model, name):
     requests = [

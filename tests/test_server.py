@@ -428,6 +428,7 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(server):
     assert server.metrics()["blocks_resident", "h2o"] == 0
 
 
+@pytest.mark.nightly
 def test_a_batch_file_has_a_bad_line_answered_by_its_own_error(tiny, tmp_path):
     """`vllm run-batch`, without a server."""
     wishes = {"plain": None, "asks": {"kv_usage": True, "kv_budget": 192}, "wrong": {"kv_budget": 512}}

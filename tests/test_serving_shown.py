@@ -112,6 +112,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.nightly(push=("h2o-head-128", "h2o-block-128", "h2o-wide-gqa", "sink-window-block-64-mha"))
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_head_layouts_and_block_sizes_match_the_oracle(engine, tmp_path, name, policy):

@@ -74,6 +74,7 @@ def test_full_is_stock_to_the_byte(engine, models, kind):
     check_full_is_stock(engine, models(kind)[0])
 
 
+@pytest.mark.nightly(push=("gemma3n_text",))
 @pytest.mark.parametrize("kind", SHARING)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypatch, kind):
     """With prefix hits, aborted and preempted requests."""

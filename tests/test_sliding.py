@@ -303,6 +303,7 @@ CROWDED = [(name, "no-prefix-cache") for name in ("h2o-full-first", "sink-window
 CROWDED += [(name, "prefix-cache") for name in ("h2o", "h2o-two-full", "rkv")]
 
 
+@pytest.mark.nightly(push=("h2o-prefix-cache", "sink-window-no-prefix-cache"))
 @pytest.mark.parametrize("name, caching", CROWDED)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypatch, name, caching):
     """Requests that come, go and are preempted; what a policy frees may be a window's next, and is clean by then."""

@@ -64,10 +64,12 @@ REPLACED = {
     },
     "vllm.v1.core.single_type_kv_cache_manager:MambaManager": {
         "integration.managers:StateManager": "cache_blocks",
-        "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate allocate_new_blocks",
+        "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate",
+        "integration.managers:hole_aware.HoleAware.note_allocated.noted": "allocate_new_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": {
-        "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate allocate_new_blocks cache_blocks",
+        "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate cache_blocks",
+        "integration.managers:hole_aware.HoleAware.note_allocated.noted": "allocate_new_blocks",
     },
     "vllm.v1.kv_cache_interface:FullAttentionSpec": {
         "integration.spec:_Evictable": "max_memory_usage_bytes merge is_uniform_with_collection",

@@ -50,16 +50,8 @@ def make_tiny(path: Path, kind: str) -> Path:
     return path
 
 
-class Cache(list):
-    """Of each layer keys and values [N, G, D]; beside them the tokens, and what their queries saw: bool [L, H, N, N]."""
-
-    def __init__(self, layers: int, heads: int, kv_heads: int, dim: int) -> None:
-        super().__init__((torch.zeros(0, kv_heads, dim), torch.zeros(0, kv_heads, dim)) for _ in range(layers))
-        self.tokens, self.seen = torch.zeros(0, dtype=torch.long), torch.zeros(layers, heads, 0, 0, dtype=torch.bool)
-
-
 class DenseLogits:
-    """A model of `make_tiny`, computed from its first token on with each step. Stands in for `oracle.model.DenseLlama`.
+    """A model of `make_tiny`; stands in for `oracle.model.DenseLlama`.
 
     `capped` and `sinks` say whether soft caps and sinks are computed.
     """
@@ -76,30 +68,28 @@ class DenseLogits:
         #: Layer -> the last layer of its kind that has a cache, which it reads.
         self.targets = {layer: own - 1 - kinds[:own][::-1].index(kinds[layer]) for layer in range(own, self.layers)}
         self.capped, self.sinks = capped, sinks
-        self._seen, self._attended = None, {}
+        #: Of a step: the cache, what its queries see, and of each layer their probabilities [H, Q, N].
+        self._cache, self._seen, self._probs = [], None, {}
 
     def new_cache(self):
-        return Cache(self.layers, self.heads, self.kv_heads, self.head_dim)
+        """Of each layer keys and values of every token, [0, G, D] each."""
+        empty = torch.zeros(0, self.kv_heads, self.head_dim)
+        return [(empty, empty) for _ in range(self.layers)]
 
     @torch.no_grad()
     def forward(self, ids, cache, mask, want_probs=False):
         """As `DenseLlama.forward`. Layers that read a cache see what its layer sees, and add to its probabilities."""
-        first = len(cache.tokens)
-        cache.tokens = torch.cat([cache.tokens, torch.as_tensor(ids, dtype=torch.long)])
-        seen = torch.zeros(self.layers, self.heads, len(cache.tokens), len(cache.tokens), dtype=torch.bool)
-        seen[:, :, :first, :first] = cache.seen
-        seen[:, :, first:] = mask
-        for layer, target in self.targets.items():
-            seen[layer] = seen[target]
-        cache.seen = self._seen = seen
+        ids, first = torch.as_tensor(ids, dtype=torch.long), len(cache[0][0])
+        positions = torch.arange(first, first + len(ids))
+        self._cache, self._seen = cache, mask.expand(self.layers, self.heads, -1, -1)
+        self._back = positions[:, None] - torch.arange(first + len(ids))
         ALL_ATTENTION_FUNCTIONS.register("written-out", self._attend)
         self.model.set_attn_implementation("written-out")
-        logits = self.model(cache.tokens[None], use_cache=False).logits[0, first:]
-        cache[:] = [self._attended[layer][:2] for layer in range(self.layers)]
-        probs = torch.stack([self._attended[layer][2] for layer in range(self.layers)])
+        logits = self.model(ids[None], position_ids=positions[None], use_cache=False).logits[0]
+        probs = torch.stack([self._probs[layer] for layer in range(self.layers)])
         for layer, target in self.targets.items():
             probs[target] += probs[layer]
-        return logits, probs[:, :, first:] if want_probs else None
+        return logits, probs if want_probs else None
 
     def _attend(
         self,
@@ -114,12 +104,17 @@ class DenseLogits:
         s_aux=None,
         **kwargs,
     ):
-        tokens, group = key.shape[2], self.heads // self.kv_heads
-        back = torch.arange(tokens)[:, None] - torch.arange(tokens)
-        seen = self._seen[module.layer_idx]
+        layer, group = module.layer_idx, self.heads // self.kv_heads
+        source = self.targets.get(layer, layer)
+        if source == layer:
+            new = (each[0].transpose(0, 1) for each in (key, value))
+            self._cache[layer] = tuple(map(torch.cat, zip(self._cache[layer], new, strict=True)))
+        self._cache[layer] = keys, values = self._cache[source]
+        keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+        seen = self._seen[source]
         if sliding_window is not None:  # these layers keep what they see
-            seen = ((back >= 0) & (back < sliding_window)).expand_as(seen)
-        scores = torch.einsum("hqd,hnd->hqn", query[0], key[0].repeat_interleave(group, 0)) * scaling
+            seen = ((self._back >= 0) & (self._back < sliding_window)).expand_as(seen)
+        scores = torch.einsum("hqd,nhd->hqn", query[0], keys) * scaling
         if softcap is not None and self.capped:
             scores = softcap * torch.tanh(scores / softcap)
         weights = torch.exp(scores - scores.amax()).masked_fill(~seen, 0.0)
@@ -127,6 +122,6 @@ class DenseLogits:
         if s_aux is not None and self.sinks:
             total = total + torch.exp(s_aux - scores.amax())[:, None, None]
         probs = weights / total
-        self._attended[module.layer_idx] = key[0].transpose(0, 1), value[0].transpose(0, 1), probs
-        attended = torch.einsum("hqn,hnd->qhd", probs, value[0].repeat_interleave(group, 0))
+        self._probs[layer] = probs
+        attended = torch.einsum("hqn,nhd->qhd", probs, values)
         return attended[None].contiguous(), probs

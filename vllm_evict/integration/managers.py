@@ -36,20 +36,22 @@ def hole_aware(manager: type) -> type:
         residents: dict[str, RequestBlocks]
         #: Blocks that the last allocation wanted.
         wanted = 0
-        #: Poison mode: allocated blocks, which have to be cleaned. None when off.
-        allocated: list[int] | None = None
 
         def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
             self.wanted = super().get_num_blocks_to_allocate(*args, **kwargs)
             return self.wanted
 
-        def allocate_new_blocks(
-            self, request_id: str, num_tokens: int, num_tokens_main_model: int
-        ) -> list[KVCacheBlock]:
-            new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
-            if self.allocated is not None:
+        def note_allocated(self) -> None:
+            """Poison mode: note the blocks that `allocate_new_blocks` gives to requests."""
+            self.allocated: list[int] = []
+            allocate = self.allocate_new_blocks
+
+            def noted(request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+                new_blocks = allocate(request_id, num_tokens, num_tokens_main_model)
                 self.allocated.extend(block.block_id for block in new_blocks)
-            return new_blocks
+                return new_blocks
+
+            self.allocate_new_blocks = noted  # type: ignore[method-assign]
 
         def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
             # Blocks computed after the first eviction saw a reduced context, so they do not match their hash.
@@ -131,7 +133,9 @@ def put_beside(manager: SingleTypeKVCacheManager, residents: dict[str, RequestBl
         poison: whether allocated blocks are noted.
     """
     manager.__class__ = BESIDE[type(manager)]
-    manager.residents, manager.allocated = residents, [] if poison else None
+    manager.residents = residents
+    if poison:
+        manager.note_allocated()
 
 
 class EvictableManager(hole_aware(FullAttentionManager)):
@@ -161,7 +165,8 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             give_back: frees blocks that a request lost, the last one first.
         """
         self.number, self.max_in_flight_tokens, self._give_back = number, max_in_flight_tokens, give_back
-        self.allocated: list[int] | None = [] if poison else None
+        if poison:
+            self.note_allocated()
 
     @property
     def in_flight(self) -> int:
@@ -260,7 +265,9 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             there = 0 if resident.started else math.ceil(total_computed_tokens / self.block_size)
             held = max(resident.limits.bound, len(new_computed_blocks), there)
             num_tokens = min(num_tokens, (held + self.in_flight) * self.block_size)
-        return super().get_num_blocks_to_allocate(
+        # vLLM asks for each request of each step, so the bases are not gone through one by one.
+        self.wanted = FullAttentionManager.get_num_blocks_to_allocate(
+            self,
             request_id,
             num_tokens,
             new_computed_blocks,
@@ -269,6 +276,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             apply_admission_cap=apply_admission_cap,
             **kwargs,
         )
+        return self.wanted
 
     def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         super().allocate_external_computed_blocks(request_id, *args, **kwargs)
