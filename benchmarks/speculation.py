@@ -3,29 +3,34 @@
     python benchmarks/speculation.py [--length 1024] [--samples 24] [--drafts 4]
 
 Documents of the needle model's task `copy` end with a question whose answer is a list of words somewhere in the
-document, so n-grams of the document draft it. Budgets are half the document. Counts only: no times are measured.
+document, so n-grams of the document draft it. Budgets are half the document. Counts only: no times are measured. Each
+policy has a process of its own.
 
 A row: tokens of a step with drafts (the accepted ones and one more), its ratio to stock's, and right answers.
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # A checkout's own package comes before an installed one, and data.py of the embedded model is found.
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "needle")]
-for name, value in {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}.items():
-    os.environ.setdefault(name, value)
+
+from engines import make_llm  # noqa: E402
+from reports import child_main, in_child  # noqa: E402
 
 MODEL = ROOT / "examples" / "needle" / "model"
-POLICIES = ({"name": "h2o"}, {"name": "snapkv"}, {"name": "snapkv", "granularity": "token"}, {"name": "sink-window"})
+BY_TOKEN = {"name": "snapkv", "granularity": "token"}
+#: Name of a row -> policy, without its sizes; None is stock vLLM.
+POLICIES: dict[str, dict | None] = {
+    "stock": None,
+    "h2o": {"name": "h2o"},
+    "snapkv": {"name": "snapkv"},
+    "snapkv by token": BY_TOKEN,
+    "snapkv by token, `sets: all`": {**BY_TOKEN, "sets": "all"},
+    "sink-window": {"name": "sink-window"},
+}
 
 
 def documents(length: int, samples: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -44,36 +49,29 @@ def documents(length: int, samples: int) -> tuple[list[list[int]], list[list[int
     return prompts, answers
 
 
-def count(policy: dict | None, prompts: list[list[int]], answers: list[list[int]], drafts: int) -> tuple[float, int]:
-    """Tokens of a step with drafts, and right answers."""
-    import gc
+def count(spec: dict) -> tuple[float, int]:
+    """Tokens of a step with drafts, and right answers, in a process of its own."""
+    from vllm import SamplingParams
 
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm = LLM(
-        str(MODEL),
-        dtype="float32",
-        enforce_eager=True,
-        seed=0,
+    options, policy = spec["options"], spec["policy"]
+    prompts, answers = documents(options["length"], options["samples"])
+    llm = make_llm(
+        MODEL,
+        policy,
         block_size=32,
         kv_cache_memory_bytes=256 << 20,
         max_num_batched_tokens=256,
         max_num_seqs=8,
-        disable_log_stats=False,
         enable_prefix_caching=False,
-        speculative_config={"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3},
-        **({} if policy is None else {"kv_policy": policy}),
+        speculative_config={"method": "ngram", "num_speculative_tokens": options["drafts"], "prompt_lookup_max": 3},
     )
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     params = [SamplingParams(temperature=0.0, max_tokens=len(answer)) for answer in answers]
     outputs = llm.generate(given, params, use_tqdm=False)
-    values = {metric.name: metric.value for metric in llm.get_metrics() if "spec_decode" in metric.name}
-    del llm
-    cleanup_dist_env_and_memory()
-    gc.collect()
+    names = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts")
+    values = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in names}
     right = sum(list(each.outputs[0].token_ids) == answer for each, answer in zip(outputs, answers))
-    accepted, steps = (values[f"vllm:spec_decode_num_{what}"] for what in ("accepted_tokens", "drafts"))
+    accepted, steps = (values[name] for name in names)
     return 1 + accepted / steps, right
 
 
@@ -82,19 +80,22 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a document")
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of an engine")
     options = parser.parse_args()
-    prompts, answers = documents(options.length, options.samples)
     sizes = {"budget": options.length // 2, "buffer": 0, "sink": 32}
     print("| policy | tokens a step | of stock's | right answers |\n|---|---|---|---|")
-    stock, right = count(None, prompts, answers, options.drafts)
-    print(f"| stock | {stock:.2f} | 1 | {right} of {options.samples} |", flush=True)
-    for policy in POLICIES:
-        if policy["name"] != "sink-window":
-            policy = {**policy, "recent": 64}
-        tokens, right = count({**policy, **sizes}, prompts, answers, options.drafts)
-        name = policy["name"] + (" by token" if "granularity" in policy else "")
+    stock = 0.0
+    for name, policy in POLICIES.items():
+        if policy is not None:
+            policy = {**policy, **sizes, **({} if name == "sink-window" else {"recent": 64})}
+        spec = {"policy": policy, "options": vars(options)}
+        tokens, right = in_child("count", spec, {"VLLM_PLUGINS": ""} if policy is None else {})
+        stock = stock or tokens
         print(f"| {name} | {tokens:.2f} | {tokens / stock:.2f} | {right} of {options.samples} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--child"]:
+        child_main({"count": count}, *sys.argv[2:])
+    else:
+        main()
