@@ -11,6 +11,7 @@ import torch
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_evict.compute.attention.flash import FlashOps
+from vllm_evict.compute.attention.latent import DeviceLatentOps, LatentOps
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.kernels.compact import is_ordered
 from vllm_evict.compute.kernels.paged import PagedAttention
@@ -19,7 +20,7 @@ from vllm_evict.compute.work import HeadSlice
 from vllm_evict.integration import split
 from vllm_evict.integration.backend import STEP_WORK, working_impl
 from vllm_evict.integration.flash import capture_lse
-from vllm_evict.triton_kernels import mass_from_lse
+from vllm_evict.triton_kernels import decode_classes, mass_from_lse
 
 # numpy's, where a masked row divides 0 by 0.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -229,3 +230,89 @@ def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
     lse = ops.lse_of(replace(attention, sinks=sinks), 5)
     torch.testing.assert_close(lse, torch.logaddexp(expected, sinks))
     assert ops._lse is None, "whether FlashAttention's has sinks in it is not known"
+
+
+class LatentBatch:
+    """Latents as vLLM hands them over, in pages whose unused slots and blocks are NaN, and absorbed queries.
+
+    `stored` is what the kernels of a device get, `pages` what it stands for.
+    """
+
+    def __init__(self, query_lens, seq_lens, heads, dims, block_size=BLOCK, fp8=False):
+        random, blocks = torch.Generator().manual_seed(0), [-(-length // block_size) for length in seq_lens]
+        self.table = torch.zeros(len(seq_lens) + 1, max(blocks) + 2, dtype=torch.int32)  # a row of padding
+        pages, free = torch.full((sum(blocks) + 3, block_size, dims), torch.nan), 1
+        for row, count, length in zip(self.table, blocks, seq_lens):
+            row[:count] = torch.arange(free, free + count).flip(0)
+            free += count
+            slots = torch.randn(count * block_size, dims, generator=random)
+            slots[length:] = torch.nan
+            pages[row[:count].long()] = slots.unflatten(0, (count, block_size))
+        self.layer = SimpleNamespace(impl=SimpleNamespace(scale=dims**-0.5), kv_lora_rank=dims - 16)
+        self.layer._k_scale_float = 0.5 if fp8 else 1.0
+        self.stored = pages.to(torch.float8_e4m3fn).view(torch.uint8) if fp8 else pages
+        self.pages = self.stored.view(torch.float8_e4m3fn).float() * 0.5 if fp8 else pages
+        tokens = sum(query_lens)
+        self.query = torch.randn(tokens + 3, heads, dims, generator=random)  # rows of padding
+        starts = torch.tensor([0, *query_lens, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.metadata = SimpleNamespace(
+            block_table=self.table, query_start_loc=starts, seq_lens=torch.tensor([*seq_lens, 0], dtype=torch.int32),
+            num_actual_tokens=tokens, max_query_len=max(query_lens), max_seq_len=max(seq_lens),
+        )  # fmt: skip
+        self.weights = (torch.rand(tokens, generator=random) * (torch.rand(tokens, generator=random) < 0.7)).float()
+        self.rows, self.width = len(seq_lens), max(blocks) + 1
+
+    def mass(self, ops, cache, *measured):
+        out = torch.full((self.rows, 1, self.width), 0.25)
+        ops.mass(self.layer, self.query, cache, self.metadata, measured[0], out, last=measured[1])
+        return out
+
+
+MIXED, DECODES = ([5, 1, 0, 40], [21, 33, 5, 75]), ([1, 1, 1], [1, 20, 130])
+LATENTS = {  # queries and lengths, heads, dims, tokens of a block, fp8
+    "chunks beside decodes": (*MIXED, 40, 576),
+    "small latents": (*MIXED, 4, 48),
+    "decodes": (*DECODES, 40, 576, 64),
+    "fp8": (*MIXED, 20, 576, BLOCK, True),
+}
+
+
+@pytest.mark.parametrize("what", LATENTS)
+def test_mass_of_latents_is_that_of_the_cpu(what, monkeypatch):
+    """Slices of heads are added up for as many requests at once as the scratch takes; keys are read in parts."""
+    batch, cpu, last = LatentBatch(*LATENTS[what]), LatentOps(), None
+    monkeypatch.setattr(decode_classes, "MIN_SPLIT_TOKENS", 32)
+    if batch.metadata.max_query_len > 1:
+        last = torch.tensor([5, 1, 1, 17], dtype=torch.int32)
+        batch.weights[5 + 1 : -17] = 0
+    for scratch in (0, 2 * batch.width, 1 << 20):
+        ops = DeviceLatentOps()
+        ops.scratch_bytes = 4 * scratch
+        for measured in ((None, None), (batch.weights, None), (batch.weights, last)):
+            got, want = batch.mass(ops, batch.stored, *measured), batch.mass(cpu, batch.pages, *measured)
+            assert (want != 0.25).any()
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    rows, starts = torch.tensor([0, len(batch.table) - 2]), batch.metadata.query_start_loc
+    looked_at = Queries(starts[rows + 1].long() - 1, rows, batch.metadata.seq_lens[rows])
+    each = [
+        its.mass_of(batch.layer, batch.query, cache, batch.metadata, looked_at, batch.width)
+        for its, cache in ((ops, batch.stored), (cpu, batch.pages))
+    ]
+    torch.testing.assert_close(*each, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(each[0].sum((1, 2)), torch.ones(2))
+
+
+@pytest.mark.parametrize(("heads", "slices"), [(128, 8), (16, 1), (20, 2), (17, 17), (1, 1)])
+def test_slices_of_heads_are_equal(heads, slices):
+    ops = DeviceLatentOps()
+    assert ops.slices(heads) == slices
+    assert ops.scratch_for(3, 0, heads, 64, 100, False) == 0 and ops.scratch_bytes == 4 * 3 * 100 * slices
+    ops.scratch_for(0, 0, heads, 64, 100, False)
+    assert ops.scratch_bytes == 0
+
+
+def test_latents_in_another_dtype_or_packed_are_not_read():
+    layer = SimpleNamespace(kv_cache_dtype="auto", dtype=torch.bfloat16)
+    readable = {"auto": True, "bfloat16": True, "fp8": True, "float16": False, "fp8_ds_mla": False}
+    for layer.kv_cache_dtype, expected in readable.items():
+        assert (DeviceLatentOps().unreadable(layer) is None) == expected

@@ -1,6 +1,7 @@
 """Multi-head latent attention (MLA) behind views: tiny DeepSeek-like models against transformers under explicit masks."""
 
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -14,6 +15,8 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends import registry
 
 from vllm_evict.compute import views
+from vllm_evict.compute.attention import device
+from vllm_evict.compute.attention import latent as latent_ops
 from vllm_evict.config import KVPolicyError
 
 BLOCK = 16
@@ -178,6 +181,61 @@ def test_triton_reads_latents_through_the_view(engine, truths, triton_mla):
     server.assert_nothing_left()
 
 
+#: Backends of a device whose scores are compared: vLLM's Triton kernel in the interpreter, and vLLM's builder with a
+#: stand-in for its kernel. The plugin's kernels run in the interpreter for both.
+SCORED = [
+    pytest.param("TRITON_MLA", marks=pytest.mark.skipif(not HAS_TRITON, reason="runs with vLLM's Triton kernels")),
+    pytest.param("FLASH_ATTN_MLA", marks=pytest.mark.skipif(HAS_TRITON, reason="runs without vLLM's Triton kernels")),
+]
+
+
+@pytest.fixture
+def on_device(request, chunks, monkeypatch):
+    """Makes engines on a backend of a device."""
+    from vllm_evict.compute import sums
+    from vllm_evict.triton_kernels.fold import fold
+    from vllm_evict.triton_kernels.take import take
+
+    monkeypatch.setattr(sums, "fold", fold)
+    monkeypatch.setattr(sums, "take", take)
+    monkeypatch.setattr(device, "take", take)
+    monkeypatch.setattr(latent_ops, "HEADS_AT_ONCE", 2)  # two slices of the tiny model's heads
+
+    def make(engine, backend, *args, **kwargs):
+        if backend == "TRITON_MLA":
+            request.getfixturevalue("triton_mla")
+            return engine(*args, **kwargs)
+        stand_in(monkeypatch, backend)
+        with in_place("latent.Shown"):
+            return engine(*args, **kwargs)
+
+    return make
+
+
+@pytest.mark.both_runners("TRITON_MLA")
+@pytest.mark.parametrize("backend", SCORED)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_scores_on_a_device_evict_what_those_of_a_cpu_evict(engine, truths, on_device, monkeypatch, backend):
+    """Chunks of prompts beside decodes, under all policies that measure attention; freed blocks are full of NaN."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    folder, model = truths()
+    names = ("h2o", "tova", "snapkv", "rkv", "scissorhands", "quest")
+    prompts = [random_prompt(100 + 9 * number, number) for number in range(len(names))]
+    asked = [{"max_tokens": 6, "logprobs": 0, "extra_args": {"kv_policy": name}} for name in names]
+    asked[0]["max_tokens"] = 20  # decides again
+    options = dict(model=folder, max_num_batched_tokens=64, block_size=BLOCK)
+    cpu = engine(H2O, **options, attention_backend="CPU_MLA")
+    _, wanted = cpu.traced(list(zip(prompts, asked)))
+    server = on_device(engine, backend, H2O, **options)
+    assert server.manager.kv_cache_spec.backend == backend
+    outputs, traces = server.traced(list(zip(prompts, asked)))
+    for name, prompt, output, trace, want in zip(names, prompts, outputs, traces, wanted):
+        assert trace.steps == want.steps and trace.evicted == want.evicted and any(trace.evicted), name
+        np.testing.assert_allclose(logprobs_of(output), expected(model, prompt, output, trace), atol=3e-5, err_msg=name)
+    assert sum(map(bool, traces[0].evicted)) > 1
+    server.assert_nothing_left()
+
+
 @pytest.mark.parametrize("architecture", MODELS)
 def test_full_is_stock_to_the_byte(engine, truths, architecture):
     folder, _ = truths(architecture)
@@ -214,9 +272,16 @@ def importances(model, prompt):
     return ([float(part.sum()) for part in mass.split(BLOCK)], [-float(part.mean()) for part in norm.split(BLOCK)])
 
 
-def test_what_goes_first_is_what_transformers_attends_to_least_and_what_has_the_largest_keys(engine, truths):
+@pytest.mark.both_runners("TRITON_MLA")
+@pytest.mark.parametrize("backend", ["CPU_MLA", *SCORED])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_what_goes_first_is_what_transformers_attends_to_least_and_what_has_the_largest_keys(
+    engine, truths, on_device, backend
+):
     folder, model = truths()
-    server = engine({"name": "h2o", **SIZES, "accumulate": "sum"}, model=folder)
+    policy = {"name": "h2o", **SIZES, "accumulate": "sum"}
+    make = engine if backend == "CPU_MLA" else partial(on_device, engine, backend)
+    server = make(policy, model=folder, block_size=BLOCK)
     prompt = random_prompt(200)
     for policy, values in zip(("h2o", "knorm"), importances(model, prompt)):
         asked = {"max_tokens": 2, "extra_args": {"kv_policy": policy}}

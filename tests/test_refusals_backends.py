@@ -84,7 +84,6 @@ NOT_ON_A_CPU = {
     "MLA) beside linear attention, which vLLM's CPU engine can't run": dict(
         model_config__use_mla=True, model_config__is_hybrid=True
     ),
-    "MLA) on a GPU while requests may use scores": dict(device_config__device_type="cuda", model_config__use_mla=True),
     "the attention backend FLASH_ATTN: policies run MLA on": dict(
         model_config__use_mla=True, attention_config__backend=AttentionBackendEnum.FLASH_ATTN
     ),

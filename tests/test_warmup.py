@@ -21,6 +21,7 @@ from vllm_evict.compute import sums as worker_sums
 from vllm_evict.compute import views as worker_views
 from vllm_evict.compute.attention import device
 from vllm_evict.compute.attention.flash import FlashOps
+from vllm_evict.compute.attention.latent import DeviceLatentOps
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.attention.warmup import Heads, warm_up
 from vllm_evict.compute.group import GroupRuntime
@@ -188,7 +189,7 @@ class Work:
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             dtype=self.dtype,
-            impl=SimpleNamespace(scale=0.1),
+            impl=SimpleNamespace(scale=0.1, head_size=self.dim),
             **scales,
         )
         self.blocks, self.group_size = -(-LONG // self.block_size), self.heads // self.kv_heads
@@ -307,6 +308,61 @@ class Work:
                     heard.append(torch.zeros(query.shape[1], len(query)))
                 for self.ops._lse in heard:
                     self.ops.mass(self.layer, query, part.kv_cache, metadata, weights, out, per_token, last)
+
+
+#: Query heads, elements of a latent and its key, block size, dtype, dtype of the cache.
+LATENTS = [
+    (128, 576, 64, torch.bfloat16, None),
+    (16, 576, 16, torch.float16, None),
+    (20, 576, 64, torch.bfloat16, torch.uint8),
+    (6, 48, 16, torch.float32, None),
+]
+
+
+@pytest.mark.parametrize("name", ["h2o", "h2o-max", "scissorhands"])
+@pytest.mark.parametrize("shape", LATENTS, ids=lambda shape: "-".join(map(str, shape[:4])))
+def test_batches_of_latents_take_what_was_compiled(shape, name):
+    worker_at_work = LatentWork(shape, {**SERVED[name], "sink": 256, "recent": 256, "budget": 1024})
+    start, later = Variants(), Variants()
+    with start.noted(run=lambda *_, **__: None):
+        worker_at_work.warm_up()
+    with later.noted(run=lambda *_, **__: None):
+        worker_at_work.steps()
+    assert {kernel for kernel, _ in later.seen} == {"_mass_from_lse", "_query_lse"}
+    check(later, start)
+
+
+class LatentWork(Work):
+    """A worker with one layer of latents, which measures beside vLLM's kernels."""
+
+    def __init__(self, shape, policy):
+        heads, dim, *kind = shape
+        super().__init__((heads, 1, [1], dim, *kind), policy, DeviceLatentOps())
+        (self.part,), (self.group,) = self.parts, self.groups
+        self.parts = [self.part._replace(kv_cache=self.part.kv_cache[..., :dim].contiguous())]
+        self.group.decodes = False
+        self.ops.scratch_for(MANY, 0, heads, self.block_size, self.blocks, False)
+
+    def decodes(self, rows, longest):
+        metadata, query = self.batch(rows, rows, longest), torch.empty(rows, self.heads, self.dim, dtype=self.dtype)
+        self.measured(metadata, query, longest)
+        if "pivots" in self.group.statistics:
+            numbers = torch.arange(rows)
+            looked_at, width = Queries(numbers, numbers, metadata.seq_lens), -(-longest // self.block_size)
+            self.ops.mass_of(self.layer, query, self.parts[0].kv_cache[:, 0], metadata, looked_at, width)
+
+    def chunks(self, rows, tokens):
+        if rows < tokens:  # others are decodes
+            longest, count = tokens // rows + 33, tokens - tokens % rows
+            query = torch.empty(count, self.heads, self.dim, dtype=self.dtype)
+            self.measured(self.batch(rows, count, longest), query, longest)
+
+    def measured(self, metadata, query, longest):
+        rows, cache = len(metadata.seq_lens), self.parts[0].kv_cache[:, 0]
+        for out, weights, _ in self.ways(self.group, self.parts[0], rows, len(query), longest):
+            if out is not None:
+                last = None if weights is None or len(query) == rows else torch.ones(rows, dtype=torch.int32)
+                self.ops.mass(self.layer, query, cache, metadata, weights, out, last=last)
 
 
 # What else a start is to do, and not to do

@@ -29,6 +29,7 @@ from vllm_evict.triton_kernels import (
     resident_view,
     take,
 )
+from vllm_evict.triton_kernels.tiles import MAX_DIM
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -42,6 +43,9 @@ SHAPES = [  # query heads, KV heads, head size, block size, dtype, queries, whet
     (32, 8, 128, 16, BF16, 256, True, FP8),
     (8, 8, 96, 32, F16, 4, True, FP8),
     (16, 2, 256, 64, BF16, 256, True, FP8),
+    (128, 1, 576, 64, BF16, 256, True),  # latents
+    (16, 1, 576, 16, F16, 4, True),
+    (128, 1, 576, 64, BF16, 256, True, FP8),
 ]
 ROWS, WIDTH = 4, 512
 
@@ -140,18 +144,20 @@ def compile_readers(shapes: list[tuple]) -> None:
         )
         plain = PagedAttention(query, keys, table, starts, lens, 0.1, values, weights=weights)
         measured, output = replace(plain, mass=out), torch.empty_like(query)
+        mass_from_lse.mass_from_lse(measured, lse)
+        query_lse.query_lse(plain, lse)
+        if dim > MAX_DIM:  # no kernel decodes such heads
+            continue
         attention = measured if has_mass else plain
         decode_mass.decode_mass(attention, lens, output, lse=lse)
         both = torch.empty(tokens, 2 * heads, dim, dtype=dtype)
         halves = [replace(its, query=part) for its, part in zip((attention, plain), both.split(heads, 1))]
         decode_classes.decode_classes(halves, lens, torch.empty_like(both).split(heads, 1))
-        mass_from_lse.mass_from_lse(measured, lse)
         if has_mass:
             of_tokens = replace(plain, mass=torch.empty(ROWS, kv_heads, WIDTH * block_size), per_token=True)
             decode_mass.decode_mass(of_tokens, lens, output)
         if heads == 32:
             mass_from_lse.mass_from_lse(of_tokens, lse)
-        query_lse.query_lse(plain, lse)
     # Gemma 2's cap and gpt-oss' sinks are variants of their own.
     heads, kv_heads, dim, block_size, dtype, tokens = shapes[0][:6]
     keys, values = torch.empty(8, kv_heads, block_size, 2 * dim, dtype=dtype).split(dim, -1)

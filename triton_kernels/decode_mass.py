@@ -10,6 +10,7 @@ import triton.language as tl
 from ..compute.kernels.decode import decode_mass_reference  # noqa: F401  (the reference)
 from ..compute.kernels.paged import PagedAttention
 from .tiles import (
+    MAX_DIM,
     MIN_ROWS,
     Tile,
     check_attention,
@@ -199,6 +200,7 @@ def check_arguments(
     check_attention(attention, attention.key_cache, attention.value_cache)
     check_int32(rows=rows)
     query = attention.query
+    require(query.shape[2] <= MAX_DIM, f"query must have heads of at most {MAX_DIM}")
     require(
         output.shape == query.shape and output.dtype == query.dtype and output.stride(2) == 1,
         "output must be like query",

@@ -7,7 +7,16 @@ import triton.language as tl
 from ..compute.kernels.logits import soft_capped as capped
 from ..compute.kernels.mass import per_block
 from ..compute.kernels.paged import PagedAttention
-from .tiles import MIN_ROWS, TILE_BYTES, check_attention, check_int32, require, soft_capped, tile_of
+from .tiles import (
+    MIN_ROWS,
+    TILE_BYTES,
+    check_attention,
+    check_int32,
+    products_by_parts,
+    require,
+    soft_capped,
+    tile_of,
+)
 
 MAX_ROWS = 64  # query rows of one tl.dot, the least M of Hopper's wgmma
 # Tensor cores have no exact float32 product, so float32 tiles have to fit the registers of more threads.
@@ -115,8 +124,9 @@ def _mass_from_lse(
             for each in range(KV_HEADS_OUT):
                 kv_head = out_head * KV_HEADS_OUT + each
                 slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
-                there = held[:, None] & (dim < HEAD_DIM)[None, :]
-                k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(query.dtype.element_ty)
+                if HEAD_DIM <= DIM:
+                    there = held[:, None] & (dim < HEAD_DIM)[None, :]
+                    k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(query.dtype.element_ty)
                 for at in range(tl.maximum(earliest, 0) * GROUP, queries * GROUP, ROWS):
                     index = at + tl.arange(0, ROWS)
                     number = index // GROUP
@@ -127,13 +137,18 @@ def _mass_from_lse(
                         weight = tl.load(weights + start + number, mask=counts, other=0.0)
                         counts = counts & (weight != 0.0)
                     token = start + number
-                    q = tl.load(
-                        query + token[:, None] * stride_qt + head[:, None] * stride_qh + dim[None, :],
-                        mask=counts[:, None] & (dim < HEAD_DIM)[None, :],
-                        other=0.0,
-                    )
+                    if HEAD_DIM <= DIM:
+                        q = tl.load(
+                            query + token[:, None] * stride_qt + head[:, None] * stride_qh + dim[None, :],
+                            mask=counts[:, None] & (dim < HEAD_DIM)[None, :],
+                            other=0.0,
+                        )
+                        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+                    else:
+                        rows = query + token * stride_qt + head * stride_qh
+                        products = products_by_parts(rows, counts, keys + slot, held, HEAD_DIM, DIM)
                     log = tl.load(lse + token * stride_lt + head * stride_lh, mask=counts, other=0.0) * lse_scale
-                    scores = soft_capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFT_CAP)
+                    scores = soft_capped(products * scale, SOFT_CAP)
                     scores -= log[:, None]
                     seen = counts[:, None] & held[None, :] & (position[None, :] <= before + number[:, None])
                     sums += tl.sum(tl.where(seen, tl.exp2(scores), 0.0) * weight[:, None], 0)

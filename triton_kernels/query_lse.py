@@ -7,7 +7,16 @@ import triton.language as tl
 from ..compute.kernels.logits import soft_capped as capped
 from ..compute.kernels.paged import PagedAttention
 from .mass_from_lse import FLOAT32_TILE_BYTES, FLOAT32_WARPS, LOG2_E, MAX_ROWS
-from .tiles import MIN_ROWS, TILE_BYTES, check_attention, require, soft_capped, tile_of, with_sinks
+from .tiles import (
+    MIN_ROWS,
+    TILE_BYTES,
+    check_attention,
+    products_by_parts,
+    require,
+    soft_capped,
+    tile_of,
+    with_sinks,
+)
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -24,18 +33,19 @@ def query_lse(
 
     Logits may have a soft cap, and a row's sum its sink's exponential.
 
-    A program holds some query rows of one request and KV head and goes over the keys. One launch, which reads nothing
-    on the host and allocates nothing.
+    A program holds some query rows of one request and KV head and goes over the keys, or over a part of them. One
+    launch, which reads nothing on the host and allocates nothing.
 
     Args:
         attention: its values and mass are not read. Rows of queries of weight 0 are not written. A program with such
             rows alone reads no keys. The soft cap is a constant of the compiled kernel.
-        lse: float32 [T, H], any strides.
+        lse: float32 [T, H], any strides. Or [S, T, H], which gets the logarithms of S parts of each program's keys,
+            -inf where a row sees none of the part: their logsumexp is the LSE. Parts are for few rows over many keys.
         longest: an upper bound of the queries of a request; None takes T.
         warps, stages: launch options; None chooses.
 
     Raises:
-        ValueError: a shape or stride is wrong.
+        ValueError: a shape or stride is wrong, or there are sinks and several parts.
         TypeError: a dtype is unsupported.
 
     Bytes moved: seq_len * Hkv * D * itemsize of keys for each 64 rows (queries times G), from L2 after the first 64.
@@ -46,16 +56,20 @@ def query_lse(
     tokens, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
     requests = len(attention.block_table)
-    require(lse.dtype == torch.float32 and lse.shape == (tokens, heads), "lse must be float32 [T, H]")
+    parts = lse if lse.dim() == 3 else lse[None]
+    splits = len(parts)
+    fits = lse.dtype == torch.float32 and parts.shape == (splits, tokens, heads)
+    require(fits, "lse must be float32 [T, H] or [S, T, H]")
+    require(splits == 1 or sinks is None, "lse must be of all keys where there are sinks")
     if not requests or not tokens:
         return
     group, exact = heads // kv_heads, query.dtype == torch.float32
     longest = (tokens if longest is None else min(longest, tokens)) * group
     rows = MIN_ROWS if exact else min(max(triton.next_power_of_2(longest), MIN_ROWS), MAX_ROWS)
     tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
-    _query_lse[(triton.cdiv(longest, rows), kv_heads, requests)](
-        query, key_cache, attention.block_table, attention.query_start_loc, attention.seq_lens, weights, sinks, lse,
-        attention.scale * LOG2_E, query.stride(0), query.stride(1), *key_cache.stride()[:3], *lse.stride(),
+    _query_lse[(triton.cdiv(longest, rows) * splits, kv_heads, requests)](
+        query, key_cache, attention.block_table, attention.query_start_loc, attention.seq_lens, weights, sinks, parts,
+        attention.scale * LOG2_E, splits, query.stride(0), query.stride(1), *key_cache.stride()[:3], *parts.stride(),
         attention.block_table.stride(0),
         HEAD_DIM=head_dim, DIM=tile.dim, BLOCK_SIZE=block_size, TOKENS=tile.tokens, PARTS=tile.parts,
         GRANULES=tile.granules, GROUP=group, ROWS=rows, HAS_WEIGHTS=weights is not None,
@@ -64,17 +78,18 @@ def query_lse(
     )  # fmt: skip
 
 
-# Not specialised for the width of a step (see `decode_mass.ATTEND_SIZES`).
-@triton.jit(do_not_specialize=["stride_table"])
+# Not specialised for the tokens and the width of a step (see `decode_mass.ATTEND_SIZES`).
+@triton.jit(do_not_specialize=["splits", "stride_ls", "stride_table"])
 def _query_lse(
-    query, keys, table, starts, lens, weights, sinks, lse, scale,
-    stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_lt, stride_lh, stride_table,
+    query, keys, table, starts, lens, weights, sinks, lse, scale, splits,
+    stride_qt, stride_qh, stride_kb, stride_kh, stride_kn, stride_ls, stride_lt, stride_lh, stride_table,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
     GRANULES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute the LSE of some query rows of one request and KV head. Exponents have base 2."""
-    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Compute the LSE of some query rows of one request and KV head, over a part of the keys. Exponents have base 2."""
+    index = tl.program_id(0) // splits * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(0) % splits
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
     start = tl.load(starts + row).to(tl.int64)
@@ -88,11 +103,10 @@ def _query_lse(
     if tl.max(counts.to(tl.int32), 0) > 0:
         head = kv_head * GROUP + index % GROUP
         dim = tl.arange(0, DIM)
-        q = tl.load(
-            query + token[:, None] * stride_qt + head[:, None] * stride_qh + dim[None, :],
-            mask=counts[:, None] & (dim < HEAD_DIM)[None, :],
-            other=0.0,
-        )
+        of_rows = query + token * stride_qt + head * stride_qh
+        if HEAD_DIM <= DIM:
+            within = counts[:, None] & (dim < HEAD_DIM)[None, :]
+            q = tl.load(of_rows[:, None] + dim[None, :], mask=within, other=0.0)
         position = seq_len - queries + number
         # The keys that the last row of the program sees.
         end = tl.minimum(tl.max(tl.where(counts, position, 0), 0) + 1, seq_len)
@@ -101,7 +115,9 @@ def _query_lse(
         lane = tl.arange(0, GRANULES * TOKENS)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        for tile in range(0, tl.cdiv(granules, GRANULES)):
+        tiles = tl.cdiv(granules, GRANULES)
+        share = tl.cdiv(tiles, splits)
+        for tile in range(split * share, tl.minimum((split + 1) * share, tiles)):
             at = tile * GRANULES + lane // TOKENS
             block = at // PARTS
             place = at % PARTS * TOKENS + lane % TOKENS
@@ -110,19 +126,24 @@ def _query_lse(
             page = tl.load(table + row * stride_table + block, mask=held, other=0).to(tl.int64)
             slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
             # Masked loads, since slots beyond the last token may hold NaN.
-            there = held[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
-            scores = soft_capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, SOFT_CAP)
+            if HEAD_DIM <= DIM:
+                there = held[:, None] & (dim < HEAD_DIM)[None, :]
+                k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
+                products = tl.dot(q, tl.trans(k), input_precision="ieee")
+            else:
+                products = products_by_parts(of_rows, counts, keys + slot, held, HEAD_DIM, DIM)
+            scores = soft_capped(products * scale, SOFT_CAP)
             seen = held[None, :] & (key_position[None, :] <= position[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-            # Finite, since all rows, padding included, see the first key.
+            # Rows, padding included, see the first key, but may see none of a later part.
             higher = tl.maximum(top, tl.max(scores, 1))
-            total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(scores - higher[:, None]), 1)
+            base = tl.where(higher > float("-inf"), higher, 0.0)
+            total = total * tl.exp2(top - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
             top = higher
         log = top + tl.log2(total)
         if HAS_SINKS:
             log = with_sinks(log, sinks, head, counts)
-        tl.store(lse + token * stride_lt + head * stride_lh, log * LN_2, mask=counts)
+        tl.store(lse + split * stride_ls + token * stride_lt + head * stride_lh, log * LN_2, mask=counts)
 
 
 def query_lse_reference(attention: PagedAttention, lse: torch.Tensor) -> None:

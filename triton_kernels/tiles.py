@@ -12,6 +12,8 @@ from ..compute.kernels.paged import PagedAttention
 # Keys of one tile. Two tiles in flight with their values are 64 KiB of shared memory: three programs on a Hopper SM.
 TILE_BYTES = 16 * 1024
 MIN_TILE, MAX_TILE = 16, 128  # tokens; 16 is the least of tl.dot, and more than 128 only adds registers
+# The largest head size that a tile has whole. Of wider heads (latents: 576) products add up over parts of this size.
+MAX_DIM, PART_DIM = 256, 64
 MIN_ROWS = 16  # query rows, the least of tl.dot
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn  # dtype that caches may have instead of the query's
@@ -26,7 +28,7 @@ class Tile(NamedTuple):
         granules: granules of a tile, a power of two.
         tokens: tokens of a granule, padding included, a power of two.
         parts: granules of a block. `parts` or `granules` is 1.
-        dim: head size, padded to a power of two. Padding is masked, never read.
+        dim: head size, padded to a power of two. Padding is masked, never read. Above `MAX_DIM` `PART_DIM`.
     """
 
     granules: int
@@ -37,7 +39,7 @@ class Tile(NamedTuple):
 
 def tile_of(head_dim: int, block_size: int, dtype: torch.dtype, tile_bytes: int = TILE_BYTES) -> Tile:
     """Return the tile for queries of `dtype`, to which keys and values are converted in registers."""
-    dim = max(triton.next_power_of_2(head_dim), MIN_TILE)
+    dim = max(triton.next_power_of_2(head_dim), MIN_TILE) if head_dim <= MAX_DIM else PART_DIM
     most = min(max(tile_bytes // (dim * dtype.itemsize), MIN_TILE), MAX_TILE)
     tokens = min(max(triton.next_power_of_2(block_size), MIN_TILE), most)
     return Tile(most // tokens if block_size <= most else 1, tokens, -(-block_size // tokens), dim)
@@ -87,6 +89,24 @@ def check_attention(attention: PagedAttention, *caches: torch.Tensor) -> None:
     require(attention.soft_cap >= 0, "soft_cap must be 0 (none) or positive")
     dense = sinks is None or (sinks.shape == (attention.query.shape[1],) and sinks.stride(0) == 1)
     require(dense, "sinks must be dense [H]")
+
+
+@triton.jit
+def products_by_parts(queries, counts, keys, held, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Multiply rows of queries and keys, of `HEAD_DIM` elements each, with `DIM` elements of each in registers.
+
+    Args:
+        queries, keys: pointers to the first elements of rows.
+        counts, held: which rows are read; the others are zeros.
+    """
+    products = tl.zeros([queries.shape[0], keys.shape[0]], tl.float32)
+    for first in range(0, HEAD_DIM, DIM):
+        dim = first + tl.arange(0, DIM)
+        within = (dim < HEAD_DIM)[None, :]
+        q = tl.load(queries[:, None] + dim[None, :], mask=counts[:, None] & within, other=0.0)
+        k = tl.load(keys[:, None] + dim[None, :], mask=held[:, None] & within, other=0.0).to(q.dtype)
+        products = tl.dot(q, tl.trans(k), products, input_precision="ieee")
+    return products
 
 
 @triton.jit

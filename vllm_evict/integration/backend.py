@@ -131,6 +131,11 @@ def working_latent(layer: type, ops: BackendOps) -> type:
     """
 
     class WorkingLatent(layer):
+        @property
+        def dtype(self) -> torch.dtype:
+            """Of absorbed queries."""
+            return self.W_UK_T.dtype
+
         def forward_impl(
             self,
             q: Any,
@@ -144,10 +149,11 @@ def working_latent(layer: type, ops: BackendOps) -> type:
         ) -> Any:
             result = super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
             work = getattr(attn_metadata, STEP_WORK, None)
-            if work is not None:
+            if work is not None and (work.measures or work.bounds is not None):
                 nope, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-                absorbed = torch.bmm(nope.transpose(0, 1), self.W_UK_T).transpose(0, 1)
-                query = torch.cat((absorbed, rotated), -1)
+                query = q.new_empty(*q.shape[:2], self.head_size)
+                absorbed, query[..., self.kv_lora_rank :] = query[..., : self.kv_lora_rank], rotated
+                torch.bmm(nope.transpose(0, 1), self.W_UK_T, out=absorbed.transpose(0, 1))
                 work.do(ops, self, getattr(self.impl, PLACE), query, kv_cache, attn_metadata, output)
             return result
 

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import KVPolicyConfig
-from ..policies import QUERIED, RUNNING
 from . import connectors, drafters
 
 Refusal = tuple[bool, str, str]
-
 
 #: Files with the most bytes that a container may take: of control groups, version 2 and 1.
 CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -262,7 +260,7 @@ def unlike(text: Any) -> list[Refusal]:
     ]
 
 
-def latent(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusal]:
+def latent(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
     """Refusals for models with multi-head latent attention (MLA)."""
     latent = "multi-head latent attention (MLA)"
     return [
@@ -306,11 +304,6 @@ def latent(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refu
             vllm_config.speculative_config is not None,
             f"{latent} and speculative decoding, whose drafts it computes as chunks of a prompt",
             "leave --speculative-config out",
-        ),
-        (
-            platform == "cuda" and bool(config.statistics & (RUNNING | QUERIED)),
-            f"{latent} on a GPU while requests may use scores of attention: no kernel reads latents there",
-            'use sink-window, strided, random, keydiff or knorm, and leave other policies out of "allow"',
         ),
     ]
 

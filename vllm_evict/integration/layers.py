@@ -273,12 +273,14 @@ def _scratch(
     measures, requests = bool(config.statistics & RUNNING), vllm_config.scheduler_config.max_num_seqs
     decodes = decode_kernel() != "stock" and all(map(ops.can_decode, layers.values()))
     decodes &= measures or len(config.classes) > 1
+    latent = isinstance(next(iter(layers.values())), MLAAttention)
     # The kernel decodes one query a request, and graphs of a server that speculates have one for each draft beside it.
     in_graphs = decodes and vllm_config.speculative_config is None
     largest = vllm_config.compilation_config.max_cudagraph_capture_size or 0
     return ops.scratch_for(
-        # Beside vLLM's kernel it is launched for requests that are measured query by query.
-        requests if decodes or "pivots" in config.statistics else 0,
+        # Beside vLLM's kernel it is launched for requests that are measured query by query. Of latents the mass beside
+        # vLLM's kernel takes scratch.
+        requests if decodes or "pivots" in config.statistics or (latent and measures) else 0,
         min(requests, largest) if in_graphs else 0,
         max(layer.num_heads for layer in layers.values()),
         block_size,
@@ -418,9 +420,8 @@ def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[
     for name, layer in _evictable(vllm_config).items():
         if not runtime.pages and _shares(layer):
             name = layer.kv_sharing_target_layer_name
-        if isinstance(layer, MLAAttention):  # no kernel of the plugin reads latents
-            continue
-        whole = [Heads(group_of[name], slice(0, layer.num_heads), layer.kv_cache)] if name in group_of else []
+        cache = layer.kv_cache.unsqueeze(1) if isinstance(layer, MLAAttention) else layer.kv_cache
+        whole = [Heads(group_of[name], slice(0, layer.num_heads), cache)] if name in group_of else []
         parts = (Heads(group_of[part.pages], part.query_heads, part.kv_cache) for part in getattr(layer, PARTS, ()))
         layers.append((layer, [*whole, *parts]))
     queries = vllm_config.scheduler_config.max_num_batched_tokens

@@ -87,7 +87,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         *combinations.sparse(text),
-        *(combinations.latent(vllm_config, config, platform) if model.use_mla else combinations.unlike(text)),
+        *(combinations.latent(vllm_config, config) if model.use_mla else combinations.unlike(text)),
         (
             model.is_attention_free,
             "Mamba or linear attention in all layers, whose states do not grow",

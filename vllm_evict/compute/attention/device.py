@@ -127,7 +127,7 @@ class DeviceOps:
         from ...triton_kernels.mass_from_lse import mass_from_lse
 
         measured = {"mass": out, "weights": weights, "per_token": per_token}
-        attention = _attention(layer, query, kv_cache, metadata, len(out), **measured)
+        attention = self.arguments(layer, query, kv_cache, metadata, len(out), **measured)
         lse = self.lse_of(attention, metadata.max_query_len)
         of_heads = attention.key_cache.shape[1], out.shape[2]
         self.reserve(query.device)
@@ -153,6 +153,17 @@ class DeviceOps:
     def warm_up_mass(self, *args: Any) -> None:
         """Launch all variants of `mass`, with its arguments."""
         self.mass(*args)
+
+    @staticmethod
+    def slices(heads: int) -> int:
+        """Return into how many slices `mass` divides the query heads of a KV head, if a request has several queries."""
+        return 1
+
+    def arguments(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, requests: int, **measured: Any
+    ) -> PagedAttention:
+        """Return the arguments of the kernels of `mass`, of the first `requests` rows of the batch."""
+        return _attention(layer, query, kv_cache, metadata, requests, **measured)
 
     def lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
         """Return the LSE of queries, at most `longest` of a request: float32 [T, H] (see `query_lse`)."""

@@ -1,6 +1,7 @@
 """`BackendOps` of multi-head latent attention (MLA): one cached vector a token, which all query heads read."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -8,15 +9,17 @@ import torch
 from ..kernels.mass import block_mass, pack_keys
 from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
-from .device import FP8
+from .device import FP8, DeviceOps
 from .ops import FP8_NAMES, WithoutScratch
 
-#: Attribute of a backend's metadata that holds vLLM's `CommonAttentionMetadata` of the step, with views.
-COMMON = "kv_evict_common"
+#: Most query heads in a slice: fewer heads make more programs.
+HEADS_AT_ONCE = 16
+#: Bytes of the scratch for the mass of each slice.
+SLICES_SCRATCH = 32 << 20
 
 
-class LatentOps(WithoutScratch):
-    """`BackendOps` of MLA on a CPU.
+class Latents:
+    """What `BackendOps` of MLA share.
 
     A cache is [num_blocks, block_size, C + R]: of each token the normalised latent, then the rotated key that all heads
     share. Its keys are these vectors. Queries come absorbed into the latent space: [T, H, C + R]. There are no values:
@@ -24,7 +27,8 @@ class LatentOps(WithoutScratch):
     """
 
     heads_dim = 0
-    beside = "block_mass"
+    decodes_measured = False
+    mass: Callable[..., None]
 
     @staticmethod
     def unreadable(layer: Any) -> str | None:
@@ -40,17 +44,49 @@ class LatentOps(WithoutScratch):
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
-        """Return the backend's metadata with the views, which it keeps for decodes and prefills apart."""
+        """Return the backend's metadata with the batch's views, which it keeps for decodes and prefills apart."""
         metadata = stock()
-        setattr(metadata, COMMON, common)
+        metadata.block_table, metadata.seq_lens = common.block_table_tensor, common.seq_lens
         return metadata
 
     @staticmethod
     def kv_heads(kv_cache: torch.Tensor) -> int:
         return 1
 
+    def mass_of(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, queries: Queries, width: int
+    ) -> torch.Tensor:
+        """See `BackendOps.mass_of`; runs `mass` on one request for each query."""
+        query, block_size = query[queries.tokens], kv_cache.shape[1]
+        out = torch.zeros(len(query), 1, width, device=query.device)
+        alone = SimpleNamespace(
+            num_actual_tokens=len(query),
+            block_table=metadata.block_table[queries.rows],
+            query_start_loc=torch.arange(len(query) + 1, dtype=torch.int32, device=query.device),
+            seq_lens=queries.lens,
+            max_query_len=1,
+            max_seq_len=width * block_size,
+        )
+        self.mass(layer, query, kv_cache, alone, None, out)
+        return out.div_(query.shape[1])
+
     @staticmethod
+    def read(
+        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `BackendOps.read`. An fp8 cache gives float32, multiplied by its scale."""
+        keys = _stored(kv_cache)[blocks].unsqueeze(1)
+        keys = keys.float().mul_(layer._k_scale_float) if keys.dtype == FP8 else keys
+        return keys, keys[..., : layer.kv_lora_rank] if values else None
+
+
+class LatentOps(Latents, WithoutScratch):
+    """`BackendOps` of MLA on a CPU."""
+
+    beside = "block_mass"
+
     def mass(
+        self,
         layer: Any,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
@@ -60,38 +96,80 @@ class LatentOps(WithoutScratch):
         last: torch.Tensor | None = None,
     ) -> None:
         """See `BackendOps.mass`; runs `block_mass` on a packed copy of the latents."""
-        common, rows = getattr(metadata, COMMON), len(out)
-        lens, starts = common.seq_lens[:rows], common.query_start_loc[: rows + 1]
-        keys, table = _packed(kv_cache, common.block_table_tensor[:rows], lens)
+        rows = len(out)
+        lens, starts = metadata.seq_lens[:rows], metadata.query_start_loc[: rows + 1]
+        keys, table = _packed(kv_cache, metadata.block_table[:rows], lens)
         query = query[: metadata.num_actual_tokens]
         block_mass(PagedAttention(query, keys, table, starts, lens, layer.impl.scale, mass=out, weights=weights))
 
-    @staticmethod
-    def mass_of(
-        layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, queries: Queries, width: int
-    ) -> torch.Tensor:
-        """See `BackendOps.mass_of`; runs `block_mass` on a packed copy of the latents."""
-        out = torch.zeros(len(queries.tokens), 1, width)
-        keys, table = _packed(kv_cache, getattr(metadata, COMMON).block_table_tensor[queries.rows], queries.lens)
-        numbers = torch.arange(len(queries.tokens) + 1, dtype=torch.int32)
-        own = query[queries.tokens]
-        block_mass(PagedAttention(own, keys, table, numbers, queries.lens, layer.impl.scale, mass=out))
-        return out.div_(query.shape[1])
+
+class DeviceLatentOps(Latents, DeviceOps):
+    """`BackendOps` of MLA on a device, with the plugin's Triton kernels. Nothing is read on the host.
+
+    Beside prompts the one head of the cache stands for several KV heads, each with a slice of the query heads, so that
+    more programs run at once.
+    """
 
     @staticmethod
-    def read(
-        layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor, values: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `BackendOps.read`. An fp8 cache gives float32, multiplied by its scale."""
-        keys = (kv_cache.view(FP8) if kv_cache.dtype == torch.uint8 else kv_cache)[blocks].unsqueeze(1)
-        keys = keys.float().mul_(layer._k_scale_float) if keys.dtype == FP8 else keys
-        return keys, keys[..., : layer.kv_lora_rank] if values else None
+    def unreadable(layer: Any) -> str | None:
+        """See `BackendOps.unreadable`."""
+        if layer.kv_cache_dtype in ("auto", *FP8_NAMES) or str(layer.dtype) == f"torch.{layer.kv_cache_dtype}":
+            return None
+        readable = f"the model's own dtype, {', '.join(FP8_NAMES)}"
+        return f"keeps its latents as {layer.kv_cache_dtype}, which the score pass can't read (it reads {readable})"
+
+    def scratch_for(
+        self, requests: int, in_graphs: int, heads: int, block_size: int, longest: int, per_token: bool
+    ) -> int:
+        """See `BackendOps.scratch_for`: room for `mass` alone."""
+        needed = 4 * requests * longest * self.slices(heads)
+        self.scratch_bytes = min(needed, max(SLICES_SCRATCH, needed // max(requests, 1)))
+        return 0
+
+    @staticmethod
+    def slices(heads: int) -> int:
+        """See `DeviceOps.slices`."""
+        return next(each for each in range(1, heads + 1) if heads % each == 0 and heads // each <= HEADS_AT_ONCE)
+
+    def warm_up_mass(self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, *args: Any) -> None:
+        """See `DeviceOps.warm_up_mass`. kv_cache is [num_blocks, 1, block_size, C + R]."""
+        self.mass(layer, query, kv_cache.squeeze(1), *args)
+
+    def arguments(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, requests: int, **measured: Any
+    ) -> PagedAttention:
+        """See `DeviceOps.arguments`. The block table is cut to the batch's longest request."""
+        keys, block_size = _stored(kv_cache), kv_cache.shape[1]
+        slices = self.slices(query.shape[1]) if metadata.max_query_len > 1 else 1
+        return PagedAttention(
+            query[: metadata.num_actual_tokens],
+            keys.unsqueeze(1).expand(-1, slices, -1, -1),
+            metadata.block_table[:requests, : -(-metadata.max_seq_len // block_size)],
+            metadata.query_start_loc[: requests + 1],
+            metadata.seq_lens[:requests],
+            layer.impl.scale * (layer._k_scale_float if keys.dtype == FP8 else 1.0),
+            **measured,
+        )
+
+    def lse_of(self, attention: PagedAttention, longest: int) -> torch.Tensor:
+        """See `DeviceOps.lse_of`. Keys are read in parts, as decodes have few query rows and one head of keys."""
+        from ...triton_kernels.decode_classes import splits_of
+        from ...triton_kernels.decode_mass import programs_on
+        from ...triton_kernels.mass_from_lse import MAX_ROWS
+        from ...triton_kernels.query_lse import query_lse
+
+        (tokens, heads, _), (requests, width) = attention.query.shape, attention.block_table.shape
+        device = attention.query.device
+        programs = requests * -(-min(longest, tokens) * heads // MAX_ROWS)
+        (splits,) = splits_of(programs, [1], [width * attention.key_cache.shape[2]], programs_on(device))
+        parts = torch.empty(splits, tokens, heads, dtype=torch.float32, device=device)
+        query_lse(attention, parts, longest=longest)
+        return parts[0] if splits == 1 else parts.logsumexp(0)
 
 
-class DeviceLatentOps(LatentOps):
-    """`BackendOps` of MLA on a device: statistics of keys, without mass."""
-
-    compiles = True
+def _stored(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Return a cache of bytes as fp8, others as they are."""
+    return kv_cache.view(FP8) if kv_cache.dtype == torch.uint8 else kv_cache
 
 
 def _packed(kv_cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

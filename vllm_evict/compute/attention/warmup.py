@@ -30,7 +30,7 @@ class Heads(NamedTuple):
     Attributes:
         group: index of the KV group.
         query_heads: range of the layer's query heads.
-        kv_cache: [num_blocks, Hkv, block_size, 2 * D], cache of these heads.
+        kv_cache: [num_blocks, Hkv, block_size, 2 * D], cache of these heads; of latents [num_blocks, 1, block_size, D].
     """
 
     group: int
@@ -101,8 +101,9 @@ class _Launches:
         self.groups = [runtime.groups[part.group] for part in parts]
         measured = any(group.sums is not None for group in runtime.groups)
         self.decodes = self.groups[0].decodes and (runtime.decodes_lacking or measured)
-        self.device, (_, _, self.block_size, dims) = parts[0].kv_cache.device, parts[0].kv_cache.shape
-        self.dim, self.group_size = dims // 2, layer.num_heads // layer.num_kv_heads
+        self.device, self.block_size = parts[0].kv_cache.device, parts[0].kv_cache.shape[2]
+        self.dim, group = layer.impl.head_size, layer.num_heads // layer.num_kv_heads
+        self.group_size = group // self.ops.slices(group)
         self.heads = slice(parts[0].query_heads.start, parts[-1].query_heads.stop)
 
     def all(self, rows: Sequence[int], widths: Sequence[int]) -> None:
