@@ -193,6 +193,7 @@ SCORED = [
 def on_device(request, chunks, monkeypatch):
     """Makes engines on a backend of a device."""
     from vllm_evict.compute import sums
+    from vllm_evict.triton_kernels import mass_from_lse, query_lse, tiles
     from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.take import take
 
@@ -200,6 +201,11 @@ def on_device(request, chunks, monkeypatch):
     monkeypatch.setattr(sums, "take", take)
     monkeypatch.setattr(device, "take", take)
     monkeypatch.setattr(latent_ops, "HEADS_AT_ONCE", 2)  # two slices of the tiny model's heads
+    # The interpreter takes fewer, larger tiles.
+    monkeypatch.setattr(tiles, "PART_DIM", 256)
+    for kernel in (mass_from_lse, query_lse):
+        monkeypatch.setattr(kernel, "FLOAT32_TILE_BYTES", 128 << 10)
+        monkeypatch.setattr(kernel, "MIN_ROWS", 64)
 
     def make(engine, backend, *args, **kwargs):
         if backend == "TRITON_MLA":
@@ -220,13 +226,14 @@ def test_scores_on_a_device_evict_what_those_of_a_cpu_evict(engine, truths, on_d
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     folder, model = truths()
     names = ("h2o", "tova", "snapkv", "rkv", "scissorhands", "quest")
-    prompts = [random_prompt(100 + 9 * number, number) for number in range(len(names))]
-    asked = [{"max_tokens": 6, "logprobs": 0, "extra_args": {"kv_policy": name}} for name in names]
-    asked[0]["max_tokens"] = 20  # decides again
+    prompts = [random_prompt(length, length) for length in (130, 105, 110, 115, 120, 125)]
+    asked = [{"max_tokens": 3, "logprobs": 0, "extra_args": {"kv_policy": name}} for name in names]
+    asked[0]["max_tokens"] = 18  # decides again
     options = dict(model=folder, max_num_batched_tokens=64, block_size=BLOCK)
-    cpu = engine(H2O, **options, attention_backend="CPU_MLA")
+    policy = {**H2O, "buffer": 0}
+    cpu = engine(policy, **options, attention_backend="CPU_MLA")
     _, wanted = cpu.traced(list(zip(prompts, asked)))
-    server = on_device(engine, backend, H2O, **options)
+    server = on_device(engine, backend, policy, **options)
     assert server.manager.kv_cache_spec.backend == backend
     outputs, traces = server.traced(list(zip(prompts, asked)))
     for name, prompt, output, trace, want in zip(names, prompts, outputs, traces, wanted):
