@@ -204,7 +204,7 @@ def on_device(request, chunks, monkeypatch):
     # The interpreter takes fewer, larger tiles.
     monkeypatch.setattr(tiles, "PART_DIM", 256)
     for kernel in (mass_from_lse, query_lse):
-        monkeypatch.setattr(kernel, "FLOAT32_TILE_BYTES", 128 << 10)
+        monkeypatch.setattr(kernel, "FLOAT32_TILE_BYTES", 256 << 10)
         monkeypatch.setattr(kernel, "MIN_ROWS", 64)
 
     def make(engine, backend, *args, **kwargs):
@@ -283,12 +283,17 @@ def importances(model, prompt):
 @pytest.mark.parametrize("backend", ["CPU_MLA", *SCORED])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 def test_what_goes_first_is_what_transformers_attends_to_least_and_what_has_the_largest_keys(
-    engine, truths, on_device, backend
+    engine, truths, on_device, complaints, monkeypatch, backend
 ):
+    """On a device kernels are warmed up, too."""
+    warmed, warm_up = [], latent_ops.DeviceLatentOps.warm_up_mass
+    monkeypatch.setattr(latent_ops.DeviceLatentOps, "warm_up_mass", lambda *args: warmed.append(warm_up(*args)))
     folder, model = truths()
     policy = {"name": "h2o", **SIZES, "accumulate": "sum"}
     make = engine if backend == "CPU_MLA" else partial(on_device, engine, backend)
-    server = make(policy, model=folder, block_size=BLOCK)
+    warm = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
+    server = make(policy, model=folder, block_size=BLOCK, **warm)
+    assert bool(warmed) == (backend != "CPU_MLA") and not complaints
     prompt = random_prompt(200)
     for policy, values in zip(("h2o", "knorm"), importances(model, prompt)):
         asked = {"max_tokens": 2, "extra_args": {"kv_policy": policy}}

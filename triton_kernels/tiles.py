@@ -39,7 +39,10 @@ class Tile(NamedTuple):
 
 def tile_of(head_dim: int, block_size: int, dtype: torch.dtype, tile_bytes: int = TILE_BYTES) -> Tile:
     """Return the tile for queries of `dtype`, to which keys and values are converted in registers."""
-    dim = max(triton.next_power_of_2(head_dim), MIN_TILE) if head_dim <= MAX_DIM else PART_DIM
+    if head_dim <= MAX_DIM:
+        dim = max(triton.next_power_of_2(head_dim), MIN_TILE)
+    else:  # half a tile, since registers also hold a pointer to each of its rows
+        dim, tile_bytes = PART_DIM, tile_bytes // 2
     most = min(max(tile_bytes // (dim * dtype.itemsize), MIN_TILE), MAX_TILE)
     tokens = min(max(triton.next_power_of_2(block_size), MIN_TILE), most)
     return Tile(most // tokens if block_size <= most else 1, tokens, -(-block_size // tokens), dim)
