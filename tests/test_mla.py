@@ -14,7 +14,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import registry
 
-from vllm_evict.compute import views
+from vllm_evict.compute import sums, views
 from vllm_evict.compute.attention import device
 from vllm_evict.compute.attention import latent as latent_ops
 from vllm_evict.config import KVPolicyError
@@ -192,7 +192,6 @@ SCORED = [
 @pytest.fixture
 def on_device(request, chunks, monkeypatch):
     """Makes engines on a backend of a device."""
-    from vllm_evict.compute import sums
     from vllm_evict.triton_kernels import mass_from_lse, query_lse, tiles
     from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.take import take
@@ -286,6 +285,8 @@ def test_what_goes_first_is_what_transformers_attends_to_least_and_what_has_the_
     engine, truths, on_device, complaints, monkeypatch, backend
 ):
     """On a device kernels are warmed up, too."""
+    reports, report = [], sums.RunningSums.report
+    monkeypatch.setattr(sums.RunningSums, "report", lambda *args: reports.append(report(*args)) or reports[-1])
     warmed, warm_up = [], latent_ops.DeviceLatentOps.warm_up_mass
     monkeypatch.setattr(latent_ops.DeviceLatentOps, "warm_up_mass", lambda *args: warmed.append(warm_up(*args)))
     folder, model = truths()
@@ -295,13 +296,16 @@ def test_what_goes_first_is_what_transformers_attends_to_least_and_what_has_the_
     server = make(policy, model=folder, block_size=BLOCK, **warm)
     assert bool(warmed) == (backend != "CPU_MLA") and not complaints
     prompt = random_prompt(200)
-    for policy, values in zip(("h2o", "knorm"), importances(model, prompt)):
+    masses, norms = importances(model, prompt)
+    for policy, values in (("h2o", masses), ("knorm", norms)):
         asked = {"max_tokens": 2, "extra_args": {"kv_policy": policy}}
         _, (trace,) = server.traced([(prompt, asked)])
         # 200 tokens are 13 blocks. The first and the last two stay, and the budget is six.
         order = sorted(range(1, 11), key=values.__getitem__)
         assert values[order[7]] - values[order[6]] > 1e-3 * abs(values[order[6]])
         assert trace.evicted[0] == sorted(order[:7]), policy
+    (mass,) = (each.statistics["mass"] for found in reports for each in found.values())
+    np.testing.assert_allclose(mass / mass.sum(), np.divide(masses, sum(masses)), rtol=1e-4)
 
 
 REFUSED = {

@@ -213,10 +213,10 @@ def test_a_nan_in_any_part_of_a_wide_key_gives_nan():
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], WIDE[0]], ids=["narrow", "half a block", "wide"])
 def test_parts_of_the_keys_add_up_to_the_lse(shape):
     """Also where there are more parts than tiles, and where a row sees nothing of a part."""
-    batch = Batch([1, 12, 0, 3], [21, 150, 5, 75], *shape)
-    for parts in (1, 2, 3, 40):
+    batch = Batch([1, 30, 0, 3], [21, 150, 5, 75], *shape)
+    for parts in (1, 3, 40):
         lse = torch.full((parts, *batch.query.shape[:2]), 7.0, device=DEVICE)
-        query_lse(batch.attention(), lse, longest=12)
+        query_lse(batch.attention(), lse, longest=30)
         assert_close(lse.logsumexp(0), batch.lse(), 1e-5)
         assert (lse == -torch.inf).any() or parts < 40
     with pytest.raises(ValueError, match="all keys where there are sinks"):
