@@ -1,4 +1,4 @@
-"""Drafters with layers under async scheduling: policies without scores, whose holes come a step late."""
+"""Drafters with layers under async scheduling: holes come a step late, and lengths are known to the device alone."""
 
 from collections import deque
 
@@ -14,7 +14,26 @@ from parity import oracle_config
 from test_async import Recorder
 
 WINDOW = {"name": "sink-window", "budget": 160, "sink": 32, "allow": []}
-POLICIES = {"sink-window": WINDOW, "strided": {**WINDOW, "name": "strided", "buffer": 32, "recent": 32}}
+BASE = {**WINDOW, "buffer": 32, "recent": 32}
+POLICIES = {
+    "sink-window": WINDOW,
+    "strided": {**BASE, "name": "strided"},
+    "h2o": {**BASE, "name": "h2o"},
+    "h2o-ema": {**BASE, "name": "h2o", "accumulate": "ema", "decay": 0.95, "layers": "max"},
+    "h2o-every": {**BASE, "name": "h2o", "every": 3},
+    "h2o-ema-every": {**BASE, "name": "h2o", "every": 3, "accumulate": "ema", "decay": 0.9},
+    "h2o-last": {**BASE, "name": "h2o", "accumulate": "last", "window": 24, "every": 2},
+    "knorm": {**BASE, "name": "knorm", "heads": "max"},
+    "keydiff": {**BASE, "name": "keydiff"},
+    "pagedeviction": {**BASE, "name": "pagedeviction"},
+    "quest": {**BASE, "name": "quest"},
+    "snapkv": {**BASE, "name": "snapkv", "window": 24},
+    "tova": {**BASE, "name": "tova"},
+    "scissorhands": {**BASE, "name": "scissorhands", "window": 48},
+    "rkv": {**BASE, "name": "rkv"},
+}
+#: Policies that run on every push, with a drafter each.
+OFTEN = {"sink-window": "draft_model", "h2o": "eagle", "snapkv": "draft_model", "keydiff": "eagle"}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +51,7 @@ class SpeculativeRecorder(Recorder):
 
     def __init__(self, server):
         super().__init__(server)
+        self.settled = {}  # request and step -> leading tokens that were no drafts
         schedule, update, planned = server.scheduler.schedule, server.scheduler.update_from_output, deque()
 
         def watched_schedule(*args):
@@ -45,12 +65,19 @@ class SpeculativeRecorder(Recorder):
                 tokens = output.num_scheduled_tokens[req_id] - len(drafts)
                 made = len(result.sampled_token_ids[rows[req_id]])
                 self.records[req_id].steps[steps[req_id]] = tokens + made - 1
+                self.settled[self.records[req_id], steps[req_id]] = tokens
             return update(output, result)
 
         server.scheduler.schedule, server.scheduler.update_from_output = watched_schedule, watched_update
 
 
-@pytest.mark.parametrize(("drafter", "name"), [("draft_model", "sink-window"), ("eagle", "strided")])
+@pytest.mark.parametrize(
+    ("drafter", "name"),
+    [
+        *((drafter, name) for name, drafter in OFTEN.items()),
+        *(pytest.param("eagle", name, marks=pytest.mark.nightly) for name in POLICIES if name not in OFTEN),
+    ],
+)
 def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folders, monkeypatch, drafter, name):
     """Drafts are all wrong, then some are, then none: the lengths that workers are told are off by those."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
@@ -77,8 +104,9 @@ def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folder
             counts[-1] = min(counts[-1], len(tokens) - sum(counts[:-1]))
             decided = record.by_step(steps)
             assert sum(map(len, decided)) >= 2
-            told = record.told[:steps]
-            reference = replay_told(dense, tokens, counts, oracle_config(policy, prompt), told, decided)
+            told, settled = record.told[:steps], [recorder.settled.get((record, step)) for step in range(steps)]
+            config = oracle_config(policy, prompt)
+            reference = replay_told(dense, tokens, counts, config, told, decided, settled=settled)
             assert decided[:-1] == reference.evicted[:-1]
             logprobs = torch.log_softmax(reference.logits.double(), -1)[len(prompt) - 1 :]
             got = logprobs_of(output)[: len(logprobs)]

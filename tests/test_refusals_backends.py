@@ -106,21 +106,22 @@ def test_drafters_with_layers_wait_for_each_step_and_stand_beside_full_attention
     drafts = SimpleNamespace(method="eagle", num_speculative_tokens=3, parallel_drafting=False)
     served.speculative_config, served.use_v2_model_runner, served.cache_config.block_size = drafts, False, 16
     refusals.check_config(served, KVPolicyConfig.parse(H2O))
+    by_token = KVPolicyConfig.parse({**H2O, "granularity": "token"})
     text, model = SimpleNamespace(layer_types=["sliding_attention", "full_attention"]), served.model_config
     for part, changes, what in (
         (
             served.scheduler_config,
             {"async_scheduling": True},
-            "under async scheduling while requests may use scores.*: set --no-async-scheduling, or",
+            "under async scheduling and granularity: token.*: set --no-async-scheduling, or",
         ),
         (model, {"hf_text_config": text, "get_sliding_window": lambda: 64}, "and layers with sliding windows.*: set"),
     ):
         before = {name: getattr(part, name) for name in changes}
         vars(part).update(changes)
         with pytest.raises(KVPolicyError, match=f"by 'eagle' {what} "):
+            refusals.check_config(served, by_token)
+        if part is served.scheduler_config:  # by block, lengths on the device are enough for all scores
             refusals.check_config(served, KVPolicyConfig.parse(H2O))
-        if part is served.scheduler_config:  # lengths on the device are enough for what counts nothing
-            refusals.check_config(served, KVPolicyConfig.parse({"name": "sink-window", "allow": []}))
         vars(part).update(before)
 
 

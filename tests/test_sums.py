@@ -232,7 +232,7 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
     # Request a: positions 11 to 13, one hole of 4 tokens; the last two count and see 9 and 10 tokens.
     lens = torch.tensor([10, 6], dtype=torch.int32)
     step = sums.step(["a", "b"], np.array([0, 3, 5], np.int32), np.array([14, 6], np.int32), logical, lens)
-    assert [values.tolist() for values in step.queries] == [[1, 2], [0, 0], [9, 10]]
+    assert [values.tolist() for values in step.queries[:3]] == [[1, 2], [0, 0], [9, 10]]
     assert step.buffers.weights.tolist() == [0, 0, 0, 1, 1]
 
     def weigh(weights, out):

@@ -87,6 +87,8 @@ class Worker:
         self.prompts: dict[int, tuple[int, set[int]]] = {}
         self._repeating: dict[str, Any] = {}
         self._late: list[Reports] = [{} for _ in self.groups]
+        #: Tokens by which a plan counts more of a request's as computed than there are.
+        self._unsure: dict[str, int] = {}
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Obey a step's plan, compute its tokens, check what it reads; returns what a real worker would."""
@@ -98,7 +100,7 @@ class Worker:
             self.rows.pop(req_id, None)
         for req_id in preempted & self.rows.keys():
             self.rows[req_id].active = False
-        self.written = set()
+        self.written, self._unsure = set(), {}
         after, came = self._rearrange(plan), {}
         if self.host is not None:
             self.host.forget(output.finished_req_ids | preempted.difference(plan.groups[0].parked))
@@ -224,7 +226,7 @@ class Worker:
             row = self._alive(req_id, "a step")
             if self.settings.drafts:
                 # A plan made ahead counts all drafts in flight as accepted.
-                starts[req_id] = row.computed
+                starts[req_id], self._unsure[req_id] = row.computed, computed - row.computed
             if row.computed != computed and (
                 row.computed > computed or not (self.settings.drafts and self.settings.ahead)
             ):
@@ -500,7 +502,9 @@ class Worker:
                     raise Fault("reports", f"{req_id}, group {group} is to report {set(names)}, and is not measured")
                 end = starts[req_id] + counts[req_id]
                 chance = (row.key * 0x9E3779B1 + 0x85EBCA6B * end + self.settings.seed) % 1009 / 1009
-                index = np.flatnonzero(row.tables[group][: -(-end // self.block)])
+                # Which of the last blocks only drafts have begun, the host of a real worker does not know.
+                known = end + self._unsure.get(req_id, 0)
+                index = np.flatnonzero(row.tables[group][: -(-known // self.block)])
                 if req_id in told.waiting:
                     index = np.union1d(index, told.waiting[req_id].logical)
                 report = Report(index, {name: self._scores(row, len(index), end + at) for at, name in enumerate(names)})

@@ -178,7 +178,8 @@ class Request:
         self.places = {}  # block -> the block for which its keys are rotated, where it is another
         self.sums = torch.zeros(model.kv_heads, 0, dtype=torch.float64)  # S: [G, nb]
         self.replay = Replay()
-        self.settled = None  # of the step, leading queries that were no drafts; None: all
+        self.drafts = 0  # of the step, that became tokens
+        self.absent = None  # blocks that are missing where keys are measured; None: the evicted ones
         if len(prefix):
             causal = torch.ones(self.n, self.n, dtype=torch.bool).tril()
             model.forward(prefix, self.cache, causal)
@@ -188,8 +189,7 @@ class Request:
 
         settled: leading tokens that were known before the step; drafts that were accepted follow them. None: all were.
         """
-        self.settled = settled
-        first, self.n = self.n, self.n + len(ids)
+        first = self.begin(len(ids), settled)
         logits, probs = self.model.forward(ids, self.cache, self.mask(first), self.config.wants_probs)
         if probs is not None:
             self.accumulate(probs, first)
@@ -197,11 +197,21 @@ class Request:
         self.replay.held.append(self.held())
         return logits
 
+    def begin(self, count, settled=None):
+        """Take in a step's tokens; returns the first of them."""
+        first, self.n, self.drafts = self.n, self.n + count, 0 if settled is None else count - settled
+        return first
+
     def blocks(self):
         return math.ceil(self.n / self.config.block_size)
 
     def held(self):
         return [b for b in range(self.blocks()) if b not in self.evicted]
+
+    def measured(self):
+        """Blocks whose keys are measured: those that are there, without blocks of accepted drafts alone."""
+        absent = self.evicted if self.absent is None else self.absent
+        return [b for b in range(math.ceil((self.n - self.drafts) / self.config.block_size)) if b not in absent]
 
     def mask(self, first):
         """Queries first .. n-1 see earlier tokens of resident blocks: bool [Q, N]."""
@@ -212,8 +222,7 @@ class Request:
 
     def counted(self, first):
         """Which of the queries first .. n-1 count for the importance: bool [Q]. Those of drafts do not."""
-        config = self.config
-        end = self.n if self.settled is None else first + self.settled
+        config, end = self.config, self.n - self.drafts
         position = torch.arange(first, self.n)
         counted = (position % config.every == 0) & (position < end)
         if config.accumulate == "last":
@@ -311,9 +320,9 @@ class Request:
         return mass
 
     def by_keys(self, score, of_tokens=torch.mean):
-        """Held block -> `score(k, v)` of its tokens, reduced; k, v [T, D] are a head's resident tokens."""
-        size = self.config.block_size
-        resident = [t for t in range(self.n) if t // size not in self.evicted]
+        """Held block -> `score(k, v)` of its tokens, reduced; k, v [T, D] are a head's resident tokens, no drafts."""
+        size, measured = self.config.block_size, self.measured()
+        resident = [t for t in range(self.n - self.drafts) if t // size in measured]
         layers = []
         for keys, values in (self.cache[layer] for layer in self.model.full):
             heads = []
@@ -322,16 +331,19 @@ class Request:
                 heads.append(torch.stack([of_tokens(part) for part in scores.split(size)]))
             layers.append(torch.stack(heads))
         value = REDUCE[self.config.heads](REDUCE[self.config.layers](torch.stack(layers)))
-        return dict(zip(self.held(), value.tolist(), strict=True))
+        return dict(zip(measured, value.tolist(), strict=True))
 
     def by_bounds(self):
-        """Held block -> the share that the last query may pay it, by the least and largest keys: all heads' and layers'."""
-        size, held = self.config.block_size, self.held()
+        """Held block -> the share that the last query may pay it, by the least and largest keys: all heads' and layers'.
+
+        Drafts do not count.
+        """
+        size, held, end = self.config.block_size, self.measured(), self.n - self.drafts
         total = dict.fromkeys(held, 0.0)
         for layer in self.model.full:
             keys, group = self.cache[layer][0].double(), self.model.heads // self.model.kv_heads
-            for h, q in enumerate(self.model.queries[layer][-1].double()):
-                of_head = (keys[b * size : min((b + 1) * size, self.n), h // group] for b in held)
+            for h, q in enumerate(self.model.queries[layer][-1 - self.drafts].double()):
+                of_head = (keys[b * size : min((b + 1) * size, end), h // group] for b in held)
                 most = [(q * torch.where(q > 0, k.amax(0), k.amin(0))).sum() for k in of_head]
                 shares = (torch.stack(most) / self.model.head_dim**0.5).softmax(0)
                 for b, share in zip(held, shares.tolist()):
@@ -426,29 +438,35 @@ def margin(result):
     return min((d.relative_gap for d in result.decisions), default=math.inf)
 
 
-def replay_told(model, token_ids, steps, config, told, decided, start=0, moved=()):
+def replay_told(model, token_ids, steps, config, told, decided, start=0, moved=(), settled=None):
     """Serve with evictions that were decided elsewhere and took effect later.
 
     told: per step, blocks that are missing from that step on. decided: per
     step, blocks chosen after it by whoever serves. moved: steps before which
-    what was kept closed its gaps. Returns a `Replay` whose
+    what was kept closed its gaps. settled: as for `replay`; with it a window of
+    queries begins anew with a step that is told of holes, too, as whoever
+    measures does not know earlier whether anything was decided. Returns a `Replay` whose
     `evicted` holds what the policy chooses at the same points, given all that
     had been decided before.
     """
     request = Request(model, config, list(token_ids)[:start])
     gone, logits = set(), []
-    for step, (count, missing, chosen) in enumerate(zip(steps, told, decided, strict=True)):
+    known = settled or [None] * len(steps)
+    for step, (count, missing, chosen, before) in enumerate(zip(steps, told, decided, known, strict=True)):
         request.evicted |= set(missing)
+        if settled is not None and missing and config.accumulate == "last":
+            request.sums.zero_()
         if step in moved:
             request.close_gaps()
-        first, request.n = request.n, request.n + count
+        first = request.begin(count, before)
         ids = token_ids[first : request.n]
         step_logits, probs = model.forward(ids, request.cache, request.mask(first), config.wants_probs)
         if probs is not None:
             request.accumulate(probs, first)
         logits.append(step_logits)
         request.replay.held.append(request.held())
-        told_so_far, request.evicted = request.evicted, set(gone)
+        told_so_far = request.absent = request.evicted
+        request.evicted = set(gone)
         request.decide()  # as if all that was decided had taken effect
         request.evicted = told_so_far
         gone |= set(chosen)

@@ -205,7 +205,7 @@ def replay_tokens(
         out, probs = model.forward(token_ids[done : done + count], cache, mask, want_probs=True)
         logits.append(out)
         for request in requests:
-            request.settled = None if settled is None else settled[step]
+            request.drafts = 0 if settled is None else count - settled[step]
             request.accumulate(probs, done)
             request.decide()
         done += count

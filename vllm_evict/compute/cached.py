@@ -28,12 +28,14 @@ class Row(NamedTuple):
     Attributes:
         logical: int64 [n], logical blocks, ascending.
         physical: int32 [n], their physical blocks.
-        length: tokens in them.
+        length: tokens in them; at most so many, with `settled`.
+        settled: int32 [], tokens in them as the device knows them; None: `length`.
     """
 
     logical: np.ndarray
     physical: torch.Tensor
     length: int
+    settled: torch.Tensor | None = None
 
 
 class CachedStatistics:
@@ -89,7 +91,7 @@ class CachedStatistics:
         total: dict[str, torch.Tensor] = {}
         none = torch.zeros(1, len(row.logical), dtype=torch.float64, device=row.physical.device)
         for keys, values in self._read(row.physical.long(), bool(names & OF_VALUES)):
-            for name, score in key_scores(keys, values, row.length, names).items():
+            for name, score in key_scores(keys, values, row.length, names, row.settled).items():
                 score = -score.double() if name in LESS_IS_MORE else score.double()
                 if not (self._maximise_heads or self._maximise_layers):
                     score = score.sum(0, keepdim=True)  # layers may differ in their numbers of heads

@@ -37,6 +37,9 @@ class Batch:
         #: Request with drafts -> its leading queries in this step, which are of settled tokens; drafts follow them.
         #: None: the server does not speculate.
         self.settled: dict[str, int] | None = None
+        #: Request -> drafts of it in the step before that may have been rejected, which the host does not know: its
+        #: length on the host is too large by those. Empty: the host knows lengths.
+        self.unsure: dict[str, int] = {}
         self._rows: tuple[list[str], set[str], np.ndarray] = ([], set(), np.empty(0, bool))
 
     def own_rows(self) -> np.ndarray:
@@ -55,6 +58,13 @@ class Batch:
         for row, req_id in enumerate(self.req_ids if self.settled else ()):
             queries[row] = min(queries[row], self.settled.get(req_id, queries[row]))
         return queries
+
+    def slack(self) -> np.ndarray | None:
+        """Return by how much each row's length on the host may be too large: int64 [R], tokens; None: all are right."""
+        if not self.unsure:
+            return None
+        slack = np.array([self.unsure.get(req_id, 0) for req_id in self.req_ids], np.int64)
+        return slack if slack.any() else None
 
 
 class GroupRuntime:
@@ -328,7 +338,7 @@ class GroupRuntime:
         padded[:live] = held
         metadata.seq_lens_cpu_upper_bound, metadata.max_seq_len = torch.from_numpy(padded), longest
         metadata._num_computed_tokens_cache = None
-        self._resident(table, held)
+        self._resident(table, held, lens)
         if self.batch.graph is Attends.STOCK:
             return metadata, None
         memory, step, tokens = self._graph_memory, None, None
@@ -352,9 +362,9 @@ class GroupRuntime:
         req_ids = self.batch.req_ids
         rows = len(req_ids)
         starts = metadata.query_start_loc_cpu[: rows + 1].numpy()
-        # Exact, except under asynchronous speculative decoding: there it counts drafts of the step in flight.
-        seq_lens = metadata.seq_lens_cpu_upper_bound[:rows].numpy()
-        held, settled = self.held(seq_lens), self.batch.settled_queries(starts)
+        # Too large by at most `slack`, and right without it; `lengths` are right, and known to the device alone.
+        seq_lens, lengths = metadata.seq_lens_cpu_upper_bound[:rows].numpy(), metadata.seq_lens[:rows]
+        held, settled, slack = self.held(seq_lens), self.batch.settled_queries(starts), self.batch.slack()
         longest = int(held.max())
         width = max(-(-longest // self.block_size), 1)
         lens, own = metadata.seq_lens[:rows], NO_ROWS
@@ -378,10 +388,12 @@ class GroupRuntime:
         if selects:
             select = self.selection.step(req_ids, selecting, filled, table, starts, held)
             own = np.union1d(own, selecting)
-        self._resident(table, held if settled is None else held - np.diff(starts) + settled)
+        self._resident(table, held, lens, None if settled is None else np.diff(starts) - settled)
         step = None
         if measuring:
-            step = self.sums.step(req_ids, starts, seq_lens, logical, lens, settled=settled)
+            step = self.sums.step(
+                req_ids, starts, seq_lens, logical, lens, settled=settled, lengths=lengths, slack=slack
+            )
         tokens = None
         if by_token:
             tokens = self.tokens.token_step(req_ids, starts, seq_lens, held, lens, settled=settled)
@@ -460,10 +472,19 @@ class GroupRuntime:
         """Whether some request reports a statistic of its last query (`policies.QUERIED`)."""
         return any(names & QUERIED for names in self.plan.report.values())
 
-    def _resident(self, table: torch.Tensor, held: np.ndarray) -> None:
-        """Note the resident blocks of requests that report. `held`: int32 [R], resident tokens without drafts."""
+    def _resident(
+        self, table: torch.Tensor, held: np.ndarray, lens: torch.Tensor, drafts: np.ndarray | None = None
+    ) -> None:
+        """Note the resident blocks of requests that report; more, where the host does not know how many are settled.
+
+        Args:
+            table: int32 [R, W], resident blocks.
+            held, lens: int32 [R], resident tokens as the host and as the device know them.
+            drafts: int64 [R], of them drafts of this step; None: none are.
+        """
         if not self.plan.report:
             return
+        held, slack = held if drafts is None else held - drafts, self.batch.slack()
         rows = {req_id: row for row, req_id in enumerate(self.batch.req_ids)}
         for req_id in self.plan.report:
             row, holes = rows[req_id], self.with_holes.get(req_id, ())
@@ -471,4 +492,7 @@ class GroupRuntime:
             blocks = -(-length // self.block_size)
             index = np.arange(blocks + len(holes))
             index = np.delete(index, holes) if holes else index
-            self._rows[req_id] = Row(index, table[row, :blocks], length)
+            settled = None
+            if slack is not None and slack[row]:
+                settled = lens[row] - (0 if drafts is None else int(drafts[row]))
+            self._rows[req_id] = Row(index, table[row, :blocks], length, settled)

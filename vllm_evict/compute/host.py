@@ -103,7 +103,7 @@ class _Look:
     """One request whose blocks are scored in a step. `waiting`: its host blocks; None: resident blocks alone."""
 
     def __init__(self, row: Any, waiting: Waiting | None, queries: slice, device: torch.device) -> None:
-        self.queries, self.length = queries, row.length
+        self.queries, self.length, self.settled = queries, row.length, row.settled
         self.resident = row.physical.long()
         self.numbers = None if waiting is None else to_device(np.array(waiting.numbers, np.int64), device)
         index = np.concatenate((row.logical, np.array(() if waiting is None else waiting.logical, np.int64)))
@@ -158,11 +158,14 @@ class BoundStep:
         """Take in one layer, the `place`-th, whose queries are [T, H, D]."""
         for look in self._looks.values():
             keys, _ = ops.read(layer, kv_cache, look.resident, False)
+            there = None
+            if look.settled is not None:
+                there = torch.arange(len(keys), device=keys.device) * keys.shape[2] < look.settled
             if look.numbers is None:
-                bounds = key_bounds(keys, look.length)
-            else:
+                bounds = key_bounds(keys, look.length, settled=look.settled)
+            else:  # on no server whose lengths the device alone knows
                 bounds = self._host.bounds_beside(keys, look.length, place, look.numbers)
-            look.scores += bound_scores(query[look.queries], bounds, layer.impl.scale, **logits_of(layer))
+            look.scores += bound_scores(query[look.queries], bounds, layer.impl.scale, **logits_of(layer), there=there)
 
     def report(self, reports: Reports, all_reduce: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
         """Put the scores into reports, over all of a request's blocks; other statistics of host blocks are 0."""

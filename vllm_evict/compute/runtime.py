@@ -36,6 +36,7 @@ class EvictionRuntime:
         names: for each group the names of its layers, or of its pages.
         block_bytes: bytes of a block of the pool, if other groups share the pool.
         speculates: whether requests may have drafts.
+        ahead: whether steps are planned before the drafts of the step before are verified.
 
     Attributes:
         numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
@@ -53,12 +54,15 @@ class EvictionRuntime:
         names: Sequence[Sequence[str]] = (),
         block_bytes: int = 0,
         speculates: bool = False,
+        ahead: bool = False,
     ) -> None:
         self.groups, self.ops, self.pages = groups, ops, list(pages)
         self.names, self.block_bytes = [list(each) for each in names], block_bytes
         self.numbers = list(range(len(groups)))
         self.attends_in_graphs = attends_in_graphs
-        self.speculates = speculates
+        self.speculates, self._ahead = speculates, ahead
+        #: Request -> its drafts in the last step.
+        self._drafts: dict[str, int] = {}
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
         self.views = Views(groups, self.batch)
@@ -94,6 +98,9 @@ class EvictionRuntime:
         if self.speculates:
             tokens, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
             self.batch.settled = {req_id: tokens[req_id] - len(each) for req_id, each in drafts.items()}
+            if self._ahead:
+                self.batch.unsure = self._drafts
+                self._drafts = {req_id: len(each) for req_id, each in drafts.items()}
         self.batch.own = self._own() if self.groups[0].decodes else set()
         self._scheduler_output, self._graph = scheduler_output, _UNKNOWN
 

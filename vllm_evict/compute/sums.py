@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..core.plan import Report, Reports, Scoring
+from .counting import Counting, all_of, last_counting
 from .kernels.fold import fold
 from .kernels.queries import Queries
 from .kernels.take import take
@@ -75,12 +76,13 @@ class MassStep:
     Attributes:
         rows: int64 [K], measured rows of the batch.
         slots: int64 [K], their rows in the running sums.
-        counted: int64 [K], number of queries that count in each measured row.
+        counted: int64 [K], number of queries that count in each measured row; more, where lengths are not known.
         logical: int32 [R, W], logical index of each resident block, -1 past the end.
         buffers: memory of R rows and W blocks.
         queries: queries that are tested for pivotal blocks, if a row has several; None if there are none.
         weighs: whether any row takes mass.
-        last: int32 [R], queries of each row from the first that counts (see `RunningSums._last`); None: all.
+        last: int32 [R], queries of each row from the first that counts (see `last_counting`); None: all.
+        kept: float32 [R], factor of the sums before the step; None: 1.
     """
 
     def __init__(
@@ -93,9 +95,10 @@ class MassStep:
         queries: Queries | None = None,
         weighs: bool = True,
         last: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None,
     ) -> None:
         self.rows, self.slots, self.counted, self.logical = rows, slots, counted, logical
-        self.buffers, self.queries, self.weighs, self.last = buffers, queries, weighs, last
+        self.buffers, self.queries, self.weighs, self.last, self.kept = buffers, queries, weighs, last, kept
 
     @property
     def mass(self) -> torch.Tensor:
@@ -108,7 +111,7 @@ class MassStep:
             weigh(self.buffers.weights, out if self.weighs else None)
             if self.queries is not None:
                 at_once = max(PIVOT_SCRATCH // (16 * kv_heads * out.shape[2]), 1)
-                for some in map(Queries._make, zip(*(each.split(at_once) for each in self.queries))):
+                for some in self.queries.split(at_once):
                     out.index_add_(0, some.rows, self._pivots(some, weigh_each(some, out.shape[2]), out.shape[1]))
 
         self.buffers.take(measure, kv_heads, group)
@@ -122,6 +125,8 @@ class MassStep:
         places = torch.arange(mass.shape[2], device=mass.device)
         tokens = (lens - places * block_size).clamp(0, block_size)
         pivots = (mass * lens[:, None] > tokens[:, None]).float() + 0 * mass
+        if queries.counts is not None:
+            pivots *= queries.counts[:, None, None]
         return pivots.sum(1, keepdim=True) if heads == 1 else pivots
 
 
@@ -305,6 +310,8 @@ class RunningSums:
         resident: torch.Tensor,
         memory: MassBuffers | None = None,
         settled: np.ndarray | None = None,
+        lengths: torch.Tensor | None = None,
+        slack: np.ndarray | None = None,
     ) -> MassStep | None:
         """Return what layers measure in this step; None if nothing.
 
@@ -317,36 +324,51 @@ class RunningSums:
             memory: memory of a graph, of R rows and W blocks; None allocates.
             settled: int64 [R], leading queries of each row that are of settled tokens; queries of the drafts behind
                 them do not count. None: the server does not speculate.
+            lengths: int32 [R], `seq_lens` as the device knows them; read with `slack` only.
+            slack: int64 [R], tokens by which `seq_lens` may be too large; None: they are right.
         """
         rows, slots = self._rows(req_ids)
         if not len(rows):
             return None
         lens = np.diff(query_start_loc)
+        by_place = self._window[slots].any() or (self._every[slots] > 1).any() or self._start[slots].any()
         plain = (settled is None or (settled == lens).all()) and not (
-            self._window[slots].any()
-            or self._decay[slots].any()
-            or (self._every[slots] > 1).any()
-            or self._start[slots].any()
-            or self._pivots[slots].any()
+            by_place or self._decay[slots].any() or self._pivots[slots].any()
         )
+        given = kept = None
         if plain:
             counted = lens[rows].astype(np.int64)
-            weights = None if len(rows) == len(req_ids) else _spread(np.ones(len(rows), np.float32), rows, lens)
+            weights = None if len(rows) == len(req_ids) else all_of(rows, lens)
         else:
-            weights, counted = self._weights(rows, slots, lens, seq_lens, settled)
+            counting = self._counting(rows, slots, lens, lens if settled is None else settled)
+            weights, counted = counting.at_most(slack).weights(seq_lens)
+            if settled is not None:
+                ends = (seq_lens - counting.drafts - (0 if slack is None else slack))[rows]
+                self._tentative[slots] = -(-ends // self.block_size) - self._holes[slots] <= self._trigger[slots]
             if not counted.any():
                 return None
+            decays = self._decay[slots].any()
+            if slack is not None and by_place:
+                known = counting.to(self._sums.device)
+                given, exactly = known.weights(lengths)
+                given, kept = given.float(), (known.base**exactly).float() if decays else None
+            elif decays:
+                kept = self._to_device((counting.base**counted).astype(np.float32))
+            weights, counted = weights.astype(np.float32), counted[rows]
         queries = tested = None
         if self._pivots[slots].any():
             tested = np.zeros(len(req_ids), np.int32)
             tested[rows] = self._pivots[slots]
             if len(weights) == len(req_ids):  # one query in each row
                 weights[tested > 0] = weights[tested > 0] > 0
+                if given is not None:
+                    given = torch.where(self._to_device(tested) > 0, (given > 0).float(), given)
             else:
-                queries = self._queries(weights, rows, slots, lens, query_start_loc, seq_lens)
+                queries = self._queries(weights, tested, lens, query_start_loc, resident, given)
                 tested = None
         weighs = queries is None or bool(weights.any())
-        given = None if weights is None else self._to_device(weights)
+        if given is None:
+            given = None if weights is None else self._to_device(weights)
         if memory is None:
             memory = self.buffers(*logical.shape, resident, given, tested is not None)
         else:
@@ -354,8 +376,9 @@ class RunningSums:
             memory.weights.fill_(1.0) if given is None else memory.weights.copy_(given)
         if memory.tested is not None:
             memory.tested.zero_() if tested is None else memory.tested.copy_(self._to_device(tested))
-        last = self._last(weights, query_start_loc)
-        return MassStep(rows, slots, counted, logical, memory, queries, weighs, last)
+        last = last_counting(weights, query_start_loc)
+        last = None if last is None else self._to_device(last)
+        return MassStep(rows, slots, counted, logical, memory, queries, weighs, last, kept)
 
     def fold(self, step: MassStep) -> None:
         """Add a step's mass to the running sums."""
@@ -364,12 +387,7 @@ class RunningSums:
             slots = np.full(rows, -1, np.int32)
             slots[step.rows] = step.slots
             self._folded = step.rows, self._to_device(slots)
-        decay, kept = self._decay[step.slots], None
-        if decay.any():
-            kept = np.ones(rows, np.float32)
-            kept[step.rows] = np.where(decay > 0, decay**step.counted, 1.0)
-            kept = self._to_device(kept)
-        fold(self._sums, self._folded[1], step.mass, step.logical, kept)
+        fold(self._sums, self._folded[1], step.mass, step.logical, step.kept)
 
     def warm_up(self, tests: bool) -> None:
         """Compile the kernels of `fold` and of layers, by launches for a row that is not measured."""
@@ -423,79 +441,37 @@ class RunningSums:
     def _queries(
         self,
         weights: np.ndarray,
-        rows: np.ndarray,
-        slots: np.ndarray,
+        tested: np.ndarray,
         lens: np.ndarray,
         query_start_loc: np.ndarray,
-        seq_lens: np.ndarray,
+        resident: torch.Tensor,
+        given: torch.Tensor | None,
     ) -> Queries | None:
-        """Return the queries that are tested for pivotal blocks, and set their `weights` (float32 [T]) to 0.
+        """Return the queries of `tested` rows that count, and set their weights to 0, in `given` too.
 
         None if no query is tested.
         """
-        tested = np.zeros(len(lens), bool)
-        tested[rows] = self._pivots[slots]
-        holes = np.zeros(len(lens), np.int64)
-        holes[rows] = self._holes[slots]
         row = np.repeat(np.arange(len(lens)), lens)
-        tokens = np.flatnonzero((weights > 0) & tested[row])
+        tokens = np.flatnonzero((weights > 0) & (tested > 0)[row])
         if not len(tokens):
             return None
         weights[tokens] = 0
         row = row[tokens]
-        later = query_start_loc[row + 1] - 1 - tokens
-        seen = seq_lens[row] - holes[row] * self.block_size - later
-        return Queries(self._to_device(tokens), self._to_device(row), self._to_device(seen.astype(np.int32)))
+        later = self._to_device((query_start_loc[row + 1] - 1 - tokens).astype(np.int32))
+        at, of_row, counts = self._to_device(tokens), self._to_device(row), None
+        if given is not None:
+            counts = (given[at] > 0).float()
+            given.index_fill_(0, at, 0.0)
+        return Queries(at, of_row, resident[of_row] - later, counts)
 
-    def _last(self, weights: np.ndarray | None, query_start_loc: np.ndarray) -> torch.Tensor | None:
-        """Return the queries of each row from its first query of weight > 0 to its last: int32 [R].
+    def _counting(self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, settled: np.ndarray) -> Counting:
+        def of(values: np.ndarray, other: float) -> np.ndarray:
+            spread = np.full(len(lens), other, values.dtype)
+            spread[rows] = values[slots]
+            return spread
 
-        None if all queries count, or if each row has one query.
-        """
-        if weights is None or len(weights) < len(query_start_loc):
-            return None
-        counting = np.append(np.flatnonzero(weights), len(weights))
-        first = counting[np.searchsorted(counting[:-1], query_start_loc[:-1])]
-        return self._to_device(np.maximum(query_start_loc[1:] - first, 0).astype(np.int32))
-
-    def _weights(
-        self,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        lens: np.ndarray,
-        seq_lens: np.ndarray,
-        settled: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the weight of each query, float32 [T], and the number of queries that count in each measured row,
-        int64 [K]."""
-        lens_, ends = lens[rows], seq_lens[rows].astype(np.int64)
-        row = np.repeat(np.arange(len(rows)), lens_)
-        offsets = np.concatenate(([0], np.cumsum(lens_)))
-        position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lens_) + np.repeat(ends - lens_, lens_)
-        counts = (position % self._every[slots][row] == 0) & (position >= self._start[slots][row])
-        if settled is not None:
-            ends = ends - lens_ + settled[rows]
-            counts &= position < ends[row]
-
-        window, trigger, holes = self._window[slots], self._trigger[slots], self._holes[slots]
-        over = -(-ends // self.block_size) - holes > trigger
-        self._tentative[slots] = ~over & (settled is not None)
-        decision = np.where(over, ends - 1, (trigger + holes) * self.block_size)
-        in_window = (position > (decision - window)[row]) & (position <= decision[row])
-        counts &= in_window | (window == 0)[row]
-
-        upto = np.concatenate(([0], np.cumsum(counts)))
-        counted = upto[offsets[1:]] - upto[offsets[:-1]]
-        decay = self._decay[slots][row]
-        later = np.repeat(upto[offsets[1:]], lens_) - upto[1:]
-        weights = np.where(decay > 0, (1 - decay) * decay**later, 1.0) * counts
-        return _spread(weights.astype(np.float32), rows, lens, per_query=True), counted
-
-
-def _spread(values: np.ndarray, rows: np.ndarray, lens: np.ndarray, per_query: bool = False) -> np.ndarray:
-    """Spread values of some rows, or of their queries, over all queries of the batch: float32 [T], 0 elsewhere."""
-    measured = np.zeros(len(lens), bool)
-    measured[rows] = True
-    out = np.zeros(int(lens.sum()), np.float32)
-    out[np.repeat(measured, lens)] = values if per_query else np.repeat(values, lens[rows])
-    return out
+        scoring = of(self._every, 1), of(self._window, 0), of(self._start, 0)
+        limit = of((self._trigger + self._holes) * self.block_size, 0)
+        measured = np.zeros(len(lens), np.int64)
+        measured[rows] = settled[rows]
+        return Counting.of(*scoring, limit, of(self._decay, 0.0), lens, settled, measured)

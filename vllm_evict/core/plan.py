@@ -271,6 +271,13 @@ class Report(NamedTuple):
     index: np.ndarray  # type: ignore[assignment]  # a tuple has a method of this name
     statistics: dict[str, np.ndarray]
 
+    def before(self, end: int | None) -> "Report":
+        """Return the statistics of the blocks before logical block `end`; None: of all."""
+        if end is None:
+            return self
+        count = int(self.index.searchsorted(end))
+        return Report(self.index[:count], {name: values[:count] for name, values in self.statistics.items()})
+
 
 #: Request -> its report in one KV group.
 Reports = dict[str, Report]

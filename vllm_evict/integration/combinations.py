@@ -121,14 +121,12 @@ def with_layers(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
     """What is refused on servers whose drafter has layers."""
     speculative = vllm_config.speculative_config
     drafter, ngram = f"speculative decoding by {speculative.method!r}", 'set "method": "ngram" in --speculative-config'
-    counts = bool(config.statistics) or config.granularity == "token"
     return [
         (
-            bool(vllm_config.scheduler_config.async_scheduling) and counts,
-            f"{drafter} under async scheduling while requests may use scores or granularity: token, because workers "
-            "do not know there how many drafts of the step before were accepted",
-            "set --no-async-scheduling, or use sink-window, strided or random by block and leave other policies out of "
-            f'"allow", or {ngram}',
+            bool(vllm_config.scheduler_config.async_scheduling) and config.granularity == "token",
+            f"{drafter} under async scheduling and granularity: token, because the host does not know there how many "
+            "drafts of the step before were accepted, and which tokens it compacts depends on it",
+            f"set --no-async-scheduling, or granularity: block, or {ngram}",
         ),
         (
             len(config.classes) > 1,

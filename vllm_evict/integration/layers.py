@@ -132,6 +132,7 @@ def install(
         names=names,
         block_bytes=block_bytes,
         speculates=vllm_config.speculative_config is not None,
+        ahead=bool(vllm_config.scheduler_config.async_scheduling),
     )
 
 

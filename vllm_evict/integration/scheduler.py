@@ -19,7 +19,7 @@ from ..core.actions import Action, Rotate, Swap
 from ..core.blocks import RequestBlocks
 from ..core.mechanisms import Again, Budget, Context, Mechanism, Pressure, Profiles, Recall, SharedBudget, Step
 from ..core.mechanisms.base import settled
-from ..core.plan import PLAN, REPORTS, TROUBLE, EvictionPlan
+from ..core.plan import PLAN, REPORTS, TROUBLE, EvictionPlan, Reports
 from ..core.reports import Inbox
 from ..core.usage import KVUsage
 from ..environment import poison_mode
@@ -69,6 +69,8 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         self._written: set[int] = set()
         #: Requests that are not decided on after the step that is done: it read blocks that did not come.
         self._failed_loads: set[str] = set()
+        #: Request -> drafts of it that the step that is done has accepted.
+        self._accepted: dict[str, int] = {}
         #: None if evicted blocks are dropped.
         self.host_pool = self._host_pool()
         self._lingers = self.host_pool is not None and self._may_linger()
@@ -194,7 +196,11 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
                     noted.pop(req_id, None)
         if (trouble := getattr(model_runner_output, TROUBLE, None)) is not None:
             self._lose_host(trouble)
+        if self.num_spec_tokens:
+            self._accepted = _accepted(scheduler_output, model_runner_output)
         reports = self._inbox.take(getattr(model_runner_output, REPORTS, None), plan.groups, self._held)
+        if self.num_spec_tokens:
+            reports = [self._settled_alone(of_group) for of_group in reports]
         for mechanism in self.mechanisms:
             for action in mechanism.decide(plan, reports):
                 self.apply(action)
@@ -238,7 +244,7 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         return affected
 
     def _held(self, group: int, req_id: str) -> np.ndarray | None:
-        """Blocks of a request in a KV group for which a report needs numbers; None if it has ended.
+        """Blocks of a request in a KV group for which a report has numbers; None if it has ended.
 
         These are the blocks that it holds, without blocks of steps in flight, of accepted drafts alone, and without
         blocks that came back: a step that is in flight does not see them.
@@ -249,9 +255,18 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         resident = self.kv_managers[group].residents[req_id]
         held = resident.held_after(settled(request))
         if self.num_spec_tokens:
-            first = max(settled(request) - self.num_spec_tokens, 1)
-            held = held[: held.searchsorted(-(-first // resident.block_size))]
+            held = held[: held.searchsorted(self._scored_blocks(request))]
         return held[~np.isin(held, list(resident.stays))] if resident.stays else held
+
+    def _scored_blocks(self, request: Request) -> int:
+        """Blocks of a request, holes included, without those that only drafts have begun in the step that is done."""
+        known = settled(request) - self._accepted.get(request.request_id, 0)
+        return -(-max(known, 1) // self.kv_managers[0].block_size)
+
+    def _settled_alone(self, reports: Reports) -> Reports:
+        """Reports without blocks of drafts: where workers do not know how many were accepted, they report some."""
+        known = {req_id: self._scored_blocks(self.requests[req_id]) for req_id in reports if req_id in self.requests}
+        return {req_id: report.before(known.get(req_id)) for req_id, report in reports.items()}
 
     def apply(self, action: Action) -> None:
         """Carry out an action of a mechanism: free blocks, and add holes and orders to the next plan.
@@ -424,6 +439,13 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
                 self.tally.hold(self.kv_policy.name, self.host_pool.used, self._host_block_bytes)
             stats = EvictionStats(**vars(stats), kv_evict=self.tally.take(held))
         return stats
+
+
+def _accepted(scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[str, int]:
+    """Request -> drafts of it that a step has accepted, of requests that had some in it."""
+    sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+    drafted = scheduler_output.scheduled_spec_decode_tokens
+    return {req_id: max(len(sampled[rows[req_id]]) - 1, 0) for req_id in drafted if sampled and req_id in rows}
 
 
 class EvictionScheduler(EvictionMixin, Scheduler):

@@ -17,18 +17,26 @@ def bounds_width(kind: str, dims: int) -> int:
     return dims + 1 if kind == "sphere" else 2 * dims
 
 
-def key_bounds(keys: torch.Tensor, length: int | None = None, kind: str = "box") -> torch.Tensor:
+def key_bounds(
+    keys: torch.Tensor, length: int | None = None, kind: str = "box", settled: torch.Tensor | None = None
+) -> torch.Tensor:
     """Bounds of the keys of each block.
 
     Args:
         keys: [n, Hkv, block_size, D].
         length: tokens in the blocks; the last one may be partly filled. None: all are full.
         kind: `box` or `sphere`.
+        settled: int32 [], in place of `length` where the device alone knows it; of boxes only. What lies behind may be
+            anything. Bounds of blocks without tokens are 0.
 
     Returns:
         [n, Hkv, 2 * D], largest values first; or [n, Hkv, D + 1], the centre and then the radius, rounded up; in the
         dtype of the keys.
     """
+    if settled is not None:
+        of_block = settled - torch.arange(len(keys), device=keys.device)[:, None, None, None] * keys.shape[2]
+        there = torch.arange(keys.shape[2], device=keys.device)[:, None] < of_block
+        return _boxes(torch.where(there, keys, torch.where(of_block > 0, keys[:, :, :1], 0)))
     of_kind = _spheres if kind == "sphere" else _boxes
     bounds = of_kind(keys)
     if length is not None and (filled := length - (len(keys) - 1) * keys.shape[2]) < keys.shape[2]:
@@ -55,6 +63,7 @@ def bound_scores(
     scale: float,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    there: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What attention some queries may pay to each block: the largest share of any of them, summed up over heads.
 
@@ -68,6 +77,7 @@ def bound_scores(
         bounds: [n, Hkv, 2 * D] or [n, Hkv, D + 1] of `key_bounds`, boxes or spheres.
         scale: of the layer's attention.
         soft_cap, sinks: of the layer's attention (see `logits`); sinks are [H].
+        there: bool [n], blocks with tokens; the others get 0. None: all have some.
 
     Returns:
         float32 [n]
@@ -80,6 +90,8 @@ def bound_scores(
         query = torch.cat((query.clamp(min=0), query.clamp(max=0)), -1)
     products = query.flatten(1, 2) @ bounds.float().permute(1, 2, 0)  # [Hkv, G * Q, n]
     products = soft_capped(products, soft_cap).unflatten(1, query.shape[1:3])
+    if there is not None:
+        products = products.masked_fill(~there, -torch.inf)
     own = None if sinks is None else sinks.view(*query.shape[:2], 1, 1)
     return probabilities(products, own).amax(2).sum((0, 1))
 

@@ -7,30 +7,39 @@ from .alike import last_alike
 
 
 def key_scores(
-    keys: torch.Tensor, values: torch.Tensor | None, length: int, statistics: frozenset[str]
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    length: int,
+    statistics: frozenset[str],
+    settled: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Compute statistics of one request's resident blocks in one layer.
 
     They are means of `token_scores` over a block's tokens; redundancy is a sum.
 
     Args:
-        keys, values, length, statistics: as for `token_scores`.
+        keys, values, length, statistics, settled: as for `token_scores`.
 
     Returns:
-        name -> float32 [Hkv, n].
+        name -> float32 [Hkv, n]; 0 for blocks without tokens.
     """
     blocks, heads, block_size, _ = keys.shape
     full = blocks * block_size
-    counts = (length - torch.arange(blocks, device=keys.device) * block_size).clamp(max=block_size)
+    tokens = length if settled is None else settled
+    counts = (tokens - torch.arange(blocks, device=keys.device) * block_size).clamp(1, block_size)
     scores = {}
-    for name, of_tokens in token_scores(keys, values, length, statistics).items():
+    for name, of_tokens in token_scores(keys, values, length, statistics, settled).items():
         sums = torch.nn.functional.pad(of_tokens, (0, full - length)).view(heads, blocks, block_size).sum(-1)
         scores[name] = sums if name == "redundancy" else sums / counts
     return scores
 
 
 def token_scores(
-    keys: torch.Tensor, values: torch.Tensor | None, length: int, statistics: frozenset[str]
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    length: int,
+    statistics: frozenset[str],
+    settled: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Compute statistics of one request's resident tokens in one layer.
 
@@ -46,12 +55,19 @@ def token_scores(
             value_key_ratio reads values.
         length: resident tokens; the last block may be partly filled.
         statistics: names, some of `policies.CACHED`.
+        settled: int32 [], the tokens among the first `length` that are taken into account, at least 1, where the device
+            alone knows how many these are. What lies behind them may be anything. None: all of them are.
 
     Returns:
-        name -> float32 [Hkv, length].
+        name -> float32 [Hkv, length]; 0 past `settled`.
     """
-    heads, dim = keys.shape[1], keys.shape[3]
-    keys = keys.transpose(0, 1).reshape(heads, -1, dim)[:, :length].float()
+    there = None if settled is None else torch.arange(length, device=keys.device) < settled
+
+    def of_tokens(cached: torch.Tensor) -> torch.Tensor:
+        flat = cached.transpose(0, 1).reshape(cached.shape[1], -1, cached.shape[3])[:, :length].float()
+        return flat if there is None else torch.where(there[:, None], flat, 0.0)
+
+    keys = of_tokens(keys)
     norms = keys.norm(dim=-1)
     units = keys / norms.clamp(min=1e-12)[..., None]
     scores = {}
@@ -59,27 +75,27 @@ def token_scores(
         if name == "key_norm":
             scores[name] = norms
         elif name == "value_key_ratio":
-            lengths = values.transpose(0, 1).reshape(heads, -1, values.shape[3])[:, :length].float().norm(dim=-1)
-            scores[name] = lengths / norms.clamp(min=1e-12)
+            scores[name] = of_tokens(values).norm(dim=-1) / norms.clamp(min=1e-12)
         elif name == "key_diff":
             anchor = torch.nn.functional.normalize(units.mean(1), dim=-1)
             scores[name] = -(units @ anchor[..., None])[..., 0]
         else:
-            scores[name] = _redundancy(units)
+            scores[name] = _redundancy(units, there)
     return scores
 
 
-def _redundancy(units: torch.Tensor) -> torch.Tensor:
-    """Return redundancy, float32 [H, T], of normalised keys [H, T, D].
+def _redundancy(units: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
+    """Return redundancy, float32 [H, T], of normalised keys [H, T, D]; those that are not `there`, bool [T], are 0.
 
     The similarities of a key to all keys add up to its product with the sum of all keys. Subtracted are the product
     with itself, and those with keys whose last similar key it is.
     """
     last = last_alike(units)
-    count = units.shape[1]
     spared = (units * units.gather(1, last[..., None].expand_as(units))).sum(-1)
     # `last_alike` returns a key's own index if no other key is alike.
-    spared = torch.where(last == torch.arange(count, device=last.device), 0.0, spared)
+    spared = torch.where(last == torch.arange(last.shape[1], device=last.device), 0.0, spared)
     taken = units.square().sum(-1).scatter_add(1, last, spared)
     total = (units * units.sum(1, keepdim=True)).sum(-1)
-    return ((total - taken) / count).softmax(1)
+    if there is None:
+        return ((total - taken) / units.shape[1]).softmax(1)
+    return ((total - taken) / there.sum()).masked_fill(~there, -torch.inf).softmax(1)
