@@ -11,7 +11,7 @@ from oracle.model import DenseLlama
 from oracle.replay import replay_told
 from oracle.tiny import make_tiny_llama
 from parity import oracle_config
-from test_async import Recorder
+from test_async import Recorder, check_poison_with_steps_in_flight
 
 WINDOW = {"name": "sink-window", "budget": 160, "sink": 32, "allow": []}
 BASE = {**WINDOW, "buffer": 32, "recent": 32}
@@ -30,10 +30,10 @@ POLICIES = {
     "snapkv": {**BASE, "name": "snapkv", "window": 24},
     "tova": {**BASE, "name": "tova"},
     "scissorhands": {**BASE, "name": "scissorhands", "window": 48},
-    "rkv": {**BASE, "name": "rkv"},
+    "rkv": {**BASE, "name": "rkv", "window": 16},
 }
-#: Policies that run on every push, with a drafter each.
-OFTEN = {"sink-window": "draft_model", "h2o": "eagle", "snapkv": "draft_model", "keydiff": "eagle"}
+#: A drafter for each policy; `eagle` for the others.
+DRAFTERS = {"sink-window": "draft_model", "snapkv": "draft_model", "pagedeviction": "draft_model"}
 
 
 @pytest.fixture(scope="module")
@@ -61,24 +61,35 @@ class SpeculativeRecorder(Recorder):
 
         def watched_update(output, result):
             steps, rows = planned.popleft(), result.req_id_to_index
+            self.done = {req_id: (at, output.num_scheduled_tokens[req_id]) for req_id, at in steps.items()}
             for req_id, drafts in output.scheduled_spec_decode_tokens.items():
                 tokens = output.num_scheduled_tokens[req_id] - len(drafts)
                 made = len(result.sampled_token_ids[rows[req_id]])
                 self.records[req_id].steps[steps[req_id]] = tokens + made - 1
                 self.settled[self.records[req_id], steps[req_id]] = tokens
+                self.done[req_id] = steps[req_id], tokens
             return update(output, result)
 
         server.scheduler.schedule, server.scheduler.update_from_output = watched_schedule, watched_update
+        for mechanism in server.scheduler.mechanisms:
+            self.watch_reports(mechanism)
+
+    def watch_reports(self, mechanism):
+        """A report has the blocks of tokens that were no drafts, and none beyond them."""
+        decide = mechanism.decide
+
+        def watched_decide(plan, reports):
+            for req_id, report in reports[0].items():
+                done, settled = self.done[req_id]
+                assert report.index[-1] == (sum(self.records[req_id].steps[:done]) + settled - 1) // 32
+            return decide(plan, reports)
+
+        mechanism.decide = watched_decide
 
 
-@pytest.mark.parametrize(
-    ("drafter", "name"),
-    [
-        *((drafter, name) for name, drafter in OFTEN.items()),
-        *(pytest.param("eagle", name, marks=pytest.mark.nightly) for name in POLICIES if name not in OFTEN),
-    ],
-)
-def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folders, monkeypatch, drafter, name):
+@pytest.mark.nightly(push=("sink-window", "h2o", "snapkv", "keydiff"))
+@pytest.mark.parametrize("name", POLICIES)
+def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folders, monkeypatch, name):
     """Drafts are all wrong, then some are, then none: the lengths that workers are told are off by those."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     policy, dense, prompts = (
@@ -87,7 +98,8 @@ def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folder
         [prompt_of(length, length) for length in (250, 90)],
     )
     chunks = dict(max_num_batched_tokens=96, enable_prefix_caching=False)
-    server = async_engine(policy, model=folders[None], speculative_config=folders[drafter], **chunks)
+    drafter = folders[DRAFTERS.get(name, "eagle")]
+    server = async_engine(policy, model=folders[None], speculative_config=drafter, **chunks)
     double, recorder = LayeredDrafter(server), SpeculativeRecorder(server)
     for right in (0, "some", 1):
         double.right, before = right, accepted(server)
@@ -114,6 +126,17 @@ def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folder
             np.testing.assert_allclose(got, want, atol=2e-3)
     assert max(recorder.in_flight) > 0 and double.runs > 100
     server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv"])
+def test_no_poison_with_drafts_in_flight(async_engine, folders, monkeypatch, name):
+    """A pool small enough to preempt, requests that come and go, freed blocks full of NaN."""
+
+    def speculative_engine(policy, **options):
+        policy = {**policy, **POLICIES[name], "budget": policy["budget"]}
+        return async_engine(policy, speculative_config=folders["eagle"], **options)
+
+    check_poison_with_steps_in_flight(speculative_engine, folders[None], monkeypatch, "h2o", True, 23)
 
 
 def test_full_serves_as_stock_does(engine, async_stays, folders):
