@@ -52,6 +52,7 @@ class SpeculativeRecorder(Recorder):
     def __init__(self, server):
         super().__init__(server)
         self.settled = {}  # request and step -> leading tokens that were no drafts
+        self.reports = {}  # request and step -> its report
         schedule, update, planned = server.scheduler.schedule, server.scheduler.update_from_output, deque()
 
         def watched_schedule(*args):
@@ -82,6 +83,7 @@ class SpeculativeRecorder(Recorder):
             for req_id, report in reports[0].items():
                 done, settled = self.done[req_id]
                 assert report.index[-1] == (sum(self.records[req_id].steps[:done]) + settled - 1) // 32
+                self.reports[self.records[req_id], done] = report
             return decide(plan, reports)
 
         mechanism.decide = watched_decide
@@ -120,12 +122,22 @@ def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folder
             config = oracle_config(policy, prompt)
             reference = replay_told(dense, tokens, counts, config, told, decided, settled=settled)
             assert decided[:-1] == reference.evicted[:-1]
+            for decision in reference.decisions if name not in ("sink-window", "strided", "snapkv", "rkv") else ():
+                assert_scores(name, recorder.reports[record, decision.step], decision.importance)
             logprobs = torch.log_softmax(reference.logits.double(), -1)[len(prompt) - 1 :]
             got = logprobs_of(output)[: len(logprobs)]
             want = [row[token].item() for row, token in zip(logprobs, output.outputs[0].token_ids)]
             np.testing.assert_allclose(got, want, atol=2e-3)
     assert max(recorder.in_flight) > 0 and double.runs > 100
     server.assert_nothing_left()
+
+
+def assert_scores(name, report, importance):
+    """A report of one statistic has the oracle's scores: of all blocks, the last one included."""
+    ((_, scores),) = report.statistics.items()
+    want = [(at, importance[block]) for at, block in enumerate(report.index.tolist()) if block in importance]
+    places, values = zip(*want)
+    np.testing.assert_allclose(-scores[[*places]] if name == "knorm" else scores[[*places]], values, rtol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv"])
