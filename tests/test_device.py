@@ -99,9 +99,10 @@ class Ops:
             out += HEADS // out.shape[1] * of_row * torch.arange(1.0, out.shape[2] + 1)
 
 
-def steps(policy, wrap, in_graphs=False, **options):
+def steps(policy, wrap, in_graphs=False, rejected=None, **options):
     """Three steps of a request that loses blocks, or tokens, before the second, with another beside it; its reports, and
-    what its store was told. The second and third are decodes, for full CUDA graphs if `in_graphs`."""
+    what its store was told. The second and third are decodes, for full CUDA graphs if `in_graphs`. `rejected`: drafts
+    that are part of its length on the host then; None: the server does not speculate."""
     options |= {"window": 8} if policy == "scissorhands" else {}
     config = KVPolicyConfig.parse({"name": policy, **BASE, **options})
     by_token = config.granularity == "token"
@@ -159,6 +160,10 @@ def steps(policy, wrap, in_graphs=False, **options):
         runtime.begin(output)
         runtime.rearrange(lambda values, maximise: values)
         runtime.batch.req_ids = ["r", "other"]
+        over = torch.zeros(2, dtype=torch.int32)
+        if rejected is not None:
+            over[0] = rejected if step else 0
+            runtime.batch.settled, runtime.batch.unsure = {}, {"r": int(over[0])}
         if in_graphs and step:
             runtime.batch.graph = Attends.OWN
         padding = 2 * (runtime.batch.graph is not None)
@@ -169,11 +174,12 @@ def steps(policy, wrap, in_graphs=False, **options):
             seq_lens=wrap(lens.clone()),
             query_start_loc=wrap(starts.clone()),
             query_start_loc_cpu=starts,
-            seq_lens_cpu_upper_bound=lens,
+            seq_lens_cpu_upper_bound=lens if padding else lens + over,
         )
         runtime.views.tables = [metadata.block_table_tensor]
         metadata, work = group.view(metadata)
-        assert metadata.seq_lens_cpu_upper_bound.tolist() == metadata.seq_lens.as_subclass(torch.Tensor).tolist()
+        more = metadata.seq_lens_cpu_upper_bound - metadata.seq_lens.as_subclass(torch.Tensor)
+        assert more[0] in (0, over[0]) and not more[1:].any()
         if work is not None:
             for layer in range(LAYERS):
                 # A graph was captured on the memory of a whole batch, whatever the step.
@@ -215,6 +221,28 @@ def test_no_step_waits_for_the_device(policy, in_graphs, options, monkeypatch):
             assert report.statistics.keys() == other[req_id].statistics.keys()
             for name, values in report.statistics.items():
                 np.testing.assert_array_equal(values, other[req_id].statistics[name])
+
+
+@pytest.mark.parametrize("rejected", [3, 12])
+@pytest.mark.parametrize(
+    "policy, options",
+    [*((each, {}) for each in POLICIES[:-1]), ("h2o", {"every": 7}), ("h2o", {"accumulate": "ema", "every": 2})],
+    ids=str,
+)
+def test_lengths_that_the_device_alone_knows_are_not_waited_for(policy, options, rejected, monkeypatch):
+    """Reports have the same numbers, and maybe one for a block that rejected drafts had begun."""
+    expected, _ = steps(policy, lambda tensor: tensor, rejected=0, **options)
+    for module in (sums, cached):
+        monkeypatch.setattr(module, "to_host", on_host)
+    monkeypatch.setattr(sums, "fold", launched)
+    got, _ = steps(policy, on_device, rejected=rejected, **options)
+    assert [len(reports) for reports in got] == [1, 0, 1]
+    for one, other in zip(got, expected):
+        for req_id, report in one.items():
+            known = other[req_id].index
+            assert report.index.tolist() == [*known.tolist(), known[-1] + 1][: len(report.index)]
+            for name, values in report.before(known[-1] + 1).statistics.items():
+                np.testing.assert_allclose(values, other[req_id].statistics[name], rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova", "rkv", "keydiff"])

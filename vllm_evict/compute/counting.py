@@ -95,15 +95,3 @@ def all_of(rows: np.ndarray, lens: np.ndarray) -> np.ndarray:
     out = np.zeros(len(lens), np.float32)
     out[rows] = 1
     return np.repeat(out, lens)
-
-
-def last_counting(weights: np.ndarray | None, query_start_loc: np.ndarray) -> np.ndarray | None:
-    """Return the queries of each row from its first query of weight > 0 to its last: int32 [R].
-
-    None if all queries count, or if each row has one query.
-    """
-    if weights is None or len(weights) < len(query_start_loc):
-        return None
-    counting = np.append(np.flatnonzero(weights), len(weights))
-    first = counting[np.searchsorted(counting[:-1], query_start_loc[:-1])]
-    return np.maximum(query_start_loc[1:] - first, 0).astype(np.int32)

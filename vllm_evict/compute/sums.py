@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..core.plan import Report, Reports, Scoring
-from .counting import Counting, all_of, last_counting
+from .counting import Counting, all_of
 from .kernels.fold import fold
 from .kernels.queries import Queries
 from .kernels.take import take
@@ -81,7 +81,7 @@ class MassStep:
         buffers: memory of R rows and W blocks.
         queries: queries that are tested for pivotal blocks, if a row has several; None if there are none.
         weighs: whether any row takes mass.
-        last: int32 [R], queries of each row from the first that counts (see `last_counting`); None: all.
+        last: int32 [R], queries of each row from the first that counts (see `RunningSums._last`); None: all.
         kept: float32 [R], factor of the sums before the step; None: 1.
     """
 
@@ -340,11 +340,7 @@ class RunningSums:
             counted = lens[rows].astype(np.int64)
             weights = None if len(rows) == len(req_ids) else all_of(rows, lens)
         else:
-            counting = self._counting(rows, slots, lens, lens if settled is None else settled)
-            weights, counted = counting.at_most(slack).weights(seq_lens)
-            if settled is not None:
-                ends = (seq_lens - counting.drafts - (0 if slack is None else slack))[rows]
-                self._tentative[slots] = -(-ends // self.block_size) - self._holes[slots] <= self._trigger[slots]
+            counting, weights, counted = self._weigh(rows, slots, lens, seq_lens, settled, slack)
             if not counted.any():
                 return None
             decays = self._decay[slots].any()
@@ -354,7 +350,7 @@ class RunningSums:
                 given, kept = given.float(), (known.base**exactly).float() if decays else None
             elif decays:
                 kept = self._to_device((counting.base**counted).astype(np.float32))
-            weights, counted = weights.astype(np.float32), counted[rows]
+            counted = counted[rows]
         queries = tested = None
         if self._pivots[slots].any():
             tested = np.zeros(len(req_ids), np.int32)
@@ -376,8 +372,7 @@ class RunningSums:
             memory.weights.fill_(1.0) if given is None else memory.weights.copy_(given)
         if memory.tested is not None:
             memory.tested.zero_() if tested is None else memory.tested.copy_(self._to_device(tested))
-        last = last_counting(weights, query_start_loc)
-        last = None if last is None else self._to_device(last)
+        last = self._last(weights, query_start_loc)
         return MassStep(rows, slots, counted, logical, memory, queries, weighs, last, kept)
 
     def fold(self, step: MassStep) -> None:
@@ -447,10 +442,7 @@ class RunningSums:
         resident: torch.Tensor,
         given: torch.Tensor | None,
     ) -> Queries | None:
-        """Return the queries of `tested` rows that count, and set their weights to 0, in `given` too.
-
-        None if no query is tested.
-        """
+        """Return the queries of `tested` rows that count; None: none does. Sets their weights to 0, in `given` too."""
         row = np.repeat(np.arange(len(lens)), lens)
         tokens = np.flatnonzero((weights > 0) & (tested > 0)[row])
         if not len(tokens):
@@ -463,6 +455,37 @@ class RunningSums:
             counts = (given[at] > 0).float()
             given.index_fill_(0, at, 0.0)
         return Queries(at, of_row, resident[of_row] - later, counts)
+
+    def _last(self, weights: np.ndarray | None, query_start_loc: np.ndarray) -> torch.Tensor | None:
+        """Return the queries of each row from its first query of weight > 0 to its last: int32 [R].
+
+        None if all queries count, or if each row has one query.
+        """
+        if weights is None or len(weights) < len(query_start_loc):
+            return None
+        counting = np.append(np.flatnonzero(weights), len(weights))
+        first = counting[np.searchsorted(counting[:-1], query_start_loc[:-1])]
+        return self._to_device(np.maximum(query_start_loc[1:] - first, 0).astype(np.int32))
+
+    def _weigh(
+        self,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        lens: np.ndarray,
+        seq_lens: np.ndarray,
+        settled: np.ndarray | None,
+        slack: np.ndarray | None = None,
+    ) -> tuple[Counting, np.ndarray, np.ndarray]:
+        """Return which queries count, their weights, float32 [T], and how many count in each row, int64 [R].
+
+        With `slack` the weights are above 0 for each query that may count.
+        """
+        counting = self._counting(rows, slots, lens, lens if settled is None else settled)
+        weights, counted = counting.at_most(slack).weights(seq_lens)
+        if settled is not None:
+            ends = (seq_lens - counting.drafts - (0 if slack is None else slack))[rows]
+            self._tentative[slots] = -(-ends // self.block_size) - self._holes[slots] <= self._trigger[slots]
+        return counting, weights.astype(np.float32), counted
 
     def _counting(self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, settled: np.ndarray) -> Counting:
         def of(values: np.ndarray, other: float) -> np.ndarray:

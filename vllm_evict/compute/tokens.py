@@ -197,10 +197,10 @@ class TokenSums(RunningSums):
         rows, slots = self._rows(req_ids)
         if not len(rows):
             return None
-        weights, counted = self._weights(rows, slots, np.diff(query_start_loc), seq_lens, settled)
+        _, weights, counted = self._weigh(rows, slots, np.diff(query_start_loc), seq_lens, settled)
         self._lengths[slots], self._newest[slots] = lens[rows], seq_lens[rows] - 1
         self._hold(slots, -(-self._lengths[slots] // self.block_size))
-        self._fade(slots, counted)
+        self._fade(slots, counted[rows])
         if not counted.any():
             return None
         table = np.zeros((len(req_ids), -(-int(lens.max()) // self.block_size)), np.int32)
