@@ -44,7 +44,7 @@ def test_random_programs_hold(name):
         assert counts["holes"] > 50
 
 
-@pytest.mark.parametrize("name", ["stock", "sink-window", "h2o", "snapkv", "adakv"])
+@pytest.mark.parametrize("name", ["stock", "sink-window", "h2o", "snapkv", "keydiff", "adakv"])
 def test_random_programs_hold_on_servers_that_speculate(name):
     """A worker that accepts all drafts, none, or some; half of the schedulers are asynchronous."""
     counts = held(Maker(seed=23, only=[name], drafts=True), 6)

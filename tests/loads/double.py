@@ -241,7 +241,7 @@ class Worker:
         row = self.rows.get(req_id)
         if row is not None and row.active:
             return self._go_on(req_id, row, tokens, blocks, computed)
-        if req_id in plan.groups[0].restored:
+        if plan.groups and req_id in plan.groups[0].restored:
             if row is None or tokens[:computed] != row.tokens[:computed] or computed > row.computed:
                 raise Fault("restore", f"{req_id} goes on at {computed}, worker: {row}")
             self.host.restored(req_id)
