@@ -299,6 +299,11 @@ MUTANTS = [
         "        slot = self._slot(req_id)",
         ("sums",),
     ),
+    Mutant(
+        "weights by bounds of lengths", "compute/sums.py", "if slack is not None and by_place:", "if 0:", ("unsure",)
+    ),
+    Mutant("keys of rejected drafts", "compute/cached.py", ", row.settled)", ")", ("drafters_async -k keydiff",)),
+    Mutant("reports of drafts", "core/plan.py", "if end is None:", "if True:", ("drafters_async -k h2o",)),
     Mutant("windows never end", "compute/sums.py", "self._sums[self._to_device(slots)] = 0", "pass", ("sums",)),
     Mutant(
         "queries of the pattern all count",
