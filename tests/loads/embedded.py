@@ -11,10 +11,10 @@ when the prefix cache is reset. A case follows from its number, a program from i
 program after the other. Each begins on an idle engine with an empty prefix cache, so that it can be run again alone.
 
 After each step of a program these hold: each block of the pool is free or held; no held block contains NaN (looked at
-after every third step); the same of host blocks, and free ones hold nothing else (host_memory.py); workers' block tables equal the scheduler's; log-probabilities are finite. After each program:
-every request finished or was aborted; engine and workers remember no request; the pool is as full as before; each
-published block equals what stock vLLM computes for its hash (pages.py); requests without evicted blocks got stock
-vLLM's log-probabilities.
+after every third step); the same of host blocks, and free ones hold nothing else (host_memory.py); workers' block tables
+equal the scheduler's; log-probabilities are finite. After each program: every request finished or was aborted; engine
+and workers remember no request; the pool is as full as before; each published block equals what stock vLLM computes for
+its hash (pages.py); requests without evicted blocks got stock vLLM's log-probabilities.
 """
 
 import argparse
