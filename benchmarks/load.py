@@ -204,6 +204,9 @@ def run_load(
 
 # ---- all cases
 
+#: Evicted blocks wait on the host, and come back.
+RECALL = {"evict": "host", "host": "1GiB", "recall": "quest"}
+
 
 def cases(options: argparse.Namespace) -> dict[str, dict | None]:
     """Name -> policy. Policies named "budget" get their budget from the runs under pressure before them."""
@@ -220,6 +223,8 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         "tova": {"name": "tova", **kept},
         "keydiff": {"name": "keydiff", **kept},
         "strided": {"name": "strided", **kept},
+        "snapkv, recalled": {"name": "snapkv", **kept, **RECALL},
+        "sink-window, recalled": {**scored["sink-window"], **RECALL},
     }
     chosen: dict[str, dict | None] = {"stock": None}
     for name, policy in scored.items():

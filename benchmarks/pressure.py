@@ -40,11 +40,15 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
     """Name -> policy. h2o keeps as many tokens as sink-window, and decides as often."""
     window = {"name": "sink-window", "sink": 32, "recent": 256}
     h2o = {"name": "h2o", "sink": 32, "recent": 64, "buffer": 0}
+    kept = {**h2o, "budget": window["sink"] + window["recent"] + options.block_size}
+    host = {**kept, "evict": "host", "host": "1GiB"}
     return {
         "stock": None,
         "full": {"name": "full"},
         "sink-window": window,
-        "h2o": {**h2o, "budget": window["sink"] + window["recent"] + options.block_size},
+        "h2o": kept,
+        "h2o, on the host": {**host, "recall": "none"},
+        "h2o, recalled": {**host, "recall": "quest"},
         "h2o, never evicting": {**h2o, "budget": options.prompt + options.output},
         # Of a Llama alone. Half of the heads keep everything, the others as many tokens as sink-window.
         "duo": {**window, "name": "duo", "pattern": ["10" * (options.kv_heads // 2)] * options.layers},
@@ -239,7 +243,12 @@ def parse_arguments() -> argparse.Namespace:
     for size in fields(Shape):
         group.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default)
     options = parser.parse_args()
-    known = [name for name in cases(options) if name != "duo" or options.model == "llama"]
+    # Split heads and host blocks are refused beside states and latents.
+    known = [
+        name
+        for name, policy in cases(options).items()
+        if options.model == "llama" or not {"pattern", "evict"} & set(policy or ())
+    ]
     options.cases = choose_cases(parser, options.cases, known)
     if options.model in OTHERS:
         options.block_size = OTHERS[options.model][2] or options.block_size
