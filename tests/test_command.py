@@ -222,6 +222,7 @@ def installed(tmp_path_factory):
     return folder / "target"
 
 
+@pytest.mark.nightly
 def test_a_wheel_has_the_presets_and_the_command(installed, tmp_path):
     assert {path.stem for path in (installed / "vllm_evict/configs").iterdir()} >= PRESETS
     assert not list((installed / "vllm_evict/configs").glob("duo*"))

@@ -83,6 +83,7 @@ def test_full_serves_as_stock_does(engine, folders, drafter):
     assert drafts[0] == drafts[1] and any(drafts[0])
 
 
+@pytest.mark.nightly(push=("eagle-h2o", "eagle3-snapkv", "mtp-sink-window", "small-snapkv"))
 @pytest.mark.parametrize(
     ("drafter", "name"),
     [*(("small", name) for name in POLICIES), ("eagle", "h2o"), ("eagle3", "snapkv"), ("mtp", "sink-window")],

@@ -100,6 +100,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly(push=("plain", "all"))
 @pytest.mark.both_runners("plain")
 @pytest.mark.parametrize("name", CASES)
 def test_each_head_keeps_what_the_formula_says(engine, model, dense, shadows, name):

@@ -113,6 +113,7 @@ def check_full_is_stock(engine, path):
             assert np.array_equal(*logprobs)
 
 
+@pytest.mark.nightly(push=("gpt_oss",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypatch, kind):
     path, dense = models(kind)

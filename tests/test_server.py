@@ -454,6 +454,7 @@ def test_a_batch_file_has_a_bad_line_answered_by_its_own_error(tiny, tmp_path):
     assert usage["budget_tokens"] == 192 and usage["evicted_blocks"] >= 7
 
 
+@pytest.mark.nightly
 def test_help_shows_the_flag():
     done = subprocess.run(vllm("serve", "--help=all"), env=environment(), capture_output=True, text=True, timeout=300)
     assert "--kv-policy" in done.stdout, done.stdout[-500:] + done.stderr[-2000:]

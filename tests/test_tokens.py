@@ -58,6 +58,7 @@ def prompt_of(length, seed=0):
     return np.random.default_rng(seed).permutation(VOCAB)[:length].tolist()
 
 
+@pytest.mark.nightly(push=("h2o", "h2o-d2o", "h2o-ema", "keydiff-ems-all", "rkv", "snapkv", "tova"))
 @pytest.mark.both_runners("h2o")
 @pytest.mark.parametrize("name", POLICIES)
 def test_each_head_keeps_what_the_formula_says(engine, model, dense, name):
