@@ -17,7 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+FOLDER = Path(__file__).resolve().parent
+sys.path.append(str(FOLDER.parent))
+if __name__ == "__main__":  # transformers tries to import a library named kernels, and would get kernels.py
+    sys.path.remove(str(FOLDER))
 
 from engines import decoding, make_llm, random_prompts, run_batch, scheduler_of, timed_steps
 

@@ -40,6 +40,8 @@ class Sizes:
     output: int = 500
     pool: int = 8192
     budget: int = 320
+    #: vLLM compiles models by default.
+    eager: bool = False
     #: Prompts of each task and depth.
     samples: int = 1
     length: int = 2048
@@ -67,7 +69,7 @@ class Sizes:
         )
 
 
-DRY = Sizes(requests=2, prompt=128, output=16, pool=1024, budget=128, samples=1, length=1024, depths=(0.5,))
+DRY = Sizes(requests=2, prompt=128, output=16, pool=1024, budget=128, eager=True, length=1024, depths=(0.5,))
 
 
 def samples_of(sizes: Sizes, prompts: Prompts) -> list[Sample]:
@@ -89,7 +91,7 @@ def write(folder: Path, sizes: Sizes) -> Path:
         "prompts": random_prompts(sizes.requests, sizes.prompt, SHAPE.vocab),
         "warm": random_prompts(sizes.requests, sizes.prompt // 8, SHAPE.vocab, seed=1),
         **{"output": sizes.output, "pool": sizes.pool, "block": BLOCK, "chunk": 2048},
-        **{"sink": 32, "recent": 64, "budget": sizes.budget},
+        **{"sink": 32, "recent": 64, "budget": sizes.budget, "eager": sizes.eager},
         "kv_bytes_per_token": SHAPE.kv_bytes_per_token(),
         # Half of the heads of each layer, as of all random heads.
         "gates": [[1.0, 0.0] * (SHAPE.kv_heads // 2)] * SHAPE.layers,

@@ -75,7 +75,7 @@ def load(name: str, spec: dict) -> Iterator[Load]:
             "max_num_seqs": len(prompts),
             "max_num_batched_tokens": spec["chunk"],
             "enable_prefix_caching": False,
-            "enforce_eager": False,  # vLLM compiles models by default
+            "enforce_eager": spec["eager"],
             **options,
         },
     )
