@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent
-sys.path.append(str(FOLDER.parent))
-if __name__ == "__main__":  # transformers tries to import a library named kernels, and would get kernels.py
-    sys.path.remove(str(FOLDER))
+HERE = Path(__file__).resolve().parent
+# transformers tries to import a library named kernels: in the process of an engine it must not get kernels.py.
+sys.path = [*(each for each in sys.path if __name__ != "__main__" or each != str(HERE)), str(HERE.parent)]
 
-from engines import decoding, make_llm, random_prompts, run_batch, scheduler_of, timed_steps
+from engines import decoding, make_llm, random_prompts, run_batch, scheduler_of, timed_steps  # noqa: E402
 
 #: Steps before those that are timed.
 SETTLE = 4
