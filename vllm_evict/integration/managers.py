@@ -44,14 +44,14 @@ def hole_aware(manager: type) -> type:
         def note_allocated(self) -> None:
             """Poison mode: note the blocks that `allocate_new_blocks` gives to requests."""
             self.allocated: list[int] = []
-            allocate = self.allocate_new_blocks
+            allocate: Callable[..., list[KVCacheBlock]] = self.allocate_new_blocks  # type: ignore[has-type]
 
             def noted(request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
                 new_blocks = allocate(request_id, num_tokens, num_tokens_main_model)
                 self.allocated.extend(block.block_id for block in new_blocks)
                 return new_blocks
 
-            self.allocate_new_blocks = noted  # type: ignore[method-assign]
+            self.allocate_new_blocks = noted
 
         def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
             # Blocks computed after the first eviction saw a reduced context, so they do not match their hash.
