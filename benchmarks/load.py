@@ -224,6 +224,8 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         "keydiff": {"name": "keydiff", **kept},
         "strided": {"name": "strided", **kept},
         "snapkv, recalled": {"name": "snapkv", **kept, **RECALL},
+        # At the end of the prompt alone.
+        "snapkv, recalled once": {"name": "snapkv", **kept, **RECALL, "recall_every": options.output + 1},
         "sink-window, recalled": {**scored["sink-window"], **RECALL},
     }
     chosen: dict[str, dict | None] = {"stock": None}
