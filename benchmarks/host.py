@@ -7,8 +7,9 @@ the plugin's functions is measured; in "stock", with VLLM_PLUGINS empty, the tim
 views and `end` folds sums: torch does this on a CPU, and kernels on a GPU. A CPU has no full CUDA graphs. So each step
 makes the choice among graphs (`graph`) as on a device, and times it separately.
 
-Times are CPU times of the engine's thread; the JSON has wall time too. Other load on the machine changes both. It does
-not change the number of Python calls of the scheduler, which COUNTED more steps give.
+Times are CPU times of the engine's thread; the JSON has wall time too. Other load on the machine changes both, and so
+does the clock of the processor: "added to stock" is the median of --rounds, each beside its own stock. Neither changes
+the number of Python calls of the scheduler, which COUNTED more steps give.
 Writes a Markdown table and a JSON with hardware, versions, command and each step's times to --out.
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 
 from engines import decoding, make_llm, random_prompts, scheduler_of
 from models import Shape, make_model
-from reports import child_main, choose_cases, conditions, in_child, progress, write
+from reports import child_main, choose_cases, conditions, in_child, progress, spread, write
 
 #: Most tokens of a step.
 CHUNK = 8192
@@ -84,6 +85,11 @@ class Stopwatch:
         """End a step: times until now belong to it."""
         self.steps.append(self._taken)
         self._taken = self._empty()
+
+    def seconds(self, clock: str) -> dict[str, list[float]]:
+        """Seconds of each step by function, on one clock."""
+        names = dict.fromkeys(name for step in self.steps for name in step[clock])
+        return {name: [step[clock][name] for step in self.steps] for name in names}
 
 
 def watch(llm: Any, stock: bool) -> Stopwatch:
@@ -171,44 +177,46 @@ def host_child(spec: dict) -> dict:
             llm.llm_engine.step()
             stopwatch.step()
         calls = count_calls(llm)
-    return {clock: [step[clock] for step in stopwatch.steps] for clock in CLOCKS} | {"calls": calls}
+    return {clock: stopwatch.seconds(clock) for clock in CLOCKS} | {"calls": calls}
 
 
 def host(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
-    """All cases in turn. Returns each step's times, and calls, by case."""
+    """All cases in turn, `--rounds` times. Returns each step's times, and calls, by case and round."""
     chosen = {name: policy for name, policy in cases(options).items() if name in options.cases}
-    runs = {}
+    runs: dict[str, list[dict]] = {name: [] for name in chosen}
     with progress() as bar:
-        task = bar.add_task("", total=len(chosen))
-        for name, policy in chosen.items():
-            bar.update(task, description=name)
-            spec = {"model": str(model), "policy": policy, "shape": asdict(shape), "options": vars(options)}
-            runs[name] = in_child("host", spec, {"VLLM_PLUGINS": ""} if policy is None else {})
-            bar.advance(task)
+        task = bar.add_task("", total=len(chosen) * options.rounds)
+        for number in range(options.rounds):
+            for name, policy in chosen.items():
+                bar.update(task, description=f"round {number + 1}, {name}")
+                spec = {"model": str(model), "policy": policy, "shape": asdict(shape), "options": vars(options)}
+                runs[name].append(in_child("host", spec, {"VLLM_PLUGINS": ""} if policy is None else {}))
+                bar.advance(task)
     added_to_stock = {name: added(runs, name) for name in runs}
     return {"policies": chosen, "runs": runs, "added": added_to_stock, "options": vars(options)}
 
 
-def added(runs: dict[str, dict], case: str) -> float:
-    """Seconds that a case adds to stock vLLM's mean step, by CPU time."""
-    total = {name: sum(mean(runs[name], part) for part in SCHEDULER + WORKER) for name in ("stock", case)}
-    return total[case] - total["stock"]
+def added(runs: dict[str, list[dict]], case: str) -> list[float]:
+    """Seconds that a case adds to stock vLLM's mean step, by CPU time, round by round."""
+    return [whole(run) - whole(stock) for run, stock in zip(runs[case], runs["stock"], strict=True)]
 
 
-def mean(run: dict, part: str) -> float:
-    return statistics.mean(step.get(part, 0.0) for step in run["cpu_seconds"])
+def whole(run: dict) -> float:
+    """Mean CPU seconds of a step in all that is timed."""
+    return sum(map(statistics.mean, run["cpu_seconds"].values()))
 
 
 def table(report: dict) -> str:
     parts = SCHEDULER + WORKER
     lines = [
-        f"| case | {' | '.join(parts)} | added to stock | calls of the scheduler a request |",
+        f"| case | {' | '.join(parts)} | added to stock (rounds) | calls of the scheduler a request |",
         "|---|" + "---|" * (len(parts) + 2),
     ]
-    for name, run in report["runs"].items():
-        cells = [cell([step.get(part, 0.0) for step in run["cpu_seconds"]]) for part in parts]
-        calls = statistics.mean(run["calls"]) / report["options"]["requests"]
-        lines.append(f"| {name} | {' | '.join(cells)} | {1e3 * report['added'][name]:.2f} | {calls:.1f} |")
+    for name, rounds in report["runs"].items():
+        cells = [cell([each for run in rounds for each in run["cpu_seconds"].get(part, ())]) for part in parts]
+        calls = statistics.mean(rounds[0]["calls"]) / report["options"]["requests"]
+        extra = spread([1e3 * seconds for seconds in report["added"][name]], ".2f")
+        lines.append(f"| {name} | {' | '.join(cells)} | {extra} | {calls:.1f} |")
     return "\n".join(lines)
 
 
@@ -224,6 +232,7 @@ def cell(seconds: list[float]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=256, help="requests that decode together")
+    parser.add_argument("--rounds", type=int, default=1, help="each case runs so often, all cases in turn")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=96, help="decode steps timed in a row; each fills blocks of some")
     parser.add_argument("--block-size", type=int, default=32)
@@ -246,7 +255,7 @@ def main() -> None:
     report["conditions"] = conditions()
     title = (
         f"{options.requests} requests decode, {options.prompt:,} tokens of prompt each: CPU ms of the engine's thread "
-        f"in a step: mean / median / most of {options.steps} steps"
+        f"in a step: mean / median / most of {options.rounds * options.steps} steps"
     )
     write(Path(options.out), "host", title, table(report), report)
 

@@ -230,6 +230,24 @@ def test_a_host_pool_of_two_blocks_may_drop_what_is_about_to_come_back(engine, m
     server.assert_nothing_left()
 
 
+def test_blocks_that_take_turns_are_looked_at_more_rarely(engine, monkeypatch):
+    """Each look brings back what the look before evicted, so the time between looks doubles, until one brings nothing."""
+    server, looks = engine({**QUEST, "recall_every": 2, "again": 0}, enable_prefix_caching=False), []
+
+    def the_oldest(self, req_id, group, blocks, computed_tokens, again):
+        looks.append(computed_tokens)
+        candidates, _ = blocks.replaceable(computed_tokens)
+        if len(looks) == 10:
+            return None
+        return Swap(req_id, group, holes=candidates[:1], returns=np.array(sorted(blocks.host)[:1], np.int64))
+
+    monkeypatch.setattr(Recall, "_choose", the_oldest)
+    monkeypatch.setattr("vllm_evict.core.host.FEW_RETURNS", 1000)
+    server.generate([random_prompt(600)], max_tokens=450)
+    assert np.diff(looks)[:13].tolist() == [2, 4, 8, 16, 32, 64, 64, 64, 64, 2, 2, 4, 8]
+    server.assert_nothing_left()
+
+
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from drafting import MODEL, NGRAM, make_eagle, speculative
 from engine import V2, Engine
 from latent import make_latent, mended_rotation
 from oracle.hybrids import HYBRIDS, make_tiny_hybrid
@@ -25,6 +26,7 @@ MODELS = {
     "heads": {"layers": 4, "heads": 8, "kv_heads": 4},
     "windows": {"layers": 4, "windows": [48, 0, 48, 0]},
     "latent": {},
+    "drafted": MODEL,
 }
 BLOCK_POLICIES = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff"]
 BLOCK_POLICIES += ["pagedeviction", "quest", "random", "h2o"]
@@ -108,6 +110,7 @@ KINDS = {
     "full": ("plain", _full),
     "host": ("plain", _host),
     "latent": ("latent", _latent),
+    "drafts": ("drafted", _blocks),
 }
 
 
@@ -121,7 +124,7 @@ class Case:
         policy: of the server; "HEADS" and "CONTEXT" stand for a file of gates and a number of tokens.
         block_size: tokens.
         blocks: of the pool; None: the smallest one that start-up accepts.
-        options: further engine arguments.
+        options: further engine arguments; "EAGLE" stands for a drafter of the model.
     """
 
     number: int
@@ -167,6 +170,9 @@ def make_case(number, kind=None, smallest=False):
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
         "async_scheduling": asynchronous,
     }
+    if kind == "drafts":
+        # vLLM proposes n-grams on the host, so not under async scheduling.
+        options["speculative_config"] = rng.choice(["EAGLE"] if asynchronous else ["EAGLE", NGRAM])
     # Room for the longest request whole; for two of them where small pools are known to stall.
     roomy = kind in ("tokens", "pressure", "kvzip", "duo")
     blocks = (
@@ -281,6 +287,10 @@ class Models:
         (folder / "config.json").write_text(json.dumps({"sink_size": sink, "recent_size": recent}))
         return str(folder / "heads.tsv")
 
+    def _eagle(self, model):
+        path = self.folder / f"{model}-eagle"
+        return path if path.exists() else make_eagle(path, self.path(model), "eagle")
+
     def stock(self, case):
         key = case.model, case.block_size
         if key not in self._stocks:
@@ -306,6 +316,8 @@ class Models:
         if policy.get("gates") == "HEADS":
             policy["gates"] = self.gates(policy.pop("sink"), policy.pop("recent"))
         options = {"max_model_len": case.longest, "block_size": case.block_size, **_dtype(case.model), **case.options}
+        if options.get("speculative_config") == "EAGLE":
+            options["speculative_config"] = speculative("eagle", self._eagle(case.model))
         poison, os.environ["VLLM_EVICT_POISON"] = os.environ.get("VLLM_EVICT_POISON"), "1"
         try:
             if case.blocks is not None:

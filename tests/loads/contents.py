@@ -1,7 +1,8 @@
-"""What slots of blocks hold in a load without a model, and what its worker knows of a request (double.py)."""
+"""What slots of blocks hold in a load without a model, and what its worker knows and counts (double.py)."""
 
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -95,3 +96,32 @@ class Row:
             before = int(self.known[count - 1]) if count else 0
             self.known[count:total] = contents(self.tokens[count:], count, before)
             self.counted = total
+
+
+@dataclass
+class Counts:
+    """What the load has made happen."""
+
+    steps: int = 0
+    tokens: int = 0
+    holes: int = 0
+    compactions: int = 0
+    moves: int = 0
+    reports: int = 0
+    lost: int = 0
+    hits: int = 0
+    restarts: int = 0
+    turns: int = 0
+    shadows: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    spilled: int = 0
+    fetched: int = 0
+    rewound: int = 0
+    saved: int = 0
+    restored: int = 0
+    still_there: int = 0
+
+    def add(self, other: Any) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)

@@ -18,38 +18,9 @@ from vllm_evict.core.mechanisms.recall import BOUND
 from vllm_evict.core.plan import PLAN, REPORTS, EvictionPlan, KeyRotation, Report, Reports
 from vllm_evict.policies import RUNNING
 
-from .contents import MASK, POISON, SALTS, SCORES, TURN, Fault, Row
+from .contents import MASK, POISON, SALTS, SCORES, TURN, Counts, Fault, Row
 from .host import HostTier
 from .program import VOCABULARY, Settings
-
-
-@dataclass
-class Counts:
-    """What the load has made happen."""
-
-    steps: int = 0
-    tokens: int = 0
-    holes: int = 0
-    compactions: int = 0
-    moves: int = 0
-    reports: int = 0
-    lost: int = 0
-    hits: int = 0
-    restarts: int = 0
-    turns: int = 0
-    shadows: int = 0
-    drafts: int = 0
-    accepted: int = 0
-    spilled: int = 0
-    fetched: int = 0
-    rewound: int = 0
-    saved: int = 0
-    restored: int = 0
-    still_there: int = 0
-
-    def add(self, other: Any) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass

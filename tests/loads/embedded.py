@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+from drafting import accepted
 from engine import V2, greedy, random_prompt
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms.cpu import CpuPlatform
@@ -343,10 +344,12 @@ def run_case(case, models, numbers, requests, counts):
     Raises:
         Failure: something did not hold.
     """
-    engine = models.engine(case)
+    stock, engine = models.stock(case), models.engine(case)  # vLLM's metrics are those of the newest engine
     published = _published(engine, case, models)
     for number in numbers:
-        run_program(engine, case, make_program(case, number, requests), published, models.stock(case), counts)
+        run_program(engine, case, make_program(case, number, requests), published, stock, counts)
+    if "speculative_config" in case.options:
+        counts.update(dict(zip(("accepted drafts", "drafts"), map(int, accepted(engine)))))
     engine.close()
 
 
@@ -424,15 +427,16 @@ def _load(options, models, folder):
     state = {"next": options.first, "counts": {}, "cases": 0, "failures": [], "seconds": 0.0}
     if options.state and Path(options.state).exists():
         state = json.loads(Path(options.state).read_text())
-    counts, begun = Counter(state["counts"]), time.monotonic()
-    while counts["requests"] < options.requests:
+    kinds = defaultdict(Counter, {kind: Counter(counts) for kind, counts in state["counts"].items()})
+    begun = time.monotonic()
+    while sum(counts["requests"] for counts in kinds.values()) < options.requests:
         start = time.monotonic()
         if options.minutes and start - begun > 60 * options.minutes:
             break
         number = state["next"] if options.case is None else options.case
         case = make_case(number, options.kind, options.smallest)
         try:
-            run_case(case, models, range(options.programs), options.size, counts)
+            run_case(case, models, range(options.programs), options.size, kinds[case.kind])
         except Failure as failure:
             path = folder / f"failure-{case.kind}-{number}.json"
             path.write_text(json.dumps(failure.record))
@@ -443,13 +447,11 @@ def _load(options, models, folder):
                 return 1
         state["next"], state["cases"] = number + 1, state["cases"] + 1
         state["seconds"] += time.monotonic() - start
-        state["counts"] = dict(counts)
+        state["counts"] = kinds
         if options.state:
             Path(options.state).write_text(json.dumps(state))
-        print(
-            f"case {number} {case.kind} {time.monotonic() - start:.1f} s, {_resident() >> 20} MiB: {_line(counts)}",
-            flush=True,
-        )
+        took, megabytes = time.monotonic() - start, _resident() >> 20
+        print(f"case {number} {took:.1f} s, {megabytes} MiB: all {case.kind}: {_line(kinds[case.kind])}", flush=True)
         if options.case is not None:
             break
     return 1 if state["failures"] else 0

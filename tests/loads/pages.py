@@ -65,6 +65,7 @@ class Stock:
 
     def __init__(self, engine):
         self.engine, self._groups = engine, slices_of(engine)
+        self.layers = {each.layer for slices in self._groups for each in slices}
 
     def pages(self, tokens):
         """All blocks of a prefix: (layer, block) -> [Hkv, block_size, 2 * D]."""
@@ -107,7 +108,9 @@ class Published:
 
     def __init__(self, engine, stock):
         self.engine, self.stock = engine, stock
-        self._slices, self._tokens, self._pages = slices_of(engine), {}, {}
+        # A drafter's layers are not the model's, so stock vLLM has no pages of theirs.
+        self._slices = [[each for each in slices if each.layer in stock.layers] for slices in slices_of(engine)]
+        self._tokens, self._pages = {}, {}
         #: "pages" that were compared, "bit-equal" ones, and the "worst" difference.
         self.counts = Counter()
         pool = engine.pool

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 #: Of blocks that came back: below so many nothing is said of a request; then recall ends for it if more than half of
 #: them left again at once.
 FEW_RETURNS = 32
+#: Most periods of `recall_every` decodes from one look to the next.
+LONGEST_PAUSE = 32
 
 
 @dataclass(slots=True)
@@ -26,6 +28,7 @@ class Recalls:
         steps: decodes since its host blocks were looked at.
         is_due: whether they are looked at with the step that computes the last token of its prompt.
         returned, bounced: blocks that came back in decodes, and those of them that left again while they were to stay.
+        in_a_row: looks of decodes that brought blocks back, since the last one that brought none.
     """
 
     rounds: int = 0
@@ -35,6 +38,12 @@ class Recalls:
     is_due: bool = False
     returned: int = 0
     bounced: int = 0
+    in_a_row: int = 0
+
+    @property
+    def pause(self) -> int:
+        """Periods of `recall_every` decodes to the next look: blocks that come back look after look may take turns."""
+        return min(1 << max(self.in_a_row - 1, 0), LONGEST_PAUSE)
 
     @property
     def is_vain(self) -> bool:

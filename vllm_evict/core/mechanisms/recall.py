@@ -113,6 +113,8 @@ class Again(Mechanism):
 class Recall(Mechanism):
     """Looks at a request's host blocks at the end of its prompt, and every `recall_every` decodes.
 
+    While each look brings blocks back, looks become rarer (`Recalls.pause`).
+
     Args:
         host: the scheduler.
         config: the server's policy.
@@ -135,7 +137,7 @@ class Recall(Mechanism):
                 continue
             if req_id not in noted.again:
                 blocks.recalls.steps += blocks.recalls.answered
-                if blocks.recalls.steps < self._every and not blocks.recalls.is_due:
+                if blocks.recalls.steps < self._every * blocks.recalls.pause and not blocks.recalls.is_due:
                     continue
             blocks.recalls.steps, blocks.recalls.is_due = 0, False
             logical = sorted(blocks.host)
@@ -158,6 +160,8 @@ class Recall(Mechanism):
             came = blocks.state.recalled_blocks
             if (swap := self._choose(req_id, group.number, blocks, settled(request), again)) is not None:
                 yield swap
+            if not again:
+                blocks.recalls.in_a_row = blocks.recalls.in_a_row + 1 if blocks.state.recalled_blocks > came else 0
             if again and blocks.state.recalled_blocks == came:
                 # `Budget` has decided as of the first token that was to be computed again.
                 self.host.rewind(request, None)
