@@ -238,9 +238,13 @@ class RequestBlocks:
         return np.sort(candidates[order[:spare]])
 
     def held_after(self, computed_tokens: int) -> np.ndarray:
-        """Return the resident blocks after `computed_tokens` tokens: int64 [n], logical blocks, ascending."""
-        self._learn(math.ceil(computed_tokens / self.block_size))
-        return self.resident
+        """Return the resident blocks after `computed_tokens` tokens: int64 [n], logical blocks, ascending.
+
+        Blocks after them, of tokens that are about to be computed again, are left out.
+        """
+        blocks = math.ceil(computed_tokens / self.block_size)
+        self._learn(blocks)
+        return self.resident if blocks == self.known else self.resident[: self.resident.searchsorted(blocks)]
 
     def spare(self, computed_tokens: int) -> tuple[np.ndarray, int]:
         """Return the candidates, int64 [n], and how many of them a decision has to evict; 0 up to the trigger."""
@@ -364,7 +368,7 @@ class RequestBlocks:
         self._learn(blocks)
         held = self.resident[: self.resident.searchsorted(blocks)]
         gaps = np.flatnonzero(held != np.arange(blocks - len(held), blocks))
-        return (int(held[gaps[-1]]) + 1 if len(gaps) else blocks - len(held)) * self.block_size
+        return (blocks - len(held) + (int(gaps[-1]) + 1 if len(gaps) else 0)) * self.block_size
 
     def reach(self, computed_tokens: int) -> int:
         """Distance in tokens from the place of the first resident block to the newest token."""

@@ -34,7 +34,8 @@ class Again(Mechanism):
     """The last tokens of a prompt are computed again once blocks came back, so that its first answer token sees them.
 
     A request that has host blocks ends its prompt's last chunk one token early (`shorten`). The report of that chunk
-    says which blocks its queries want. They come back, and the chunk is computed again with the last token.
+    says which blocks its queries want. They come back, and the chunk is computed again with the last token: up to `again`
+    tokens of it, those that no other request can hit, and that no hole separates from the end.
 
     Args:
         host: the scheduler.
@@ -56,10 +57,14 @@ class Again(Mechanism):
             return new_tokens
         if blocks.recalls.waits:
             return 0
-        ends = computed_tokens + new_tokens >= request.num_tokens
-        if new_tokens < 2 or not ends or not self._may(request, blocks):
+        if new_tokens < 2 or not self._may(request, blocks):
             return new_tokens
-        return new_tokens - 1
+        left = request.num_tokens - computed_tokens - new_tokens
+        if left <= 0:
+            return new_tokens - 1
+        # This chunk leaves to the last one what is computed again, so that one chunk computes it again.
+        missing = min(self._tokens, new_tokens) - left
+        return new_tokens - missing if 0 < missing < new_tokens else new_tokens
 
     def _may(self, request: Any, blocks: RequestBlocks) -> bool:
         """Whether the end of a request's prompt may be computed again.
