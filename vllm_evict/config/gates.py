@@ -46,7 +46,17 @@ class HeadPattern:
         sparsity: float | None = None,
         shape: tuple[int, int] | None = None,
     ) -> "HeadPattern":
-        """Read gates (`HeadGates.read`) and split them (`HeadGates.pattern`). Raises HeadsError as they do."""
+        """Read a file of gates and divide the heads into retrieval and streaming heads.
+
+        Args:
+            path: the TSV of gates, or its folder.
+            threshold: heads with at least this gate are retrieval heads; 0.5 if this and `sparsity` are None.
+            sparsity: share of heads that stream, those of the smallest gates.
+            shape: (layers, KV heads) that the gates must have.
+
+        Raises:
+            HeadsError: the file is malformed or has another shape, or both `threshold` and `sparsity` are given.
+        """
         return HeadGates.read(path, shape).pattern(threshold, sparsity)
 
     def save(self, path: str | Path) -> None:

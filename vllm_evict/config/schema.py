@@ -24,13 +24,13 @@ MOST_FIELDS = 100
 class KVPolicyConfig(Sizes, Groups, Requests):
     """A KV eviction policy and its fields. Sizes are tokens; the plugin rounds them up to whole blocks.
 
-    Fields are attributes. A field that the policy does not have is refused; it reads as the default of other policies.
-    A field that is left out has the policy's default. Configurations are frozen.
+    Fields are attributes. A field that is left out has the policy's default. A field that the policy does not have is
+    refused; the attribute then has the field's neutral value. Configurations are frozen.
 
     Attributes:
         name: name of the policy.
-        allow: policies that requests may pick. None: all policies that evict without reconstruction or split heads;
-            also `full`, if the policy is `full` or evicts under pressure.
+        allow: policies that requests may pick. None: all policies that evict without reconstruction or split heads, and
+            `full` if the policy is `full`; under pressure `full` and the policies of these that support it.
         given: names of fields that the user gave.
     """
 
