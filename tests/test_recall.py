@@ -100,6 +100,30 @@ def test_pages_come_back_byte_for_byte(engine, dtype):
 # --- when a query asks ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "again, chunk, steps",
+    [
+        (256, 256, [256, 194, 255, 1 + 255]),
+        (64, 256, [256, 256, 193, 1 + 63]),
+        (256, 96, [96, 96, 96, 96, 96, 96, 34, 95, 1 + 95]),
+        (0, 256, [256, 256, 194]),
+    ],
+)
+def test_one_chunk_holds_what_is_computed_again(engine, again, chunk, steps):
+    """The chunk before the last one leaves it `again` tokens, or as many as a chunk has. Then come these, with one more."""
+    server, planned = engine({**QUEST, "again": again}, max_num_batched_tokens=chunk), []
+    schedule = server.scheduler.schedule
+
+    def watched(*args):
+        output = schedule(*args)
+        planned.extend(output.num_scheduled_tokens.values())
+        return output
+
+    server.scheduler.schedule = watched
+    server.generate([random_prompt(706)], max_tokens=1)
+    assert planned[: len(steps)] == steps
+
+
 @pytest.mark.both_runners("1-box")
 @pytest.mark.parametrize("rounds, bounds", [(1, "box"), (2, "box"), (1, "sphere")], ids=["1-box", "2-box", "1-sphere"])
 def test_the_end_of_a_prompt_is_computed_again_and_sees_what_came_back(engine, tiny, monkeypatch, rounds, bounds):

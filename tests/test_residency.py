@@ -209,6 +209,25 @@ def test_tokens_in_flight_are_not_decided_on():
     assert subject.known == 5
 
 
+@pytest.mark.parametrize(
+    "holes, first", [([], 0), ([0], 1), ([1, 2, 3], 4), ([2, 5], 6), ([1, 8], 9), ([9], 10), ([4, 9, 3], 10)]
+)
+def test_what_may_be_computed_again_begins_behind_the_last_hole(holes, first):
+    resident = residency()
+    resident.held_after(10 * BLOCK)
+    resident.evict(np.array(sorted(holes), np.int64), 10 * BLOCK)
+    assert resident.unbroken(10 * BLOCK) == first * BLOCK
+    assert resident.unbroken(10 * BLOCK - 3) == first * BLOCK  # the last block is begun
+
+
+def test_blocks_of_tokens_that_are_computed_again_are_not_reported_yet():
+    resident = residency()
+    resident.held_after(10 * BLOCK)
+    resident.evict(np.array([2, 3]), 10 * BLOCK)
+    assert resident.held_after(6 * BLOCK + 1).tolist() == [0, 1, 4, 5, 6]
+    assert resident.held_after(11 * BLOCK).tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10]
+
+
 def test_pure_tokens_are_set_once():
     subject = residency(budget=64)
     assert subject.pure_tokens is None

@@ -119,7 +119,7 @@ TIER = (
         "recall",
         Literal["none", "quest"],
         "none",
-        "with `evict: host`: `quest`, blocks come back that bounds of their keys promise attention for",
+        "with `evict: host`: `quest`, a block comes back when bounds of its keys say that a query may attend to it",
     ),
     Option(
         "recall_bounds",
@@ -131,7 +131,7 @@ TIER = (
     Option("recall_every", whole(1), 8, "decode steps from one look at a request's host blocks to the next"),
     Option("recall_blocks", whole(1), 8, "most blocks that come back to a decoding request at a time"),
     Option("again", whole(), 256, "last tokens of a prompt that are computed again once blocks came back; 0: none"),
-    Option("again_rounds", whole(1, 9), 1, "times that they are"),
+    Option("again_rounds", whole(1, 9), 1, "how often the last tokens of a prompt are computed again, at most"),
     Option(
         "preempt",
         Literal["recompute", "host"],

@@ -30,8 +30,8 @@ HOST_COUNTERS = {
     "recomputed": ("vllm:kv_evict_preemptions_recomputed", "Preempted requests that the host could not keep."),
 }
 HOST_GAUGES = {
-    "used": ("vllm:kv_evict_host_blocks", "Host blocks that hold KV blocks, of all policies."),
-    "bytes": ("vllm:kv_evict_host_bytes", "Bytes of the host blocks that hold KV blocks, of all policies."),
+    "used": ("vllm:kv_evict_host_blocks", "Host blocks that hold KV blocks, under the server's policy."),
+    "bytes": ("vllm:kv_evict_host_bytes", "Bytes of the host blocks that hold KV blocks, under the server's policy."),
 }
 RESIDENT = ("vllm:kv_evict_blocks_resident", "KV blocks held by running requests.")
 

@@ -34,8 +34,8 @@ class Again(Mechanism):
     """The last tokens of a prompt are computed again once blocks came back, so that its first answer token sees them.
 
     A request that has host blocks ends its prompt's last chunk one token early (`shorten`). The report of that chunk
-    says which blocks its queries want. They come back, and the chunk is computed again with the last token: up to `again`
-    tokens of it, those that no other request can hit, and that no hole separates from the end.
+    says which blocks its queries want. They come back, and the last `again` tokens of the chunk are computed again with
+    the last token, without those that other requests can hit and those before a hole.
 
     Args:
         host: the scheduler.
