@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from engine import V2
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs, get_kwargs
 from vllm.entrypoints.serve.utils.api_utils import get_non_default_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -27,6 +28,31 @@ from vllm_evict.integration import arguments
 def configured(tiny):
     """`configured(**engine_args)`: the engine configuration that they make."""
     return lambda **kwargs: EngineArgs(model=str(tiny), max_model_len=2048, **kwargs).create_engine_config()
+
+
+# The model runner
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+
+
+@pytest.mark.skipif(V2, reason="VLLM_USE_V2_MODEL_RUNNER chooses the runner there")
+@pytest.mark.parametrize(
+    "policy, options, v2",
+    [
+        (None, {}, True),
+        (None, {"speculative_config": NGRAM}, True),
+        ("h2o", {}, True),
+        ("h2o", {"speculative_config": NGRAM}, False),
+        ("sink-window", {"pipeline_parallel_size": 2}, False),
+    ],
+)
+def test_vllm_chooses_the_runner_that_serves_the_policy(configured, monkeypatch, policy, options, v2):
+    """Where Triton works, as on a GPU, vLLM's own choice is V2."""
+    config = configured(kv_policy=policy, **options)
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    assert config.use_v2_model_runner is pickle.loads(pickle.dumps(config)).use_v2_model_runner is v2
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert config.use_v2_model_runner
 
 
 # The field

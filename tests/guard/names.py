@@ -8,6 +8,9 @@ from vllm_evict.integration.versions import MOVED
 #: Class or module of vLLM -> ours -> the methods and functions that ours takes the place of. `ours` holds one of the
 #: same name (a class, or a function that defines it), or is itself what is put in its place.
 REPLACED = {
+    "vllm.config.vllm:VllmConfig": {
+        "integration.fallback:hook.with_policy": "_get_v2_model_runner_unsupported_features",
+    },
     "vllm.engine.arg_utils:EngineArgs": {
         "integration.arguments:_with_flag.with_flag": "add_cli_args",
         "integration.arguments:_with_policy.with_policy": "create_engine_config",

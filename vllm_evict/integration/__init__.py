@@ -14,6 +14,7 @@
 | `layers` | layers by name, KV sharing | pages for heads of many layers, in own KV groups | KV groups can hold heads |
 | `positions` | rotary embeddings | rows past the model's positions, rotated keys | vLLM can rotate cached keys |
 | `reorder` | weight loaders of attention projections | heads of a class side by side | heads can have own tables |
+| `fallback` | `VllmConfig` | Model Runner V1 for what is served on V1 alone | V2 serves it |
 | `refusals` | `VllmConfig` | refuses unsupported models and settings by name | each is supported |
 | `versions` | version numbers | only tested releases are touched | |
 

@@ -3,11 +3,12 @@
 from typing import Any
 
 from ..config import KVPolicyConfig, KVPolicyError
-from . import arguments, frontend, usage
+from . import arguments, fallback, frontend, usage
 from .late import when_imported
 
 #: vLLM's modules -> what the plugin adds to them, in every process and idempotently. Without a policy it stays idle.
 HOOKS = {
+    "vllm.config.vllm": fallback.hook,
     "vllm.engine.arg_utils": arguments.hook,
     "vllm.entrypoints.anthropic.protocol": usage.hook_anthropic,
     "vllm.entrypoints.openai.chat_completion.protocol": frontend.hook_protocol("ChatCompletionRequest"),
