@@ -244,7 +244,7 @@ class Maker:
             length = block * self.random.randint(48, 120)
             chunk, seqs = max(min(chunk, 2 * block), 8), max(seqs, 4)
             settings = replace(settings, extra=pick((64, 512)), length=length, chunk=chunk, seqs=seqs)
-        alone = config.reconstructs or config.context is not None or config.evict == "host"
+        alone = config.reconstructs or config.context is not None or config.evict == "host" or settings.drafter
         if len(config.classes) == 1 and not alone and self._chance(0.25):
             settings = replace(settings, window=self.random.randint(1, 4 * block), sliding=self.random.randint(1, 3))
         return settings
@@ -409,6 +409,9 @@ def parsed(settings: Settings) -> KVPolicyConfig | None:
         if config.reconstructs and not settings.caching:
             return None
         if settings.drafts and (config.reconstructs or config.context is not None):
+            return None
+        late = settings.ahead and config.granularity == "token"
+        if settings.drafter and (len(config.classes) > 1 or late):
             return None
         return config
     except KVPolicyError:
