@@ -452,20 +452,10 @@ def found_by(mutant):
         (Path(folder) / "vllm_evict" / mutant.file).write_text(source(mutant))
         for test in mutant.tests:
             name, *choice = test.split()
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-qx",
-                "-p",
-                "no:cacheprovider",
-                f"tests/test_{name}.py",
-                *choice,
-            ]
+            pytest = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
+            options = {"env": {**os.environ, "PYTHONPATH": folder}, "capture_output": True, "timeout": PATIENCE}
             try:
-                done = subprocess.run(
-                    command, cwd=folder, env={**os.environ, "PYTHONPATH": folder}, capture_output=True, timeout=PATIENCE
-                )
+                done = subprocess.run([*pytest, f"tests/test_{name}.py", *choice], cwd=folder, **options)
             except subprocess.TimeoutExpired:
                 return f"{test} (hangs)", time.monotonic() - start
             if done.returncode == 1:

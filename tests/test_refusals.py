@@ -36,7 +36,6 @@ def with_config(path, **changes):
 
 
 LLAMA4 = dict(num_local_experts=1, num_experts_per_tok=1, interleave_moe_layer_step=1)
-EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
 WHISPER = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
 MODELS = {
     "sliding window": (
