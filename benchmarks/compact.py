@@ -9,24 +9,17 @@ Prints JSON with medians of rounds, and the least and the greatest.
 """
 
 import argparse
-import os
 import platform
 import statistics
 import sys
 import time
 
 import torch
-from reports import to_json
+from reports import hardware, to_json
 
 from vllm_evict.compute.kernels.compact import compact
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 4, 128, 32
-
-
-def cpu_name() -> str:
-    with open("/proc/cpuinfo") as file:
-        names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    return f"{os.cpu_count()} x {names[0]}" if names else platform.machine()
 
 
 def seconds(run) -> float:
@@ -84,7 +77,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     report = {
-        "hardware": cpu_name(),
+        "hardware": hardware(),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}",
         "command": f"python {' '.join(sys.argv)}",
         "threads": torch.get_num_threads(),

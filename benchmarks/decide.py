@@ -19,7 +19,6 @@ import argparse
 import math
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ import numpy as np
 from engines import make_llm, random_prompts
 from models import Shape, make_model
 from pressure import CHUNK, decode_steps
-from reports import child_main, conditions, in_child, progress, spread, write
+from reports import in_child, progress, publish, run_script, spread
 
 #: Repeats of calls that take longer than SLOW seconds.
 FEW, SLOW = 7, 0.05
@@ -205,7 +204,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--out", type=Path, default=Path("out/decide"))
+    parser.add_argument("--out", default="out/decide")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=64, help="requests")
@@ -218,7 +217,6 @@ def parse_arguments() -> argparse.Namespace:
     for size in fields(Shape):
         group.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default)
     options = parser.parse_args()
-    options.out = str(options.out)
     return options
 
 
@@ -228,16 +226,12 @@ def main() -> None:
     shape = Shape(**{size.name: getattr(options, size.name) for size in fields(Shape)})
     with tempfile.TemporaryDirectory() as folder:
         report = decide(options, make_model(folder, shape), shape)
-    report |= {"conditions": conditions(), "options": vars(options)}
     title = (
         f"Decisions of {options.batch} requests of {options.resident:,} resident tokens, {shape.layers} layers of "
         f"{shape.kv_heads} x {shape.head_dim} in float32"
     )
-    write(Path(options.out), "decide", title, table(report), report)
+    publish(options, "decide", title, table, report)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child_main({"decide": decide_child, "step": step_child}, *sys.argv[2:])
-    else:
-        main()
+    run_script(main, decide=decide_child, step=step_child)

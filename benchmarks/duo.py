@@ -19,7 +19,6 @@ Writes a Markdown table and a JSON with hardware, versions, command and all raw 
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -28,7 +27,7 @@ from typing import Any
 
 from engines import greedy, make_llm, random_prompts, scheduler_of
 from models import Shape, make_model
-from reports import child_main, conditions, in_child, progress, write
+from reports import in_child, progress, publish, run_script
 
 SINK, RECENT = 128, 256
 #: Name -> shape, one layer's pattern.
@@ -229,23 +228,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="decode steps timed at each context")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads")
-    parser.add_argument("--out", type=Path, default=Path("out/duo"))
+    parser.add_argument("--out", default="out/duo")
     options = parser.parse_args()
     options.contexts = options.contexts or ([4096, 32768] if options.memory else [2048, 4096, 8192, 16384, 32768])
-    options.out = str(options.out)
     report = (memory if options.memory else latency)(options)
-    report |= {"conditions": conditions(), "options": vars(options)}
     if options.memory:
         title = "KV blocks of one request under duo: published patterns and their shapes, 32 channels a head, 16 bits"
-        write(Path(options.out), "duo-memory", title, memory_table(report), report)
+        publish(options, "duo-memory", title, memory_table, report)
     else:
         case = f"select {options.select}" if options.select else "duo"
         title = f"A decode step at growing context, stock vLLM over {case} (medians), 2-layer Llamas in float32"
-        write(Path(options.out), case.split()[0], title, latency_table(report), report)
+        publish(options, case.split()[0], title, latency_table, report)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child_main({"latency": latency_child, "memory": memory_child}, *sys.argv[2:])
-    else:
-        main()
+    run_script(main, latency=latency_child, memory=memory_child)

@@ -13,13 +13,12 @@ to --out.
 
 import argparse
 import os
-import sys
 from collections import deque
 from pathlib import Path
 
 import numpy as np
 from engines import make_llm, scheduler_of
-from reports import child_main, conditions, in_child, progress, write
+from reports import in_child, progress, publish, run_script
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "needle" / "model"
@@ -122,9 +121,8 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512, help="tokens computed at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads")
-    parser.add_argument("--out", type=Path, default=Path("out/endless"))
+    parser.add_argument("--out", default="out/endless")
     options = parser.parse_args()
-    options.out = str(options.out)
     runs = []
     with progress() as bar:
         task = bar.add_task("", total=len(options.policies))
@@ -132,13 +130,9 @@ def main() -> None:
             bar.update(task, description=policy)
             runs.append({"policy": policy, **in_child("endless", {"policy": policy, "options": vars(options)})})
             bar.advance(task)
-    report = {"runs": runs, "conditions": conditions(), "options": vars(options)}
     title = f"A chat of {runs[0]['tokens']:,} tokens with a model that was made for {runs[0]['context']:,}"
-    write(Path(options.out), "endless", title, table(report), report)
+    publish(options, "endless", title, table, {"runs": runs})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child_main({"endless": child}, *sys.argv[2:])
-    else:
-        main()
+    run_script(main, endless=child)

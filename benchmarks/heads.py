@@ -10,14 +10,13 @@ Prints a table and writes it as JSON, with hardware, versions and command, to --
 """
 
 import argparse
-import platform
 import sys
 import time
 from pathlib import Path
 
 import torch
 import transformers
-from reports import to_json
+from reports import hardware, to_json
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -35,12 +34,6 @@ def documents(prompts: Prompts, task: str, lengths: list[int], depths: list[floa
     reader, filler = Reader(prompts.tokenizer), Filler()
     made = [make(task, n, d, i, 0, prompts.count, filler) for n in lengths for d in depths for i in range(samples)]
     return [reader.document(x.context, [(x.question, x.answers[0])]) for x in made]
-
-
-def processor() -> str:
-    """The CPU's name."""
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return names[0].split(":")[1].strip() if names else platform.processor()
 
 
 def main() -> None:
@@ -89,7 +82,7 @@ def main() -> None:
     Console(width=150).print(table)
     about = {
         "command": "python benchmarks/heads.py " + " ".join(sys.argv[1:]),
-        "processor": processor(),
+        "processor": hardware().get("Model name"),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -21,7 +21,6 @@ import argparse
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -30,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from engines import greedy, make_llm, preemptions, run_batch, scheduler_of
-from reports import child_main, choose_cases, conditions, in_child, progress, spread, write
+from reports import choose_cases, in_child, progress, publish, run_script, spread
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "needle" / "model"
 KV_BYTES = 2 * 4 * 2 * 64 * 2  # a token: keys and values, layers, KV heads, head size, bfloat16
@@ -310,7 +309,7 @@ def ratios(results: dict[str, list[dict]], name: str, clock: str) -> list[float]
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("out/load"))
+    parser.add_argument("--out", default="out/load")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of the engine; the model is tiny")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--pool-blocks", type=int, default=384)
@@ -330,7 +329,6 @@ def parse_arguments() -> argparse.Namespace:
     budget = any(name.endswith(", budget") for name in options.cases)
     if budget and not any(name.endswith(", pressure") for name in options.cases):
         parser.error("a case with a budget takes it from a case under pressure: choose one of these as well")
-    options.out = str(options.out)
     return options
 
 
@@ -342,16 +340,8 @@ def main() -> None:
         f"{spacing(options):.3g} {options.clock}: {options.load:g} times what a pool of {options.pool_blocks} blocks "
         "holds"
     )
-
-    def on_round(report: dict) -> None:
-        report |= {"conditions": conditions(), "options": vars(options)}
-        write(Path(options.out), "load", title, table(report), report)
-
-    load(options, on_round)
+    load(options, lambda report: publish(options, "load", title, table, report))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child_main({"load": load_child}, *sys.argv[2:])
-    else:
-        main()
+    run_script(main, load=load_child)

@@ -10,12 +10,12 @@ Times are the least of `--repeats` runs.
 import argparse
 import itertools
 import platform
-import subprocess
 import sys
 import time
 
 import torch
 import vllm
+from reports import hardware, listed
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -113,13 +113,6 @@ def measure(batch: Batch, repeats: int, flush: torch.Tensor | None) -> list[floa
     return [min(seconds) for seconds in times]
 
 
-def cpu_name() -> str:
-    lines = subprocess.run(["lscpu"], capture_output=True, text=True).stdout.splitlines()
-    wanted = ("Model name", "CPU(s)", "L2 cache", "L3 cache")
-    facts = dict(line.split(":", 1) for line in lines if ":" in line)
-    return ", ".join(f"{key} {facts[key].strip()}" for key in wanted if key in facts)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--isa", help="avx512, avx2 or portable; default: the best of this CPU")
@@ -132,7 +125,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
 
-    print(f"hardware   {cpu_name()}")
+    print(f"hardware   {listed(hardware())}")
     print(
         f"versions   python {platform.python_version()}, torch {torch.__version__}, "
         f"vllm {vllm.__version__}, kernel {kernel_path(options.isa)}, "

@@ -19,7 +19,6 @@ Writes a Markdown table and a JSON with hardware, versions, command and all raw 
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 
 from engines import CLOCKS, Run, decoding, make_llm, random_prompts, run_batch, timed_steps
 from models import OTHERS, Shape, make_model, write_other
-from reports import child_main, choose_cases, conditions, in_child, progress, spread, write
+from reports import choose_cases, in_child, progress, publish, run_script, spread
 
 #: Most tokens of a step.
 CHUNK = 2048
@@ -220,7 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", action="store_true", help="time decode steps with and without running sums instead")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("out/pressure"))
+    parser.add_argument("--out", default="out/pressure")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads of the engine"
@@ -254,7 +253,6 @@ def parse_arguments() -> argparse.Namespace:
         options.block_size = OTHERS[options.model][2] or options.block_size
         if options.step:
             parser.error("--step is measured of a Llama; leave --model out")
-    options.out = str(options.out)
     return options
 
 
@@ -265,21 +263,17 @@ def main() -> None:
         other = options.model in OTHERS
         model = write_other(folder, options.model, shape) if other else make_model(folder, shape)
         report = (step if options.step else pressure)(options, model, shape)
-    report |= {"conditions": conditions(), "options": vars(options)}
     if options.step:
         title = f"Decode steps at {options.resident:,} resident tokens a request, with and without running sums"
-        write(Path(options.out), "step", title, step_table(report), report)
+        publish(options, "step", title, step_table, report)
     else:
         lengths = f"{options.prompt:,} + {options.output} tokens"
         title = (
             f"{options.requests} requests of {lengths} in a pool of {options.pool:,} tokens, "
             f"{options.layers}-layer {options.model} in float32"
         )
-        write(Path(options.out), "pressure", title, pressure_table(report), report)
+        publish(options, "pressure", title, pressure_table, report)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child_main({"pressure": pressure_child, "step": step_child}, *sys.argv[2:])
-    else:
-        main()
+    run_script(main, pressure=pressure_child, step=step_child)

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,28 @@ def in_child(what: str, spec: dict, environment: dict[str, str] | None = None) -
         return json.loads(answer.read_text())
 
 
+def run_script(main: Callable[[], None], **children: Callable[[dict], Any]) -> None:
+    """Run `main`; in the process of a case (`in_child`), the child that the command line names."""
+    if sys.argv[1:2] == ["--child"]:
+        child_main(children, *sys.argv[2:])
+    else:
+        main()
+
+
 def child_main(children: dict[str, Any], what: str, request: str, answer: str) -> None:
     Path(answer).write_text(json.dumps(children[what](json.loads(Path(request).read_text()))))
+
+
+def hardware() -> dict[str, str]:
+    """The CPU, as lscpu tells."""
+    lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
+    facts = dict(line.split(":", 1) for line in lscpu.splitlines() if ":" in line)
+    wanted = ("Model name", "CPU(s)", "L2 cache", "L3 cache")
+    return {key: facts[key].strip() for key in wanted if key in facts}
+
+
+def listed(facts: dict[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
 def conditions() -> dict:
@@ -52,11 +72,8 @@ def conditions() -> dict:
     from vllm_evict import __version__
     from vllm_evict.compute.kernels.mass import kernel_path
 
-    lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
-    facts = dict(line.split(":", 1) for line in lscpu.splitlines() if ":" in line)
-    wanted = ("Model name", "CPU(s)", "L2 cache", "L3 cache")
     return {
-        "hardware": {key: facts[key].strip() for key in wanted if key in facts},
+        "hardware": hardware(),
         "versions": {"vllm": vllm_version, "torch": torch.__version__, "vllm_evict": __version__},
         "kernel": kernel_path(),
         "command": " ".join(["python", *sys.argv]),
@@ -76,6 +93,12 @@ def to_json(value: Any, indent: str = "") -> str:
     return f"{opening}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{closing}"
 
 
+def publish(options: argparse.Namespace, name: str, title: str, table: Callable[[dict], str], report: dict) -> None:
+    """Write a report and its table, with the conditions of the run and the options of the command line."""
+    report |= {"conditions": conditions(), "options": vars(options)}
+    write(Path(options.out), name, title, table(report), report)
+
+
 def write(folder: Path, name: str, title: str, table: str, report: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(to_json(report) + "\n")
@@ -85,10 +108,9 @@ def write(folder: Path, name: str, title: str, table: str, report: dict) -> None
             f"{title}\n",
             table,
             "",
-            "hardware: " + ", ".join(f"{key} {value}" for key, value in facts["hardware"].items()) + "  ",
-            "versions: "
-            + ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
-            + f"; OpenMP threads {report['options']['threads']}, attention mass by {facts['kernel']}  ",
+            f"hardware: {listed(facts['hardware'])}  ",
+            f"versions: {listed(facts['versions'])}; OpenMP threads {report['options']['threads']}, "
+            f"attention mass by {facts['kernel']}  ",
             f"command: `{facts['command']}`",
         ]
     )

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "needle")]
 
 from engines import make_llm  # noqa: E402
-from reports import child_main, in_child  # noqa: E402
+from reports import in_child, run_script  # noqa: E402
 
 MODEL = ROOT / "examples" / "needle" / "model"
 BY_TOKEN = {"name": "snapkv", "granularity": "token"}
@@ -95,7 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child_main({"count": count}, *sys.argv[2:])
-    else:
-        main()
+    run_script(main, count=count)

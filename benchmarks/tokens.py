@@ -13,15 +13,14 @@ Writes a Markdown table and a JSON with hardware, versions, command and all raw 
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from engines import greedy, make_llm, random_prompts, scheduler_of
+from engines import decoding, make_llm, random_prompts, timed_steps
 from models import Shape, make_model
-from reports import child_main, conditions, in_child, progress, write
+from reports import in_child, progress, publish, run_script
 
 GRANULARITIES = ("block", "token")
 
@@ -43,8 +42,7 @@ def child(spec: dict) -> dict:
         max_num_batched_tokens=2048,
         enable_prefix_caching=False,
     )
-    engine, scheduler = llm.llm_engine, scheduler_of(llm)
-    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     rearrange, spent = worker.kv_evict.rearrange, {"seconds": 0.0, "kept": 0, "compactions": 0}
 
     def timed(*args: object) -> None:
@@ -58,15 +56,9 @@ def child(spec: dict) -> dict:
 
     worker.kv_evict.rearrange = timed
     prompts = random_prompts(options.requests, options.budget + policy["buffer"] + 64, shape.vocab)
-    for index, prompt in enumerate(prompts):
-        engine.add_request(f"request-{index}", {"prompt_token_ids": prompt}, greedy(options.steps + 200))
-    while len(scheduler.running) < len(prompts) or any(r.num_output_tokens < 3 for r in scheduler.running):
-        engine.step()
-    spent.update(seconds=0.0, kept=0, compactions=0)
-    start = time.perf_counter()
-    for _ in range(options.steps):
-        engine.step()
-    return {"steps": time.perf_counter() - start, **spent}
+    with decoding(llm, prompts, options.steps + 200):
+        spent.update(seconds=0.0, kept=0, compactions=0)
+        return {"steps": sum(timed_steps(llm, options.steps)["seconds"]), **spent}
 
 
 def measure(options: argparse.Namespace, model: Path, shape: Shape) -> dict:
@@ -122,22 +114,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=640, help="decode steps timed in a row")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="OpenMP threads")
-    parser.add_argument("--out", type=Path, default=Path("out/tokens"))
+    parser.add_argument("--out", default="out/tokens")
     group = parser.add_argument_group("model (random weights)")
     for size in fields(Shape):
         group.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default)
     options = parser.parse_args()
-    options.out = str(options.out)
     shape = Shape(**{size.name: getattr(options, size.name) for size in fields(Shape)})
     with tempfile.TemporaryDirectory() as folder:
         report = measure(options, make_model(folder, shape), shape)
-    report |= {"conditions": conditions(), "options": vars(options)}
     title = f"{options.requests} requests that decode at a budget of {options.budget:,} tokens, by block and by token"
-    write(Path(options.out), "tokens", title, table(report), report)
+    publish(options, "tokens", title, table, report)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child_main({"tokens": child}, *sys.argv[2:])
-    else:
-        main()
+    run_script(main, tokens=child)

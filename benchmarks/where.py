@@ -12,7 +12,6 @@ Writes a Markdown table and a JSON with hardware, versions, command and each ste
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -24,7 +23,7 @@ from typing import Any
 from engines import decoding, make_llm, random_prompts, scheduler_of
 from models import Shape, make_model
 from pressure import CHUNK
-from reports import child_main, choose_cases, conditions, in_child, progress, write
+from reports import choose_cases, in_child, progress, publish, run_script
 
 #: CPU time of the process, and wall time, by their names in the report.
 CLOCKS = {"cpu_seconds": time.process_time, "seconds": time.perf_counter}
@@ -195,10 +194,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="only these")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of the engine")
-    parser.add_argument("--out", type=Path, default=Path("out/where"))
+    parser.add_argument("--out", default="out/where")
     options = parser.parse_args()
     options.cases = choose_cases(parser, options.cases, cases(options))
-    options.out = str(options.out)
     return options
 
 
@@ -207,13 +205,9 @@ def main() -> None:
     shape = Shape(layers=4, hidden=256, heads=4, kv_heads=4, head_dim=64, intermediate=704)
     with tempfile.TemporaryDirectory() as folder:
         report = where(options, make_model(folder, shape), shape)
-    report |= {"conditions": conditions(), "options": vars(options)}
     title = f"{options.requests} requests decode at {options.budget} tokens each: CPU ms of a step, median"
-    write(Path(options.out), "where", title, table(report), report)
+    publish(options, "where", title, table, report)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child_main({"where": where_child}, *sys.argv[2:])
-    else:
-        main()
+    run_script(main, where=where_child)

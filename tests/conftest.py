@@ -5,6 +5,7 @@ is V1, with vLLM's Triton kernels under the interpreter (test_device_backends.py
 """
 
 import gc
+import importlib.util
 import logging
 import os
 import sys
@@ -131,6 +132,20 @@ def tiny(tmp_path_factory):
     return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
 
 
+@pytest.fixture(scope="module")
+def model(tiny):
+    """The model of `dense`; test files with models of their own override it."""
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def dense(model):
+    """The oracle of `model`."""
+    from oracle.model import DenseLlama
+
+    return DenseLlama(model)
+
+
 @pytest.fixture(autouse=True)
 def stale_views(monkeypatch):
     """What one step has written into the memory of views is garbage in the next: no block, and no place of one."""
@@ -148,6 +163,12 @@ def stale_views(monkeypatch):
         begin(self)
 
     monkeypatch.setattr(Views, "begin", spoiled)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Freed blocks are full of NaN, in engines made in the test."""
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
 
 
 @pytest.fixture
@@ -208,6 +229,33 @@ def complaints():
     logger.addFilter(listen)
     yield said
     logger.removeFilter(listen)
+
+
+@pytest.fixture
+def set_threads():
+    """Sets torch's threads, for this test."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Gives the module of benchmarks/`name`.py, with an empty command line: `script(name)`."""
+    folder = Path(__file__).parents[1] / "benchmarks"
+
+    def load(name):
+        monkeypatch.syspath_prepend(str(folder))
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+        return module
+
+    return load
 
 
 @pytest.fixture

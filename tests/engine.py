@@ -196,6 +196,10 @@ class Engine:
                 on_step(self)
         return done
 
+    def answered(self, requests, on_step=None):
+        """Run requests as `traced`; returns (prompt, output, `Trace`) of each."""
+        return [(prompt, *its) for (prompt, _), *its in zip(requests, *self.traced(requests, on_step), strict=True)]
+
     def traced(self, requests, on_step=None):
         """Run (prompt, sampling dict) pairs together; returns their outputs and `Trace`s, in order.
 
@@ -256,6 +260,18 @@ def _external(req_id):
     return req_id.split("-")[0]
 
 
+def after(owner, name, look):
+    """Call `look` with each result of a method of one object, and with the call's positional arguments."""
+    call = getattr(owner, name)
+
+    def watched(*args, **kwargs):
+        result = call(*args, **kwargs)
+        look(result, *args)
+        return result
+
+    setattr(owner, name, watched)
+
+
 def greedy(max_tokens=16, **sampling):
     return SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **sampling})
 
@@ -264,10 +280,44 @@ def random_prompt(length, seed=0, vocab=256):
     return np.random.default_rng(seed).integers(0, vocab, length).tolist()
 
 
-def logprobs_of(output, index=0):
-    """Sampled tokens' log-probabilities of one completion, float [n]."""
-    completion = output.outputs[index]
+def random_requests(*lengths):
+    """Requests for `Engine.traced`, of pairs (tokens of a random prompt, tokens to generate)."""
+    return [
+        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
+        for seed, (length, tokens) in enumerate(lengths)
+    ]
+
+
+def logprobs_of(output):
+    """Sampled tokens' log-probabilities of an output's first completion, float [n]."""
+    completion = output.outputs[0]
     return np.array([step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids)])
 
 
-__all__ = ["PLAN", "V2", "Engine", "Trace", "greedy", "logprobs_of", "random_prompt"]
+def exactly(outputs):
+    """Tokens, log-probabilities and cached tokens of each output, to compare to the bit."""
+    return [(output.outputs[0].token_ids, logprobs_of(output).tolist(), output.num_cached_tokens) for output in outputs]
+
+
+def assert_like_stock(make, prompts, *policies, max_tokens=20, **options):
+    """`full` answers as stock vLLM does, to the bit; so do policies that evict nothing of these prompts."""
+    stock, *others = (
+        exactly(make(policy, **options).generate(prompts, max_tokens=max_tokens, logprobs=0))
+        for policy in (None, {"name": "full"}, *policies)
+    )
+    assert all(answers == stock for answers in others)
+
+
+__all__ = [
+    "PLAN",
+    "V2",
+    "Engine",
+    "Trace",
+    "after",
+    "assert_like_stock",
+    "exactly",
+    "greedy",
+    "logprobs_of",
+    "random_prompt",
+    "random_requests",
+]

@@ -7,7 +7,10 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 
 def use_interpreter() -> None:
@@ -46,6 +49,31 @@ def use_vllm_kernels() -> None:
 
     # vLLM runs its kernels on a CPU if Triton has a backend of this name.
     backends["cpu"] = type(next(iter(backends.values())))(BaseBackend, CPUDriver)
+
+
+def use_kernels(monkeypatch) -> None:
+    """Where the plugin runs other kernels on a CPU, those of a device make views, fold sums and take mass in."""
+    from vllm_evict.compute import sums, tokens, views
+    from vllm_evict.compute.attention import device
+    from vllm_evict.triton_kernels.fold import fold
+    from vllm_evict.triton_kernels.put import put
+    from vllm_evict.triton_kernels.resident_view import resident_view
+    from vllm_evict.triton_kernels.take import take
+
+    for module, kernel in ((views, resident_view), (sums, fold), (sums, take), (device, take), (tokens, put)):
+        monkeypatch.setattr(module, kernel.__name__, kernel)
+
+
+@contextmanager
+def in_place_of(cpu_backend: str, backend: str) -> Iterator[None]:
+    """Context in which vLLM takes a backend, a class by its path, where it asks for one of the CPU's."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends import registry
+
+    selector._cached_get_attn_backend.cache_clear()
+    with patch.dict(registry._ATTN_OVERRIDES, {registry.AttentionBackendEnum[cpu_backend]: backend}):
+        yield
+    selector._cached_get_attn_backend.cache_clear()
 
 
 def _cut_its_overhead() -> None:

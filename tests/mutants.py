@@ -460,11 +460,9 @@ def found_by(mutant):
         for test in mutant.tests:
             name, *choice = test.split()
             pytest = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", "not nightly"]
-            command = [*pytest, f"tests/test_{name}.py", *choice]
+            options = {"env": {**os.environ, "PYTHONPATH": folder}, "capture_output": True, "timeout": PATIENCE}
             try:
-                done = subprocess.run(
-                    command, cwd=folder, env={**os.environ, "PYTHONPATH": folder}, capture_output=True, timeout=PATIENCE
-                )
+                done = subprocess.run([*pytest, f"tests/test_{name}.py", *choice], cwd=folder, **options)
             except subprocess.TimeoutExpired:
                 return f"{test} (hangs)", time.monotonic() - start
             if done.returncode == 1:

@@ -66,9 +66,8 @@ def serve(server, adapters, names, prompts, tokens=60):
 @pytest.mark.nightly(push=("h2o", "h2o-tokens"))
 @pytest.mark.both_runners("h2o")
 @pytest.mark.parametrize("kind", POLICIES)
-def test_adapters_answer_as_servers_of_their_own_do(engine, tiny, adapters, monkeypatch, kind):
+def test_adapters_answer_as_servers_of_their_own_do(engine, tiny, adapters, poisoned, kind):
     """All have one prompt, and then another with its prefix: each hits the blocks that its own adapter has computed."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     policy, prefix = POLICIES[kind], random_prompt(300, 1)
     compare = assert_tokens_like_oracle if "granularity" in policy else assert_like_oracle
     prompts = [[*prefix, *random_prompt(30, seed)] for seed in (2, 3)]

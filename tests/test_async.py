@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, logprobs_of, random_prompt
+from engine import PLAN, V2, after, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.replay import replay_told
 from parity import oracle_config
@@ -43,7 +43,7 @@ class Recorder:
         self.server, self.records, self.restarts = server, {}, 0
         self.untold = set()  # physical blocks that went back to the pool, and no worker knows
         scheduler = server.scheduler
-        schedule, evict, preempt = scheduler.schedule, scheduler.apply, scheduler._preempt_request
+        schedule, evict = scheduler.schedule, scheduler.apply
 
         def watched_schedule(*args):
             before = {req_id: set(server.held_by(req_id)) for req_id in scheduler.requests}
@@ -83,13 +83,12 @@ class Recorder:
                 self.decisions_waiting.add(request.request_id)
                 self.untold |= {blocks[index] for index in gone}
 
-        def watched_preempt(*args, **kwargs):
+        def restarted(*_):
             self.restarts += 1
-            return preempt(*args, **kwargs)
 
         self.reused, self.in_flight, self.decisions_waiting = 0, [], set()
         scheduler.schedule, scheduler.apply = watched_schedule, watched_apply
-        scheduler._preempt_request = watched_preempt
+        after(scheduler, "_preempt_request", restarted)
 
     def table(self, request):
         return self.server.manager.req_to_blocks[request.request_id]
@@ -138,14 +137,11 @@ def test_the_bound_holds_with_one_more_chunk_in_flight(async_engine, name):
     policy = POLICIES[name]
     server = async_engine(policy, max_num_batched_tokens=CHUNK)
     peaks, steady = [], []
-    schedule = server.scheduler.schedule
 
-    def watched(*args):
-        output = schedule(*args)
+    def look(*_):
         peaks.extend(len(server.held_by(request.request_id)) for request in server.scheduler.running)
-        return output
 
-    server.scheduler.schedule = watched
+    after(server.scheduler, "schedule", look)
 
     def check(server):
         assert server.free_blocks == server.all_blocks - len(server.held_blocks())

@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from engine import logprobs_of, random_prompt
+from engine import exactly, logprobs_of, random_prompt, random_requests
 from oracle.heads import replay_heads
-from oracle.model import DenseLlama
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 
@@ -22,11 +21,6 @@ BASE = {"budget": 320, "buffer": 64, "sink": 32, "recent": 64, "window": 24, "ke
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_tiny_llama(tmp_path_factory.mktemp("bands") / "model", layers=4, heads=8, kv_heads=4)
-
-
-@pytest.fixture(scope="module")
-def dense(model):
-    return DenseLlama(model)
 
 
 def test_budgets_fall_with_depth_around_their_mean():
@@ -92,10 +86,7 @@ def assert_logprobs(output, prompt, start, logits):
 def test_pyramidkv_matches_the_oracle(engine, model, dense, bands):
     policy = {"name": "pyramidkv", **BASE, "bands": bands}
     server = engine(policy, model=model, max_num_batched_tokens=192)
-    requests = [
-        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
-        for seed, (length, tokens) in enumerate([(600, 120), (90, 60)])
-    ]
+    requests = random_requests((600, 120), (90, 60))
     outputs, traces = server.traced(requests)
     for (prompt, _), output, trace in zip(requests, outputs, traces):
         tokens = [*prompt, *output.outputs[0].token_ids]
@@ -162,10 +153,7 @@ def replay_adakv(dense, tokens, steps, groups, floor):
 def test_adakv_matches_the_oracle(engine, model, dense, bands, floor):
     policy = {"name": "adakv", **BASE, "bands": bands, "floor": floor, "heads": "sum"}
     server = engine(policy, model=model, max_num_batched_tokens=192)
-    requests = [
-        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
-        for seed, (length, tokens) in enumerate([(600, 130), (90, 60)])
-    ]
+    requests = random_requests((600, 130), (90, 60))
     outputs, traces = server.traced(requests)
     heads = [np.zeros((4, 4), bool) for _ in range(bands)]
     for band in range(bands):
@@ -184,11 +172,10 @@ def test_adakv_matches_the_oracle(engine, model, dense, bands, floor):
 
 
 def test_one_band_is_snapkv(engine, model):
-    prompts = [random_prompt(500, 1)]
-    answers = []
-    for policy in ({"name": "snapkv"}, {"name": "pyramidkv", "bands": 1}, {"name": "adakv", "bands": 1}):
-        outputs = engine({**policy, **BASE}, model=model).generate(prompts, max_tokens=80, logprobs=0)
-        answers.append((outputs[0].outputs[0].token_ids, logprobs_of(outputs[0]).tolist()))
+    answers = [
+        exactly(engine({**policy, **BASE}, model=model).generate([random_prompt(500, 1)], max_tokens=80, logprobs=0))
+        for policy in ({"name": "snapkv"}, {"name": "pyramidkv", "bands": 1}, {"name": "adakv", "bands": 1})
+    ]
     assert answers[0] == answers[1] == answers[2]
 
 

@@ -13,7 +13,6 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
-BLOCK = 32
 SIZES = {"budget": 128, "sink": 32, "recent": 32}
 POLICIES = {
     "blocks": {"name": "h2o", **SIZES, "allow": ["sink-window", "keydiff", "scissorhands", "kvzip", "full"]},

@@ -185,20 +185,16 @@ def test_requests_may_share_what_is_only_read():
 
 
 @needs_extension
-def test_one_request_needs_no_starts_and_threads_change_nothing():
+def test_one_request_needs_no_starts_and_threads_change_nothing(set_threads):
     batch = Batch([900], [500], heads=4)
     whole = batch.run()
     batch.starts = None
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            assert same(batch.run(), whole)
-        batch.target = batch.source[1 : 1 + len(batch.target)]  # through scratch
-        expected = batch.run(compact_reference)
-        assert same(batch.run(), expected)
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 5):
+        set_threads(count)
+        assert same(batch.run(), whole)
+    batch.target = batch.source[1 : 1 + len(batch.target)]  # through scratch
+    expected = batch.run(compact_reference)
+    assert same(batch.run(), expected)
 
 
 def test_layers_may_lie_in_one_tensor():

@@ -2,10 +2,11 @@
 
 from collections import Counter
 
+import disaggregated
 import pytest
 import torch
 from connector import Shelf, ShelfConnector, prompt_blocks
-from engine import Engine, logprobs_of, random_prompt
+from engine import Engine, random_prompt
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 from vllm.exceptions import VLLMValidationError
@@ -68,13 +69,8 @@ def consumer(pair):
     assert consumer.llm.reset_prefix_cache()
 
 
-def answers_of(engine, prompts, policy, tokens=60):
-    asked = {"max_tokens": tokens, "logprobs": 1, "extra_args": {"kv_policy": policy}}
-    outputs, traces = engine.traced([(prompt, asked) for prompt in prompts])
-    return [
-        (output.outputs[0].token_ids, logprobs_of(output).tolist(), trace.evicted, trace.start)
-        for output, trace in zip(outputs, traces)
-    ]
+def answers_of(engine, prompts, policy):
+    return disaggregated.answers_of(engine, prompts, max_tokens=60, extra_args={"kv_policy": policy})
 
 
 def test_a_decode_engine_answers_as_one_engine_does(pair, consumer, prompts):

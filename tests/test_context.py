@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, logprobs_of, random_prompt
+from engine import PLAN, after, logprobs_of, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.model import DenseLlama
@@ -60,17 +60,15 @@ def watched(server):
     """Moves that workers are told of, as steps come. In each, nobody looks back further than the context."""
     moves, schedule = [], server.scheduler.schedule
 
-    def recorded(*args, **kwargs):
-        output = schedule(*args, **kwargs)
+    def look(output, *_):
         moves.extend(getattr(output, PLAN).rotations)
         for req_id in output.num_scheduled_tokens:
             resident, request = server.manager.residents[req_id], server.scheduler.requests[req_id]
             if len(resident.places):
                 # The newest query of the step, whose tokens count as computed by now.
                 assert request.num_computed_tokens - resident.places[0] * BLOCK <= CONTEXT
-        return output
 
-    server.scheduler.schedule = recorded
+    after(server.scheduler, "schedule", look)
     yield moves
     server.scheduler.schedule = schedule
 
@@ -91,9 +89,8 @@ def test_a_request_outgrows_its_model(server, short, name):
     subject.assert_nothing_left()
 
 
-def test_many_requests_that_share_a_prefix(server, short, monkeypatch):
+def test_many_requests_that_share_a_prefix(server, short, poisoned):
     """Published blocks stay what they are: sinks that move up are copies. What is freed is poisoned."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     subject, prefix = server(H2O), random_prompt(96)
     prompts = [prefix + random_prompt(length, length) for length in (20, 200, 430)]
     tokens = [500, 450, 400]
@@ -143,10 +140,9 @@ def test_under_async_scheduling_nobody_looks_too_far(async_engine, short):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_turned_keys_are_computed_ones_rounded_once(server, monkeypatch, dtype):
+def test_turned_keys_are_computed_ones_rounded_once(server, poisoned, dtype):
     """In a cache of low precision: after each step every key that has moved is, to the bit, the one that was computed,
     turned to its place in float32. Sinks move with every decision, heavy hitters from some decision on."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     subject, computed, moves, before, held = server(H2O, dtype=dtype), {}, {}, [], []
     group, manager = subject.runtime, subject.manager
     request = subject.add(random_prompt(300), max_tokens=1000, detokenize=False)
@@ -224,14 +220,8 @@ def test_without_room_for_copies_a_request_is_preempted(server):
         return None if len(writes) and len(asked) < 3 else rewrite(request_id, writes, holes)
 
     subject.manager.rewrite = none_at_first
-    moves, schedule = [], subject.scheduler.schedule
-
-    def recorded(*args, **kwargs):
-        output = schedule(*args, **kwargs)
-        moves.extend(getattr(output, PLAN).rotations)
-        return output
-
-    subject.scheduler.schedule = recorded
+    moves = []
+    after(subject.scheduler, "schedule", lambda output, *_: moves.extend(getattr(output, PLAN).rotations))
     (output,) = subject.generate([random_prompt(300)], max_tokens=300)
     assert len(asked) > 3 and len(moves) == len(asked) - 2 and len(output.outputs[0].token_ids) == 300
     assert subject.metrics()["vllm:num_preemptions"] == 2

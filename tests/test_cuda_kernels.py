@@ -7,6 +7,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ from triton_batch import (
     TOLERANCE,
     Batch,
     assert_close,
+    beyond_2_to_the_31,
     ints,
 )
 
@@ -322,21 +324,7 @@ def test_a_row_of_mass_may_be_short(kernels):
 @both_copies
 @pytest.mark.parametrize("axis", ["block", "head"])
 def test_slots_beyond_2_to_the_31(kernels, axis, bulk):
-    """Strides of 2**30 fit 32 bits, twice that does not. Only pages that are used take memory."""
-    far, dim, block_size, heads = 2**30 + 64, 64, 16, 3
-    page = heads * block_size * 2 * dim
-    try:
-        memory = torch.empty(2 * far + 3 * page, dtype=F16, device=DEVICE)
-    except RuntimeError as error:
-        pytest.skip(f"no 4 GiB of addresses: {error}")
-    near, batch = (CudaBatch(kernels, [1, 2], [24, 24], (heads, heads), dim, block_size, F16) for _ in range(2))
-    strides = (far, block_size * 2 * dim) if axis == "block" else (block_size * 2 * dim, far)
-    cache = torch.as_strided(memory, (3, heads, block_size, 2 * dim), (*strides, 2 * dim, 1))
-    near.table[1] = near.table[0]
-    batch.table[:, :2] = ints([0, 2])
-    for block, source in zip((0, 2), near.table[0].tolist()):
-        cache[block] = torch.cat((near.keys[source], near.values[source]), -1)
-    batch.keys, batch.values = cache.split(dim, -1)
+    near, batch = beyond_2_to_the_31(axis, 64, partial(CudaBatch, kernels))
     plan = near.plan(bulk=bulk)
     assert all(torch.equal(a, b) for a, b in zip(batch.decode(plan=plan), near.decode(plan=plan), strict=True))
 

@@ -140,15 +140,11 @@ def test_a_nan_key_gives_nan_output_and_mass(isa, per_token, length):
 
 
 @needs_extension
-def test_neither_threads_nor_other_requests_change_a_bit():
+def test_neither_threads_nor_other_requests_change_a_bit(set_threads):
     batch = Batch(LENGTHS)
     whole = batch.run()
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1 if threads > 1 else 3)
-        assert all(torch.equal(a, b) for a, b in zip(batch.run(), whole, strict=True))
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(1 if torch.get_num_threads() > 1 else 3)
+    assert all(torch.equal(a, b) for a, b in zip(batch.run(), whole, strict=True))
     batch.rows = torch.tensor([8], dtype=torch.int32)
     output, mass = batch.run()
     token = int(batch.starts[8])
@@ -228,17 +224,13 @@ def test_out_of_each_token_may_be_slices(monkeypatch, compiled):
 
 
 @needs_extension
-def test_each_tokens_mass_has_the_same_bits_for_any_number_of_threads():
+def test_each_tokens_mass_has_the_same_bits_for_any_number_of_threads(set_threads):
     batch, layer = Batch(LENGTHS), Classes()
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            out = layer.new_out(per_token=True)
-            results.append([*batch.run(per_token=True), layer.run(out=out, per_token=True), *out])
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 3):
+        set_threads(count)
+        out = layer.new_out(per_token=True)
+        results.append([*batch.run(per_token=True), layer.run(out=out, per_token=True), *out])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
@@ -386,22 +378,18 @@ def test_classes_are_decoded_as_each_alone(isa, shape):
 
 
 @needs_extension
-def test_classes_match_the_reference_on_any_number_of_threads():
+def test_classes_match_the_reference_on_any_number_of_threads(set_threads):
     layer = Classes()
     out, expected_out = layer.new_out(rows=1), layer.new_out(torch.float64, rows=1)
     output, expected = layer.run(out=out), layer.run(decode_classes_reference, out=expected_out)
     torch.testing.assert_close(output, expected, rtol=3e-6, atol=3e-6)
     for mass, wanted in zip(out, expected_out):
         torch.testing.assert_close(mass.double(), wanted, rtol=3e-6, atol=3e-8)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            only_first = [layer.new_out(rows=1)[0], None]
-            assert torch.equal(layer.run(out=only_first), output) and torch.equal(only_first[0], out[0])
-            assert torch.equal(layer.run(), output)
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 3):
+        set_threads(count)
+        only_first = [layer.new_out(rows=1)[0], None]
+        assert torch.equal(layer.run(out=only_first), output) and torch.equal(only_first[0], out[0])
+        assert torch.equal(layer.run(), output)
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_extension), False])

@@ -12,8 +12,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from engine import V2, logprobs_of, random_prompt
+from engine import V2, assert_like_stock, logprobs_of, random_prompt
 from flash import FlashAttention, reshape_and_cache_flash
+from interpreter import in_place_of, use_kernels
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.replay import Config
@@ -25,11 +26,8 @@ from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import llama
 from vllm.triton_utils import HAS_TRITON
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends import flash_attn, registry
+from vllm.v1.attention.backends import flash_attn
 
-from vllm_evict.compute import sums, tokens, views
-from vllm_evict.compute.attention import device
 from vllm_evict.integration import refusals
 
 # numpy's, where a masked row divides 0 by 0.
@@ -72,11 +70,6 @@ def backend(request, monkeypatch):
 
     FlashAttention has the version that the parameter says, and its stand-in is the fixture's value.
     """
-    from vllm_evict.triton_kernels.fold import fold
-    from vllm_evict.triton_kernels.put import put
-    from vllm_evict.triton_kernels.resident_view import resident_view
-    from vllm_evict.triton_kernels.take import take
-
     flash = None
     if request.param == "triton":
         from vllm.v1.attention.backends import triton_attn
@@ -94,15 +87,9 @@ def backend(request, monkeypatch):
         if V2:
             builder = flash_attn.FlashAttentionMetadataBuilder
             monkeypatch.setattr(builder, "__init__", before_graphs_are_settled(builder.__init__))
-    monkeypatch.setattr(views, "resident_view", resident_view)
-    monkeypatch.setattr(sums, "fold", fold)
-    monkeypatch.setattr(sums, "take", take)
-    monkeypatch.setattr(device, "take", take)
-    monkeypatch.setattr(tokens, "put", put)
-    monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
-    selector._cached_get_attn_backend.cache_clear()
-    yield flash
-    selector._cached_get_attn_backend.cache_clear()
+    use_kernels(monkeypatch)
+    with in_place_of("CPU_ATTN", name):
+        yield flash
 
 
 @pytest.fixture
@@ -136,24 +123,16 @@ def server(engine, backend):
     return make
 
 
-@pytest.fixture(scope="module")
-def dense(tiny):
-    return DenseLlama(tiny)
-
-
 @pytest.mark.both_runners("triton")
 @pytest.mark.parametrize("backend", [on("triton"), on("fa3"), on("fa2")], indirect=True)
 def test_full_is_stock(server):
+    check_full_is_stock(server)
+
+
+def check_full_is_stock(server, **options):
     """To the byte; so is a budget that covers the sequence, whose blocks are measured."""
     prompts = [random_prompt(70), random_prompt(20, 1)]
-    stock, *others = (
-        server(policy).generate(prompts, max_tokens=6, logprobs=0)
-        for policy in (None, {"name": "full"}, {"name": "h2o", **BASE, "budget": 96})
-    )
-    for outputs in others:
-        for one, other in zip(outputs, stock, strict=True):
-            assert one.outputs[0].token_ids == other.outputs[0].token_ids
-            assert logprobs_of(one).tolist() == logprobs_of(other).tolist()
+    assert_like_stock(server, prompts, {"name": "h2o", **BASE, "budget": 96}, max_tokens=6, **options)
 
 
 #: Backends and policies.

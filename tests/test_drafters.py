@@ -13,6 +13,7 @@ from drafting import (
     serve,
     speculative,
 )
+from engine import after
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle
@@ -53,18 +54,15 @@ def dense(folders):
     return {model: DenseLlama(model if model.name == "model" else model.parent / "wide") for model in models}
 
 
-class Drafts:
-    """Notes the drafts of each step, by request."""
+def noted_drafts(server):
+    """The drafts of each step from now on."""
+    steps = []
 
-    def __init__(self, server):
-        self.steps, schedule = [], server.scheduler.schedule
+    def look(output, *_):
+        steps.append(sorted(output.scheduled_spec_decode_tokens.values()))
 
-        def noted(*args):
-            output = schedule(*args)
-            self.steps.append(sorted(output.scheduled_spec_decode_tokens.values()))
-            return output
-
-        server.scheduler.schedule = noted
+    after(server.scheduler, "schedule", look)
+    return steps
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -74,9 +72,9 @@ def test_full_serves_as_stock_does(engine, folders, drafter):
     prompts, answers, drafts = [prompt_of(90, seed) for seed in range(3)], [], []
     for policy, speculates in ((None, config), ("full", config), ("full", None)):
         server = engine(policy, model=model, speculative_config=speculates)
-        noted = Drafts(server)
+        steps = noted_drafts(server)
         answers.append([each.outputs[0].token_ids for each in server.generate(prompts, max_tokens=60)])
-        drafts += [list(noted.steps)] if speculates else []
+        drafts += [steps[:]] if speculates else []
         if policy is not None:
             server.assert_nothing_left()
     assert answers[0] == answers[1] == answers[2]
@@ -108,9 +106,8 @@ def test_heads_keep_the_tokens_of_the_dense_oracle(engine, folders, dense, monke
 
 
 @pytest.mark.parametrize("policy", [*POLICIES.values(), {**BY_TOKEN["h2o"], "sets": "all"}], ids=str)
-def test_a_drafter_like_the_model_sees_what_the_model_sees(engine, folders, monkeypatch, policy):
+def test_a_drafter_like_the_model_sees_what_the_model_sees(engine, folders, poisoned, policy):
     """Its drafts are right, except those that are verified over holes which were decided after them."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     model, config = folders["same"]
     server = engine(policy, model=model, max_num_batched_tokens=96, speculative_config=config)
     requests = [(prompt_of(length, length), {"max_tokens": 120}) for length in (250, 90, 400)]

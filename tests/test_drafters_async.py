@@ -91,9 +91,8 @@ class SpeculativeRecorder(Recorder):
 
 @pytest.mark.nightly(push=("sink-window", "h2o", "snapkv", "keydiff"))
 @pytest.mark.parametrize("name", POLICIES)
-def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folders, monkeypatch, name):
+def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folders, poisoned, name):
     """Drafts are all wrong, then some are, then none: the lengths that workers are told are off by those."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     policy, dense, prompts = (
         POLICIES[name],
         DenseLlama(folders[None]),

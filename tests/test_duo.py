@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, greedy, logprobs_of, random_prompt
+from engine import PLAN, after, exactly, greedy, logprobs_of, random_prompt, random_requests
 from oracle.heads import replay_heads
-from oracle.model import DenseLlama
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 
@@ -27,11 +26,6 @@ H2O = {"name": "h2o", "budget": 224, "buffer": 64, "sink": 32, "recent": 64}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_tiny_llama(tmp_path_factory.mktemp("duo") / "model", layers=4, heads=8, kv_heads=4)
-
-
-@pytest.fixture(scope="module")
-def dense(model):
-    return DenseLlama(model)
 
 
 @pytest.fixture
@@ -108,10 +102,7 @@ MANY = np.eye(4, dtype=int)
 def test_blocks_and_logprobs_match_per_head_masks(duo, dense, pattern, name):
     """Prompts longer and shorter than a chunk and a window in one batch, decoded past several decisions."""
     server = duo(pattern, retrieval=RETRIEVAL[name], max_num_batched_tokens=192)
-    requests = [
-        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
-        for seed, (length, tokens) in enumerate([(450, 70), (90, 120), (20, 30)])
-    ]
+    requests = random_requests((450, 70), (90, 120), (20, 30))
     outputs, traces = server.traced(requests)
     groups = groups_of(pattern, RETRIEVAL[name])
     assert len(groups) == len(server.managers) == (2 if pattern is PATTERN else 5)
@@ -120,10 +111,6 @@ def test_blocks_and_logprobs_match_per_head_masks(duo, dense, pattern, name):
     assert sum(map(len, traces[0].groups[-1].evicted)) > 5, "streaming heads never lost a block"
     assert any(map(any, traces[0].evicted)) == (name != "full")
     server.assert_nothing_left()
-
-
-def exactly(outputs):
-    return [(output.outputs[0].token_ids, logprobs_of(output).tolist()) for output in outputs]
 
 
 PROMPTS = [random_prompt(length, length) for length in (500, 300, 40)]
@@ -192,8 +179,7 @@ def test_a_cached_prefix_is_taken_without_what_streaming_heads_lost(duo, dense, 
     server = duo(MANY, max_num_batched_tokens=256, blocks=200, enable_prefix_caching=caching)
     server.generate([prefix], max_tokens=1)
     requests = [(prefix + random_prompt(60 + i, i), {"max_tokens": 40, "logprobs": 0}) for i in range(2)]
-    outputs, traces = server.traced(requests)
-    for (prompt, _), output, trace in zip(requests, outputs, traces):
+    for prompt, output, trace in server.answered(requests):
         assert trace.start == (224 if caching else 0)
         assert_like_oracle(dense, prompt, output, trace, groups_of(MANY))
     server.assert_nothing_left()
@@ -257,29 +243,24 @@ def test_preempted_requests_start_over(duo, dense, retrieval):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_no_poison(duo, async_engine, model, heads, dense, monkeypatch, asynchronous):
+def test_no_poison(duo, async_engine, model, heads, dense, poisoned, asynchronous):
     """Requests that come and go while freed blocks are full of NaN; what was computed is what the holes that workers were
     told of leave."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     policy = {"name": "duo", "gates": heads(MANY), "retrieval": H2O}
     args = dict(model=model, blocks=80, max_num_batched_tokens=128, enable_prefix_caching=False, max_model_len=1024)
     server = async_engine(policy, **args) if asynchronous else duo(MANY, retrieval=H2O, **args | {"model": model})
-    told, steps, schedule = {}, {}, server.scheduler.schedule
+    told, steps = {}, {}
 
-    def recorded(*args):
-        output = schedule(*args)
+    def look(output, *_):
+        started = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for req_id, count in output.num_scheduled_tokens.items():
-            if (
-                req_id
-                in {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
-            ):
+            if req_id in started:
                 told[req_id], steps[req_id] = [[] for _ in range(5)], []
             steps[req_id].append(count)
             for group, plan in zip(told[req_id], getattr(output, PLAN).groups):
                 group.append(plan.holes.get(req_id, []))
-        return output
 
-    server.scheduler.schedule = recorded
+    after(server.scheduler, "schedule", look)
     prompts = [random_prompt(length, length) for length in (400, 60, 250, 130, 500)]
     ids = [server.add(prompt, max_tokens=40 + 30 * i, logprobs=0) for i, prompt in enumerate(prompts)]
     outputs = server.run()

@@ -10,11 +10,13 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from engine import after
 from evaluation import (
     DATA,
     ENGINE,
@@ -51,14 +53,9 @@ def test_a_setting_is_what_it_says(tiny, setting, count):
     samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(count)]
     assert [prompts.count(sample.context) for sample in samples] == [512] * count
     ((server, _),) = servers([contender], 2048, 32)
-    backend = backends.Offline(
-        str(tiny), server, setting, prompts, chunk=128, batch=3, block_size=32, engine_args=ENGINE
-    )
-    try:
+    with offline(tiny, server, setting, prompts) as backend:
         steps = recorded_steps(backend)
         answers = backend.answer(samples, contender)
-    finally:
-        backend.close()
     assert len(steps) == max(count, 2) and len(answers) == count
     for taken, answer in zip(steps.values(), answers):
         question = answer.prompt_tokens - 512
@@ -71,18 +68,21 @@ def test_a_setting_is_what_it_says(tiny, setting, count):
         assert answer.tokens_per_s > 0 and answer.ttft_s > 0
 
 
+def offline(model, server, setting, prompts):
+    """Context of an `Offline` backend of small chunks and batches."""
+    sizes = {"chunk": 128, "batch": 3, "block_size": 32}
+    return closing(backends.Offline(str(model), server, setting, prompts, **sizes, engine_args=ENGINE))
+
+
 def recorded_steps(backend):
     """Request -> tokens of each of its steps, as the scheduler plans them."""
-    scheduler, steps = backend.llm.llm_engine.engine_core.engine_core.scheduler, {}
-    schedule = scheduler.schedule
+    steps = {}
 
-    def recorded(*args):
-        output = schedule(*args)
+    def look(output, *_):
         for request, tokens in output.num_scheduled_tokens.items():
             steps.setdefault(request, []).append(tokens)
-        return output
 
-    scheduler.schedule = recorded
+    after(backend.llm.llm_engine.engine_core.engine_core.scheduler, "schedule", look)
     return steps
 
 
@@ -96,17 +96,12 @@ def test_contexts_are_reconstructed_before_the_question_is_there(tiny, setting, 
     samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(3)]
     ((server, served),) = servers(wanted, 2048, 32)
     assert served == wanted and server.allowed == {"kvzip"}
-    backend = backends.Offline(
-        str(tiny), server, setting, prompts, chunk=128, batch=3, block_size=32, engine_args=ENGINE
-    )
-    try:
+    with offline(tiny, server, setting, prompts) as backend:
         steps, answers = recorded_steps(backend), [backend.answer(samples, contender) for contender in wanted]
         with pytest.raises(
             EvalError, match="2048 tokens .max_model_len. have no room for a context of 18.. and its rep"
         ):
             backend.answer([sample_of("niah", 1860, 0.5, count=prompts.count)], wanted[0])
-    finally:
-        backend.close()
     question = answers[0][0].prompt_tokens - 512
     context = 512 if setting == "agnostic" else 512 + question
     repeated = [sum(taken) for request, taken in steps.items() if request.startswith("reconstruct")]
@@ -134,18 +129,8 @@ def test_a_run_its_columns_and_its_resumption(tiny, tmp_path, monkeypatch):
     assert (full["evicted_tokens"], full["budget_tokens"]) == (0, None)
     assert h2o["evicted_tokens"] >= 384 and h2o["budget_tokens"] == 128 and h2o["peak_blocks"] < full["peak_blocks"]
     assert full["prompt_sha256"] == h2o["prompt_sha256"] and h2o["policy_config"]["sink"] == 32
-    for field in (
-        "seed",
-        "versions",
-        "engine",
-        "hardware",
-        "server_policy",
-        "answer",
-        "expected",
-        "time",
-        "tokens_per_s",
-    ):
-        assert h2o[field] is not None
+    known = {"seed", "versions", "engine", "hardware", "server_policy", "answer", "expected", "time", "tokens_per_s"}
+    assert known <= {field for field, value in h2o.items() if value is not None}
     ppl = {r["policy"]: r["score"] for r in first if r["task"] == "ppl" and r["index"] == 0}
     assert 0 < ppl["full"] != ppl["sink-window"], "eviction left no trace in the text's probabilities"
 
@@ -287,17 +272,8 @@ def server(tmp_path_factory):
         str(port),
     ]
     command += ["--kv-policy", policy, "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20)]
-    command += [
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "1024",
-        "--max-num-batched-tokens",
-        "128",
-        "--max-num-seqs",
-        "8",
-    ]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-batched-tokens", "128"]
+    command += ["--max-num-seqs", "8"]
     log = tmp_path_factory.mktemp("serve") / "log"
     with log.open("w") as out:
         process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=out, start_new_session=True)

@@ -8,21 +8,17 @@ import test_device_backends
 import test_full_graphs
 import test_sliding_devices
 import test_warmup
-from engine import logprobs_of, random_prompt
+from engine import random_prompt
 from flash_infer import CAPABILITIES, FlashInfer
 from flash_infer import backend as flashinfer
+from interpreter import in_place_of, use_kernels
 from parity import assert_like_oracle
 from test_device_backends import BASE, BLOCK, POLICIES, on
 from test_full_graphs import check_decodes_are_replayed, check_full_is_stock
 from vllm import envs
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends import registry
-
-from vllm_evict.compute import sums, tokens, views
-from vllm_evict.compute.attention import device
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-server, dense, replaying = test_device_backends.server, test_device_backends.dense, test_full_graphs.replaying
+server, replaying = test_device_backends.server, test_full_graphs.replaying
 #: A model some of whose layers have sliding windows.
 sliding = test_sliding_devices.model
 #: Names of what decodes for vLLM, in graphs.
@@ -35,26 +31,14 @@ def backend(request, monkeypatch):
 
     They are "native", in either layout ("native-HND"), "xqa" or "trtllm".
     """
-    from vllm_evict.triton_kernels.fold import fold
-    from vllm_evict.triton_kernels.put import put
-    from vllm_evict.triton_kernels.resident_view import resident_view
-    from vllm_evict.triton_kernels.take import take
-
     kernels, _, layout = request.param.partition("-")
     package = FlashInfer(kernels)
     package.install(monkeypatch)
     if layout:
         monkeypatch.setattr(envs, "VLLM_KV_CACHE_LAYOUT", layout, raising=False)
-    monkeypatch.setattr(views, "resident_view", resident_view)
-    monkeypatch.setattr(sums, "fold", fold)
-    monkeypatch.setattr(sums, "take", take)
-    monkeypatch.setattr(device, "take", take)
-    monkeypatch.setattr(tokens, "put", put)
-    name = f"{flashinfer.__name__}.FlashInferBackend"
-    monkeypatch.setitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN, name)
-    selector._cached_get_attn_backend.cache_clear()
-    yield package
-    selector._cached_get_attn_backend.cache_clear()
+    use_kernels(monkeypatch)
+    with in_place_of("CPU_ATTN", f"{flashinfer.__name__}.FlashInferBackend"):
+        yield package
 
 
 KERNELS = [on(name) for name in CAPABILITIES]
@@ -62,16 +46,7 @@ KERNELS = [on(name) for name in CAPABILITIES]
 
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_full_is_stock(server, backend):
-    """To the byte; so is a budget that covers the sequence."""
-    prompts = [random_prompt(70), random_prompt(20, 1)]
-    stock, *others = (
-        server(policy).generate(prompts, max_tokens=6, logprobs=0)
-        for policy in (None, {"name": "full"}, {"name": "h2o", **BASE, "budget": 96})
-    )
-    for outputs in others:
-        for one, other in zip(outputs, stock, strict=True):
-            assert one.outputs[0].token_ids == other.outputs[0].token_ids
-            assert logprobs_of(one).tolist() == logprobs_of(other).tolist()
+    test_device_backends.check_full_is_stock(server)
 
 
 #: Layouts of caches, heads or tokens first.
@@ -88,8 +63,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(request, server, backend,
     assert layout == LAYOUTS[request.node.callspec.id.removesuffix(f"-{name}")]
     lengths = [(100, 17), (61, 14)]
     requests = [(random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in lengths]
-    outputs, traces = subject.traced(requests)
-    for (prompt, _), output, trace in zip(requests, outputs, traces):
+    for prompt, output, trace in subject.answered(requests):
         evicted = assert_like_oracle(dense, prompt, output, trace, POLICIES[name], block_size=BLOCK)
         assert evicted > 0, "the policy never acted"
     assert subject.runtime.decodes
@@ -163,8 +137,7 @@ def test_decodes_beside_graphs_keep_no_memory_for_each_batch_size(replaying, gra
     monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
     subject = replaying(POLICIES["h2o"])
     requests = [(random_prompt(length), {"max_tokens": 12, "logprobs": 0}) for length in (76, 61, 58)]
-    outputs, traces = subject.traced(requests)
-    for (prompt, _), output, trace in zip(requests, outputs, traces):
+    for prompt, output, trace in subject.answered(requests):
         assert assert_like_oracle(dense, prompt, output, trace, POLICIES["h2o"], block_size=BLOCK)
     assert [1, 1, 1] in subject.steps and not graphs.replayed and backend.calls["decode"] > 20
     assert sorted(backend.sizes) == [1, 2, 4], "sizes of graphs"
@@ -204,4 +177,4 @@ def test_windows_beside_full_attention_are_replayed(replaying, graphs, backend, 
 
 @pytest.mark.parametrize("backend", [on("native")], indirect=True)
 def test_full_is_stock_beside_windows(server, backend, sliding):
-    test_sliding_devices.check_full_is_stock(server, sliding)
+    test_device_backends.check_full_is_stock(server, model=sliding)

@@ -9,7 +9,7 @@ import graphs as emulator
 import pytest
 import test_device_backends
 import torch
-from engine import V2, logprobs_of, random_prompt
+from engine import V2, after, exactly, random_prompt
 from parity import assert_like_oracle, assert_tokens_like_oracle
 from test_device_backends import BASE, BLOCK, POLICIES, check_split_heads, distinct_prompt, on, steps_with_views
 from vllm import SamplingParams
@@ -20,27 +20,21 @@ from vllm_evict.compute import tokens
 from vllm_evict.compute.attention import device
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-FIXTURES = "backend", "server", "dense", "view_launches"
-backend, server, dense, view_launches = (getattr(test_device_backends, name) for name in FIXTURES)
+FIXTURES = "backend", "server", "view_launches"
+backend, server, view_launches = (getattr(test_device_backends, name) for name in FIXTURES)
 STOCK = {"triton": "kernel_unified_attention", "fa": "flash_attn_varlen_func"}
 OWN = ["_attend", "_combine"]
 
 
 @pytest.fixture
-def replaying(server, graphs, monkeypatch):
+def replaying(server, graphs, poisoned):
     """Engines with full CUDA graphs, which note each step; memory that was freed is full of NaN."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
 
     def make(policy=None, **kwargs):
         subject = server(policy, **{**graphs.options, "max_num_seqs": 4, "enable_prefix_caching": False, **kwargs})
-        subject.steps, schedule = [], subject.scheduler.schedule
-
-        def noted(*args, **kwargs):
-            output = schedule(*args, **kwargs)
-            subject.steps.append(sorted(output.num_scheduled_tokens.values()))
-            return output
-
-        monkeypatch.setattr(subject.scheduler, "schedule", noted)
+        subject.steps = []
+        look = lambda output, *_: subject.steps.append(sorted(output.num_scheduled_tokens.values()))  # noqa: E731
+        after(subject.scheduler, "schedule", look)
         return subject
 
     return make
@@ -185,7 +179,7 @@ def check_full_is_stock(replaying, graphs):
     for policy in (None, {"name": "full"}, {"name": "h2o", **BASE, "budget": 256}):
         subject = replaying(policy)
         outputs = subject.generate(prompts, max_tokens=6, logprobs=0)
-        found.append([(each.outputs[0].token_ids, logprobs_of(each).tolist()) for each in outputs])
+        found.append(exactly(outputs))
         assert replays(subject, graphs) == (5, 0, 5)
         graphs.replayed.clear()
     assert found[0] == found[1] == found[2]

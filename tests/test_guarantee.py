@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from engine import random_prompt
+from engine import after, random_prompt
 from vllm.v1.request import RequestStatus
 
 from vllm_evict.integration.pressure import MOST_TAKINGS
@@ -131,13 +131,8 @@ def test_a_try_without_success_is_not_repeated_in_each_step(engine):
         {"name": "h2o", "when": "pressure", "budget": 1024, "buffer": 0, "sink": 32, "recent": 64, "allow": []},
         blocks=46,
     )
-    offer, tries = server.scheduler.pressure.offer, []
-
-    def counting(*args, **kwargs):
-        tries.append(server.scheduler.current_step)
-        return offer(*args, **kwargs)
-
-    server.scheduler.pressure.offer = counting
+    tries = []
+    after(server.scheduler.pressure, "offer", lambda *_: tries.append(server.scheduler.current_step))
     server.add(random_prompt(1000, 1), max_tokens=200)
     for _ in range(8):
         server.llm.llm_engine.step()

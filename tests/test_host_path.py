@@ -30,8 +30,7 @@ def open_files():
 
 @pytest.mark.both_runners("float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_answers_are_those_of_a_host_in_memory_to_the_bit(engine, tmp_path, monkeypatch, dtype):
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+def test_answers_are_those_of_a_host_in_memory_to_the_bit(engine, tmp_path, poisoned, dtype):
     path = tmp_path / "blocks"
     outputs = []
     for tier in ({}, {"host_path": str(path)}):
@@ -93,9 +92,8 @@ def check(server, dense, masks, complaints, calls):
 
 @pytest.mark.both_runners("a read that fails", "a disk that fills")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_requests_go_on_without_the_host(engine, tiny, tmp_path, monkeypatch, complaints, fault):
+def test_requests_go_on_without_the_host(engine, tiny, tmp_path, monkeypatch, poisoned, complaints, fault):
     """Each answer is that of a dense model that sees the blocks which are there; no query reads what is not."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine({**QUEST, "host_path": str(tmp_path / "blocks")}, enable_prefix_caching=False)
     calls = fails(monkeypatch, *FAULTS[fault])
     check(server, DenseLlama(tiny), visible(server), complaints, calls)
@@ -103,10 +101,9 @@ def test_requests_go_on_without_the_host(engine, tiny, tmp_path, monkeypatch, co
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_requests_go_on_without_the_host_under_async_scheduling(
-    async_engine, tiny, tmp_path, monkeypatch, complaints, fault
+    async_engine, tiny, tmp_path, monkeypatch, poisoned, complaints, fault
 ):
     # Where freed blocks are poisoned, blocks come from the file though no request has taken their place.
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = async_engine({**QUEST, "host_path": str(tmp_path / "blocks")}, enable_prefix_caching=False)
     calls = fails(monkeypatch, *FAULTS[fault])
     check(server, DenseLlama(tiny), visible(server), complaints, calls)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import test_poison
 import torch
-from engine import logprobs_of, random_prompt
+from engine import exactly, logprobs_of, random_prompt
 from oracle.hybrids import HYBRIDS, DenseHybrid, make_tiny_hybrid
 from parity import assert_like_oracle
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -37,10 +37,6 @@ def whole_chunks(monkeypatch):
     """vLLM's CPU kernel for Mamba2 makes no state inside a chunk. Without blocks for such states vLLM ends chunks where
     states are kept, as with other layers."""
     monkeypatch.setattr(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec)
-
-
-def exactly(outputs):
-    return [(output.outputs[0].token_ids, logprobs_of(output).tolist(), output.num_cached_tokens) for output in outputs]
 
 
 def dense_of(hybrids, kind):
@@ -86,8 +82,7 @@ def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, hybrids, kin
     for policy in (H2O, WINDOW):
         asked = {"max_tokens": 36, "logprobs": 1, "extra_args": {"kv_policy": policy["name"]}}
         prompts = [random_prompt(length, 7 * length) for length in (520, 230)]
-        outputs, traces = server.traced([(prompt, asked) for prompt in prompts])
-        for prompt, output, trace in zip(prompts, outputs, traces):
+        for prompt, output, trace in server.answered([(prompt, asked) for prompt in prompts]):
             assert output.kv_usage.evicted_blocks == sum(map(len, trace.evicted)) > 0
             assert max(trace.held) <= 8 + 6 + 1, "nothing comes back to the pool"
             if dense is None:
@@ -179,9 +174,8 @@ def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, whole_ch
     test_poison.check_crowd(hybrid_engine, None, monkeypatch, *crowd, caching, dense)
 
 
-def test_by_token_beside_states(engine, hybrids, whole_chunks, monkeypatch):
+def test_by_token_beside_states(engine, hybrids, whole_chunks, poisoned):
     """Each head keeps its own tokens; nothing of that reaches states, and nothing is left."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     policy = {**H2O, "granularity": "token", "allow": ["full"]}
     server = engine(policy, **hybrids("falcon_h1"), max_num_batched_tokens=192, **CACHED)
     prompt = random_prompt(600, 3)

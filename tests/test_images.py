@@ -4,7 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from engine import greedy, logprobs_of, random_prompt
+from engine import exactly, greedy, random_prompt
 from oracle.images import END, IMAGE, KINDS, START, TEXT, DenseImages, make_tiny
 from oracle.tiny import write_tokenizer
 from parity import assert_like_oracle
@@ -78,14 +78,13 @@ def test_full_is_stock_to_the_byte(engine, models, kind):
     for policy in (None, {"name": "full"}, {**POLICIES["h2o"], "budget": 1024}):
         server = engine(policy, model=path, **OPTIONS)
         (output,) = server.llm.generate([asked(300, [image(1)])], greedy(20, logprobs=0), use_tqdm=False)
-        outputs.append((output.outputs[0].token_ids, logprobs_of(output).tolist()))
+        outputs.append(exactly([output]))
     assert outputs[0] == outputs[1] == outputs[2]
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
-def test_prefixes_are_hit_with_the_same_image_alone(engine, models, monkeypatch, kind):
+def test_prefixes_are_hit_with_the_same_image_alone(engine, models, poisoned, kind):
     """After an eviction: blocks computed over holes are hit under no image, and nothing of freed blocks is read."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     path, dense = models(kind)
     server = engine({**POLICIES["h2o"], "allow": ["full"]}, model=path, **OPTIONS)
     (_,), (trace,) = server.traced([(asked(500, [image(1)]), {"max_tokens": 40, **WORDS})])

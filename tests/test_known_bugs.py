@@ -1,6 +1,5 @@
 """Bugs that others already paid for, one test each. Where another file proves more, its name is given."""
 
-import importlib.util
 import math
 import pickle
 import subprocess
@@ -25,11 +24,6 @@ from vllm_evict.integration.spec import EvictableSpec
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 128, "buffer": 64, "sink": 32, "recent": 64}
 WINDOW = {"name": "sink-window", "budget": 128, "sink": 32}
-
-
-@pytest.fixture(scope="module")
-def dense(tiny):
-    return DenseLlama(tiny)
 
 
 def watch_views(server):
@@ -383,16 +377,10 @@ def test_a_spec_that_reaches_another_process_brings_its_manager(engine, tmp_path
 # --- a baseline crippled to look good --------------------------------------------------------------------------------
 
 
-def test_a_baseline_crippled_to_look_good(monkeypatch):
+def test_a_baseline_crippled_to_look_good(script, monkeypatch):
     """benchmarks/pressure.py gives stock vLLM the engine options, the requests and the warm-up of every other case, and
     only leaves the plugin out."""
-    folder = Path(__file__).parents[1] / "benchmarks"
-    monkeypatch.syspath_prepend(str(folder))
-    spec = importlib.util.spec_from_file_location("pressure", folder / "pressure.py")
-    pressure = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "pressure", pressure)
-    spec.loader.exec_module(pressure)
-    monkeypatch.setattr(sys, "argv", ["pressure.py"])
+    pressure = script("pressure")
     options = pressure.parse_arguments()
     assert (options.requests, options.prompt, options.output, options.pool) == (16, 2000, 500, 8192)
 

@@ -7,19 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import greedy, logprobs_of, random_prompt
-from oracle.model import DenseLlama
+from engine import after, greedy, logprobs_of, random_prompt
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration.reconstruction import LONGEST_WAIT, OVERLAP, Job, Reconstructions
 
 SERVER = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 SIZE = 32
-
-
-@pytest.fixture(scope="module")
-def dense(tiny):
-    return DenseLlama(tiny)
 
 
 @pytest.fixture
@@ -191,16 +185,14 @@ def test_what_keeps_its_budget_is_not_reconstructed(engine, shadows):
 
 def test_nobody_sees_a_shadow(engine, shadows):
     server = engine(SERVER, max_num_batched_tokens=128)
-    told, update = set(), server.scheduler.update_from_output
+    told = set()
 
-    def watched(*args):
-        outputs = update(*args)
+    def look(outputs, *_):
         for client in outputs.values():
             told.update(output.request_id for output in client.outputs)
             told.update(client.finished_requests or ())
-        return outputs
 
-    server.scheduler.update_from_output = watched
+    after(server.scheduler, "update_from_output", look)
     server.scheduler.finished_req_ids_dict = defaultdict(set)
     for index in range(3):
         server.add(random_prompt(400 + index, index), f"p{index}", max_tokens=80)
@@ -276,9 +268,8 @@ def test_a_reset_forgets_scores_and_what_is_under_way(engine, dense, shadows, ru
 
 
 @pytest.mark.parametrize("make, scheduling", [("engine", "priority"), ("async_engine", "fcfs")])
-def test_load_beyond_the_pool(request, monkeypatch, shadows, make, scheduling):
+def test_load_beyond_the_pool(request, poisoned, shadows, make, scheduling):
     """Originals and shadows are preempted; all end, and every block comes back."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = request.getfixturevalue(make)(
         {**SERVER, "buffer": 32, "allow": ["full"]}, blocks=66, max_num_batched_tokens=128, scheduling_policy=scheduling
     )

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, logprobs_of
-from oracle.model import DenseLlama
+from engine import PLAN, after, logprobs_of
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import kvzip_scores, replay_tokens
@@ -26,11 +25,6 @@ INSTRUCTION = [7, 8, 9, 10, 11]
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kvzip") / "model"
     return make_tiny_llama(folder, layers=3, heads=8, kv_heads=4, vocab=VOCAB)
-
-
-@pytest.fixture(scope="module")
-def dense(model):
-    return DenseLlama(model)
 
 
 @pytest.fixture
@@ -148,17 +142,15 @@ def test_the_first_decision_takes_the_lowest_of_each_head(engine, model, dense):
 def test_late_decisions(async_engine, model, dense):
     """With a step in flight tokens go one step later; scores are the same."""
     server = async_engine(SERVER, model=model, max_num_batched_tokens=200)
-    steps, told, schedule = [], [], server.scheduler.schedule
+    steps, told = [], []
 
-    def recorded(*args):
-        output = schedule(*args)
+    def look(output, *_):
         for req_id, count in output.num_scheduled_tokens.items():
             if not req_id.startswith("reconstruct"):
                 steps.append(count)
                 told.append([compaction.position for compaction in getattr(output, PLAN).compactions])
-        return output
 
-    server.scheduler.schedule = recorded
+    after(server.scheduler, "schedule", look)
     prompt = prompt_of(610, 40)
     server.add(prompt, "late", max_tokens=120, logprobs=0)
     (output,) = server.run().values()
@@ -243,10 +235,9 @@ def test_other_policies_beside_it(engine, model, shadows):
 
 
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
-def test_load_beyond_the_pool(request, monkeypatch, model, shadows, make):
+def test_load_beyond_the_pool(request, poisoned, model, shadows, make):
     """Originals and shadows are preempted, aborted and begin again while freed blocks are full of NaN; all comes back, and
     workers remember the scores that the scheduler does."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = request.getfixturevalue(make)(
         {**SERVER, "buffer": 32, "allow": ["full"]}, model=model, blocks=66, max_num_batched_tokens=128
     )

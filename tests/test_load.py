@@ -1,23 +1,13 @@
 """benchmarks/load.py: the same load and engine for all cases, and figures that follow from what the engine did."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 
 @pytest.fixture
-def load(monkeypatch):
-    folder = Path(__file__).parents[1] / "benchmarks"
-    monkeypatch.syspath_prepend(str(folder))
-    spec = importlib.util.spec_from_file_location("load", folder / "load.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "load", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", ["load.py"])
-    return module
+def load(script):
+    return script("load")
 
 
 def test_arrivals_are_the_load_that_was_asked_for(load):

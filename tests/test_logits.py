@@ -2,11 +2,10 @@
 
 from functools import cache
 
-import numpy as np
 import pytest
 import test_poison
 import torch
-from engine import random_prompt
+from engine import assert_like_stock, random_prompt
 from oracle.logits import KINDS, SINKS, DenseLogits, make_tiny
 from oracle.replay import replay
 from parity import assert_like_oracle, assert_tokens_like_oracle, oracle_config
@@ -41,8 +40,7 @@ def served(engine, policy, path, lengths=((500, 60), (333, 60))):
     server = engine(policy, model=path, max_num_batched_tokens=192)
     prompts = [random_prompt(length, seed) for seed, (length, _) in enumerate(lengths)]
     asked = [(prompt, {"max_tokens": tokens, "logprobs": 1}) for prompt, (_, tokens) in zip(prompts, lengths)]
-    outputs, traces = server.traced(asked)
-    return server, list(zip(prompts, outputs, traces))
+    return server, server.answered(asked)
 
 
 @pytest.mark.both_runners("gpt_oss-h2o", "gemma2-h2o")
@@ -59,7 +57,10 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, models, kind, nam
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_each_head_match_the_dense_oracle(engine, models, kind):
-    path, dense = models(kind)
+    check_tokens(engine, *models(kind))
+
+
+def check_tokens(engine, path, dense):
     server, requests = served(engine, TOKENS, path, ((500, 90), (90, 240)))
     for request in requests:
         assert_tokens_like_oracle(dense, *request, TOKENS)
@@ -101,16 +102,7 @@ def test_full_is_stock_to_the_byte(engine, models, kind):
 def check_full_is_stock(engine, path):
     """A request that is measured and loses nothing has stock vLLM's output too."""
     prompts = [random_prompt(300), random_prompt(40, 1)]
-    stock, *others = (
-        engine(policy, model=path).generate(prompts, max_tokens=20, logprobs=0)
-        for policy in (None, {"name": "full"}, {**POLICIES["h2o"], "budget": 512})
-    )
-    for outputs in others:
-        for got, want in zip(outputs, stock, strict=True):
-            assert got.outputs[0].token_ids == want.outputs[0].token_ids
-            logprobs = ([row[token].logprob for row, token in zip(each.outputs[0].logprobs, each.outputs[0].token_ids)]
-                        for each in (got, want))  # fmt: skip
-            assert np.array_equal(*logprobs)
+    assert_like_stock(engine, prompts, {**POLICIES["h2o"], "budget": 512}, model=path)
 
 
 @pytest.mark.nightly(push=("gpt_oss",))

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from engine import logprobs_of, random_prompt
+from engine import logprobs_of, random_prompt, random_requests
 from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
 from oracle.tiny import make_tiny_llama
@@ -108,24 +108,17 @@ def assert_like_dense(model, pattern, prompt, output, trace, **select):
 @pytest.mark.both_runners("lserve-many")
 @pytest.mark.parametrize("pattern", [PATTERN, FEW], ids=["many", "few"])
 @pytest.mark.parametrize("name", RETRIEVAL)
-def test_answers_are_those_of_a_dense_model_that_chooses_for_retrieval_heads(engine, model, monkeypatch, name, pattern):
+def test_answers_are_those_of_a_dense_model_that_chooses_for_retrieval_heads(engine, model, poisoned, name, pattern):
     """Three requests in one batch; one is shorter than the selection at first."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine(
         policy_of(name, pattern), model=model, blocks=256, max_num_batched_tokens=192, enable_prefix_caching=False
     )
-    lengths = [(600, 40), (150, 70), (400, 30)]
-    requests = [
-        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
-        for seed, (length, tokens) in enumerate(lengths)
-    ]
-    outputs, traces = server.traced(requests)
     own = {
         field: value for field, value in RETRIEVAL[name].items() if field in (*SELECT, "select_every", "dense_layers")
     }
     chosen = [
-        assert_like_dense(model, pattern, prompt, output, trace, **own)
-        for (prompt, _), output, trace in zip(requests, outputs, traces)
+        assert_like_dense(model, pattern, *answer, **own)
+        for answer in server.answered(random_requests((600, 40), (150, 70), (400, 30)))
     ]
     assert min(chosen) > 4
     server.assert_nothing_left()
@@ -138,9 +131,8 @@ def test_a_hit_has_the_bounds_of_retrieval_heads(engine, model):
     prompts = [prefix + random_prompt(70, seed) for seed in (1, 2)]
     server = engine(policy_of("full"), model=model, blocks=256)
     server.generate([prefix], max_tokens=1)
-    outputs, traces = server.traced([(prompt, {"max_tokens": 30, "logprobs": 1}) for prompt in prompts])
     own = {field: value for field, value in RETRIEVAL["full"].items() if field != "name"}
-    for prompt, output, trace in zip(prompts, outputs, traces):
+    for prompt, output, trace in server.answered([(prompt, {"max_tokens": 30, "logprobs": 1}) for prompt in prompts]):
         assert trace.start >= 256
         assert assert_like_dense(model, PATTERN, prompt, output, trace, **own) > 100
     server.assert_nothing_left()

@@ -290,21 +290,17 @@ def test_a_nan_key_gives_nan_mass(isa, shape, per_token):
 
 
 @each_isa
-def test_same_bits_for_any_number_of_threads(isa):
-    before = torch.get_num_threads()
+def test_same_bits_for_any_number_of_threads(isa, set_threads):
     long_decode = [1, 1], [5000, 300]
-    try:
-        for query_lens, seq_lens in (DECODE, PREFILL, MIXED, long_decode, ([300], [2000])):
-            batch = Batch(query_lens, seq_lens)
-            results = []
-            for threads in (1, 2, 3, 8, 8):
-                torch.set_num_threads(threads)
-                results.append((batch.run(isa), batch.run(isa, rows=1)))
-            for result in results[1:]:
-                assert torch.equal(result[0], results[0][0])
-                assert torch.equal(result[1], results[0][1])
-    finally:
-        torch.set_num_threads(before)
+    for query_lens, seq_lens in (DECODE, PREFILL, MIXED, long_decode, ([300], [2000])):
+        batch = Batch(query_lens, seq_lens)
+        results = []
+        for threads in (1, 2, 3, 8, 8):
+            set_threads(threads)
+            results.append((batch.run(isa), batch.run(isa, rows=1)))
+        for result in results[1:]:
+            assert torch.equal(result[0], results[0][0])
+            assert torch.equal(result[1], results[0][1])
 
 
 @each_isa

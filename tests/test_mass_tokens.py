@@ -133,18 +133,14 @@ def test_tokens_not_seen_get_no_mass(isa, layout, dtype):
 
 
 @needs_extension
-def test_each_tokens_mass_has_the_same_bits_for_any_number_of_threads():
-    before = torch.get_num_threads()
-    try:
-        for query_lens, seq_lens in (DECODE, MIXED, ([1, 1], [5000, 300]), ([300], [2000])):
-            batch = Batch(query_lens, seq_lens)
-            results = []
-            for threads in (1, 2, 8):
-                torch.set_num_threads(threads)
-                results.append((batch.run(per_token=True), batch.run(rows=1, per_token=True)))
-            assert all(torch.equal(*pair) for result in results[1:] for pair in zip(result, results[0]))
-    finally:
-        torch.set_num_threads(before)
+def test_each_tokens_mass_has_the_same_bits_for_any_number_of_threads(set_threads):
+    for query_lens, seq_lens in (DECODE, MIXED, ([1, 1], [5000, 300]), ([300], [2000])):
+        batch = Batch(query_lens, seq_lens)
+        results = []
+        for threads in (1, 2, 8):
+            set_threads(threads)
+            results.append((batch.run(per_token=True), batch.run(rows=1, per_token=True)))
+        assert all(torch.equal(*pair) for result in results[1:] for pair in zip(result, results[0]))
 
 
 @pytest.mark.parametrize("built", [pytest.param(True, marks=needs_extension), False])

@@ -8,7 +8,7 @@ from copy import copy
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, logprobs_of, random_prompt
+from engine import PLAN, after, logprobs_of, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ from vllm_evict.policies import Blocks
 
 BLOCK = 32
 BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64}
-TRIGGER, BUDGET = 8, 6
+TRIGGER = 8
 POLICIES = {
     "h2o": {"name": "h2o", **BASE},
     "keydiff": {"name": "keydiff", **BASE},
@@ -299,19 +299,16 @@ def test_heads_without_finite_scores_of_tokens_give_up_their_oldest(engine, comp
     server.assert_nothing_left()
 
 
-def test_a_mass_pass_that_reads_a_freed_block_shows(engine, complaints, monkeypatch):
+def test_a_mass_pass_that_reads_a_freed_block_shows(engine, complaints, monkeypatch, poisoned):
     """A view that is stale for the mass pass alone: what attends, and so every output, is sound. Without NaN keys that
     count as NaN mass, block 1 would seem to draw nothing."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine(POLICIES["h2o"], max_num_batched_tokens=64, enable_prefix_caching=False)
-    cache, mass, schedule = server.worker.model_runner.kv_caches[0], CPUOps.mass, server.scheduler.schedule
+    cache, mass = server.worker.model_runner.kv_caches[0], CPUOps.mass
     freed, stale = [], []
 
-    def watched(*args, **kwargs):
-        output = schedule(*args, **kwargs)
+    def look(output, *_):
         plan = getattr(output, PLAN)
         freed[:] = [block for block in [*freed, *plan.poison] if block not in plan.clean]
-        return output
 
     def stale_mass(layer, query, kv_cache, metadata, *rest, **options):
         if freed:
@@ -322,7 +319,7 @@ def test_a_mass_pass_that_reads_a_freed_block_shows(engine, complaints, monkeypa
             stale.append(freed[0])
         mass(layer, query, kv_cache, metadata, *rest, **options)
 
-    server.scheduler.schedule = watched
+    after(server.scheduler, "schedule", look)
     monkeypatch.setattr(CPUOps, "mass", staticmethod(stale_mass))
     (output,) = server.generate([random_prompt(600)], max_tokens=10, logprobs=0)
     assert stale and np.isfinite(logprobs_of(output)).all()

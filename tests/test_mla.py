@@ -1,21 +1,17 @@
 """Multi-head latent attention (MLA) behind views: tiny DeepSeek-like models against transformers under explicit masks."""
 
-from contextlib import contextmanager
 from functools import partial
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from engine import logprobs_of, random_prompt
+from engine import assert_like_stock, logprobs_of, random_prompt
+from interpreter import in_place_of, use_kernels
 from latent import MODELS, make_latent, mended_rotation, stand_in
 from vllm.platforms.cpu import CpuPlatform
 from vllm.triton_utils import HAS_TRITON
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends import registry
 
-from vllm_evict.compute import sums, views
-from vllm_evict.compute.attention import device
+from vllm_evict.compute import sums
 from vllm_evict.compute.attention import latent as latent_ops
 from vllm_evict.config import KVPolicyError
 
@@ -125,21 +121,10 @@ def triton_mla(chunks, monkeypatch):
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
     from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl
 
-    from vllm_evict.triton_kernels.resident_view import resident_view
-
     monkeypatch.setattr(TritonMLAImpl, "do_kv_cache_update", CPUMLAImpl.do_kv_cache_update)
-    monkeypatch.setattr(views, "resident_view", resident_view)
-    with in_place(f"{TritonMLABackend.__module__}.{TritonMLABackend.__qualname__}"):
+    use_kernels(monkeypatch)
+    with in_place_of("CPU_MLA", f"{TritonMLABackend.__module__}.{TritonMLABackend.__qualname__}"):
         yield
-
-
-@contextmanager
-def in_place(backend):
-    """Context in which a backend takes the place of the CPU's."""
-    selector._cached_get_attn_backend.cache_clear()
-    with patch.dict(registry._ATTN_OVERRIDES, {registry.AttentionBackendEnum.CPU_MLA: backend}):
-        yield
-    selector._cached_get_attn_backend.cache_clear()
 
 
 @pytest.mark.parametrize("backend, size", [("FLASHMLA", 64), ("FLASH_ATTN_MLA", 16)])
@@ -147,7 +132,7 @@ def test_builders_for_a_device_plan_by_the_view(engine, truths, chunks, monkeypa
     """Short chunks of prompts are decodes of several queries there. Kernels have stand-ins."""
     stand_in(monkeypatch, backend)
     folder, model = truths()
-    with in_place("latent.Shown"):
+    with in_place_of("CPU_MLA", "latent.Shown"):
         sizes = {"budget": 4 * size, "sink": size, "recent": size, "buffer": 0}
         policy = {"name": "knorm", **sizes, "allow": ["sink-window"]}
         server = engine(policy, model=folder, block_size=size, max_num_batched_tokens=192)
@@ -174,8 +159,7 @@ def test_triton_reads_latents_through_the_view(engine, truths, triton_mla):
     prompts = [random_prompt(n, n) for n in (40, 150, 200)]
     asked = [{"max_tokens": 80 if name == "sink-window" else 12, "logprobs": 0} for name in names]
     requests = [{**each, "extra_args": {"kv_policy": name}} for each, name in zip(asked, names)]
-    outputs, traces = server.traced(list(zip(prompts, requests)))
-    for prompt, output, trace in zip(prompts, outputs, traces):
+    for prompt, output, trace in server.answered(list(zip(prompts, requests))):
         assert any(trace.evicted)
         np.testing.assert_allclose(logprobs_of(output), expected(model, prompt, output, trace), atol=3e-5)
     server.assert_nothing_left()
@@ -193,12 +177,8 @@ SCORED = [
 def on_device(request, chunks, monkeypatch):
     """Makes engines on a backend of a device."""
     from vllm_evict.triton_kernels import mass_from_lse, query_lse, tiles
-    from vllm_evict.triton_kernels.fold import fold
-    from vllm_evict.triton_kernels.take import take
 
-    monkeypatch.setattr(sums, "fold", fold)
-    monkeypatch.setattr(sums, "take", take)
-    monkeypatch.setattr(device, "take", take)
+    use_kernels(monkeypatch)
     monkeypatch.setattr(latent_ops, "HEADS_AT_ONCE", 2)  # two slices of the tiny model's heads
     # The interpreter takes fewer, larger tiles.
     monkeypatch.setattr(tiles, "PART_DIM", 256)
@@ -211,7 +191,7 @@ def on_device(request, chunks, monkeypatch):
             request.getfixturevalue("triton_mla")
             return engine(*args, **kwargs)
         stand_in(monkeypatch, backend)
-        with in_place("latent.Shown"):
+        with in_place_of("CPU_MLA", "latent.Shown"):
             return engine(*args, **kwargs)
 
     return make
@@ -220,9 +200,8 @@ def on_device(request, chunks, monkeypatch):
 @pytest.mark.both_runners("TRITON_MLA")
 @pytest.mark.parametrize("backend", SCORED)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-def test_scores_on_a_device_evict_what_those_of_a_cpu_evict(engine, truths, on_device, monkeypatch, backend):
+def test_scores_on_a_device_evict_what_those_of_a_cpu_evict(engine, truths, on_device, poisoned, backend):
     """Chunks of prompts beside decodes, under all policies that measure attention; freed blocks are full of NaN."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     folder, model = truths()
     names = ("h2o", "tova", "snapkv", "rkv", "scissorhands", "quest")
     prompts = [random_prompt(length, length) for length in (130, 105, 110, 115, 120, 125)]
@@ -245,12 +224,7 @@ def test_scores_on_a_device_evict_what_those_of_a_cpu_evict(engine, truths, on_d
 @pytest.mark.parametrize("architecture", MODELS)
 def test_full_is_stock_to_the_byte(engine, truths, architecture):
     folder, _ = truths(architecture)
-    got, want = (
-        engine(each, model=folder).generate([random_prompt(200)], max_tokens=20, logprobs=0)
-        for each in ({"name": "full"}, None)
-    )
-    assert got[0].outputs[0].token_ids == want[0].outputs[0].token_ids
-    assert logprobs_of(got[0]).tolist() == logprobs_of(want[0]).tolist()
+    assert_like_stock(engine, [random_prompt(200)], model=folder)
 
 
 def importances(model, prompt):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from connector import HostSpec, SimpleHostWorker, prompt_blocks
-from engine import Engine, logprobs_of, random_prompt
+from engine import Engine, exactly, random_prompt
 from vllm.distributed.kv_transfer.kv_connector.v1 import simple_cpu_offload_connector
 from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import get_block_hash
@@ -36,9 +36,8 @@ HOSTS = {
 
 
 @pytest.fixture
-def offloads(engine, monkeypatch):
+def offloads(engine, monkeypatch, poisoned):
     """Factory of engines whose connector copies late; freed blocks are full of NaN."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     monkeypatch.setattr(simple_cpu_offload_connector, "SimpleCPUOffloadWorker", SimpleHostWorker)
 
     def make(kind, policy=H2O, room=400, make=engine, delay=3, **kwargs):
@@ -166,7 +165,7 @@ def test_hits_are_what_was_computed(offloads, kind):
         for asked, hit in ((shared, pure), (prompt, kept)):
             (output,) = server.generate([asked], max_tokens=30, logprobs=1, **on("full"))
             assert output.num_cached_tokens == hit
-            answers.append((output.outputs[0].token_ids, logprobs_of(output).tolist()))
+            answers += exactly([output])
             settle(server)
             assert server.llm.reset_prefix_cache()
     assert answers[0] == answers[2] == answers[4] and answers[1] == answers[5]

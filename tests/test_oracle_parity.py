@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from engine import random_prompt
-from oracle.model import DenseLlama
 from oracle.replay import replay
 from parity import assert_like_oracle, oracle_config
 
@@ -44,7 +43,7 @@ POLICIES = {
 
 @pytest.mark.both_runners("h2o", "h2o-max-layers", "keydiff")
 @pytest.mark.parametrize("name", POLICIES)
-def test_evictions_and_logprobs_match_the_dense_oracle(engine, tiny, name):
+def test_evictions_and_logprobs_match_the_dense_oracle(engine, dense, name):
     """Three requests in one batch, prompts longer and shorter than a chunk, decoded past several decisions."""
     policy = POLICIES[name]
     subject = engine(kv_policy=policy, max_num_batched_tokens=192)
@@ -52,9 +51,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, tiny, name):
         (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1, "prompt_logprobs": prompt_logprobs})
         for seed, (length, tokens, prompt_logprobs) in enumerate([(500, 80, 1), (90, 220, None), (333, 64, None)])
     ]
-    outputs, traces = subject.traced(requests)
-    dense = DenseLlama(tiny)
-    for (prompt, _), output, trace in zip(requests, outputs, traces):
+    for prompt, output, trace in subject.answered(requests):
         tokens = [*prompt, *output.outputs[0].token_ids]
         reference = replay(dense, tokens, trace.steps, oracle_config(policy, prompt, BLOCK), start=trace.start)
         assert sum(map(len, trace.evicted)) > 0, "the policy never acted"
@@ -72,7 +69,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, tiny, name):
             np.testing.assert_allclose(got, want, atol=2e-3)
 
 
-def test_the_stock_kernel_may_keep_all_decodes(engine, tiny, monkeypatch):
+def test_the_stock_kernel_may_keep_all_decodes(engine, dense, monkeypatch):
     """With mass beside it: the same evictions."""
     monkeypatch.setattr(cpu, "decode_mass", lambda *_, **__: pytest.fail("it was to be left out"))
     monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
@@ -80,5 +77,5 @@ def test_the_stock_kernel_may_keep_all_decodes(engine, tiny, monkeypatch):
     server = engine(policy)
     prompt = random_prompt(200)
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 120, "logprobs": 1})])
-    assert assert_like_oracle(DenseLlama(tiny), prompt, output, trace, policy) > 2
+    assert assert_like_oracle(dense, prompt, output, trace, policy) > 2
     server.assert_nothing_left()

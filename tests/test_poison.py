@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, logprobs_of
+from engine import PLAN, V2, after, logprobs_of
 from oracle.model import DenseLlama
 from vllm.model_executor.layers.attention import Attention
 
@@ -111,19 +111,8 @@ def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching, de
     # States are their own memory's only reader, and not of the pages' dtype.
     assert len(caches) == len(server.worker.model_runner.kv_caches) or dense is not None
     plans, preempted = [], []
-    schedule, preempt = server.scheduler.schedule, server.scheduler._preempt_request
-
-    def watched_schedule(*args):
-        output = schedule(*args)
-        plans.append(getattr(output, PLAN))
-        return output
-
-    def watched_preempt(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    server.scheduler.schedule, server.scheduler._preempt_request = watched_schedule, watched_preempt
-
+    after(server.scheduler, "schedule", lambda output, *_: plans.append(getattr(output, PLAN)))
+    after(server.scheduler, "_preempt_request", lambda *_: preempted.append(True))
     crowd = Crowd(server, budgets, seed=1)
     poisoned = 0
     while crowd.busy:

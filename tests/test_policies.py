@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from engine import greedy, logprobs_of, random_prompt
-from oracle.model import DenseLlama
 from parity import assert_like_oracle
 
 from vllm_evict.compute.cached import CachedStatistics
@@ -14,11 +13,6 @@ from vllm_evict.policies.random import _splitmix
 SERVER = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 #: What any request may pick.
 EVICTING = [name for name, policy in POLICIES.items() if name not in ("full", "kvzip") and not policy.splits]
-
-
-@pytest.fixture(scope="module")
-def dense(tiny):
-    return DenseLlama(tiny)
 
 
 def granted(server, prompt, name):

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import greedy, logprobs_of, random_prompt
-from oracle.model import DenseLlama
+from engine import after, greedy, logprobs_of, random_prompt
 from oracle.visible import BLOCK, assert_like_dense, visible
 
 from vllm_evict.compute.sums import RunningSums
@@ -52,13 +51,12 @@ def run(server, prompts, preempt_at=(), max_tokens=60, **params):
 
 @pytest.mark.both_runners("h2o")
 @pytest.mark.parametrize("name", ["h2o", "recall", "snapkv", "keydiff", "full"])
-def test_a_restored_request_answers_as_one_that_was_never_preempted(engine, monkeypatch, tiny, name):
+def test_a_restored_request_answers_as_one_that_was_never_preempted(engine, poisoned, dense, name):
     """In the middle of its prompt, after it, while it decodes, and twice in a row; its sums and its holes are kept."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     policy = QUEST if name == "recall" else {**HOST, "name": "h2o" if name == "full" else name}
     asked = {"extra_args": {"kv_policy": "full"}} if name == "full" else {}
     policy |= {"allow": ["full"]} if name == "full" else {}
-    prompts, dense = [random_prompt(600), random_prompt(333, 1), random_prompt(40, 2)], DenseLlama(tiny)
+    prompts = [random_prompt(600), random_prompt(333, 1), random_prompt(40, 2)]
     (other, subject), results = (engine({**policy}, enable_prefix_caching=False) for _ in range(2)), []
     for server, steps in ((other, ()), (subject, (2, 4, 9, 10, 30, 31, 32))):
         results.append((*run(server, prompts, steps, **asked), server.metrics()))
@@ -78,10 +76,10 @@ def test_a_restored_request_answers_as_one_that_was_never_preempted(engine, monk
         assert server.scheduler.host_pool.used == 0
 
 
-def test_under_async_scheduling(async_engine, tiny):
+def test_under_async_scheduling(async_engine, dense):
     """A step in flight still writes blocks that are saved; its token comes before the request goes on."""
     server = async_engine({**QUEST}, enable_prefix_caching=False)
-    prompts, dense = [random_prompt(600), random_prompt(400, 1)], DenseLlama(tiny)
+    prompts = [random_prompt(600), random_prompt(400, 1)]
     outputs, masks = run(server, prompts, (5, 14, 25, 40))
     for prompt, output, mask in zip(prompts, outputs, masks):
         assert output.kv_usage.restored >= 2 and output.kv_usage.recalled_blocks > 0
@@ -89,19 +87,16 @@ def test_under_async_scheduling(async_engine, tiny):
     server.assert_nothing_left()
 
 
-def test_blocks_that_are_in_the_prefix_cache_are_taken_from_there(engine, monkeypatch):
+def test_blocks_that_are_in_the_prefix_cache_are_taken_from_there(engine, poisoned):
     """What other requests did not take is not copied, and blocks are published as they were."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine({**HOST, "allow": ["full"]})
     prompt, full = random_prompt(300), {"extra_args": {"kv_policy": "full"}}
-    copied, schedule = [], server.scheduler.schedule
+    copied = []
 
-    def watched(*args, **kwargs):
-        output = schedule(*args, **kwargs)
+    def look(output, *_):
         copied.append([copy.kind for copy in output.kv_evict_plan.copies if copy.kind != "poison"])
-        return output
 
-    server.scheduler.schedule = watched
+    after(server.scheduler, "schedule", look)
     (output,), _ = run(server, [prompt], (6,), max_tokens=20, **full)
     # 300 tokens and the first generated ones are ten blocks: all but the one that was being filled are published.
     assert output.kv_usage.restored == 1 and sum(copied, []) == ["save"] * 10 + ["fetch"]
@@ -122,12 +117,11 @@ def test_blocks_that_are_in_the_prefix_cache_are_taken_from_there(engine, monkey
     server.assert_nothing_left()
 
 
-def test_requests_that_the_host_cannot_keep_are_computed_again(engine, monkeypatch, tiny):
+def test_requests_that_the_host_cannot_keep_are_computed_again(engine, poisoned, dense):
     """Four host blocks are too few for one request and enough for another; a reset forgets what is saved; so does an
     abort."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine({**HOST, "host": 4 * 32768, "budget": 192}, enable_prefix_caching=False)
-    pool, dense = server.scheduler.host_pool, DenseLlama(tiny)
+    pool = server.scheduler.host_pool
     prompts = [random_prompt(100), random_prompt(600, 1)]
     (short, long), masks = run(server, prompts, (8,), max_tokens=20)
     assert (short.kv_usage.restored, short.kv_usage.recomputed) == (1, 0)
@@ -159,14 +153,13 @@ def test_requests_that_the_host_cannot_keep_are_computed_again(engine, monkeypat
     assert server.metrics()["preemptions_recomputed", "h2o"] == 3
 
 
-def test_a_pool_that_preempts_saves_and_restores(engine, monkeypatch, tiny):
+def test_a_pool_that_preempts_saves_and_restores(engine, poisoned, dense):
     """Requests that decode far beyond their prompts preempt each other, in a pool that holds two of them."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine(
         {**QUEST, "allow": ["full"]}, blocks=26, max_model_len=640, max_num_batched_tokens=128, max_num_seqs=6,
         enable_prefix_caching=False,
     )  # fmt: skip
-    prompts, dense = [random_prompt(30 + 40 * i, i) for i in range(6)], DenseLlama(tiny)
+    prompts = [random_prompt(30 + 40 * i, i) for i in range(6)]
     outputs, masks = run(server, prompts, max_tokens=300, extra_args={"kv_policy": "full"})
     assert sum(output.kv_usage.restored or 0 for output in outputs) > 3
     for prompt, output, mask in zip(prompts, outputs, masks):

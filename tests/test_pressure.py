@@ -6,10 +6,9 @@ import logging
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, greedy, logprobs_of, random_prompt
+from engine import PLAN, after, exactly, greedy, logprobs_of, random_prompt
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle.model import DenseLlama
 
 from vllm_evict.config import NEVER, KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
@@ -177,14 +176,8 @@ def test_it_preempts_nobody_where_floors_fit(engine, name):
 def test_requests_are_not_compared_in_every_step(engine, name):
     """To compare them costs the host time with each request and block: once for what decodes begin in some steps."""
     server = engine({**SERVERS[name], **({"buffer": 0} if name == "sink-window" else {})}, **SMALL)
-    choose, steps = server.scheduler.pressure.choose, []
-
-    def counting(*args, **kwargs):
-        steps.append(len(counts))
-        return choose(*args, **kwargs)
-
-    server.scheduler.pressure.choose = counting
-    counts = []
+    steps, counts = [], []
+    after(server.scheduler.pressure, "choose", lambda *_: steps.append(len(counts)))
     for index, prompt in enumerate(PROMPTS[:8]):
         server.add(prompt, f"p{index}", max_tokens=200)
     server.run(lambda server: counts.append(len(server.scheduler.running)))
@@ -202,35 +195,31 @@ def test_stock_preempts_on_that_load(engine):
 
 def test_a_quiet_server_changes_no_bit(engine):
     stock, server = engine(), engine(SERVERS["h2o"])
-    expected = [(o.outputs[0].token_ids, logprobs_of(o).tolist()) for o in outputs_of(stock)]
     outputs = outputs_of(server)
-    assert [(o.outputs[0].token_ids, logprobs_of(o).tolist()) for o in outputs] == expected
+    assert exactly(outputs) == exactly(outputs_of(stock))
     assert not any(output.kv_usage.evicted_blocks for output in outputs)
 
 
 @pytest.mark.both_runners("async_engine-h2o-ema")
 @pytest.mark.parametrize("name", ["h2o-ema", "sink-window"])
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
-def test_each_step_reads_what_is_left(request, tiny, name, make):
+def test_each_step_reads_what_is_left(request, dense, name, make):
     """Holes are made while a step is being planned: that very step must not read them, nor miss anything else; steps
     in flight still do."""
     server = request.getfixturevalue(make)(SERVERS[name], enable_prefix_caching=False, **SMALL)
-    steps, schedule = [], server.scheduler.schedule
+    steps = []
 
-    def watched(*args):
-        output = schedule(*args)
-        steps.append(
-            (dict(output.num_scheduled_tokens), {k: list(v) for k, v in getattr(output, PLAN).groups[0].holes.items()})
-        )
-        return output
+    def look(output, *_):
+        holes = {req_id: list(blocks) for req_id, blocks in getattr(output, PLAN).groups[0].holes.items()}
+        steps.append((dict(output.num_scheduled_tokens), holes))
 
-    server.scheduler.schedule = watched
+    after(server.scheduler, "schedule", look)
     prompts = dict(zip([f"p{i}" for i in range(8)], PROMPTS[:8], strict=True))
     for request_id, prompt in prompts.items():
         server.add(prompt, request_id, max_tokens=TOKENS, logprobs=0)
     done = server.run()
     assert preemptions(server) == 0
-    dense, evicted = DenseLlama(tiny), 0
+    evicted = 0
     for request_id, output in done.items():
         tokens = [*prompts[request_id], *output.outputs[0].token_ids]
         cache, holes, logits, n = dense.new_cache(), [], [], 0

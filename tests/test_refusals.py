@@ -20,6 +20,13 @@ def engine_config(model, policy=H2O, **arguments):
     return EngineArgs(model=str(model), kv_policy=policy, **arguments).create_engine_config()
 
 
+def refusal(check, *args, **arguments):
+    """The message with which a call is refused."""
+    with pytest.raises(KVPolicyError) as refused:
+        check(*args, **arguments)
+    return str(refused.value)
+
+
 def with_config(path, **changes):
     """The tiny Llama's directory with another config.json: enough for all that is decided before weights are read."""
     make_tiny_llama(path)
@@ -29,7 +36,6 @@ def with_config(path, **changes):
 
 
 LLAMA4 = dict(num_local_experts=1, num_experts_per_tok=1, interleave_moe_layer_step=1)
-EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
 WHISPER = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
 MODELS = {
     "sliding window": (
@@ -99,9 +105,7 @@ def test_models_that_cannot_be_served_are_refused_by_what_they_have(tmp_path, na
     changes, what = MODELS[name]
     model = with_config(tmp_path, **changes)
     for policy in (H2O, UNMEASURED):
-        with pytest.raises(KVPolicyError) as refused:
-            engine_config(model, policy)
-        message = str(refused.value)
+        message = refusal(engine_config, model, policy)
         assert f"KV policy {policy['name']!r} can't be used with " in message and what in message
         assert "leave --kv-policy out" in message and "\n" not in message
     stock = engine_config(model, None)
@@ -142,9 +146,7 @@ def test_what_cannot_be_served_beside_sliding_windows_is_refused_by_name(tmp_pat
     policy, arguments, instead = BESIDE[what]
     windows = with_config(tmp_path / "windows", sliding_window=64, layer_types=["sliding_attention", "full_attention"])
     full = with_config(tmp_path / "full", sliding_window=64, layer_types=["full_attention"] * 2)
-    with pytest.raises(KVPolicyError) as refused:
-        engine_config(windows, policy, **arguments)
-    message = str(refused.value)
+    message = refusal(engine_config, windows, policy, **arguments)
     assert f"KV policy {policy['name']!r} can't be used with sliding-window attention beside full attention" in message
     assert what.removesuffix(" by a request") in message and f": {instead}" in message and "\n" not in message
     engine_config(windows, H2O)
@@ -156,9 +158,7 @@ def test_what_cannot_be_served_beside_sliding_windows_is_refused_by_name(tmp_pat
 def test_what_cannot_be_served_beside_states_is_refused_by_name(tmp_path, what):
     policy, arguments, instead = BESIDE[what]
     hybrid = with_config(tmp_path, **JAMBA)
-    with pytest.raises(KVPolicyError) as refused:
-        engine_config(hybrid, policy, **arguments)
-    message = str(refused.value)
+    message = refusal(engine_config, hybrid, policy, **arguments)
     kinds = "Mamba, linear attention or short convolutions beside full attention"
     assert f"KV policy {policy['name']!r} can't be used with {kinds}" in message
     assert what.removesuffix(" by a request") in message and f": {instead}" in message and "\n" not in message
@@ -264,9 +264,7 @@ def test_settings_that_cannot_be_served_are_refused_by_name(tiny, what):
     if (speculative := arguments.get("speculative_config")) is not None:
         speculative = {key: str(tiny) if value == "{model}" else value for key, value in speculative.items()}
         arguments = {**arguments, "speculative_config": speculative}
-    with pytest.raises(KVPolicyError) as refused:
-        engine_config(tiny, **arguments)
-    message = str(refused.value)
+    message = refusal(engine_config, tiny, **arguments)
     assert what in message and instead in message and "\n" not in message
 
 
@@ -315,9 +313,7 @@ CONNECTORS = {
 @pytest.mark.parametrize("what", CONNECTORS)
 def test_what_cannot_be_served_beside_a_kv_connector_is_refused_by_name(tiny, what):
     policy, arguments, instead = CONNECTORS[what]
-    with pytest.raises(KVPolicyError) as refused:
-        engine_config(tiny, policy, **arguments)
-    message = str(refused.value)
+    message = refusal(engine_config, tiny, policy, **arguments)
     assert f"KV policy {policy['name']!r} can't be used with " in message and "\n" not in message
     assert what in message and f": {instead}" in message
 

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from test_refusals import H2O, UNMEASURED, RayDistributedExecutor, engine_config
+from test_refusals import H2O, UNMEASURED, RayDistributedExecutor, engine_config, refusal
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -94,9 +94,7 @@ NOT_ON_A_CPU = {
 @pytest.mark.parametrize("what", NOT_ON_A_CPU)
 def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
     refusals.check_config(plain_config(), KVPolicyConfig.parse(H2O))
-    with pytest.raises(KVPolicyError) as refused:
-        refusals.check_config(plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
-    message = str(refused.value)
+    message = refusal(refusals.check_config, plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
     assert what in message and ("leave" in message or "set --" in message or "unset " in message)
 
 
@@ -193,9 +191,7 @@ PER_KIND = "--attention-config.backend_per_kind.full_attention"
     }.items(),
 )
 def test_a_backend_named_by_somebody_is_refused_before_anything_is_loaded(tiny, setting, arguments):
-    with pytest.raises(KVPolicyError) as refused:
-        engine_config(tiny, **arguments)
-    assert str(refused.value) == (
+    assert refusal(engine_config, tiny, **arguments) == (
         f"KV policy 'h2o' can't be used with the attention backend FLEX_ATTENTION: {RUN_ON}; set {setting.strip()} to one of "
         "these, or leave --kv-policy out"
     )
@@ -224,9 +220,8 @@ def test_every_entry_refuses_on_its_own(monkeypatch):
     for index, (_, what, instead) in enumerate(entries):
         alone = [(i == index, *entry[1:]) for i, entry in enumerate(entries)]
         monkeypatch.setattr(refusals, "_settings", lambda *_, alone=alone: alone)
-        with pytest.raises(KVPolicyError) as refused:
-            refusals.check_config(None, KVPolicyConfig.parse(H2O))
-        assert what in str(refused.value) and instead in str(refused.value)
+        message = refusal(refusals.check_config, None, KVPolicyConfig.parse(H2O))
+        assert what in message and instead in message
 
 
 def test_a_policy_without_scores_may_have_any_kv_dtype(tiny):

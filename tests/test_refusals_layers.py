@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_refusals import H2O, UNMEASURED, engine_config, with_config
+from test_refusals import H2O, UNMEASURED, engine_config, refusal, with_config
 from test_refusals_backends import PER_KIND, RUN_ON, SERVED, plain_config
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -30,9 +30,7 @@ def layer(backend="CPU_ATTN", **impl):
 
 def test_attention_that_the_score_pass_does_not_know_is_refused_by_layer():
     slopes = {"alibi_slopes": [0.5]}
-    with pytest.raises(KVPolicyError) as refused:
-        refusals.check_layer("model.layers.3.attn", layer(**slopes), KVPolicyConfig.parse(H2O))
-    message = str(refused.value)
+    message = refusal(refusals.check_layer, "model.layers.3.attn", layer(**slopes), KVPolicyConfig.parse(H2O))
     assert "model.layers.3.attn" in message and "ALiBi" in message and '"allow": []' in message
     refusals.check_layer("model.layers.3.attn", layer(**slopes), KVPolicyConfig.parse(UNMEASURED))
 
@@ -45,9 +43,7 @@ def test_attention_that_it_knows_is_served(impl):
 def test_layers_of_unknown_backends_are_refused():
     policy = KVPolicyConfig.parse(UNMEASURED)
     for backend in ("TRITON_FLASHINFER", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV"):
-        with pytest.raises(KVPolicyError) as refused:
-            refusals.check_layer("layer.7", layer(backend), policy)
-        assert str(refused.value) == (
+        assert refusal(refusals.check_layer, "layer.7", layer(backend), policy) == (
             f"KV policy 'sink-window' can't be used with the attention backend {backend}, which layer.7 has: {RUN_ON}; "
             "set --attention-backend to one of these, or leave --kv-policy out"
         )
@@ -104,10 +100,8 @@ def test_policies_that_split_heads_are_refused_where_plans_are_for_all_of_them(n
             "": lambda: refusals.check_config(plain, config),
             ", which layer.7 has": lambda: refusals.check_layer("layer.7", layer(named), config),
         }.items():
-            with pytest.raises(KVPolicyError) as refused:
-                check()
             what = f"KV policy {name!r} can't be used with the attention backend FLASHINFER{where}"
-            assert str(refused.value) == f"{what}: it {why}"
+            assert refusal(check) == f"{what}: it {why}"
     per_kind = {"full_attention": AttentionBackendEnum.FLASHINFER}
     plain = plain_config(device_config__device_type="cuda", attention_config__backend_per_kind=per_kind)
     with pytest.raises(KVPolicyError, match=f"set {PER_KIND} {instead}"):

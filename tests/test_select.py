@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from engine import logprobs_of, random_prompt
+from engine import after, logprobs_of, random_prompt, random_requests
 from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
 from oracle.tiny import make_tiny_llama
@@ -67,17 +67,13 @@ CASES = {
 
 @pytest.mark.both_runners("full", "quest")
 @pytest.mark.parametrize("name", CASES)
-def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, monkeypatch, name):
+def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, name):
     """Three requests in one batch; one is shorter than the selection at first."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     policy = dict(CASES[name])
     if "filter_layers" in policy:
         del policy["dense_layers"]
     server = engine(policy, model=deep, max_num_batched_tokens=192)
-    requests = [
-        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
-        for seed, (length, tokens) in enumerate([(700, 50), (230, 80), (500, 40)])
-    ]
+    requests = random_requests((700, 50), (230, 80), (500, 40))
     outputs, traces = server.traced(requests)
     chosen = 0
     given = {field: value for field, value in policy.items() if field in OWN}
@@ -94,8 +90,7 @@ def test_under_async_scheduling_with_prefixes_that_are_cached(async_engine, deep
     prefix = random_prompt(400)
     server.generate([prefix], max_tokens=1)
     prompts = [prefix + random_prompt(90, seed) for seed in (1, 2)]
-    outputs, traces = server.traced([(prompt, {"max_tokens": 40, "logprobs": 1}) for prompt in prompts])
-    for prompt, output, trace in zip(prompts, outputs, traces):
+    for prompt, output, trace in server.answered([(prompt, {"max_tokens": 40, "logprobs": 1}) for prompt in prompts]):
         assert trace.start >= 384
         # A step that is planned before the request is known to have ended computes nothing of it.
         trace.steps, trace.evicted = trace.steps[: len(trace.evicted)], trace.evicted
@@ -120,15 +115,13 @@ def test_a_selection_that_covers_all_changes_no_bit(engine, monkeypatch):
     assert len(chosen) == 2  # layers
 
 
-def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch):
+def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch, poisoned):
     """Requests come and are preempted, blocks go to the host and come back, prefixes are hit; freed blocks are NaN."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     tier = {"evict": "host", "host": "16MiB", "recall": "quest", "recall_every": 2, "again": 64}
     policy = {"name": "quest", "budget": 224, "buffer": 32, "sink": 32, "recent": 32, **tier}
     select = {"select": 160, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
     server = engine({**policy, **select}, model=deep, blocks=26, max_model_len=1024, max_num_batched_tokens=128)
     checked, choose, preempted = [], Selection.choose, []
-    preempt = server.scheduler._preempt_request
 
     def compared(self, choice, layer, place, query):
         blocks = choice.resident[:-1].long()
@@ -139,12 +132,8 @@ def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch)
         checked.append(place)
         return chosen
 
-    def watched(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
     monkeypatch.setattr(Selection, "choose", compared)
-    server.scheduler._preempt_request = watched
+    after(server.scheduler, "_preempt_request", lambda *_: preempted.append(True))
     rng, ids, outputs, prefix, steps = np.random.default_rng(0), [], {}, random_prompt(200, 9), 0
     while len(ids) < 12 or server.llm.llm_engine.has_unfinished_requests():
         if len(ids) < 12 and rng.random() < 0.4:

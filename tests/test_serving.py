@@ -7,8 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, V2, Engine, logprobs_of, random_prompt
-from oracle.model import DenseLlama
+from engine import PLAN, V2, Engine, after, logprobs_of, random_prompt
 from parity import assert_like_oracle
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
@@ -38,11 +37,6 @@ def table_of(logprobs):
 def everything(output):
     completion = output.outputs[0]
     return list(completion.token_ids), table_of(completion.logprobs), table_of(output.prompt_logprobs)
-
-
-@pytest.fixture(scope="module")
-def dense(tiny):
-    return DenseLlama(tiny)
 
 
 # --- full, and budgets that cover the sequence -----------------------------------------------------------------------
@@ -112,16 +106,13 @@ def test_blocks_go_back_to_the_pool(engine, name, chunk):
     ceil((budget + buffer) / block) + 1; with a chunk in flight, budget + buffer + the chunk."""
     policy = POLICIES[name]
     server = engine(policy, max_num_batched_tokens=chunk)
-    peaks, after = {}, []
-    schedule = server.scheduler.schedule
+    peaks, steady = {}, []
 
-    def watched(*args):
-        output = schedule(*args)
+    def look(output, *_):
         for req_id in output.num_scheduled_tokens:
             peaks[req_id] = max(peaks.get(req_id, 0), len(server.held_by(req_id)))
-        return output
 
-    server.scheduler.schedule = watched
+    after(server.scheduler, "schedule", look)
 
     def check(server):
         assert server.free_blocks == server.all_blocks - len(server.held_blocks())
@@ -129,12 +120,12 @@ def test_blocks_go_back_to_the_pool(engine, name, chunk):
             held = server.held_by(request.request_id)
             assert len(held) == len(set(held))
             assert len(held) <= most_held(policy)
-            after.append(len(held))
+            steady.append(len(held))
 
     for seed, (length, tokens) in enumerate([(700, 40), (64, 250), (330, 90)]):
         server.add(random_prompt(length, seed), max_tokens=tokens)
     outputs = server.run(check)
-    assert max(after) >= most_held(policy) - 1, "the bound was never reached: nothing was shown"
+    assert max(steady) >= most_held(policy) - 1, "the bound was never reached: nothing was shown"
     limit = math.ceil((policy["budget"] + policy["buffer"] + chunk) / BLOCK) + 1
     assert max(peaks.values()) <= limit < 700 // BLOCK
     assert sorted(peaks.values()) == sorted(output.kv_usage.peak_resident_blocks for output in outputs.values())
@@ -327,14 +318,12 @@ def test_a_stop_string_ends_a_request_with_its_usage(engine):
 def test_usage_so_far_is_sent_when_it_is_news(engine):
     """The front end keeps the last one, as a stop string may end the request with any token."""
     server = engine(H2O, enable_prefix_caching=False)
-    sent, update = [], server.scheduler.update_from_output
+    sent = []
 
-    def watched(*args):
-        clients = update(*args)
+    def look(clients, *_):
         sent.extend(getattr(output, "kv_usage", None) for client in clients.values() for output in client.outputs)
-        return clients
 
-    server.scheduler.update_from_output = watched
+    after(server.scheduler, "update_from_output", look)
     server.add(random_prompt(300), max_tokens=100, stop=["no such words"])
     (output,) = server.run().values()
     usages = [usage for usage in sent[:-1] if usage]
@@ -403,10 +392,10 @@ def test_no_request_holds_more_than_the_servers_bound(engine):
     policy = {"name": "h2o", "budget": 200, "buffer": 40, "sink": 20, "recent": 50}
     server = engine(policy, enable_prefix_caching=False)
     bound = math.ceil((200 + 40) / BLOCK)
-    after = []
+    held = []
 
     def check(server):
-        after.extend(len(server.held_by(request.request_id)) for request in server.scheduler.running)
+        held.extend(len(server.held_by(request.request_id)) for request in server.scheduler.running)
 
     for extra_args in ({}, {"kv_policy": "sink-window"}, {"kv_budget": 200}, {"kv_budget": 224}, {"kv_budget": 0.5}):
         try:
@@ -414,4 +403,4 @@ def test_no_request_holds_more_than_the_servers_bound(engine):
         except VLLMValidationError:
             assert extra_args == {"kv_budget": 224}  # may as well be refused
     server.run(check)
-    assert max(after) == bound
+    assert max(held) == bound

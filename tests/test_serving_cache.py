@@ -4,14 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-import test_serving
 from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from parity import assert_like_oracle
 from test_serving import BLOCK, H2O, POLICIES, WINDOW, on
-
-dense = test_serving.dense
-
 
 # --- prefix caching --------------------------------------------------------------------------------------------------
 

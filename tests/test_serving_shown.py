@@ -4,16 +4,12 @@ import logging
 
 import numpy as np
 import pytest
-import test_serving
 from engine import greedy, random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
 from test_serving import BLOCK, H2O, POLICIES, WINDOW, most_held, on
 from vllm.sampling_params import StructuredOutputsParams
-
-dense = test_serving.dense
-
 
 # --- what is visible -------------------------------------------------------------------------------------------------
 

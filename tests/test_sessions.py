@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, greedy, random_prompt
-from oracle.model import DenseLlama
+from engine import PLAN, after, greedy, random_prompt
 from oracle.replay import Request
 from parity import oracle_config
 from vllm.exceptions import VLLMValidationError
@@ -52,10 +51,8 @@ class Sessions:
         self.sent, self.answers, self.usage, self._open, self._pending = {}, {}, {}, {}, {}
         self.steps, self.told, self.decided, self.moved, self.restarts = {}, {}, {}, {}, 0
         scheduler = server.scheduler
-        schedule, update, preempt = scheduler.schedule, scheduler.update_from_output, scheduler._preempt_request
 
-        def watched_schedule(*args):
-            output = schedule(*args)
+        def plan(output, *_):
             for req_id, holes in getattr(output, PLAN).groups[0].holes.items():
                 self._pending.setdefault(req_id, []).extend(holes)
             for req_id, tokens in output.num_scheduled_tokens.items():
@@ -70,21 +67,18 @@ class Sessions:
             for move in getattr(output, PLAN).rotations:
                 self.moved.setdefault(move.req_id, set()).add(len(self.steps[move.req_id]) - 1)
             output.at = {req_id: len(self.steps[req_id]) - 1 for req_id in output.num_scheduled_tokens}
-            return output
 
-        def watched_update(output, *args):
-            result = update(output, *args)
+        def settle(_, output, *args):
             for req_id, holes in scheduler._plan.groups[0].holes.items():
                 if req_id in output.at:
                     self.decided.setdefault(req_id, {})[output.at[req_id]] = sorted(holes)
-            return result
 
-        def watched_preempt(*args, **kwargs):
+        def restarted(*_):
             self.restarts += 1
-            return preempt(*args, **kwargs)
 
-        scheduler.schedule, scheduler.update_from_output = watched_schedule, watched_update
-        scheduler._preempt_request = watched_preempt
+        after(scheduler, "schedule", plan)
+        after(scheduler, "update_from_output", settle)
+        after(scheduler, "_preempt_request", restarted)
 
     def _stops(self, request, max_model_len):
         turn = len(self.answers.get(request.request_id, ()))
@@ -112,6 +106,11 @@ class Sessions:
             self.send(name, [0], resumable=False)
         for _ in range(4):
             self.step()
+
+    def end(self, *names):
+        """No more input, after which nothing is left."""
+        self.close(*names)
+        self.server.assert_nothing_left()
 
     def step(self):
         for output in self.core.get_output().outputs:
@@ -203,11 +202,6 @@ def talk(sessions, turns, name="s", on_step=lambda: None, queued=False, between=
     sessions.run(on_step)
 
 
-@pytest.fixture(scope="module")
-def dense(tiny):
-    return DenseLlama(tiny)
-
-
 @pytest.mark.both_runners("h2o-one-by-one")
 @pytest.mark.parametrize("name, queued", [*((name, False) for name in POLICIES), ("h2o", True)], ids=QUEUED.get)
 def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, name, queued):
@@ -226,8 +220,7 @@ def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, nam
     assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
     assert max(steady) <= trigger
     assert sessions.usage["s"].evicted_blocks == sum(len(got) for got, _ in choices.values())
-    sessions.close("s")
-    server.assert_nothing_left()
+    sessions.end("s")
 
 
 @pytest.mark.both_runners("h2o-queued")
@@ -250,8 +243,7 @@ def test_with_steps_in_flight(async_engine, dense, monkeypatch, name, queued):
         assert all(got == want for got, want in choices.values())
     assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
     assert len(server.held_by("s")) <= 8 + 2
-    sessions.close("s")
-    server.assert_nothing_left()
+    sessions.end("s")
 
 
 @pytest.mark.parametrize("ends", [90, 91, 92])
@@ -267,8 +259,7 @@ def test_a_turn_may_end_on_a_blocks_edge(async_engine, monkeypatch, ends):
     sessions.run()
     assert all(np.isfinite(logprobs).all() for _, logprobs in sessions.answers["s"])
     assert len(server.held_by("s")) <= 4 + 2
-    sessions.close("s")
-    server.assert_nothing_left()
+    sessions.end("s")
 
 
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
@@ -297,8 +288,7 @@ def test_preempted_turns_start_over_with_everything(request, dense, make):
     at = len(tokens) - len(answer) - 1
     want = [logprobs[at + i, token].item() for i, token in enumerate(answer)]
     np.testing.assert_allclose(got[-20:], want[-20:], atol=2e-3)
-    sessions.close("s")
-    server.assert_nothing_left()
+    sessions.end("s")
 
 
 @pytest.mark.parametrize("make", ["engine", "async_engine"])
@@ -322,8 +312,7 @@ def test_under_pressure(request, make):
     assert told_twice and not any(told_twice)
     assert all(np.isfinite(logprobs).all() for name in names for _, logprobs in sessions.answers[name])
     assert sum(sessions.resident(name).evicted_blocks for name in names) > 8
-    sessions.close(*names)
-    server.assert_nothing_left()
+    sessions.end(*names)
 
 
 def test_what_a_turn_leaves_out_as_null_stays_what_it_was(engine, complaints):
@@ -334,8 +323,7 @@ def test_what_a_turn_leaves_out_as_null_stays_what_it_was(engine, complaints):
         sessions.run()
         assert sessions.resident("s").config.budget == 160 < H2O["budget"]
     assert not complaints
-    sessions.close("s")
-    server.assert_nothing_left()
+    sessions.end("s")
 
 
 def test_sessions_that_fill_the_pool_between_turns_make_room_for_the_next(engine):
@@ -348,15 +336,13 @@ def test_sessions_that_fill_the_pool_between_turns_make_room_for_the_next(engine
         sessions.run()
         evicted = sum(sessions.resident(name).evicted_blocks for name in names)
         assert (evicted > 0) == (turn > 0) and server.free_blocks < 8
-    sessions.close(*names)
-    server.assert_nothing_left()
+    sessions.end(*names)
 
 
 @pytest.mark.both_runners("token")
 @pytest.mark.parametrize("granularity", ["block", "token"])
-def test_a_turn_that_ends_over_its_trigger_leaves_room_for_the_next(engine, monkeypatch, granularity):
+def test_a_turn_that_ends_over_its_trigger_leaves_room_for_the_next(engine, poisoned, granularity):
     """A turn ends with a chunk, so nothing is decided after it. The pool is the smallest that start-up accepts."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     policy = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "granularity": granularity}
     server = engine(policy, blocks=(128 + CHUNK) // BLOCK + 2, max_num_batched_tokens=CHUNK, max_model_len=1024)
     sessions = Sessions(server)
@@ -364,8 +350,7 @@ def test_a_turn_that_ends_over_its_trigger_leaves_room_for_the_next(engine, monk
         sessions.send("s", random_prompt(length, turn), 1)
         sessions.run()
     assert sessions.resident("s").evicted_blocks
-    sessions.close("s")
-    server.assert_nothing_left()
+    sessions.end("s")
 
 
 # ---- What a session may keep follows its prompt, and what its turns ask for
@@ -387,8 +372,7 @@ def test_it_is_evicted_from_once_it_has_grown_beyond_min_prompt(engine, dense, n
     choices, logits = replay(dense, sessions, "s", tokens, [(0, POLICIES[name])], random_prompt(150), from_=150 + 39)
     assert len(choices) >= 5 and all(got == want for got, want in choices.values())
     assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
-    sessions.close("s")
-    server.assert_nothing_left()
+    sessions.end("s")
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "fastgen"])
@@ -411,8 +395,7 @@ def test_a_ratio_is_of_the_prompt_so_far(engine, dense, name):
         choices, logits = replay(dense, sessions, "s", tokens, policies, random_prompt(150))
         assert len(choices) >= 4 and all(got == want for got, want in choices.values())
         assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
-    sessions.close("s")
-    server.assert_nothing_left()
+    sessions.end("s")
 
 
 def test_a_turn_may_ask_for_another_budget(engine, complaints):
@@ -438,8 +421,7 @@ def test_a_turn_may_ask_for_another_budget(engine, complaints):
     assert "keeps the KV policy of its first turn, 'h2o'" in complaints[1][1]
     assert sessions.resident("s").config.name == "h2o"
     assert sessions.usage["s"].policy == "h2o"
-    sessions.close("s")
-    server.assert_nothing_left()
+    sessions.end("s")
 
 
 def test_a_smaller_budget_holds_from_the_next_step_on(engine):
@@ -452,8 +434,7 @@ def test_a_smaller_budget_holds_from_the_next_step_on(engine):
     sessions.send("s", random_prompt(3, 1), 2, extra_args={"kv_budget": 96})
     sessions.run()
     assert len(server.held_by("s")) == 3
-    sessions.close("s")
-    server.assert_nothing_left()
+    sessions.end("s")
 
 
 def test_the_front_end_refuses_another_policy(engine):

@@ -1,34 +1,21 @@
 """Layers that read another layer's cache (Gemma 3n, Gemma 4 E2B): they lose the same blocks, and add to its scores."""
 
-from functools import cache
-
 import pytest
+import test_logits
 import test_poison
 from engine import random_prompt
-from oracle.logits import SHARING, DenseLogits, make_tiny
-from parity import assert_like_oracle, assert_tokens_like_oracle
-from test_logits import BASE, POLICIES, TOKENS, check_full_is_stock, served
+from oracle.logits import SHARING, make_tiny
+from parity import assert_like_oracle
+from test_logits import BASE, POLICIES, served
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_evict.config import KVPolicyError
 
+models = test_logits.models
 SCORED = {
     **{name: {"name": name, **BASE} for name in ("sink-window", "keydiff")},
     **{name: POLICIES[name] for name in ("h2o", "snapkv")},
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Kind -> its directory and dense model."""
-    folder = tmp_path_factory.mktemp("sharing")
-
-    @cache
-    def make(kind):
-        path = make_tiny(folder / kind, kind)
-        return path, DenseLogits(path)
-
-    return make
 
 
 @pytest.mark.both_runners("gemma3n_text-h2o")
@@ -61,17 +48,12 @@ def caches(server):
 
 @pytest.mark.parametrize("kind", SHARING)
 def test_tokens_of_each_head_match_the_dense_oracle(engine, models, kind):
-    path, dense = models(kind)
-    server, requests = served(engine, TOKENS, path, ((500, 90), (90, 240)))
-    for request in requests:
-        assert_tokens_like_oracle(dense, *request, TOKENS)
-    assert all(any(trace.evicted) for _, _, trace in requests)
-    server.assert_nothing_left()
+    test_logits.check_tokens(engine, *models(kind))
 
 
 @pytest.mark.parametrize("kind", SHARING)
 def test_full_is_stock_to_the_byte(engine, models, kind):
-    check_full_is_stock(engine, models(kind)[0])
+    test_logits.check_full_is_stock(engine, models(kind)[0])
 
 
 @pytest.mark.nightly(push=("gemma3n_text",))

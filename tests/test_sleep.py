@@ -2,7 +2,7 @@
 
 import pytest
 from drafting import NGRAM
-from engine import logprobs_of, random_prompt
+from engine import exactly, random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle
@@ -56,10 +56,7 @@ def answers(server):
     """Tokens, log-probabilities and evictions of requests that run together."""
     outputs, traces = server.traced([(prompt, {"max_tokens": 60, "logprobs": 1}) for prompt in PROMPTS])
     assert all(sum(map(len, trace.evicted)) > 3 for trace in traces)
-    return [
-        (output.outputs[0].token_ids, logprobs_of(output).tolist(), trace.evicted, trace.start)
-        for output, trace in zip(outputs, traces)
-    ]
+    return [(*its, trace.evicted) for its, trace in zip(exactly(outputs), traces)]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -103,8 +100,9 @@ def test_requests_that_wait_for_the_waking_start_over(engine, tiny, monkeypatch,
         elif steps == 27:
             assert server.core.reset_prefix_cache(reset_running_requests=True)
 
-    outputs, traces = server.traced([(prompt, {"max_tokens": 90, "logprobs": 1}) for prompt in PROMPTS], forget)
-    for prompt, output, trace in zip(PROMPTS, outputs, traces):
+    for prompt, output, trace in server.answered(
+        [(prompt, {"max_tokens": 90, "logprobs": 1}) for prompt in PROMPTS], forget
+    ):
         assert trace.restarts == 3 and trace.start == 0
         assert ORACLES[name](dense, prompt, output, trace, POLICIES[name])
     server.assert_nothing_left()
@@ -123,9 +121,8 @@ def test_after_a_reload_requests_are_served_by_the_new_weights(engine, other, na
     assert after == answers(engine(POLICIES[name], model=other)) != before
 
 
-def test_weights_change_under_requests_that_wait(engine, tiny, other, monkeypatch):
+def test_weights_change_under_requests_that_wait(engine, tiny, other, poisoned):
     """Paused, reloaded, resumed: what a request had generated stays, and the rest is the new weights' with their evictions."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server, steps = engine(POLICIES["h2o"], max_num_batched_tokens=96), 0
 
     def reload(server):
@@ -136,8 +133,9 @@ def test_weights_change_under_requests_that_wait(engine, tiny, other, monkeypatc
             server.llm.wake_up()
             server.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
 
-    outputs, traces = server.traced([(prompt, {"max_tokens": 90, "logprobs": 1}) for prompt in PROMPTS], reload)
-    for prompt, output, trace in zip(PROMPTS, outputs, traces):
+    for prompt, output, trace in server.answered(
+        [(prompt, {"max_tokens": 90, "logprobs": 1}) for prompt in PROMPTS], reload
+    ):
         assert trace.restarts == 1 and trace.known > len(prompt)
         assert assert_like_oracle(DenseLlama(other), prompt, output, trace, POLICIES["h2o"]) > 3
     server.assert_nothing_left()

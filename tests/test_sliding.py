@@ -10,7 +10,7 @@ import test_serving_cache
 import test_sessions
 import test_tokens
 import torch
-from engine import logprobs_of, random_prompt
+from engine import exactly, logprobs_of, random_prompt, random_requests
 from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
@@ -98,10 +98,7 @@ def check_like_oracle(engine, model, policy, windows, groups):
     assert [layers_of(group) for group in server.scheduler.kv_cache_config.kv_cache_groups] == groups
     full = groups_with_holes(server)
     assert full == [group for group in groups if not windows[group[0]]]
-    requests = [
-        (random_prompt(length, seed), {"max_tokens": tokens, "logprobs": 1})
-        for seed, (length, tokens) in enumerate([(500, 80), (90, 220), (333, 64)])
-    ]
+    requests = random_requests((500, 80), (90, 220), (333, 64))
     outputs, traces = server.traced(requests)
     dense = DenseLlama(model)
     for (prompt, _), output, trace in zip(requests, outputs, traces):
@@ -183,12 +180,7 @@ def test_turns_of_a_session_go_on_with_holes_and_scores(engine, models, queued):
     assert len(choices) >= 5 and all(got == want for got, want in choices.values()), choices
     turns = [length for length, _ in test_sessions.TURNS]
     test_sessions.assert_like_oracle(sessions, "s", dense, logits, tokens, turns)
-    sessions.close("s")
-    server.assert_nothing_left()
-
-
-def exactly(outputs):
-    return [(output.outputs[0].token_ids, logprobs_of(output).tolist(), output.num_cached_tokens) for output in outputs]
+    sessions.end("s")
 
 
 PREFIX = random_prompt(300, 7)

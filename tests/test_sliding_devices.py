@@ -9,11 +9,11 @@ import pytest
 import test_device_backends
 import test_full_graphs
 import test_warmup
-from engine import logprobs_of, random_prompt
+from engine import random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
-from test_device_backends import BASE, BLOCK, POLICIES, on
+from test_device_backends import BLOCK, POLICIES, on
 from test_full_graphs import OWN, STOCK, replays
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -32,20 +32,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
 def test_full_is_stock(server, model):
-    check_full_is_stock(server, model)
-
-
-def check_full_is_stock(server, model):
-    """To the byte; so is a budget that covers the sequence, whose blocks are measured."""
-    prompts = [random_prompt(70), random_prompt(20, 1)]
-    stock, *others = (
-        server(policy, model=model).generate(prompts, max_tokens=6, logprobs=0)
-        for policy in (None, {"name": "full"}, {"name": "h2o", **BASE, "budget": 96})
-    )
-    for outputs in others:
-        for one, other in zip(outputs, stock, strict=True):
-            assert one.outputs[0].token_ids == other.outputs[0].token_ids
-            assert logprobs_of(one).tolist() == logprobs_of(other).tolist()
+    test_device_backends.check_full_is_stock(server, model=model)
 
 
 CASES = [on("triton", "h2o"), on("triton", "sink-window"), on("fa3", "h2o"), on("fa2", "sink-window")]
@@ -62,8 +49,7 @@ def check_evictions(server, model, name):
     requests = [
         (random_prompt(length), {"max_tokens": tokens, "logprobs": 0}) for length, tokens in [(100, 17), (61, 14)]
     ]
-    outputs, traces = subject.traced(requests)
-    for (prompt, _), output, trace in zip(requests, outputs, traces):
+    for prompt, output, trace in subject.answered(requests):
         assert assert_like_oracle(dense, prompt, output, trace, POLICIES[name], block_size=BLOCK) > 0
     subject.assert_nothing_left()
 

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from engine import logprobs_of, random_prompt
+from engine import assert_like_stock, exactly, logprobs_of, random_prompt
 from oracle.tiny import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -106,12 +106,7 @@ def test_logprobs_after_evictions_are_those_of_transformers(engine, truths, arch
 @pytest.mark.parametrize("architecture", MODELS)
 def test_full_is_stock_to_the_byte(engine, truths, architecture):
     folder, _ = truths(architecture)
-    got, want = (
-        engine(policy, model=folder).generate([random_prompt(300)], max_tokens=20, logprobs=0)
-        for policy in ({"name": "full"}, None)
-    )
-    assert got[0].outputs[0].token_ids == want[0].outputs[0].token_ids
-    assert logprobs_of(got[0]).tolist() == logprobs_of(want[0]).tolist()
+    assert_like_stock(engine, [random_prompt(300)], model=folder)
 
 
 #: Windows of Step-3.5 have more query heads than full attention, and pages of another size here.
@@ -127,19 +122,17 @@ STEP = dict(
 )  # fmt: skip
 
 
-def test_step_3_5_loses_blocks_and_full_is_stock_to_the_byte(engine, tmp_path, monkeypatch):
+def test_step_3_5_loses_blocks_and_full_is_stock_to_the_byte(engine, tmp_path, poisoned):
     """Its answers are compared with stock vLLM's alone, where all is resident; freed blocks are NaN."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     (tmp_path / "config.json").write_text(json.dumps(STEP))
     write_tokenizer(tmp_path, 256, 2048)
     prompt, options = random_prompt(400), {"model": tmp_path, "load_format": "dummy"}
-    (want,) = engine(None, **options).generate([prompt], max_tokens=20, logprobs=0)
+    want = engine(None, **options).generate([prompt], max_tokens=20, logprobs=0)
     server = engine({**H2O, "allow": ["full"]}, **options)
     sizes = [manager.block_size for manager in server.all_managers]
     assert sizes == [64, 64, 64, 32] and server.manager.block_size == 32
-    (got,) = server.generate([prompt], max_tokens=20, logprobs=0, extra_args={"kv_policy": "full"})
-    assert got.outputs[0].token_ids == want.outputs[0].token_ids
-    assert logprobs_of(got).tolist() == logprobs_of(want).tolist()
+    got = server.generate([prompt], max_tokens=20, logprobs=0, extra_args={"kv_policy": "full"})
+    assert exactly(got) == exactly(want)
     (output,) = server.generate([random_prompt(400, 1)], max_tokens=60, logprobs=0)
     assert output.kv_usage.evicted_blocks > 8 and np.isfinite(logprobs_of(output)).all()
     server.assert_nothing_left()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from drafting import MODEL, NGRAM, accepted, serve
-from engine import logprobs_of, random_prompt
+from engine import after, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.replay import replay
 from oracle.tiny import make_tiny_llama
@@ -39,11 +39,6 @@ def model(tmp_path_factory):
     return make_tiny_llama(folder, **MODEL)
 
 
-@pytest.fixture(scope="module")
-def dense(model):
-    return DenseLlama(model)
-
-
 def test_full_serves_as_stock_does(engine, tiny):
     """The same tokens as without speculation, and as many accepted drafts as in stock vLLM."""
     prompts, answers, counts = [random_prompt(40, seed) * 5 for seed in range(3)], [], []
@@ -73,9 +68,8 @@ def test_heads_keep_the_tokens_of_the_dense_oracle(engine, model, dense, monkeyp
     serve(engine, model, BY_TOKEN[name], check, monkeypatch)
 
 
-def test_drafts_that_a_grammar_cuts_neither_score_nor_count(engine, tiny, monkeypatch):
+def test_drafts_that_a_grammar_cuts_neither_score_nor_count(engine, tiny, poisoned):
     """A grammar of three words refuses what the prompt drafts; evictions are those of the dense oracle."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     words, policy, dense = [1, 2, 3], POLICIES["h2o"], DenseLlama(tiny)
     grammar = StructuredOutputsParams(regex="(t1|t2|t3){20,500}")
     server = engine(
@@ -84,15 +78,14 @@ def test_drafts_that_a_grammar_cuts_neither_score_nor_count(engine, tiny, monkey
         speculative_config=NGRAM,
         structured_outputs_config={"backend": "xgrammar"},
     )
-    cut, take = [], server.scheduler.update_draft_token_ids
+    cut = []
 
-    def watched(drafts):
-        take(drafts)
+    def look(_, drafts):
         for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids):
             if (request := server.scheduler.requests.get(req_id)) is not None:
                 cut.append(len(tokens) - sum(token != -1 for token in request.spec_token_ids))
 
-    server.scheduler.update_draft_token_ids = watched
+    after(server.scheduler, "update_draft_token_ids", look)
     prompts = [random_prompt(length, length) for length in (250, 90)]
     bound = {"max_tokens": 160, "logprobs": 1, "structured_outputs": grammar}
     outputs, traces = server.traced([(prompts[0], bound), (prompts[1], {"max_tokens": 160, "logprobs": 1})])

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from engine import PLAN, random_prompt
-from oracle.model import DenseLlama
 from oracle.visible import BLOCK, assert_like_dense, visible
 
 from vllm_evict.core.actions import Swap
@@ -34,11 +33,11 @@ class Swaps(Mechanism):
 
 @pytest.mark.parametrize("caching", [True, False], ids=["published", "unpublished"])
 @pytest.mark.parametrize("poison", ["0", "1"])
-def test_blocks_that_no_request_took_come_back_without_a_copy(engine, tiny, monkeypatch, poison, caching):
+def test_blocks_that_no_request_took_come_back_without_a_copy(engine, dense, monkeypatch, poison, caching):
     """Their bytes are those that went; in poison mode unpublished ones are poisoned, so they are copied into place."""
     monkeypatch.setenv("VLLM_EVICT_POISON", poison)
     server = engine({**QUEST, "recall_every": 512, "again": 0}, enable_prefix_caching=caching, blocks=64)
-    masks, dense, caches = visible(server), DenseLlama(tiny), server.worker.model_runner.kv_caches
+    masks, caches = visible(server), server.worker.model_runner.kv_caches
     scheduler, fetched, same = server.scheduler, [], []
     scheduler.mechanisms.append(Swaps(scheduler))
     schedule, bring_back = scheduler.schedule, scheduler._bring_back

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, logprobs_of
-from oracle.model import DenseLlama
+from engine import PLAN, after, logprobs_of
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
@@ -46,11 +45,6 @@ SEED = 40
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokens") / "model"
     return make_tiny_llama(folder, layers=3, heads=8, kv_heads=4, vocab=VOCAB)
-
-
-@pytest.fixture(scope="module")
-def dense(model):
-    return DenseLlama(model)
 
 
 def prompt_of(length, seed=0):
@@ -178,9 +172,8 @@ def test_preempted_requests_start_over(engine, model, dense, name):
 
 
 @pytest.mark.parametrize("asynchronous, caching", [(False, False), (True, True)])
-def test_no_poison(engine, async_engine, model, monkeypatch, asynchronous, caching):
+def test_no_poison(engine, async_engine, model, poisoned, asynchronous, caching):
     """Requests that come and go while freed blocks are full of NaN, with copies and without, steps in flight or none."""
-    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     make = async_engine if asynchronous else engine
     server = make(
         {**POLICIES["h2o"], "allow": ["knorm", "sink-window", "full", "tova"]},
@@ -216,16 +209,14 @@ def test_no_poison(engine, async_engine, model, monkeypatch, asynchronous, cachi
 def test_late_decisions_see_what_was_measured_by_then(async_engine, model, dense):
     """With a step in flight tokens go one step later; which ones is settled by what the decision's own step saw."""
     server = async_engine(POLICIES["h2o"], model=model, max_num_batched_tokens=96, enable_prefix_caching=False)
-    steps, told, schedule = [], [], server.scheduler.schedule
+    steps, told = [], []
 
-    def recorded(*args):
-        output = schedule(*args)
+    def look(output, *_):
         if output.num_scheduled_tokens:
             steps.extend(output.num_scheduled_tokens.values())
             told.append([compaction.position for compaction in getattr(output, PLAN).compactions])
-        return output
 
-    server.scheduler.schedule = recorded
+    after(server.scheduler, "schedule", look)
     prompt = prompt_of(600, SEED)
     server.add(prompt, "late", max_tokens=100, logprobs=0)
     (output,) = server.run().values()

@@ -29,6 +29,7 @@ from triton_batch import (
     WHERE_KERNELS_RUN,
     Batch,
     assert_close,
+    beyond_2_to_the_31,
     caches_in,
     each_fp8_shape,
     each_shape,
@@ -165,25 +166,11 @@ def test_query_lse_of_long_chunks_and_strided_rows():
 
 @pytest.mark.parametrize("axis", ["block", "head"])
 def test_slots_beyond_2_to_the_31(axis):
-    """Strides of 2**30 fit 32 bits, twice that does not. Only pages that are used take memory (on a GPU, 4 GiB)."""
-    far, dim, block_size, heads = 2**30 + 64, 32, 16, 3
-    page = heads * block_size * 2 * dim
-    try:
-        memory = torch.empty(2 * far + 3 * page, dtype=F16, device=DEVICE)
-    except RuntimeError as error:
-        pytest.skip(f"no 4 GiB of addresses: {error}")
-    near, batch = (Batch([1, 2], [24, 24], (heads, heads), dim, block_size, F16) for _ in range(2))
-    strides = (far, block_size * 2 * dim) if axis == "block" else (block_size * 2 * dim, far)
-    cache = torch.as_strided(memory, (3, heads, block_size, 2 * dim), (*strides, 2 * dim, 1))
-    near.table[1] = near.table[0]
-    batch.table[:, :2] = ints([0, 2])
-    for block, source in zip((0, 2), near.table[0].tolist()):
-        cache[block] = torch.cat((near.keys[source], near.values[source]), -1)
-    batch.keys, batch.values = cache.split(dim, -1)
+    near, batch = beyond_2_to_the_31(axis, 32)
     assert all(torch.equal(a, b) for a, b in zip(batch.decode(), near.decode(), strict=True))
     outs = []
     for each in (batch, near):
-        outs.append(each.new_out(heads))
+        outs.append(each.new_out(each.kv_heads))
         mass_from_lse(each.attention(outs[-1]), near.lse())
     assert torch.equal(*outs)
 

@@ -11,6 +11,7 @@ import pytest
 import test_device_backends
 import torch
 from engine import random_prompt
+from interpreter import use_kernels
 from test_device_backends import BASE, POLICIES, distinct_prompt, on
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
@@ -19,7 +20,6 @@ from vllm.triton_utils import HAS_TRITON
 
 from vllm_evict.compute import sums as worker_sums
 from vllm_evict.compute import views as worker_views
-from vllm_evict.compute.attention import device
 from vllm_evict.compute.attention.flash import FlashOps
 from vllm_evict.compute.attention.latent import DeviceLatentOps
 from vllm_evict.compute.attention.triton import TritonOps
@@ -162,14 +162,7 @@ MANY, LONG = 300, 40_000  # requests, tokens
 @pytest.mark.parametrize("name", ["h2o", "h2o-max", "scissorhands", "token"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape[:5])))
 def test_batches_of_any_size_take_what_was_compiled(shape, name, ops, monkeypatch):
-    from vllm_evict.triton_kernels.fold import fold
-    from vllm_evict.triton_kernels.resident_view import resident_view
-    from vllm_evict.triton_kernels.take import take
-
-    monkeypatch.setattr(worker_views, "resident_view", resident_view)
-    monkeypatch.setattr(worker_sums, "fold", fold)
-    monkeypatch.setattr(worker_sums, "take", take)
-    monkeypatch.setattr(device, "take", take)
+    use_kernels(monkeypatch)
     worker_at_work = Work(shape, {**SERVED[name], "sink": 256, "recent": 256, "budget": 1024}, ops())
     start, later = Variants(), Variants()
     with start.noted(run=lambda *_, **__: None):

@@ -177,6 +177,28 @@ class Batch:
         return result.float().to(DEVICE)
 
 
+def beyond_2_to_the_31(axis, dim, make=Batch) -> tuple[Batch, Batch]:
+    """Two batches alike, the second in a cache whose blocks or heads (`axis`) are 2**30 elements apart.
+
+    Strides of 2**30 fit 32 bits, twice that does not. Only pages that are used take memory (on a GPU, 4 GiB).
+    """
+    far, block_size, heads = 2**30 + 64, 16, 3
+    page = heads * block_size * 2 * dim
+    try:
+        memory = torch.empty(2 * far + 3 * page, dtype=F16, device=DEVICE)
+    except RuntimeError as error:
+        pytest.skip(f"no 4 GiB of addresses: {error}")
+    near, batch = (make([1, 2], [24, 24], (heads, heads), dim, block_size, F16) for _ in range(2))
+    strides = (far, block_size * 2 * dim) if axis == "block" else (block_size * 2 * dim, far)
+    cache = torch.as_strided(memory, (3, heads, block_size, 2 * dim), (*strides, 2 * dim, 1))
+    near.table[1] = near.table[0]
+    batch.table[:, :2] = ints([0, 2])
+    for block, source in zip((0, 2), near.table[0].tolist()):
+        cache[block] = torch.cat((near.keys[source], near.values[source]), -1)
+    batch.keys, batch.values = cache.split(dim, -1)
+    return near, batch
+
+
 def on_cpu(attention: PagedAttention) -> PagedAttention:
     """The same for CPU kernels: tensors on the host, keys packed."""
     values = {each.name: getattr(attention, each.name) for each in fields(attention)}

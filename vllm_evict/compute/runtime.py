@@ -129,7 +129,7 @@ class EvictionRuntime:
             self.views.memory(group, table.shape)
             group.hold(pool)
 
-    def keep_on_host(self, blocks: int, bounds: str | None, path: str | None = None) -> None:
+    def keep_on_host(self, blocks: int, bounds: str | None, path: str | None) -> None:
         """Memory, or a file, for so many evicted blocks, and memory for bounds of their keys; None: for no bounds."""
         (group,) = self.groups
         group.host = HostBlocks(group.store, blocks, group.device, bounds, path)

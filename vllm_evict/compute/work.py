@@ -93,7 +93,7 @@ class StepWork:
         mass: MassStep | MassBuffers | None,
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
-        tokens: TokenStep | None = None,
+        tokens: TokenStep | None,
     ) -> "StepWork":
         """Make the work of a full graph: the plugin decodes all requests, on memory that stays.
 

@@ -14,6 +14,7 @@ from .. import __version__
 from ..config import KVPolicyError
 from ..heads import HeadsError
 from ..heads.cli import app as heads
+from ..heads.cli import wide_console
 from . import EvalError
 from .policies import parse_budgets, split_list
 from .tasks import TASKS
@@ -128,7 +129,7 @@ def evaluate(
     from . import report
     from .run import Plan, run
 
-    console = _console()
+    console = wide_console()
     plan = Plan(
         model=model,
         out=out,
@@ -161,7 +162,7 @@ def plot(folder: Annotated[Path, typer.Argument(help="Results folder of an evalu
     """Write tables, pictures and report from a results folder, and print the table."""
     from . import report
 
-    console = _console()
+    console = wide_console()
     _tell(report.write(report.load(folder), folder, console), console)
 
 
@@ -173,15 +174,9 @@ def policies(
     from . import listing
 
     if policy:
-        listing.show_one(policy, _console())
+        listing.show_one(policy, wide_console())
     else:
-        listing.show_all(_console())
-
-
-def _console() -> Console:
-    """Standard output; if it is no terminal, wide enough for every column."""
-    console = Console()
-    return console if console.is_terminal else Console(width=150)
+        listing.show_all(wide_console())
 
 
 def _tell(files: list[Path], console: Console) -> None:

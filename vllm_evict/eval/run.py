@@ -9,7 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..config import KVPolicyConfig
 from . import EvalError, external
 from .backends import SETTINGS, Answer, Http, Offline, check_model, model_length
 from .policies import Contender, contenders, servers
@@ -220,19 +219,15 @@ def offline_jobs(
     plan: Plan, settings: tuple[str, ...], wanted: list[Contender], prompts: Prompts, max_len: int
 ) -> list[Job]:
     """One engine for each setting and set of policies that one server can serve."""
-
-    def start(server: KVPolicyConfig, setting: str) -> Offline:
-        return Offline(
-            plan.model,
-            server,
-            setting,
-            prompts,
-            chunk=plan.chunk,
-            batch=plan.batch,
-            block_size=plan.block_size,
-            engine_args=plan.engine_args,
-        )
-
+    start = functools.partial(
+        Offline,
+        plan.model,
+        prompts=prompts,
+        chunk=plan.chunk,
+        batch=plan.batch,
+        block_size=plan.block_size,
+        engine_args=plan.engine_args,
+    )
     return [
         Job(functools.partial(start, server, setting), setting, served)
         for setting in settings

@@ -22,12 +22,12 @@ def wilson(right: float, n: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     """95 % percentile interval of a mean; that of one value is unbounded."""
     scores = np.asarray(values, dtype=float)
     if len(scores) < 2:
         return -math.inf, math.inf
-    picks = np.random.default_rng(seed).integers(len(scores), size=(RESAMPLES, len(scores)))
+    picks = np.random.default_rng(0).integers(len(scores), size=(RESAMPLES, len(scores)))
     low, high = np.quantile(scores[picks].mean(1), [0.025, 0.975])
     return float(low), float(high)
 

@@ -102,14 +102,15 @@ def show(
         raise HeadsError("--ratio needs bytes: give --model, or --head-dim and --weights")
     gates = HeadGates.read(file, shape)
     pattern = gates.pattern(threshold, sparsity)
-    console = _console()
+    console = wide_console()
     shown.show(gates, pattern, console, _numbers(contexts, "--contexts"), block_size, geometry, ratio)
     if png:
         shown.draw(gates, pattern, png, file.resolve().name if file.is_dir() else file.resolve().parent.name)
         console.print(str(png), style="dim", highlight=False, soft_wrap=True)
 
 
-def _console() -> Console:
+def wide_console() -> Console:
+    """Standard output; if it is no terminal, wide enough for every column."""
     console = Console()
     return console if console.is_terminal else Console(width=150)
 
@@ -117,7 +118,7 @@ def _console() -> Console:
 def _tell(gates: HeadGates, out: Path) -> None:
     from .show import heat_map
 
-    console = _console()
+    console = wide_console()
     console.print(heat_map(gates, gates.pattern()))
     console.print(str(out), style="dim", highlight=False, soft_wrap=True)
 

@@ -149,9 +149,9 @@ def show(
     pattern: HeadPattern,
     console: Console,
     lengths: tuple[int, ...],
-    block_size: int = 16,
-    geometry: Geometry | None = None,
-    ratio: float | None = None,
+    block_size: int,
+    geometry: Geometry | None,
+    ratio: float | None,
 ) -> None:
     """Print heat map, counts and memory.
 

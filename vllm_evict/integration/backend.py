@@ -24,7 +24,7 @@ PLACE = "kv_evict_place"
 
 
 def resident_backend(
-    backend: type, runtime: GroupRuntime, ops: BackendOps, head_class: str = "", kv_heads: int | None = None
+    backend: type, runtime: GroupRuntime, ops: BackendOps, head_class: str, kv_heads: int | None = None
 ) -> type:
     """A subclass of an `AttentionBackend` whose metadata builder takes `runtime`'s view.
 

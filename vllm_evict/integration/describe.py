@@ -30,7 +30,8 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
         what = f"{len(groups)} KV groups of {sum(len(group.layer_names) for group in groups)} layers"
     else:
         counts = Counter(group.kv_cache_spec.head_class for group in groups)
-        what = f"{len(groups)} KV groups of {spec.num_kv_heads} heads ({_listed(counts)})"
+        listed = ", ".join(f"{count} {head_class}" for head_class, count in counts.items())
+        what = f"{len(groups)} KV groups of {spec.num_kv_heads} heads ({listed})"
     kinds = Counter(
         "states" if isinstance(each, StateManager) else "sliding windows" for each in scheduler.other_managers
     )
@@ -68,7 +69,3 @@ def _described(config: KVPolicyConfig) -> str:
     options = {field: getattr(config, field) for field in sorted(config.policy.options - hidden)}
     text = config.name + "".join(f" {field}={value}" for field, value in options.items() if value is not None)
     return text if config.retrieval is None else f"{text} retrieval=({_described(config.retrieval)})"
-
-
-def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
-from prometheus_client import Counter, Gauge
-
 #: Counter name -> help. The prefix lets vLLM unregister them with its own.
 COUNTERS = {
     "evicted": ("vllm:kv_evict_blocks_evicted", "KV blocks taken from running requests by their policy."),
@@ -100,9 +98,9 @@ class PrometheusMetrics:
         model_name: str,
         engines: Iterable[int],
         policies: Iterable[str],
-        counter: Any = Counter,
-        gauge: Any = Gauge,
-        on_host: bool = False,
+        counter: Any,
+        gauge: Any,
+        on_host: bool,
     ) -> None:
         labels, self._model_name = ["model_name", "engine", "policy"], model_name
         self._metrics: dict[str, Any] = {key: counter(*named, labels) for key, named in COUNTERS.items()}

@@ -106,13 +106,10 @@ class Sources:
         """Absolute name of the module of a `from ... import`."""
         if not statement.level:
             return statement.module
-        is_package = self._is_package(module)
+        is_package = self.file(module).endswith("/__init__.py")
         parts = module.split(".")
         parts = parts[: len(parts) - statement.level + is_package]
         return ".".join([*parts, statement.module] if statement.module else parts)
-
-    def _is_package(self, module: str) -> bool:
-        return self.file(module).endswith("/__init__.py")
 
     def _file(self, module: str) -> tuple[str, bytes] | None:
         base = module.replace(".", "/")

@@ -1,6 +1,6 @@
 """`BackendOps` of vLLM's CPU attention backend."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,6 @@ class CPUOps(WithoutScratch):
     A block and head of kv_cache has all keys before all values, packed. Metadata is vLLM's `CPUAttentionMetadata`.
     """
 
-    heads_dim = 1
     beside = "block_mass"
 
     @staticmethod
@@ -44,15 +43,6 @@ class CPUOps(WithoutScratch):
         # Layout "amx" packs values too, and vLLM's AMX kernel is faster in spite of a second read of the keys.
         readable = KEY_LAYOUTS.get(layer.isa) == "vec" and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
         return impl.alibi_slopes is None and readable and kernel_path() not in ("torch reference", "portable")
-
-    @staticmethod
-    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
-        """Return the backend's metadata, which has all that these operations read."""
-        return stock()
-
-    @staticmethod
-    def kv_heads(kv_cache: torch.Tensor) -> int:
-        return kv_cache.shape[1]
 
     @staticmethod
     def compact(

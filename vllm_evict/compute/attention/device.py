@@ -17,7 +17,7 @@ from ..kernels.queries import Queries
 from ..kernels.take import take
 from ..transfer import to_device
 from ..work import HeadSlice
-from .ops import FP8_NAMES
+from .ops import FP8_NAMES, WithStockMetadata
 
 FP8 = torch.float8_e4m3fn
 #: Bytes of the decode kernels' scratch for mass, or more if one request needs more. Enough for 256 requests with 32
@@ -29,7 +29,7 @@ SPLIT_SCRATCH = 32 << 20
 ALIGNED = 64  # float32 numbers, alignment of parts of the scratch
 
 
-class DeviceOps:
+class DeviceOps(WithStockMetadata):
     """`BackendOps` on a device. Nothing is read on the host.
 
     A slot of kv_cache has a token's key before its value, in any of vLLM's layouts. Rows of padding are skipped.
@@ -40,7 +40,6 @@ class DeviceOps:
     The mass beside a stock kernel takes a separate pass for the LSE, unless a subclass gets the LSE from the kernel.
     """
 
-    heads_dim = 1
     beside = "query_lse and mass_from_lse"
     decodes_measured = True
     compiles = True
@@ -88,11 +87,6 @@ class DeviceOps:
             self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32, device=device)
 
     @staticmethod
-    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
-        """Return the backend's metadata, which has all that these operations read."""
-        return stock()
-
-    @staticmethod
     def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
         """See `BackendOps.dequantised`."""
         return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float
@@ -100,10 +94,6 @@ class DeviceOps:
     def decodes_in_cuda(self, attention: PagedAttention) -> bool:
         """Whether the CUDA C++ kernel replaces `decode_mass` for these arguments."""
         return self._cuda is not None and self._cuda.takes(attention)
-
-    @staticmethod
-    def kv_heads(kv_cache: torch.Tensor) -> int:
-        return kv_cache.shape[1]
 
     def attending(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -178,7 +178,21 @@ class BackendOps(Protocol):
         ...
 
 
-class WithoutScratch:
+class WithStockMetadata:
+    """Parts of `BackendOps` for backends whose own metadata has all that the operations read."""
+
+    heads_dim = 1
+
+    @staticmethod
+    def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
+        return stock()
+
+    @staticmethod
+    def kv_heads(kv_cache: Any) -> int:
+        return kv_cache.shape[1]
+
+
+class WithoutScratch(WithStockMetadata):
     """Parts of `BackendOps` for backends whose kernels need no reserved scratch."""
 
     decodes_measured = False

@@ -5,10 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-try:
-    from vllm_evict import _C_cpu  # type: ignore[attr-defined]  # compiled
-except ImportError:  # built without the extension: see setup.py
-    _C_cpu = None
+from .mass import _C_cpu, require
 
 
 class View(NamedTuple):
@@ -83,7 +80,7 @@ def _squeeze(
         assert seq_len == 0 or row[-1] != 0, "the last block of a request is never evicted"
         logical = row.nonzero().flatten()
         kept = len(logical)
-        _require(
+        require(
             kept <= out_table.shape[1] and (out_logical is None or kept <= out_logical.shape[1]),
             "out_table and out_logical must be as wide as the longest row",
         )
@@ -106,19 +103,14 @@ def _check(block_table, seq_lens, block_size, out_table, out_lens, out_logical):
     for name, tensor, dims in tensors:
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name} must be int32")
-        _require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
-    _require(block_size > 0, "block_size must be positive")
-    _require(
+        require(tensor.dim() == dims, f"{name} must be {dims}-dimensional")
+    require(block_size > 0, "block_size must be positive")
+    require(
         all(len(tensor) == len(seq_lens) for _, tensor, _ in tensors),
         "block_table, seq_lens and the outputs must have the same number of rows",
     )
     widest = block_table.shape[1] * block_size
-    _require(
+    require(
         bool(((seq_lens >= 0) & (seq_lens <= widest)).all()),
         "seq_lens must be from 0 to what block_table's width holds",
     )
-
-
-def _require(valid: bool, sentence: str) -> None:
-    if not valid:
-        raise ValueError(sentence)
