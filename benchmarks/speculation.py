@@ -1,23 +1,28 @@
 """Counts the tokens that each step of n-gram speculation yields, with the embedded model, as stock and under policies.
 
     python benchmarks/speculation.py [--length 1024] [--samples 24] [--drafts 4]
+    python benchmarks/speculation.py --pool 96      drafts and eviction, each alone and both, in a small pool
 
 Documents of the needle model's task `copy` end with a question whose answer is a list of words somewhere in the
 document, so n-grams of the document draft it. Budgets are half the document. Counts only: no times are measured. Each
 policy has a process of its own.
 
 A row: tokens of a step with drafts (the accepted ones and one more), its ratio to stock's, and right answers.
+
+With --pool all requests come at once and generate --output tokens, so that the pool holds a few of them. A row: the
+engine's steps until the last one ends, and stock's steps without drafts over them.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # A checkout's own package comes before an installed one, and data.py of the embedded model is found.
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "needle")]
 
-from engines import make_llm  # noqa: E402
+from engines import make_llm, run_batch  # noqa: E402
 from reports import in_child, run_script  # noqa: E402
 
 MODEL = ROOT / "examples" / "needle" / "model"
@@ -49,22 +54,36 @@ def documents(length: int, samples: int) -> tuple[list[list[int]], list[list[int
     return prompts, answers
 
 
+def engine(spec: dict, requests: int, **more: Any) -> Any:
+    """An engine for so many requests at once, that drafts if the case does."""
+    drafts = {"method": "ngram", "num_speculative_tokens": spec["options"]["drafts"], "prompt_lookup_max": 3}
+    return make_llm(
+        MODEL,
+        spec["policy"],
+        block_size=32,
+        kv_cache_memory_bytes=256 << 20,
+        max_num_batched_tokens=256,
+        max_num_seqs=requests,
+        enable_prefix_caching=False,
+        speculative_config=drafts if spec["drafts"] else None,
+        **more,
+    )
+
+
+def batch(spec: dict) -> tuple[int, int, int]:
+    """Steps of a batch in a small pool, most requests at once, and preemptions, in a process of its own."""
+    options = spec["options"]
+    prompts, _ = documents(options["length"], options["samples"])
+    run = run_batch(engine(spec, len(prompts), num_gpu_blocks_override=options["pool"]), prompts, options["output"])
+    return len(run.samples), run.peak_requests, run.preemptions
+
+
 def count(spec: dict) -> tuple[float, int]:
     """Tokens of a step with drafts, and right answers, in a process of its own."""
     from vllm import SamplingParams
 
-    options, policy = spec["options"], spec["policy"]
-    prompts, answers = documents(options["length"], options["samples"])
-    llm = make_llm(
-        MODEL,
-        policy,
-        block_size=32,
-        kv_cache_memory_bytes=256 << 20,
-        max_num_batched_tokens=256,
-        max_num_seqs=8,
-        enable_prefix_caching=False,
-        speculative_config={"method": "ngram", "num_speculative_tokens": options["drafts"], "prompt_lookup_max": 3},
-    )
+    prompts, answers = documents(spec["options"]["length"], spec["options"]["samples"])
+    llm = engine(spec, 8)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     params = [SamplingParams(temperature=0.0, max_tokens=len(answer)) for answer in answers]
     outputs = llm.generate(given, params, use_tqdm=False)
@@ -80,19 +99,41 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a document")
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--pool", type=int, default=0, help="blocks of 32 tokens in a pool that is too small")
+    parser.add_argument("--output", type=int, default=256, help="tokens of each request, with --pool")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of an engine")
     options = parser.parse_args()
-    sizes = {"budget": options.length // 2, "buffer": 0, "sink": 32}
+    if options.pool:
+        in_a_small_pool(options)
+        return
     print("| policy | tokens a step | of stock's | right answers |\n|---|---|---|---|")
     stock = 0.0
-    for name, policy in POLICIES.items():
-        if policy is not None:
-            policy = {**policy, **sizes, **({} if name == "sink-window" else {"recent": 64})}
-        spec = {"policy": policy, "options": vars(options)}
-        tokens, right = in_child("count", spec, {"VLLM_PLUGINS": ""} if policy is None else {})
+    for name in POLICIES:
+        tokens, right = case("count", name, True, options)
         stock = stock or tokens
         print(f"| {name} | {tokens:.2f} | {tokens / stock:.2f} | {right} of {options.samples} |", flush=True)
 
 
+def case(what: str, name: str, drafts: bool, options: argparse.Namespace) -> Any:
+    """What a process of its own measures of a policy in half of a document."""
+    policy = POLICIES[name]
+    if policy is not None:
+        sizes = {"budget": options.length // 2, "buffer": 0, "sink": 32}
+        policy = {**policy, **sizes, **({} if name == "sink-window" else {"recent": 64})}
+    spec = {"policy": policy, "drafts": drafts, "options": vars(options)}
+    return in_child(what, spec, {"VLLM_PLUGINS": ""} if policy is None else {})
+
+
+def in_a_small_pool(options: argparse.Namespace) -> None:
+    print("| policy | drafts | steps | stock's over them | requests at once | preemptions |\n|---|---|---|---|---|---|")
+    stock = 0
+    for name in POLICIES:
+        for drafts in (False, True):
+            steps, at_once, preempted = case("batch", name, drafts, options)
+            stock = stock or steps
+            used = options.drafts if drafts else "none"
+            print(f"| {name} | {used} | {steps} | {stock / steps:.2f} | {at_once} | {preempted} |", flush=True)
+
+
 if __name__ == "__main__":
-    run_script(main, count=count)
+    run_script(main, count=count, batch=batch)
