@@ -1,6 +1,7 @@
 """Retrieval and streaming heads on the engine: KV groups with block tables of their own, against per-head masks."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from vllm_evict.compute.cached import CachedStatistics, Row
 from vllm_evict.config import KVPolicyError
 from vllm_evict.core.arrange import arrange
 from vllm_evict.heads import HeadPattern
-from vllm_evict.integration.managers import longest_hit
+from vllm_evict.integration.managers import EvictableManager, longest_hit
 
 BLOCK = 32
 SINK, RECENT = 32, 96
@@ -376,3 +377,12 @@ def test_a_rank_may_have_no_heads_of_a_group():
 def test_longest_hit(there, sink, window, taken):
     count, needed = longest_hit([digit == "1" for digit in there], sink, window)
     assert count == len(taken) and "".join("01"[bool(x)] for x in needed) == taken
+
+
+def test_a_hit_that_is_too_long_for_the_pool_is_taken_with_sinks_and_window():
+    manager = object.__new__(EvictableManager)
+    manager.kv_cache_spec, manager._null_block = SimpleNamespace(sink=2, window=3), None
+    assert manager.without_middle([*range(8)]) == [0, 1, None, None, None, 5, 6, 7]
+    assert manager.without_middle([*range(5)]) == [*range(5)]
+    manager.kv_cache_spec.window = None  # heads that keep everything
+    assert manager.without_middle([*range(8)]) == [*range(8)]

@@ -141,6 +141,27 @@ def test_shared_blocks_are_copied_never_written(engine, model, dense):
     np.testing.assert_allclose(logprobs_of(own), logprobs_of(want_own), atol=1e-4)
 
 
+def test_shared_blocks_that_no_request_can_hit_are_copied_too(engine, model):
+    """vLLM takes blocks out of the prefix cache that requests share, such as those that a connector failed to load."""
+    prefix, answers = prompt_of(320, 7), []
+    for policy in ("h2o", "full"):
+        server = engine({**POLICIES["h2o"], "allow": ["full"]}, model=model, max_num_batched_tokens=1024, blocks=120)
+        server.generate([prefix], max_tokens=1, extra_args={"kv_policy": "full"})
+        shared = set()
+
+        def unpublish(*_, pool=server.pool, shared=shared):
+            shared.update(block.block_id for block in pool.blocks if block.ref_cnt > 1)
+            pool.evict_blocks(shared)
+
+        after(server.scheduler, "schedule", unpublish)
+        server.add(prefix + prompt_of(100, 8), max_tokens=80, extra_args={"kv_policy": policy})
+        other = server.add(prefix + prompt_of(100, 9), max_tokens=80, logprobs=0, extra_args={"kv_policy": "full"})
+        answers.append(logprobs_of(server.run()[other]).tolist())
+        assert len(shared) == 10
+        server.assert_nothing_left()
+    assert answers[0] == answers[1]
+
+
 def test_without_room_for_copies_a_request_takes_its_own_out_of_the_prefix_cache(engine, model, dense):
     """All that it could give up is published, and the pool has not a single block left."""
     server = engine(POLICIES["knorm"], model=model, blocks=16, max_num_batched_tokens=512, max_model_len=480)
