@@ -468,6 +468,8 @@ def found_by(mutant):
                 done = subprocess.run([*pytest, f"tests/test_{name}.py", *choice], cwd=folder, **options)
             except subprocess.TimeoutExpired:
                 return f"{test} (hangs)", time.monotonic() - start
+            if done.returncode < 0:
+                return f"{test} (ends the process: signal {-done.returncode})", time.monotonic() - start
             if done.returncode == 1:
                 line = next(line for line in done.stdout.decode().splitlines() if line.startswith(("FAILED", "ERROR")))
                 return line.split()[1], time.monotonic() - start
