@@ -205,7 +205,7 @@ MUTANTS = [
         "holes travel a step late",
         "integration/scheduler.py",
         "plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))",
-        "plan, self._plan = getattr(self, '_late', EvictionPlan.empty(len(self.kv_managers))), EvictionPlan.empty(len(self.kv_managers)); self._late = self._plan",
+        "plan, self._plan, self._late = getattr(self, '_late', self._plan), EvictionPlan.empty(len(self.kv_managers)), self._plan",
         ("load_scheduler",),
     ),
     Mutant(
@@ -220,7 +220,7 @@ MUTANTS = [
         "core/mechanisms/base.py",
         "if request is not None and group.residents[req_id].incarnation == incarnation:",
         "if request is not None:",
-        ("async", "sessions", "load_scheduler"),
+        ("residency",),
     ),
     Mutant(
         "a flawed report is taken",

@@ -1,6 +1,7 @@
 """What stays of one request: the choice against a brute-force rewrite, on random requests."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks, RequestState
-from vllm_evict.core.plan import Report
+from vllm_evict.core.mechanisms import Budget
+from vllm_evict.core.plan import EvictionPlan, Report
 
 BLOCK = 16
 
@@ -290,3 +292,18 @@ def test_a_sessions_next_turn_is_pure_only_as_far_as_the_last_one_is_kept():
     subject.evict(np.array([3, 4]), 20 * BLOCK)
     subject.renew(subject.config, 1000, 20 * BLOCK - 1)
     assert subject.pure_tokens == 20 * BLOCK - 1 and subject.incarnation == before + 1 and subject.holes == 2
+
+
+@pytest.mark.parametrize("restarts, evicted", [(0, 4), (1, 0)])
+def test_a_request_that_has_restarted_is_not_decided_on_by_a_plan_of_before(restarts, evicted):
+    """Its report, and the step that made it due, are of blocks that it has given back."""
+    blocks, plan = residency(), EvictionPlan.empty(1)
+    plan.groups[0].due["r"] = blocks.incarnation
+    for _ in range(restarts):
+        blocks.restart()
+    computed = 12 * BLOCK
+    request = SimpleNamespace(request_id="r", num_computed_tokens=computed, num_in_flight_tokens=0)
+    group = SimpleNamespace(number=0, residents={"r": blocks})
+    host = SimpleNamespace(groups=[group], running_request=lambda req_id: request, miss=lambda *_: None)
+    actions = Budget(host).decide(plan, [{"r": full_report(blocks, computed, np.arange(12.0))}])
+    assert sum(len(action.holes) for action in actions) == evicted
