@@ -291,7 +291,7 @@ MUTANTS = [
         "resident tokens off by a block",
         "compute/group.py",
         "return seq_lens - self._lacking(self.batch.req_ids) if self.with_holes else seq_lens",
-        "return seq_lens - self._lacking(self.batch.req_ids) + self.block_size if self.with_holes else seq_lens",
+        "return seq_lens - self._lacking(self.batch.req_ids) - self.block_size if self.with_holes else seq_lens",
         ("oracle_parity",),
     ),
     Mutant(
