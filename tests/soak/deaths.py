@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -18,6 +17,8 @@ WAYS = ("SIGTERM", "engine core killed", "worker raises")
 TOKENS = 1700
 #: Options of servers whose context has room for these.
 ROOM = ["--max-model-len", "2048"]
+#: Ways that need a step of the engine -> the fault in it.
+BREAKS = {"worker raises": "raises", "plan dropped": "plan"}
 #: Seconds in which the server's other processes have to end after its own.
 PATIENCE = 15
 
@@ -85,9 +86,14 @@ def die(server, way, streams=5, others=3, patience=60):
         with lock:
             answers[what] += 1
 
-    clients = [threading.Thread(target=ask, args=(number < streams,)) for number in range(streams + others)]
-    for client in clients:
-        client.start()
+    def ask_all():
+        answers.clear()
+        clients = [threading.Thread(target=ask, args=(number < streams,)) for number in range(streams + others)]
+        for client in clients:
+            client.start()
+        return clients
+
+    clients = ask_all()
     for _ in range(streams):
         assert begun.acquire(timeout=120), "streams did not begin"
     processes, titles = server.processes(), {pid: each.name for pid, each in server.samples().items()}
@@ -97,11 +103,12 @@ def die(server, way, streams=5, others=3, patience=60):
     elif way == "engine core killed":
         os.kill(server.pid_of("EngineCore"), signal.SIGKILL)
     else:
-        server.break_({"worker raises": "raises", "plan dropped": "plan"}[way])
-    try:
-        status, seconds = server.process.wait(patience), time.monotonic() - start
-    except subprocess.TimeoutExpired:
-        status = seconds = None
+        server.break_(BREAKS[way])
+    while (status := server.process.poll()) is None and time.monotonic() < start + patience:
+        if way in BREAKS and not any(client.is_alive() for client in clients):
+            clients = ask_all()  # the engine was done before the fault was there
+        time.sleep(0.1)
+    seconds = None if status is None else time.monotonic() - start
     deadline = time.monotonic() + PATIENCE
     while (
         (left := [titles[pid] for pid in processes if _runs(pid)])
