@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import PLAN, greedy, logprobs_of, random_prompt
+from engine import PLAN, after, greedy, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.visible import BLOCK, assert_like_dense, visible
 
@@ -112,14 +112,7 @@ def test_pages_come_back_byte_for_byte(engine, dtype):
 def test_one_chunk_holds_what_is_computed_again(engine, again, chunk, steps):
     """The chunk before the last one leaves it `again` tokens, or as many as a chunk has. Then come these, with one more."""
     server, planned = engine({**QUEST, "again": again}, max_num_batched_tokens=chunk), []
-    schedule = server.scheduler.schedule
-
-    def watched(*args):
-        output = schedule(*args)
-        planned.extend(output.num_scheduled_tokens.values())
-        return output
-
-    server.scheduler.schedule = watched
+    after(server.scheduler, "schedule", lambda output, *_: planned.extend(output.num_scheduled_tokens.values()))
     server.generate([random_prompt(706)], max_tokens=1)
     assert planned[: len(steps)] == steps
 
