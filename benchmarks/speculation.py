@@ -74,7 +74,8 @@ def batch(spec: dict) -> tuple[int, int, int]:
     """Steps of a batch in a small pool, most requests at once, and preemptions, in a process of its own."""
     options = spec["options"]
     prompts, _ = documents(options["length"], options["samples"])
-    run = run_batch(engine(spec, len(prompts), num_gpu_blocks_override=options["pool"]), prompts, options["output"])
+    small = {"num_gpu_blocks_override": options["pool"], "max_model_len": options["length"] + options["output"]}
+    run = run_batch(engine(spec, len(prompts), **small), prompts, options["output"])
     return len(run.samples), run.peak_requests, run.preemptions
 
 
