@@ -27,7 +27,7 @@ from typing import Any
 
 from engines import decoding, make_llm, random_prompts, scheduler_of
 from models import Shape, make_model
-from reports import child_main, choose_cases, conditions, in_child, progress, spread, write
+from reports import choose_cases, in_child, progress, publish, run_script, spread
 
 #: Most tokens of a step.
 CHUNK = 8192
@@ -252,16 +252,12 @@ def main() -> None:
     shape = Shape(layers=1, hidden=64, heads=2, kv_heads=2, head_dim=32, intermediate=64, vocab=256)
     with tempfile.TemporaryDirectory() as folder:
         report = host(options, make_model(folder, shape), shape)
-    report["conditions"] = conditions()
     title = (
         f"{options.requests} requests decode, {options.prompt:,} tokens of prompt each: CPU ms of the engine's thread "
         f"in a step: mean / median / most of {options.rounds * options.steps} steps"
     )
-    write(Path(options.out), "host", title, table(report), report)
+    publish(options, "host", title, table, report)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child_main({"host": host_child}, *sys.argv[2:])
-    else:
-        main()
+    run_script(main, host=host_child)

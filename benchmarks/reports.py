@@ -64,6 +64,22 @@ def listed(facts: dict[str, str]) -> str:
     return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
+#: Options that name folders of one machine, and are no condition of a run.
+FOLDERS = ("--environments", "--out")
+
+
+def command() -> str:
+    """The command line of this process, without FOLDERS."""
+    words = iter(sys.argv)
+    kept = []
+    for word in words:
+        if word in FOLDERS:
+            next(words, None)
+        elif not word.startswith(tuple(f"{option}=" for option in FOLDERS)):
+            kept.append(word)
+    return " ".join(["python", *kept])
+
+
 def conditions() -> dict:
     """The conditions of a run: hardware, versions, command."""
     import torch
@@ -76,7 +92,7 @@ def conditions() -> dict:
         "hardware": hardware(),
         "versions": {"vllm": vllm_version, "torch": torch.__version__, "vllm_evict": __version__},
         "kernel": kernel_path(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
     }
 
 

@@ -55,6 +55,15 @@ def test_vllm_chooses_the_runner_that_serves_the_policy(configured, monkeypatch,
     assert config.use_v2_model_runner
 
 
+@pytest.mark.skipif(V2, reason="VLLM_USE_V2_MODEL_RUNNER chooses the runner there")
+def test_vllm_keeps_its_runner_for_a_drafter_that_the_plugin_refuses(configured, monkeypatch):
+    """On V1 vLLM's own error about it could come before the plugin's, which names those that are served."""
+    config = configured(kv_policy="h2o", speculative_config=NGRAM)
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    config.speculative_config.method = "dflash"
+    assert config.use_v2_model_runner
+
+
 # The field
 
 

@@ -1,23 +1,14 @@
 """benchmarks/host.py: each part is timed in each step, the same requests in all cases, and what is added to stock."""
 
-import importlib.util
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture
-def host(monkeypatch):
-    folder = Path(__file__).parents[1] / "benchmarks"
-    monkeypatch.syspath_prepend(str(folder))
-    spec = importlib.util.spec_from_file_location("host", folder / "host.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "host", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", ["host.py"])
-    return module
+def host(script):
+    return script("host")
 
 
 @pytest.mark.parametrize("case", ["stock", "h2o", "h2o, pressure"])

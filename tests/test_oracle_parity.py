@@ -69,6 +69,16 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, dense, name):
             np.testing.assert_allclose(got, want, atol=2e-3)
 
 
+def test_decodes_beside_prompts_are_measured_once(engine, dense):
+    """One request decodes and evicts in steps that compute chunks of other prompts."""
+    policy = {"name": "h2o", "budget": 64, "buffer": 0, "accumulate": "ema", "decay": 0.5, "protect": False}
+    server = engine(policy, max_num_batched_tokens=48)
+    others = [(random_prompt(1990, seed), {"max_tokens": 4}) for seed in (1, 2)]
+    short, *_ = server.answered([(random_prompt(48, seed=0), {"max_tokens": 90, "logprobs": 1}), *others])
+    assert [0] in short[2].evicted, "the first block went while others' prompts were computed"
+    assert assert_like_oracle(dense, *short, policy) > 2
+
+
 def test_the_stock_kernel_may_keep_all_decodes(engine, dense, monkeypatch):
     """With mass beside it: the same evictions."""
     monkeypatch.setattr(cpu, "decode_mass", lambda *_, **__: pytest.fail("it was to be left out"))

@@ -34,7 +34,15 @@ def on_v1_alone(vllm_config: Any) -> list[str]:
     if not has_policy or envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return []
     used = {
-        "speculative decoding": vllm_config.speculative_config is not None,
+        "speculative decoding": _drafts(vllm_config.speculative_config),
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
     }
     return [f"{feature} under a KV policy" for feature, is_used in used.items() if is_used]
+
+
+def _drafts(speculative_config: Any) -> bool:
+    """Whether the server drafts by a method that is served; `combinations` refuses the others by name."""
+    from . import drafters  # imports vLLM's layers, and `vllm.config` comes before them
+
+    served = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
+    return speculative_config is not None and speculative_config.method in served
