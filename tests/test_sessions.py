@@ -339,6 +339,20 @@ def test_sessions_that_fill_the_pool_between_turns_make_room_for_the_next(engine
     sessions.end(*names)
 
 
+@pytest.mark.parametrize("name", ["h2o", "sink-window"])
+def test_sessions_wait_for_their_turns_within_their_budgets(engine, poisoned, name):
+    """Turns end with a chunk. The pool has room for one session's chunk beside the budgets of the others."""
+    policy = {"name": name, "budget": 128, "buffer": 0, "sink": 32}
+    server = engine(policy, blocks=2 * 4 + (128 + 256) // BLOCK + 3, max_num_batched_tokens=256, max_model_len=1024)
+    sessions, names = Sessions(server), ["s0", "s1", "s2"]
+    for turn in range(2):
+        for i, each in enumerate(names):
+            sessions.send(each, random_prompt(256, 10 * turn + i), 1)
+        sessions.run()
+        assert [len(sessions.resident(each).resident) for each in names] == [4, 4, 4]
+    sessions.end(*names)
+
+
 @pytest.mark.both_runners("token")
 @pytest.mark.parametrize("granularity", ["block", "token"])
 def test_a_turn_that_ends_over_its_trigger_leaves_room_for_the_next(engine, poisoned, granularity):

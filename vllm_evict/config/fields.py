@@ -130,7 +130,7 @@ TIER = (
     ),
     Option("recall_every", whole(1), 8, "decode steps from one look at a request's host blocks to the next"),
     Option("recall_blocks", whole(1), 8, "most blocks that come back to a decoding request at a time"),
-    Option("again", whole(), 256, "last tokens of a prompt that are computed again once blocks came back; 0: none"),
+    Option("again", whole(), 64, "last tokens of a prompt that are computed again once blocks came back; 0: none"),
     Option("again_rounds", whole(1, 9), 1, "how often the last tokens of a prompt are computed again, at most"),
     Option(
         "preempt",

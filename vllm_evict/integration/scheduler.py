@@ -344,6 +344,12 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         request = self.requests.get(req_id)
         return request if request is not None and request.status == RequestStatus.RUNNING else None
 
+    def idle_session(self, req_id: str) -> Request | None:
+        request = self.requests.get(req_id)
+        if request is None or request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            return None
+        return None if request.num_in_flight_tokens else request
+
     def miss(self, req_id: str, resident: RequestBlocks) -> None:
         """Count and log a missing report."""
         self.tally.miss(resident.policy)

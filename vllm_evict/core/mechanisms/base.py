@@ -61,6 +61,10 @@ class Host(Protocol):
         """vLLM's `Request` of this id; None if it does not run."""
         ...
 
+    def idle_session(self, req_id: str) -> Any | None:
+        """vLLM's `Request` of this id, if it is a session between two turns with no token in flight; else None."""
+        ...
+
     def miss(self, req_id: str, blocks: RequestBlocks) -> None:
         """Count and log a missing report."""
         ...

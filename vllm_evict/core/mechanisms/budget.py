@@ -1,11 +1,13 @@
 """Brings requests above their trigger back to their budget, by whole blocks or by tokens of each KV head."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from ...config import KVPolicyConfig
 from ..actions import Action, back_to_budget
+from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Reports
-from .base import Mechanism, Step, note, settled
+from .base import Group, Mechanism, Step, note, settled
 
 
 class Budget(Mechanism):
@@ -21,7 +23,7 @@ class Budget(Mechanism):
                 note(noted, req_id, group.residents[req_id], self.host.current_step)
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
-        for group, request, blocks in self.due(plan):
+        for group, request, blocks in (*self.due(plan), *self._ended_turns(plan)):
             if blocks.config.policy.reconstructs:
                 continue  # `integration.reconstruction` decides, by scores of a separate pass
             report = reports[group.number].get(request.request_id)
@@ -32,3 +34,16 @@ class Budget(Mechanism):
             action = back_to_budget(request.request_id, group.number, blocks, settled(request), report, judged)
             if action is not None:
                 yield action
+
+    def _ended_turns(self, plan: EvictionPlan) -> Iterator[tuple[Group, Any, RequestBlocks]]:
+        """As `due`, of sessions whose turn ended with the step.
+
+        These evict by block alone, as workers move tokens, and rotate keys, of requests in the batch only.
+        """
+        for group, noted in zip(self.host.groups, plan.groups):
+            for req_id, incarnation in noted.due.items():
+                session, blocks = self.host.idle_session(req_id), group.residents.get(req_id)
+                if session is None or blocks is None or blocks.incarnation != incarnation:
+                    continue
+                if blocks.config.granularity == "block" and blocks.config.context is None:
+                    yield group, session, blocks

@@ -116,8 +116,9 @@ class Again(Mechanism):
 
 
 class Recall(Mechanism):
-    """Looks at a request's host blocks at the end of its prompt, and every `recall_every` decodes.
+    """Looks at a request's blocks at the end of its prompt, and every `recall_every` decodes.
 
+    A request without host blocks is looked at once, in the step after which it first loses blocks.
     While each look brings blocks back, looks become rarer (`Recalls.pause`).
 
     Args:
@@ -138,7 +139,9 @@ class Recall(Mechanism):
         (group,), (noted,) = self.host.groups, plan.groups
         for req_id in step.tokens:
             blocks = group.residents[req_id]
-            if not blocks.host or blocks.recalls.is_vain:
+            # What the last token of a prompt wants is to stay in the first decision that evicts, too.
+            is_first = blocks.recalls.is_due and req_id in noted.due
+            if not (blocks.host or is_first) or blocks.recalls.is_vain:
                 continue
             if req_id not in noted.again:
                 blocks.recalls.steps += blocks.recalls.answered
