@@ -118,7 +118,7 @@ def test_one_chunk_holds_what_is_computed_again(engine, again, chunk, steps):
 
 
 @pytest.mark.both_runners("1-box")
-@pytest.mark.parametrize("rounds, bounds", [(1, "box"), (2, "box"), (1, "sphere")], ids=["1-box", "2-box", "1-sphere"])
+@pytest.mark.parametrize("rounds, bounds", [(1, "box"), (2, "box"), (1, "sphere"), (1, "mean")])
 def test_the_end_of_a_prompt_is_computed_again_and_sees_what_came_back(engine, tiny, monkeypatch, rounds, bounds):
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     fields = {"again_rounds": rounds, "recall_every": 4, "recall_bounds": bounds}
