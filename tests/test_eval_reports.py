@@ -292,8 +292,11 @@ def test_damage_elsewhere_is_left_to_the_user(tmp_path):
         (["--tasks", "nope=x"], "unknown benchmark 'nope'; there are: ruler, longbench"),
         (["--tasks", f"ruler={DATA}/ruler"], "so no chunk ends before the question): --settings aware, served"),
         (["--tasks", "ppl", "--settings", "aware"], "ppl cannot be aware (it has no question"),
-        (["--settings", "turns"], "as those of multikey, twostage, vt): --settings agnostic, aware, served"),
-        (["--settings", "turns", "--tasks", f"ruler={DATA}/ruler"], "ruler cannot be turns (its documents have not"),
+        (["--settings", "turns"], "niah cannot be turns (only documents of multikey, twostage, vt have"),
+        (
+            ["--settings", "turns", "--tasks", f"ruler={DATA}/ruler"],
+            "vt have a fact for each question): --settings aware, served",
+        ),
         (
             ["--settings", "turns", "--tasks", "vt", "--policies", "kvzip"],
             "turns got kvzip at 128, which does not score",

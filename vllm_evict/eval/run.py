@@ -163,7 +163,7 @@ def _work(plan: Plan, job: Job, cells: list[Cell], rows: Rows, bar: tqdm) -> Non
 def unsuited(task: str, setting: str) -> str:
     """Why a task (a built-in one, or a benchmark's name) cannot run in a setting; empty if it can."""
     if setting == "turns" and task not in SEVERAL:
-        return f"its documents have not several facts to ask for, as those of {', '.join(SEVERAL)}"
+        return f"only documents of {', '.join(SEVERAL)} have a fact for each question"
     if setting == "agnostic" and task not in TASKS:
         return "its prompts are of any length, so no chunk ends before the question"
     if setting == "aware" and task == "ppl":

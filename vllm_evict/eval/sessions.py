@@ -26,11 +26,9 @@ class Sessions:
         Returns:
             Session -> `RequestOutput`: text and token ids are this turn's, the usage is that of the session so far.
         """
-        from vllm.sampling_params import RequestOutputKind
-
         engine, tasks = self._llm.llm_engine, self._llm.supported_tasks
         params = params.clone()
-        params.output_kind = RequestOutputKind.DELTA
+        params.output_kind = type(params.output_kind).DELTA
         self._names |= prompts.keys()
         for name, ids in prompts.items():
             prompt = {"prompt_token_ids": ids}
