@@ -22,8 +22,8 @@ def words_of(text):
     return len(text.split())
 
 
-def sample_of(task, length=300, depth=0.5, index=0, seed=0, count=words_of):
-    return tasks.make(task, length, depth, index, seed, count, words.Filler())
+def sample_of(task, length=300, depth=0.5, index=0, seed=0, count=words_of, later=None):
+    return tasks.make(task, length, depth, index, seed, count, words.Filler(), later)
 
 
 def expecting(*answers, metric="contains", classes=()):

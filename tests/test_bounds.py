@@ -10,6 +10,7 @@ from vllm_evict.compute.host import HostBlocks, empty_bounds
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, bounds_width, key_bounds
 from vllm_evict.config import KVPolicyConfig
 
+KINDS = ["box", "sphere", "mean"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -61,7 +62,7 @@ def test_no_product_is_above_its_bound(kind, keys, dtype):
                 assert bound <= product + 2.1 * spread + 0.1 * own.abs().max() * query.norm() + 1e-3
 
 
-@pytest.mark.parametrize("kind", ["box", "sphere"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_those_of_the_reference(kind):
     torch.manual_seed(0)
     keys, query = torch.randn(5, 2, 8, 16), torch.randn(7, 6, 16)
@@ -81,15 +82,26 @@ def test_a_sphere_that_is_smaller_than_its_keys_would_be_seen():
     assert (own @ query).max().item() > most(query.tolist(), bounds[0, 0].tolist(), "sphere")
 
 
-def test_spheres_take_half_the_memory():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mean_is_the_centre_of_a_sphere_and_bounds_nothing(dtype):
+    """Its product with a query is the mean product of the block's keys, and some key's product is above it."""
+    keys = make_keys((4, 2, 16, 8), dtype, "any")
+    means = key_bounds(keys, 3 * 16 + 5, "mean")
+    assert torch.equal(means, key_bounds(keys, 3 * 16 + 5, "sphere")[..., :-1])
+    assert means.shape == (4, 2, bounds_width("mean", 8))
+    own, query = keys[3, 1, :5].double(), torch.randn(8).double()
+    product = means[3, 1].double() @ query
+    torch.testing.assert_close(product, (own @ query).mean(), rtol=0, atol=10 * torch.finfo(dtype).eps)
+    assert (own @ query).max() > product
+
+
+def test_spheres_take_half_the_memory_and_means_one_number_less():
     store = SimpleNamespace(read=lambda blocks, values: [(torch.zeros(len(blocks), 2, 16, 64), None)] * 3)
-    sizes = {
-        kind: sum(e.nbytes for e in empty_bounds(store, 10, torch.device("cpu"), kind)) for kind in ("box", "sphere")
-    }
-    assert sizes["box"] == 3 * 10 * 2 * 128 * 4 and sizes["sphere"] == 3 * 10 * 2 * 65 * 4
+    sizes = [sum(e.nbytes for e in empty_bounds(store, 10, torch.device("cpu"), kind)) for kind in KINDS]
+    assert sizes == [3 * 10 * 2 * numbers * 4 for numbers in (128, 65, 64)]
 
 
-@pytest.mark.parametrize("kind", ["box", "sphere"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_resident_blocks_and_host_blocks_are_bounded_alike(kind):
     """A block has one bound, whether it is on the device or was copied to the host."""
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from evaluation import (
 )
 
 from vllm_evict.eval import EvalError, cli, report, rows, summary
+from vllm_evict.eval.pictures import draw_all
 from vllm_evict.eval.policies import contenders, parse_budgets, servers, split_list
 
 # --- policies and engines --------------------------------------------------------------------------------------------
@@ -152,6 +153,27 @@ def test_settings_and_options_are_never_mixed():
     assert [line.is_full for line in lines] == [True, True, False] and lines[2].difference == -1.0
 
 
+def test_turns_have_lines_of_their_own_and_pictures_together(tmp_path):
+    found = [row_of(task="vt", setting="turns", turn=1 + i % 2, index=i // 2, score=float(i % 2)) for i in range(8)]
+    lines = summary.summarise(found)
+    assert [(line.task, line.n, line.score) for line in lines] == [("vt turn 1", 4, 0.0), ("vt turn 2", 4, 1.0)]
+    assert [said[:10] for said in report.headlines(lines)] == ["vt turn 1 ", "vt turn 2 "]
+    assert sorted(path.name for path in draw_all(found, tmp_path).values()) == [
+        "turns-needles-vt.png",
+        "turns-pareto.png",
+    ]
+
+
+def test_keys_of_rows_without_turns_are_what_they_were():
+    """Or finished rows would be computed again."""
+    fields = {"model": "m", "backend": "offline", "chat": True, "task": "niah", "length": 512, "depth": 0.5, "index": 0}
+    fields |= {"seed": 0, "setting": "agnostic", "chunk": 256, "budget": 0.25, "engine_args": {"block_size": 32}}
+    row = fields | {"policy_config": {"name": "h2o", "sink": 32}}
+    assert rows.key_of(row) == "ebe38e098044f6898df75417974f8a2cb577a05a953252372bbf9b99a11edca3"
+    turns = [row | {"turn": turn, "depths": depths} for turn in (1, 2) for depths in ([0.5], [0.5, 0.7])]
+    assert len({rows.key_of(each) for each in (row, *turns)}) == 5
+
+
 def test_a_share_stands_where_a_budget_would():
     def rows_of(entry, budgets=(), **fields):
         (contender,) = contenders(entry, budgets, **SIZES)
@@ -270,6 +292,18 @@ def test_damage_elsewhere_is_left_to_the_user(tmp_path):
         (["--tasks", "nope=x"], "unknown benchmark 'nope'; there are: ruler, longbench"),
         (["--tasks", f"ruler={DATA}/ruler"], "so no chunk ends before the question): --settings aware, served"),
         (["--tasks", "ppl", "--settings", "aware"], "ppl cannot be aware (it has no question"),
+        (["--settings", "turns"], "niah cannot be turns (only documents of multikey, twostage, vt have"),
+        (
+            ["--settings", "turns", "--tasks", f"ruler={DATA}/ruler"],
+            "vt have a fact for each question): --settings aware, served",
+        ),
+        (
+            ["--settings", "turns", "--tasks", "vt", "--policies", "kvzip"],
+            "turns got kvzip at 128, which does not score",
+        ),
+        (["--settings", "turns", "--tasks", "vt", "--turns", "17"], "--turns got 17; expected 1 to 16"),
+        (["--settings", "turns", "--tasks", "vt", "--chunk", "500"], "length 512 is no multiple of the prefill chunk"),
+        (["--settings", "turns", "--tasks", "vt", "--url", "http://127.0.0.1:9/v1"], "turns needs sessions"),
         (["--tasks", "ruler=/no/file", "--settings", "served"], "/no/file: no such file"),
         (["--policies", "full,h20"], "unknown KV policy 'h20': did you mean 'h2o'?"),
         (["--policies", "h2o", "--budgets", "64"], "budget 64 leaves nothing to choose"),
@@ -283,7 +317,7 @@ def test_damage_elsewhere_is_left_to_the_user(tmp_path):
         (["--chunk", "0"], "--chunk must be at least 1"),
         (["--limit", "0"], "--limit must be at least 1"),
         (["--depths", "2"], "depths are shares"),
-        (["--settings", "blind"], "unknown setting 'blind'; choose from: agnostic, aware, served"),
+        (["--settings", "blind"], "unknown setting 'blind'; choose from: agnostic, aware, turns, served"),
         (["--engine-args", "{"], "--engine-args is not JSON"),
         (["--lengths", "4096", "--engine-args", json.dumps(ENGINE)], "prompt and answer are .* take a shorter length"),
         (["--engine-args", '{"no_such": 1}'], "vLLM does not start on"),

@@ -68,6 +68,32 @@ def test_a_setting_is_what_it_says(tiny, setting, count):
         assert answer.tokens_per_s > 0 and answer.ttft_s > 0
 
 
+@pytest.mark.parametrize("count", [3, 1])
+def test_turns_go_on_in_one_session_under_one_budget(tiny, count):
+    """No token is computed twice: the document, the answers before, and what was evicted of both stay as they are."""
+    (contender,) = contenders("h2o", [128], **SIZES)
+    prompts = Prompts(str(tiny))
+    samples = [sample_of("multikey", 512, 0.3, i, count=prompts.count, later=[0.5, 0.7]) for i in range(count)]
+    ((server, _),) = servers([contender], 2048, 32)
+    with offline(tiny, server, "turns", prompts) as backend:
+        steps = recorded_steps(backend)
+        answers = backend.answer(samples, contender)
+        scheduler = backend.llm.llm_engine.engine_core.engine_core.scheduler
+        assert not scheduler.requests and not backend.llm.llm_engine.has_unfinished_requests()
+    assert len(steps) == max(count, 2) and len(answers) == count
+    for taken, sample, answer in zip(steps.values(), samples, answers):
+        expected, computed = [128] * 4, 0
+        for turn, said in zip(sample.turns, answer.turns, strict=True):
+            own = len(prompts.ids(turn))
+            expected += [own - 512 * (turn.turn == 1)] + [1] * (said.output_tokens - 1)
+            computed += own + said.output_tokens - 1
+            assert (said.prompt_tokens, said.budget_tokens, said.peak_blocks) == (own, 128, 8)
+            assert said.tokens_per_s > 0 and said.ttft_s > 0
+            # The budget, and a block that the last step may have begun.
+            assert computed - said.evicted_tokens <= 128 + 32
+        assert taken == expected
+
+
 def offline(model, server, setting, prompts):
     """Context of an `Offline` backend of small chunks and batches."""
     sizes = {"chunk": 128, "batch": 3, "block_size": 32}
@@ -176,6 +202,42 @@ def test_what_sees_the_needle_finds_it(tmp_path, setting, length, budget):
     assert full.score == 1.0
     assert window.verdict == "worse" and window.score <= 0.1
     assert full.score > heavy.score > window.score + 0.1
+
+
+@needle_model
+def test_every_turn_asks_the_same_document_whatever_the_policy(tmp_path):
+    """All turns of a session that was written in part run again."""
+    plan = offline_plan(
+        NEEDLE,
+        tmp_path,
+        tasks=("niah", "multikey", "vt"),
+        policies="full,sink-window",
+        settings=("turns", "aware"),
+        lengths=(1024,),
+        depths=(0.3, 0.5, 0.7),
+        engine_args=ENGINE | {"max_model_len": 1152},
+    )
+    first = run(plan, print)
+    turns = [row for row in first if row["setting"] == "turns"]
+    assert len(first) == 2 * 3 * 3 + len(turns) and len(turns) == 2 * 2 * 3 * 4
+    score = {(line.task, line.policy): line.score for line in summary.summarise(turns)}
+    names = [f"{task} turn {turn}" for task in ("multikey", "vt") for turn in (1, 2, 3, 4)]
+    assert score == {(name, policy): float(policy == "full") for name in names for policy in ("full", "sink-window")}
+    asked = {policy: [row for row in turns if row["policy"] == policy] for policy in ("full", "sink-window")}
+    identity = ("task", "turn", "depth", "depths", "index", "question", "expected", "prompt_sha256", "prompt_tokens")
+    full, window = ([[row[name] for name in identity] for row in rows_] for rows_ in asked.values())
+    assert full == window and len({row["key"] for row in first}) == len(first)
+    for turn in (1, 2, 3, 4):
+        assert sorted(row["depth"] for row in asked["full"] if row["turn"] == turn) == [0.3, 0.3, 0.5, 0.5, 0.7, 0.7]
+    assert not any("turn" in row for row in first if row["setting"] == "aware")
+
+    path, said = tmp_path / rows.FILE, []
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["key"] != turns[2]["key"]]
+    path.write_text("\n".join(kept) + "\n")
+    again = run(plan, said.append)
+    assert said == [f"{path}: {len(first) - 4} of {len(first)} rows are there already"]
+    assert {row["key"]: row["answer"] for row in again} == {row["key"]: row["answer"] for row in first}
+    assert len(again) == len(first)
 
 
 @needle_model

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,23 @@ def test_the_question_can_be_answered_from_the_text_and_only_so(task):
         assert len(re.findall(r"the code of \w+ is", sample.context)) == (FACTS[task] if task not in ("kv",) else 0)
         assert sample.context.count(sample.answers[0]) == 1, "the answer is told more than once"
         assert sample.text == f"{sample.context} {sample.question}"
+
+
+@pytest.mark.parametrize("turns", [1, 4, tasks.MOST_TURNS])
+@pytest.mark.parametrize("task", tasks.SEVERAL)
+def test_a_document_answers_as_many_questions_as_asked_for_each_about_a_fact_at_its_depth(task, turns):
+    depths = np.linspace(0.1, 0.9, turns).tolist()
+    for index in range(4):
+        first = sample_of(task, 2000, depths[0], index, later=depths[1:])
+        assert [(turn.turn, turn.depth) for turn in first.turns] == list(enumerate(depths, 1))
+        assert len({turn.question for turn in first.turns}) == len({turn.sha256 for turn in first.turns}) == turns
+        for turn, depth in zip(first.turns, depths):
+            assert turn.context == first.context and turn.answers == (solve(task, first.context, turn.question),)
+            (answer,) = turn.answers
+            assert first.context.count(answer) == 1
+            assert words_of(first.context[: first.context.index(answer)]) / 2000 == pytest.approx(depth, abs=0.06)
+        if turns == 1:
+            assert replace(first, turn=None) == sample_of(task, 2000, depths[0], index)
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
@@ -119,6 +137,18 @@ def test_the_language_is_the_one_the_needle_model_was_trained_on(needle_data):
         assert len(ids) == 256 + (
             len(prompts.tokenizer(f" {sample.question}")["input_ids"]) + 1 if sample.question else 0
         )
+
+
+@needle_model
+def test_turns_have_the_form_that_the_needle_model_was_trained_on(needle_data):
+    prompts, chat = Prompts(str(NEEDLE)), needle_data.Documents(needle_data.build_tokenizer(4608))
+    first = sample_of("vt", length=256, count=prompts.count, later=[0.3, 0.8])
+    said = [prompts.ids(turn) + chat.encode(turn.answers[0]) for turn in first.turns]
+    expected, _ = chat.chat([(turn.question, turn.answers[0]) for turn in first.turns])
+    assert [*sum(said, [])[256:], needle_data.END] == expected
+    bare = Prompts(str(NEEDLE), chat=False)
+    second = bare.tokenizer(f" {first.later[0].question}", add_special_tokens=False)["input_ids"]
+    assert bare.ids(first.later[0]) == second
 
 
 def test_training_data_stay_what_they_were(needle_data):

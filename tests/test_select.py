@@ -57,6 +57,7 @@ CASES = {
     "full": {"name": "full", **SELECT},
     "every": {"name": "full", **SELECT, "select_every": 5},
     "spheres": {"name": "full", **SELECT, "select_bounds": "sphere"},
+    "means": {"name": "full", **SELECT, "select_bounds": "mean"},
     "filters": {"name": "full", **SELECT, "filter_layers": [0, 2]},
     "wide": {"name": "full", "select": 320, "select_sink": 40, "select_recent": 100, "dense_layers": 0},
     "sink-window": {"name": "sink-window", "budget": 448, "buffer": 96, "sink": 32, **SELECT},

@@ -41,7 +41,7 @@ CHOICES = {
     "evict": ("drop", "host"),
     "recall": ("none", "quest"),
     "preempt": ("recompute", "host"),
-    **dict.fromkeys(("recall_bounds", "select_bounds"), ("box", "sphere")),
+    **dict.fromkeys(("recall_bounds", "select_bounds"), ("box", "sphere", "mean")),
 }
 #: Field -> least and most of a whole number.
 SIZES = {

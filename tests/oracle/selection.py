@@ -28,7 +28,7 @@ class Chooser:
         select_every=1,
         select_bounds="box",
     ):
-        self.model, self.every, self.sphere = model, select_every, select_bounds == "sphere"
+        self.model, self.every, self.bounds = model, select_every, select_bounds
         self.recent = math.ceil((select_recent - 1) / BLOCK) + 1
         self.sinks, self.blocks = math.ceil(select_sink / BLOCK), math.ceil(select / BLOCK)
         self.dense, self.filters = dense_layers, filter_layers
@@ -66,9 +66,9 @@ class Chooser:
             for block in full:
                 of_block = keys[block * BLOCK : (block + 1) * BLOCK, h // group].double()
                 q = query[h].double()
-                if self.sphere:
+                if self.bounds != "box":
                     centre = sum(of_block) / len(of_block)
-                    radius = max((key - centre).norm() for key in of_block)
+                    radius = max((key - centre).norm() for key in of_block) if self.bounds == "sphere" else 0
                     bounds.append(q @ centre + q.norm() * radius)
                     continue
                 bounds.append(torch.maximum(q * of_block.amax(0), q * of_block.amin(0)).sum())

@@ -30,7 +30,7 @@ class HostBlocks:
         store: the KV cache.
         blocks: of the host.
         device: where the cache is.
-        bounds: kind of the bounds that are kept, `box` or `sphere`; None: none are.
+        bounds: kind of the bounds that are kept, `box`, `sphere` or `mean`; None: none are.
         path: of a file that holds the bytes; None: they are in memory.
 
     Attributes:

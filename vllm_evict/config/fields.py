@@ -123,10 +123,10 @@ TIER = (
     ),
     Option(
         "recall_bounds",
-        Literal["box", "sphere"],
+        Literal["box", "sphere", "mean"],
         "box",
         "what bounds a block's keys: `box`, the least and the largest value of each dimension; `sphere`, centre and "
-        "radius, in half the memory",
+        "radius, in half the memory; `mean`, the centre alone, which bounds nothing and chooses worse",
     ),
     Option("recall_every", whole(1), 8, "decode steps from one look at a request's host blocks to the next"),
     Option("recall_blocks", whole(1), 8, "most blocks that come back to a decoding request at a time"),
@@ -158,7 +158,7 @@ SELECT = (
         "tokens that a decode attends to, in whole blocks chosen by each layer; 0: all resident tokens",
     ),
     Option("select_every", whole(1), 1, "with `select`: steps that attend to one choice"),
-    Option("select_bounds", Literal["box", "sphere"], "box", "with `select`: see `recall_bounds`"),
+    Option("select_bounds", Literal["box", "sphere", "mean"], "box", "with `select`: see `recall_bounds`"),
     Option("select_sink", whole(), 64, "with `select`: leading tokens that are always attended to"),
     Option("select_recent", whole(), 128, "with `select`: trailing tokens that are always attended to"),
     Option(

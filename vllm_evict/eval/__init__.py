@@ -4,7 +4,8 @@
     external   RULER, LongBench, 2StageRetr in their published schema        score     every metric
     policies   contenders, and the fewest engines that serve them            backends  `LLM`, and any OpenAI server
     rows       one JSON line a request, resumable                            run       the matrix
-    stats      intervals, and tests of differences                           summary, pictures, report
+    stats      intervals, and tests of differences                           sessions  turns of one request, offline
+    summary, pictures, report                                                prompts   token ids
 
 `python -m vllm_evict.eval` is the command `vllm-evict`.
 """

@@ -5,6 +5,8 @@ The tokens that policies have seen when they decide are a setting. Results of tw
     agnostic   decisions over the context are taken before the question. Prompts are prefilled in chunks, the context
                ends with a chunk, and the question comes in the next. By then a request holds at most its budget.
     aware      decisions see the question: the whole prompt is one chunk, and the first decision follows it.
+    turns      several questions about one context, in one session of vLLM (streaming input): the first as in
+               `agnostic`, each other one after the model's own answer before it, which stays in the cache.
     served     the server chooses chunks: decisions over the last chunk see the question, all others do not. Users get
                this setting; it lies between the other two.
 
@@ -34,9 +36,10 @@ from ..config import KVPolicyConfig
 from . import EvalError
 from .policies import Contender, brief
 from .prompts import Prompts
+from .sessions import Sessions
 from .tasks import NLL, Sample
 
-SETTINGS = ("agnostic", "aware", "served")
+SETTINGS = ("agnostic", "aware", "turns", "served")
 #: Bytes of KV cache on a CPU, if the user gives none.
 CPU_CACHE = 1 << 30
 
@@ -54,6 +57,8 @@ class Answer:
         evicted_tokens: tokens whose blocks were evicted; None over HTTP.
         ttft_s: seconds from the request's arrival to its first token, waiting included.
         tokens_per_s: prompt and answer tokens per second of the batch that the request ran in.
+        later: answers to a session's later turns. Tokens and times are those of a turn; budget, blocks and evicted
+            tokens those of the session up to it.
     """
 
     text: str
@@ -65,6 +70,12 @@ class Answer:
     evicted_tokens: int | None = None
     ttft_s: float | None = None
     tokens_per_s: float | None = None
+    later: tuple["Answer", ...] = ()
+
+    @property
+    def turns(self) -> tuple["Answer", ...]:
+        """This answer and those after it."""
+        return self, *self.later
 
 
 def second_half_nll(logprobs: Sequence[float | None]) -> float:
@@ -87,7 +98,7 @@ class Offline:
         server: the engine's own policy.
         setting: one of `SETTINGS`.
         prompts: the model's tokenizer.
-        chunk: tokens of a prefill chunk, for `agnostic`.
+        chunk: tokens of a prefill chunk, for `agnostic` and `turns`.
         batch: requests at once.
         block_size: tokens of a KV block.
         engine_args: further arguments of `LLM`.
@@ -118,7 +129,8 @@ class Offline:
         self._known: set[str] = set()
         options: dict[str, Any] = {
             "block_size": block_size,
-            "max_num_seqs": max(batch, 2) if server.reconstructs else batch,
+            # A session holds its place between two turns.
+            "max_num_seqs": max(batch, 2) if server.reconstructs or setting == "turns" else batch,
             # Prompts are reconstructed from the prefix cache. No measured request reads it.
             "enable_prefix_caching": server.reconstructs,
             "disable_log_stats": False,
@@ -145,7 +157,7 @@ class Offline:
     @staticmethod
     def chunking(setting: str, chunk: int, batch: int, max_len: int | None) -> dict[str, Any]:
         """Engine arguments for a setting."""
-        if setting == "agnostic":
+        if setting in ("agnostic", "turns"):
             # A step has room for a chunk of every request, so that no chunk is cut short.
             return {"long_prefill_token_threshold": chunk, "max_num_batched_tokens": batch * chunk}
         if setting == "aware":
@@ -161,7 +173,7 @@ class Offline:
         """
         from vllm import SamplingParams
 
-        if self.setting == "agnostic" and len(samples) == 1:
+        if self.setting in ("agnostic", "turns") and len(samples) == 1:
             # vLLM does not cut the prompt of a single request into chunks.
             return self.answer([*samples, *samples], contender)[:1]
         prompts = [{"prompt_token_ids": self.prompts.ids(sample)} for sample in samples]
@@ -176,6 +188,8 @@ class Offline:
             for sample in samples
         ]
         try:
+            if self.setting == "turns":
+                return self._converse(samples, params)
             if contender.config.policy.reconstructs:
                 prompts = [self._reconstructed(*each, contender) for each in zip(samples, prompts, strict=True)]
             start = time.perf_counter()
@@ -183,6 +197,20 @@ class Offline:
         except ValueError as error:
             raise EvalError(f"{contender}: {_one_line(error)}") from None
         return timed([self._read(output) for output in outputs], time.perf_counter() - start)
+
+    def _converse(self, samples: Sequence[Sample], params: Sequence[Any]) -> list[Answer]:
+        """Answers to all turns of a session for each sample."""
+        sessions, rounds = Sessions(self.llm), []
+        try:
+            for turn in zip(*(sample.turns for sample in samples), strict=True):
+                start = time.perf_counter()
+                prompts = {f"session {i}": self.prompts.ids(sample) for i, sample in enumerate(turn)}
+                outputs = sessions.turn(prompts, params[0])
+                answers = [replace(self._read(outputs[name]), prompt_tokens=len(prompts[name])) for name in prompts]
+                rounds.append(timed(answers, time.perf_counter() - start))
+        finally:
+            sessions.end()
+        return [replace(first, later=tuple(later)) for first, *later in zip(*rounds, strict=True)]
 
     def _reconstructed(self, sample: Sample, prompt: dict[str, Any], contender: Contender) -> dict[str, Any]:
         """The prompt with a salt under which its context has been reconstructed.

@@ -100,7 +100,10 @@ def evaluate(
         str, typer.Option(help="Depths of the asked fact in the context, from 0 to 1.")
     ] = "0.1,0.3,0.5,0.7,0.9",
     samples: Annotated[int, typer.Option(help="Prompts for each task, length and depth.")] = 4,
-    settings: Annotated[str, typer.Option(help="agnostic, aware, served. Default: agnostic, over HTTP served.")] = "",
+    settings: Annotated[
+        str, typer.Option(help="agnostic, aware, turns, served. Default: agnostic, over HTTP served.")
+    ] = "",
+    turns: Annotated[int, typer.Option(help="Questions about one document in the setting turns.")] = 4,
     url: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible server instead of an engine in this process.")
     ] = None,
@@ -140,6 +143,7 @@ def evaluate(
         depths=numbers(depths, float, "--depths"),
         samples=samples,
         settings=tuple(split_list(settings)),
+        turns=turns,
         url=url,
         tokenizer=tokenizer,
         chat=chat,

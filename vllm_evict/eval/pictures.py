@@ -31,7 +31,7 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
     from matplotlib import pyplot
 
     setting = one_setting(rows)
-    rows = labelled(rows)
+    rows = [row | {"turn": None} for row in labelled(rows)]  # pictures take all turns of a session together
     stem = setting.split(",")[0]
     made: dict[str, Path] = {}
 

@@ -1,5 +1,6 @@
 """Token ids of samples, and the number of tokens before the question."""
 
+import functools
 from typing import Any
 
 from . import EvalError
@@ -34,11 +35,22 @@ class Prompts:
             self.before, _, self.after = text.partition(_MARK)
 
     def ids(self, sample: Sample) -> list[int]:
-        """Token ids of the whole prompt. If the text itself is measured, nothing follows it."""
+        """Token ids of the whole prompt, or of a later turn. If the text itself is measured, nothing follows it."""
         if sample.metric == NLL:
             return self._encode(self.before + sample.text)
         prefix = sample.prefix if self.chat or not sample.prefix else f" {sample.prefix}"
+        if (sample.turn or 1) > 1:
+            text = self.between + sample.question + self.after + prefix
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._encode(self.before + sample.text + self.after + prefix)
+
+    @functools.cached_property
+    def between(self) -> str:
+        """Text between an answer and the next question; it ends the answer, whose last token vLLM drops."""
+        if not self.chat:
+            return " "
+        messages = [{"role": role, "content": _MARK} for role in ("user", "assistant", "user")]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False).split(_MARK)[2]
 
     def count(self, context: str) -> int:
         """Tokens before the question."""

@@ -10,15 +10,18 @@ from . import EvalError
 FILE = "rows.jsonl"
 Row = dict[str, Any]
 
-#: Fields that identify a row; rows with the same key ask the same policy the same question.
+#: Fields that identify a row; rows with the same key ask the same policy the same question. Rows of sessions have
+#: `OF_TURNS` too: the number of the turn, and the depths of all turns' facts.
 KEY = (
     *("model", "backend", "chat", "task", "prompt", "length", "depth", "index", "seed"),
     *("setting", "chunk", "policy_config", "budget", "engine_args"),
 )
+OF_TURNS = ("turn", "depths")
 
 
 def key_of(row: Row) -> str:
-    return hashlib.sha256(json.dumps([row.get(name) for name in KEY], sort_keys=True).encode()).hexdigest()
+    values = [row.get(name) for name in KEY] + [row[name] for name in OF_TURNS if name in row]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def read(path: Path) -> tuple[list[Row], int | None]:

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from .policies import Contender, contenders, servers
 from .prompts import Prompts
 from .rows import Row, Rows, key_of
 from .score import score
-from .tasks import NLL, TASKS, Sample, make
+from .tasks import MOST_TURNS, NLL, SEVERAL, TASKS, Sample, make
 from .words import Filler
 
 
@@ -32,6 +33,7 @@ class Plan:
     depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     samples: int = 4
     settings: tuple[str, ...] = ()
+    turns: int = 4
     url: str | None = None
     tokenizer: str | None = None
     chat: bool = True
@@ -52,7 +54,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Case:
-    """One sample, made when it is needed; external samples differ in `prompt`, not in seed."""
+    """One sample, made when it is needed; external samples differ in `prompt`, not in seed.
+
+    Attributes:
+        later: of a session, the depths of the facts that its later turns ask for; None: one question, no session.
+    """
 
     task: str
     length: int
@@ -60,6 +66,7 @@ class Case:
     index: int
     sample: Callable[[], Sample]
     prompt: str | None = None
+    later: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row before it runs: its identifying fields, its contender and its case."""
+    """One request before it runs: the identifying fields of its rows, one a turn, its contender and its case."""
 
-    row: Row
+    rows: list[Row]
     contender: Contender
     case: Case
+
+    @property
+    def keys(self) -> set[str]:
+        return {row["key"] for row in self.rows}
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
@@ -101,6 +112,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
         else dict(sink=plan.sink, recent=plan.recent, buffer=plan.buffer, block_size=plan.block_size)
     )
     wanted = contenders(plan.policies, plan.budgets, **options)
+    if "turns" in settings and (shadows := [each for each in wanted if each.config.policy.reconstructs]):
+        raise EvalError(f"turns got {shadows[0]}, which does not score sessions: leave it out, or take other settings")
     if plan.url:
         connect = functools.partial(Http, plan.url, plan.model, batch=plan.batch, chat=plan.chat)
         jobs = [Job(connect, setting, wanted) for setting in settings]
@@ -117,8 +130,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
     if not plan.url:
         _check_lengths(cases, prompts, max_len)
     every = [(job, list(cells_of(plan, job, cases))) for job in jobs]
-    todo = [(job, [cell for cell in cells if cell.row["key"] not in rows.done]) for job, cells in every]
-    total, left = (sum(len(cells) for _, cells in part) for part in (every, todo))
+    todo = [(job, [cell for cell in cells if not cell.keys <= rows.done]) for job, cells in every]
+    total, left = (sum(len(cell.rows) for _, cells in part for cell in cells) for part in (every, todo))
     if left < total:
         say(f"{rows.path}: {total - left} of {total} rows are there already")
     with tqdm(total=total, initial=total - left, unit="row", disable=None) as bar:
@@ -139,22 +152,23 @@ def _work(plan: Plan, job: Job, cells: list[Cell], rows: Rows, bar: tqdm) -> Non
             bar.set_description(f"{job.setting}, {contender}, {task}")
             samples = [cell.case.sample() for cell in batch]
             answers = backend.answer(samples, contender)
-            rows.append([fill(*parts, backend.about) for parts in zip(batch, samples, answers, strict=True)])
-            bar.update(len(batch))
+            filled = [row for parts in zip(batch, samples, answers, strict=True) for row in fill(*parts, backend.about)]
+            # Of a session that was written in part, all turns run again.
+            rows.append([row for row in filled if row["key"] not in rows.done])
+            bar.update(len(filled))
     finally:
         backend.close()
 
 
-#: Why a task does not suit a setting: external tasks, built-in tasks.
-WHY_NOT = (
-    "its prompts are of any length, so no chunk ends before the question",
-    "it has no question, and a single chunk is read before anything is evicted",
-)
-
-
-def suits(task: str, setting: str) -> bool:
-    """Whether a task (a built-in one, or a benchmark's name) can run in a setting."""
-    return setting != "aware" if task == "ppl" else setting != "agnostic" or task in TASKS
+def unsuited(task: str, setting: str) -> str:
+    """Why a task (a built-in one, or a benchmark's name) cannot run in a setting; empty if it can."""
+    if setting == "turns" and task not in SEVERAL:
+        return f"only documents of {', '.join(SEVERAL)} have a fact for each question"
+    if setting == "agnostic" and task not in TASKS:
+        return "its prompts are of any length, so no chunk ends before the question"
+    if setting == "aware" and task == "ppl":
+        return "it has no question, and a single chunk is read before anything is evicted"
+    return ""
 
 
 def check(plan: Plan, settings: tuple[str, ...]) -> None:
@@ -177,18 +191,22 @@ def check(plan: Plan, settings: tuple[str, ...]) -> None:
         if not source and name not in TASKS:
             known = ", ".join([*TASKS, *(f"{benchmark}=FILE" for benchmark in external.BENCHMARKS)])
             raise EvalError(f"unknown task {name!r}; there are: {known}")
-        if not any(suits(name, setting) for setting in settings):
-            fitting = ", ".join(setting for setting in SETTINGS if suits(name, setting))
-            raise EvalError(
-                f"{name} cannot be {' or '.join(settings)} ({WHY_NOT[name in TASKS]}): --settings {fitting}"
-            )
+        if all(reasons := [unsuited(name, setting) for setting in settings]):
+            fitting = ", ".join(setting for setting in SETTINGS if not unsuited(name, setting))
+            why = "; ".join(dict.fromkeys(reasons))
+            raise EvalError(f"{name} cannot be {' or '.join(settings)} ({why}): --settings {fitting}")
     sizes = {"lengths": plan.lengths, "samples": (plan.samples,), "batch": (plan.batch,), "chunk": (plan.chunk,)}
     if plan.limit is not None:
         sizes["limit"] = (plan.limit,)
     for name, values in sizes.items():
         if not values or min(values) < 1:
             raise EvalError(f"--{name} must be at least 1")
-    if "agnostic" in settings:
+    if "turns" in settings:
+        if plan.url:
+            raise EvalError("turns needs sessions (streaming input), which no server has over HTTP: leave --url out")
+        if not 1 <= plan.turns <= MOST_TURNS:
+            raise EvalError(f"--turns got {plan.turns}; expected 1 to {MOST_TURNS}")
+    if "agnostic" in settings or "turns" in settings:
         for length in plan.lengths:
             if length % plan.chunk:
                 raise EvalError(f"length {length} is no multiple of the prefill chunk of {plan.chunk}: see --chunk")
@@ -205,9 +223,8 @@ def _only_names(policies: str) -> None:
 
 def _check_lengths(cases: list[Case], prompts: Prompts, max_len: int) -> None:
     """Refuse prompts that do not fit into the model, by one sample of each task and length."""
-    for case in {(case.task, case.length): case for case in cases}.values():
-        sample = case.sample()
-        tokens = len(prompts.ids(sample)) + sample.max_tokens
+    for case in {(case.task, case.length, case.later is None): case for case in cases}.values():
+        tokens = sum(len(prompts.ids(turn)) + turn.max_tokens for turn in case.sample().turns)
         if tokens > max_len:
             raise EvalError(
                 f"{case.task} at length {case.length}: prompt and answer are {tokens} tokens, the model has {max_len}: "
@@ -251,6 +268,13 @@ def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
                 for index in range(plan.samples * (len(plan.depths) if name == "ppl" else 1)):
                     maker = functools.partial(make, name, length, depth, index, plan.seed, count, filler)
                     found.append(Case(name, length, None if name == "ppl" else depth, index, functools.cache(maker)))
+            if "turns" not in plan.settings or name not in SEVERAL:
+                continue
+            for first, index in itertools.product(range(len(plan.depths)), range(plan.samples)):
+                # Each turn asks for a fact at the next depth, so over all documents each turn has each depth.
+                depth, *later = (plan.depths[(first + turn) % len(plan.depths)] for turn in range(plan.turns))
+                maker = functools.partial(make, name, length, depth, index, plan.seed, count, filler, later)
+                found.append(Case(name, length, depth, index, functools.cache(maker), later=tuple(later)))
     return found
 
 
@@ -258,7 +282,7 @@ def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
     """The cells of a job, with their keys."""
     for contender in job.contenders:
         for case in cases:
-            if not suits(case.task, job.setting):
+            if unsuited(case.task, job.setting) or (case.later is None) == (job.setting == "turns"):
                 continue
             row = {
                 "task": case.task,
@@ -275,10 +299,14 @@ def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
                 "backend": plan.backend,
                 "engine_args": {"url": plan.url} if plan.url else {"block_size": plan.block_size} | plan.engine_args,
                 "chat": plan.chat,
-                "chunk": plan.chunk if job.setting == "agnostic" else None,
+                "chunk": plan.chunk if job.setting in ("agnostic", "turns") else None,
                 "prompt": case.prompt,
             }
-            yield Cell({"key": key_of(row)} | row, contender, case)
+            rows = [row]
+            if case.later is not None:
+                depths = [case.depth, *case.later]
+                rows = [row | {"depth": depths[i], "turn": i + 1, "depths": depths} for i in range(len(depths))]
+            yield Cell([{"key": key_of(row)} | row for row in rows], contender, case)
 
 
 def batches(cells: list[Cell], size: int) -> Iterator[list[Cell]]:
@@ -298,13 +326,18 @@ def batches(cells: list[Cell], size: int) -> Iterator[list[Cell]]:
         yield group
 
 
-def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> Row:
-    """The whole row: the arguments to repeat it, the answer, and its costs."""
+def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> list[Row]:
+    """The whole rows: the arguments to repeat them, the answers, and their costs."""
     share = None
-    if cell.row["backend"] == "offline":
+    if cell.rows[0]["backend"] == "offline":
         size, ranks = (about["engine"].get(name, 1) for name in ("block_size", "tensor_parallel_size"))
         share = cell.contender.share(answer.prompt_tokens, size, ranks)
-    return cell.row | {
+    turns = zip(cell.rows, sample.turns, answer.turns, strict=True)
+    return [_filled(row, asked, said, share) | about for row, asked, said in turns]
+
+
+def _filled(row: Row, sample: Sample, answer: Answer, share: float | None) -> Row:
+    return row | {
         "prompt_sha256": sample.sha256,
         "metric": sample.metric,
         "question": sample.question,
@@ -320,5 +353,4 @@ def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> R
         "ttft_s": answer.ttft_s,
         "tokens_per_s": answer.tokens_per_s,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **about,
     }

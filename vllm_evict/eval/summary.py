@@ -16,7 +16,7 @@ from .tasks import NLL
 
 @dataclass(frozen=True)
 class Line:
-    """One task, policy, budget and length (None: all lengths) in one setting.
+    """One task (in sessions one turn of it), policy, budget and length (None: all lengths) in one setting.
 
     Attributes:
         score, low, high: mean and 95 % interval: a share of 1, or a perplexity.
@@ -100,6 +100,11 @@ def setting_of(row: Row) -> str:
     return f"{row['setting']}, chunks of {row['chunk']}" if row.get("chunk") else row["setting"]
 
 
+def task_of(row: Row) -> str:
+    """The task, with the turn of a session."""
+    return f"{row['task']} turn {row['turn']}" if row.get("turn") else row["task"]
+
+
 def settings_of(rows: Iterable[Row]) -> list[str]:
     return sorted({setting_of(row) for row in rows})
 
@@ -153,10 +158,10 @@ def summarise(rows: Sequence[Row], by_length: bool = True) -> list[Line]:
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in labelled(rows):
         length = row["length"] if by_length else None
-        groups[setting_of(row), row["task"], row["policy"], row["budget"], length].append(row)
+        groups[setting_of(row), task_of(row), row["policy"], row["budget"], length].append(row)
     full = {_prompt(row): row["score"] for row in rows if row["policy"] == "full"}
     lines = [_line(key, group, full) for key, group in groups.items()]
-    order = {task: i for i, task in enumerate(dict.fromkeys(row["task"] for row in rows))}
+    order = {task: i for i, task in enumerate(dict.fromkeys(map(task_of, rows)))}
     return sorted(
         lines,
         key=lambda x: (x.setting, order[x.task], x.length or 0, not x.is_full, x.policy, _size(x.budget)),

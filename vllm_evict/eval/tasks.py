@@ -13,8 +13,8 @@ A document depends on task, length, depth and seed only, so every policy and bud
 
 import hashlib
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -42,6 +42,8 @@ class Sample:
         seed: of the run.
         classes: all labels, for classification.
         prefix: beginning of the answer, given to the model.
+        turn: number of the question in a session, from 1; None if there is only one question.
+        later: of a session's first turn, the turns after it: other questions about the same context.
     """
 
     task: str
@@ -56,6 +58,13 @@ class Sample:
     seed: int = 0
     classes: tuple[str, ...] = ()
     prefix: str = ""
+    turn: int | None = None
+    later: tuple["Sample", ...] = ()
+
+    @property
+    def turns(self) -> tuple["Sample", ...]:
+        """This question and those after it."""
+        return self, *self.later
 
     @property
     def text(self) -> str:
@@ -70,12 +79,10 @@ class Sample:
 
 @dataclass
 class Document:
-    """Facts to hide, the fact that the question is about (an index), the question and its answer."""
+    """Facts to hide, and for each question the fact that it is about (an index), its text and its answer."""
 
     facts: list[str]
-    source: int = 0
-    question: str = ""
-    answer: str = ""
+    questions: list[tuple[int, str, str]] = field(default_factory=list)
     #: Depths of facts that no question asks for: index -> depth.
     depths: dict[int, float] = field(default_factory=dict)
 
@@ -94,36 +101,41 @@ def ask(key: str, what: str = "code") -> str:
     return f"recall the {what} of {key}."
 
 
-def needles(rng: np.random.Generator, n: int = 1) -> Document:
+def some(rng: np.random.Generator, n: int, turns: int) -> list[int]:
+    """Indices of `turns` different ones of n; the first does not depend on how many there are."""
+    first = int(rng.integers(n))
+    return [(first + turn) % n for turn in range(turns)]
+
+
+def needles(rng: np.random.Generator, n: int = 1, turns: int = 1) -> Document:
     keys, codes = draw(rng, KEYS, n), values(rng, n)
     facts = [f"the code of {k} is {v}." for k, v in zip(keys, codes, strict=True)]
-    asked = int(rng.integers(n))
-    return Document(facts, asked, ask(keys[asked]), codes[asked])
+    return Document(facts, [(i, ask(keys[i]), codes[i]) for i in some(rng, n, turns)])
 
 
 def key_value(rng: np.random.Generator, n: int = 8) -> Document:
     keys, codes = draw(rng, KEYS, n), values(rng, n)
     asked = int(rng.integers(n))
     pairs = ", ".join(f"{k} = {v}" for k, v in zip(keys, codes, strict=True))
-    return Document([pairs + "."], 0, ask(keys[asked]), codes[asked])
+    return Document([pairs + "."], [(0, ask(keys[asked]), codes[asked])])
 
 
-def two_stage(rng: np.random.Generator, n: int = 6) -> Document:
+def two_stage(rng: np.random.Generator, n: int = 6, turns: int = 1) -> Document:
     keys, codes = [int(k) for k in rng.permutation(len(NUMBERS))[:n]], values(rng, n)
     facts = [f"the code of {NUMBERS[k]} is {v}." for k, v in zip(keys, codes, strict=True)]
-    asked = int(rng.integers(n))
-    key = keys[asked]
-    first = int(rng.integers(max(0, key - 9), min(9, key) + 1))
-    return Document(facts, asked, ask(f"{NUMBERS[first]} plus {NUMBERS[key - first]}"), codes[asked])
+    questions = []
+    for i in some(rng, n, turns):
+        first = int(rng.integers(max(0, keys[i] - 9), min(9, keys[i]) + 1))
+        questions.append((i, ask(f"{NUMBERS[first]} plus {NUMBERS[keys[i] - first]}"), codes[i]))
+    return Document(facts, questions)
 
 
-def variables(rng: np.random.Generator, n: int = 3) -> Document:
+def variables(rng: np.random.Generator, n: int = 3, turns: int = 1) -> Document:
     names, codes = draw(rng, KEYS, 2 * n), values(rng, n)
     facts = []
     for k, alias, v in zip(names[:n], names[n:], codes, strict=True):
         facts += [f"the code of {k} is {v}.", f"the code of {alias} equals {k}."]
-    asked = int(rng.integers(n))
-    return Document(facts, 2 * asked, ask(names[n + asked]), codes[asked])
+    return Document(facts, [(2 * i, ask(names[n + i]), codes[i]) for i in some(rng, n, turns)])
 
 
 def copying(rng: np.random.Generator, n: int = 2, length: int = 8) -> Document:
@@ -131,7 +143,7 @@ def copying(rng: np.random.Generator, n: int = 2, length: int = 8) -> Document:
     lists = [" ".join(draw(rng, ITEMS, length)) for _ in keys]
     facts = [f"the list of {k} is {words}." for k, words in zip(keys, lists, strict=True)]
     asked = int(rng.integers(n))
-    return Document(facts, asked, ask(keys[asked], "list"), lists[asked])
+    return Document(facts, [(asked, ask(keys[asked], "list"), lists[asked])])
 
 
 def passages(rng: np.random.Generator, n: int = 4, length: int = 16) -> Document:
@@ -142,15 +154,18 @@ def passages(rng: np.random.Generator, n: int = 4, length: int = 16) -> Document
 
 
 #: Task -> (maker, most tokens of its answer), with room for models that answer in a sentence.
-TASKS: dict[str, tuple[Callable[[np.random.Generator], Document], int]] = {
+TASKS: dict[str, tuple[Callable[..., Document], int]] = {
     "niah": (needles, 16),
-    "multikey": (lambda rng: needles(rng, 8), 16),
+    "multikey": (lambda rng, turns=1: needles(rng, max(8, turns), turns), 16),
     "kv": (key_value, 16),
-    "twostage": (two_stage, 16),
-    "vt": (variables, 16),
+    "twostage": (lambda rng, turns=1: two_stage(rng, max(6, turns), turns), 16),
+    "vt": (lambda rng, turns=1: variables(rng, max(3, turns), turns), 16),
     "copy": (copying, 32),
     "ppl": (passages, 1),
 }
+#: Tasks of several facts, whose documents answer as many questions as asked for, and the most of these.
+SEVERAL = ("multikey", "twostage", "vt")
+MOST_TURNS = 16
 
 
 def lay_out(facts: list[str], depths: np.ndarray, filler: list[str]) -> str:
@@ -171,9 +186,16 @@ def lay_out(facts: list[str], depths: np.ndarray, filler: list[str]) -> str:
 
 
 def make(
-    task: str, length: int, depth: float, index: int, seed: int, count: Callable[[str], int], filler: Filler
+    task: str,
+    length: int,
+    depth: float,
+    index: int,
+    seed: int,
+    count: Callable[[str], int],
+    filler: Filler,
+    later: Sequence[float] | None = None,
 ) -> Sample:
-    """One sample of a built-in task.
+    """One sample of a built-in task, or the first turn of a session.
 
     Args:
         task: a name in `TASKS`.
@@ -182,13 +204,15 @@ def make(
         index, seed: of the sample; another index or seed gives another document.
         count: tokens before the question for a context, those of the chat template included.
         filler: the filler generator.
+        later: for a session (tasks in `SEVERAL`) the depths of the facts that its later turns ask for.
     """
     maker, max_tokens = TASKS[task]
     rng = np.random.default_rng([seed, zlib.crc32(task.encode()), length, round(1000 * depth), index])
-    document = maker(rng)
+    document = maker(rng) if later is None else maker(rng, 1 + len(later))
     depths = rng.random(len(document.facts))
-    is_text = not document.question
-    for fact, place in (document.depths if is_text else {document.source: depth}).items():
+    is_text = not document.questions
+    asked = [(*question, place) for question, place in zip(document.questions, (depth, *(later or ())))]
+    for fact, place in (document.depths if is_text else {fact: place for fact, _, _, place in asked}).items():
         depths[fact] = place
     words = filler(rng, 2 * length + 64)  # enough if a mark shares a token with a word
 
@@ -200,18 +224,24 @@ def make(
     smallest = count(context(1))
     if smallest > length:
         raise EvalError(f"length {length} is too short for task {task!r}: its facts alone are {smallest} tokens")
-    return Sample(
+    sample = Sample(
         task=task,
         context=context(_fit(lambda n: count(context(n)), length, len(words))),
-        question=document.question,
-        answers=() if is_text else (document.answer,),
+        question="",
+        answers=(),
         metric=NLL if is_text else "contains",
         max_tokens=max_tokens,
         length=length,
-        depth=None if is_text else depth,
         index=index,
         seed=seed,
     )
+    if is_text:
+        return sample
+    turns = [
+        replace(sample, question=question, answers=(answer,), depth=place, turn=None if later is None else turn)
+        for turn, (_, question, answer, place) in enumerate(asked, 1)
+    ]
+    return replace(turns[0], later=tuple(turns[1:]))
 
 
 def _fit(tokens: Callable[[int], int], wanted: int, most: int) -> int:

@@ -1,7 +1,9 @@
 """Bounds of a block's keys, and what attention they let a block draw.
 
 A box has the least and the largest value of each dimension (Quest: Tang et al., ICML 2024, arXiv:2406.10774). A sphere
-has a centre and a radius, as the bounding volumes of ArkVale (Chen et al., NeurIPS 2024), in half the memory.
+has a centre and a radius, as the bounding volumes of ArkVale (Chen et al., NeurIPS 2024), in half the memory. A mean is
+the centre alone and bounds nothing: it is here to be compared with (representative tokens are those of InfLLM, Xiao et
+al., NeurIPS 2024, arXiv:2402.04617).
 """
 
 import torch
@@ -13,8 +15,8 @@ _SLACK = 1e-6
 
 
 def bounds_width(kind: str, dims: int) -> int:
-    """Numbers of one block's bounds, `box` or `sphere`, for one KV head of so many dimensions."""
-    return dims + 1 if kind == "sphere" else 2 * dims
+    """Numbers of one block's bounds, `box`, `sphere` or `mean`, for one KV head of so many dimensions."""
+    return {"box": 2 * dims, "sphere": dims + 1, "mean": dims}[kind]
 
 
 def key_bounds(
@@ -25,19 +27,19 @@ def key_bounds(
     Args:
         keys: [n, Hkv, block_size, D].
         length: tokens in the blocks; the last one may be partly filled. None: all are full.
-        kind: `box` or `sphere`.
+        kind: `box`, `sphere` or `mean`.
         settled: int32 [], in place of `length` where the device alone knows it; of boxes only. What lies behind may be
             anything. Bounds of blocks without tokens are 0.
 
     Returns:
-        [n, Hkv, 2 * D], largest values first; or [n, Hkv, D + 1], the centre and then the radius, rounded up; in the
-        dtype of the keys.
+        [n, Hkv, 2 * D], largest values first; or [n, Hkv, D + 1], the centre and then the radius, rounded up; or
+        [n, Hkv, D], the centre alone; in the dtype of the keys.
     """
     if settled is not None:
         of_block = settled - torch.arange(len(keys), device=keys.device)[:, None, None, None] * keys.shape[2]
         there = torch.arange(keys.shape[2], device=keys.device)[:, None] < of_block
         return _boxes(torch.where(there, keys, torch.where(of_block > 0, keys[:, :, :1], 0)))
-    of_kind = _spheres if kind == "sphere" else _boxes
+    of_kind = {"box": _boxes, "sphere": _spheres, "mean": _means}[kind]
     bounds = of_kind(keys)
     if length is not None and (filled := length - (len(keys) - 1) * keys.shape[2]) < keys.shape[2]:
         bounds[-1:] = of_kind(keys[-1:, :, :filled])
@@ -48,11 +50,14 @@ def _boxes(keys: torch.Tensor) -> torch.Tensor:
     return torch.cat((keys.amax(2), keys.amin(2)), -1)
 
 
+def _means(keys: torch.Tensor) -> torch.Tensor:
+    return keys.float().mean(2).to(keys.dtype)
+
+
 def _spheres(keys: torch.Tensor) -> torch.Tensor:
     """Spheres around the mean of the keys, as it is stored."""
-    wide, info = keys.float(), torch.finfo(keys.dtype)
-    centre = wide.mean(2).to(keys.dtype)
-    radius = torch.linalg.vector_norm(wide - centre.float().unsqueeze(2), dim=-1).amax(2)
+    centre, info = _means(keys), torch.finfo(keys.dtype)
+    radius = torch.linalg.vector_norm(keys.float() - centre.float().unsqueeze(2), dim=-1).amax(2)
     radius = radius * (1 + max(info.eps, _SLACK)) + info.smallest_normal
     return torch.cat((centre, radius.to(keys.dtype).unsqueeze(-1)), -1)
 
@@ -68,13 +73,13 @@ def bound_scores(
     """What attention some queries may pay to each block: the largest share of any of them, summed up over heads.
 
     A query's product with a key is at most the sum over dimensions of its larger product with the two bounds of a box;
-    or its product with the centre of a sphere, plus its length times the radius. Shares are the softmax of these
-    products over all blocks, as if each block had one key that reaches them. A soft cap rises with its argument, so
-    capped products bound capped scores.
+    or its product with the centre of a sphere, plus its length times the radius. Its product with a mean is no bound.
+    Shares are the softmax of these products over all blocks, as if each block had one key that reaches them. A soft cap
+    rises with its argument, so capped products bound capped scores.
 
     Args:
         query: [Q, H, D], rotated.
-        bounds: [n, Hkv, 2 * D] or [n, Hkv, D + 1] of `key_bounds`, boxes or spheres.
+        bounds: [n, Hkv, X] of `key_bounds`; X is 2 * D for boxes, D + 1 for spheres, D for means.
         scale: of the layer's attention.
         soft_cap, sinks: of the layer's attention (see `logits`); sinks are [H].
         there: bool [n], blocks with tokens; the others get 0. None: all have some.
@@ -86,7 +91,7 @@ def bound_scores(
     query = query.float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) * scale  # [Hkv, G, Q, D]
     if bounds.shape[2] == query.shape[3] + 1:
         query = torch.cat((query, torch.linalg.vector_norm(query, dim=-1, keepdim=True)), -1)
-    else:
+    elif bounds.shape[2] > query.shape[3]:
         query = torch.cat((query.clamp(min=0), query.clamp(max=0)), -1)
     products = query.flatten(1, 2) @ bounds.float().permute(1, 2, 0)  # [Hkv, G * Q, n]
     products = soft_capped(products, soft_cap).unflatten(1, query.shape[1:3])
@@ -119,8 +124,9 @@ def bound_scores_reference(
 
 
 def _product(query: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """The largest product of a query [D] with a key within the bounds of one block, [2 * D] or [D + 1]."""
+    """A query [D] and one block: the largest product within bounds [2 * D] or [D + 1], or that with a mean, [D]."""
     dims = len(query)
-    if len(bounds) == dims + 1:
-        return sum(query[i] * bounds[i] for i in range(dims)) + query.pow(2).sum().sqrt() * bounds[dims]
+    if len(bounds) <= dims + 1:
+        radius = bounds[dims:].sum()  # a mean has none
+        return sum(query[i] * bounds[i] for i in range(dims)) + query.pow(2).sum().sqrt() * radius
     return torch.maximum(query * bounds[:dims], query * bounds[dims:]).sum()
