@@ -216,6 +216,27 @@ def async_engine(engine, async_stays):
 
 
 @pytest.fixture
+def ranked_engine(tiny):
+    """Factory of engines of so many ranks. Each closes the one before: forks would have its process groups."""
+    from engine import Engine
+    from workers import Workers, forking
+
+    made = []
+
+    def make(policy, ranks=2, model=None, **kwargs):
+        while made:
+            made.pop().close()
+        of_ranks = Workers if ranks > 1 else Engine
+        made.append(of_ranks(model or tiny, policy, tensor_parallel_size=ranks, **kwargs))
+        return made[-1]
+
+    with forking():
+        yield make
+        for server in made:
+            server.close()
+
+
+@pytest.fixture
 def complaints():
     """Warnings and errors of the plugin, as they come: list of (level, message)."""
     said, logger = [], logging.getLogger("vllm.evict")

@@ -139,19 +139,28 @@ def test_no_speculation_on_model_runner_v2(method):
             refusals.check_config(served, KVPolicyConfig.parse(policy))
 
 
-def test_no_selection_on_a_gpu_in_several_ranks_or_beside_other_layers():
+def test_no_selection_on_a_gpu_or_beside_other_layers():
     config = KVPolicyConfig.parse({"name": "sink-window", "select": 1024, "allow": []})
     refusals.check_config(plain_config(), config)
     windows = {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
     windows["model_config__get_sliding_window"] = lambda: 64
     for what, changes in (
         ("select on a GPU, where no kernel selects blocks yet", {"device_config__device_type": "cuda"}),
-        ("select and tensor parallelism", {"parallel_config__tensor_parallel_size": 2}),
         ("select and layers with sliding windows", windows),
         ("select beside Mamba", {"model_config__is_hybrid": True}),
     ):
         with pytest.raises(KVPolicyError, match=f"can't be used with {what}.*: leave select out"):
             refusals.check_config(plain_config(**changes), config)
+
+
+def test_no_retrieval_heads_that_select_in_several_ranks():
+    ranks = plain_config(parallel_config__tensor_parallel_size=2)
+    for policy in ({"name": "sink-window", "select": 1024, "allow": []}, {"name": "duo", "pattern": ["01"]}):
+        refusals.check_config(ranks, KVPolicyConfig.parse(policy))
+    duo = KVPolicyConfig.parse({"name": "duo", "pattern": ["01"], "retrieval": {"name": "full", "select": 1024}})
+    refusals.check_config(plain_config(), duo)
+    with pytest.raises(KVPolicyError, match="select in retrieval heads and tensor.*: leave select out of retrieval"):
+        refusals.check_config(ranks, duo)
 
 
 @pytest.mark.parametrize("backend", [None, *SERVED])

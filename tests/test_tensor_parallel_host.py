@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from engine import Engine, logprobs_of, random_prompt
+from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from oracle.visible import assert_like_dense
 from test_host_path import FAULTS, fails, open_files
 from test_preempted import answer
 from test_recall import ROOT
-from workers import Watched, Workers, forking
+from workers import Watched
 
 from vllm_evict.compute import host_pages
 from vllm_evict.eval.prompts import Prompts
@@ -21,29 +21,6 @@ SIZES = {"budget": 128, "buffer": 0, "sink": 32, "recent": 32}
 HOST = {"name": "h2o", **SIZES, "evict": "host", "host": "16MiB"}
 QUEST = {**HOST, "recall": "quest", "recall_every": 4}
 PROMPTS = [random_prompt(700), random_prompt(530, 1), random_prompt(300, 2)]
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with forking():
-        yield
-
-
-@pytest.fixture
-def engine(tiny, forks):
-    """Factory of engines of so many ranks. Each closes the one before: forks would have its process groups."""
-    made = []
-
-    def make(policy, ranks=2, model=tiny, **kwargs):
-        while made:
-            made.pop().close()
-        of_ranks = Workers if ranks > 1 else Engine
-        made.append(of_ranks(model, policy, tensor_parallel_size=ranks, **kwargs))
-        return made[-1]
-
-    yield make
-    for server in made:
-        server.close()
 
 
 def assert_like_one_rank(one, two):
@@ -71,13 +48,13 @@ SERVED = {
 
 @pytest.mark.both_runners("box")
 @pytest.mark.parametrize("name", SERVED)
-def test_two_ranks_bring_back_what_one_does(engine, tiny, tmp_path, name):
+def test_two_ranks_bring_back_what_one_does(ranked_engine, tiny, tmp_path, name):
     """Same scores of each block, same blocks, byte for byte on each rank; freed blocks are NaN on device and host."""
     fields, model = SERVED[name]
     model = make_tiny_llama(tmp_path, **model) if model else tiny
     results = []
     for ranks in (1, 2):
-        server = engine({**QUEST, **fields}, ranks, model=model, enable_prefix_caching=False)
+        server = ranked_engine({**QUEST, **fields}, ranks, model=model, enable_prefix_caching=False)
         watched = Watched(server)
         results.append((answer(server, PROMPTS, max_tokens=40), watched.reports()))
         pool, heads = server.scheduler.host_pool, 1 if (ranks, name) == (1, "one KV head") else 2
@@ -97,8 +74,8 @@ def test_two_ranks_bring_back_what_one_does(engine, tiny, tmp_path, name):
     assert len(of_ranks) == 2 and all(len(each) > 10 and all(each) for each in of_ranks)
 
 
-def test_under_async_scheduling(engine, tiny, async_stays):
-    server = engine(QUEST, async_scheduling=True, enable_prefix_caching=False)
+def test_under_async_scheduling(ranked_engine, tiny, async_stays):
+    server = ranked_engine(QUEST, async_scheduling=True, enable_prefix_caching=False)
     assert server.core.batch_queue_size == 2
     watched = Watched(server)
     outputs = answer(server, PROMPTS)
@@ -109,9 +86,9 @@ def test_under_async_scheduling(engine, tiny, async_stays):
     server.assert_nothing_left()
 
 
-def test_blocks_that_no_request_took_come_back_without_a_copy(engine, tiny, monkeypatch):
+def test_blocks_that_no_request_took_come_back_without_a_copy(ranked_engine, tiny, monkeypatch):
     monkeypatch.setenv("VLLM_EVICT_POISON", "0")
-    server = engine(QUEST, enable_prefix_caching=False)
+    server = ranked_engine(QUEST, enable_prefix_caching=False)
     watched = Watched(server)
     outputs = answer(server, PROMPTS)
     usages = [output.kv_usage for output in outputs.values()]
@@ -123,11 +100,11 @@ def test_blocks_that_no_request_took_come_back_without_a_copy(engine, tiny, monk
 
 
 @pytest.mark.parametrize("recall", ["quest", "none"])
-def test_preempted_requests_go_on_where_they_were(engine, tiny, recall):
+def test_preempted_requests_go_on_where_they_were(ranked_engine, tiny, recall):
     """In the middle of a prompt, after it, and while it decodes, on both ranks; host blocks are NaN once they are free."""
     policy, results = {**(QUEST if recall == "quest" else HOST), "preempt": "host"}, []
     for steps in ((), (2, 4, 9, 10, 30, 31)):
-        server = engine(policy, enable_prefix_caching=False)
+        server = ranked_engine(policy, enable_prefix_caching=False)
         watched = Watched(server)
         results.append((answer(server, PROMPTS, steps), watched.masks()))
         server.assert_nothing_left()
@@ -156,9 +133,9 @@ def fail_on_one_rank(worker, rank, call, after, error):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fault", [None, "a write that fails at once", "a read that fails"])
-def test_a_disk_that_fails_on_one_rank_is_none_for_all(engine, tiny, tmp_path, complaints, fault, rank):
+def test_a_disk_that_fails_on_one_rank_is_none_for_all(ranked_engine, tiny, tmp_path, complaints, fault, rank):
     """All ranks go on without the blocks that one rank lost, from the same step on."""
-    server = engine({**QUEST, "host_path": str(tmp_path / "blocks")}, enable_prefix_caching=False)
+    server = ranked_engine({**QUEST, "host_path": str(tmp_path / "blocks")}, enable_prefix_caching=False)
     if fault is not None:
         server.ask(fail_on_one_rank, rank, *FAULTS[fault])
     watched = Watched(server)
@@ -180,7 +157,7 @@ def test_a_disk_that_fails_on_one_rank_is_none_for_all(engine, tiny, tmp_path, c
 # --- the embedded model -----------------------------------------------------------------------------------------------
 
 
-def test_needles_that_dropping_loses_are_found(engine):
+def test_needles_that_dropping_loses_are_found(ranked_engine):
     """The question comes when the context was evicted down to a tenth."""
     model, found = ROOT / "examples/needle/model", []
     prompts, filler = Prompts(str(model)), Filler()
@@ -190,7 +167,7 @@ def test_needles_that_dropping_loses_are_found(engine):
         for depth in (0.1, 0.2, 0.3, 0.5, 0.7)
     ]
     for policy in (QUEST, {"name": "h2o"}):
-        server = engine(
+        server = ranked_engine(
             {**policy, **SIZES, "budget": 224}, model=model, dtype="bfloat16", max_model_len=2304,
             enable_prefix_caching=False,
         )  # fmt: skip
