@@ -23,9 +23,9 @@ QUEST = {**HOST, "recall": "quest", "recall_every": 4}
 PROMPTS = [random_prompt(700), random_prompt(530, 1), random_prompt(300, 2)]
 
 
-def assert_like_one_rank(one, two):
+def assert_like_one_rank(one, several):
     """Outputs by id are those of one rank."""
-    for alone, together in zip(one.values(), two.values(), strict=True):
+    for alone, together in zip(one.values(), several.values(), strict=True):
         assert together.kv_usage == alone.kv_usage
         assert together.outputs[0].token_ids == alone.outputs[0].token_ids
         np.testing.assert_allclose(logprobs_of(together), logprobs_of(alone), atol=1e-3)
@@ -38,44 +38,44 @@ def assert_like_oracle(model, prompts, outputs, masks):
 
 
 SERVED = {
-    "box": ({}, {}),
-    "sphere": ({"recall_bounds": "sphere"}, {}),
-    "keydiff": ({"name": "keydiff"}, {}),
-    # Both ranks have the one KV head, each with queries of its own.
-    "one KV head": ({}, {"heads": 4, "kv_heads": 1}),
+    "box": ({}, 2, 2),
+    "sphere": ({"recall_bounds": "sphere"}, 2, 2),
+    "keydiff": ({"name": "keydiff"}, 2, 2),
+    # Ranks have the same KV head, each with queries of its own.
+    "one KV head": ({}, 2, 1),
+    "four ranks": ({}, 4, 2),
 }
 
 
 @pytest.mark.both_runners("box")
 @pytest.mark.parametrize("name", SERVED)
-def test_two_ranks_bring_back_what_one_does(ranked_engine, tiny, tmp_path, name):
+def test_ranks_bring_back_what_one_does(ranked_engine, tmp_path, name):
     """Same scores of each block, same blocks, byte for byte on each rank; freed blocks are NaN on device and host."""
-    fields, model = SERVED[name]
-    model = make_tiny_llama(tmp_path, **model) if model else tiny
-    results = []
-    for ranks in (1, 2):
+    fields, most, kv_heads = SERVED[name]
+    model, results = make_tiny_llama(tmp_path, kv_heads=kv_heads), []
+    for ranks in (1, most):
         server = ranked_engine({**QUEST, **fields}, ranks, model=model, enable_prefix_caching=False)
         watched = Watched(server)
         results.append((answer(server, PROMPTS, max_tokens=40), watched.reports()))
-        pool, heads = server.scheduler.host_pool, 1 if (ranks, name) == (1, "one KV head") else 2
-        # Ranks share the bytes.
-        assert pool.blocks == 1024 // heads and pool.blocks * server.scheduler._host_block_bytes == 16 << 20
+        # Ranks share the bytes, and have one KV head at least.
+        blocks = server.scheduler.host_pool.blocks
+        assert blocks == 1024 // max(ranks, kv_heads) and blocks * server.scheduler._host_block_bytes == 16 << 20
         server.assert_nothing_left()
-    (one, scores), (two, reduced) = results
-    assert_like_one_rank(one, two)
-    assert all(output.kv_usage.recalled_blocks > 0 for output in two.values())
-    assert_like_oracle(model, PROMPTS, two, watched.masks())
+    (one, scores), (several, reduced) = results
+    assert_like_one_rank(one, several)
+    assert all(output.kv_usage.recalled_blocks > 0 for output in several.values())
+    assert_like_oracle(model, PROMPTS, several, watched.masks())
     for ours, theirs in zip(reduced, scores, strict=True):
         for report, expected in zip(ours.values(), theirs.values(), strict=True):
             assert report.index.tolist() == expected.index.tolist()
             for statistic, values in expected.statistics.items():
                 np.testing.assert_allclose(report.statistics[statistic], values, rtol=1e-4, atol=1e-5)
     of_ranks = watched.bytes()
-    assert len(of_ranks) == 2 and all(len(each) > 10 and all(each) for each in of_ranks)
+    assert len(of_ranks) == most and all(len(each) > 10 and all(each) for each in of_ranks)
 
 
 def test_under_async_scheduling(ranked_engine, tiny, async_stays):
-    server = ranked_engine(QUEST, async_scheduling=True, enable_prefix_caching=False)
+    server = ranked_engine(QUEST, async_scheduling=True)
     assert server.core.batch_queue_size == 2
     watched = Watched(server)
     outputs = answer(server, PROMPTS)
