@@ -120,6 +120,26 @@ def test_preempted_requests_go_on_where_they_were(ranked_engine, tiny, recall):
     assert len(of_ranks) == 2 and all(len(each) > 20 and all(each) for each in of_ranks)
 
 
+def test_pools_that_are_too_small(ranked_engine, tiny):
+    """The host drops evicted blocks for preempted requests, or has no room: ranks see the same, and read no NaN."""
+    policy = {**QUEST, "preempt": "host", "host": 20 * 32768, "recall_every": 2}
+    small = dict(blocks=40, max_model_len=1024, max_num_batched_tokens=128, max_num_seqs=6)
+    server = ranked_engine(policy, enable_prefix_caching=False, **small)
+    watched, prompts = Watched(server), [random_prompt(100 + 90 * i, i) for i in range(6)]
+    outputs, masks = answer(server, prompts, range(20, 200, 15), max_tokens=100), watched.masks()
+    usages = [output.kv_usage for output in outputs.values()]
+    assert min(sum(getattr(each, name) or 0 for each in usages) for name in ("restored", "dropped_blocks")) > 3
+    assert all(np.isfinite(logprobs_of(output)).all() for output in outputs.values())
+    dense, kept = DenseLlama(tiny), 0
+    for prompt, (req_id, output) in zip(prompts, outputs.items()):
+        if not output.kv_usage.recomputed:  # what was sampled before a request starts over saw other blocks
+            assert_like_dense(dense, prompt, output, masks[req_id])
+            kept += 1
+    assert kept > 2 and all(all(each) for each in watched.bytes())
+    server.assert_nothing_left()
+    assert server.scheduler.host_pool.used == 0
+
+
 # --- a file for each rank ---------------------------------------------------------------------------------------------
 
 
