@@ -153,14 +153,13 @@ def test_no_selection_on_a_gpu_or_beside_other_layers():
             refusals.check_config(plain_config(**changes), config)
 
 
-def test_no_retrieval_heads_that_select_in_several_ranks():
-    ranks = plain_config(parallel_config__tensor_parallel_size=2)
-    for policy in ({"name": "sink-window", "select": 1024, "allow": []}, {"name": "duo", "pattern": ["01"]}):
-        refusals.check_config(ranks, KVPolicyConfig.parse(policy))
-    duo = KVPolicyConfig.parse({"name": "duo", "pattern": ["01"], "retrieval": {"name": "full", "select": 1024}})
-    refusals.check_config(plain_config(), duo)
-    with pytest.raises(KVPolicyError, match="select in retrieval heads and tensor.*: leave select out of retrieval"):
-        refusals.check_config(ranks, duo)
+def test_what_several_ranks_serve():
+    tier = {"name": "h2o", "evict": "host", "host": "1MiB", "recall": "quest"}
+    duo = {"name": "duo", "pattern": ["01"], "retrieval": {"name": "full", "select": 1024}}
+    for policy in (tier, {"name": "sink-window", "select": 1024, "allow": []}, duo):
+        config = plain_config(parallel_config__tensor_parallel_size=2)
+        config.parallel_config.data_parallel_size_local, config.cache_config.block_size = 1, 16
+        refusals.check_config(config, KVPolicyConfig.parse(policy))
 
 
 @pytest.mark.parametrize("backend", [None, *SERVED])

@@ -70,11 +70,6 @@ def selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[R
             "select and layers with sliding windows, among which the first layers are not counted",
             dense,
         ),
-        (
-            vllm_config.parallel_config.tensor_parallel_size > 1 and len(config.classes) > 1,
-            "select in retrieval heads and tensor parallelism, which no test runs",
-            "leave select out of retrieval",
-        ),
     ]
 
 
