@@ -59,6 +59,7 @@ GARBAGE = 2**30
 LONG = {
     *("test_ray", "test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"),
     *("test_sliding", "test_load_engine", "test_soak", "test_full_graphs", "test_data_parallel", "test_duo"),
+    *("test_tensor_parallel_host", "test_tensor_parallel_select"),
     *("test_guarantee", "test_hybrids", "test_inputs_server", "test_sleep", "test_adapters"),
 }
 
