@@ -22,7 +22,8 @@ TRITON := device_backends full_graphs graphs memory sliding_devices warmup
 PEERS  := demo eval_runs gpu_benchmarks gpu_check heads_training host kvpress load needles peers performance_files ray \
 	xformers
 # Random loads, servers under faults, and engines of several ranks.
-LONG   := api_servers data_parallel disaggregated load_engine load_scheduler pipeline_parallel soak tensor_parallel
+LONG   := api_servers data_parallel disaggregated load_engine load_scheduler pipeline_parallel soak \
+	tensor_parallel tensor_parallel_host tensor_parallel_select
 lane-device := $(DEVICE:%=tests/test_%.py)
 lane-long   := $(LONG:%=tests/test_%.py)
 lane-peers  := $(PEERS:%=tests/test_%.py)

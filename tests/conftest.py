@@ -59,6 +59,7 @@ GARBAGE = 2**30
 LONG = {
     *("test_ray", "test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"),
     *("test_sliding", "test_load_engine", "test_soak", "test_full_graphs", "test_data_parallel", "test_duo"),
+    *("test_tensor_parallel_host", "test_tensor_parallel_select"),
     *("test_guarantee", "test_hybrids", "test_inputs_server", "test_sleep", "test_adapters"),
 }
 
@@ -213,6 +214,27 @@ def async_engine(engine, async_stays):
         return made
 
     return make
+
+
+@pytest.fixture
+def ranked_engine(tiny):
+    """Factory of engines of so many ranks. Each closes the one before: forks would have its process groups."""
+    from engine import Engine
+    from workers import Workers, forking
+
+    made = []
+
+    def make(policy, ranks=2, model=None, **kwargs):
+        while made:
+            made.pop().close()
+        of_ranks = Workers if ranks > 1 else Engine
+        made.append(of_ranks(model or tiny, policy, tensor_parallel_size=ranks, **kwargs))
+        return made[-1]
+
+    with forking():
+        yield make
+        for server in made:
+            server.close()
 
 
 @pytest.fixture

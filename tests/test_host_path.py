@@ -8,14 +8,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.visible import assert_like_dense, visible
 from test_sessions import Sessions
 
 from vllm_evict.compute import host_pages
+from vllm_evict.compute.host import HostBlocks
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.core.plan import HostTrouble
+from vllm_evict.core.plan import Copy, HostTrouble
 from vllm_evict.integration import combinations
 
 QUEST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "16MiB"}
@@ -125,6 +127,25 @@ def test_a_block_that_failed_in_the_last_step_of_a_turn_is_a_hole_in_the_next(en
     sessions.close("s")
     sessions.run()
     server.assert_nothing_left()
+
+
+def test_blocks_that_another_rank_lost_are_lost_here(tmp_path):
+    page = torch.arange(32.0).view(8, 4)
+    store = SimpleNamespace(pages=lambda: [page])
+    host = HostBlocks(store, 2, torch.device("cpu"), None, str(tmp_path / "blocks"))
+    spilled = [Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1)]
+    fetched = [Copy("a", 0, "fetch", 5, 0), Copy("a", 0, "fetch", 6, 1)]
+    assert host.obey(spilled, lambda marks, maximise: marks) == [] and host.pages.error is None
+    reductions = []
+
+    def reduced(marks, maximise):
+        reductions.append((marks.tolist(), maximise))
+        return torch.maximum(marks, torch.tensor([0.0, 1.0, 1.0]))
+
+    assert host.obey(fetched, reduced) == fetched[1:] and host.pages.error == "on another rank"
+    assert reductions == [([0.0, 0.0, 0.0], True)] and torch.equal(page[[5, 6]], page[[3, 2]])
+    host._void.add(0)
+    assert host.obey(fetched, reduced) == fetched and not page[5].any() and page[6].any()
 
 
 # --- a file that can't be made ----------------------------------------------------------------------------------------

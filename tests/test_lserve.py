@@ -13,6 +13,7 @@ from oracle.tiny import make_tiny_llama
 
 from vllm_evict.compute.select import Selection
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.arrange import arrange
 
 SINK, RECENT = 32, 96
 #: Layers x KV heads; one layer has no retrieval head, one has nothing else.
@@ -50,6 +51,12 @@ class HeadChooser(Chooser):
         select.setdefault("dense_layers", 2)
         super().__init__(model, **select)
         group = model.heads // model.kv_heads
+        order = arrange(np.array([list(map(int, row)) for row in pattern], bool), len(self.ranks)).order
+        #: Of each layer the query heads of each rank's retrieval heads; ranks without one are left out.
+        self.of_ranks = [
+            [heads for own in np.split(order[layer], len(self.ranks)) if (heads := _queries(own, row, group))]
+            for layer, row in enumerate(pattern)
+        ]
         self.retrieval = [[digit == "1" for digit in row for _ in range(group)] for row in pattern]
 
     def mask(self, bases, resident):
@@ -63,16 +70,22 @@ class HeadChooser(Chooser):
 
         def of_layer(layer, queries, keys):
             retrieval = torch.tensor(self.retrieval[layer])
-            seen = bases[0]
-            if selects and layer >= self.dense and retrieval.any():
+            seen = bases[0].repeat(len(retrieval), 1, 1)
+            if selects and layer >= self.dense:
+                ranks, of_block = self.of_ranks[layer], torch.arange(seen.shape[2]) // BLOCK
                 if layer not in self.held:
-                    heads = retrieval.nonzero().flatten().tolist()
-                    self.held[layer] = self.choose(queries[0], keys, resident, heads)
-                blocks = resident[: self.sinks] + self.held[layer] + resident[-self.recent :]
-                seen = seen & torch.isin(torch.arange(seen.shape[1]) // BLOCK, torch.tensor(blocks))
+                    self.held[layer] = [self.choose(queries[0], keys, resident, heads) for heads in ranks]
+                for heads, chosen in zip(ranks, self.held[layer]):
+                    blocks = resident[: self.sinks] + chosen + resident[-self.recent :]
+                    seen[heads] &= torch.isin(of_block, torch.tensor(blocks))
             return torch.where(retrieval[:, None, None], seen, bases[1])
 
         return of_layer
+
+
+def _queries(kv_heads, row, group):
+    """Query heads of those KV heads that a row of a pattern marks."""
+    return [head * group + query for head in kv_heads.tolist() if row[head] == "1" for query in range(group)]
 
 
 def assert_like_dense(model, pattern, prompt, output, trace, **select):

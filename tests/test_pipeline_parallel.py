@@ -1,12 +1,10 @@
 """Stages of a pipeline keep what one process keeps: each sees its own layers, and the last one reports for all."""
 
-import os
-
 import numpy as np
 import pytest
 from engine import Engine, logprobs_of, random_prompt
 from test_async import check_late_decisions
-from vllm.platforms.cpu import CpuPlatform
+from workers import Workers, forking
 
 #: What requests ask for on the servers below.
 POLICIES = (
@@ -21,46 +19,18 @@ PROMPTS = [random_prompt(length, length) for length in (420, 180, 260)]
 
 @pytest.fixture(scope="module")
 def forks():
-    """vLLM forks its workers in the place of spawning them, which takes it seconds on a CPU."""
-    update = CpuPlatform.check_and_update_config.__func__
-
-    def forking(cls, vllm_config):
-        update(cls, vllm_config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # and what it was comes back
-        patch.setenv("VLLM_EVICT_POISON", "1")
-        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(forking))
+    with forking():
         yield
 
 
-class Staged(Engine):
-    """An engine with two stages, processes of their own; its scheduler is in the test's process."""
+class Staged(Workers):
+    """An engine with two stages."""
 
     def __init__(self, model, policy, **kwargs):
-        stages = dict(pipeline_parallel_size=2, distributed_executor_backend="mp")
         # Behind enforce_eager no stage of a CPU worker has memory for what the stage before it sends (docs/limits.md).
-        super().__init__(model, policy, enforce_eager=False, compilation_config={"mode": 1}, **stages, **kwargs)
+        compiled = dict(enforce_eager=False, compilation_config={"mode": 1})
+        super().__init__(model, policy, pipeline_parallel_size=2, **compiled, **kwargs)
         assert self.core.batch_queue_size == 2
-
-    def assert_nothing_left(self):
-        self.drain()
-        assert not self.held_blocks() and self.free_blocks == self.all_blocks
-        assert not any(manager.residents for manager in self.managers)
-        assert not any(self.llm.collective_rpc(remembered))
-
-    def close(self):
-        self.core.shutdown()
-        super().close()
-
-
-def remembered(worker):
-    """What a worker remembers of requests."""
-    groups, sent = worker.kv_evict.groups, worker._ranks._sent
-    assert len(sent) <= 3, "values of old steps were not let go"
-    left = {"holes": [group.with_holes for group in groups], "sums": [len(group.sums or ()) for group in groups]}
-    return {name: each for name, each in left.items() if any(each)}
 
 
 @pytest.fixture(scope="module")

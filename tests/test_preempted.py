@@ -30,8 +30,14 @@ def preempt(server, req_id):
 
 
 def run(server, prompts, preempt_at=(), max_tokens=60, **params):
-    """Outputs of the prompts, and what queries saw. `preempt_at`: steps in whose middle all that run are preempted."""
+    """Outputs of the prompts, and what queries saw; see `answer`."""
     masks = visible(server)
+    outputs = answer(server, prompts, preempt_at, max_tokens, **params)
+    return list(outputs.values()), [masks[each] for each in outputs]
+
+
+def answer(server, prompts, preempt_at=(), max_tokens=60, **params):
+    """Output of each prompt by id. `preempt_at`: steps in whose middle all that run are preempted."""
     ids = [server.add(prompt, max_tokens=max_tokens, logprobs=1, **params) for prompt in prompts]
     schedule, step = server.scheduler.schedule, 0
 
@@ -46,7 +52,7 @@ def run(server, prompts, preempt_at=(), max_tokens=60, **params):
     server.scheduler.schedule = scheduled
     outputs = server.run()
     server.scheduler.schedule = schedule
-    return [outputs[each] for each in ids], [masks[each] for each in ids]
+    return {each: outputs[each] for each in ids}
 
 
 @pytest.mark.both_runners("h2o")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine import PLAN, after, greedy, logprobs_of, random_prompt
 from oracle.model import DenseLlama
-from oracle.visible import BLOCK, assert_like_dense, visible
+from oracle.visible import BLOCK, assert_like_dense, visible, watch_bytes
 
 from vllm_evict.compute.host import HostBlocks
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
@@ -26,6 +26,7 @@ from vllm_evict.eval.sessions import Sessions
 from vllm_evict.eval.tasks import make
 from vllm_evict.eval.words import Filler
 from vllm_evict.integration import combinations
+from vllm_evict.integration.spec import host_blocks
 
 ROOT = Path(__file__).parents[1]
 HOST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "64MiB"}
@@ -66,34 +67,10 @@ def test_all_that_went_comes_back_to_the_bit(engine, monkeypatch, dtype):
     subject.assert_nothing_left()
 
 
-def watch_bytes(server):
-    """Checks that what comes back is what went, byte for byte, in each step; returns how many blocks did."""
-    caches, went, compared = server.worker.model_runner.kv_caches, {}, []
-    rearrange = server.worker.kv_evict.rearrange
-
-    def pages(block):
-        return [cache[block].contiguous().view(torch.uint8).clone() for cache in caches]
-
-    def watched(all_reduce):
-        copies = [copy for copy in server.worker.kv_evict.plan.copies if copy.kind != "poison"]
-        now = {copy.physical: pages(copy.physical) for copy in copies}
-        rearrange(all_reduce)
-        for copy in copies:
-            if copy.kind == "spill":
-                went[copy.number] = now[copy.physical]
-            else:
-                now[copy.physical] = went[copy.number]
-        came = {copy.physical for copy in copies if copy.kind == "fetch"}
-        compared.extend(all(map(torch.equal, now[physical], pages(physical))) for physical in came)
-
-    server.worker.kv_evict.rearrange = watched
-    return compared
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pages_come_back_byte_for_byte(engine, dtype):
     server = engine({**QUEST, "recall_every": 1}, dtype=dtype)
-    compared = watch_bytes(server)
+    compared = watch_bytes(server.worker)
     server.generate([random_prompt(700), random_prompt(500, 1)], max_tokens=60)
     assert len(compared) > 3 and all(compared)
     server.assert_nothing_left()
@@ -316,7 +293,7 @@ def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():
     host = HostBlocks(SimpleNamespace(pages=lambda: [page]), 2, torch.device("cpu"), None)
     write = host.pages.write
     host.pages.write = lambda pages, physical, numbers: written.append(numbers) or write(pages, physical, numbers)
-    host.obey([Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1), Copy("b", 0, "spill", 5, 0)])
+    host.obey([Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1), Copy("b", 0, "spill", 5, 0)], None)
     assert torch.equal(host.pages.own[0], page[[5, 2]])
     assert all(len(set(numbers)) == len(numbers) for numbers in written)
 
@@ -392,8 +369,9 @@ def test_a_host_larger_than_its_container_or_than_all_engines_have_is_refused(en
     limit.write_text(f"{32 << 20}\n")
     with pytest.raises(Exception, match=f"host: {64 << 20} bytes on a machine of {32 << 20}: set less than the mach"):
         engine(HOST)
+    # Ranks of an engine share the bytes.
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size_local=3, tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(data_parallel_size_local=3, tensor_parallel_size=2),
         model_config=SimpleNamespace(is_hybrid=False),
         cache_config=None,
     )
@@ -401,6 +379,9 @@ def test_a_host_larger_than_its_container_or_than_all_engines_have_is_refused(en
     limit.write_text(f"{150 << 20}\n")
     refused = [what for refused, what, _ in combinations.tier(config, KVPolicyConfig.parse(HOST), "cpu") if refused]
     assert refused == [f"host: {64 << 20} bytes on a machine of {150 << 20} with 3 engines"]
+    assert host_blocks(config, KVPolicyConfig.parse(HOST), 32768) == 1024
+    with pytest.raises(KVPolicyError, match="hold no block of 32768 bytes on 2 ranks; expected at least 65536"):
+        host_blocks(config, KVPolicyConfig.parse({**HOST, "host": 65535}), 32768)
 
 
 def test_memory_that_the_machine_does_not_give_is_one_message(engine, monkeypatch):

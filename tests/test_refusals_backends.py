@@ -139,19 +139,27 @@ def test_no_speculation_on_model_runner_v2(method):
             refusals.check_config(served, KVPolicyConfig.parse(policy))
 
 
-def test_no_selection_on_a_gpu_in_several_ranks_or_beside_other_layers():
+def test_no_selection_on_a_gpu_or_beside_other_layers():
     config = KVPolicyConfig.parse({"name": "sink-window", "select": 1024, "allow": []})
     refusals.check_config(plain_config(), config)
     windows = {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
     windows["model_config__get_sliding_window"] = lambda: 64
     for what, changes in (
         ("select on a GPU, where no kernel selects blocks yet", {"device_config__device_type": "cuda"}),
-        ("select and tensor parallelism", {"parallel_config__tensor_parallel_size": 2}),
         ("select and layers with sliding windows", windows),
         ("select beside Mamba", {"model_config__is_hybrid": True}),
     ):
         with pytest.raises(KVPolicyError, match=f"can't be used with {what}.*: leave select out"):
             refusals.check_config(plain_config(**changes), config)
+
+
+def test_what_several_ranks_serve():
+    tier = {"name": "h2o", "evict": "host", "host": "1MiB", "recall": "quest"}
+    duo = {"name": "duo", "pattern": ["01"], "retrieval": {"name": "full", "select": 1024}}
+    for policy in (tier, {"name": "sink-window", "select": 1024, "allow": []}, duo):
+        config = plain_config(parallel_config__tensor_parallel_size=2)
+        config.parallel_config.data_parallel_size_local, config.cache_config.block_size = 1, 16
+        refusals.check_config(config, KVPolicyConfig.parse(policy))
 
 
 @pytest.mark.parametrize("backend", [None, *SERVED])

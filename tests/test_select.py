@@ -116,13 +116,9 @@ def test_a_selection_that_covers_all_changes_no_bit(engine, monkeypatch):
     assert len(chosen) == 2  # layers
 
 
-def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch, poisoned):
-    """Requests come and are preempted, blocks go to the host and come back, prefixes are hit; freed blocks are NaN."""
-    tier = {"evict": "host", "host": "16MiB", "recall": "quest", "recall_every": 2, "again": 64}
-    policy = {"name": "quest", "budget": 224, "buffer": 32, "sink": 32, "recent": 32, **tier}
-    select = {"select": 160, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
-    server = engine({**policy, **select}, model=deep, blocks=26, max_model_len=1024, max_num_batched_tokens=128)
-    checked, choose, preempted = [], Selection.choose, []
+def check_choices(monkeypatch):
+    """Compare bounds with keys at each choice of engines to come; a selection then has `checked`, places of layers."""
+    choose = Selection.choose
 
     def compared(self, choice, layer, place, query):
         blocks = choice.resident[:-1].long()
@@ -130,10 +126,20 @@ def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch,
         assert torch.equal(self._bounds[place][blocks], torch.cat((keys.amax(2), keys.amin(2)), -1))
         chosen = choose(self, choice, layer, place, query)
         assert set(chosen.tolist()) <= set(choice.resident[1:-2].tolist())
-        checked.append(place)
+        self.__dict__.setdefault("checked", []).append(place)
         return chosen
 
     monkeypatch.setattr(Selection, "choose", compared)
+
+
+def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch, poisoned):
+    """Requests come and are preempted, blocks go to the host and come back, prefixes are hit; freed blocks are NaN."""
+    tier = {"evict": "host", "host": "16MiB", "recall": "quest", "recall_every": 2, "again": 64}
+    policy = {"name": "quest", "budget": 224, "buffer": 32, "sink": 32, "recent": 32, **tier}
+    select = {"select": 160, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
+    server = engine({**policy, **select}, model=deep, blocks=26, max_model_len=1024, max_num_batched_tokens=128)
+    check_choices(monkeypatch)
+    preempted = []
     after(server.scheduler, "_preempt_request", lambda *_: preempted.append(True))
     rng, ids, outputs, prefix, steps = np.random.default_rng(0), [], {}, random_prompt(200, 9), 0
     while len(ids) < 12 or server.llm.llm_engine.has_unfinished_requests():
@@ -149,6 +155,7 @@ def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch,
         for output in server.llm.llm_engine.step():
             if output.finished:
                 outputs[output.request_id] = output
+    checked = server.runtime.selection.checked
     assert len(checked) > 200 and set(checked) == {1, 2, 3, 4} and preempted
     assert all(np.isfinite(logprobs_of(output)).all() for output in outputs.values())
     assert any(output.kv_usage.recalled_blocks for output in outputs.values())

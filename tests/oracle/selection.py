@@ -11,6 +11,9 @@ BLOCK = 32
 class Chooser:
     """What layers of a dense model see under a selection. Chooses by plain loops over its own queries and keys.
 
+    Args:
+        ranks: each chooses for its own heads.
+
     Attributes:
         closest: how near, relative to the larger, the shares of a chosen block and of another one came.
         chosen: number of choices.
@@ -27,11 +30,13 @@ class Chooser:
         filter_layers=(),
         select_every=1,
         select_bounds="box",
+        ranks=1,
     ):
         self.model, self.every, self.bounds = model, select_every, select_bounds
         self.recent = math.ceil((select_recent - 1) / BLOCK) + 1
         self.sinks, self.blocks = math.ceil(select_sink / BLOCK), math.ceil(select / BLOCK)
         self.dense, self.filters = dense_layers, filter_layers
+        self.ranks = torch.arange(model.heads).chunk(ranks)
         self.steps, self.held, self.closest, self.chosen = 0, {}, math.inf, 0
 
     def mask(self, base, resident):
@@ -48,20 +53,21 @@ class Chooser:
             own = layer in self.filters if self.filters else layer >= self.dense
             if own:
                 if layer not in self.held:
-                    self.held[layer] = self.choose(queries[0], keys, resident)
+                    self.held[layer] = [self.choose(queries[0], keys, resident, each.tolist()) for each in self.ranks]
                 latest[0] = self.held[layer]
             if latest[0] is None or layer in self.filters or (not self.filters and not own):
                 return base
-            seen = resident[: self.sinks] + latest[0] + resident[-self.recent :]
-            return base & torch.isin(torch.arange(base.shape[1]) // BLOCK, torch.tensor(seen))
+            of_block, always = torch.arange(base.shape[1]) // BLOCK, resident[: self.sinks] + resident[-self.recent :]
+            seen = [torch.isin(of_block, torch.tensor(always + blocks)) for blocks in latest[0]]
+            return base & torch.stack(seen).repeat_interleave(len(self.ranks[0]), 0)[:, None]
 
         return of_layer
 
-    def choose(self, query, keys, resident, heads=None):
-        """The best blocks for some query heads; None: for all."""
+    def choose(self, query, keys, resident, heads):
+        """The best blocks for some query heads."""
         group = self.model.heads // self.model.kv_heads
         full, shares = resident[:-1], torch.zeros(len(resident) - 1, dtype=torch.float64)
-        for h in range(self.model.heads) if heads is None else heads:
+        for h in heads:
             bounds = []
             for block in full:
                 of_block = keys[block * BLOCK : (block + 1) * BLOCK, h // group].double()

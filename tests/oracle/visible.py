@@ -1,4 +1,4 @@
-"""What each query of a server's requests sees, as a dense model's mask."""
+"""What each query of a server's requests sees, as a dense model's mask, and whether blocks come back as they went."""
 
 import numpy as np
 import torch
@@ -9,8 +9,13 @@ BLOCK = 32
 
 
 def visible(server):
+    """What each query of a server's requests sees; see `watch_masks`."""
+    return watch_masks(server.worker)
+
+
+def watch_masks(worker):
     """What each query of a request sees, as a dense model's mask: request -> bool [T, T], made as steps run."""
-    masks, execute = {}, server.worker.execute_model
+    masks, execute = {}, worker.execute_model
 
     def recorded(output):
         result = execute(output)
@@ -21,12 +26,36 @@ def visible(server):
             mask = masks.setdefault(req_id.split("-")[0], torch.zeros(2048, 2048, dtype=torch.bool))
             rows = slice(computed, computed + count)
             mask[rows] = torch.ones(2048, 2048, dtype=torch.bool).tril()[rows]
-            for block in server.runtime.with_holes.get(req_id, ()):
+            for block in worker.kv_evict.groups[0].with_holes.get(req_id, ()):
                 mask[rows, block * BLOCK : (block + 1) * BLOCK] = False
         return result
 
-    server.worker.execute_model = recorded
+    worker.execute_model = recorded
     return masks
+
+
+def watch_bytes(worker):
+    """Checks that what comes back is what went, byte for byte, in each step; returns how many blocks did."""
+    caches, went, compared = worker.model_runner.kv_caches, {}, []
+    rearrange = worker.kv_evict.rearrange
+
+    def pages(block):
+        return [cache[block].contiguous().view(torch.uint8).clone() for cache in caches]
+
+    def watched(all_reduce):
+        copies = [copy for copy in worker.kv_evict.plan.copies if copy.kind != "poison"]
+        now = {copy.physical: pages(copy.physical) for copy in copies}
+        rearrange(all_reduce)
+        for copy in copies:
+            if copy.kind != "fetch":
+                went[copy.number] = now[copy.physical]
+            else:
+                now[copy.physical] = went[copy.number]
+        came = {copy.physical for copy in copies if copy.kind == "fetch"}
+        compared.extend(all(map(torch.equal, now[physical], pages(physical))) for physical in came)
+
+    worker.kv_evict.rearrange = watched
+    return compared
 
 
 def assert_like_dense(dense, prompt, output, mask):

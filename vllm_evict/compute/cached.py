@@ -14,6 +14,8 @@ from .transfer import to_device, to_host
 #: (physical blocks, int64 [n]; whether to read values) -> for each layer keys, and values or None,
 #: [n, Hkv, block_size, D] each.
 ReadBlocks = Callable[[torch.Tensor, bool], Iterable[tuple[torch.Tensor, torch.Tensor | None]]]
+#: (float64 tensor, whether to take the maximum) -> the tensor reduced over ranks of the model.
+AllReduce = Callable[[torch.Tensor, bool], torch.Tensor]
 
 #: Statistics that read values.
 OF_VALUES = frozenset({"value_key_ratio"})
@@ -60,7 +62,7 @@ class CachedStatistics:
         self,
         asked: Mapping[str, frozenset[str]],
         rows: Mapping[str, Row],
-        all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+        all_reduce: AllReduce,
     ) -> Reports:
         """Compute statistics of some requests, reduced over heads and ranks.
 

@@ -1,6 +1,6 @@
 """Host memory of a worker for evicted blocks: their bytes as the cache has them, and scores by bounds of keys."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from ..core.mechanisms.recall import BOUND
 from ..core.plan import Copy, Report, Reports, Waiting
 from ..policies import KEY_BOUND
+from .cached import AllReduce
 from .host_pages import FilePages, HostPages, MemoryPages
 from .kernels.bounds import bound_scores, bounds_width, key_bounds
 from .kernels.logits import logits_of
@@ -50,8 +51,12 @@ class HostBlocks:
         #: Of each layer [blocks, Hkv, X] of `key_bounds`.
         self._bounds = [] if bounds is None else empty_bounds(store, blocks, device, bounds)
 
-    def obey(self, copies: Sequence[Copy]) -> list[Copy]:
-        """Copy blocks, in this order; return the copies by which no block came back. Such a block is zero."""
+    def obey(self, copies: Sequence[Copy], all_reduce: AllReduce) -> list[Copy]:
+        """Copy this rank's part of blocks, in this order.
+
+        Returns:
+            The copies by which no block came back on some rank. On ranks whose copy failed such a block is zero.
+        """
         failed: list[Copy] = []
         for kind, run in groupby(copies, key=lambda copy: copy.kind):
             # A host block may be dropped, and written again, by one plan: what comes last stays.
@@ -65,7 +70,15 @@ class HostBlocks:
                 failed += self._fetch(some)
             else:
                 self._spill([copy.physical for copy in some], numbers, kind == "spill")
-        return failed
+        return self._failed_anywhere(copies, failed, all_reduce) if self.pages.may_fail else failed
+
+    def _failed_anywhere(self, copies: Sequence[Copy], failed: list[Copy], all_reduce: AllReduce) -> list[Copy]:
+        """The copies that failed on any rank, on every rank: all ranks have to see the same blocks."""
+        marks = [copy in failed for copy in copies] + [self.pages.error is not None]
+        *marks, erred = all_reduce(torch.tensor(marks, dtype=torch.float64), True).tolist()
+        if erred and self.pages.error is None:
+            self.pages.error = "on another rank"
+        return [copy for copy, mark in zip(copies, marks) if mark]
 
     def _spill(self, physical: list[int], numbers: list[int], bounded: bool) -> None:
         self._void.difference_update(numbers)
@@ -167,7 +180,7 @@ class BoundStep:
                 bounds = self._host.bounds_beside(keys, look.length, place, look.numbers)
             look.scores += bound_scores(query[look.queries], bounds, layer.impl.scale, **logits_of(layer), there=there)
 
-    def report(self, reports: Reports, all_reduce: Callable[[torch.Tensor, bool], torch.Tensor]) -> None:
+    def report(self, reports: Reports, all_reduce: AllReduce) -> None:
         """Put the scores into reports, over all of a request's blocks; other statistics of host blocks are 0."""
         if not self._looks:
             return

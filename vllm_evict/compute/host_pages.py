@@ -14,9 +14,11 @@ class HostPages(Protocol):
     """Bytes of host blocks, in all layers of a KV group. Numbers are of host blocks, `physical` of the device.
 
     Attributes:
+        may_fail: whether blocks may fail to be written or read.
         error: why a block could not be written or read; None: no block failed.
     """
 
+    may_fail: bool
     error: str | None
 
     def write(self, pages: Sequence[torch.Tensor], physical: list[int], numbers: list[int]) -> list[int]:
@@ -44,6 +46,7 @@ class MemoryPages:
         KVPolicyError: the machine does not give so much memory.
     """
 
+    may_fail = False
     error: str | None = None
 
     def __init__(self, pages: Sequence[torch.Tensor], blocks: int, on_cpu: bool) -> None:
@@ -96,6 +99,8 @@ class FilePages:
     Raises:
         KVPolicyError: the file can't be made in its full size.
     """
+
+    may_fail = True
 
     def __init__(self, path: str, pages: Sequence[torch.Tensor], blocks: int) -> None:
         self.error: str | None = None

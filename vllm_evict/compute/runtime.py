@@ -215,7 +215,7 @@ class EvictionRuntime:
         """
         if self.plan.copies:
             (group,) = self.groups
-            missing = group.withhold(group.host.obey(self.plan.copies))
+            missing = group.withhold(group.host.obey(self.plan.copies, all_reduce))
             why, group.host.pages.error = group.host.pages.error, None
             if why is not None or missing:
                 self.trouble = HostTrouble(why or "", missing)

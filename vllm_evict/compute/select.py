@@ -2,6 +2,7 @@
 
 Bounds are Quest's (Tang et al., ICML 2024, arXiv:2406.10774), with one choice for all heads of a layer. Filter layers
 are OmniKV's (Hao et al., ICLR 2025), a choice that holds for some steps is Recycled Attention's (Xu et al., 2024).
+Each tensor-parallel rank chooses for its own heads: nothing is freed, so ranks need not agree.
 """
 
 from collections.abc import Iterable, Sequence

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..core.plan import Report, Reports, Scoring
+from .cached import AllReduce
 from .counting import Counting, all_of
 from .kernels.fold import fold
 from .kernels.queries import Queries
@@ -399,7 +400,7 @@ class RunningSums:
         self,
         req_ids: Sequence[str],
         resident: Sequence[np.ndarray],
-        all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+        all_reduce: AllReduce,
     ) -> Reports:
         """Return the sums of some requests, reduced over heads and ranks.
 

@@ -1,7 +1,7 @@
 """Token granularity: sums of each token and KV head, the choice of kept tokens, and their compaction."""
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 from ..core.plan import Compaction, Scoring
 from ..policies import CACHED, RUNNING, Blocks
-from .cached import OF_VALUES
+from .cached import OF_VALUES, AllReduce
 from .kernels.keys import token_scores
 from .kernels.put import put
 from .merge import Merger
@@ -330,7 +330,7 @@ def compact(
     sums: Any,
     block_size: int,
     merger: Merger,
-    all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+    all_reduce: AllReduce,
     device: torch.device | str = "cpu",
 ) -> None:
     """Choose the tokens that each KV head of a request keeps, and gather them.
@@ -451,7 +451,7 @@ def _reduced(
     layers: list[torch.Tensor],
     count: int,
     config: Any,
-    all_reduce: Callable[[torch.Tensor, bool], torch.Tensor],
+    all_reduce: AllReduce,
     device: torch.device,
 ) -> torch.Tensor:
     """Reduce importance over all heads, layers and ranks: float64 [count]."""

@@ -45,7 +45,6 @@ def tier(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusa
             "evict: host and layers with states, which can't compute tokens again",
             drop,
         ),
-        (vllm_config.parallel_config.tensor_parallel_size > 1, "evict: host and tensor parallelism", drop),
         (
             platform != "cpu" and config.host_path is not None,
             "host_path on a GPU, whose copies would wait for a disk",
@@ -71,7 +70,6 @@ def selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[R
             "select and layers with sliding windows, among which the first layers are not counted",
             dense,
         ),
-        (vllm_config.parallel_config.tensor_parallel_size > 1, "select and tensor parallelism", dense),
     ]
 
 

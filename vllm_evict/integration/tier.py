@@ -55,7 +55,7 @@ class TierMixin:
         #: Evicted block that the pool has not handed out since -> whose it was, and the logical block. No more entries
         #: than the pool has blocks.
         self._lingering: dict[int, tuple[RequestBlocks, int]] = {}
-        self._host_block_bytes = size
+        self._host_block_bytes = size * self.vllm_config.parallel_config.tensor_parallel_size
         return HostPool(host_blocks(self.vllm_config, self.kv_policy, size), self._poison)
 
     def _may_linger(self) -> bool:

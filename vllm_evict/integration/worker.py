@@ -75,8 +75,9 @@ class EvictionWorkerMixin:
             block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
             path, parallel = config.host_path, self.vllm_config.parallel_config
             # vLLM makes dense engines forget their rank, and not their index.
-            if path is not None and (index := parallel.data_parallel_index):
-                path += f".{index}"
+            number = parallel.data_parallel_index * parallel.tensor_parallel_size + self.rank
+            if path is not None and number:
+                path += f".{number}"
             bounds = None if config.recall == "none" else config.recall_bounds
             self.kv_evict.keep_on_host(host_blocks(self.vllm_config, config, block), bounds, path)
         if config.selects:
