@@ -12,6 +12,9 @@ from .logits import probabilities, soft_capped
 
 #: Of a float32 distance, relative: what its sum over dimensions may have been rounded down by.
 _SLACK = 1e-6
+#: Weight of a query, for each token between it and the last one: an answer hangs on the last queries of a question, and
+#: what earlier ones attend to takes room from it.
+FADING = 0.95
 
 
 def bounds_width(kind: str, dims: int) -> int:
@@ -72,13 +75,15 @@ def bound_scores(
 ) -> torch.Tensor:
     """What attention some queries may pay to each block: the largest share of any of them, summed up over heads.
 
+    Shares are weighted by FADING: that of the last query counts whole.
+
     A query's product with a key is at most the sum over dimensions of its larger product with the two bounds of a box;
     or its product with the centre of a sphere, plus its length times the radius. Its product with a mean is no bound.
     Shares are the softmax of these products over all blocks, as if each block had one key that reaches them. A soft cap
     rises with its argument, so capped products bound capped scores.
 
     Args:
-        query: [Q, H, D], rotated.
+        query: [Q, H, D], rotated, of tokens that follow one another.
         bounds: [n, Hkv, X] of `key_bounds`; X is 2 * D for boxes, D + 1 for spheres, D for means.
         scale: of the layer's attention.
         soft_cap, sinks: of the layer's attention (see `logits`); sinks are [H].
@@ -98,7 +103,8 @@ def bound_scores(
     if there is not None:
         products = products.masked_fill(~there, -torch.inf)
     own = None if sinks is None else sinks.view(*query.shape[:2], 1, 1)
-    return probabilities(products, own).amax(2).sum((0, 1))
+    weights = FADING ** torch.arange(query.shape[2] - 1, -1, -1, device=query.device)
+    return (probabilities(products, own) * weights[:, None]).amax(2).sum((0, 1))
 
 
 def bound_scores_reference(
@@ -113,12 +119,13 @@ def bound_scores_reference(
     scores = torch.zeros(len(bounds))
     for head in range(heads):
         kv_head, largest = head // (heads // kv_heads), torch.zeros(len(bounds))
-        for q in query[:, head].float() * scale:
+        for before, q in zip(reversed(range(len(query))), query[:, head].float() * scale):
             products = torch.stack([_product(q, block) for block in bounds[:, kv_head].float()])
             if soft_cap:
                 products = soft_cap * torch.tanh(products / soft_cap)
             beside = 0.0 if sinks is None else sinks[head].exp()
-            largest = torch.maximum(largest, products.exp() / (products.exp().sum() + beside))
+            share = products.exp() / (products.exp().sum() + beside)
+            largest = torch.maximum(largest, FADING**before * share)
         scores += largest
     return scores
 
