@@ -97,6 +97,7 @@ def any_request(rng, policy, number):
     return shared + random_prompt(rng.randrange(1, 250), 100 + number), rng.randrange(3), sampling
 
 
+@pytest.mark.nightly(push=("blocks", "tokens", "pressure"))
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_remembered_of_requests_that_ended_and_events_tell_what_is_cached(engine, name):
     policy, rng, count = POLICIES[name], random.Random(0), REQUESTS[name]

@@ -89,7 +89,7 @@ class SpeculativeRecorder(Recorder):
         mechanism.decide = watched_decide
 
 
-@pytest.mark.nightly(push=("sink-window", "h2o", "snapkv", "keydiff"))
+@pytest.mark.nightly(push=("sink-window", "h2o", "keydiff"))
 @pytest.mark.parametrize("name", POLICIES)
 def test_holes_that_come_a_step_late_match_the_dense_oracle(async_engine, folders, poisoned, name):
     """Drafts are all wrong, then some are, then none: the lengths that workers are told are off by those."""

@@ -122,6 +122,7 @@ def mixed(seed, count=14):
         yield made[-1], {"max_tokens": int(rng.integers(20, ANSWER)), "extra_args": {"kv_policy": policy}}
 
 
+@pytest.mark.nightly(push=("offloading-block", "simple-block"))
 @pytest.mark.parametrize("kind, granularity", [*((kind, "block") for kind in HOSTS), ("offloading", "token")])
 def test_what_is_stored_is_what_stock_vllm_computes(offloads, stock, kind, granularity):
     """Requests lose blocks, in a pool that is tight, while blocks are stored late and the host runs out of room."""

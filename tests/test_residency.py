@@ -304,6 +304,8 @@ def test_a_request_that_has_restarted_is_not_decided_on_by_a_plan_of_before(rest
     computed = 12 * BLOCK
     request = SimpleNamespace(request_id="r", num_computed_tokens=computed, num_in_flight_tokens=0)
     group = SimpleNamespace(number=0, residents={"r": blocks})
-    host = SimpleNamespace(groups=[group], running_request=lambda req_id: request, miss=lambda *_: None)
+    host = SimpleNamespace(
+        groups=[group], running_request=lambda _: request, idle_session=lambda _: None, miss=lambda *_: None
+    )
     actions = Budget(host).decide(plan, [{"r": full_report(blocks, computed, np.arange(12.0))}])
     assert sum(len(action.holes) for action in actions) == evicted

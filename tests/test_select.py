@@ -66,6 +66,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly(push=("full", "every", "filters", "quest"))
 @pytest.mark.both_runners("full", "quest")
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep, poisoned, name):

@@ -409,7 +409,8 @@ def test_a_stream_has_its_usage_with_its_counts_of_tokens(server, continuous):
     options = {"include_usage": True, "continuous_usage_stats": continuous}
     chunks = list(server.complete(" ".join(WORDS[13:413]), xargs={"kv_usage": 1}, stream=True, stream_options=options))
     shown = [getattr(chunk.usage, "kv_usage", None) for chunk in chunks]
-    assert len(chunks) > 9 and set(map(str, shown[:-2])) == {"None"} and shown[-1] == USAGE
+    # On a busy machine a chunk has several tokens.
+    assert len(chunks) > 2 and set(map(str, shown[:-2])) == {"None"} and shown[-1] == USAGE
     assert not any(chunk.usage for chunk in server.complete(xargs={"kv_usage": True}, stream=True))
 
 

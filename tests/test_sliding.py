@@ -110,6 +110,7 @@ def check_like_oracle(engine, model, policy, windows, groups):
 MIXED = [0, WINDOW, 0, WINDOW, 0]
 
 
+@pytest.mark.nightly(push=("order0",))
 @pytest.mark.both_runners("order0")
 @pytest.mark.parametrize("order", [[0, 2, 1], [2, 1, 0], [1, 2, 0]])
 def test_groups_may_come_in_any_order(engine, tmp_path, monkeypatch, order):
@@ -295,7 +296,7 @@ CROWDED = [(name, "no-prefix-cache") for name in ("h2o-full-first", "sink-window
 CROWDED += [(name, "prefix-cache") for name in ("h2o", "h2o-two-full", "rkv")]
 
 
-@pytest.mark.nightly(push=("h2o-prefix-cache", "sink-window-no-prefix-cache"))
+@pytest.mark.nightly(push=("h2o-prefix-cache",))
 @pytest.mark.parametrize("name, caching", CROWDED)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypatch, name, caching):
     """Requests that come, go and are preempted; what a policy frees may be a window's next, and is clean by then."""

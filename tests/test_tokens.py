@@ -180,6 +180,7 @@ def test_without_room_for_copies_a_request_takes_its_own_out_of_the_prefix_cache
     server.assert_nothing_left()
 
 
+@pytest.mark.nightly(push=("h2o",))
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "rkv"])
 def test_preempted_requests_start_over(engine, model, dense, name):
     server = engine(POLICIES[name], model=model, blocks=26, max_num_batched_tokens=128, max_model_len=512)
