@@ -444,8 +444,8 @@ def test_a_fact_is_found_after_its_context_was_evicted(engine, policy, starts, l
     model = ROOT / "examples/needle/model"
     prompts, filler = Prompts(str(model)), Filler()
     sizes = {"budget": 224, "buffer": 0, "sink": 32, "recent": 32}
-    options = {"max_model_len": 2304, "max_num_batched_tokens": 2304, "enable_prefix_caching": False}
-    server = engine({**policy, **sizes}, model=model, dtype="bfloat16", **options)
+    options = {"max_model_len": 2304, "max_num_batched_tokens": 10 * 2304, "enable_prefix_caching": False}
+    server = engine({**policy, **sizes}, model=model, dtype="bfloat16", blocks=1500, **options)
     sessions, samples = Sessions(server.llm), {}
     for task in ("niah", "multikey"):
         for depth in (0.1, 0.17, 0.25, 0.33, 0.41):
