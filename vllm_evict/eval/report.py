@@ -28,8 +28,9 @@ SETTINGS = {
     "agnostic": "Decisions over the context do not see the question: prompts are prefilled in chunks, the context ends "
     "with a chunk, and the question is in the next.",
     "aware": "Decisions see the question: the whole prompt is one chunk, and the first decision follows it.",
-    "turns": "Several questions about one document, one after the other in a session: the first comes as in agnostic, "
-    "the others to what the policy has kept, with the model's own answers. A line for each turn; pictures take all.",
+    "turns": "Several questions about one document, one after the other in a session: the first question comes as "
+    "in agnostic; later ones come when the policy has evicted after the turns before, whose answers are in the cache. "
+    "A line for each turn; pictures take all.",
     "served": "The server makes the chunks: decisions over the last chunk see the question, all others do not.",
 }
 

@@ -5,6 +5,11 @@ from typing import Any
 
 import msgspec
 
+from . import EvalError
+
+#: Steps without an answer after which sessions are given up. Prompts of a turn take fewer.
+PATIENCE = 10_000
+
 
 class Sessions:
     """Sessions that go on together, turn by turn.
@@ -17,7 +22,7 @@ class Sessions:
         self._llm, self._names = llm, set[str]()
 
     def turn(self, prompts: Mapping[str, list[int]], params: Any) -> dict[str, Any]:
-        """Give each session its next tokens; the first ones start it.
+        """Give each session its next tokens. A session starts with its first turn.
 
         Args:
             prompts: session -> token ids.
@@ -25,6 +30,9 @@ class Sessions:
 
         Returns:
             Session -> `RequestOutput`: text and token ids are this turn's, the usage is that of the session so far.
+
+        Raises:
+            EvalError: the engine answered no session in PATIENCE steps, such as with a pool that has no room.
         """
         engine, tasks = self._llm.llm_engine, self._llm.supported_tasks
         params = params.clone()
@@ -38,9 +46,16 @@ class Sessions:
             engine.output_processor.add_request(msgspec.structs.replace(request, prompt_token_ids=list(ids)), None)
             engine.engine_core.add_request(request)
         answers: dict[str, Any] = {}
-        running = set(prompts)
+        running, silent = set(prompts), 0
         while running:
-            for output in engine.step():
+            outputs = engine.step()
+            silent = 0 if outputs else silent + 1
+            if silent > PATIENCE:
+                raise EvalError(
+                    f"{', '.join(sorted(running))} got no answer in {PATIENCE} steps; expected room for {len(prompts)} "
+                    "sessions in the KV cache; take a smaller --batch, or give the engine more memory"
+                )
+            for output in outputs:
                 if output.request_id in answers:
                     answers[output.request_id].add(output, aggregate=True)
                 else:

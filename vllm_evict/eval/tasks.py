@@ -102,7 +102,7 @@ def ask(key: str, what: str = "code") -> str:
 
 
 def some(rng: np.random.Generator, n: int, turns: int) -> list[int]:
-    """Indices of `turns` different ones of n; the first does not depend on how many there are."""
+    """Choose `turns` different indices below n. The first one is the same for all `turns`."""
     first = int(rng.integers(n))
     return [(first + turn) % n for turn in range(turns)]
 

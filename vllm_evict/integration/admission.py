@@ -104,7 +104,7 @@ class AdmissionMixin:
     def _make_room_of_own(self, session: Request, residents: list[RequestBlocks]) -> None:
         """Bring a session back to its budget, if it is over its trigger and the pool has no room for its next chunk.
 
-        The last step of a turn decides nothing, so a turn may end over its trigger. No scores are at hand. By block the
+        A turn may end over its trigger where no decision followed it (`Budget`). No scores are at hand. By block the
         oldest blocks go. By token workers need scores to choose, and with a context keys have to be rotated after a
         decision: such a session starts over, as if it was preempted.
         """

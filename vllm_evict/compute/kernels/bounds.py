@@ -12,8 +12,8 @@ from .logits import probabilities, soft_capped
 
 #: Of a float32 distance, relative: what its sum over dimensions may have been rounded down by.
 _SLACK = 1e-6
-#: Weight of a query, for each token between it and the last one: an answer hangs on the last queries of a question, and
-#: what earlier ones attend to takes room from it.
+#: A query's share is multiplied by FADING to the power of its distance in tokens to the last query. An answer depends
+#: most on the last queries of a question, and blocks that earlier queries attend to would take their blocks' room.
 FADING = 0.95
 
 
@@ -125,7 +125,7 @@ def bound_scores_reference(
                 products = soft_cap * torch.tanh(products / soft_cap)
             beside = 0.0 if sinks is None else sinks[head].exp()
             share = products.exp() / (products.exp().sum() + beside)
-            largest = torch.maximum(largest, FADING**before * share)
+            largest = torch.maximum(largest, 0.95**before * share)
         scores += largest
     return scores
 

@@ -38,12 +38,14 @@ class Budget(Mechanism):
     def _ended_turns(self, plan: EvictionPlan) -> Iterator[tuple[Group, Any, RequestBlocks]]:
         """As `due`, of sessions whose turn ended with the step.
 
-        These evict by block alone, as workers move tokens, and rotate keys, of requests in the batch only.
+        These evict by block alone, as workers move tokens, and rotate keys, of requests in the batch only. A policy
+        that profiles prompts (`profiles`) chooses first what a group keeps, while the request runs.
         """
         for group, noted in zip(self.host.groups, plan.groups):
             for req_id, incarnation in noted.due.items():
                 session, blocks = self.host.idle_session(req_id), group.residents.get(req_id)
                 if session is None or blocks is None or blocks.incarnation != incarnation:
                     continue
-                if blocks.config.granularity == "block" and blocks.config.context is None:
+                config = blocks.config
+                if config.granularity == "block" and config.context is None and not config.policy.profiles:
                     yield group, session, blocks

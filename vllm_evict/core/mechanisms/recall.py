@@ -17,7 +17,8 @@ from ..plan import EvictionPlan, Reports, Waiting
 from .base import Host, Mechanism, Step, settled
 
 #: The statistic that workers report of resident blocks and of host blocks: the attention that the last queries of a
-#: step may pay to a block, by bounds of its keys (`compute.kernels.bounds`), summed up over heads and layers.
+#: step may pay to a block, by bounds of its keys (`compute.kernels.bounds`), summed up over heads and layers. The
+#: last query counts most.
 BOUND = "bound"
 #: Queries want a block whose score is at least so much of the mean score of a request's blocks.
 WANTED = 0.5
@@ -139,7 +140,7 @@ class Recall(Mechanism):
         (group,), (noted,) = self.host.groups, plan.groups
         for req_id in step.tokens:
             blocks = group.residents[req_id]
-            # What the last token of a prompt wants is to stay in the first decision that evicts, too.
+            # The decision after this step evicts for the first time: the blocks that the prompt's end wants stay.
             is_first = blocks.recalls.is_due and req_id in noted.due
             if not (blocks.host or is_first) or blocks.recalls.is_vain:
                 continue
