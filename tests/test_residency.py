@@ -309,3 +309,22 @@ def test_a_request_that_has_restarted_is_not_decided_on_by_a_plan_of_before(rest
     )
     actions = Budget(host).decide(plan, [{"r": full_report(blocks, computed, np.arange(12.0))}])
     assert sum(len(action.holes) for action in actions) == evicted
+
+
+@pytest.mark.parametrize(
+    "options, evicted",
+    [({}, 4), ({"granularity": "token"}, 0), ({"context": 256}, 0), ({"name": "fastgen"}, 0)],
+    ids=["block", "token", "context", "fastgen"],
+)
+def test_a_session_between_turns_is_decided_on_by_block_alone(options, evicted):
+    """Workers move tokens and rotate keys of running requests only, and a policy that profiles has to choose first."""
+    blocks, plan = residency(**options), EvictionPlan.empty(1)
+    plan.groups[0].due["s"] = blocks.incarnation
+    computed = 12 * BLOCK
+    session = SimpleNamespace(request_id="s", num_computed_tokens=computed, num_in_flight_tokens=0)
+    group = SimpleNamespace(number=0, residents={"s": blocks})
+    host = SimpleNamespace(
+        groups=[group], running_request=lambda _: None, idle_session=lambda _: session, miss=lambda *_: None
+    )
+    actions = Budget(host).decide(plan, [{"s": full_report(blocks, computed, np.arange(12.0))}])
+    assert sum(len(action.holes) for action in actions) == evicted
