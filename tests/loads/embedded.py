@@ -28,6 +28,7 @@ import traceback
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -78,6 +79,10 @@ class Live:
     ended: bool = False
 
 
+#: Programs that have run.
+RUNS = count()
+
+
 class Run:
     """One program on one engine.
 
@@ -86,12 +91,13 @@ class Run:
     """
 
     def __init__(self, engine, case, program, published=None, stock=None):
-        self.engine, self.case, self.program = engine, case, program
-        self.published, self.stock = published, stock
+        self.engine, self.case, self.program, self.published, self.stock = engine, case, program, published, stock
         self.counts, self.vllm, self.step = Counter(), engine.llm.llm_engine, 0
         #: Number of a request -> what its client sees.
         self.live, self.ended = {}, {}
         self._turns, self._core = {}, self.vllm.engine_core
+        #: A name is given once: vLLM keeps where the states of a request lie that ends in a step without tokens.
+        self._named = f"of-{next(RUNS)}"
         self._slices = slices_of(engine)
         self._host = None if engine.scheduler.host_pool is None else HostMemory(engine)
 
@@ -181,10 +187,13 @@ class Run:
             options |= {"prompt_logprobs": 0}
         return greedy(tokens, **options)
 
+    def _name(self, number):
+        return f"s{number}-{self._named}"
+
     def _send(self, live, prompt, tokens, resumable=True):
         """Send a turn of a session. A turn that is not resumable ends the session."""
         params, request = self._params(live.item, tokens), {"prompt_token_ids": prompt}
-        params.detokenize, name = False, f"s{live.item['number']}"
+        params.detokenize, name = False, self._name(live.item["number"])
         tasks, process = self.engine.llm.supported_tasks, self.vllm.input_processor.process_inputs
         made = process(name, request, params, tasks, resumable=resumable, priority=live.item["priority"])
         self._core.add_request(made)
@@ -199,7 +208,7 @@ class Run:
 
     def _take_back(self, number, live):
         if live.turns is not None:
-            self._core.abort_requests([f"s{number}"])
+            self._core.abort_requests([self._name(number)])
         else:
             self.vllm.abort_request([str(number)])
         self._end(number)
@@ -209,7 +218,8 @@ class Run:
 
     def _hear(self, output):
         """Take an output of the engine core, if it is a session's. The front end takes the others."""
-        if not output.request_id.startswith("s") or (live := self.live.get(int(output.request_id[1:]))) is None:
+        number = output.request_id[1:].partition("-")[0]
+        if not output.request_id.startswith("s") or (live := self.live.get(int(number))) is None:
             return
         live.answers[0] += output.new_token_ids
         if output.new_logprobs is not None:
@@ -221,7 +231,7 @@ class Run:
         for number, live in list(self.live.items()):
             if live.turns is None or not live.ended:
                 continue
-            request = self.engine.scheduler.requests[f"s{number}"]
+            request = self.engine.scheduler.requests[self._name(number)]
             if live.turns and not request.num_computed_tokens:
                 # vLLM 0.32 forgets all tokens of a session that is preempted with the step in which its turn ends, as
                 # may happen under async scheduling. It then never answers the next turn.
