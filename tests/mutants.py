@@ -305,7 +305,7 @@ MUTANTS = [
         "weights by bounds of lengths", "compute/sums.py", "if slack is not None and by_place:", "if 0:", ("unsure",)
     ),
     Mutant("keys of rejected drafts", "compute/cached.py", ", row.settled)", ")", ("drafters_async -k keydiff",)),
-    Mutant("ended turns", "core/mechanisms/budget.py", ", *self._ended_turns(plan)", "", ("sessions -k within",)),
+    Mutant("ended turns", "core/mechanisms/budget.py", "*self._ended_turns(plan)", "*()", ("sessions -k within",)),
     Mutant("blind first", "core/mechanisms/recall.py", "(blocks.host or is_first)", "blocks.host", ("recall -k fact",)),
     Mutant("reports of drafts", "core/plan.py", "if end is None:", "if True:", ("drafters_async -k h2o",)),
     Mutant("windows never end", "compute/sums.py", "self._sums[self._to_device(slots)] = 0", "pass", ("sums",)),
