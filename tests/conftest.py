@@ -189,18 +189,11 @@ def engine(tiny):
 
 
 @pytest.fixture
-def async_stays(monkeypatch):
-    """Async scheduling is left as it was asked for; vLLM's CPU platform switches it off at start."""
-    from vllm.platforms.cpu import CpuPlatform
+def async_stays():
+    from engine import async_as_asked
 
-    update = CpuPlatform.check_and_update_config.__func__
-
-    def keep_async(cls, vllm_config):
-        wanted = vllm_config.scheduler_config.async_scheduling
-        update(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = wanted
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
+    with async_as_asked():
+        yield
 
 
 @pytest.fixture

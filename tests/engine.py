@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -321,3 +322,17 @@ __all__ = [
     "random_prompt",
     "random_requests",
 ]
+
+
+@contextmanager
+def async_as_asked():
+    """Async scheduling is left as it was asked for; vLLM's CPU platform switches it off at start."""
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def keep_async(cls, vllm_config):
+        wanted = vllm_config.scheduler_config.async_scheduling
+        update(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    with patch.object(CpuPlatform, "check_and_update_config", classmethod(keep_async)):
+        yield

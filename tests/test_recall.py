@@ -426,6 +426,7 @@ def test_without_a_host_nothing_is_planned_for_it(engine):
 TURNS = (0, 1024, 2048)
 
 
+@pytest.mark.both_runners("host-one-chunk")
 @pytest.mark.parametrize(
     "policy, starts, least, most",
     [
@@ -444,7 +445,7 @@ def test_a_fact_is_found_after_its_context_was_evicted(engine, policy, starts, l
     model = ROOT / "examples/needle/model"
     prompts, filler = Prompts(str(model)), Filler()
     sizes = {"budget": 224, "buffer": 0, "sink": 32, "recent": 32}
-    options = {"max_model_len": 2304, "max_num_batched_tokens": 10 * 2304, "enable_prefix_caching": False}
+    options = {"max_model_len": 2304, "max_num_batched_tokens": 10 * 2304, "enable_prefix_caching": True}
     server = engine({**policy, **sizes}, model=model, dtype="bfloat16", blocks=1500, **options)
     sessions, samples = Sessions(server.llm), {}
     for task in ("niah", "multikey"):

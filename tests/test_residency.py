@@ -294,21 +294,30 @@ def test_a_sessions_next_turn_is_pure_only_as_far_as_the_last_one_is_kept():
     assert subject.pure_tokens == 20 * BLOCK - 1 and subject.incarnation == before + 1 and subject.holes == 2
 
 
-@pytest.mark.parametrize("restarts, evicted", [(0, 4), (1, 0)])
-def test_a_request_that_has_restarted_is_not_decided_on_by_a_plan_of_before(restarts, evicted):
-    """Its report, and the step that made it due, are of blocks that it has given back."""
-    blocks, plan = residency(), EvictionPlan.empty(1)
-    plan.groups[0].due["r"] = blocks.incarnation
-    for _ in range(restarts):
-        blocks.restart()
-    computed = 12 * BLOCK
+def decided(blocks, incarnation, running):
+    """Blocks evicted by the decision on a request that was due, which runs or is a session between two turns."""
+    plan, computed = EvictionPlan.empty(1), 12 * BLOCK
+    plan.groups[0].due["r"] = incarnation
     request = SimpleNamespace(request_id="r", num_computed_tokens=computed, num_in_flight_tokens=0)
-    group = SimpleNamespace(number=0, residents={"r": blocks})
     host = SimpleNamespace(
-        groups=[group], running_request=lambda _: request, idle_session=lambda _: None, miss=lambda *_: None
+        groups=[SimpleNamespace(number=0, residents={"r": blocks})],
+        running_request=lambda _: request if running else None,
+        idle_session=lambda _: None if running else request,
+        miss=lambda *_: None,
     )
     actions = Budget(host).decide(plan, [{"r": full_report(blocks, computed, np.arange(12.0))}])
-    assert sum(len(action.holes) for action in actions) == evicted
+    return sum(len(action.holes) for action in actions)
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["running", "session"])
+@pytest.mark.parametrize("restarts, evicted", [(0, 4), (1, 0)])
+def test_a_request_that_has_restarted_is_not_decided_on_by_a_plan_of_before(restarts, evicted, running):
+    """Its report, and the step that made it due, are of blocks that it has given back."""
+    blocks = residency()
+    incarnation = blocks.incarnation
+    for _ in range(restarts):
+        blocks.restart()
+    assert decided(blocks, incarnation, running) == evicted
 
 
 @pytest.mark.parametrize(
@@ -318,13 +327,5 @@ def test_a_request_that_has_restarted_is_not_decided_on_by_a_plan_of_before(rest
 )
 def test_a_session_between_turns_is_decided_on_by_block_alone(options, evicted):
     """Workers move tokens and rotate keys of running requests only, and a policy that profiles has to choose first."""
-    blocks, plan = residency(**options), EvictionPlan.empty(1)
-    plan.groups[0].due["s"] = blocks.incarnation
-    computed = 12 * BLOCK
-    session = SimpleNamespace(request_id="s", num_computed_tokens=computed, num_in_flight_tokens=0)
-    group = SimpleNamespace(number=0, residents={"s": blocks})
-    host = SimpleNamespace(
-        groups=[group], running_request=lambda _: None, idle_session=lambda _: session, miss=lambda *_: None
-    )
-    actions = Budget(host).decide(plan, [{"s": full_report(blocks, computed, np.arange(12.0))}])
-    assert sum(len(action.holes) for action in actions) == evicted
+    blocks = residency(**options)
+    assert decided(blocks, blocks.incarnation, running=False) == evicted

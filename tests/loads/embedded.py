@@ -26,11 +26,9 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from unittest.mock import patch
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -42,9 +40,8 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from drafting import accepted
-from engine import V2, greedy, random_prompt
+from engine import V2, async_as_asked, greedy, random_prompt
 from vllm.exceptions import VLLMValidationError
-from vllm.platforms.cpu import CpuPlatform
 
 from loads.cases import BY_NAME, KINDS, Case, Models, make_case, make_program
 from loads.host_memory import HostMemory
@@ -382,20 +379,6 @@ def run_program(engine, case, program, published, stock, counts):
         counts.update(published.counts)
         published.counts.clear()
     counts["worst"] = worst
-
-
-@contextmanager
-def async_as_asked():
-    """Async scheduling is left as it was asked for; vLLM's CPU platform switches it off at start."""
-    update = CpuPlatform.check_and_update_config.__func__
-
-    def keep_async(cls, vllm_config):
-        wanted = vllm_config.scheduler_config.async_scheduling
-        update(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = wanted
-
-    with patch.object(CpuPlatform, "check_and_update_config", classmethod(keep_async)):
-        yield
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------

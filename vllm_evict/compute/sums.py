@@ -396,12 +396,7 @@ class RunningSums:
             layer = torch.zeros(1, self.kv_heads, 1, device=device)
             take(mass, layer, zero, self.block_size, maximise=self.maximise_layers, tested=tested)
 
-    def report(
-        self,
-        req_ids: Sequence[str],
-        resident: Sequence[np.ndarray],
-        all_reduce: AllReduce,
-    ) -> Reports:
+    def report(self, req_ids: Sequence[str], resident: Sequence[np.ndarray], all_reduce: AllReduce) -> Reports:
         """Return the sums of some requests, reduced over heads and ranks.
 
         Args:

@@ -103,8 +103,10 @@ def bound_scores(
     if there is not None:
         products = products.masked_fill(~there, -torch.inf)
     own = None if sinks is None else sinks.view(*query.shape[:2], 1, 1)
-    weights = FADING ** torch.arange(query.shape[2] - 1, -1, -1, device=query.device)
-    return (probabilities(products, own) * weights[:, None]).amax(2).sum((0, 1))
+    shares, count = probabilities(products, own), query.shape[2]
+    if count > 1:  # a decode that selects scores in each layer, with one query
+        shares = shares * FADING ** torch.arange(count - 1, -1, -1, device=query.device).unsqueeze(1)
+    return shares.amax(2).sum((0, 1))
 
 
 def bound_scores_reference(
