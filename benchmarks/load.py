@@ -32,7 +32,9 @@ from engines import greedy, make_llm, preemptions, run_batch, scheduler_of
 from reports import choose_cases, in_child, progress, publish, run_script, spread
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "needle" / "model"
-KV_BYTES = 2 * 4 * 2 * 64 * 2  # a token: keys and values, layers, KV heads, head size, bfloat16
+KV_NUMBERS = 2 * 4 * 2 * 64  # a token: keys and values, layers, KV heads, head size
+#: Bytes of a number, by dtype.
+DTYPES = {"bfloat16": 2, "float32": 4}
 QUESTION = 8  # tokens of a question and of the chat template after it
 CHUNK = 512  # most tokens of a step
 #: Durations of a case, by their names in `Run`.
@@ -120,11 +122,11 @@ def load_child(spec: dict) -> dict:
     llm = make_llm(
         MODEL,
         spec["policy"],
-        dtype="bfloat16",
+        dtype=options.dtype,
         max_model_len=options.context + QUESTION + options.output,
         block_size=options.block_size,
         num_gpu_blocks_override=options.pool_blocks,
-        kv_cache_memory_bytes=options.pool_blocks * options.block_size * KV_BYTES,
+        kv_cache_memory_bytes=options.pool_blocks * options.block_size * KV_NUMBERS * DTYPES[options.dtype],
         max_num_seqs=options.at_once,
         max_num_batched_tokens=CHUNK,
         enable_prefix_caching=False,
@@ -311,6 +313,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", default="out/load")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of the engine; the model is tiny")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="float32 on CPUs without AVX512-BF16")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--pool-blocks", type=int, default=384)
     parser.add_argument("--requests", type=int, default=64)

@@ -100,8 +100,25 @@ class Drafter:
         return [token if at < right else (token + 1) % VOCAB for at, token in enumerate(following)]
 
 
+def see_views(builder):
+    """Assert that each pass of a drafter reads the table of its KV group without holes, and lengths without theirs."""
+    build = builder.build_for_drafting
+
+    def seen(common, draft_index):
+        size, lens = builder.kv_cache_spec.block_size, common.seq_lens.tolist()
+        blocks = [row[: -(-length // size)].tolist() for row, length in zip(common.block_table_tensor, lens)]
+        metadata = build(common_attn_metadata=common, draft_index=draft_index)
+        for row, (its, length) in enumerate(zip(blocks, lens)) if hasattr(metadata, "block_table") else ():
+            there = [block for block in its if block]
+            assert metadata.block_table[row, : len(there)].tolist() == there
+            assert metadata.seq_lens[row] == length - size * (len(its) - len(there))
+        return metadata
+
+    builder.build_for_drafting = lambda common_attn_metadata, draft_index: seen(common_attn_metadata, draft_index)
+
+
 class LayeredDrafter(Drafter):
-    """Lets a drafter with layers run, sees that its logits are finite, and replaces its drafts.
+    """Lets a drafter with layers run, sees that its views are right and its logits finite, and replaces its drafts.
 
     Attributes:
         runs: passes of the drafter that were seen.
@@ -118,6 +135,8 @@ class LayeredDrafter(Drafter):
             return values
 
         drafter.model.compute_logits = finite
+        for group in getattr(drafter, "draft_attn_groups", ()):
+            see_views(group.get_metadata_builder())
         super().__init__(server)
 
     def propose(self, **given):
@@ -141,13 +160,14 @@ def accepted(server):
     return values["vllm:spec_decode_num_accepted_tokens"], values["vllm:spec_decode_num_draft_tokens"]
 
 
-def serve(engine, model, policy, check, monkeypatch, speculative_config=NGRAM, double=Drafter):
+def serve(engine, model, policy, check, monkeypatch, speculative_config=NGRAM, double=Drafter, tokens=160, **options):
     """Serve with a drafter that is never right, then by answers before: evictions come at other tokens, and answers
-    differ."""
+    differ. `tokens`: of an answer; `options`: further arguments of the engine."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
-    server = engine(policy, model=model, max_num_batched_tokens=96, speculative_config=speculative_config)
+    options = {"max_num_batched_tokens": 96, "speculative_config": speculative_config, **options}
+    server = engine(policy, model=model, **options)
     drafter, prompts = double(server), [prompt_of(length, 60 + length) for length in (250, 90)]
-    requests = [(prompt, {"max_tokens": 160, "logprobs": 1}) for prompt in prompts]
+    requests = [(prompt, {"max_tokens": tokens, "logprobs": 1}) for prompt in prompts]
     for right in (0, "some", 1):
         drafter.right, before = right, accepted(server)
         outputs, traces = server.traced(requests)

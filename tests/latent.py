@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from oracle.hybrids import DenseHybrid
 from oracle.tiny import write_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.mla import flashmla
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
@@ -41,8 +44,48 @@ def make_latent(folder, architecture, **sizes):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     model.save_pretrained(folder)
-    write_tokenizer(folder, 256, 2048)
+    write_tokenizer(folder, config.vocab_size, 2048)
     return model
+
+
+class DenseLatent(DenseHybrid):
+    """Stands in for `oracle.model.DenseLlama`: transformers computes each step's tokens beside cached ones."""
+
+    def new_cache(self):
+        return DynamicCache()
+
+    @torch.no_grad()
+    def forward(self, ids, cache, mask, want_probs=False):
+        first, ids = cache.get_seq_length(), torch.as_tensor(ids)[None]
+        self._mask, self._probs = mask, []
+        positions = torch.arange(first, first + ids.shape[1])[None]
+        logits = self.model(ids, past_key_values=cache, position_ids=positions, use_cache=True).logits[0]
+        return logits, torch.stack(self._probs) if want_probs else None
+
+
+def add_mtp(folder):
+    """Give a model of `make_latent` a layer for multi-token prediction (MTP): random, and shaped like its last layer.
+
+    The model was made with `num_nextn_predict_layers=1`, and with one more of `first_k_dense_replace` if its last layer
+    is dense.
+    """
+    weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(7)
+    last = max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
+    prefix, like = f"model.layers.{last + 1}.", f"model.layers.{last}."
+
+    def random(rows, columns):
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    for name in [name for name in weights if name.startswith(like)]:
+        one = weights[name]
+        weights[prefix + name.removeprefix(like)] = random(*one.shape) if one.dim() == 2 else one.clone()
+    embedded = weights["model.embed_tokens.weight"]
+    hidden = embedded.shape[1]
+    weights |= {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    weights |= {f"{prefix}eh_proj.weight": random(hidden, 2 * hidden)}
+    weights |= {f"{prefix}embed_tokens.weight": embedded.clone()}
+    weights |= {f"{prefix}shared_head.head.weight": weights["lm_head.weight"].clone()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def mended_rotation():
@@ -52,6 +95,32 @@ def mended_rotation():
     Stock's own answers then depend on what else a step computes.
     """
     return patch.object(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
+
+
+def keep_what_is_asked(monkeypatch):
+    """Chunks of prompts, prefix caching and blocks as asked for, where vLLM's CPU platform chooses for latents."""
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def keep(cls, vllm_config):
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        chunk, cached, size = scheduler.max_num_batched_tokens, cache.enable_prefix_caching, cache.block_size
+        update(cls, vllm_config)
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = True, chunk
+        cache.enable_prefix_caching, cache.block_size = cached, size
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep))
+
+
+def take_large_tiles(monkeypatch):
+    """Fewer, larger tiles for Triton's interpreter, and two slices of a tiny model's heads."""
+    from vllm_evict.compute.attention import latent
+    from vllm_evict.triton_kernels import mass_from_lse, query_lse, tiles
+
+    monkeypatch.setattr(latent, "HEADS_AT_ONCE", 2)
+    monkeypatch.setattr(tiles, "PART_DIM", 256)
+    for kernel in (mass_from_lse, query_lse):
+        monkeypatch.setattr(kernel, "FLOAT32_TILE_BYTES", 256 << 10)
+        monkeypatch.setattr(kernel, "MIN_ROWS", 64)
 
 
 class StandIn(CPUMLAImpl):

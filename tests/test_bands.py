@@ -81,6 +81,7 @@ def assert_logprobs(output, prompt, start, logits):
     np.testing.assert_allclose(logprobs_of(output), want, atol=2e-3)
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("2")
 @pytest.mark.parametrize("bands", [2, 3, 4])
 def test_pyramidkv_matches_the_oracle(engine, model, dense, bands):
@@ -148,6 +149,7 @@ def replay_adakv(dense, tokens, steps, groups, floor):
     return evicted, torch.cat(logits)
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("2-0.2")
 @pytest.mark.parametrize("bands, floor", [(2, 0.2), (4, 0.2), (4, 0.9)])
 def test_adakv_matches_the_oracle(engine, model, dense, bands, floor):
@@ -212,6 +214,7 @@ def choice(mass, config, limits, tokens):
     return "h2o" if mass[protected].sum() + mass[order].sum() >= config.recovery * mass.sum() else "full"
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("2-0.6")
 @pytest.mark.parametrize("bands, recovery", [(2, 0.6), (4, 0.35), (4, 0.65), (4, 0.97)])
 def test_fastgen_matches_the_oracle(engine, model, dense, bands, recovery):

@@ -76,6 +76,7 @@ def watched(server):
 # --- on the engine ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("h2o")
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_request_outgrows_its_model(server, short, name):

@@ -140,6 +140,7 @@ MATCHED = [on("triton", name) for name in POLICIES]
 MATCHED += [on("fa3", "h2o"), on("fa2", "keydiff"), on("fa4", "sink-window")]
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("triton-h2o", "fa3-h2o")
 @pytest.mark.parametrize("backend, name", MATCHED, indirect=["backend"])
 def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, name, tmp_path, monkeypatch):
@@ -172,6 +173,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, name, tm
     subject.assert_nothing_left()
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
 def test_a_request_outgrows_its_context(server, dense):
     """Its kept keys are turned where the device keeps them."""
@@ -183,6 +185,7 @@ def test_a_request_outgrows_its_context(server, dense):
     subject.assert_nothing_left()
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.parametrize(
     "backend, by_token",
     [on("triton", False), on("fa3", False), on("triton", True)],
@@ -233,6 +236,7 @@ def check_split_heads(server, dense, tmp_path, by_token=False, **engine):
     return subject, trace
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.parametrize("backend", [on("triton")], indirect=True)
 def test_each_head_keeps_its_own_tokens(server, dense):
     """One request by heavy hitters and one by keys, in one batch."""

@@ -1,9 +1,12 @@
 """What README and docs say of commands and policies: that they exist, and that their defaults are these."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
+import matrix
+import pytest
 import yaml
 from typer.main import get_command
 
@@ -82,3 +85,32 @@ def test_fields_are_documented_as_they_are_declared():
 def test_the_readme_and_policies_have_every_policy():
     assert sorted(names(row[0])[0] for row in cells("docs/policies.md", "| policy | paper |")) == sorted(POLICIES)
     assert {name for row in cells("README.md", "| for | policy |") for name in names(row[1])} >= set(POLICIES)
+
+
+def test_the_matrix_of_limits_is_that_of_the_tests_marked_oracle():
+    """Each file of such tests has run since its marks were given, and classes are named as in the marks."""
+    page, known = (ROOT / "docs/limits.md").read_text(), json.loads(matrix.RESULTS.read_text())
+    assert f"<!-- python tests/matrix.py -->\n{matrix.table()}\n" in page
+    marked = {
+        path.name: set(re.findall(r'^@pytest\.mark\.oracle\("([^"]+)"\)$', path.read_text(), re.MULTILINE))
+        for path in Path(__file__).parent.glob("test_*.py")
+    }
+    ran = {file: {kind for kinds in runs.values() for kind in kinds} for file, runs in known["ran"].items()}
+    assert ran == {file: kinds for file, kinds in marked.items() if kinds}
+
+
+@pytest.mark.parametrize(
+    "fields, policy, speculates, expected",
+    [
+        ({"name": "sink-window"}, "sink-window", False, {"places"}),
+        ({"name": "h2o"}, "tova", False, {"attention"}),
+        ({"name": "keydiff"}, "keydiff", True, {"drafts"}),
+        ({"name": "snapkv", "granularity": "token"}, "snapkv", True, {"tokens", "drafts"}),
+        ({"name": "h2o", "context": "model"}, "h2o", False, {"context"}),
+        ({"name": "pyramidkv"}, "pyramidkv", False, {"split heads"}),
+        ({"name": "h2o", "when": "pressure"}, "keydiff", False, {"pressure"}),
+    ],
+)
+def test_a_request_that_loses_blocks_shows_what_its_server_has(fields, policy, speculates, expected):
+    config = KVPolicyConfig.parse({**fields, **matrix.BUDGET})
+    assert matrix.columns(config, policy, speculates) == expected

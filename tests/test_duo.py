@@ -97,6 +97,7 @@ RETRIEVAL = {
 MANY = np.eye(4, dtype=int)
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("two-groups-h2o")
 @pytest.mark.parametrize("name", RETRIEVAL)
 @pytest.mark.parametrize("pattern", [PATTERN, MANY], ids=["two-groups", "five-groups"])

@@ -55,6 +55,7 @@ MATCHED = [on(kernels, name) for kernels in CAPABILITIES for name in ("h2o", "si
 MATCHED += [on("native-HND", "h2o"), on("trtllm", "keydiff"), on("native", "scissorhands")]
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.parametrize("backend, name", MATCHED, indirect=["backend"])
 def test_evictions_and_logprobs_match_the_dense_oracle(request, server, backend, dense, name):
     """Of a prompt longer than the budget and a chunk, and of one that outgrows its budget while it decodes."""
@@ -164,6 +165,7 @@ def test_fp8_caches_match_the_dense_oracle(server, backend, tiny, monkeypatch, n
     assert backend.calls["trtllm_context"] or backend.calls["prefill"]
 
 
+@pytest.mark.oracle("sliding windows")
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 def test_windows_beside_full_attention_match_the_dense_oracle(server, backend, sliding):
     """By plans and kernels of their own, which stay vLLM's."""

@@ -67,6 +67,7 @@ NOISE = {
 }
 
 
+@pytest.mark.oracle("hybrids")
 @pytest.mark.both_runners("falcon_h1")
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, hybrids, kind):
@@ -93,6 +94,7 @@ def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, hybrids, kin
     server.assert_nothing_left()
 
 
+@pytest.mark.oracle("hybrids")
 def test_evictions_match_the_dense_oracle(engine, hybrids):
     """Which blocks go, after which steps: attention mass is measured beside states as anywhere."""
     server = engine(H2O, **hybrids("falcon_h1"), max_num_batched_tokens=192, enable_prefix_caching=False)
@@ -174,6 +176,7 @@ def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, whole_ch
     test_poison.check_crowd(hybrid_engine, None, monkeypatch, *crowd, caching, dense)
 
 
+@pytest.mark.oracle("hybrids")
 def test_by_token_beside_states(engine, hybrids, whole_chunks, poisoned):
     """Each head keeps its own tokens; nothing of that reaches states, and nothing is left."""
     policy = {**H2O, "granularity": "token", "allow": ["full"]}

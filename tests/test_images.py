@@ -49,6 +49,7 @@ def asked(length, images, seed=0):
     return {"prompt_token_ids": words, "multi_modal_data": {"image": list(images)}}
 
 
+@pytest.mark.oracle("images")
 @pytest.mark.nightly(push=("llava-h2o", "qwen2_5_vl-sink-window", "qwen3_vl-snapkv"))
 @pytest.mark.both_runners("qwen2_5_vl-h2o")
 @pytest.mark.parametrize("name", POLICIES)

@@ -76,6 +76,7 @@ def reconstructed(dense, prompt, config):
     return total.view(-1, SIZE).sum(1).numpy()
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("engine-250")
 @pytest.mark.parametrize("chunk", [2048, 250])
 @pytest.mark.parametrize("make", ["engine", "async_engine"])

@@ -43,6 +43,7 @@ def served(engine, policy, path, lengths=((500, 60), (333, 60))):
     return server, server.answered(asked)
 
 
+@pytest.mark.oracle("soft caps, learned sinks")
 @pytest.mark.both_runners("gpt_oss-h2o", "gemma2-h2o")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,6 +56,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, models, kind, nam
     server.assert_nothing_left()
 
 
+@pytest.mark.oracle("soft caps, learned sinks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_each_head_match_the_dense_oracle(engine, models, kind):
     check_tokens(engine, *models(kind))

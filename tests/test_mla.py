@@ -7,8 +7,7 @@ import pytest
 import torch
 from engine import assert_like_stock, logprobs_of, random_prompt
 from interpreter import in_place_of, use_kernels
-from latent import MODELS, make_latent, mended_rotation, stand_in
-from vllm.platforms.cpu import CpuPlatform
+from latent import MODELS, keep_what_is_asked, make_latent, mended_rotation, stand_in, take_large_tiles
 from vllm.triton_utils import HAS_TRITON
 
 from vllm_evict.compute import sums
@@ -47,17 +46,7 @@ def truths(tmp_path_factory):
 
 @pytest.fixture
 def chunks(monkeypatch):
-    """Chunks of prompts, prefix caching and blocks as asked for, where vLLM's CPU platform chooses for latents."""
-    update = CpuPlatform.check_and_update_config.__func__
-
-    def keep(cls, vllm_config):
-        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-        chunk, cached, size = scheduler.max_num_batched_tokens, cache.enable_prefix_caching, cache.block_size
-        update(cls, vllm_config)
-        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = True, chunk
-        cache.enable_prefix_caching, cache.block_size = cached, size
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep))
+    keep_what_is_asked(monkeypatch)
 
 
 @torch.no_grad()
@@ -74,6 +63,7 @@ def expected(model, prompt, output, trace, size=BLOCK):
     return torch.log_softmax(logits.double(), -1)[range(len(tokens)), tokens].numpy()
 
 
+@pytest.mark.oracle("latents")
 @pytest.mark.both_runners("DeepseekV3ForCausalLM")
 @pytest.mark.parametrize("architecture", MODELS)
 def test_logprobs_after_evictions_are_those_of_transformers(engine, truths, architecture):
@@ -127,6 +117,7 @@ def triton_mla(chunks, monkeypatch):
         yield
 
 
+@pytest.mark.oracle("latents")
 @pytest.mark.parametrize("backend, size", [("FLASHMLA", 64), ("FLASH_ATTN_MLA", 16)])
 def test_builders_for_a_device_plan_by_the_view(engine, truths, chunks, monkeypatch, backend, size):
     """Short chunks of prompts are decodes of several queries there. Kernels have stand-ins."""
@@ -145,6 +136,7 @@ def test_builders_for_a_device_plan_by_the_view(engine, truths, chunks, monkeypa
     server.assert_nothing_left()
 
 
+@pytest.mark.oracle("latents")
 @pytest.mark.both_runners
 @pytest.mark.skipif(not HAS_TRITON, reason="vLLM's Triton kernels do not run with this VLLM_EVICT_TEST_RUNNER")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -176,15 +168,8 @@ SCORED = [
 @pytest.fixture
 def on_device(request, chunks, monkeypatch):
     """Makes engines on a backend of a device."""
-    from vllm_evict.triton_kernels import mass_from_lse, query_lse, tiles
-
     use_kernels(monkeypatch)
-    monkeypatch.setattr(latent_ops, "HEADS_AT_ONCE", 2)  # two slices of the tiny model's heads
-    # The interpreter takes fewer, larger tiles.
-    monkeypatch.setattr(tiles, "PART_DIM", 256)
-    for kernel in (mass_from_lse, query_lse):
-        monkeypatch.setattr(kernel, "FLOAT32_TILE_BYTES", 256 << 10)
-        monkeypatch.setattr(kernel, "MIN_ROWS", 64)
+    take_large_tiles(monkeypatch)
 
     def make(engine, backend, *args, **kwargs):
         if backend == "TRITON_MLA":
@@ -197,6 +182,7 @@ def on_device(request, chunks, monkeypatch):
     return make
 
 
+@pytest.mark.oracle("latents")
 @pytest.mark.both_runners("TRITON_MLA")
 @pytest.mark.parametrize("backend", SCORED)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -252,6 +238,7 @@ def importances(model, prompt):
     return ([float(part.sum()) for part in mass.split(BLOCK)], [-float(part.mean()) for part in norm.split(BLOCK)])
 
 
+@pytest.mark.oracle("latents")
 @pytest.mark.both_runners("TRITON_MLA")
 @pytest.mark.parametrize("backend", ["CPU_MLA", *SCORED])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -300,12 +287,6 @@ REFUSED = {
 def test_backends_that_nothing_shows_are_refused_by_name(engine, truths, arguments):
     with pytest.raises(KVPolicyError, match="the attention backend .*_?MLA: policies run MLA on CPU_MLA, FLASHMLA"):
         engine(H2O, model=truths()[0], **arguments)
-
-
-def test_speculation_beside_latents_is_refused(engine, truths):
-    speculates = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    with pytest.raises(KVPolicyError, match="and speculative decoding.*leave --speculative-config out"):
-        engine(H2O, model=truths()[0], speculative_config=speculates)
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -41,6 +41,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("h2o", "h2o-max-layers", "keydiff")
 @pytest.mark.parametrize("name", POLICIES)
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, dense, name):
@@ -69,6 +70,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, dense, name):
             np.testing.assert_allclose(got, want, atol=2e-3)
 
 
+@pytest.mark.oracle("full attention")
 def test_decodes_beside_prompts_are_measured_once(engine, dense):
     """One request decodes and evicts in steps that compute chunks of other prompts."""
     policy = {"name": "h2o", "budget": 64, "buffer": 0, "accumulate": "ema", "decay": 0.5, "protect": False}

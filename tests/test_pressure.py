@@ -200,6 +200,7 @@ def test_a_quiet_server_changes_no_bit(engine):
     assert not any(output.kv_usage.evicted_blocks for output in outputs)
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("async_engine-h2o-ema")
 @pytest.mark.parametrize("name", ["h2o-ema", "sink-window"])
 @pytest.mark.parametrize("make", ["engine", "async_engine"])

@@ -96,6 +96,7 @@ def test_one_chunk_holds_what_is_computed_again(engine, again, chunk, steps):
     assert planned[: len(steps)] == steps
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.both_runners("1-box")
 @pytest.mark.parametrize("rounds, bounds", [(1, "box"), (2, "box"), (1, "sphere"), (1, "mean")])
 def test_the_end_of_a_prompt_is_computed_again_and_sees_what_came_back(engine, tiny, monkeypatch, rounds, bounds):
@@ -296,6 +297,24 @@ def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():
     host.obey([Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1), Copy("b", 0, "spill", 5, 0)], None)
     assert torch.equal(host.pages.own[0], page[[5, 2]])
     assert all(len(set(numbers)) == len(numbers) for numbers in written)
+
+
+@pytest.mark.parametrize(
+    "spare, returns, holes", [(8, [3, 2, 1], []), (1, [3, 2, 1], [4, 5]), (0, [3, 2, 1], [4, 5, 6])]
+)
+def test_where_the_pool_has_no_room_blocks_change_places(spare, returns, holes):
+    """What a prompt's end wants comes back in a full pool, too: the least wanted resident blocks go for it."""
+    config = KVPolicyConfig.parse(QUEST)
+    blocks = RequestBlocks(config, config.limits(BLOCK, 512), BLOCK, may_outgrow=True)
+    blocks.held_after(12 * BLOCK)
+    blocks.state.peak_blocks = blocks.held_blocks + 6
+    blocks.evict(np.array([1, 2, 3]), 12 * BLOCK)
+    pool = HostPool(4)
+    pool.spill(EvictionPlan.empty(1), "r", 0, blocks, [1, 2, 3], [7, 8, 9])
+    blocks.scores = dict.fromkeys(range(12), 0.1) | {4: 0.01, 5: 0.02, 6: 0.03, 1: 1.0, 2: 2.0, 3: 3.0}
+    host = SimpleNamespace(spare_blocks=spare)
+    swap = Recall(host, config, pool)._choose("r", 0, blocks, 12 * BLOCK, True)
+    assert swap.returns.tolist() == returns and swap.holes.tolist() == holes
 
 
 @pytest.mark.parametrize("due, misses", [({}, 1), ({"r": 0}, 0)])

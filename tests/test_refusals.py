@@ -175,9 +175,7 @@ def test_states_have_no_way_back(tmp_path, field, why):
         engine_config(with_config(tmp_path, **JAMBA), policy, max_num_batched_tokens=256)
 
 
-NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
 UNTRIED = {
-    "speculative decoding": ({}, NGRAM, "leave --speculative-config out"),
     "select": ({"name": "keydiff", "select": 256}, {}, "leave select out"),
     "a KV connector": (
         {},

@@ -81,9 +81,6 @@ NOT_ON_A_CPU = {
     "keys of 192 and values of 128 dimensions": dict(
         model_config__hf_text_config=SimpleNamespace(head_dim=192, v_head_dim=128)
     ),
-    "MLA) beside linear attention, which vLLM's CPU engine can't run": dict(
-        model_config__use_mla=True, model_config__is_hybrid=True
-    ),
     "the attention backend FLASH_ATTN: policies run MLA on": dict(
         model_config__use_mla=True, attention_config__backend=AttentionBackendEnum.FLASH_ATTN
     ),
@@ -98,29 +95,37 @@ def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
     assert what in message and ("leave" in message or "set --" in message or "unset " in message)
 
 
-def test_drafters_with_layers_wait_for_each_step_and_stand_beside_full_attention():
+def test_what_drafters_under_async_scheduling_wait_for():
     """On a GPU vLLM schedules asynchronously beside them, where it is not told otherwise."""
-    served = plain_config(scheduler_config__async_scheduling=False)
-    drafts = SimpleNamespace(method="eagle", num_speculative_tokens=3, parallel_drafting=False)
+    served, h2o = plain_config(scheduler_config__async_scheduling=True), KVPolicyConfig.parse(H2O)
+    drafts = SimpleNamespace(method="mtp", num_speculative_tokens=3, parallel_drafting=False)
     served.speculative_config, served.use_v2_model_runner, served.cache_config.block_size = drafts, False, 16
-    refusals.check_config(served, KVPolicyConfig.parse(H2O))
+    refusals.check_config(served, h2o)  # by block, lengths on the device are enough for all scores
+    with pytest.raises(KVPolicyError, match="by 'mtp' under async .* granularity: token.*: set --no-async-scheduling"):
+        refusals.check_config(served, KVPolicyConfig.parse({**H2O, "granularity": "token"}))
+    served.model_config.use_mla = True
+    with pytest.raises(KVPolicyError, match="by 'mtp' and .*MLA.* under async scheduling.*set --no-async-scheduling"):
+        refusals.check_config(served, h2o)
+    served.scheduler_config.async_scheduling = False
+    refusals.check_config(served, h2o)
+
+
+def test_drafts_by_token_stand_beside_full_attention_alone():
+    served = plain_config(scheduler_config__async_scheduling=False, cache_config__enable_prefix_caching=False)
+    drafts = SimpleNamespace(method="mtp", num_speculative_tokens=3, parallel_drafting=False)
+    served.speculative_config, served.use_v2_model_runner, served.cache_config.block_size = drafts, False, 16
     by_token = KVPolicyConfig.parse({**H2O, "granularity": "token"})
-    text, model = SimpleNamespace(layer_types=["sliding_attention", "full_attention"]), served.model_config
-    for part, changes, what in (
-        (
-            served.scheduler_config,
-            {"async_scheduling": True},
-            "under async scheduling and granularity: token.*: set --no-async-scheduling, or",
-        ),
-        (model, {"hf_text_config": text, "get_sliding_window": lambda: 64}, "and layers with sliding windows.*: set"),
-    ):
-        before = {name: getattr(part, name) for name in changes}
-        vars(part).update(changes)
-        with pytest.raises(KVPolicyError, match=f"by 'eagle' {what} "):
+    refusals.check_config(served, by_token)
+    served.model_config.is_hybrid = True
+    for method in ("mtp", "ngram"):
+        drafts.method = method
+        with pytest.raises(KVPolicyError, match="granularity: token beside states.*: set granularity: block, or"):
             refusals.check_config(served, by_token)
-        if part is served.scheduler_config:  # by block, lengths on the device are enough for all scores
-            refusals.check_config(served, KVPolicyConfig.parse(H2O))
-        vars(part).update(before)
+    drafts.method, served.model_config.is_hybrid = "mtp", False
+    served.model_config.hf_text_config = SimpleNamespace(layer_types=["sliding_attention", "full_attention"])
+    served.model_config.get_sliding_window = lambda: 64
+    with pytest.raises(KVPolicyError, match="granularity: token beside sliding windows.*: set granularity: block, or"):
+        refusals.check_config(served, by_token)
 
 
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "eagle"])

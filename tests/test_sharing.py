@@ -18,6 +18,7 @@ SCORED = {
 }
 
 
+@pytest.mark.oracle("shared caches")
 @pytest.mark.both_runners("gemma3n_text-h2o")
 @pytest.mark.parametrize("name", SCORED)
 @pytest.mark.parametrize("kind", SHARING)
@@ -46,6 +47,7 @@ def caches(server):
     return [layer.kv_cache for layer in attention(server)]
 
 
+@pytest.mark.oracle("shared caches")
 @pytest.mark.parametrize("kind", SHARING)
 def test_tokens_of_each_head_match_the_dense_oracle(engine, models, kind):
     test_logits.check_tokens(engine, *models(kind))

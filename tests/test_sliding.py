@@ -15,7 +15,7 @@ from oracle.heads import replay_heads
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
-from parity import TOKEN_TIE, assert_like_oracle, assert_logprobs, oracle_config, token_config
+from parity import TOKEN_TIE, assert_like_oracle, assert_logprobs, oracle_config, steps_of, token_config
 from vllm.v1.core import kv_cache_utils
 
 from vllm_evict.integration import layers
@@ -79,13 +79,15 @@ def assert_groups_like_oracle(dense, prompt, output, trace, policy, groups):
     for group, its in enumerate(groups):
         heads[group, its] = True
     tokens, config = [*prompt, *output.outputs[0].token_ids], oracle_config(policy, prompt, BLOCK)
-    replays = replay_heads(dense, tokens, trace.steps, [(config, each) for each in heads], trace.start)
+    each, steps = [(config, each) for each in heads], steps_of(trace, tokens)
+    replays = replay_heads(dense, tokens, steps, each, trace.start, settled=trace.settled)
     for got, want in zip(trace.groups, replays, strict=True):
         assert got.evicted[:-1] == want.evicted[: len(trace.steps) - 1]
     assert_logprobs(output, prompt, trace, replays[0].logits)
     return sum(len(blocks) for group in trace.groups for blocks in group.evicted)
 
 
+@pytest.mark.oracle("sliding windows")
 @pytest.mark.both_runners("in-turn-h2o")
 @pytest.mark.parametrize("layout, name", CASES)
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, models, layout, name):
@@ -128,6 +130,7 @@ def test_groups_may_come_in_any_order(engine, tmp_path, monkeypatch, order):
     check_like_oracle(engine, model, POLICIES["h2o"], MIXED, groups)
 
 
+@pytest.mark.oracle("sliding windows")
 @pytest.mark.parametrize("layout", ["in-turn", "two-full"])
 def test_tokens_of_each_head_match_the_dense_oracle(engine, tmp_path, layout):
     """With `granularity: token`, each KV head of each full attention layer keeps its own."""

@@ -38,6 +38,7 @@ def test_full_is_stock(server, model):
 CASES = [on("triton", "h2o"), on("triton", "sink-window"), on("fa3", "h2o"), on("fa2", "sink-window")]
 
 
+@pytest.mark.oracle("sliding windows")
 @pytest.mark.parametrize("backend, name", CASES, indirect=["backend"])
 def test_evictions_and_logprobs_match_the_dense_oracle(server, backend, model, name):
     check_evictions(server, model, name)

@@ -79,6 +79,7 @@ def masks(trace, tokens, window, block=BLOCK):
     return seen, (back >= 0) & (back < window)
 
 
+@pytest.mark.oracle("sliding windows")
 @pytest.mark.parametrize("policy", [H2O, SINK_WINDOW], ids=["h2o", "sink-window"])
 @pytest.mark.parametrize("architecture", MODELS)
 @torch.no_grad()

@@ -52,6 +52,7 @@ def test_full_serves_as_stock_does(engine, tiny):
     assert counts[0] == counts[1] and counts[0][0] > 0
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.nightly(push=("sink-window", "h2o", "snapkv", "h2o-every"))
 @pytest.mark.parametrize("name", POLICIES)
 def test_evictions_and_logprobs_match_the_dense_oracle(engine, model, dense, monkeypatch, name):

@@ -52,6 +52,7 @@ def prompt_of(length, seed=0):
     return np.random.default_rng(seed).permutation(VOCAB)[:length].tolist()
 
 
+@pytest.mark.oracle("full attention")
 @pytest.mark.nightly(push=("h2o", "h2o-d2o", "h2o-ema", "keydiff-ems-all", "rkv", "snapkv", "tova"))
 @pytest.mark.both_runners("h2o")
 @pytest.mark.parametrize("name", POLICIES)

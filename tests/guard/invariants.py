@@ -278,6 +278,24 @@ INVARIANTS = [
         ),
     ),
     Invariant(
+        "kernel block j of block b is n * b + j",
+        "latents beside states would be read from blocks of other requests",
+        "vllm.v1.worker.utils:AttentionGroup.map_to_kernel_block_table",
+        (
+            "blocks_per_kv_block = self.kv_cache_spec.block_size // self.kernel_block_size",
+            "torch.add(self.kernel_block_offsets, block_table.unsqueeze(-1), "
+            "alpha=self.kernel_block_stride or blocks_per_kv_block, out=...)",
+        ),
+        releases=">=0.32,<0.34",
+    ),
+    Invariant(  # the plugin refuses smaller kernel blocks in these (`versions.splits_in_builders`)
+        "kernel block j of block b is n * b + j",
+        "latents beside states would be read from blocks of other requests",
+        "vllm.v1.worker.block_table:BlockTable.map_to_kernel_blocks",
+        ("kv_manager_block_ids.reshape(-1, 1) * blocks_per_kv_block + kernel_block_arange",),
+        releases=">=0.29,<0.32",
+    ),
+    Invariant(
         "OffloadingConnector stores no more of a request than its limit",
         "blocks computed over holes would be stored under the hashes of their tokens",
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:"

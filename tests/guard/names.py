@@ -109,7 +109,10 @@ REPLACED = {
         "integration.graphs:install_v2.EvictionGraphs": "dispatch",
     },
     "vllm.model_executor.layers.attention:MLAAttention": {
-        "integration.backend:working_latent.WorkingLatent": "forward_impl",
+        "integration.latents:working_latent.WorkingLatent": "forward_impl",
+    },
+    "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention": {
+        "integration.latents:working_latent.WorkingKimi": "_attention",
     },
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": {
         "integration.layers:HeadSlots": "get_attn_backend get_kv_cache_spec",

@@ -34,12 +34,13 @@ class GroupRequest(Request):
         return dict(zip(self.held(), total.tolist(), strict=True))
 
 
-def replay_heads(model, token_ids, steps, groups, prefix=0, prefix_holes=None, told=None):
+def replay_heads(model, token_ids, steps, groups, prefix=0, prefix_holes=None, told=None, settled=None):
     """Serve `token_ids` in the given steps; returns a `Replay` for each group, all with the same logits.
 
     groups: (Config, heads bool [L, G]) of each; together they have every head once that is no sliding window's.
     prefix: leading tokens out of a prefix cache; prefix_holes: of each group, the blocks of it that were not taken.
     told: of each group and step, blocks that are missing from then on. Then nothing is decided here.
+    settled: as of `replay`.
     """
     requests = [GroupRequest(model, config, heads) for config, heads in groups]
     covered = sum(request.heads.int() for request in requests)
@@ -53,7 +54,8 @@ def replay_heads(model, token_ids, steps, groups, prefix=0, prefix_holes=None, t
     done = prefix
     for step, count in enumerate(steps):
         for group, request in enumerate(requests):
-            request.n = done + count
+            request.n = done
+            request.begin(count, settled and settled[step])
             request.evicted |= set(told[group][step]) if told else set()
         mask = torch.zeros(model.layers, model.heads, count, done + count, dtype=torch.bool)
         for request in requests:

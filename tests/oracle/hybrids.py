@@ -3,9 +3,12 @@
 Shapes: as in `oracle.model`; L counts the layers with full attention only.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -85,17 +88,16 @@ HYBRIDS = {
 }
 
 
-def make_tiny_hybrid(path: Path, kind: str) -> Path:
-    """Write a random model of a kind in `HYBRIDS` to a directory."""
+def make_tiny_hybrid(path: Path, kind: str, **sizes: Any) -> Path:
+    """Write a random model of a kind in `HYBRIDS` to a directory; `sizes` take the place of others."""
     options, dtype = HYBRIDS[kind]
-    config: PretrainedConfig = AutoConfig.for_model(
-        kind, **{**SIZES, **options, "initializer_range": 0.1 if dtype == torch.bfloat16 else 0.2}
-    )
+    own = {**options, "initializer_range": 0.1 if dtype == torch.bfloat16 else 0.2, **sizes}
+    config: PretrainedConfig = AutoConfig.for_model(kind, **{**SIZES, **own})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.to(dtype).save_pretrained(path)
-    write_tokenizer(path, VOCAB, MAX_LEN)
+    write_tokenizer(path, config.vocab_size, MAX_LEN)
     return path
 
 
@@ -140,3 +142,23 @@ class DenseHybrid:
         probs = scores.masked_fill(~self._mask, float("-inf")).float().softmax(-1)
         self._probs.append(probs[0])
         return (probs.to(value.dtype) @ value).transpose(1, 2).contiguous(), probs
+
+
+def add_mtp(path: Path) -> None:
+    """Give a model of kind qwen3_next a layer for multi-token prediction (MTP): random, like its full attention layer."""
+    weights, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(7)
+    config = json.loads((path / "config.json").read_text())
+    like, hidden = f"model.layers.{config['layer_types'].index('full_attention')}.", config["hidden_size"]
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(torch.bfloat16)
+
+    for name in [name for name in weights if name.startswith(like)]:
+        one = weights[name]
+        weights[f"mtp.layers.0.{name.removeprefix(like)}"] = random(*one.shape) if one.dim() > 1 else one.clone()
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    # These norms multiply by their weight plus one.
+    weights |= {f"mtp.{name}.weight": torch.zeros(hidden, dtype=torch.bfloat16) for name in norms}
+    weights["mtp.fc.weight"] = random(hidden, 2 * hidden)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))

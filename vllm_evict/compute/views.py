@@ -49,6 +49,10 @@ class Views:
         views = [View(*(each[:1] for each in view)) for view in memory]
         resident_view([table[:1] for table in tables], lens, self._groups[0].block_size, views)
 
+    def table_of(self, group: Any) -> torch.Tensor:
+        """Return vLLM's block table of one group in this step: int32 [at least R, W]."""
+        return self.tables[self._groups.index(group)]
+
     def of(self, group: Any, metadata: Any) -> View:
         """Return one group's view of this step: R rows, or all rows of the full graph that the step replays.
 
@@ -58,7 +62,7 @@ class Views:
             group: a group with holes, or any group if the step replays a full graph.
             metadata: vLLM's `CommonAttentionMetadata` of the group.
         """
-        own = self.tables[self._groups.index(group)]
+        own = self.table_of(group)
         assert own.data_ptr() == metadata.block_table_tensor.data_ptr(), "vLLM's builder got another block table"
         if not self._made:
             self._make(metadata)

@@ -9,13 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec, replace_as
 
 from ..compute.attention.ops import BackendOps
 from ..compute.group import GroupRuntime
+from ..compute.kernel_blocks import KernelBlocks
 from .spec import EVICTABLE
+from .versions import splits_in_builders
 
 #: Attribute of a backend's metadata that holds the step's `StepWork`.
 STEP_WORK = "kv_evict_step_work"
@@ -50,21 +51,29 @@ def resident_backend(
             if kv_heads is not None:
                 kv_cache_spec = replace(kv_cache_spec, num_kv_heads=kv_heads)
             super().__init__(kv_cache_spec, *args, **kwargs)
+            #: None: kernels read the pool's blocks.
+            self.kernel_blocks: KernelBlocks | None = None
             if kv_cache_spec.block_size != runtime.block_size:
-                raise ValueError(
-                    f"{backend.get_name()} splits KV blocks of {runtime.block_size} tokens into kernel blocks of "
-                    f"{kv_cache_spec.block_size}, which a KV policy can't evict: use --block-size "
-                    f"{kv_cache_spec.block_size}, or, where vLLM chooses the size (hybrids), --attention-backend "
-                    "FLASH_ATTN or TRITON_ATTN"
-                )
+                if not (ops.splits_blocks and splits_in_builders()):
+                    raise ValueError(
+                        f"{backend.get_name()} splits KV blocks of {runtime.block_size} tokens into kernel blocks of "
+                        f"{kv_cache_spec.block_size}, which a KV policy can't evict: use --block-size "
+                        f"{kv_cache_spec.block_size}, or, where vLLM chooses the size (hybrids), --attention-backend "
+                        f"{ops.whole_blocks}"
+                    )
+                self.kernel_blocks = KernelBlocks(runtime, kv_cache_spec.block_size)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            common_attn_metadata, work = runtime.view(common_attn_metadata)
+            if self.kernel_blocks is None:
+                viewed, work = runtime.view(common_attn_metadata)
+                read = viewed
+            else:
+                viewed, read, work = self.kernel_blocks.view(common_attn_metadata)
             # FlashAttention 3's schedule is for all heads of a layer: useless for parts of a layer, or without rows.
             needed = work is None or not work.is_all
             unscheduled = kv_heads is not None or not needed
-            stock = partial(super().build, common_prefix_len, common_attn_metadata, fast_build or unscheduled)
-            metadata = ops.metadata(self, stock, common_attn_metadata, needed, runtime.batch.graph is not None)
+            stock = partial(super().build, common_prefix_len, read, fast_build or unscheduled)
+            metadata = ops.metadata(self, stock, viewed, needed, runtime.batch.graph is not None)
             setattr(metadata, STEP_WORK, work)
             return metadata
 
@@ -122,39 +131,3 @@ def working_impl(impl: type, ops: BackendOps) -> type:
             return output
 
     return WorkingImpl
-
-
-def working_latent(layer: type, ops: BackendOps) -> type:
-    """A subclass of vLLM's MLA layer that does the step's `StepWork` after the stock kernels, with absorbed queries.
-
-    An MLA layer, and not its `AttentionImpl`, sees all queries of a step.
-    """
-
-    class WorkingLatent(layer):
-        @property
-        def dtype(self) -> torch.dtype:
-            """Of absorbed queries."""
-            return self.W_UK_T.dtype
-
-        def forward_impl(
-            self,
-            q: Any,
-            k_c_normed: Any,
-            k_pe: Any,
-            kv_cache: Any,
-            attn_metadata: Any,
-            output: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            result = super().forward_impl(q, k_c_normed, k_pe, kv_cache, attn_metadata, output, *args, **kwargs)
-            work = getattr(attn_metadata, STEP_WORK, None)
-            if work is not None and (work.measures or work.bounds is not None):
-                nope, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-                query = q.new_empty(*q.shape[:2], self.head_size)
-                absorbed, query[..., self.kv_lora_rank :] = query[..., : self.kv_lora_rank], rotated
-                torch.bmm(nope.transpose(0, 1), self.W_UK_T, out=absorbed.transpose(0, 1))
-                work.do(ops, self, getattr(self.impl, PLACE), query, kv_cache, attn_metadata, output)
-            return result
-
-    return WorkingLatent

@@ -88,12 +88,22 @@ def speculation(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
             f'set "method" in --speculative-config to one of {", ".join(served)}, or {without}',
         ),
         *(with_layers(vllm_config, config) if drafters.has_layers(vllm_config) else ()),
+        *(with_latents(vllm_config) if model.use_mla and drafters.has_layers(vllm_config) else ()),
         (
             bool(vllm_config.use_v2_model_runner),
             f"{beside} on Model Runner V2",
             f"set VLLM_USE_V2_MODEL_RUNNER=0, or {without}",
         ),
-        (model.is_hybrid, f"{beside} and layers with states", without),
+        (
+            model.is_hybrid and bool(vllm_config.cache_config.enable_prefix_caching),
+            f"{beside} and prefix caching of states, which vLLM copies by kernels that run on a GPU alone",
+            f"set --no-enable-prefix-caching, or {without}",
+        ),
+        (
+            model.is_hybrid and config.granularity == "token",
+            f"{beside} and granularity: token beside states, which no test runs",
+            f"set granularity: block, or {without}",
+        ),
         (config.context is not None, f"a context and {beside}", f"leave context out, or {without}"),
         (
             config.reconstructs,
@@ -119,6 +129,7 @@ def with_layers(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
     """What is refused on servers whose drafter has layers."""
     speculative = vllm_config.speculative_config
     drafter, ngram = f"speculative decoding by {speculative.method!r}", 'set "method": "ngram" in --speculative-config'
+    other = _beside(vllm_config)
     return [
         (
             bool(vllm_config.scheduler_config.async_scheduling) and config.granularity == "token",
@@ -132,14 +143,45 @@ def with_layers(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
             f"use a policy for whole layers, such as h2o, snapkv or sink-window, or {ngram}",
         ),
         (
-            slides(vllm_config.model_config, vllm_config.cache_config),
-            f"{drafter} and layers with sliding windows, which no test runs",
-            ngram,
+            config.granularity == "token" and other is not None,
+            f"{drafter} and granularity: token beside {other}, which no test runs",
+            f"set granularity: block, or {ngram}",
+        ),
+        (
+            speculative.method == "draft_model" and other is not None,
+            f"a draft model beside {other}, for which vLLM 0.32 takes lengths or blocks of other layers",
+            f'set "method" in --speculative-config to eagle3 or mtp, if the model has a head for it, or {ngram}',
         ),
         (
             bool(speculative.parallel_drafting),
             f"{drafter} in parallel, which no test runs",
             f'leave "parallel_drafting" out of --speculative-config, or {ngram}',
+        ),
+    ]
+
+
+def _beside(vllm_config: Any) -> str | None:
+    """What stands beside plain full attention, or in its place; None: nothing."""
+    model = vllm_config.model_config
+    if model.use_mla or model.is_hybrid:
+        return "latents (MLA)" if model.use_mla else "states"
+    return "sliding windows" if slides(model, vllm_config.cache_config) else None
+
+
+def with_latents(vllm_config: Any) -> list[Refusal]:
+    """What is refused on servers of models with latents (MLA) whose drafter has layers."""
+    method, latent = vllm_config.speculative_config.method, "multi-head latent attention (MLA)"
+    ngram = 'set "method": "ngram" in --speculative-config'
+    return [
+        (
+            method in ("eagle", "eagle3"),
+            f"speculative decoding by {method!r} and {latent}, which no test runs",
+            f'set "method": "mtp" in --speculative-config for a model with layers for it, or {ngram}',
+        ),
+        (
+            bool(vllm_config.scheduler_config.async_scheduling),
+            f"speculative decoding by {method!r} and {latent} under async scheduling, which no test runs",
+            f"set --no-async-scheduling, or {ngram}",
         ),
     ]
 
@@ -291,14 +333,8 @@ def latent(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
             "leave select out",
         ),
         (
-            bool(vllm_config.model_config.is_hybrid),
-            f"{latent} beside linear attention, which vLLM's CPU engine can't run (its blocks of latents have 16 "
-            "tokens, and beside states a multiple of 128), so that no test has run a policy there",
-            "leave --kv-policy out for this model",
-        ),
-        (
-            vllm_config.speculative_config is not None,
-            f"{latent} and speculative decoding, whose drafts it computes as chunks of a prompt",
+            bool(vllm_config.model_config.is_hybrid) and vllm_config.speculative_config is not None,
+            f"{latent} beside linear attention and speculative decoding, which no test runs",
             "leave --speculative-config out",
         ),
     ]
@@ -382,7 +418,6 @@ def beside_states(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
     """Refusals for models with states. vLLM turns its hybrid manager off for some connectors, so these come first."""
     why = f"beside {STATES.what}, which no test has run"
     return [
-        (vllm_config.speculative_config is not None, f"speculative decoding {why}", "leave --speculative-config out"),
         (config.selects, f"select {why}", "leave select out"),
         (
             vllm_config.kv_transfer_config is not None,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, replace_as
 from ..compute.attention.ops import FP8_NAMES, BackendOps, ops_for
 from ..compute.attention.store import LayerStore
 from ..compute.group import GroupRuntime
+from ..compute.kernel_blocks import whole_blocks
 from ..compute.kernels.bounds import bounds_width
 from ..compute.kernels.rotate import Rotation
 from ..compute.runtime import EvictionRuntime
@@ -30,7 +31,8 @@ from ..core.layout import Layout
 from ..environment import decode_kernel
 from ..policies import RUNNING
 from . import combinations, drafters, refusals
-from .backend import PLACE, resident_backend, working_impl, working_latent
+from .backend import PLACE, resident_backend, working_impl
+from .latents import latent_types, name_as_others, working_latent
 from .positions import rotations
 from .spec import EvictableSpec, host_blocks, most_blocks
 from .split import part_of, split_impl
@@ -93,7 +95,9 @@ def install(
     every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     states = [name for name, layer in every.items() if isinstance(layer, MambaBase)]
     for name, layer in every.items():
-        if type(layer) not in (Attention, MLAAttention) and name not in states:
+        if type(layer) in latent_types():
+            name_as_others(layer)
+        elif type(layer) is not Attention and name not in states:
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
     drafting = drafters.mark(vllm_config, model, every)
     layers = _evictable(vllm_config)
@@ -103,6 +107,7 @@ def install(
         refusals.check_beside(vllm_config, config, combinations.WINDOWS, bool(layers))
     if states:
         refusals.check_beside(vllm_config, config, combinations.STATES, bool(layers))
+        drafters.check_states(vllm_config, {name: every[name] for name in states})
     for name, layer in layers.items():
         refusals.check_layer(name, layer, config)
     drafters.check(drafting, next(iter(layers.values())))
@@ -112,6 +117,7 @@ def install(
     block_size = vllm_config.cache_config.block_size
     if len(layers) + len(drafting) < len(every):
         names, block_size, block_bytes = _grouped(config, layers, dict(specs))
+        drafters.check_groups(drafting, names)
     config.check(block_size, len(layers), kv_heads, longest, vllm_config.max_in_flight_tokens)
     placed = layout(vllm_config, config)
     ops = _ops(next(iter(layers.values())).attn_backend.get_name())
@@ -151,7 +157,7 @@ def _evictable(vllm_config: VllmConfig, drafting: bool = False) -> dict[str, Att
 
     Layers that read another layer's cache are among them. `drafting`: the drafter's layers instead.
     """
-    layers = get_layers_from_vllm_config(vllm_config, (Attention, MLAAttention))
+    layers = get_layers_from_vllm_config(vllm_config, (Attention, *latent_types()))
     plain = ((name, layer) for name, layer in layers.items() if layer.sliding_window is None)
     return {name: layer for name, layer in plain if hasattr(layer, drafters.DRAFTS) is drafting}
 
@@ -201,16 +207,22 @@ def _whole(
     at = {name: layers.index(layer) for name, layer in named.items() if layer in layers}
     places = [*enumerate(layers), *((at[name], layer) for layer, name in readers if name in at)]
     backends = {layer.attn_backend: None for layer in (*drafting, *(layer for _, layer in places))}
-    kv_heads, caches = layers[0].num_kv_heads, lambda of: ((layer, layer.kv_cache) for layer in of)
+    kv_heads, latent = layers[0].num_kv_heads, isinstance(layers[0], latent_types())
+
+    def caches(of: Sequence[Attention]) -> Iterator[tuple[Attention, Any]]:
+        """Each layer and its cache, by the pool's blocks."""
+        for layer in of:
+            yield layer, whole_blocks(layer.kv_cache, block_size) if latent else layer.kv_cache
+
     store = LayerStore(ops, partial(caches, layers), turns, partial(caches, drafting))
     group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs, block_size)
     backends = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
     for layer in drafting:
         layer.attn_backend = backends[layer.attn_backend]
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
-    latent = isinstance(layers[0], MLAAttention)
     attending = list(layers) if latent else [layer.impl for _, layer in places]
-    working = {each: (working_latent if latent else working_impl)(each, ops) for each in set(map(type, attending))}
+    make = partial(working_latent, block_size=block_size) if latent else working_impl
+    working = {each: make(each, ops) for each in set(map(type, attending))}
     for (place, layer), attends in zip(places, attending):
         layer.attn_backend = backends[layer.attn_backend]
         attends.__class__ = working[type(attends)]
@@ -274,7 +286,7 @@ def _scratch(
     measures, requests = bool(config.statistics & RUNNING), vllm_config.scheduler_config.max_num_seqs
     decodes = decode_kernel() != "stock" and all(map(ops.can_decode, layers.values()))
     decodes &= measures or len(config.classes) > 1
-    latent = isinstance(next(iter(layers.values())), MLAAttention)
+    latent = isinstance(next(iter(layers.values())), latent_types())
     # The kernel decodes one query a request, and graphs of a server that speculates have one for each draft beside it.
     in_graphs = decodes and vllm_config.speculative_config is None
     largest = vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -421,7 +433,9 @@ def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[
     for name, layer in _evictable(vllm_config).items():
         if not runtime.pages and _shares(layer):
             name = layer.kv_sharing_target_layer_name
-        cache = layer.kv_cache.unsqueeze(1) if isinstance(layer, MLAAttention) else layer.kv_cache
+        cache = layer.kv_cache
+        if isinstance(layer, latent_types()):
+            cache = whole_blocks(cache, runtime.groups[0].block_size).unsqueeze(1)
         whole = [Heads(group_of[name], slice(0, layer.num_heads), cache)] if name in group_of else []
         parts = (Heads(group_of[part.pages], part.query_heads, part.kv_cache) for part in getattr(layer, PARTS, ()))
         layers.append((layer, [*whole, *parts]))

@@ -126,9 +126,12 @@ def _runs(indices: list[int]) -> list[tuple[int, int]]:
 
 def fill_blocks(runner: Any, blocks: list[int], value: float) -> None:
     """Overwrite whole blocks in all layers (tests: poison freed blocks, clean allocated ones)."""
+    num_blocks = runner.kv_cache_config.num_blocks
     # Layers whose heads are split share one tensor. States are shorter than the pages that they begin with.
     for cache in {(cache.data_ptr(), cache.shape): cache for cache in runner.kv_caches}.values():
         if cache.dtype == torch.uint8:  # fp8: NaN of e4m3fn is NaN of e5m2 too
             cache = cache.view(torch.float8_e4m3fn)
         # A page of states is bytes: all bits set are NaN in each dtype.
-        cache[blocks] = (-1 if value != value else value) if cache.dtype == torch.int8 else value
+        filled = (-1 if value != value else value) if cache.dtype == torch.int8 else value
+        # Kernels may read smaller blocks than the pool's, several for each of these.
+        cache.unflatten(0, (num_blocks, -1))[blocks] = filled

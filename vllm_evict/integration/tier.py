@@ -96,6 +96,11 @@ class TierMixin:
             if self._lingers:
                 self._lingering[number] = resident, index
 
+    @property
+    def spare_blocks(self) -> int:
+        cache, in_flight = self.kv_cache_manager, self.kv_managers[0].in_flight + len(self.running)
+        return max(self.free_blocks - cache.watermark_blocks - in_flight, 0)
+
     def _afforded(self, action: Swap) -> Swap:
         """The part of a swap that the pool has room for.
 
@@ -103,7 +108,7 @@ class TierMixin:
         requests which run do not need for what they may have in flight. No block goes for one that can't come.
         """
         manager, cache = self.kv_managers[action.group], self.kv_cache_manager
-        spare = max(self.free_blocks - cache.watermark_blocks - manager.in_flight - len(self.running), 0)
+        spare = self.spare_blocks
         returns, holes = len(action.returns), []
         come = min(max(returns - len(action.holes), 0), spare)
         spare -= come

@@ -55,6 +55,11 @@ def check(version: str, sources: Sources | None = None) -> None:
         _warn_not_run(version)
 
 
+def splits_in_builders() -> bool:
+    """Whether vLLM splits blocks for one backend's builder (0.32 and later); before, the block tables were split."""
+    return hasattr(importlib.import_module("vllm.v1.worker.utils").AttentionGroup, "map_to_kernel_block_table")
+
+
 def import_moved(module: str, name: str) -> Any:
     """Import a name from a module, or from where other releases have the module's content."""
     found = getattr(importlib.import_module(module), name, None)

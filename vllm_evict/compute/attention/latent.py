@@ -28,6 +28,8 @@ class Latents:
 
     heads_dim = 0
     decodes_measured = False
+    splits_blocks = True
+    whole_blocks = "FLASH_ATTN_MLA or TRITON_MLA"
     mass: Callable[..., None]
 
     @staticmethod

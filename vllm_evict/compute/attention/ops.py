@@ -41,6 +41,8 @@ class BackendOps(Protocol):
         compiles: whether kernels are compiled at their first launch (see `attention.warmup`). They run on a device.
         capturing: whether calls are captured in a full CUDA graph, or warm one up.
         scratch_bytes: bytes that `reserve` allocates.
+        splits_blocks: whether the backend's kernels may read smaller blocks than the pool's (`kernel_blocks`).
+        whole_blocks: backends for the same layers whose kernels read the pool's blocks, for a message.
     """
 
     heads_dim: int
@@ -49,6 +51,8 @@ class BackendOps(Protocol):
     compiles: bool
     capturing: bool
     scratch_bytes: int
+    splits_blocks: bool
+    whole_blocks: str
 
     def unreadable(self, layer: Any) -> str | None:
         """Return why the score pass cannot read a layer's keys, as the end of a sentence; None if it can."""
@@ -182,6 +186,8 @@ class WithStockMetadata:
     """Parts of `BackendOps` for backends whose own metadata has all that the operations read."""
 
     heads_dim = 1
+    splits_blocks = False
+    whole_blocks = "FLASH_ATTN or TRITON_ATTN"
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:

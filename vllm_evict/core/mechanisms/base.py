@@ -45,6 +45,7 @@ class Host(Protocol):
         current_step: steps scheduled so far.
         next_plan: the plan that workers get with the next step.
         free_blocks: free blocks of the pool.
+        spare_blocks: free blocks that running requests do not need for what they may have in flight.
     """
 
     groups: Sequence[Group]
@@ -56,6 +57,9 @@ class Host(Protocol):
 
     @property
     def free_blocks(self) -> int: ...
+
+    @property
+    def spare_blocks(self) -> int: ...
 
     def running_request(self, req_id: str) -> Any | None:
         """vLLM's `Request` of this id; None if it does not run."""

@@ -1,0 +1,193 @@
+"""Engines for latents beside linear attention: vLLM's kernels of states have stand-ins in plain torch.
+
+Layers, states' pages and indices, metadata, block tables and the path of the latents are vLLM's own.
+"""
+
+import torch
+import torch.nn.functional as F
+from engine import _register_kernels_once
+from transformers import AutoConfig, PretrainedConfig
+from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
+from vllm.model_executor.layers.mamba.linear import bailing_linear_attn, minimax_linear_attn
+from vllm.model_executor.models import bailing_moe_v3
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+
+class BailingConfig(PretrainedConfig):
+    """Ling's configurations, which transformers does not have."""
+
+    model_type = "bailing_hybrid"
+
+
+def stand_in(monkeypatch):
+    """Let vLLM's CPU engine compute Ling 2.5 and 3: kernels of states, and sizes of blocks.
+
+    vLLM's CPU_MLA says that it takes blocks of 16 tokens alone. vLLM splits multiples of 16 into kernel blocks, as for
+    backends of a device (FLASHMLA). Its CPU runner (0.32.0) then clears kernel blocks by the numbers of the pool's.
+    """
+    AutoConfig.register("bailing_hybrid", BailingConfig, exist_ok=True)
+    monkeypatch.delattr(CPUMLABackend, "supports_block_size")
+    monkeypatch.setattr(CPUModelRunner, "_zero_block_ids", zero_blocks)
+    monkeypatch.setattr(minimax_linear_attn, "lightning_attention", lightning_attention)
+    monkeypatch.setattr(minimax_linear_attn, "linear_decode_forward_triton", lightning_decode)
+    monkeypatch.setattr(bailing_linear_attn, "layernorm_fn", layernorm)
+    monkeypatch.setattr(bailing_linear_attn.BailingGroupRMSNormGate, "forward", group_norm)
+    for function in (fused_kda_gate, chunk_kda, fused_recurrent_kda):
+        monkeypatch.setattr(bailing_moe_v3, function.__name__, function)
+
+
+def stand_in_for_kimi(monkeypatch):
+    """Let vLLM's CPU engine compute Kimi-Linear by the model for NVIDIA GPUs: fused kernels of latents and of states."""
+    _register_kernels_once()  # vLLM's scan of modules fails on one that Kimi's import
+    from vllm.models.kimi_k3.nvidia import mla, model
+    from vllm.models.kimi_k3.nvidia.ops.third_party import kda
+
+    make = mla.MultiHeadLatentAttention.__init__
+
+    def made(layer, *args, **kwargs):
+        make(layer, *args, **kwargs)
+        layer.kv_b_proj._cpu_skip_gemm_dispatch = True  # as `MLAAttention` asks: a CPU would pack the weights
+
+    monkeypatch.setattr(mla.MultiHeadLatentAttention, "__init__", made)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(model, "maybe_init_gemm_rs_ar", lambda *_: False)  # imports CUTLASS
+    monkeypatch.setattr(kimi_gdn_linear_attn, "gather_initial_states", initial_states)
+    for function in (chunk_kda_with_fused_gate, fused_recurrent_kda_packed_decode):
+        monkeypatch.setattr(kda, function.__name__, function)
+    fused = (fused_mla_key_concat_kv_cache_insert, fused_mla_decode_q_concat_kv_cache_insert, fused_mla_kv_concat)
+    for function in fused:
+        monkeypatch.setattr(mla, function.__name__, function)
+    monkeypatch.setattr(CPUSDPAMLAPrefillBackend, "supports_out", lambda self: False)
+    monkeypatch.setattr(mla.ops, "gather_and_maybe_dequant_cache", gather_cache)
+
+
+def zero_blocks(runner, block_ids):
+    """`CPUModelRunner._zero_block_ids`, by the pool's blocks."""
+    for group in runner.kv_cache_config.kv_cache_groups:
+        for name in group.layer_names if isinstance(group.kv_cache_spec, FullAttentionSpec) else ():
+            cache = runner.compilation_config.static_forward_context[name].kv_cache
+            cache.unflatten(0, (runner.kv_cache_config.num_blocks, -1))[block_ids] = 0
+
+
+def layernorm(x, weight, bias, eps, is_rms_norm):
+    assert bias is None and is_rms_norm
+    return F.rms_norm(x, x.shape[-1:], weight.float(), eps)
+
+
+def group_norm(self, x, z):
+    assert self.norm_before_gate and self.activation == "sigmoid"
+    groups = x.unflatten(-1, (-1, self.group_size))
+    return F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight * z.sigmoid()
+
+
+def lightning_attention(q, k, v, ed, block_size, kv_history):
+    """Chunk of one request: q, k and v [1, H, T, D], kv_history [1, H, D, D]; returns output and states [1, H, 1, D, D]."""
+    rate, places = ed.reshape(1, -1, 1, 1), torch.arange(q.shape[2])
+    back = places[:, None] - places
+    decay = torch.exp(-rate * back.clamp(min=0)).masked_fill(back < 0, 0)
+    out = (q @ k.transpose(2, 3) * decay) @ v + (q * torch.exp(-rate * (places[:, None] + 1))) @ kv_history
+    left = torch.exp(-rate * (len(places) - 1 - places[:, None]))
+    state = torch.exp(-rate * len(places)) * kv_history + (k * left).transpose(2, 3) @ v
+    return out, state[:, :, None]
+
+
+def lightning_decode(q, k, v, kv_caches, slope_rate, slot_idx, block_size):
+    """One token of each request: q, k and v [B, H, 1, D]; the state of row b is kv_caches[slot_idx[b]]."""
+    slots = slot_idx.long()
+    state = torch.exp(-slope_rate.reshape(1, -1, 1, 1)) * kv_caches[slots] + k.transpose(2, 3) @ v
+    kv_caches[slots] = state.to(kv_caches.dtype)
+    return (q @ state).squeeze(2).flatten(1)
+
+
+def fused_kda_gate(g, A, head_k_dim, g_bias=None, lower_bound=None):
+    g = (g.float() + g_bias).unflatten(-1, (-1, head_k_dim))
+    rate = A.reshape(-1, 1).exp()
+    return -rate * F.softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)
+
+
+def delta(q, k, v, g, beta, state):
+    """Tokens of one request: q, k, v and g [T, H, D], beta [T, H], state [H, D, D]; returns output and state."""
+    q, k = (F.normalize(x.float(), dim=-1, eps=0) for x in (q, k))
+    outs = []
+    for each, key, value, gate, rate in zip(q * q.shape[-1] ** -0.5, k, v.float(), g, beta):
+        state = state * gate.exp()[..., None]
+        error = (value - (key[:, None] @ state)[:, 0]) * rate[:, None]
+        state = state + key[..., None] * error[:, None]
+        outs.append((each[:, None] @ state)[:, 0])
+    return torch.stack(outs).to(v.dtype), state
+
+
+def chunk_kda(q, k, v, g, beta, initial_state, cu_seqlens, **how):
+    """Chunks of prompts, one after the other in the second dimension; initial_state [R, H, D, D]."""
+    outs, states, starts = [], [], cu_seqlens.tolist()
+    for first, last, state in zip(starts, starts[1:], initial_state):
+        out, state = delta(*(x[0, first:last] for x in (q, k, v, g, beta)), state)
+        outs.append(out)
+        states.append(state)
+    return torch.cat(outs)[None], torch.stack(states)
+
+
+def fused_recurrent_kda(q, k, v, g, beta, initial_state, cu_seqlens, ssm_state_indices, **how):
+    """One token of each request; the state of row b is initial_state[ssm_state_indices[b]]."""
+    slots = ssm_state_indices[: len(cu_seqlens) - 1].long()
+    out, states = chunk_kda(q, k, v, g, beta, initial_state[slots], cu_seqlens)
+    initial_state[slots] = states
+    return out, initial_state
+
+
+def initial_states(state, indices, has_initial_state):
+    return state[indices.long()] * has_initial_state.reshape(-1, 1, 1, 1)
+
+
+def chunk_kda_with_fused_gate(q, k, v, raw_g, raw_beta, A_log, g_bias, lower_bound, initial_state, cu_seqlens, **how):
+    """`chunk_kda` from projections: raw_g [1, T, H, D], raw_beta [1, T, H]."""
+    g = fused_kda_gate(raw_g.flatten(-2), A_log, raw_g.shape[-1], g_bias, lower_bound)
+    return chunk_kda(q, k, v, g, raw_beta.float().sigmoid(), initial_state, cu_seqlens)
+
+
+def fused_recurrent_kda_packed_decode(
+    mixed_qkv, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, state_indices
+):
+    """One token of each request: mixed_qkv [B, 3 * H * D]."""
+    q, k, v = mixed_qkv.unflatten(-1, (3, *raw_g.shape[-2:])).unbind(1)
+    starts, slots = torch.arange(len(q) + 1), state_indices.long()
+    how = dict(A_log=A_log, g_bias=dt_bias, lower_bound=lower_bound, cu_seqlens=starts)
+    out, states = chunk_kda_with_fused_gate(
+        q[None], k[None], v[None], raw_g, raw_beta, initial_state=initial_state[slots], **how
+    )
+    initial_state[slots] = states
+    return out, initial_state
+
+
+def insert(kv_cache, kv_c_normed, k_pe, slot_mapping):
+    kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping] = torch.cat([kv_c_normed, k_pe.flatten(1)], -1)
+
+
+def fused_mla_kv_concat(k_nope, k_pe):
+    return torch.cat([k_nope, k_pe.reshape(len(k_pe), 1, -1).expand(-1, k_nope.shape[1], -1)], -1)
+
+
+def fused_mla_key_concat_kv_cache_insert(
+    q, k_nope, k_pe, kv_c_normed, kv_cache, slot_mapping, positions=None, cos_sin_cache=None
+):
+    assert cos_sin_cache is None
+    insert(kv_cache, kv_c_normed, k_pe, slot_mapping)
+    return fused_mla_kv_concat(k_nope, k_pe)
+
+
+def fused_mla_decode_q_concat_kv_cache_insert(
+    ql_nope, q_pe, kv_c_normed, k_pe, kv_cache, slot_mapping, positions=None, cos_sin_cache=None
+):
+    assert cos_sin_cache is None
+    insert(kv_cache, kv_c_normed, k_pe, slot_mapping)
+    return torch.cat([ql_nope, q_pe], -1)
+
+
+def gather_cache(src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, seq_starts, **how):
+    """Latents of a chunk of a context, one request after the other."""
+    rows, size = token_to_seq[:num_tokens].long(), src_cache.shape[1]
+    places = torch.arange(num_tokens) - cu_seq_lens[rows] + seq_starts[rows]
+    dst[:num_tokens] = src_cache[block_table[rows, places // size].long(), places % size]

@@ -1,0 +1,281 @@
+"""Latents (MLA) beside linear attention, behind views: tiny models against dense ones under explicit masks.
+
+States' kernels have stand-ins in plain torch (linear.py). Latents lie in blocks as large as a state, which vLLM splits
+into kernel blocks of 16 tokens.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engine import PLAN, after, assert_like_stock, logprobs_of, random_prompt
+from interpreter import in_place_of, use_kernels
+from latent import keep_what_is_asked, mended_rotation, take_large_tiles
+from latent import stand_in as in_place_of_device
+from linear import stand_in, stand_in_for_kimi
+from oracle.latent_hybrids import LATENT_HYBRIDS, DenseLatentHybrid, make_latent_hybrid
+from parity import assert_like_oracle
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_evict.compute.kernel_blocks import KernelBlocks
+from vllm_evict.compute.kernels.view import View
+from vllm_evict.config import KVPolicyError
+from vllm_evict.integration import backend as backends
+from vllm_evict.integration.latents import latent_types
+
+BLOCK = 128
+SIZES = {"budget": 512, "sink": 128, "recent": 128, "buffer": 0}
+H2O = {"name": "h2o", **SIZES}
+NAMES = ["h2o", "sink-window", "knorm", "keydiff"]
+LIGHTNING, DELTA, KIMI = LATENT_HYBRIDS
+#: Chunks end inside of blocks.
+OPTIONS = {"block_size": BLOCK, "attention_backend": "CPU_MLA", "max_num_batched_tokens": 320, "max_model_len": 4096}
+WHOLE = {"max_num_batched_tokens": 1024}
+#: Differences of log-probabilities from the dense model's, in float32.
+ATOL = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def linear(monkeypatch):
+    stand_in(monkeypatch)
+    keep_what_is_asked(monkeypatch)
+    with mended_rotation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {each: make_latent_hybrid(tmp_path_factory.mktemp("hybrids") / each, each) for each in LATENT_HYBRIDS}
+
+
+@pytest.fixture
+def hybrids(folders, monkeypatch):
+    """Architecture -> directory and dense model."""
+
+    def make(architecture):
+        if architecture == KIMI:
+            stand_in_for_kimi(monkeypatch)
+        return folders[architecture], DenseLatentHybrid(folders[architecture])
+
+    return make
+
+
+def expected(dense, prompt, output, trace=None, size=BLOCK):
+    """Log-probabilities of a request's tokens where queries see no block that was evicted before."""
+    ids, done = [*prompt, *output.outputs[0].token_ids], trace.start if trace else 0
+    seen = torch.ones(len(ids), len(ids)).tril().bool()
+    for count, evicted in zip(trace.steps, trace.evicted) if trace else ():
+        done += count
+        for block in evicted:
+            seen[done:, block * size : (block + 1) * size] = False
+    logits, _ = dense.forward(ids, dense.new_cache(), seen)
+    logprobs = torch.log_softmax(logits.double(), -1)[len(prompt) - 1 : -1]
+    return logprobs[range(len(logprobs)), ids[len(prompt) :]].numpy()
+
+
+def layers_of(server):
+    """The layers whose latents are cached."""
+    layers = server.core.vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if isinstance(layer, latent_types())]
+
+
+@pytest.mark.oracle("latents beside states (simulated)")
+@pytest.mark.both_runners(DELTA)
+@pytest.mark.parametrize("architecture", LATENT_HYBRIDS)
+def test_evictions_and_answers_are_those_of_a_dense_model(engine, hybrids, poisoned, architecture):
+    """Policies with and without scores in one batch; freed blocks are full of NaN."""
+    folder, dense = hybrids(architecture)
+    server = engine(H2O, model=folder, enable_prefix_caching=False, **OPTIONS)
+    assert [type(manager).__name__ for manager in server.all_managers] == ["StateManager", "EvictableManager"]
+    assert type(server.manager.kv_cache_spec).__name__ == "EvictableLatentSpec" and server.manager.block_size == BLOCK
+    assert {layer.kv_cache.shape[1:] for layer in layers_of(server)} == {(16, 576)}
+    prompts = [random_prompt(length, length) for length in (900, 800, 780, 790, 40)]
+    asked = [{"max_tokens": 6, "logprobs": 0, "extra_args": {"kv_policy": name}} for name in NAMES]
+    moved = []
+    for name, (prompt, output, trace) in zip(NAMES, server.answered(list(zip(prompts, asked)))):
+        got, want = logprobs_of(output), expected(dense, prompt, output, trace)
+        np.testing.assert_allclose(got, want, atol=ATOL, err_msg=name)
+        assert sum(map(len, trace.evicted)) > 2 and trace.held[-2] <= 5, name
+        moved.append(np.abs(got - expected(dense, prompt, output)).max())
+        if name == "h2o":
+            assert assert_like_oracle(dense, prompt, output, trace, H2O, block_size=BLOCK, atol=ATOL) > 2
+    assert min(moved) > 0.01  # what was evicted matters to this model
+    server.assert_nothing_left()
+
+
+@pytest.mark.oracle("latents beside states (simulated)")
+def test_blocks_with_the_largest_vectors_go_first(engine, hybrids):
+    """`knorm` reads the cache by the pool's blocks, as does `keydiff`."""
+    folder, dense = hybrids(LIGHTNING)
+    server = engine({"name": "knorm", **SIZES}, model=folder, enable_prefix_caching=False, **{**OPTIONS, **WHOLE})
+    prompt = random_prompt(900)
+    _, (trace,) = server.traced([(prompt, {"max_tokens": 2})])
+    dense.forward(prompt, dense.new_cache(), torch.ones(len(prompt), len(prompt)).tril().bool())
+    norms = sum(cached.norm(dim=-1) for cached in dense.cached).split(BLOCK)
+    # 900 tokens are 8 blocks. The first and the last two stay, and the budget is four.
+    order = sorted(range(1, 6), key=lambda block: -norms[block].mean())
+    assert trace.evicted[0] == sorted(order[:4])
+
+
+@pytest.mark.nightly(push=(LIGHTNING,))
+@pytest.mark.parametrize("architecture", LATENT_HYBRIDS)
+def test_full_and_budgets_that_cover_are_stock_to_the_byte(engine, hybrids, architecture):
+    options = dict(model=hybrids(architecture)[0], enable_prefix_caching=False, **OPTIONS)
+    assert_like_stock(engine, [random_prompt(400), random_prompt(70)], {**H2O, "budget": 1024}, **options)
+
+
+def published(server, group):
+    """Logical blocks of the only request under whose hash something can be hit in a KV group."""
+    (request,) = server.scheduler.requests.values()
+    hashes = enumerate(request.block_hashes)
+    return [block for block, hashed in hashes if server.pool.get_cached_block(hashed, [group])]
+
+
+@pytest.mark.nightly(push=(DELTA,))
+@pytest.mark.parametrize("architecture", LATENT_HYBRIDS)
+def test_states_and_latents_of_a_reduced_context_are_published_nowhere(engine, hybrids, architecture):
+    """Prefix caching, which vLLM's CPU platform switches off beside latents: a hit has latents and a state."""
+    folder, dense = hybrids(architecture)
+    server = engine({**H2O, "allow": ["full"]}, model=folder, enable_prefix_caching=True, **OPTIONS)
+    prompt, seen = random_prompt(1000), []
+
+    def look(server):
+        if server.scheduler.requests:
+            (resident,) = server.scheduler.residents.values()
+            seen.append(resident.pure_tokens)
+            for group, manager in enumerate(server.all_managers if resident.pure_tokens else ()):
+                blocks, end = published(server, group), resident.pure_tokens // BLOCK
+                assert blocks == (list(range(end)) if manager in server.managers else [end - 1])
+
+    server.add(prompt, max_tokens=10)
+    server.run(look)
+    pure = seen[-1]
+    assert 512 <= pure < 900 and pure % BLOCK == 0
+    everything = {"max_tokens": 6, "logprobs": 0, "extra_args": {"kv_policy": "full"}}
+    for cached in (pure, 896):
+        (output,) = server.generate([prompt], **everything)
+        assert output.num_cached_tokens == cached
+        np.testing.assert_allclose(logprobs_of(output), expected(dense, prompt, output), atol=ATOL)
+    # The same prefix with another end: evicted again, from a hit.
+    longer = prompt + random_prompt(100, 1)
+    (output,), (trace,) = server.traced([(longer, {"max_tokens": 6, "logprobs": 0})])
+    assert trace.start == 896 and output.kv_usage.evicted_blocks > 0
+    np.testing.assert_allclose(logprobs_of(output), expected(dense, longer, output, trace), atol=ATOL)
+    server.assert_nothing_left()
+
+
+@pytest.mark.oracle("latents beside states (simulated)")
+@pytest.mark.nightly(push=("budget",))
+@pytest.mark.parametrize("when", ["budget", "pressure"])
+def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, poisoned, when):
+    """More requests than the pool has room for: a freed block may become a state, and a state's block latents."""
+    folder, dense = hybrids(LIGHTNING)
+    options = {**OPTIONS, "max_model_len": 1200, "blocks": 22, "enable_prefix_caching": False}
+    server = engine({**H2O, "when": when}, model=folder, **options)
+    caches, plans, poison = [layer.kv_cache for layer in layers_of(server)], [], set()
+    assert all(len(cache) == 22 * BLOCK // 16 for cache in caches)
+    after(server.scheduler, "schedule", lambda output, *_: plans.append(getattr(output, PLAN)))
+
+    def look(server):
+        assert server.free_blocks == server.all_blocks - len(server.held_blocks())
+        tables = [table for manager in server.managers for table in manager.req_to_blocks.values()]
+        held = [block.block_id for table in tables for block in table if not block.is_null]
+        plan = plans.pop()
+        gone = sorted(set(plan.poison) - set(plan.clean))
+        poison.update(gone)
+        for cache in caches:
+            pages = cache.unflatten(0, (22, -1))
+            assert not torch.isnan(pages[held]).any(), "a block in use holds poison"
+            assert torch.isnan(pages[gone]).all(), "a freed block was not poisoned"
+
+    requests = [(random_prompt(n, n), {"max_tokens": 10, "logprobs": 0}) for n in (700, 900, 600, 850, 500, 950)]
+    evicted = []
+    for prompt, output, trace in server.answered(requests, look):
+        evicted.append(output.kv_usage.evicted_blocks)
+        assert np.isfinite(logprobs_of(output)).all()
+        if when == "budget" or not evicted[-1]:  # under pressure blocks go before a step, which no trace tells
+            np.testing.assert_allclose(logprobs_of(output), expected(dense, prompt, output, trace), atol=ATOL)
+    # Under pressure blocks are free for the very allocation that lacks room.
+    assert (poison or when == "pressure") and sum(evicted) > 2
+    server.assert_nothing_left()
+
+
+@pytest.mark.oracle("latents beside states (simulated)")
+@pytest.mark.parametrize("backend, kernel", [("FLASHMLA", 64), ("FLASH_ATTN_MLA", BLOCK)])
+def test_builders_for_a_device_get_views_of_their_kernel_blocks(engine, hybrids, monkeypatch, backend, kernel):
+    """Kernels for latents have stand-ins, too."""
+    in_place_of_device(monkeypatch, backend)
+    folder, dense = hybrids(LIGHTNING)
+    with in_place_of("CPU_MLA", "latent.Shown"):
+        options = {**OPTIONS, "attention_backend": None}
+        server = engine({"name": "knorm", **SIZES, "allow": ["sink-window"]}, model=folder, **options)
+    assert server.manager.kv_cache_spec.backend == backend and server.manager.block_size == BLOCK
+    assert {layer.kv_cache.shape[1] for layer in layers_of(server)} == {kernel}
+    prompts = [random_prompt(n, n) for n in (40, 700, 900)]
+    for prompt, output, trace in server.answered([(prompt, {"max_tokens": 6, "logprobs": 0}) for prompt in prompts]):
+        np.testing.assert_allclose(logprobs_of(output), expected(dense, prompt, output, trace), atol=ATOL)
+        assert (sum(map(len, trace.evicted)) > 1) == (len(prompt) > 40)
+    server.assert_nothing_left()
+
+
+@pytest.mark.oracle("latents beside states (simulated)")
+@pytest.mark.nightly
+def test_scores_on_a_device_evict_what_those_of_a_cpu_evict(engine, hybrids, monkeypatch):
+    """The plugin's kernels, in the interpreter, read the pool's blocks where vLLM's read kernel blocks of 64 tokens."""
+    folder, dense = hybrids(LIGHTNING)
+    policy, options = {"name": "h2o", "budget": 256, "sink": 0, "recent": 16, "buffer": 0}, {**OPTIONS, **WHOLE}
+    prompts = [(random_prompt(400), {"max_tokens": 3, "logprobs": 0})]
+    _, wanted = engine(policy, model=folder, **options).traced(prompts)
+    in_place_of_device(monkeypatch, "FLASHMLA")
+    use_kernels(monkeypatch)
+    take_large_tiles(monkeypatch)
+    with in_place_of("CPU_MLA", "latent.Shown"):
+        server = engine(policy, model=folder, **{**options, "attention_backend": None})
+    assert type(server.worker.kv_evict.ops).__name__ == "DeviceLatentOps"
+    for (prompt, output, trace), want in zip(server.answered(prompts), wanted):
+        assert trace.evicted == want.evicted and any(trace.evicted)
+        np.testing.assert_allclose(logprobs_of(output), expected(dense, prompt, output, trace), atol=ATOL)
+
+
+def test_views_in_kernel_blocks_stay_where_graphs_read_them():
+    """Of a dummy step that captures a graph, and of a step that replays it with a hole at block 1."""
+    pool = torch.tensor([[4, 0, 6]], dtype=torch.int32)
+    views = SimpleNamespace(
+        memory=lambda _: View(torch.zeros(2, 4).int(), torch.zeros(2).int()), table_of=lambda _: pool
+    )
+    table = views.memory(None).table[:1]
+
+    def view(metadata):
+        blocks = metadata.block_table_tensor[metadata.block_table_tensor != 0]
+        table[0, : len(blocks)] = blocks
+        return SimpleNamespace(block_table_tensor=table, max_seq_len=128 * len(blocks)), None
+
+    batch = SimpleNamespace(graph=object())
+    group = SimpleNamespace(block_size=128, device="cpu", plan=None, batch=batch, views=views, view=view)
+    kernel, addresses = KernelBlocks(group, 64), set()
+    for group.plan, blocks in ((None, [4, 5, 6]), (object(), [4, 6])):
+        # What vLLM gives, of which only a dummy step's is read.
+        given = SimpleNamespace(block_table_tensor=torch.tensor([[8, 9, 10, 11, 12, 13]], dtype=torch.int32))
+        viewed, read, _ = kernel.view(given)
+        assert viewed.block_table_tensor[0, : len(blocks)].tolist() == blocks
+        halves = [2 * block + half for block in blocks for half in (0, 1)]
+        assert read.block_table_tensor[0, : len(halves)].tolist() == halves and read.block_table_tensor.shape == (1, 8)
+        addresses.add(read.block_table_tensor.data_ptr())
+    assert len(addresses) == 1
+    group.plan, batch.graph = None, None  # other dummy steps attend to what vLLM says
+    assert kernel.view(given) == (given, given, None)
+
+
+def test_releases_that_split_block_tables_are_refused(engine, hybrids, monkeypatch):
+    monkeypatch.setattr(backends, "splits_in_builders", lambda: False)
+    with pytest.raises(ValueError, match="CPU_MLA splits KV blocks of 128 .* of 16, .*FLASH_ATTN_MLA or TRITON_MLA"):
+        engine(H2O, model=hybrids(LIGHTNING)[0], enable_prefix_caching=False, **OPTIONS)
+
+
+def test_speculation_is_refused_before_anything_is_loaded(folders):
+    """Alone each of the two is served."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    options = {"model": str(folders[LIGHTNING]), "kv_policy": H2O, "enable_prefix_caching": False, **OPTIONS}
+    with pytest.raises(KVPolicyError, match="beside linear attention and speculative decoding, which no test runs"):
+        EngineArgs(speculative_config=ngram, **options).create_engine_config()

@@ -1,0 +1,148 @@
+"""Speculative decoding beside latents (MLA): rows with drafts are chunks of a prompt there; transformers is the oracle."""
+
+import pytest
+import torch
+from drafting import NGRAM, VOCAB, Drafter, LayeredDrafter, prompt_of, serve, speculative
+from latent import DenseLatent, add_mtp, keep_what_is_asked, make_latent, mended_rotation
+from parity import assert_like_oracle
+from safetensors.torch import load_file
+from test_drafters import assert_full_is_stock
+from transformers import AutoConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
+
+from vllm_evict.config import KVPolicyError
+
+BLOCK = 16
+BASE = {"budget": 96, "buffer": 32, "sink": 16, "recent": 16}
+POLICIES = {
+    "sink-window": {"name": "sink-window", "budget": 96, "sink": 16},
+    "h2o": {"name": "h2o", **BASE, "accumulate": "ema", "decay": 0.95},
+    "snapkv": {"name": "snapkv", **BASE, "window": 24},
+}
+OPTIONS = {"block_size": BLOCK, "attention_backend": "CPU_MLA"}
+MTP = {"vocab_size": VOCAB, "num_nextn_predict_layers": 1}
+#: Architecture -> sizes; the last model has no layer for MTP.
+MODELS = {
+    "DeepseekV3ForCausalLM": {**MTP, "first_k_dense_replace": 4},
+    "Glm4MoeLiteForCausalLM": MTP,
+    "DeepseekV2ForCausalLM": {"vocab_size": VOCAB},
+}
+DEEPSEEK, GLM, PLAIN = MODELS
+
+
+@pytest.fixture(autouse=True)
+def latents(monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # as in test_speculation.py
+    keep_what_is_asked(monkeypatch)
+    with mended_rotation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Architecture -> directory of a model."""
+    made = {}
+
+    def make(architecture):
+        if architecture not in made:
+            made[architecture] = tmp_path_factory.mktemp("latents") / architecture
+            make_latent(made[architecture], architecture, **MODELS[architecture])
+            if architecture != PLAIN:
+                add_mtp(made[architecture])
+        return made[architecture]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def dense(folders):
+    return DenseLatent(folders(DEEPSEEK))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "drafter"),
+    [(DEEPSEEK, NGRAM), (DEEPSEEK, speculative("mtp")), (GLM, speculative("mtp"))],
+    ids=["ngram", "mtp", "glm"],
+)
+def test_full_serves_as_stock_does(engine, folders, architecture, drafter):
+    assert_full_is_stock(engine, folders(architecture), drafter, **OPTIONS)
+
+
+@pytest.mark.oracle("latents")
+@pytest.mark.nightly(push=("ngram-h2o", "mtp-snapkv"))
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("drafter", ["ngram", "mtp"])
+def test_evictions_and_logprobs_match_transformers(engine, folders, dense, monkeypatch, drafter, name):
+    def check(prompt, output, trace):
+        like = dict(block_size=BLOCK, atol=3e-5, tie=2e-6)
+        assert assert_like_oracle(dense, prompt, output, trace, POLICIES[name], **like) >= 2
+
+    config, double = (NGRAM, Drafter) if drafter == "ngram" else (speculative("mtp"), LayeredDrafter)
+    served = serve(engine, folders(DEEPSEEK), POLICIES[name], check, monkeypatch, config, double, tokens=100, **OPTIONS)
+    assert drafter == "ngram" or served.runs > 100
+
+
+class Reference:
+    """transformers' layer of the weights of a server's layer for MTP, beside each of its passes over one request.
+
+    Attributes:
+        inputs: position -> what the layer last got there.
+        apart: of each pass the largest difference between the layers' outputs, and whether there were holes.
+    """
+
+    def __init__(self, server, folder):
+        self.server, self.inputs, self.apart = server, {}, []
+        config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
+        self.layer = DeepseekV3DecoderLayer(config, config.num_hidden_layers).eval()
+        weights, prefix = load_file(folder / "model.safetensors"), f"model.layers.{config.num_hidden_layers}."
+        own = {name: weights[prefix + name] for name in self.layer.state_dict()}
+        self.layer.load_state_dict(own)
+        self.rotation = DeepseekV3RotaryEmbedding(config)
+        (predictor,) = server.worker.model_runner.drafter.model.model.layers.values()
+        predictor.mtp_block.register_forward_hook(self.look, with_kwargs=True)
+
+    @torch.no_grad()
+    def look(self, _, args, given, output):
+        if not (tables := self.server.manager.req_to_blocks):
+            return
+        positions, (table,) = given["positions"].tolist(), tables.values()
+        self.inputs |= zip(positions, given["hidden_states"].clone())
+        end, first = positions[-1] + 1, positions[0]
+        everything = torch.stack([self.inputs[position] for position in range(end)])[None]
+        there = torch.tensor([not table[position // BLOCK].is_null for position in range(end)])
+        mask = torch.zeros(1, 1, end, end).masked_fill(~(torch.ones(end, end).tril().bool() & there), -torch.inf)
+        mask[..., range(end), range(end)] = 0.0  # rows of evicted tokens
+        rotated = self.rotation(everything, torch.arange(end)[None])
+        want = self.layer(everything, attention_mask=mask, position_embeddings=rotated)[0, first:]
+        self.apart.append(((want - sum(output)).abs().max().item(), not there.all()))
+
+
+@pytest.mark.parametrize("name", ["h2o"])
+def test_a_layer_for_mtp_sees_what_is_left(engine, folders, poisoned, name):
+    """In each of its passes: over the tokens of a step, then over each draft."""
+    model = folders(DEEPSEEK)
+    server = engine(POLICIES[name], model=model, speculative_config=speculative("mtp"), **OPTIONS)
+    reference = Reference(server, model)
+    (output,), _ = server.traced([(prompt_of(150, 3), {"max_tokens": 60})])
+    assert output.kv_usage.evicted_blocks > 4
+    assert sum(holes for _, holes in reference.apart) > 100 and not all(holes for _, holes in reference.apart)
+    assert max(apart for apart, _ in reference.apart) < 1e-4
+    server.assert_nothing_left()
+
+
+REFUSED = {
+    "draft_model": ({}, 'a draft model beside latents .*set "method" in .* to eagle3 or mtp'),
+    "mtp": (
+        {"async_scheduling": True},
+        "by 'mtp' and multi-head latent .* under async .*set --no-async-scheduling",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_what_no_test_runs_beside_latents_is_refused(engine, folders, async_stays, method):
+    options, message = REFUSED[method]
+    model = folders(PLAIN if method == "draft_model" else DEEPSEEK)
+    drafter = speculative(method, model if method == "draft_model" else None)
+    with pytest.raises(KVPolicyError, match=message):
+        engine("h2o", model=model, speculative_config=drafter, **OPTIONS, **options)

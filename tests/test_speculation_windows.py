@@ -1,0 +1,93 @@
+"""Drafters with layers beside sliding windows: their layers stand in a KV group with full attention layers of the model."""
+
+import json
+
+import pytest
+from drafting import MODEL, NGRAM, Drafter, LayeredDrafter, make_eagle, serve, speculative
+from oracle.model import DenseLlama
+from oracle.tiny import make_tiny_llama
+from parity import assert_like_oracle
+from test_drafters import POLICIES, assert_full_is_stock
+from test_sliding import WINDOW, assert_groups_like_oracle
+
+from vllm_evict.config import KVPolicyError
+
+#: Layers of the model.
+WINDOWS = [WINDOW, 0, WINDOW]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Drafter -> directory of the model, and its `speculative_config`."""
+    root = tmp_path_factory.mktemp("windows")
+    model = make_tiny_llama(root / "model", **{**MODEL, "windows": WINDOWS})
+    plain = make_tiny_llama(root / "plain", **{**MODEL, "layers": 1, "seed": 3})
+    heads = {name: make_eagle(root / name, plain, name) for name in ("eagle", "eagle3")}
+    other = make_eagle(root / "other", plain, "eagle3")
+    config = json.loads((other / "config.json").read_text())
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    (other / "config.json").write_text(json.dumps(config | sizes))
+    return {
+        **{name: (model, speculative(name, head)) for name, head in heads.items()},
+        "ngram": (model, NGRAM),
+        "other": (model, speculative("eagle3", other)),
+        "draft_model": (model, speculative("draft_model", plain)),
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(folders):
+    return DenseLlama(folders["eagle"][0])
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # as in test_speculation.py
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle", "eagle3"])
+def test_full_serves_as_stock_does(engine, folders, drafter):
+    assert_full_is_stock(engine, *folders[drafter])
+
+
+@pytest.mark.oracle("sliding windows")
+@pytest.mark.nightly(push=("ngram-h2o", "eagle-snapkv", "eagle3-h2o"))
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("drafter", ["ngram", "eagle", "eagle3"])
+def test_evictions_and_logprobs_match_the_dense_oracle(engine, folders, dense, monkeypatch, drafter, name):
+    model, config = folders[drafter]
+
+    def check(prompt, output, trace):
+        assert assert_like_oracle(dense, prompt, output, trace, POLICIES[name], tie=2e-6) >= 2
+
+    double = Drafter if drafter == "ngram" else LayeredDrafter
+    served = serve(engine, model, POLICIES[name], check, monkeypatch, config, double)
+    assert drafter == "ngram" or served.runs > 100
+
+
+def test_a_drafter_stands_in_one_of_several_groups_that_lose_blocks(engine, tmp_path, monkeypatch):
+    """Groups evict different blocks, and the drafter's layer loses those of its group."""
+    model = make_tiny_llama(tmp_path / "model", **{**MODEL, "layers": 5, "windows": [0, WINDOW, 0, WINDOW, 0]})
+    plain = make_tiny_llama(tmp_path / "plain", **{**MODEL, "layers": 1})
+    dense, config = DenseLlama(model), speculative("eagle", make_eagle(tmp_path / "eagle", plain, "eagle"))
+    differ = []
+
+    def check(prompt, output, trace):
+        assert assert_groups_like_oracle(dense, prompt, output, trace, POLICIES["snapkv"], [[0, 4], [2]]) >= 4
+        differ.append(trace.groups[0].evicted != trace.groups[1].evicted)
+
+    assert serve(engine, model, POLICIES["snapkv"], check, monkeypatch, config, LayeredDrafter).runs > 100
+    assert any(differ)
+
+
+REFUSED = {
+    "other": "has a KV group of its own; expected keys and values of the model's sizes.*set another model",
+    "draft_model": 'a draft model beside sliding windows, .*set "method" in --speculative-config to eagle3 or mtp',
+}
+
+
+@pytest.mark.parametrize("drafter", REFUSED)
+def test_drafters_that_would_read_other_blocks_are_refused(engine, folders, drafter):
+    model, config = folders[drafter]
+    with pytest.raises(KVPolicyError, match=REFUSED[drafter]):
+        engine("h2o", model=model, speculative_config=config)

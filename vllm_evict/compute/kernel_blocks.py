@@ -1,0 +1,67 @@
+"""Views for attention backends whose kernels read smaller blocks than the pool's."""
+
+from copy import copy
+from typing import Any
+
+import torch
+
+
+class KernelBlocks:
+    """Views of one metadata builder, by the blocks that its kernels read.
+
+    vLLM splits blocks that are larger than a backend's kernels take, and gives the backend's builder a table of kernel
+    blocks: block b of the pool is kernel blocks n * b to n * b + n - 1. Holes, scores and decisions are of the pool's
+    blocks, so a view is made of these and then split in the same way.
+
+    Args:
+        group: `GroupRuntime` of the KV group.
+        size: tokens of a kernel block, a divisor of the pool's.
+    """
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group, self._count = group, group.block_size // size
+        self._offsets = torch.arange(self._count, dtype=torch.int32, device=group.device)
+        self._memory: torch.Tensor | None = None
+
+    def view(self, metadata: Any) -> tuple[Any, Any, Any]:
+        """Return `GroupRuntime.view` by the pool's blocks, the same metadata by kernel blocks, and the step's work.
+
+        Args:
+            metadata: vLLM's `CommonAttentionMetadata` with a table of kernel blocks, int32 [R, n * W].
+        """
+        group, split = self._group, metadata.block_table_tensor
+        if group.plan is None and group.batch.graph is None:  # a dummy step
+            return metadata, metadata, None
+        whole = copy(metadata)
+        if group.plan is None:  # a dummy step that captures a graph may run before the runner has tables
+            whole.block_table_tensor = split[:, :: self._count] // self._count
+        else:
+            whole.block_table_tensor = group.views.table_of(group)[: len(split)]
+        viewed, work = group.view(whole)
+        read, table = copy(viewed), viewed.block_table_tensor
+        changed = table.data_ptr() != whole.block_table_tensor.data_ptr()
+        read.block_table_tensor = self._split(table, viewed.max_seq_len) if changed else split
+        return viewed, read, work
+
+    def _split(self, table: torch.Tensor, longest: int) -> torch.Tensor:
+        """Return kernel blocks of the pool's, in memory with a fixed address: int32 [R, n * W].
+
+        Entries past the first `longest` tokens are undefined.
+        """
+        (rows, width), count = table.shape, self._count
+        if self._memory is None or self._memory.shape[1] < count * width:
+            most = max(rows, len(self._group.views.memory(self._group).table))
+            self._memory = torch.zeros(most, count * width, dtype=torch.int32, device=table.device)
+        split, used = self._memory[:rows, : count * width], min(-(-longest // self._group.block_size), width)
+        out = split[:, : count * used].unflatten(1, (used, count))
+        torch.add(self._offsets, table[:, :used, None], alpha=count, out=out)
+        return split
+
+
+def whole_blocks(kv_cache: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return a view of a cache in kernel blocks [n * num_blocks, block_size / n, C + R] by the pool's blocks.
+
+    Raises:
+        RuntimeError: a block's kernel blocks are not next to each other.
+    """
+    return kv_cache if kv_cache.shape[1] == block_size else kv_cache.view(-1, block_size, kv_cache.shape[-1])
