@@ -23,6 +23,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Numba, with which vLLM proposes n-grams, gives torch as many threads as the machine has cores.
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+# It compiles that search for longer than the tests take, and reads this at its import.
+os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 # Where a process has several all the same, those that wait give their core up.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # vLLM's sampler compiles how it ranks log-probabilities: ten seconds in each process that asks for some.

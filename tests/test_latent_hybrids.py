@@ -165,7 +165,6 @@ def test_states_and_latents_of_a_reduced_context_are_published_nowhere(engine, h
     server.assert_nothing_left()
 
 
-@pytest.mark.oracle("latents beside states (simulated)")
 @pytest.mark.nightly(push=("budget",))
 @pytest.mark.parametrize("when", ["budget", "pressure"])
 def test_freed_blocks_are_never_read_and_all_come_back(engine, hybrids, poisoned, when):

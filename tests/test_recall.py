@@ -27,6 +27,7 @@ from vllm_evict.eval.tasks import make
 from vllm_evict.eval.words import Filler
 from vllm_evict.integration import combinations
 from vllm_evict.integration.spec import host_blocks
+from vllm_evict.integration.tier import TierMixin
 
 ROOT = Path(__file__).parents[1]
 HOST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "64MiB"}
@@ -315,6 +316,36 @@ def test_where_the_pool_has_no_room_blocks_change_places(spare, returns, holes):
     host = SimpleNamespace(spare_blocks=spare)
     swap = Recall(host, config, pool)._choose("r", 0, blocks, 12 * BLOCK, True)
     assert swap.returns.tolist() == returns and swap.holes.tolist() == holes
+
+
+def test_in_a_full_pool_a_request_holds_as_many_blocks_after_a_recall(engine, tiny, monkeypatch):
+    monkeypatch.setenv("VLLM_EVICT_POISON", "1")
+    server = engine({**QUEST, "recall_every": 4}, enable_prefix_caching=False)
+    monkeypatch.setattr(type(server.scheduler), "spare_blocks", 0)
+    masks, dense, swaps = visible(server), DenseLlama(tiny), []
+    after(server.scheduler, "apply", lambda _, action: swaps.append(action) if isinstance(action, Swap) else None)
+    prompts = [random_prompt(700), random_prompt(530, 1)]
+    ids = [server.add(prompt, max_tokens=40, logprobs=1) for prompt in prompts]
+    outputs = server.run()
+    for prompt, req_id in zip(prompts, ids):
+        assert outputs[req_id].kv_usage.recalled_blocks > 0
+        assert_like_dense(dense, prompt, outputs[req_id], masks[req_id])
+    assert sum(map(len, (swap.returns for swap in swaps))) > 4
+    assert all(len(swap.returns) <= len(swap.holes) for swap in swaps)
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("spare, holes, returns", [(0, [5], [3]), (1, [5], [3, 2]), (2, [4, 5], [3, 2, 1])])
+def test_a_shared_block_makes_no_room(spare, holes, returns):
+    """Block 4 is shared with another request, block 5 is not; 1 to 3 are wanted."""
+    pool = SimpleNamespace(blocks={14: SimpleNamespace(ref_cnt=2), 15: SimpleNamespace(ref_cnt=1)})
+    manager = SimpleNamespace(blocks_at=lambda req_id, logical: [10 + block for block in logical.tolist()])
+    scheduler = SimpleNamespace(
+        kv_managers=[manager], kv_cache_manager=SimpleNamespace(block_pool=pool), spare_blocks=spare
+    )
+    action = Swap("r", 0, holes=np.array([4, 5], np.int64), returns=np.array([3, 2, 1], np.int64))
+    afforded = TierMixin._afforded(scheduler, action)
+    assert afforded.holes.tolist() == holes and afforded.returns.tolist() == returns
 
 
 @pytest.mark.parametrize("due, misses", [({}, 1), ({"r": 0}, 0)])

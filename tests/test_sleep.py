@@ -80,10 +80,9 @@ def test_a_server_that_slept_answers_as_one_that_has_just_started(engine, name):
 
 
 @pytest.mark.parametrize(("name", "speculates"), [*((name, False) for name in ORACLES), ("h2o", True)])
-def test_requests_that_wait_for_the_waking_start_over(engine, tiny, monkeypatch, name, speculates):
+def test_requests_that_wait_for_the_waking_start_over(engine, tiny, name, speculates):
     """`mode="keep"` forgets what requests computed, and `release_kv_cache_memory` too; a reset of the prefix cache does
     so while requests run. They lose blocks before it and after it, against the dense oracle."""
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     options = dict(speculative_config=NGRAM) if speculates else {}
     server, dense, steps = engine(POLICIES[name], max_num_batched_tokens=96, **options), DenseLlama(tiny), 0
 

@@ -27,12 +27,6 @@ BY_TOKEN = {
 }
 
 
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    """vLLM's search for n-grams runs in Python, as numba compiles it for longer than the tests take."""
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # read at its import, which has to come after vLLM's scan of modules
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculation") / "model"

@@ -32,7 +32,6 @@ DEEPSEEK, GLM, PLAIN = MODELS
 
 @pytest.fixture(autouse=True)
 def latents(monkeypatch):
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # as in test_speculation.py
     keep_what_is_asked(monkeypatch)
     with mended_rotation():
         yield
@@ -80,6 +79,21 @@ def test_evictions_and_logprobs_match_transformers(engine, folders, dense, monke
     config, double = (NGRAM, Drafter) if drafter == "ngram" else (speculative("mtp"), LayeredDrafter)
     served = serve(engine, folders(DEEPSEEK), POLICIES[name], check, monkeypatch, config, double, tokens=100, **OPTIONS)
     assert drafter == "ngram" or served.runs > 100
+
+
+@pytest.mark.parametrize("drafter", [NGRAM, speculative("mtp")], ids=["ngram", "mtp"])
+def test_what_was_computed_over_holes_is_never_hit(engine, folders, dense, poisoned, drafter):
+    """A request repeats another one with its answer: it hits blocks of the prompt alone, and answers as the oracle."""
+    server = engine(POLICIES["h2o"], model=folders(DEEPSEEK), speculative_config=drafter, **OPTIONS)
+    prompt = prompt_of(150, 5)
+    (first,), _ = server.traced([(prompt, {"max_tokens": 60})])
+    assert first.kv_usage.evicted_blocks > 4
+    longer = [*prompt, *first.outputs[0].token_ids]
+    (output,), (trace,) = server.traced([(longer, {"max_tokens": 30, "logprobs": 5})])
+    assert 96 < output.num_cached_tokens <= 144
+    like = dict(block_size=BLOCK, atol=3e-5, tie=2e-6)
+    assert assert_like_oracle(dense, longer, output, trace, POLICIES["h2o"], **like) >= 2
+    server.assert_nothing_left()
 
 
 class Reference:
@@ -131,18 +145,16 @@ def test_a_layer_for_mtp_sees_what_is_left(engine, folders, poisoned, name):
 
 
 REFUSED = {
-    "draft_model": ({}, 'a draft model beside latents .*set "method" in .* to eagle3 or mtp'),
-    "mtp": (
-        {"async_scheduling": True},
-        "by 'mtp' and multi-head latent .* under async .*set --no-async-scheduling",
-    ),
+    "draft_model": ({}, 'a draft model beside latents .*set "method" in .* to mtp, .*, or to ngram'),
+    "eagle3": ({}, "by 'eagle3' beside latents .*which no test runs: set \"method\" in .* to mtp, .*, or to ngram"),
+    "mtp": ({"async_scheduling": True}, "by 'mtp' beside latents .* under async .*set --no-async-scheduling"),
 }
 
 
 @pytest.mark.parametrize("method", REFUSED)
 def test_what_no_test_runs_beside_latents_is_refused(engine, folders, async_stays, method):
     options, message = REFUSED[method]
-    model = folders(PLAIN if method == "draft_model" else DEEPSEEK)
-    drafter = speculative(method, model if method == "draft_model" else None)
+    model = folders(DEEPSEEK if method == "mtp" else PLAIN)
+    drafter = speculative(method, None if method == "mtp" else model)
     with pytest.raises(KVPolicyError, match=message):
         engine("h2o", model=model, speculative_config=drafter, **OPTIONS, **options)

@@ -20,11 +20,6 @@ OPTIONS = {"dtype": "bfloat16", "enable_prefix_caching": False}
 DRAFTERS = {"ngram": (NGRAM, Drafter), "mtp": (speculative("mtp"), LayeredDrafter)}
 
 
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # as in test_speculation.py
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = make_tiny_hybrid(tmp_path_factory.mktemp("states") / "model", "qwen3_next", vocab_size=VOCAB)

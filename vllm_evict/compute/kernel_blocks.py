@@ -49,7 +49,7 @@ class KernelBlocks:
         Entries past the first `longest` tokens are undefined.
         """
         (rows, width), count = table.shape, self._count
-        if self._memory is None or self._memory.shape[1] < count * width:
+        if self._memory is None or self._memory.shape[0] < rows or self._memory.shape[1] < count * width:
             most = max(rows, len(self._group.views.memory(self._group).table))
             self._memory = torch.zeros(most, count * width, dtype=torch.int32, device=table.device)
         split, used = self._memory[:rows, : count * width], min(-(-longest // self._group.block_size), width)

@@ -54,7 +54,9 @@ def resident_backend(
             #: None: kernels read the pool's blocks.
             self.kernel_blocks: KernelBlocks | None = None
             if kv_cache_spec.block_size != runtime.block_size:
-                if not (ops.splits_blocks and splits_in_builders()):
+                # No drafter runs beside states and latents: `build_for_drafting` has no kernel blocks.
+                served = ops.splits_blocks and self.vllm_config.model_config.is_hybrid and splits_in_builders()
+                if not served:
                     raise ValueError(
                         f"{backend.get_name()} splits KV blocks of {runtime.block_size} tokens into kernel blocks of "
                         f"{kv_cache_spec.block_size}, which a KV policy can't evict: use --block-size "

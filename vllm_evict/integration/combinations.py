@@ -1,5 +1,7 @@
 """Refusals of what a policy cannot be combined with: features of a server, latents, and layers beside full attention.
 
+Those of speculative decoding are in `speculation`.
+
 A refusal is (whether it applies, what is refused, what to do instead).
 """
 
@@ -8,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import KVPolicyConfig
-from . import connectors, drafters
+from . import connectors
 
 Refusal = tuple[bool, str, str]
 
@@ -69,119 +71,6 @@ def selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[R
             slides(vllm_config.model_config, vllm_config.cache_config),
             "select and layers with sliding windows, among which the first layers are not counted",
             dense,
-        ),
-    ]
-
-
-def speculation(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
-    """What is refused on servers that speculate."""
-    speculative, beside = vllm_config.speculative_config, "speculative decoding"
-    if speculative is None:
-        return []
-    drafts, block_size = speculative.num_speculative_tokens, vllm_config.cache_config.block_size
-    model, without = vllm_config.model_config, "leave --speculative-config out"
-    served = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
-    return [
-        (
-            speculative.method not in served,
-            f"{beside} by {speculative.method!r}",
-            f'set "method" in --speculative-config to one of {", ".join(served)}, or {without}',
-        ),
-        *(with_layers(vllm_config, config) if drafters.has_layers(vllm_config) else ()),
-        *(with_latents(vllm_config) if model.use_mla and drafters.has_layers(vllm_config) else ()),
-        (
-            bool(vllm_config.use_v2_model_runner),
-            f"{beside} on Model Runner V2",
-            f"set VLLM_USE_V2_MODEL_RUNNER=0, or {without}",
-        ),
-        (
-            model.is_hybrid and bool(vllm_config.cache_config.enable_prefix_caching),
-            f"{beside} and prefix caching of states, which vLLM copies by kernels that run on a GPU alone",
-            f"set --no-enable-prefix-caching, or {without}",
-        ),
-        (
-            model.is_hybrid and config.granularity == "token",
-            f"{beside} and granularity: token beside states, which no test runs",
-            f"set granularity: block, or {without}",
-        ),
-        (config.context is not None, f"a context and {beside}", f"leave context out, or {without}"),
-        (
-            config.reconstructs,
-            f"kvzip and {beside}: prompts are repeated by requests that have no drafts",
-            f'leave kvzip out of name and "allow", or {without}',
-        ),
-        (
-            any(part.accumulate == "mean" and part.statistics for part in config.classes.values()),
-            f"accumulate: mean and {beside}, where the queries of drafts do not count",
-            f"set accumulate: sum, ema or last, or {without}",
-        ),
-        (
-            block_size is not None and drafts >= block_size,
-            f"{drafts} draft tokens in blocks of {block_size} tokens",
-            f'set "num_speculative_tokens" in --speculative-config to less than {block_size}',
-        ),
-        (config.evict == "host", f"evict: host and {beside}", f"set evict: drop, or {without}"),
-        (config.selects, f"select and {beside}", f"leave select out, or {without}"),
-    ]
-
-
-def with_layers(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
-    """What is refused on servers whose drafter has layers."""
-    speculative = vllm_config.speculative_config
-    drafter, ngram = f"speculative decoding by {speculative.method!r}", 'set "method": "ngram" in --speculative-config'
-    other = _beside(vllm_config)
-    return [
-        (
-            bool(vllm_config.scheduler_config.async_scheduling) and config.granularity == "token",
-            f"{drafter} under async scheduling and granularity: token, because the host does not know there how many "
-            "drafts of the step before were accepted, and which tokens it compacts depends on it",
-            f"set --no-async-scheduling, or granularity: block, or {ngram}",
-        ),
-        (
-            len(config.classes) > 1,
-            f"{drafter}, whose layers have no heads of the policy's classes",
-            f"use a policy for whole layers, such as h2o, snapkv or sink-window, or {ngram}",
-        ),
-        (
-            config.granularity == "token" and other is not None,
-            f"{drafter} and granularity: token beside {other}, which no test runs",
-            f"set granularity: block, or {ngram}",
-        ),
-        (
-            speculative.method == "draft_model" and other is not None,
-            f"a draft model beside {other}, for which vLLM 0.32 takes lengths or blocks of other layers",
-            f'set "method" in --speculative-config to eagle3 or mtp, if the model has a head for it, or {ngram}',
-        ),
-        (
-            bool(speculative.parallel_drafting),
-            f"{drafter} in parallel, which no test runs",
-            f'leave "parallel_drafting" out of --speculative-config, or {ngram}',
-        ),
-    ]
-
-
-def _beside(vllm_config: Any) -> str | None:
-    """What stands beside plain full attention, or in its place; None: nothing."""
-    model = vllm_config.model_config
-    if model.use_mla or model.is_hybrid:
-        return "latents (MLA)" if model.use_mla else "states"
-    return "sliding windows" if slides(model, vllm_config.cache_config) else None
-
-
-def with_latents(vllm_config: Any) -> list[Refusal]:
-    """What is refused on servers of models with latents (MLA) whose drafter has layers."""
-    method, latent = vllm_config.speculative_config.method, "multi-head latent attention (MLA)"
-    ngram = 'set "method": "ngram" in --speculative-config'
-    return [
-        (
-            method in ("eagle", "eagle3"),
-            f"speculative decoding by {method!r} and {latent}, which no test runs",
-            f'set "method": "mtp" in --speculative-config for a model with layers for it, or {ngram}',
-        ),
-        (
-            bool(vllm_config.scheduler_config.async_scheduling),
-            f"speculative decoding by {method!r} and {latent} under async scheduling, which no test runs",
-            f"set --no-async-scheduling, or {ngram}",
         ),
     ]
 

@@ -27,7 +27,7 @@ def on_v1_alone(vllm_config: Any) -> list[str]:
     """Features of a server that its KV policy serves on Model Runner V1 alone.
 
     There are none without a policy. Nor are there any if VLLM_USE_V2_MODEL_RUNNER is set: vLLM obeys it, and
-    `combinations` refuses the feature on V2 by name.
+    `combinations` and `speculation` refuse the feature on V2 by name.
     """
     additional = vllm_config.additional_config
     has_policy = isinstance(additional, dict) and additional.get("kv_policy") is not None
@@ -41,7 +41,7 @@ def on_v1_alone(vllm_config: Any) -> list[str]:
 
 
 def _drafts(speculative_config: Any) -> bool:
-    """Whether the server drafts by a method that is served; `combinations` refuses the others by name."""
+    """Whether the server drafts by a method that is served; `speculation` refuses the others by name."""
     from . import drafters  # imports vLLM's layers, and `vllm.config` comes before them
 
     served = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)

@@ -11,7 +11,7 @@ from ..compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
 from ..policies import RUNNING
-from . import combinations
+from . import combinations, speculation
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
 BACKENDS = tuple(name for name in OPS if name not in LATENT)
@@ -144,7 +144,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "vLLM's older Ray executor, which runs steps past the worker",
             "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND, or set it to 1",
         ),
-        *combinations.speculation(vllm_config, config),
+        *speculation.refused(vllm_config, config),
         *combinations.connected(vllm_config, config),
         (vllm_config.ec_transfer_config is not None, "an encoder-cache connector", "leave --ec-transfer-config out"),
         (

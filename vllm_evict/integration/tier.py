@@ -114,8 +114,10 @@ class TierMixin:
         spare -= come
         for block, physical in zip(action.holes.tolist(), manager.blocks_at(action.req_id, action.holes)):
             shared = cache.block_pool.blocks[physical].ref_cnt > 1
-            if come == returns or (shared and not spare):
+            if come == returns:
                 break
+            if shared and not spare:  # other requests keep it
+                continue
             holes.append(block)
             spare, come = spare - shared, come + 1
         return replace(action, holes=np.array(sorted(holes), np.int64), returns=action.returns[:come])
