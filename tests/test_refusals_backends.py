@@ -104,7 +104,9 @@ def test_what_drafters_under_async_scheduling_wait_for():
     with pytest.raises(KVPolicyError, match="by 'mtp' under async .* granularity: token.*: set --no-async-scheduling"):
         refusals.check_config(served, KVPolicyConfig.parse({**H2O, "granularity": "token"}))
     served.model_config.use_mla = True
-    with pytest.raises(KVPolicyError, match="by 'mtp' beside .*MLA.* under async scheduling.*set --no-async-scheduling"):
+    with pytest.raises(
+        KVPolicyError, match="by 'mtp' beside .*MLA.* under async scheduling.*set --no-async-scheduling"
+    ):
         refusals.check_config(served, h2o)
     served.scheduler_config.async_scheduling = False
     refusals.check_config(served, h2o)
