@@ -81,7 +81,7 @@ class Drafter:
 
     Attributes:
         texts: prompts with their outputs.
-        right: 0: all drafts are wrong; 1: none; "some": in turn none, one, two of them and so on are right.
+        right: 0: drafts are right by chance alone; 1: all are right; "some": in turn none, one, two of them and so on.
     """
 
     def __init__(self, server):
@@ -161,8 +161,14 @@ def accepted(server):
 
 
 def serve(engine, model, policy, check, monkeypatch, speculative_config=NGRAM, double=Drafter, tokens=160, **options):
-    """Serve with a drafter that is never right, then by answers before: evictions come at other tokens, and answers
-    differ. `tokens`: of an answer; `options`: further arguments of the engine."""
+    """Serve with a drafter that is right by chance alone, then by answers before.
+
+    Evictions come at other tokens when drafts are right, so answers differ from those before.
+
+    Args:
+        tokens: of an answer.
+        options: further arguments of the engine.
+    """
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     options = {"max_num_batched_tokens": 96, "speculative_config": speculative_config, **options}
     server = engine(policy, model=model, **options)
@@ -172,7 +178,7 @@ def serve(engine, model, policy, check, monkeypatch, speculative_config=NGRAM, d
         drafter.right, before = right, accepted(server)
         outputs, traces = server.traced(requests)
         drafts, kept = (new - old for new, old in zip(accepted(server)[::-1], before[::-1]))
-        assert drafts and (kept == 0 if right == 0 else kept > 10)
+        assert drafts and (kept < 5 if right == 0 else kept > 10)
         drafter.texts = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs)]
         for prompt, output, trace in zip(prompts, outputs, traces):
             assert sum(map(len, trace.evicted)) >= 2

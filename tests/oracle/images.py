@@ -1,6 +1,6 @@
 """Tiny random models that see images, of transformers' classes, and what they compute under explicit masks.
 
-Shapes: as in `oracle.model`; L counts the language model's layers.
+Shapes: as in `oracle.model`; L counts the language model's layers with full attention.
 """
 
 from pathlib import Path
@@ -47,7 +47,22 @@ KINDS = {
         dict(SEES, num_position_embeddings=64, deepstack_visual_indexes=[0, 1]),
         QWEN,
     ),
+    "qwen3_5": (
+        dict(
+            TEXT, num_attention_heads=8, num_key_value_heads=8, head_dim=256,
+            layer_types=["linear_attention", "full_attention"], linear_key_head_dim=128,
+            linear_value_head_dim=128, linear_num_key_heads=1, linear_num_value_heads=2, initializer_range=0.1,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1e4, mrope_section=[11, 11, 10], mrope_interleaved=True,
+                partial_rotary_factor=0.25,
+            ),
+        ),
+        dict(SEES, num_position_embeddings=64),
+        QWEN,
+    ),
 }  # fmt: skip
+#: Kinds whose linear attention vLLM's CPU engine computes in bfloat16 alone.
+BFLOAT16 = ("qwen3_5",)
 
 
 def make_tiny(path: Path, kind: str) -> Path:
@@ -57,7 +72,7 @@ def make_tiny(path: Path, kind: str) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.save_pretrained(path)
+    model.to(torch.bfloat16 if kind in BFLOAT16 else torch.float32).save_pretrained(path)
     if kind == "llava":  # as checkpoints name them, and vLLM reads them
         weights = load_file(path / "model.safetensors")
         weights = {name.replace("vision_tower.", "vision_tower.vision_model."): it for name, it in weights.items()}
@@ -94,9 +109,11 @@ class DenseImages:
         self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation=how)
         self.model.eval()
         self.processor = processor(kind, AutoTokenizer.from_pretrained(path))
-        self.layers, self.heads, self.kv_heads = (
-            TEXT[name] for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        )
+        text = self.model.config.text_config
+        self.heads, self.kv_heads = text.num_attention_heads, text.num_key_value_heads
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        self._layers = [layer for layer, its in enumerate(kinds) if its == "full_attention"]
+        self.layers = len(self._layers)
         self.full, self.dtype = list(range(self.layers)), torch.float32
         self._prompt, self._images = torch.zeros(0, dtype=torch.long), {}
         self._mask, self._probs = None, {}
@@ -125,7 +142,7 @@ class DenseImages:
         ALL_ATTENTION_FUNCTIONS.register("masked-text", self._attend)
         kinds = {"mm_token_type_ids": (whole == IMAGE).long()[None]} if "image_grid_thw" in self._images else {}
         logits = self.model(whole[None], use_cache=False, **self._images, **kinds).logits[0, first : len(tokens)]
-        probs = torch.stack([self._probs[layer] for layer in range(self.layers)])
+        probs = torch.stack([self._probs[layer] for layer in self._layers])
         return logits, probs[:, :, first : len(tokens), : len(tokens)] if want_probs else None
 
     def _attend(self, module, query, key, value, attention_mask, scaling, **kwargs):
