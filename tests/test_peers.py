@@ -42,7 +42,12 @@ def test_a_dry_run_measures_what_it_can(dry):
             row = loads[case, requests]
             assert row["output_tokens"] == 16 * requests and row["at_once"] == requests and row["preemptions"] == 0
             assert len(row["first"]) == requests and 0 < max(row["first"]) < row["seconds"]
-            assert 0 < row["peak_kv_bytes"] <= 1024 * 8192
+            assert 0 < row["peak_kv_bytes"] <= 2048 * 8192
+    served = {row["case"]: row for row in dry["served"]["vllm"]}
+    assert set(served) == {"stock", "h2o"}
+    for row in served.values():
+        assert row["requests"] == 3 and row["output_tokens"] == 16 * 3 and "answers" not in row
+    assert served["stock"]["right"].count("1") >= 2 and len(served["h2o"]["right"]) == 3
     # 144 tokens are five blocks of 256 KiB.
     assert loads["stock", 2]["peak_kv_bytes"] == 2 * 5 * 32 * 8192
     (keydiff,) = {row["case"] for row in dry["needles"]["vllm"]}
@@ -52,7 +57,7 @@ def test_a_dry_run_measures_what_it_can(dry):
 
 
 def test_tables_name_what_did_not_run(peers, dry):
-    table = peers.table.load_table(dry, 2)
+    table = peers.table.load_table(dry["load"], dry["missing"], 2)
     (refused,) = [line for line in table.splitlines() if "--kv-offloading-size" in line]
     assert "not run: " in refused
     assert "kvpress | | not run: cannot be installed here: No matching distribution found for kvpress==0.5.5" in table
@@ -65,6 +70,9 @@ def test_the_picture_has_every_case_that_ran(peers, dry, tmp_path):
     peers.table.picture(dry, tmp_path / "peers.svg")
     drawn = (tmp_path / "peers.svg").read_text()
     assert "vllm_evict: h2o" in drawn and "vLLM: stock" in drawn and "offloading" not in drawn
+    peers.table.answers_picture(dry, tmp_path / "answers.svg")
+    drawn = (tmp_path / "answers.svg").read_text()
+    assert all(f">{name}<" in drawn for name in ("h2o", "stock", "vllm_evict", "vLLM"))
 
 
 def test_agreement_is_of_prompts(peers):
@@ -74,9 +82,10 @@ def test_agreement_is_of_prompts(peers):
 
 
 def test_tables_of_the_page_are_those_of_the_file(peers):
-    report, page = json.loads((ROOT / "docs/performance/peers.json").read_text()), (ROOT / "docs/peers.md").read_text()
-    found = peers.table.tables(report)
-    assert len(found) == 6 and not [name for name, table in found.items() if table not in page]
+    page, tables = (ROOT / "docs/peers.md").read_text(), {}
+    for name in peers.table.FILES:
+        tables |= peers.table.tables(json.loads((ROOT / "docs/performance" / name).read_text()))
+    assert len(tables) == 8 and not [name for name, table in tables.items() if table not in page]
 
 
 def test_a_process_that_failed_leaves_its_answers_out(peers, dry):

@@ -16,7 +16,7 @@ sys.path += [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().
 
 from engine_child import Engine, after
 from engines import greedy, scheduler_of
-from load import KV_BYTES, MODEL, QUESTION, has_found, needles
+from load import DTYPES, KV_NUMBERS, MODEL, QUESTION, has_found, needles
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -47,7 +47,7 @@ class Checked:
             "dtype": "bfloat16",
             "max_model_len": spec["context"] + QUESTION + spec["output"],
             "block_size": BLOCK,
-            "kv_cache_memory_bytes": spec["blocks"] * BLOCK * KV_BYTES,
+            "kv_cache_memory_bytes": spec["blocks"] * BLOCK * KV_NUMBERS * DTYPES["bfloat16"],
             "max_num_seqs": spec["requests"],
             "max_num_batched_tokens": spec["chunk"],
             "enable_prefix_caching": spec["cached"],

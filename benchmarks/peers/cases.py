@@ -5,6 +5,8 @@ Both have `model`, and `converted`, a folder for the model in a peer's own forma
 load     random prompts for a Llama with random weights (benchmarks/models.py), in a pool that is too small:
          `prompts`, `warm`, `output`, `pool`, `block`, `chunk`, `sink`, `recent`, `budget` in tokens,
          `kv_bytes_per_token`, `gates` [L, Hkv]
+served   the same, with questions for the embedded model: the last `question` tokens of each prompt ask for its needle,
+         and the first `answer` tokens of each output are kept
 needles  questions for the embedded model: `samples` with `context`, `question` and `max_tokens`, `length` of a
          context, `budgets` by name, in tokens
 """
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines import random_prompts
+from load import DTYPES, KV_NUMBERS
 from models import Shape, make_model
 
 from vllm_evict.eval.prompts import Prompts
@@ -27,6 +30,8 @@ GATES = ROOT / "configs/heads/needle/full_attention_heads.tsv"
 DEPTHS = (0.17, 0.33, 0.47, 0.61, 0.79)
 TASKS = ("niah", "multikey", "twostage", "vt")
 BLOCK = 32
+#: Tasks of `served`: their questions have equally many tokens, as a batch of kvpress needs.
+SERVED = ("niah", "multikey", "vt")
 #: The row of benchmarks/pressure.py that has small projections.
 SHAPE = Shape(layers=4, hidden=256, heads=4, kv_heads=4, head_dim=64, intermediate=704)
 
@@ -42,8 +47,9 @@ class Sizes:
     budget: int = 320
     #: vLLM compiles models by default.
     eager: bool = False
-    #: Prompts of each task and depth.
+    #: Prompts of each task and depth, as questions and in the load that asks them.
     samples: int = 1
+    asked: int = 2
     length: int = 2048
     depths: tuple[float, ...] = DEPTHS
 
@@ -54,26 +60,30 @@ class Sizes:
 
     @property
     def plan(self) -> Plan:
-        """The prompts as `vllm-evict eval` makes them."""
+        """The questions as `vllm-evict eval` makes them."""
+        return self.plan_of(TASKS, self.samples)
+
+    def plan_of(self, tasks: tuple[str, ...], samples: int) -> Plan:
+        """Of so many prompts of each of these tasks and each depth."""
         return Plan(
             model=str(NEEDLE),
             out=Path("."),
-            tasks=TASKS,
+            tasks=tasks,
             policies="full",
             lengths=(self.length,),
             depths=self.depths,
-            samples=self.samples,
+            samples=samples,
             chunk=self.length,
             block_size=BLOCK,
             buffer=2 * BLOCK,
         )
 
 
-DRY = Sizes(requests=2, prompt=128, output=16, pool=1024, budget=128, eager=True, length=1024, depths=(0.5,))
+DRY = Sizes(requests=2, prompt=128, output=16, pool=2048, budget=128, eager=True, asked=1, length=1024, depths=(0.5,))
 
 
-def samples_of(sizes: Sizes, prompts: Prompts) -> list[Sample]:
-    return [case.sample() for case in all_cases(sizes.plan, prompts.count)]
+def samples_of(plan: Plan, prompts: Prompts) -> list[Sample]:
+    return [case.sample() for case in all_cases(plan, prompts.count)]
 
 
 def right(answers: list[str], samples: list[Sample]) -> list[bool]:
@@ -83,7 +93,8 @@ def right(answers: list[str], samples: list[Sample]) -> list[bool]:
 def write(folder: Path, sizes: Sizes) -> Path:
     """Write the model and the cases into a folder. Returns the path of the JSON."""
     prompts = Prompts(str(NEEDLE))
-    samples = samples_of(sizes, prompts)
+    samples = samples_of(sizes.plan, prompts)
+    asked = [prompts.ids(sample) for sample in samples_of(sizes.plan_of(SERVED, sizes.asked), prompts)]
     gates = [[float(gate) for gate in row.split()] for row in GATES.read_text().splitlines()]
     load = {
         "model": str(make_model(folder / "llama", SHAPE)),
@@ -96,6 +107,17 @@ def write(folder: Path, sizes: Sizes) -> Path:
         # Half of the heads of each layer, as of all random heads.
         "gates": [[1.0, 0.0] * (SHAPE.kv_heads // 2)] * SHAPE.layers,
     }
+    (question,) = {len(ids) - sizes.length for ids in asked}
+    served = load | {
+        "model": str(NEEDLE),
+        "converted": str(folder / "needle-openvino"),
+        "prompts": asked,
+        "warm": [ids[: sizes.length // 8] for ids in asked],
+        "question": question,
+        "answer": 16,
+        "kv_bytes_per_token": KV_NUMBERS * DTYPES["float32"],
+        "gates": gates,
+    }
     needles = {
         "model": str(NEEDLE),
         "converted": str(folder / "needle-openvino"),
@@ -107,5 +129,5 @@ def write(folder: Path, sizes: Sizes) -> Path:
         "sizes": {"samples": sizes.samples, "length": sizes.length, "depths": sizes.depths},
     }
     path = folder / "cases.json"
-    path.write_text(json.dumps({"load": load, "needles": needles}))
+    path.write_text(json.dumps({"load": load, "served": served, "needles": needles}))
     return path

@@ -1,10 +1,10 @@
 """What all runners of benchmarks/peers share: the protocol, and the clock. Needs the standard library only.
 
-    python peer_NAME.py load|needles CASES.json RESULT.json CASE [CASE ...]
+    python peer_NAME.py load|served|needles CASES.json RESULT.json CASE [CASE ...]
 
 A runner reads the cases (cases.py has the format), runs those named, one after the other, and writes a JSON of
-`{"versions": {...}, "rows": [...]}`. A row of `load` is a `Load`; a row of `needles` has the answers of one case at one
-budget, in the order of the prompts. A case that the peer refuses is a row with `error`.
+`{"versions": {...}, "rows": [...]}`. A row of `load` or `served` is a `Load`; a row of `needles` has the answers of one
+case at one budget, in the order of the prompts. A case that the peer refuses is a row with `error`.
 """
 
 import json
@@ -30,6 +30,7 @@ class Load:
         peak_kv_bytes: most bytes of keys and values that were held at once.
         at_once: most requests that ran at once.
         preemptions: requests that lost their cache and were computed again; None if the peer does not count.
+        answers: token ids of the first tokens of each request, of `served` alone.
     """
 
     case: str
@@ -41,6 +42,19 @@ class Load:
     peak_kv_bytes: int = 0
     at_once: int = 0
     preemptions: int | None = None
+    answers: list[list[int]] | None = None
+
+    def keep(self, outputs: list[list[int]], spec: dict) -> None:
+        """Take the outputs' tokens, and their beginnings as answers where the prompts are questions."""
+        self.output_tokens = sum(map(len, outputs))
+        if "answer" in spec:
+            self.answers = [tokens[: spec["answer"]] for tokens in outputs]
+
+
+def batches(spec: dict) -> list[int]:
+    """Numbers of requests of a load: one and all, or all alone where they are questions."""
+    most = len(spec["prompts"])
+    return [most] if "answer" in spec else sorted({1, most})
 
 
 class Clock:
@@ -83,7 +97,7 @@ def main(
     """Run what the command line names, and write the result.
 
     Args:
-        load: of a case's name and `cases["load"]`: a `Load` for each number of requests.
+        load: of a case's name and `cases["load"]` or `cases["served"]`: a `Load` for each number of requests.
         needles: of cases' names and `cases["needles"]`: rows `{"case", "setting", "budget", "answers"}`.
         packages: whose versions are part of the result.
     """
@@ -94,7 +108,7 @@ def main(
     else:
         for name in names:
             try:
-                rows += [asdict(row) for row in load(name, spec["load"])]
+                rows += [asdict(row) for row in load(name, spec[what])]
             except Exception as error:  # a peer's own refusal is a result
                 rows.append({"case": name, "error": one_line(error)})
     Path(out).write_text(json.dumps({"versions": versions(*packages), "rows": rows}))

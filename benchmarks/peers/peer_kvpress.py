@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from common import Clock, Load, main, one_line
+from common import Clock, Load, batches, main, one_line
 
 #: Presses that read attention weights, which only eager attention returns.
 EAGER = ("ObservedAttention",)
@@ -18,6 +18,7 @@ SINGLE = ("KVzip",)
 #: "none" keeps everything: transformers alone. Presses that are not here drop as many tokens of a prompt as SnapKV, by
 #: other scores, so they decode as fast.
 LOADS = ["none", "StreamingLLM", "SnapKV", "ObservedAttention", "KVzip", "DuoAttention", "TOVA, while decoding too"]
+SERVED = ["none", "StreamingLLM", "SnapKV", "KeyDiff", "ObservedAttention", "DuoAttention"]
 NEEDLES = [
     *("none", "StreamingLLM", "SnapKV", "SnapKV, its defaults", "TOVA", "KeyDiff", "Knorm", "ObservedAttention"),
     *("ExpectedAttention", "KVzip", "CriticalKV", "DuoAttention"),
@@ -115,28 +116,38 @@ class Model:
 
 def load(name: str, spec: dict) -> Iterator[Load]:
     model, prompts = Model(spec["model"], name), spec["prompts"]
-    length = len(prompts[0])
-    gone, decodes = 1 - spec["budget"] / length, "while decoding" in name
+    question = spec.get("question", 0)
+    gone, decodes = 1 - spec["budget"] / (len(prompts[0]) - question), "while decoding" in name
     _batch(model, press_of(name, gone, spec), spec["warm"][:1], spec["output"] // 8, decodes)
-    for requests in sorted({1, len(prompts)}):
+    for requests in batches(spec):
         if requests > 1 and name in SINGLE:
             continue
         row, clock = Load(name, requests, at_once=requests), Clock()
-        row.first = requests * [_batch(model, press_of(name, gone, spec), prompts[:requests], spec["output"], decodes)]
+        press = press_of(name, gone, spec)
+        first, outputs = _batch(model, press, prompts[:requests], spec["output"], decodes, question)
         clock.stop(row)
-        row.output_tokens, row.peak_kv_bytes = requests * spec["output"], model.peak
+        row.first, row.peak_kv_bytes = requests * [first], model.peak
+        row.keep(outputs, spec)
         yield row
 
 
-def _batch(model: Model, press: Any, prompts: list[list[int]], output: int, decodes: bool) -> float:
-    """Seconds to the first tokens."""
-    clock = Clock()
-    cache, tokens = model.start(press, prompts)
-    first, length = clock.seconds, len(prompts[0])
+def _batch(
+    model: Model, press: Any, prompts: list[list[int]], output: int, decodes: bool, question: int = 0
+) -> tuple[float, list[list[int]]]:
+    """Seconds to the first tokens, and tokens of each request. The last `question` tokens are computed when what is
+    before them is compressed, as kvpress' pipeline does it."""
+    import torch
+
+    clock, at = Clock(), len(prompts[0]) - question
+    cache, tokens = model.start(press, [prompt[:at] for prompt in prompts])
+    if question:
+        tokens = model.step(cache, torch.tensor([prompt[at:] for prompt in prompts]), at)
+    first, outputs = clock.seconds, [tokens]
     with press(model.model) if decodes else nullcontext():
         for count in range(output - 1):
-            tokens = model.step(cache, tokens[:, None], length + count)
-    return first
+            tokens = model.step(cache, tokens[:, None], at + question + count)
+            outputs.append(tokens)
+    return first, torch.stack(outputs, 1).tolist()
 
 
 def needles(names: list[str], spec: dict) -> Iterator[dict[str, Any]]:

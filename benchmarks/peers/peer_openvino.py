@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Clock, Load, main, one_line
+from common import Clock, Load, batches, main, one_line
 
 #: Aggregation of scores; None evicts nothing.
 CASES = {"full": None, "NORM_SUM": "NORM_SUM", "SUM": "SUM", "ADAPTIVE_RKV": "ADAPTIVE_RKV"}
 LOADS = ["full", "NORM_SUM", "ADAPTIVE_RKV"]
+SERVED = ["full", "SUM", "NORM_SUM"]
 NEEDLES = list(CASES)
 
 
@@ -52,11 +53,11 @@ def load(name: str, spec: dict) -> Iterator[Load]:
     sizes = spec["sink"], spec["recent"], spec["budget"]
     pipe = pipeline(spec, name, spec["pool"] // spec["block"], len(prompts), spec["chunk"], sizes)
     batch(pipe, spec["warm"], [spec["output"] // 8] * len(spec["warm"]), ends=False)
-    for requests in sorted({1, len(prompts)}):
+    for requests in batches(spec):
         row, clock = Load(name, requests), Clock()
         answers, usage = batch(pipe, prompts[:requests], [spec["output"]] * requests, ends=False, row=row)
         clock.stop(row)
-        row.output_tokens = sum(map(len, answers))
+        row.keep(answers, spec)
         row.peak_kv_bytes = round(usage / 100 * spec["pool"] * spec["kv_bytes_per_token"])
         yield row
 

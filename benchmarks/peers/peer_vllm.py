@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import Clock, Load, main
+from common import Clock, Load, batches, main
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -29,6 +29,15 @@ LOADS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "--kv-offloading-size 1": ({"enable_prefix_caching": True, "kv_offloading_size": 1}, None),
     "sink-window": ({}, WINDOW),
     "h2o": ({}, H2O),
+}
+SNAPKV = {**H2O, "name": "snapkv"}
+HOST = {"evict": "host", "host": "1GiB", "recall": "quest"}
+#: As `LOADS`, of a load that asks for needles.
+SERVED = {name: LOADS[name] for name in ("stock", "--kv-cache-dtype fp8", "sink-window", "h2o")} | {
+    "h2o, pressure": ({}, {**H2O, "accumulate": "ema", "when": "pressure"}),
+    "snapkv": ({}, SNAPKV),
+    "h2o, recalled": ({}, {**H2O, **HOST}),
+    "snapkv, recalled": ({}, {**SNAPKV, **HOST}),
 }
 TOKEN = {"granularity": "token", "buffer": 64}
 #: Sinks and recent tokens may go, as in kvpress.
@@ -58,11 +67,11 @@ NEEDLES: dict[str, tuple[str, dict[str, Any]]] = {
 def load(name: str, spec: dict) -> Iterator[Load]:
     from engines import make_llm, run_batch, scheduler_of
 
-    options, policy = LOADS[name]
-    if policy is H2O:
-        policy = {**H2O, "budget": spec["budget"]}
-    elif policy is WINDOW:
+    options, policy = (SERVED | LOADS)[name]
+    if policy is WINDOW:
         policy = {**WINDOW, "recent": spec["budget"] - WINDOW["sink"] - spec["block"]}
+    elif policy is not None:
+        policy = {**policy, "budget": spec["budget"]}
     prompts, bytes_per_token = spec["prompts"], spec["kv_bytes_per_token"]
     llm = make_llm(
         spec["model"],
@@ -82,20 +91,19 @@ def load(name: str, spec: dict) -> Iterator[Load]:
     config = scheduler_of(llm).kv_cache_config
     page = sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
     run_batch(llm, spec["warm"], spec["output"] // 8)
-    for requests in sorted({1, len(prompts)}):
+    for requests in batches(spec):
         row, ended = Load(name, requests), {}
         if options.get("enable_prefix_caching"):
             llm.reset_prefix_cache()
         clock = Clock()
-        run = run_batch(llm, prompts[:requests], spec["output"], lambda outputs: ended.update(_first(outputs)))
+        on_step = lambda outputs: ended.update((output.request_id, output) for output in outputs)  # noqa: E731
+        run = run_batch(llm, prompts[:requests], spec["output"], on_step)
         clock.stop(row)
-        row.output_tokens, row.preemptions, row.at_once = run.output_tokens, run.preemptions, run.peak_requests
-        row.first, row.peak_kv_bytes = [ended[key] for key in sorted(ended)], run.peak_blocks * page
+        row.preemptions, row.at_once, row.peak_kv_bytes = run.preemptions, run.peak_requests, run.peak_blocks * page
+        outputs = [ended[f"request-{index}"] for index in range(requests)]
+        row.first = [output.metrics.first_token_latency for output in outputs]
+        row.keep([list(output.outputs[0].token_ids) for output in outputs], spec)
         yield row
-
-
-def _first(outputs: list[Any]) -> dict[str, float]:
-    return {output.request_id: output.metrics.first_token_latency for output in outputs}
 
 
 def needles(names: list[str], spec: dict) -> Iterator[dict[str, Any]]:

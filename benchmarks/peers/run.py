@@ -3,7 +3,8 @@
     python benchmarks/peers/run.py [--rounds 2] [--only kvpress vllm] [--out out/peers]
 
 Every peer runs in an environment of its own (scripts/peers-env.sh). Loads run in turn for some rounds, each case of
-vLLM and each other peer in a process of its own; then all answer the same questions. A peer without an environment, and
+vLLM and each other peer in a process of its own: random prompts (`load`), then prompts that ask for needles (`served`).
+Then all answer the same questions (`needles`). A peer without an environment, and
 a case that a peer refuses, is a row with the reason. Writes peers.json with hardware, versions, command and all raw
 timings; table.py makes tables and a picture of it.
 """
@@ -37,7 +38,7 @@ class Peer:
     """A peer's runner.
 
     Attributes:
-        module: the runner; its `LOADS` and `NEEDLES` name the cases.
+        module: the runner; its `LOADS`, `SERVED` and `NEEDLES` name the cases.
         alone: each load has a process of its own.
         few: cases of a dry run.
     """
@@ -68,11 +69,13 @@ class Peer:
         return None if (folder / ".made").exists() else f"no environment: run make {folder.name}/.made"
 
     def names(self, what: str, options: argparse.Namespace) -> list[str]:
-        every = list(self.module.NEEDLES if what == "needles" else self.module.LOADS)
+        every = list(getattr(self.module, PARTS[what]))
         wanted = self.few if options.dry_run else options.cases or every
         return [name for name in every if name in wanted]
 
 
+#: Parts of a run, and where a runner names the cases of each.
+PARTS = {"load": "LOADS", "served": "SERVED", "needles": "NEEDLES"}
 PEERS = [
     Peer(peer_vllm, alone=True, few=("stock", "h2o", "--kv-offloading-size 1", "keydiff")),
     Peer(peer_openvino, few=("full", "NORM_SUM")),
@@ -82,7 +85,7 @@ PEERS = [
 
 def run_peer(peer: Peer, what: str, path: Path, names: list[str], options: argparse.Namespace) -> dict:
     """What a runner wrote; if it failed as a whole, an error for each of its cases."""
-    stock = peer.alone and what == "load" and peer_vllm.LOADS[names[0]][1] is None
+    stock = peer.alone and what != "needles" and (peer_vllm.SERVED | peer_vllm.LOADS)[names[0]][1] is None
     environment = {
         **{**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"},
         **{**os.environ, "OMP_NUM_THREADS": str(options.threads)},
@@ -109,52 +112,55 @@ def run_peer(peer: Peer, what: str, path: Path, names: list[str], options: argpa
 
 
 def measure(options: argparse.Namespace, sizes: cases.Sizes, save: Callable[[dict], None]) -> None:
-    """Run all cases, and save the report after each process: `load` and `needles` have a list of rows for each peer."""
+    """Run all cases, and save the report after each process: each part has a list of rows for each peer."""
     chosen = [peer for peer in PEERS if peer.name in options.only]
     report: dict[str, Any] = {
         "versions": {},
         "missing": {peer.name: why for peer in chosen if (why := peer.missing(options.environments))},
-        "load": {peer.name: [] for peer in chosen},
-        "needles": {peer.name: [] for peer in chosen},
+        **{part: {peer.name: [] for peer in chosen} for part in options.parts},
         "sizes": asdict(sizes) | {"budgets": sizes.budgets},
     }
     here = [peer for peer in chosen if peer.name not in report["missing"]]
     folder = Path(options.out, "work")
     folder.mkdir(parents=True, exist_ok=True)
     path = cases.write(folder.resolve(), sizes)
-    samples = cases.samples_of(sizes, Prompts(str(cases.NEEDLE)))
+    prompts = Prompts(str(cases.NEEDLE))
+    plans = {"needles": sizes.plan, "served": sizes.plan_of(cases.SERVED, sizes.asked)}
+    samples = {part: cases.samples_of(plan, prompts) for part, plan in plans.items()}
 
     def step(peer: Peer, what: str, names: list[str], words: str) -> None:
         start = time.perf_counter()
         result = run_peer(peer, what, path, names, options)
         for row in result["rows"]:
-            if "answers" in row:
-                row["right"] = "".join(str(int(each)) for each in cases.right(row.pop("answers"), samples))
+            if answers := row.pop("answers", None):
+                if what == "served":
+                    answers = prompts.tokenizer.batch_decode(answers, skip_special_tokens=True)
+                row["right"] = "".join(str(int(each)) for each in cases.right(answers, samples[what]))
         report["versions"][peer.name] = result["versions"] or report["versions"].get(peer.name, {})
         report[what][peer.name] += result["rows"]
         wrong = sum("error" in row for row in result["rows"])
         console.print(
-            f"{words:<9}{peer.name:<10}{', '.join(names)[:70]:<72}{time.perf_counter() - start:6.1f} s"
+            f"{words:<10}{peer.name:<10}{', '.join(names)[:70]:<72}{time.perf_counter() - start:6.1f} s"
             + (f"  {wrong} refused" if wrong else ""),
             soft_wrap=True,
             highlight=False,
         )
         save(report)
 
-    for number in range(options.rounds):
-        for peer in here:
-            names = peer.names("load", options)
-            for part in [[name] for name in names] if peer.alone else [names] if names else []:
-                step(peer, "load", part, f"round {number + 1}")
-    for peer in here:
-        if names := peer.names("needles", options):
-            step(peer, "needles", names, "needles")
+    for what in options.parts:
+        for number in range(1 if what == "needles" else options.rounds):
+            for peer in here:
+                names = peer.names(what, options)
+                alone = peer.alone and what != "needles"
+                for some in [[name] for name in names] if alone else [names] if names else []:
+                    step(peer, what, some, f"{what} {number + 1}")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [peer.name for peer in PEERS]
     parser.add_argument("--rounds", type=int, default=2, help="times that each load runs")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="only these parts")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="only these peers")
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="only these cases, of all peers")
     parser.add_argument("--samples", type=int, default=cases.Sizes.samples, help="prompts of each task and depth")
@@ -163,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--environments", type=Path, default=cases.ROOT, help="folder of .venv-peers-NAME")
     parser.add_argument("--dry-run", action="store_true", help="few cases of small sizes: whether it all runs")
     options = parser.parse_args(arguments)
-    known = {name for peer in PEERS for name in (*peer.module.LOADS, *peer.module.NEEDLES)}
+    known = {name for peer in PEERS for part in PARTS.values() for name in getattr(peer.module, part)}
     if unknown := set(options.cases or ()) - known:
         parser.error(f"unknown case {', '.join(sorted(unknown))}; choose from: {', '.join(sorted(known))}")
     sizes = cases.DRY if options.dry_run else cases.Sizes(samples=options.samples)

@@ -1,4 +1,4 @@
-"""Makes the tables and the picture of a run of peers (run.py), as docs/peers.md has them.
+"""Makes the tables and the pictures of a run of peers (run.py), as docs/peers.md has them.
 
 python benchmarks/peers/table.py [out/peers/peers.json] [--publish]
 """
@@ -7,16 +7,23 @@ import argparse
 import json
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from reports import to_json
 
 from vllm_evict.eval.stats import ALPHA, p_value
 
 DOCS = Path(__file__).parents[2] / "docs"
 TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "kvpress": "kvpress"}
-#: Cases of `vllm` that are this project's.
-OURS = ("sink-window", "h2o")
+#: Cases of `vllm` that are vLLM's own; the others are this project's.
+OWN = ("stock", "--", "prefix caching")
+#: File of docs/performance -> parts of a run in it.
+FILES = {"peers.json": ("load", "needles"), "peers-served.json": ("served",)}
 #: Title of a row, kvpress' case, ours, and whether both keep the same tokens by construction; else why not.
 SAME = "same"
 METHODS: list[tuple[str, str | None, str | None, str]] = [
@@ -88,19 +95,25 @@ def rate(row: dict, clock: str = "seconds") -> float:
     return row["output_tokens"] / row[clock]
 
 
-def load_table(report: dict, requests: int) -> str:
-    """Throughput, time to first token and memory of one number of requests."""
+def title_of(peer: str, case: str) -> str:
+    return "vllm_evict" if peer == "vllm" and not case.startswith(OWN) else TITLES[peer]
+
+
+def load_table(rows_of: dict[str, list[dict]], missing: dict[str, str], requests: int | None = None) -> str:
+    """Throughput, time to first token and memory of one number of requests; right answers where prompts ask."""
+    asked = any("right" in row for rows in rows_of.values() for row in rows)
     lines = [
-        "| peer | case | output tokens/s (rounds) | a second of CPU | first token, s: median / last | peak of KV, MiB "
-        "| requests at once | preemptions |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        f"| peer | case |{' right answers |' if asked else ''} output tokens/s (rounds) | a second of CPU "
+        "| first token, s: median / last | peak of KV, MiB | requests at once | preemptions |",
+        f"|---|---|{'---:|' if asked else ''}---:|---:|---:|---:|---:|---:|",
     ]
-    for peer, rows in report["load"].items():
+    blank = " |" * (6 if asked else 5)
+    for peer, rows in rows_of.items():
         for case, runs in grouped(rows, requests).items():
-            title = "vllm_evict" if peer == "vllm" and case in OURS else TITLES[peer]
+            title = title_of(peer, case)
             wrong = next((run["error"] for run in runs if "error" in run), None)
             if wrong:
-                lines.append(f"| {title} | `{case}` | not run: {escaped(wrong)} | | | | | |")
+                lines.append(f"| {title} | `{case}` | not run: {escaped(wrong)} |{blank}")
                 continue
 
             def median(key: str, runs: list[dict] = runs) -> float:
@@ -109,12 +122,15 @@ def load_table(report: dict, requests: int) -> str:
             first = statistics.median(statistics.median(run["first"]) for run in runs)
             last = statistics.median(max(run["first"]) for run in runs)
             lost = "not counted" if runs[0]["preemptions"] is None else f"{median('preemptions'):.0f}"
+            right = " / ".join(
+                dict.fromkeys(f"{run['right'].count('1')} of {len(run['right'])}" for run in runs if asked)
+            )
             lines.append(
-                f"| {title} | `{case}` | {spread([rate(run) for run in runs], '.0f')} "
+                f"| {title} | `{case}` |{f' {right} |' if asked else ''} {spread([rate(run) for run in runs], '.0f')} "
                 f"| {statistics.median(rate(run, 'cpu_seconds') for run in runs):.0f} | {first:.2f} / {last:.2f} "
                 f"| {median('peak_kv_bytes') / 2**20:.1f} | {median('at_once'):.0f} | {lost} |"
             )
-    lines += [f"| {TITLES[peer]} | | not run: {escaped(why)} | | | | | |" for peer, why in report["missing"].items()]
+    lines += [f"| {TITLES[peer]} | | not run: {escaped(why)} |{blank}" for peer, why in missing.items()]
     return "\n".join(lines)
 
 
@@ -193,39 +209,88 @@ def setup(report: dict) -> str:
 
 
 def tables(report: dict) -> dict[str, str]:
-    """Name -> Markdown."""
-    most = report["sizes"]["requests"]
-    return {
-        "setup": setup(report),
-        f"{most} requests": load_table(report, most),
-        "1 request": load_table(report, 1),
-        "answers before the question": answers_table(report, "kvpress", METHODS),
-        "answers with the question in sight": answers_table(report, "openvino", AWARE),
-        "published": published_table(),
-    }
+    """Name -> Markdown, of the parts that ran."""
+    most, missing, found = report["sizes"]["requests"], report["missing"], {"published": published_table()}
+    if "served" in report:
+        found["setup of needles"] = setup(report)
+        found["needles in a small pool"] = load_table(report["served"], missing)
+    if "load" in report:
+        found["setup"] = setup(report)
+        found[f"{most} requests"] = load_table(report["load"], missing, most)
+        found["1 request"] = load_table(report["load"], missing, 1)
+    if "needles" in report:
+        found["answers before the question"] = answers_table(report, "kvpress", METHODS)
+        found["answers with the question in sight"] = answers_table(report, "openvino", AWARE)
+    return found
 
 
-def picture(report: dict, path: Path) -> None:
-    """Throughput over the peak of KV, at the larger number of requests."""
+#: Who -> color and marker.
+STYLES = {
+    "vllm_evict": ("#c0392b", "o"),
+    "vLLM": ("#7f8c8d", "s"),
+    "OpenVINO GenAI": ("#2e86c1", "^"),
+    "kvpress": ("#27ae60", "D"),
+}
+
+
+def plots() -> Any:
+    """matplotlib's pyplot, for pictures that are the same each time."""
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "peers", "font.size": 9})
-    from matplotlib import pyplot as plt
+    from matplotlib import pyplot
 
+    return pyplot
+
+
+def save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plots().close(figure)
+
+
+def answers_picture(report: dict, path: Path) -> None:
+    """Right answers over throughput of one load. The corner is stock vLLM, which attends to everything."""
+    plt = plots()
+    figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="tight")
+    full = None
+    for peer, rows in report["served"].items():
+        for case, runs in grouped(rows).items():
+            if any("error" in run for run in runs):
+                continue
+            speed = statistics.median(map(rate, runs))
+            right = statistics.median(100 * run["right"].count("1") / len(run["right"]) for run in runs)
+            color, marker = STYLES[group := title_of(peer, case)]
+            axis.scatter(speed, right, s=45, color=color, marker=marker, label=group, zorder=3)
+            axis.annotate(case, (speed, right), (5, 5), textcoords="offset points", fontsize=8, color=color)
+            full = (speed, right) if case == "stock" else full
+    if full:
+        axis.axvline(full[0], color="#bbbbbb", linestyle=":", zorder=1)
+        axis.axhline(full[1], color="#bbbbbb", linestyle=":", zorder=1)
+    axis.set(xlabel="output tokens a second", ylabel="right answers, %", ylim=(-6, 112), xlim=(0, None))
+    axis.margins(x=0.15)
+    axis.spines[["top", "right"]].set_visible(False)
+    entries = dict(zip(*reversed(axis.get_legend_handles_labels())))
+    axis.legend(entries.values(), entries, loc="lower right", frameon=False)
+    save(figure, path)
+
+
+def picture(report: dict, path: Path) -> None:
+    """Throughput over the peak of KV, at the larger number of requests."""
+    plt = plots()
     points: list[tuple[str, str, float, float]] = []
     for peer, rows in report["load"].items():
         for case, runs in grouped(rows, report["sizes"]["requests"]).items():
             if not any("error" in run for run in runs):
                 held = statistics.median(run["peak_kv_bytes"] for run in runs) / 2**20
-                group = "vllm_evict" if peer == "vllm" and case in OURS else TITLES[peer]
-                points.append((group, case, held, statistics.median(rate(run, "cpu_seconds") for run in runs)))
+                cpu = statistics.median(rate(run, "cpu_seconds") for run in runs)
+                points.append((title_of(peer, case), case, held, cpu))
     points.sort(key=lambda point: point[3])
-    colors = dict(zip(["vllm_evict", *TITLES.values()], ["#c0392b", "#7f8c8d", "#2e86c1", "#27ae60"], strict=True))
     figure, (speed, memory) = plt.subplots(1, 2, figsize=(9, 0.6 + 0.27 * len(points)), sharey=True, layout="tight")
     places = range(len(points))
     for axis, column, words in ((speed, 3, "output tokens a second of CPU"), (memory, 2, "peak of KV, MiB")):
-        bars = axis.barh(places, [point[column] for point in points], color=[colors[point[0]] for point in points])
+        bars = axis.barh(places, [point[column] for point in points], color=[STYLES[point[0]][0] for point in points])
         axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=8)
         axis.set_xlabel(words)
         axis.margins(x=0.14)
@@ -233,9 +298,7 @@ def picture(report: dict, path: Path) -> None:
     speed.set_yticks(places, [f"{group}: {case}" for group, case, *_ in points])
     sizes = report["sizes"]
     figure.suptitle(f"{sizes['requests']} requests of {sizes['prompt']:,} + {sizes['output']} tokens", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    save(figure, path)
 
 
 def published(page: str, report: dict) -> str:
@@ -256,12 +319,20 @@ def main(arguments: list[str] | None = None) -> None:
     report: dict[str, Any] = json.loads(options.report.read_text())
     text = "\n\n".join(f"**{name}**\n\n{table}" for name, table in tables(report).items())
     options.report.with_suffix(".md").write_text(text + "\n")
-    picture(report, options.report.with_suffix(".svg"))
+    pictures = {"load": ("peers.svg", picture), "served": ("answers.svg", answers_picture)}
+    pictures = {part: drawn for part, drawn in pictures.items() if part in report}
+    for name, draw in pictures.values():
+        draw(report, options.report.with_name(name))
     if options.publish:
         page = DOCS / "peers.md"
         page.write_text(published(page.read_text(), report))
-        (DOCS / "performance/peers.json").write_text(options.report.read_text())
-        picture(report, DOCS / "pictures/peers.svg")
+        for name, draw in pictures.values():
+            draw(report, DOCS / "pictures" / name)
+        for name, parts in FILES.items():
+            others = {part for its in FILES.values() for part in its} - set(parts)
+            if all(part in report for part in parts):
+                rest = {key: value for key, value in report.items() if key not in others}
+                (DOCS / "performance" / name).write_text(to_json(rest) + "\n")
     print(text)
 
 
