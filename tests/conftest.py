@@ -9,10 +9,12 @@ import importlib.util
 import logging
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from packaging.version import Version
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -73,11 +75,18 @@ def pytest_collection_modifyitems(config, items):
         marker = item.get_closest_marker("nightly")
         if marker and marker.kwargs and item.callspec.id in marker.kwargs["push"]:
             item.own_markers.remove(marker)
+        for marker in item.iter_markers("since"):
+            _skip_before(item, *marker.args, **marker.kwargs)
     if RUNNER == "v2":
         left_out = [item for item in items if not _is_for_both_runners(item)]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def _skip_before(item, release, why, kind=""):
+    if kind in item.name and Version(version("vllm")) < Version(release):
+        item.add_marker(pytest.mark.skip(reason=f"vLLM before {release}: {why}"))
 
 
 def _is_for_both_runners(item):

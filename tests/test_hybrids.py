@@ -12,6 +12,8 @@ from parity import assert_like_oracle
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
+pytestmark = pytest.mark.since("0.32", "its CPU engine has no kernels of states for these models")
+
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 WINDOW = {"name": "sink-window", "budget": 192, "buffer": 64, "sink": 32}

@@ -36,6 +36,9 @@ WHOLE = {"max_num_batched_tokens": 1024}
 ATOL = 1e-4
 
 
+pytestmark = pytest.mark.since("0.32", "it splits blocks for backends in block tables, which is refused")
+
+
 @pytest.fixture(autouse=True)
 def linear(monkeypatch):
     stand_in(monkeypatch)

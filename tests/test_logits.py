@@ -43,6 +43,9 @@ def served(engine, policy, path, lengths=((500, 60), (333, 60))):
     return server, server.answered(asked)
 
 
+pytestmark = pytest.mark.since("0.31", "its CPU engine computes sinks in bfloat16 alone", kind="gpt_oss")
+
+
 @pytest.mark.oracle("soft caps, learned sinks")
 @pytest.mark.both_runners("gpt_oss-h2o", "gemma2-h2o")
 @pytest.mark.parametrize("name", POLICIES)

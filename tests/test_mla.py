@@ -22,6 +22,7 @@ POLICIES = (
     *("sink-window", "strided", "random", "keydiff", "knorm", "pagedeviction"),
     *("h2o", "tova", "snapkv", "rkv", "scissorhands", "quest"),
 )
+pytestmark = pytest.mark.since("0.32", "its FLASH_ATTN_MLA can't be imported without CUDA", kind="FLASH_ATTN_MLA")
 
 
 @pytest.fixture(autouse=True)

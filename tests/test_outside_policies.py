@@ -65,7 +65,7 @@ def outside(tmp_path):
 
 def test_a_policy_from_outside_has_its_own_field_everywhere(outside):
     run = outside({"toy": TOY}, {"toy": "toy:Toy"})
-    said = json.loads(
+    *_, line = (
         run(
             "-c",
             """
@@ -92,8 +92,11 @@ print(json.dumps({
     "table": [row for row in REGISTRY.table().splitlines() if "`step`" in row],
 }))
 """,
-        ).stdout
+        )
+        .stdout.strip()
+        .splitlines()
     )
+    said = json.loads(line)
     assert said["step"] == [3, 5, 3, 5] and said["request"] == "toy"
     few, text, typo, luck = said["wrong"]
     assert (

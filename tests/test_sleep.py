@@ -42,7 +42,7 @@ def forgetful(monkeypatch):
             cache.fill_(LEFT)
 
     monkeypatch.setattr(CPUWorker, "sleep", sleep)
-    monkeypatch.setattr(CPUWorker, "discard", discard)
+    monkeypatch.setattr(CPUWorker, "discard", discard, raising=False)  # not in vLLM 0.30
     monkeypatch.setattr(CPUWorker, "wake_up", lambda self, tags=None: None)
 
 
@@ -79,6 +79,7 @@ def test_a_server_that_slept_answers_as_one_that_has_just_started(engine, name):
         server.assert_nothing_left()
 
 
+@pytest.mark.since("0.31", "it has no release_kv_cache_memory")
 @pytest.mark.parametrize(("name", "speculates"), [*((name, False) for name in ORACLES), ("h2o", True)])
 def test_requests_that_wait_for_the_waking_start_over(engine, tiny, name, speculates):
     """`mode="keep"` forgets what requests computed, and `release_kv_cache_memory` too; a reset of the prefix cache does

@@ -181,7 +181,7 @@ def test_turns_of_a_session_go_on_with_holes_and_scores(engine, models, queued):
     test_sessions.talk(sessions, test_sessions.TURNS, queued=queued)
     tokens = sessions.tokens("s")
     choices, logits = test_sessions.replay(dense, sessions, "s", tokens, [(0, policy)], random_prompt(150))
-    assert len(choices) >= 5 and all(got == want for got, want in choices.values()), choices
+    assert len(choices) >= 4 and all(got == want for got, want in choices.values()), choices
     turns = [length for length, _ in test_sessions.TURNS]
     test_sessions.assert_like_oracle(sessions, "s", dense, logits, tokens, turns)
     sessions.end("s")

@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 
 from ..core.blocks import RequestBlocks
 from ..core.host import Saved
+from . import versions
 
 #: In what vLLM takes for a hit of the prefix cache: a block that comes from the host, into one that is free.
 FROM_HOST = KVCacheBlock(-1)
@@ -103,7 +104,7 @@ class SlidingManager(hole_aware(SlidingWindowManager)):
 
     def most_blocks(self, tokens: int) -> int:
         """Most blocks that a request of this length holds, in flight included."""
-        return min(math.ceil(tokens / self.block_size), self.max_admission_blocks_per_request)
+        return min(math.ceil(tokens / self.block_size), versions.most_in_window(self))
 
     def publish_end(self, request: Request) -> None:
         """Publish the blocks that a hit needs at the last pure block of a request: later blocks are never published.

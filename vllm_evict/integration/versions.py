@@ -77,6 +77,15 @@ def waiting_with_blocks(scheduler: Any) -> list[Any]:
     return list(queue)
 
 
+def most_in_window(manager: Any) -> int:
+    """Most blocks that vLLM sets aside for a request by a sliding window's manager.
+
+    vLLM 0.29 and 0.30 keep the number under a private name.
+    """
+    name = "max_admission_blocks_per_request"
+    return getattr(manager, name) if hasattr(manager, name) else getattr(manager, f"_{name}")
+
+
 def find(sources: Sources, where: str) -> Found | None:
     """Find "module:name", also where the module's content moved."""
     module, _, name = where.partition(":")
