@@ -5,6 +5,7 @@ import torch
 from drafting import (
     DRAFTS,
     MODEL,
+    SERVED,
     VOCAB,
     LayeredDrafter,
     make_eagle,
@@ -20,7 +21,7 @@ from parity import assert_like_oracle, assert_tokens_like_oracle
 
 from vllm_evict.compute.attention.store import most_kept
 
-pytestmark = pytest.mark.since("0.31", "its CPU engine fails with drafters that have layers")
+pytestmark = SERVED
 
 BASE = {"budget": 160, "buffer": 32, "sink": 32, "recent": 32}
 POLICIES = {

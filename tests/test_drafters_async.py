@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from drafting import MODEL, VOCAB, LayeredDrafter, accepted, make_eagle, prompt_of, speculative
+from drafting import MODEL, SERVED, VOCAB, LayeredDrafter, accepted, make_eagle, prompt_of, speculative
 from engine import logprobs_of
 from oracle.model import DenseLlama
 from oracle.replay import replay_told
@@ -13,7 +13,7 @@ from oracle.tiny import make_tiny_llama
 from parity import oracle_config
 from test_async import Recorder, check_poison_with_steps_in_flight
 
-pytestmark = pytest.mark.since("0.31", "its CPU engine fails with drafters that have layers")
+pytestmark = SERVED
 
 WINDOW = {"name": "sink-window", "budget": 160, "sink": 32, "allow": []}
 BASE = {**WINDOW, "buffer": 32, "recent": 32}

@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_evict.config import KVPolicyError
 
+pytestmark = pytest.mark.since("0.32", "its CPU engine has no kernels of states", kind="qwen3_5")
 pytest.importorskip("torchvision", reason="scripts/setup.sh installs torchvision")
 
 BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64}

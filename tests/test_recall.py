@@ -477,6 +477,7 @@ TURNS = (0, 1024, 2048)
 
 
 @pytest.mark.both_runners("host-one-chunk")
+@pytest.mark.since("0.31", "each turn of a session has the max_tokens of the first")
 @pytest.mark.parametrize(
     "policy, starts, least, most",
     [

@@ -216,7 +216,7 @@ def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, nam
     talk(sessions, TURNS, on_step=on_step, queued=queued)
     tokens = sessions.tokens("s")
     choices, logits = replay(dense, sessions, "s", tokens, [(0, POLICIES[name])], random_prompt(150))
-    assert len(choices) >= 5 and all(got == want for got, want in choices.values()), choices
+    assert len(choices) >= 4 and all(got == want for got, want in choices.values()), choices
     assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
     assert max(steady) <= trigger
     assert sessions.usage["s"].evicted_blocks == sum(len(got) for got, _ in choices.values())
@@ -238,7 +238,7 @@ def test_with_steps_in_flight(async_engine, dense, monkeypatch, name, queued):
     assert len(again) > len(set(again)), "nothing was computed again"
     tokens = sessions.tokens("s")
     choices, logits = replay(dense, sessions, "s", tokens, [(0, POLICIES[name])], random_prompt(150))
-    assert len(choices) >= 5
+    assert len(choices) >= 4
     if name == "sink-window":
         assert all(got == want for got, want in choices.values())
     assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
@@ -386,7 +386,7 @@ def test_it_is_evicted_from_once_it_has_grown_beyond_min_prompt(engine, dense, n
     assert seen[0] == (0, 0) and seen[1][0] > 4 and seen[1][1] == 1 and seen[3][0] > seen[1][0]
     tokens = sessions.tokens("s")
     choices, logits = replay(dense, sessions, "s", tokens, [(0, POLICIES[name])], random_prompt(150), from_=150 + 39)
-    assert len(choices) >= 5 and all(got == want for got, want in choices.values())
+    assert len(choices) >= 4 and all(got == want for got, want in choices.values())
     assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
     sessions.end("s")
 

@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from drafting import MODEL, NGRAM, accepted, serve
+from drafting import MODEL, NGRAM, SERVED, accepted, serve
 from engine import after, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.replay import replay
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle, oracle_config, steps_of
 from vllm.sampling_params import StructuredOutputsParams
+
+pytestmark = SERVED
 
 BASE = {"budget": 160, "buffer": 32, "sink": 32, "recent": 32}
 POLICIES = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from drafting import NGRAM, VOCAB, Drafter, LayeredDrafter, prompt_of, serve, speculative
+from drafting import NGRAM, SERVED, VOCAB, Drafter, LayeredDrafter, prompt_of, serve, speculative
 from latent import DenseLatent, add_mtp, keep_what_is_asked, make_latent, mended_rotation
 from parity import assert_like_oracle
 from safetensors.torch import load_file
@@ -11,6 +11,8 @@ from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 
 from vllm_evict.config import KVPolicyError
+
+pytestmark = SERVED
 
 BLOCK = 16
 BASE = {"budget": 96, "buffer": 32, "sink": 16, "recent": 16}

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from drafting import MODEL, NGRAM, Drafter, LayeredDrafter, make_eagle, serve, speculative
+from drafting import MODEL, NGRAM, SERVED, Drafter, LayeredDrafter, make_eagle, serve, speculative
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
@@ -11,6 +11,8 @@ from test_drafters import POLICIES, assert_full_is_stock
 from test_sliding import WINDOW, assert_groups_like_oracle
 
 from vllm_evict.config import KVPolicyError
+
+pytestmark = SERVED
 
 #: Layers of the model.
 WINDOWS = [WINDOW, 0, WINDOW]
