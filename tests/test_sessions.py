@@ -223,6 +223,7 @@ def test_turns_go_on_with_the_holes_and_scores_of_former_ones(engine, dense, nam
     sessions.end("s")
 
 
+@pytest.mark.since("0.31", "its scheduler fails when a turn ends with a step in flight, without the plugin too")
 @pytest.mark.both_runners("h2o-queued")
 @pytest.mark.parametrize(
     "name, queued",
@@ -238,7 +239,7 @@ def test_with_steps_in_flight(async_engine, dense, monkeypatch, name, queued):
     assert len(again) > len(set(again)), "nothing was computed again"
     tokens = sessions.tokens("s")
     choices, logits = replay(dense, sessions, "s", tokens, [(0, POLICIES[name])], random_prompt(150))
-    assert len(choices) >= 4
+    assert len(choices) >= 5
     if name == "sink-window":
         assert all(got == want for got, want in choices.values())
     assert_like_oracle(sessions, "s", dense, logits, tokens, [length for length, _ in TURNS])
@@ -391,6 +392,7 @@ def test_it_is_evicted_from_once_it_has_grown_beyond_min_prompt(engine, dense, n
     sessions.end("s")
 
 
+@pytest.mark.since("0.31", "each turn of a session has the max_tokens of the first")
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "fastgen"])
 def test_a_ratio_is_of_the_prompt_so_far(engine, dense, name):
     policy = {**POLICIES.get(name, H2O), "name": name, "budget": 0.5, "buffer": 32}

@@ -10,6 +10,8 @@ from engine import assert_like_stock, exactly, logprobs_of, random_prompt
 from oracle.tiny import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+pytestmark = pytest.mark.since("0.31", "its CPU engine computes sinks in bfloat16 alone", kind="GptOss")
+
 BLOCK, WINDOW = 32, 48
 SIZES = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
