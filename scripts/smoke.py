@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 KERNELS = {"compact", "decode_classes", "decode_mass", "fold", "mass_from_lse", "put", "resident_view", "take", "tiles"}
-PRESETS = {"endless", "h2o-20", "h2o-last", "h2o-mean", "h2o-pressure", "streaming-llm"}
+PRESETS = {"endless", "h2o-20", "h2o-last", "h2o-mean", "h2o-pressure", "snapkv-whole", "streaming-llm"}
 
 
 checked = 0

@@ -18,12 +18,13 @@ TOKEN_TIE = 2e-6
 
 def oracle_config(policy, prompt, block_size=32, chunk=None):
     """The oracle's words for a plugin policy; with a context, of a server whose steps compute `chunk` tokens at most."""
-    not_its = {"name", "when", "allow", "min_prompt"} | TOKEN_OPTIONS | names_of(TIER)
+    not_its = {"name", "when", "allow", "min_prompt", "prompt"} | TOKEN_OPTIONS | names_of(TIER)
     assert policy.get("granularity", "block") == "block"
     options = {key: value for key, value in policy.items() if key not in not_its}
     if options.get("context") is None:
         options.pop("context", None)
-    config = Config(policy=policy["name"], block_size=block_size, prompt=tuple(prompt), **options)
+    whole = len(prompt) if policy.get("prompt") == "whole" else 0
+    config = Config(policy=policy["name"], block_size=block_size, prompt=tuple(prompt), whole=whole, **options)
     if chunk is None:
         return config
     return replaced(config, ahead=(config.trigger_blocks - config.budget_blocks + 1) * block_size + chunk)
@@ -69,10 +70,11 @@ def steps_of(trace, tokens):
     return [*before, min(last, len(tokens) - trace.start - sum(before))]
 
 
-def token_config(policy, block_size=32):
+def token_config(policy, block_size=32, prompt=()):
     """The oracle's words for a plugin policy of token granularity."""
-    options = {key: value for key, value in policy.items() if key in Config.__dataclass_fields__}
-    return Config(policy=policy["name"], block_size=block_size, **options)
+    options = {key: value for key, value in policy.items() if key in {*Config.__dataclass_fields__} - {"prompt"}}
+    whole = len(prompt) if policy.get("prompt") == "whole" else 0
+    return Config(policy=policy["name"], block_size=block_size, whole=whole, **options)
 
 
 def assert_logprobs(output, prompt, trace, logits):
@@ -89,7 +91,7 @@ def assert_tokens_like_oracle(dense, prompt, output, trace, policy, *, block_siz
     the oracle's requests."""
     tokens = [*prompt, *output.outputs[0].token_ids]
     merge = policy if policy.get("merge") else None
-    groups = [(token_config(policy, block_size), None)]
+    groups = [(token_config(policy, block_size, prompt), None)]
     steps = steps_of(trace, tokens)
     requests = replay_tokens(
         dense, tokens, steps, groups, trace.start, policy.get("sets", "head"), merge, settled=trace.settled

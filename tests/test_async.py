@@ -20,6 +20,7 @@ POLICIES = {
     "h2o-mean": {"name": "h2o", "budget": 160, "buffer": 0, "sink": 32, "recent": 64, "accumulate": "mean"},
     "sink-window": {"name": "sink-window", "budget": 160, "buffer": 0, "sink": 32},
     "scissorhands": {"name": "scissorhands", "budget": 192, "buffer": 64, "sink": 32, "recent": 64, "window": 48},
+    "snapkv-whole": {"name": "snapkv", "budget": 192, "buffer": 64, "sink": 32, "recent": 64, "prompt": "whole"},
 }
 
 

@@ -173,17 +173,20 @@ def test_adakv_matches_the_oracle(engine, model, dense, bands, floor):
     server.assert_nothing_left()
 
 
-def test_one_band_is_snapkv(engine, model):
+@pytest.mark.parametrize("prompt", ["chunks", "whole"])
+def test_one_band_is_snapkv(engine, model, prompt):
+    base = {**BASE, "prompt": prompt}
     answers = [
-        exactly(engine({**policy, **BASE}, model=model).generate([random_prompt(500, 1)], max_tokens=80, logprobs=0))
+        exactly(server.generate([random_prompt(500, 1)], max_tokens=80, logprobs=0))
         for policy in ({"name": "snapkv"}, {"name": "pyramidkv", "bands": 1}, {"name": "adakv", "bands": 1})
+        for server in [engine({**policy, **base}, model=model, max_num_batched_tokens=192)]
     ]
     assert answers[0] == answers[1] == answers[2]
 
 
-@pytest.mark.parametrize("name", ["pyramidkv", "adakv"])
-def test_preempted_aborted_and_asked_for_less(engine, model, name):
-    policy = {"name": name, **BASE, "allow": ["full"]}
+@pytest.mark.parametrize("name, prompt", [("pyramidkv", "chunks"), ("adakv", "chunks"), ("adakv", "whole")])
+def test_preempted_aborted_and_asked_for_less(engine, model, name, prompt):
+    policy = {"name": name, **BASE, "allow": ["full"], "prompt": prompt}
     server = engine(policy, model=model, blocks=140, max_num_batched_tokens=128, max_model_len=1024)
     ids = [
         server.add(random_prompt(300 + 20 * i, i), max_tokens=150, extra_args=extra, logprobs=0)

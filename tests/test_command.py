@@ -18,7 +18,17 @@ from vllm_evict.eval.tasks import TASKS
 from vllm_evict.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent
-PRESETS = {"endless", "h2o-20", "h2o-last", "h2o-mean", "h2o-pressure", "infllm", "omnikv", "quest-select"}
+PRESETS = {
+    "endless",
+    "h2o-20",
+    "h2o-last",
+    "h2o-mean",
+    "h2o-pressure",
+    "infllm",
+    "omnikv",
+    "quest-select",
+    "snapkv-whole",
+}
 PRESETS |= {"streaming-llm"}
 
 

@@ -61,7 +61,7 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     values |= {"window": 7, "every": 3, "heads": "max", "layers": "mean", "protect": False, "min_prompt": 300}
     values |= {"kernel": 5, "mix": 0.25, "seed": 11, "chunk": 500, "instruction": [3, 4], "when": policy.triggers[-1]}
     values |= {"sets": "all", "merge": "d2o", "merge_decay": 0.3, "merge_threshold": 0.1, "granularity": "token"}
-    values |= {"context": None}
+    values |= {"context": None, "prompt": "whole"}
     waiting = {"evict": "host", "host": 1 << 30, "recall": "quest", "recall_every": 4, "recall_blocks": 3}
     waiting |= {
         "again": 100,
@@ -72,7 +72,7 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     }
     selecting = {"select": 900, "select_every": 2, "select_sink": 32, "select_recent": 60, "filter_layers": [1, 3]}
     selecting |= {"dense_layers": None, "select_bounds": "sphere"}
-    if "granularity" in policy.options:
+    if "prompt" in policy.options:
         values["when"] = "budget"
     assert {*values, *waiting, *selecting} == frozenset().union(*(POLICIES[other].options for other in WHOLE))
     values = {field: value for field, value in values.items() if field in policy.options}

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 from loads import inputs
 from test_server import PROMPT, server  # noqa: F401
 
@@ -119,6 +120,7 @@ def send(address, sent):
     return answers
 
 
+@pytest.mark.since("0.30", "vLLM quotes what is wrong once for each type that it expected")
 def test_wrong_requests_are_the_clients_fault_and_cost_others_nothing(server):  # noqa: F811
     """Each gets a 4xx that says what is wrong; nothing is logged as an error; the books and a right answer are as before."""
     sent = list(itertools.islice(bodies(3, 1_000_000), CASES))

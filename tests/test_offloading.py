@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_sh
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.kv_offload.base import get_offload_block_hash
 
+pytestmark = pytest.mark.since("0.30", "its offloading connector has other hooks than the double of a host")
+
 BLOCK, LAYERS = 32, 2
 H2O = {"name": "h2o", "budget": 192, "recent": 64, "sink": 32, "allow": ["full", "keydiff", "sink-window"]}
 ANSWER = 140

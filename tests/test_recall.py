@@ -474,6 +474,16 @@ def test_without_a_host_nothing_is_planned_for_it(engine):
 
 
 TURNS = (0, 1024, 2048)
+NEEDLE = ROOT / "examples/needle/model"
+
+
+def needles():
+    """Ten questions behind contexts of 2,048 tokens: name -> sample, and name -> its token ids."""
+    prompts, filler, samples = Prompts(str(NEEDLE)), Filler(), {}
+    for task in ("niah", "multikey"):
+        for depth in (0.1, 0.17, 0.25, 0.33, 0.41):
+            samples[f"{task}-{depth}"] = make(task, 2048, depth, 0, 0, prompts.count, filler)
+    return samples, {name: prompts.ids(sample) for name, sample in samples.items()}
 
 
 @pytest.mark.both_runners("host-one-chunk")
@@ -493,16 +503,11 @@ def test_a_fact_is_found_after_its_context_was_evicted(engine, policy, starts, l
     """Two turns bring the context, which is evicted down to a tenth, and the question comes with the third. Or one chunk
     brings all, and is evicted before the second token of the answer. How many of ten answers are right differs by one
     between CPUs, whose bfloat16 kernels round differently."""
-    model = ROOT / "examples/needle/model"
-    prompts, filler = Prompts(str(model)), Filler()
+    samples, ids = needles()
     sizes = {"budget": 224, "buffer": 0, "sink": 32, "recent": 32}
     options = {"max_model_len": 2304, "max_num_batched_tokens": 10 * 2304, "enable_prefix_caching": True}
-    server = engine({**policy, **sizes}, model=model, dtype="bfloat16", blocks=1500, **options)
-    sessions, samples = Sessions(server.llm), {}
-    for task in ("niah", "multikey"):
-        for depth in (0.1, 0.17, 0.25, 0.33, 0.41):
-            samples[f"{task}-{depth}"] = make(task, 2048, depth, 0, 0, prompts.count, filler)
-    ids = {name: prompts.ids(sample) for name, sample in samples.items()}
+    server = engine({**policy, **sizes}, model=NEEDLE, dtype="bfloat16", blocks=1500, **options)
+    sessions = Sessions(server.llm)
     for start, end in pairwise(starts):
         sessions.turn({name: tokens[start:end] for name, tokens in ids.items()}, greedy(1))
     answers = sessions.turn({name: tokens[starts[-1] :] for name, tokens in ids.items()}, greedy(4))

@@ -12,11 +12,13 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from packaging.version import Version
 
 from vllm_evict.integration.metrics import HOST_COUNTERS, HOST_GAUGES
 
@@ -103,7 +105,8 @@ def running(model, log, *arguments):
 
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
-    with running(tiny, tmp_path_factory.mktemp("server") / "log.txt", "--enable-scale-out") as server:
+    scale_out = ["--enable-scale-out"] * (Version(version("vllm")) >= Version("0.30"))  # before, always on
+    with running(tiny, tmp_path_factory.mktemp("server") / "log.txt", *scale_out) as server:
         yield server
 
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_evict.config import KVPolicyError
 
+pytestmark = pytest.mark.since("0.30", "it wants keys of layers that read those of another")
 models = test_logits.models
 SCORED = {
     **{name: {"name": name, **BASE} for name in ("sink-window", "keydiff")},

@@ -20,6 +20,7 @@ POLICIES = {
     "h2o-ema": {"name": "h2o", **BASE, "accumulate": "ema", "decay": 0.95},
     "h2o-every": {"name": "h2o", **BASE, "every": 3},
     "snapkv": {"name": "snapkv", **BASE, "window": 24},
+    "snapkv-whole": {"name": "snapkv", **BASE, "window": 24, "prompt": "whole"},
     "tova": {"name": "tova", **BASE},
     "scissorhands": {"name": "scissorhands", **BASE, "window": 48},
 }

@@ -31,6 +31,7 @@ class Swaps(Mechanism):
                     yield Swap(req_id, 0, holes=candidates[: len(returns)], returns=returns)
 
 
+@pytest.mark.since("0.30", "its pool does not tell what it hands out", kind="unpublished")
 @pytest.mark.parametrize("caching", [True, False], ids=["published", "unpublished"])
 @pytest.mark.parametrize("poison", ["0", "1"])
 def test_blocks_that_no_request_took_come_back_without_a_copy(engine, dense, monkeypatch, poison, caching):
@@ -73,6 +74,7 @@ def test_blocks_that_no_request_took_come_back_without_a_copy(engine, dense, mon
     server.assert_nothing_left()
 
 
+@pytest.mark.since("0.30", "its pool does not tell what it hands out")
 def test_a_block_that_another_request_evicted_since_is_not_taken_for_one_s_own(engine):
     server = engine({**QUEST}, enable_prefix_caching=False)
     scheduler, pool = server.scheduler, server.scheduler.kv_cache_manager.block_pool
@@ -90,6 +92,7 @@ def test_a_block_that_another_request_evicted_since_is_not_taken_for_one_s_own(e
     assert scheduler._still_there(a, 3) is None and scheduler._still_there(b, 3) is block
 
 
+@pytest.mark.since("0.30", "its pool does not tell what it hands out")
 def test_blocks_that_vllm_frees_later_are_copied(engine):
     """A KV connector may have vLLM defer frees: the pool then does not tell when it hands these blocks out."""
     scheduler = engine({**QUEST}, enable_prefix_caching=False).scheduler

@@ -36,6 +36,8 @@ HOST = {"evict": "host", "host": "1GiB", "recall": "quest"}
 SERVED = {name: LOADS[name] for name in ("stock", "--kv-cache-dtype fp8", "sink-window", "h2o")} | {
     "h2o, pressure": ({}, {**H2O, "accumulate": "ema", "when": "pressure"}),
     "snapkv": ({}, SNAPKV),
+    "snapkv, whole prompts": ({}, {**SNAPKV, "prompt": "whole"}),
+    "tova, whole prompts": ({}, {**H2O, "name": "tova", "prompt": "whole"}),
     "h2o, recalled": ({}, {**H2O, **HOST}),
     "snapkv, recalled": ({}, {**SNAPKV, **HOST}),
 }

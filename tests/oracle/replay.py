@@ -35,6 +35,7 @@ class Config:
     prompt: tuple = ()  # random: token ids
     context: int = 2**62  # farthest that a query looks back
     ahead: int = 0  # tokens that may come before another decision
+    whole: int = 0  # tokens before which nothing is evicted
 
     def __post_init__(self):
         assert self.policy in POLICIES, self.policy
@@ -226,7 +227,9 @@ class Request:
         position = torch.arange(first, self.n)
         counted = (position % config.every == 0) & (position < end)
         if config.accumulate == "last":
-            if math.ceil(end / config.block_size) - len(self.evicted) > config.trigger_blocks:
+            if end <= config.whole:
+                decision = config.whole - 1
+            elif math.ceil(end / config.block_size) - len(self.evicted) > config.trigger_blocks:
                 decision = end - 1
             else:  # the first token of the block that will be one too many
                 decision = (config.trigger_blocks + len(self.evicted)) * config.block_size
@@ -350,8 +353,12 @@ class Request:
                     total[b] += share
         return total
 
+    def due(self):
+        """Whether a decision follows the step."""
+        return len(self.held()) > self.config.trigger_blocks and self.n >= self.config.whole
+
     def decide(self):
-        if self.config.policy == "full" or len(self.held()) <= self.config.trigger_blocks:
+        if self.config.policy == "full" or not self.due():
             self.replay.evicted.append([])
             return
         importance = self.importance()

@@ -58,7 +58,7 @@ class TokenRequest(Request):
 
     def decide(self):
         config, size = self.config, self.config.block_size
-        if len(self.held()) <= config.trigger_blocks or len(self.replay.evicted) < self.ready:
+        if not self.due() or len(self.replay.evicted) < self.ready:
             self.replay.evicted.append([])
             return
         blocks = candidates_of(self.n, self.evicted, config)

@@ -74,6 +74,13 @@ PROTECT = Option(
     "flight stay",
 )
 MIN_PROMPT = Option("min_prompt", whole(), 0, "requests with a shorter prompt keep everything")
+PROMPT = Option(
+    "prompt",
+    Literal["chunks", "whole"],
+    "chunks",
+    "`chunks`: a request loses blocks while its prompt is computed, chunk by chunk. `whole`: it keeps all blocks until "
+    "its prompt is computed, as in SnapKV's paper, so the pool has to hold whole prompts",
+)
 CONTEXT = Option(
     "context",
     Any,
@@ -142,7 +149,7 @@ TIER = (
 )
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
-    (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT, *TIER),
+    (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, CONTEXT, *TIER),
     budget=2048,
     buffer=128,
     sink=64,
@@ -243,7 +250,7 @@ ALLOW = Option(
 NEUTRAL = {
     option.name: option.default
     for options in (
-        (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, CONTEXT, BANDS),
+        (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, CONTEXT, BANDS),
         TIER,
         SELECT,
         PER_TOKEN,

@@ -21,6 +21,8 @@ REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_usage")
 #: Arguments that are sizes.
 REQUEST_SIZES = ("kv_budget", "kv_sink", "kv_recent")
 SIZE = "a whole number of tokens, 0 or more"
+#: Fields of the server that a request keeps under another policy, beside sizes and those of token granularity.
+HANDED = ("when", "protect", "min_prompt", "prompt", "context")
 #: Most argument names of one request that are compared with `REQUEST_FIELDS` letter by letter.
 MOST_COMPARED = 32
 
@@ -33,7 +35,7 @@ class Requests(Frozen):
 
         A request that picks another policy keeps these fields of the server, if the other policy has them:
 
-        - budget, buffer, protect, min_prompt, when, context and the fields of token granularity;
+        - budget, buffer, protect, min_prompt, prompt, when, context and the fields of token granularity;
         - fields of a selection, which every decode of the server follows;
         - sink and recent, if the server's configuration gives them;
         - scoring fields that differ from the defaults of the server's policy.
@@ -144,10 +146,7 @@ class Requests(Frozen):
         options |= {
             "budget": limits.budget * block_size,
             "buffer": self.buffer if self.when == "pressure" else (limits.trigger - limits.budget) * block_size,
-            **{
-                field: getattr(self, field)
-                for field in ("when", "protect", "min_prompt", "context", *names_of(PER_TOKEN), *names_of(TIER))
-            },
+            **{field: getattr(self, field) for field in (*HANDED, *names_of(PER_TOKEN), *names_of(TIER))},
             **{size: getattr(self, size) for size in {"sink", "recent"} - self.unsaid},
             **self._selection(),
         }

@@ -284,6 +284,17 @@ def _selects(config: KVPolicyConfig) -> None:
             )
 
 
+def _computes_whole_prompts(config: KVPolicyConfig) -> None:
+    if config.prompt == "chunks":
+        return
+    for refused, why in (
+        (config.when == "pressure", "the pool may run out while a prompt is computed: it needs when: budget"),
+        (config.context is not None, "a long prompt would outgrow the context: leave context out"),
+    ):
+        if refused:
+            raise ValueError(f"prompt: whole: {why}")
+
+
 def _fits_its_context(config: KVPolicyConfig) -> None:
     if config.context is None:
         return
@@ -342,7 +353,7 @@ def _has_the_trigger(config: KVPolicyConfig) -> None:
 
 
 RULES: tuple[Callable[[KVPolicyConfig], None], ...] = (
-    _allows_what_there_is, _sees_tokens, _keeps_on_the_host, _selects, _fits_its_context, _has_the_trigger,
-    _room_to_choose,
+    _allows_what_there_is, _sees_tokens, _keeps_on_the_host, _selects, _computes_whole_prompts, _fits_its_context,
+    _has_the_trigger, _room_to_choose,
 )  # fmt: skip
 REGISTRY.reserved |= frozenset(dir(KVPolicyConfig)) | frozenset(KVPolicyConfig.__annotations__)

@@ -142,7 +142,8 @@ class Sizes(Frozen):
     def bound(self: C, block_size: int, max_model_len: int) -> int | None:
         """Return the most blocks that any request holds between steps; None if a request may keep everything."""
         profiles = any(REGISTRY[name].profiles for name in self.allowed | {self.name})
-        if "full" in self.allowed or self.reconstructs or profiles or self.min_prompt > 1:
+        whole = self.prompt == "whole" or self.min_prompt > 1
+        if "full" in self.allowed or self.reconstructs or profiles or whole:
             return None
         limits = self.limits(block_size, max_model_len)
         return None if limits is None else limits.bound

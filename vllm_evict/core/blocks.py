@@ -76,6 +76,8 @@ class RequestBlocks:
     incarnation: int = 0
     #: Whether workers have got the request.
     started: bool = False
+    #: Whether the prompt, or the prompt of a session's turn, is computed; set under `prompt: whole` alone.
+    prompted: bool = False
     #: How workers measure the request; None: not at all.
     scoring: Scoring | None = None
     #: Position of the first query that the request computes. Tokens before it came from the prefix cache.
@@ -120,9 +122,19 @@ class RequestBlocks:
 
     @property
     def evictable(self) -> bool:
-        """Whether the request loses blocks while its prompt is computed. Other requests hold all blocks until then."""
+        """Whether the request loses blocks without a second pass over its prompt, or a profile of it."""
         policy = self.config.policy
         return self.limits is not None and not policy.reconstructs and not policy.profiles
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the request loses blocks while its prompt is computed. Other requests hold all blocks until then."""
+        return self.evictable and self.config.prompt == "chunks"
+
+    @property
+    def waits(self) -> bool:
+        """Whether no block goes yet, since the prompt is not computed."""
+        return self.config.policy.profiles or (self.config.prompt == "whole" and not self.prompted)
 
     @property
     def under_pressure(self) -> bool:
@@ -156,7 +168,7 @@ class RequestBlocks:
         self.incarnation += 1
         if self.saved is not None:
             return
-        self.started, self.scoring = False, None
+        self.started, self.scoring, self.prompted = False, None, False
         self.resident, self.places, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, NO_BLOCKS, 0, None, 0
         self.report, self.asked_at, self.prompt_scores, self.misses = None, 0, None, 0
         self.host, self.left, self.stays, self.scores, self.recalls = {}, {}, {}, {}, Recalls()
@@ -189,7 +201,7 @@ class RequestBlocks:
         """
         # A new incarnation cancels decisions that are due: the first step of this turn makes them due again.
         self.incarnation += 1
-        self.recalls = Recalls()
+        self.recalls, self.prompted = Recalls(), False
         if self.pure_tokens is not None:
             self.pure_tokens = min(self.pure_tokens, computed_tokens)
         if self.unprofiled is not None:
@@ -212,8 +224,12 @@ class RequestBlocks:
         return blocks - self.holes
 
     def over_trigger(self, blocks: int) -> bool:
-        waits = self.config.policy.profiles  # no decision before the end of the prompt
-        return self.limits is not None and not waits and self.held(blocks) > self.limits.trigger
+        """Whether a decision is due with a table of `blocks` entries."""
+        return not self.waits and self.exceeds(blocks)
+
+    def exceeds(self, blocks: int) -> bool:
+        """Whether a table of `blocks` entries has more resident blocks than the trigger."""
+        return self.limits is not None and self.held(blocks) > self.limits.trigger
 
     def choose(self, computed_tokens: int, report: Report | None) -> np.ndarray:
         """Choose the blocks to evict: the least important ones, until the request is back at its budget.

@@ -114,7 +114,7 @@ class AdmissionMixin:
         over = [
             (manager, resident)
             for manager, resident in zip(self.kv_managers, residents)
-            if resident.evictable and resident.over_trigger(len(manager.req_to_blocks[req_id]))
+            if resident.evictable and resident.exceeds(len(manager.req_to_blocks[req_id]))
         ]
         if any(resident.config.granularity == "token" or resident.config.context for _, resident in over):
             self._free_request_blocks(session)
@@ -131,7 +131,7 @@ class AdmissionMixin:
     def scoring_of(request: Request, resident: RequestBlocks) -> Scoring | None:
         """How workers measure a request from now on; None if they do not."""
         scoring = Scoring.of(resident.config, resident.limits.trigger) if resident.measured else None
-        if scoring is not None and resident.config.policy.profiles:
+        if scoring is not None and resident.waits and scoring.accumulate == "last":
             # The decision is taken with the prompt's last tokens, or in a later step if no report comes.
             scoring = replace(scoring, trigger=0, start=max(request.num_prompt_tokens - scoring.window, 0))
         return scoring

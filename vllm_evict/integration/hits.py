@@ -77,7 +77,7 @@ class HitsMixin:
         def most_held(hit: int) -> int:
             """Blocks that the request holds at most, in all KV groups, if it takes `hit` blocks in each."""
             return sum(
-                min(max(resident.limits.bound, hit) + manager.in_flight, whole) if resident.evictable else whole
+                min(max(resident.limits.bound, hit) + manager.in_flight, whole) if resident.bounded else whole
                 for manager, resident in zip(self.kv_managers, residents)
             )
 

@@ -260,7 +260,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         **kwargs: Any,
     ) -> int:
         resident = self.residents.get(request_id) if apply_admission_cap else None
-        if resident and resident.evictable:
+        if resident and resident.bounded:
             # A request with a longer prompt loses blocks chunk by chunk, so it never holds more than this. A cached
             # prefix, or one that a connector loads, may be longer than the bound; the first chunk comes on top.
             there = 0 if resident.started else math.ceil(total_computed_tokens / self.block_size)

@@ -86,7 +86,7 @@ class PreemptedMixin:
         (manager,), numbers = self.kv_managers, resident.saved.numbers
         known = math.ceil(resident.saved.computed_tokens / manager.block_size)
         blocks = math.ceil(request.num_tokens / manager.block_size)
-        if resident.evictable:
+        if resident.bounded:
             blocks = min(blocks, max(resident.limits.bound, known) + manager.in_flight)
         # One block is vLLM's null block.
         room = manager.block_pool.num_gpu_blocks - 1 if self.running else self.free_blocks

@@ -1,6 +1,8 @@
 """vLLM's schedulers with eviction: workers measure, the scheduler decides, and its plan tells the workers."""
 
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,7 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         #: Usage of the requests that end with a step.
         self._ended: dict[str, KVUsage] = {}
         self._policies = sorted(self.kv_policy.allowed)
+        self._keeps_prompts = any(part.prompt == "whole" for part in self.kv_policy.classes.values())
         logger.info(start_up_line(self))
 
     def _mechanisms(self) -> list[Mechanism]:
@@ -131,6 +134,8 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         self._rewound = {}
         self._plan_starts(plan, output)
         tokens = output.num_scheduled_tokens
+        if self._keeps_prompts:
+            self._note_prompts(tokens)
         over = [[each for each in noted if each in tokens] for noted in self._take_over_trigger()]
         step = Step(tokens, over, self._is_short())
         for mechanism in self.mechanisms:
@@ -153,6 +158,23 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
             for req_id in noted:
                 manager.note(req_id)
         return over
+
+    def _note_prompts(self, tokens: Iterable[str]) -> None:
+        """Note the requests of a step that computes the end of their prompt, under `prompt: whole`.
+
+        Workers that count the last queries before a decision foresee the next decisions by the trigger.
+        """
+        for manager, following in zip(self.kv_managers, self._plan.groups):
+            for req_id in tokens:
+                request, resident = self.requests[req_id], manager.residents[req_id]
+                waits = resident.config.prompt == "whole" and not resident.prompted
+                if not waits or request.num_computed_tokens < request.num_prompt_tokens:
+                    continue
+                resident.prompted = True
+                manager.note(req_id)
+                if resident.scoring is not None and resident.scoring.trigger != resident.limits.trigger:
+                    resident.scoring = replace(resident.scoring, trigger=resident.limits.trigger)
+                    following.triggers[req_id] = resident.limits.trigger
 
     def _plan_starts(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
         """Add to a plan how workers measure the requests that start, or start over, with its step."""

@@ -62,7 +62,7 @@ class TierMixin:
         """Whether evicted blocks are the last that the pool hands out.
 
         With a prefix cache they are the first: cached blocks, which have no copy on the host, are worth more. vLLM
-        before 0.32 does not tell what the pool hands out.
+        0.29 does not tell what the pool hands out.
         """
         pool = self.kv_cache_manager.block_pool
         watched = hasattr(pool, "unpin_blocks") and not self.defer_block_free  # vLLM frees later, and watches nothing

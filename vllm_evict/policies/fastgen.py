@@ -26,7 +26,7 @@ class FastGen(Policy):
     splits = "heads"
     profiles = True
     measures = frozenset({"mass"})
-    declares = (*without(KEEPING, "when", "context", *names_of(TIER)), *REDUCTION, WINDOW, BANDS, RECOVERY)
+    declares = (*without(KEEPING, "when", "prompt", "context", *names_of(TIER)), *REDUCTION, WINDOW, BANDS, RECOVERY)
     fixed = {"accumulate": "last"}
     triggers = ("budget",)
 

@@ -21,7 +21,7 @@ class KVzip(Policy):
     paper = "Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, 2025, arXiv:2505.23416"
     measures = frozenset({"mass"})
     reconstructs = True
-    declares = (*without(KEEPING, "context", *names_of(TIER)), *REDUCTION, *PER_TOKEN, CHUNK, INSTRUCTION)
+    declares = (*without(KEEPING, "prompt", "context", *names_of(TIER)), *REDUCTION, *PER_TOKEN, CHUNK, INSTRUCTION)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["mass"]
