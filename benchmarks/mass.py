@@ -55,7 +55,7 @@ class Batch:
         self.output = torch.empty_like(self.query)
         self.mass = torch.zeros(len(seq_lens), kv_heads, width * (block_size if per_token else 1))
         self.rows = torch.arange(len(seq_lens), dtype=torch.int32)
-        self.decodes = max(query_lens) == 1 and self.layout != "amx"
+        self.decodes = self.layout != "amx"
         self.metadata = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(seq_lens),
             num_heads=heads,

@@ -18,7 +18,7 @@ TOKEN_TIE = 2e-6
 
 def oracle_config(policy, prompt, block_size=32, chunk=None):
     """The oracle's words for a plugin policy; with a context, of a server whose steps compute `chunk` tokens at most."""
-    not_its = {"name", "when", "allow", "min_prompt", "prompt"} | TOKEN_OPTIONS | names_of(TIER)
+    not_its = {"name", "when", "allow", "min_prompt", "prompt", "exact"} | TOKEN_OPTIONS | names_of(TIER)
     assert policy.get("granularity", "block") == "block"
     options = {key: value for key, value in policy.items() if key not in not_its}
     if options.get("context") is None:

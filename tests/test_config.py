@@ -61,7 +61,7 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     values |= {"window": 7, "every": 3, "heads": "max", "layers": "mean", "protect": False, "min_prompt": 300}
     values |= {"kernel": 5, "mix": 0.25, "seed": 11, "chunk": 500, "instruction": [3, 4], "when": policy.triggers[-1]}
     values |= {"sets": "all", "merge": "d2o", "merge_decay": 0.3, "merge_threshold": 0.1, "granularity": "token"}
-    values |= {"context": None, "prompt": "whole"}
+    values |= {"context": None, "prompt": "whole", "exact": True}
     waiting = {"evict": "host", "host": 1 << 30, "recall": "quest", "recall_every": 4, "recall_blocks": 3}
     waiting |= {
         "again": 100,

@@ -26,9 +26,14 @@ from vllm_evict.core.plan import Scoring
 
 
 class Batch:
-    """Random arguments of decode_mass; rows 0, 2, ... decode, the others have queries of another number."""
+    """Random arguments of decode_mass for rows 0, 2, ..., which have one query; the others have up to 3.
 
-    def __init__(self, seq_lens, heads=(4, 2), dim=64, block_size=32, dtype=F32, layout="vec", magnitude=1.0):
+    `queries` gives other numbers of queries.
+    """
+
+    def __init__(
+        self, seq_lens, heads=(4, 2), dim=64, block_size=32, dtype=F32, layout="vec", magnitude=1.0, queries=None
+    ):
         random = torch.Generator().manual_seed(0)
         self.layout, self.scale, self.heads = layout, dim**-0.5, heads
         blocks = [-(-length // block_size) for length in seq_lens]
@@ -36,7 +41,7 @@ class Batch:
         pages[:, :, :block_size] = pack_keys(pages[:, :, :block_size].contiguous(), layout)
         pages = pages.to(dtype)
         self.keys, self.values = pages[:, :, :block_size], pages[:, :, block_size:]
-        queries = [1 if row % 2 == 0 else min(length, 3) for row, length in enumerate(seq_lens)]
+        queries = queries or [1 if row % 2 == 0 else min(length, 3) for row, length in enumerate(seq_lens)]
         self.starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
         self.query = torch.randn(sum(queries), heads[0] + 1, dim, generator=random).to(dtype)[:, 1:]
         self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
@@ -64,6 +69,8 @@ class Batch:
 
 
 LENGTHS = [1, 9, 31, 1, 64, 2, 333, 40, 1200]
+#: Of prompts: all queries of some, the last ones of others, in one pass over the keys and in several.
+QUERIES = [1, 2, 31, 1, 40, 2, 333, 3, 70]
 SHAPES = [  # heads, dim, block size, dtype
     ((4, 2), 64, 32, F32),
     ((4, 2), 64, 32, BF16),
@@ -107,16 +114,33 @@ def test_the_mass_is_that_of_block_mass(isa):
 
 
 @each_isa
-def test_large_scores_and_foreign_nans(isa):
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prompts_match_the_reference(isa, shape):
+    """By block and by token, where some queries have no weight; rows of one query beside them."""
+    heads, dim, block_size, dtype = shape
+    batch = Batch(LENGTHS, heads, dim, block_size, dtype, queries=QUERIES)
+    batch.weights = torch.rand(len(batch.query)) * (torch.rand(len(batch.query)) < 0.7)
+    batch.weights[: -len(batch.query) // 3] = 0
+    for per_token in False, True:
+        output, mass = batch.run(isa=isa, per_token=per_token)
+        expected, expected_mass = batch.run(decode_mass_reference, None, torch.float64, per_token=per_token)
+        torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        torch.testing.assert_close(mass.double(), expected_mass, rtol=5e-6, atol=1e-7)
+        assert mass.any() and (expected[int(batch.starts[1]) : int(batch.starts[2])] == 7).all()
+
+
+@each_isa
+@pytest.mark.parametrize("queries", [None, [1100, 1, 45], [200, 1, 30]], ids=["decodes", "all", "last"])
+def test_large_scores_and_foreign_nans(isa, queries):
     """Scores in the hundreds neither overflow nor vanish, and nothing behind the last token counts."""
-    batch = Batch([1100, 1, 45], magnitude=12.0)
+    batch = Batch([1100, 1, 45], magnitude=12.0, queries=queries)
     expected = batch.run(decode_mass_reference, None, torch.float64)
     for row, length in ((0, 1100), (2, 45)):
         block, used = int(batch.table[row, length // 32]), length % 32
         batch.values[block, :, used:] = torch.nan
         batch.keys[block].view(2, 64, 32)[..., used:] = torch.nan
     output, mass = batch.run(isa=isa)
-    torch.testing.assert_close(output, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output, expected[0], rtol=1e-4, atol=4e-4 if queries else 1e-4)
     torch.testing.assert_close(mass.double(), expected[1], rtol=1e-4, atol=1e-6)
 
 
@@ -140,20 +164,22 @@ def test_a_nan_key_gives_nan_output_and_mass(isa, per_token, length):
 
 
 @needs_extension
-def test_neither_threads_nor_other_requests_change_a_bit(set_threads):
-    batch = Batch(LENGTHS)
+@pytest.mark.parametrize("queries", [None, QUERIES], ids=["decodes", "prompts"])
+def test_neither_threads_nor_other_requests_change_a_bit(set_threads, queries):
+    batch = Batch(LENGTHS, queries=queries)
     whole = batch.run()
     set_threads(1 if torch.get_num_threads() > 1 else 3)
     assert all(torch.equal(a, b) for a, b in zip(batch.run(), whole, strict=True))
     batch.rows = torch.tensor([8], dtype=torch.int32)
     output, mass = batch.run()
-    token = int(batch.starts[8])
-    assert torch.equal(output[token], whole[0][token]) and torch.equal(mass[8], whole[1][8])
+    tokens = slice(*batch.starts[8:].tolist())
+    assert torch.equal(output[tokens], whole[0][tokens]) and torch.equal(mass[8], whole[1][8])
 
 
 @each_isa
-def test_without_mass_the_output_is_the_same(isa):
-    batch = Batch(LENGTHS)
+@pytest.mark.parametrize("queries", [None, QUERIES], ids=["decodes", "prompts"])
+def test_without_mass_the_output_is_the_same(isa, queries):
+    batch = Batch(LENGTHS, queries=queries)
     assert torch.equal(batch.run(isa=isa)[0], batch.run(isa=isa, rows_of_mass=0)[0])
     batch.weights = torch.zeros(len(batch.query))
     output, mass = batch.run(isa=isa)
@@ -271,7 +297,7 @@ def test_the_backend_passes_it_on():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda b: setattr(b, "rows", torch.tensor([5], dtype=torch.int32)), ValueError, "requests of one token"),
+        (lambda b: setattr(b, "rows", torch.tensor([9], dtype=torch.int32)), ValueError, "requests of the batch"),
         (lambda b: setattr(b, "layout", "amx"), (ValueError, TypeError), "amx|vec"),
         (lambda b: b.table.__setitem__((0, 0), 999), ValueError, "block ids"),
         (lambda b: setattr(b, "values", b.values.double()), TypeError, "value_cache"),
@@ -451,30 +477,54 @@ class Recorder:
         ([1], [3, 1], ["r0", "r1"], False, [("decode", [1], None, True), ("mass", [1, 1, 1, 0])]),
         ([], [3, 1], ["r0", "r1"], False, [("mass", None)]),
         ([1], [1, 1], None, False, [("decode", [1], None, False)]),
+        ([0, 1], [3, 1], ["r0", "r1"], True, [("decode", [0, 1], None, True)]),
+        ([0, 1], [3, 1], ["r0"], True, [("decode", [0, 1], [1, 1, 1, 0], True)]),
+        ([0], [3, 2], ["r0", "r1"], False, [("decode", [0], None, True), ("mass", [0, 0, 0, 1, 1])]),
     ],
 )
 def test_work_is_divided(rows, q_lens, measured, is_all, calls):
     work, recorder = work_of(rows, q_lens, measured), Recorder()
     work.do(recorder, None, 0, torch.zeros(sum(q_lens), 2, 16), None, None, None)
     assert recorder.calls == calls and work.is_all == is_all
-    assert work.stock_lens.tolist() == [1 if row in rows else 50 for row in range(len(q_lens))]
+    assert work.stock_lens.tolist() == [length if row in rows else 50 for row, length in enumerate(q_lens)]
 
 
 @needs_extension
-def test_only_requests_with_holes_leave_the_stock_kernel(engine, monkeypatch):
-    """Before its first eviction a request's decodes are stock's; after it they are ours."""
+@pytest.mark.parametrize("exact", [False, True])
+def test_measured_requests_leave_the_stock_kernel(engine, monkeypatch, exact):
+    """A request that may lose blocks is ours from its first token on; with `exact`, from its first hole on."""
     seen = []
 
     def watched(*args, **options):
-        seen.append(args[1].tolist())
+        seen.append((args[1].tolist(), args[0].query_start_loc.diff().tolist()))
         return decode_mass(*args, **options)
 
     monkeypatch.setattr(cpu, "decode_mass", watched)
-    server = engine({"name": "h2o", "budget": 96, "buffer": 32, "sink": 32, "recent": 32})
+    server = engine({"name": "h2o", "budget": 96, "buffer": 32, "sink": 32, "recent": 32, "exact": exact})
     assert server.runtime.decodes
     server.generate([range(1, 40)], max_tokens=20)
     assert not seen
-    server.generate([range(1, 100)], max_tokens=60)
+    server.generate([range(100, 199)], max_tokens=60)
     # 129 tokens are more than four blocks: the query at position 129 is the first over holes, that at 157 the last.
     layers = 2
-    assert seen == [[0]] * layers * (158 - 129)
+    if exact:
+        assert seen == [([0], [1])] * layers * (158 - 129)
+    else:
+        assert seen == [([0], [99])] * layers + [([0], [1])] * layers * (158 - 99)
+
+
+@needs_extension
+def test_prompts_beside_requests_that_are_not_measured_stay_with_the_stock_kernel(engine, monkeypatch):
+    """vLLM's kernel cannot skip a prompt's queries, so it computes all prompts of such a step."""
+    seen = []
+
+    def watched(*args, **options):
+        seen.append(args[0].query_start_loc.diff()[args[1].long()].tolist())
+        return decode_mass(*args, **options)
+
+    monkeypatch.setattr(cpu, "decode_mass", watched)
+    policy = {"name": "h2o", "budget": 96, "buffer": 32, "sink": 32, "recent": 32, "exact": False, "allow": ["full"]}
+    server = engine(policy)
+    asked = [(range(1, 100), {"extra_args": {"kv_policy": "full"}}), (range(1, 100), {})]
+    server.answered([(prompt, {"max_tokens": 60, **options}) for prompt, options in asked])
+    assert seen and {length for lengths in seen for length in lengths} == {1}

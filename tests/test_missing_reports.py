@@ -302,6 +302,7 @@ def test_heads_without_finite_scores_of_tokens_give_up_their_oldest(engine, comp
 def test_a_mass_pass_that_reads_a_freed_block_shows(engine, complaints, monkeypatch, poisoned):
     """A view that is stale for the mass pass alone: what attends, and so every output, is sound. Without NaN keys that
     count as NaN mass, block 1 would seem to draw nothing."""
+    monkeypatch.setenv("VLLM_EVICT_DECODE", "stock")
     server = engine(POLICIES["h2o"], max_num_batched_tokens=64, enable_prefix_caching=False)
     cache, mass = server.worker.model_runner.kv_caches[0], CPUOps.mass
     freed, stale = [], []

@@ -16,6 +16,8 @@ from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration import drafters, layers, refusals
 
+SERVER = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True), kv_transfer_config=None)
+
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
@@ -120,14 +122,14 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     cpu_layer.sliding_window = None
     found = {"layer.2": cpu_layer}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
-    group = SimpleNamespace(decodes=None, block_size=32)
+    group = SimpleNamespace(decodes=None, block_size=32, selection=None)
     runtime, given = EvictionRuntime([group], ops_for("CPU_ATTN"), names=[["layer.2"]]), kv_cache_of_one_group()
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
-        layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
-    layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
+        layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
+    layers.settle(SERVER, KVPolicyConfig.parse(UNMEASURED), runtime, given)
     assert group.decodes is False
     found["layer.2"].isa = "vec"
-    layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
+    layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
     assert group.decodes is (kernel_path() not in ("torch reference", "portable"))
     for field, value in {
         "alibi_slopes": [1.0],
@@ -135,11 +137,11 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
         "head_size": 72,
     }.items():
         found["layer.2"].impl = SimpleNamespace(**{**plain, field: value})
-        layers.settle(None, KVPolicyConfig.parse(UNMEASURED), runtime, given)
+        layers.settle(SERVER, KVPolicyConfig.parse(UNMEASURED), runtime, given)
         assert group.decodes is False
     found["layer.2"].impl = SimpleNamespace(**{**plain, "is_fp8_kv_cache": True})
     with pytest.raises(KVPolicyError, match=r"layer.2 keeps its keys as fp8.*on a CPU.*sink-window"):
-        layers.settle(None, KVPolicyConfig.parse(H2O), runtime, given)
+        layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
 
 
 #: Backend on a device -> what its layers have besides, where they are plain, and where they are not.
@@ -159,13 +161,13 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, _q_scale=one, _k_scale=one, _v_scale=one)
     found.sliding_window = None
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
-    group = SimpleNamespace(decodes=None, block_size=32)
+    group = SimpleNamespace(decodes=None, block_size=32, selection=None)
     runtime, given = EvictionRuntime([group], ops_for(name), names=[["layer.2"]]), kv_cache_of_one_group()
 
     def settle(policy, dtype=torch.bfloat16, named="auto", **changed):
         found.impl, found.kv_cache_torch_dtype = SimpleNamespace(**{**plain, **changed}), dtype
         found.kv_cache_dtype = named
-        layers.settle(None, KVPolicyConfig.parse(policy), runtime, given)
+        layers.settle(SERVER, KVPolicyConfig.parse(policy), runtime, given)
         return group.decodes
 
     assert settle(H2O)
@@ -195,8 +197,26 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     assert not settle(H2O)
 
 
+@pytest.mark.parametrize(
+    "backend, fields, caching, connector, expected",
+    [
+        ("CPU_ATTN", {}, False, None, False),
+        ("CPU_ATTN", {}, True, None, True),
+        ("CPU_ATTN", {}, False, "offloads", True),
+        ("CPU_ATTN", {"when": "pressure"}, False, None, True),
+        ("CPU_ATTN", {"when": "pressure", "exact": False}, True, None, False),
+        ("CPU_ATTN", {"exact": True}, False, None, True),
+        ("FLASH_ATTN", {"when": "pressure"}, True, None, False),
+        ("FLASH_ATTN", {"exact": True}, True, None, True),
+    ],
+)
+def test_requests_whose_blocks_others_read_keep_the_stock_kernel(backend, fields, caching, connector, expected):
+    config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caching), kv_transfer_config=connector)
+    assert layers._is_exact(config, KVPolicyConfig.parse({**H2O, **fields}), ops_for(backend)) == expected
+
+
 WHO = {
-    ("CPU_ATTN", False): ("requests with holes", "requests with holes"),
+    ("CPU_ATTN", False): ("requests with holes and measured requests", "requests with holes"),
     ("FLASH_ATTN", False): ("measured requests", ""),
     ("FLASHINFER", False): ("measured requests", ""),
     ("FLASH_ATTN", True): ("requests with holes and measured requests", "requests with holes"),
@@ -209,7 +229,8 @@ WHO = {
 def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, split, measured, decodes):
     found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), sliding_window=None)
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
-    ops, group = ops_for(backend), SimpleNamespace(decodes=decodes, graph_tokens=4096)
+    ops = ops_for(backend)
+    group = SimpleNamespace(decodes=decodes, graph_tokens=4096, selection=None)
     policy = KVPolicyConfig.parse(H2O if measured else UNMEASURED)
 
     def line(mode, in_graphs=False):
@@ -218,7 +239,8 @@ def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, spl
 
     told, own = line(CUDAGraphMode.NONE), WHO[backend, split][not measured] if decodes else ""
     assert f"{backend}'s own kernel" in told and "graphs" not in told
-    assert (f"the plugin's kernel decodes {own}" in told) == bool(own)
+    does = "attends for" if backend == "CPU_ATTN" else "decodes"
+    assert (f"the plugin's kernel {does} {own}" in told) == bool(own)
     assert ("attends to all requests" in told) != bool(own)
     assert ("output and mass in one read" in told) == (bool(own) and measured)
     assert (f"mass comes from {ops.beside}" in told) == measured

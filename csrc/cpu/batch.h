@@ -1,10 +1,12 @@
-// Shared by block_mass and decode_mass: checks of a batch, and its queries in the kernels' layout.
+// Shared by block_mass, decode_mass and prompt_mass: checks of a batch, its queries in the kernels'
+// layout, and the output.
 #pragma once
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
@@ -65,6 +67,40 @@ inline void fill_sinks(const MassArgs& a, int64_t first_head, int64_t rows, int6
   for (int64_t row = 0; row < rows; ++row)
     sinks[row] = a.sinks[first_head + row % group] * kLog2e;
   std::fill(sinks + rows, sinks + columns, kUnseen);
+}
+
+// Replaces the softmax sums of `count` rows by factors that turn Output::sums into outputs.
+inline void to_factors(const Rows& rows, int64_t count, const float* peak, float* mass) {
+  for (int64_t row = 0; row < count; ++row) {
+    if (!rows.sinks) {
+      mass[row] = 1.f / mass[row];
+      continue;
+    }
+    const float top = std::max(peak[row], rows.sinks[row]);  // NaN stays
+    const float ours = std::exp2(peak[row] - top);
+    mass[row] = ours / (mass[row] * ours + std::exp2(rows.sinks[row] - top));
+  }
+}
+
+template <class T>
+inline void write_rows_as(const DecodeArgs& d, const int32_t* tokens, int64_t first_head,
+                          int64_t rows, const float* sums, const float* factor) {
+  const int64_t group = d.mass.heads / d.mass.kv_heads;
+  for (int64_t row = 0; row < rows; ++row, sums += d.mass.dim) {
+    T* to = static_cast<T*>(d.output) + tokens[row / group] * d.output_token_stride +
+            (first_head + row % group) * d.output_head_stride;
+    for (int64_t dim = 0; dim < d.mass.dim; ++dim)
+      to[dim] = static_cast<T>(sums[dim] * factor[row]);
+  }
+}
+
+// Writes the output of rows whose heads follow each other.
+inline void write_rows(const DecodeArgs& d, const int32_t* tokens, int64_t first_head,
+                       int64_t rows, const float* sums, const float* factor) {
+  const auto write = d.mass.query_type == Type::bf16  ? write_rows_as<c10::BFloat16>
+                     : d.mass.query_type == Type::f16 ? write_rows_as<c10::Half>
+                                                      : write_rows_as<float>;
+  write(d, tokens, first_head, rows, sums, factor);
 }
 
 template <class T>

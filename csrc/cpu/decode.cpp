@@ -4,7 +4,6 @@
 
 #include <omp.h>
 
-#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -13,7 +12,7 @@
 namespace vllm_evict {
 namespace {
 
-// One row (the only token of a request) and one KV head.
+// The only token of a request and one KV head.
 struct Item {
   int64_t request, kv_head;
   int32_t token;
@@ -55,9 +54,6 @@ class Decode {
   int64_t row_bytes() const { return columns_ * (a_.dim + 3) * sizeof(float); }
 
  private:
-  template <class T>
-  void write(const Item& item, const float* sums, const float* factor);
-
   // A piece's part of the output: sums, peaks and masses.
   int64_t part_floats() const { return columns_ * a_.dim + 4 * columns_; }
   float* part(int64_t piece) { return parts_.get() + piece * part_floats(); }
@@ -81,10 +77,10 @@ void Decode::plan() {
   int64_t pieces = 0;
   for (int64_t i = 0; i < d_.num_rows; ++i) {
     const int64_t r = d_.rows[i];
-    require(r >= 0 && r < a_.requests && a_.starts[r + 1] - a_.starts[r] == 1,
-            "rows must be requests of one token");
+    require(r >= 0 && r < a_.requests, "rows must be requests of the batch");
     const int64_t blocks = ceil_div(a_.lens[r], a_.block_size);
     check_blocks(a_, r, blocks);
+    if (a_.starts[r + 1] - a_.starts[r] != 1) continue;  // prompt_mass attends
     const int32_t token = a_.starts[r];
     const bool measured = a_.out && (!a_.weights || a_.weights[token] != 0);
     for (int64_t head = 0; head < a_.kv_heads; ++head) {
@@ -153,15 +149,6 @@ void Decode::attend(int64_t piece, void* memory) {
                  {static_cast<const char*>(d_.values) + head, sums, peak, mass});
 }
 
-template <class T>
-void Decode::write(const Item& item, const float* sums, const float* factor) {
-  for (int64_t row = 0; row < group_; ++row, sums += a_.dim) {
-    T* to = static_cast<T*>(d_.output) + item.token * d_.output_token_stride +
-            (item.kv_head * group_ + row) * d_.output_head_stride;
-    for (int64_t dim = 0; dim < a_.dim; ++dim) to[dim] = static_cast<T>(sums[dim] * factor[row]);
-  }
-}
-
 // Combines an item's pieces in order, and computes mass from its tiles.
 void Decode::finish(int64_t index, void* memory) {
   const Item& item = work_.items[index];
@@ -183,21 +170,8 @@ void Decode::finish(int64_t index, void* memory) {
     }
   }
   const Rows all = rows(item, memory, false);
-  for (int64_t row = 0; row < group_; ++row) {
-    if (all.sinks) {
-      const float top = std::max(peak[row], all.sinks[row]);  // NaN stays
-      const float ours = std::exp2(peak[row] - top);
-      mass[row] = ours / (mass[row] * ours + std::exp2(all.sinks[row] - top));
-    } else {
-      mass[row] = 1.f / mass[row];
-    }
-  }
-  if (a_.query_type == Type::bf16)
-    write<c10::BFloat16>(item, sums, mass);
-  else if (a_.query_type == Type::f16)
-    write<c10::Half>(item, sums, mass);
-  else
-    write<float>(item, sums, mass);
+  to_factors(all, group_, peak, mass);
+  write_rows(d_, &item.token, item.kv_head * group_, group_, sums, mass);
   if (item.tile < 0) return;
   float* to = folded_.get() + item.mass;
   std::fill_n(to, folded(a_, item.blocks), 0.f);
@@ -237,6 +211,7 @@ void decode_mass(const std::vector<DecodeArgs>& classes, const Kernel& kernel, i
     multiply_adds += decode->multiply_adds();
     row_bytes = std::max(row_bytes, decode->row_bytes());
   }
+  for (const DecodeArgs& args : classes) prompt_mass(args, kernel, threads);
   if (items.empty()) return;
   if (multiply_adds < kSerialWork) threads = 1;
   const int64_t num_pieces = pieces.size(), num_items = items.size();

@@ -1,3 +1,4 @@
+// Mass of prompts' queries, or of all queries beside another kernel, with or without the output.
 // Divides a batch into units of work, runs them, and adds up their results in an
 // order that depends on nothing but the batch's shape.
 
@@ -23,7 +24,7 @@ constexpr int64_t kMaxPartialBytes = 32 << 20;
 // One request of the batch.
 struct Request {
   int64_t index;
-  int64_t first_token, num_tokens;  // range of its tokens of non-zero weight in Plan::tokens
+  int64_t first_token, num_tokens;  // range of its tokens in Plan::tokens
   int64_t blocks;
   int64_t pass_tokens;  // tokens that share a pass
 };
@@ -37,7 +38,7 @@ struct Unit {
 };
 
 struct Plan {
-  std::vector<int32_t> tokens;  // indices in the query, without zero weights
+  std::vector<int32_t> tokens;  // indices in the query; without output those of non-zero weight
   std::vector<Request> requests;
   std::vector<Unit> units;
   int64_t partials = 0;
@@ -49,29 +50,26 @@ struct Plan {
 
 int64_t tokens_per_pass(const MassArgs& a, int64_t blocks) {
   int64_t rows = kRowsPerPass;
-  if (a.per_token)
+  if (a.out && a.per_token)
     rows = std::min<int64_t>(rows, kMaxPowersBytes / (sizeof(float) * folded(a, blocks)));
   return std::max<int64_t>(1, rows / (a.heads / a.kv_heads));
 }
 
 int64_t max_units(const MassArgs& a, int64_t blocks) {
-  if (!a.per_token) return kMaxUnits;
+  if (!a.out || !a.per_token) return kMaxUnits;
   const int64_t bytes = sizeof(float) * folded(a, blocks) * a.kv_heads;
   return std::clamp<int64_t>(kMaxPartialBytes / bytes, 1, kMaxUnits);
 }
 
-void add_requests(const MassArgs& a, Plan& plan) {
-  plan.requests.reserve(a.requests);
-  for (int64_t r = 0; r < a.requests; ++r) {
-    const int64_t first = plan.tokens.size();
-    for (int32_t t = a.starts[r]; t < a.starts[r + 1]; ++t)
-      if (!a.weights || a.weights[t] != 0) plan.tokens.push_back(t);
-    const int64_t count = plan.tokens.size() - first;
-    if (!count) continue;
-    const int64_t blocks = ceil_div(a.lens[r], a.block_size);
-    check_blocks(a, r, blocks);
-    plan.requests.push_back({r, first, count, blocks, tokens_per_pass(a, blocks)});
-  }
+void add_request(const MassArgs& a, int64_t r, bool attends, Plan& plan) {
+  const int64_t first = plan.tokens.size();
+  for (int32_t t = a.starts[r]; t < a.starts[r + 1]; ++t)
+    if (attends || !a.weights || a.weights[t] != 0) plan.tokens.push_back(t);
+  const int64_t count = plan.tokens.size() - first;
+  if (!count) return;
+  const int64_t blocks = ceil_div(a.lens[r], a.block_size);
+  check_blocks(a, r, blocks);
+  plan.requests.push_back({r, first, count, blocks, tokens_per_pass(a, blocks)});
 }
 
 void add_units(const MassArgs& a, const Kernel& kernel, const Request& request, Plan& plan) {
@@ -82,23 +80,28 @@ void add_units(const MassArgs& a, const Kernel& kernel, const Request& request, 
     for (int64_t t = 0; t < request.num_tokens; t += unit_passes * per_pass) {
       const int64_t count = std::min(unit_passes * per_pass, request.num_tokens - t);
       plan.units.push_back({&request, head, request.first_token + t, count, plan.partials});
-      plan.partials += folded(a, request.blocks);
+      if (a.out) plan.partials += folded(a, request.blocks);
     }
   }
   plan.unit_passes = std::max(plan.unit_passes, unit_passes);
   const int64_t pass_tokens = std::min(per_pass, request.num_tokens);
   plan.pass_tokens = std::max(plan.pass_tokens, pass_tokens);
-  if (a.per_token)
+  if (a.out && a.per_token)
     plan.powers = std::max(plan.powers, folded(a, request.blocks) *
                                             power_rows(kernel, pass_tokens * (a.heads / a.kv_heads)));
   plan.max_blocks = std::max(plan.max_blocks, request.blocks);
   plan.work += double(request.num_tokens) * request.blocks * a.block_size * a.heads * a.dim;
 }
 
-Plan make_plan(const MassArgs& a, const Kernel& kernel) {
+// Of the requests of several tokens among the rows of `d`; of all requests if it is null.
+Plan make_plan(const MassArgs& a, const Kernel& kernel, const DecodeArgs* d) {
   check_starts(a);
   Plan plan;
-  add_requests(a, plan);
+  plan.requests.reserve(a.requests);
+  for (int64_t i = 0; i < (d ? d->num_rows : a.requests); ++i) {
+    const int64_t r = d ? d->rows[i] : i;
+    if (!d || a.starts[r + 1] - a.starts[r] > 1) add_request(a, r, d != nullptr, plan);
+  }
   for (const Request& request : plan.requests) add_units(a, kernel, request, plan);
   return plan;
 }
@@ -108,18 +111,20 @@ Plan make_plan(const MassArgs& a, const Kernel& kernel) {
 struct Pass {
   Rows rows;
   Blocks blocks;
-  Tiles tiles;
+  Tiles tiles;         // null if no row is measured
   int64_t num_blocks;  // blocks that some row sees
+  Output output;       // null without output
 };
 
 // Memory of equal size for each pass.
 class Scratch {
  public:
-  Scratch(const MassArgs& a, const Kernel& kernel, const Plan& plan) {
+  Scratch(const MassArgs& a, const Kernel& kernel, const Plan& plan, bool attends) {
     rows_ = round_up(plan.pass_tokens * (a.heads / a.kv_heads), kRowAlign);
     q_ = rows_ * a.dim;
     tiles_ = rows_ * plan.max_blocks * (a.block_size / kernel.tile_tokens(a.block_size));
     powers_ = plan.powers;
+    sums_ = attends ? q_ : 0;
   }
   int64_t bytes() const { return sizeof(float) * floats(); }
   void allocate(int64_t passes) { memory_.reset(new float[passes * floats()]); }
@@ -131,16 +136,22 @@ class Scratch {
   float* peak(int64_t i) const { return sinks(i) + rows_; }
   float* mass(int64_t i) const { return peak(i) + tiles_; }
   float* powers(int64_t i) const { return powers_ ? mass(i) + tiles_ : nullptr; }
+  // Of Output, with its padding.
+  float* sums(int64_t i) const { return mass(i) + tiles_ + powers_; }
+  float* row_peak(int64_t i) const { return sums(i) + sums_; }
+  float* row_mass(int64_t i) const { return row_peak(i) + rows_ + kRowAlign; }
 
  private:
-  int64_t floats() const { return q_ + 3 * rows_ + 2 * tiles_ + powers_; }
-  int64_t rows_, q_, tiles_, powers_;
+  int64_t floats() const {
+    return q_ + 3 * rows_ + 2 * tiles_ + powers_ + (sums_ ? sums_ + 2 * (rows_ + kRowAlign) : 0);
+  }
+  int64_t rows_, q_, tiles_, powers_, sums_;
   std::unique_ptr<float[]> memory_;
 };
 
 // The pass over a unit's tokens [first, first + count), in the i-th scratch.
-Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const Unit& unit,
-             int64_t first, int64_t count, const Scratch& scratch, int64_t i) {
+Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const DecodeArgs* d,
+             const Unit& unit, int64_t first, int64_t count, const Scratch& scratch, int64_t i) {
   const int64_t group = a.heads / a.kv_heads;
   const int64_t request = unit.request->index;
   const int32_t* tokens = plan.tokens.data() + unit.first_token + first;
@@ -150,27 +161,38 @@ Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const Un
   const bool pairs = kernel.dots_pairs && bf16 && a.query_type == Type::bf16;
   pack_queries(a, kernel, tokens, unit.kv_head * group, rows, pairs, scratch.q(i));
   const int32_t before = a.lens[request] - a.starts[request + 1];
+  bool measured = false;
   for (int64_t row = 0; row < rows; ++row) {
     const int32_t token = tokens[row / group];
     scratch.seen(i)[row] = before + token + 1;
     scratch.weights(i)[row] = a.weights ? a.weights[token] : 1.f;
+    measured |= a.out && scratch.weights(i)[row] != 0;
   }
   std::fill(scratch.weights(i) + rows, scratch.weights(i) + columns, 0.f);
   fill_sinks(a, unit.kv_head * group, rows, columns, scratch.sinks(i));
   const int64_t num_blocks = ceil_div(before + tokens[count - 1] + 1, a.block_size);
   const int64_t tiles = num_blocks * (a.block_size / kernel.tile_tokens(a.block_size));
-  std::fill_n(scratch.peak(i), tiles * columns, kUnseen);
-  std::fill_n(scratch.mass(i), tiles * columns, 0.f);
-
-  const int64_t key_bytes = a.packing == Packing::f32 ? 4 : 2;
-  const char* keys =
-      static_cast<const char*>(a.keys) + unit.kv_head * a.key_head_stride * key_bytes;
+  if (measured) {
+    std::fill_n(scratch.peak(i), tiles * columns, kUnseen);
+    std::fill_n(scratch.mass(i), tiles * columns, 0.f);
+  }
+  const int64_t bytes = a.packing == Packing::f32 ? 4 : 2;
+  const int64_t head = unit.kv_head * a.key_head_stride * bytes;
+  Output output{};
+  if (d) {
+    output = {static_cast<const char*>(d->values) + head, scratch.sums(i), scratch.row_peak(i),
+              scratch.row_mass(i)};
+    std::fill_n(output.sums, columns * a.dim, 0.f);
+    std::fill_n(output.peak, columns + kRowAlign, kUnseen);
+    std::fill_n(output.mass, columns + kRowAlign, 0.f);
+  }
   return {{scratch.q(i), pairs, a.scale * kLog2e, a.soft_cap * kLog2e, scratch.seen(i),
            scratch.weights(i), a.sinks ? scratch.sinks(i) : nullptr, rows},
-          {keys, a.packing, a.key_block_stride, a.block_size, a.dim,
-           a.table + request * a.table_stride},
-          {scratch.peak(i), scratch.mass(i), columns, scratch.powers(i), power_rows(kernel, rows)},
-          num_blocks};
+          {static_cast<const char*>(a.keys) + head, a.packing, a.key_block_stride, a.block_size,
+           a.dim, a.table + request * a.table_stride},
+          {measured ? scratch.peak(i) : nullptr, measured ? scratch.mass(i) : nullptr, columns,
+           measured ? scratch.powers(i) : nullptr, power_rows(kernel, rows)},
+          num_blocks, output};
 }
 
 // Adds a pass's mass to a unit's result.
@@ -179,22 +201,32 @@ void fold(const MassArgs& a, const Kernel& kernel, const Pass& pass, float* part
   fold(pass.rows, a.block_size, pass.num_blocks, pass.tiles, partial);
 }
 
-// One thread for each unit, for large batches.
-void run_units(const MassArgs& a, const Kernel& kernel, const Plan& plan, int threads,
-               Scratch& scratch, float* partials) {
+// One thread for each unit, for large batches, and for output.
+void run_units(const MassArgs& a, const Kernel& kernel, const Plan& plan, const DecodeArgs* d,
+               int threads, Scratch& scratch, float* partials) {
   scratch.allocate(threads);
   // Later units of a prefill see more keys, so they start first.
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (int64_t i = plan.units.size() - 1; i >= 0; --i) {
     const Unit& unit = plan.units[i];
     float* partial = partials + unit.partial;
-    std::fill_n(partial, folded(a, unit.request->blocks), 0.f);
+    if (a.out) std::fill_n(partial, folded(a, unit.request->blocks), 0.f);
     const int64_t per_pass = unit.request->pass_tokens;
     for (int64_t t = 0; t < unit.num_tokens; t += per_pass) {
       const int64_t count = std::min(per_pass, unit.num_tokens - t);
-      const Pass pass = prepare(a, kernel, plan, unit, t, count, scratch, omp_get_thread_num());
-      kernel.score(pass.rows, pass.blocks, 0, pass.num_blocks, pass.tiles);
-      fold(a, kernel, pass, partial);
+      const Pass pass =
+          prepare(a, kernel, plan, d, unit, t, count, scratch, omp_get_thread_num());
+      if (d) {
+        const Output& output = pass.output;
+        kernel.attend(pass.rows, pass.blocks, 0, pass.num_blocks, pass.tiles, output);
+        to_factors(pass.rows, pass.rows.count, output.peak, output.mass);
+        write_rows(*d, plan.tokens.data() + unit.first_token + t,
+                   unit.kv_head * (a.heads / a.kv_heads), pass.rows.count, output.sums,
+                   output.mass);
+      } else {
+        kernel.score(pass.rows, pass.blocks, 0, pass.num_blocks, pass.tiles);
+      }
+      if (pass.tiles.mass) fold(a, kernel, pass, partial);
     }
   }
 }
@@ -213,7 +245,7 @@ void run_pieces(const MassArgs& a, const Kernel& kernel, const Plan& plan, int t
 #pragma omp for
     for (int64_t i = 0; i < units; ++i) {
       const Unit& unit = plan.units[i];
-      passes[i] = prepare(a, kernel, plan, unit, 0, unit.num_tokens, scratch, i);
+      passes[i] = prepare(a, kernel, plan, nullptr, unit, 0, unit.num_tokens, scratch, i);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t n = 0; n < units * pieces; ++n) {
@@ -244,16 +276,29 @@ void add_partials(const MassArgs& a, const Plan& plan, const float* partials) {
 }  // namespace
 
 void block_mass(const MassArgs& a, const Kernel& kernel, int threads) {
-  const Plan plan = make_plan(a, kernel);
+  const Plan plan = make_plan(a, kernel, nullptr);
   if (plan.units.empty()) return;
   if (plan.work < kSerialWork) threads = 1;
-  Scratch scratch(a, kernel, plan);
+  Scratch scratch(a, kernel, plan, false);
   std::unique_ptr<float[]> partials(new float[plan.partials]);
   const int64_t units = plan.units.size();
-  const bool split = threads > 1 && units < 4 * threads && plan.unit_passes == 1 &&
-                     units * scratch.bytes() <= kMaxSplitBytes;
-  (split ? run_pieces : run_units)(a, kernel, plan, threads, scratch, partials.get());
+  if (threads > 1 && units < 4 * threads && plan.unit_passes == 1 &&
+      units * scratch.bytes() <= kMaxSplitBytes)
+    run_pieces(a, kernel, plan, threads, scratch, partials.get());
+  else
+    run_units(a, kernel, plan, nullptr, threads, scratch, partials.get());
   add_partials(a, plan, partials.get());
+}
+
+void prompt_mass(const DecodeArgs& d, const Kernel& kernel, int threads) {
+  const MassArgs& a = d.mass;
+  const Plan plan = make_plan(a, kernel, &d);
+  if (plan.units.empty()) return;
+  if (plan.work < kSerialWork) threads = 1;
+  Scratch scratch(a, kernel, plan, true);
+  std::unique_ptr<float[]> partials(new float[plan.partials]);
+  run_units(a, kernel, plan, &d, threads, scratch, partials.get());
+  if (a.out) add_partials(a, plan, partials.get());
 }
 
 }  // namespace vllm_evict

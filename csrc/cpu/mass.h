@@ -68,7 +68,7 @@ struct Tiles {
   int64_t power_rows;  // at least the number of rows, with the last group padded
 };
 
-// Attention so far of rows that see the same tokens: output = sums / mass.
+// Attention so far of rows: output = sums / mass.
 struct Output {
   const void* values;  // block 0, this head: [block_size, dim], of the keys' type and strides
   float* sums;         // [rows up to Kernel::padded, dim]
@@ -109,15 +109,18 @@ extern const Kernel* const portable_kernel;
 struct DecodeArgs {
   MassArgs mass;        // out is null for no mass
   const void* values;   // [blocks, kv_heads, block_size, dim]
-  const int32_t* rows;  // [num_rows], requests of one token each
+  const int32_t* rows;  // [num_rows], requests
   int64_t num_rows;
   void* output;  // [tokens, heads, dim], of the query's type
   int64_t output_token_stride, output_head_stride;
 };
 
-// The same bits for any number of threads. Both throw std::invalid_argument, before they write
+// The same bits for any number of threads. They throw std::invalid_argument, before they write
 // anything, if a start, length or block id is out of range.
 void block_mass(const MassArgs&, const Kernel&, int threads);
+// Attends for requests of any number of tokens.
 void decode_mass(const std::vector<DecodeArgs>& classes, const Kernel&, int threads);
+// The part of decode_mass that attends for the requests of several tokens, in one class.
+void prompt_mass(const DecodeArgs&, const Kernel&, int threads);
 
 }  // namespace vllm_evict

@@ -427,8 +427,9 @@ void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
     __builtin_memcpy(tiles.peak + place, &peak, sizeof(float) * M);
     __builtin_memcpy(tiles.mass + place, &mass, sizeof(float) * M);
   }
-  // Slots behind the last token may hold NaN, so they are skipped, not multiplied by 0.
-  const int64_t left = rows.seen[0] - tile.position;
+  // Slots behind the last token that a row sees may hold NaN, so they are skipped, not multiplied by 0.
+  const int64_t last = first + M < rows.count ? first + M : rows.count;
+  const int64_t left = rows.seen[last - 1] - tile.position;
   add_all_values<typename Keys::Element, M, kDims>(
       values + tile.token * blocks.dim, 0, blocks.dim, left < kTokens ? left : kTokens,
       tile.next_block, p, kTokens, factor, output.sums + first * blocks.dim);

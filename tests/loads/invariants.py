@@ -121,6 +121,7 @@ class Invariants(HostInvariants):
                 resident = manager.residents[req_id]
                 limits, policy = resident.limits, resident.config.policy
                 waits = policy.profiles or (policy.reconstructs and resident.prompt_scores is None)
+                waits |= resident.config.prompt == "whole" and settled < request.num_prompt_tokens
                 if limits is None or resident.under_pressure or waits or resident.misses:
                     break
                 table = manager.req_to_blocks[req_id][: -(-settled // self.settings.block)]
@@ -138,7 +139,10 @@ class Invariants(HostInvariants):
                     raise Fault("bound", f"{req_id}: {total} blocks of all groups together, above {most}")
 
     def _check_floors(self, plan: Any) -> None:
-        """What went since the last step is neither sink nor recent, and leaves what the policy keeps."""
+        """What went since the last step is neither sink nor recent, nor of a prompt that stays whole.
+
+        It leaves what the policy keeps.
+        """
         block, pools = self.settings.block, self.scheduler.kv_policy.policy.pools
         for manager, group in zip(self.evictable, plan.groups):
             for req_id, holes in group.holes.items():
@@ -148,6 +152,8 @@ class Invariants(HostInvariants):
                     continue  # a session's next turn may have other sizes already
                 settled = request.num_computed_tokens - request.num_in_flight_tokens
                 recent = max(settled - limits.recent, 0) // block
+                if resident.config.prompt == "whole" and settled < request.num_prompt_tokens:
+                    raise Fault("floor", f"{req_id} lost {holes} when {settled} tokens of its prompt were computed")
                 if min(holes) < limits.sink or max(holes) >= recent:
                     raise Fault("floor", f"{req_id} lost {holes}, {limits.sink} are sinks, from {recent} on recent")
                 table = manager.req_to_blocks[req_id][: -(-settled // block)]

@@ -292,6 +292,7 @@ class Maker:
             "recovery": pick((0.1, 0.5, 0.95, 1.0)),
             "chunk": block * self.random.randint(1, 8),
             "instruction": [1, 2, 3],
+            "prompt": "whole",
         }
         values |= {option: value for option, value in rare.items() if self._chance(0.3)}
         if "granularity" in options and self._chance(0.35):
@@ -303,9 +304,11 @@ class Maker:
         if "context" in chosen:
             chosen |= {"granularity": "block"} if "granularity" in chosen else {}
             chosen.pop("merge", None)
-            chosen |= {"when": "budget", "min_prompt": 0}
+            chosen |= {"when": "budget", "min_prompt": 0, "prompt": "chunks"}
             if isinstance(chosen.get("budget"), float):
                 chosen["budget"] = sink + recent + 2 * block
+        if chosen.get("prompt") == "whole":
+            chosen["when"] = "budget"
         if self._chance(0.5):
             others = [each for each in POLICIES if not POLICIES[each].splits]
             chosen["allow"] = [] if self._chance(0.5) else self.random.sample(others, 3)

@@ -30,8 +30,10 @@ class Batch:
     def __init__(self) -> None:
         #: Requests of the step, in row order.
         self.req_ids: list[str] = []
-        #: Requests that the plugin's kernel decodes, in all groups.
+        #: Requests that the plugin's kernel attends for, in all groups: decodes, and prompts if `takes_prompts`.
         self.own: set[str] = set()
+        #: Whether that kernel attends for several queries of a request.
+        self.takes_prompts = False
         #: The full graph that this step replays or captures; None: no full graph.
         self.graph: Attends | None = None
         #: Request with drafts -> its leading queries in this step, which are of settled tokens; drafts follow them.
@@ -49,6 +51,16 @@ class Batch:
             rows = np.fromiter((req_id in self.own for req_id in self.req_ids), bool, len(self.req_ids))
             self._rows = (list(self.req_ids), set(self.own), rows)
         return rows
+
+    def own_now(self, query_start_loc: np.ndarray) -> np.ndarray:
+        """Return the rows that the plugin's kernel attends for in this step: int64 [n].
+
+        vLLM's kernel cannot skip the queries of a prompt. So prompts are among them only if all rows are.
+        """
+        own = self.own_rows()
+        if self.takes_prompts and own.all():
+            return np.arange(len(own))
+        return np.flatnonzero(own & (np.diff(query_start_loc) == 1))
 
     def settled_queries(self, query_start_loc: np.ndarray) -> np.ndarray | None:
         """Return the leading queries of each row that are of settled tokens: int64 [R]; None: all of them are."""
@@ -383,8 +395,8 @@ class GroupRuntime:
             table = metadata.block_table_tensor
             logical = self._identity[:width].expand(rows, width)
         if decodes:
-            # The plugin's kernel decodes a request in all groups or in none.
-            own = np.flatnonzero(self.batch.own_rows() & (np.diff(starts) == 1))
+            # The plugin's kernel attends for a request in all groups or in none.
+            own = self.batch.own_now(starts)
         if selects:
             select = self.selection.step(req_ids, selecting, filled, table, starts, held)
             own = np.union1d(own, selecting)
@@ -411,7 +423,7 @@ class GroupRuntime:
         if len(own):
             metadata = metadata if self.with_holes else copy(metadata)
             stock = held.copy()
-            stock[own] = 1
+            stock[own] = np.diff(starts)[own]
             metadata.seq_lens, metadata.seq_lens_cpu_upper_bound = work.stock_lens, torch.from_numpy(stock)
         return metadata, work
 

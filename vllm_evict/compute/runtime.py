@@ -40,6 +40,7 @@ class EvictionRuntime:
 
     Attributes:
         numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
+        exact: whether the backend's kernel attends for all requests without holes.
         trouble: what went wrong with host blocks in the last step; None: nothing.
         copied: event after which the contents of the last reports are valid (see `transfer`); None: they are valid.
         views: views of the groups.
@@ -66,12 +67,16 @@ class EvictionRuntime:
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
         self.views = Views(groups, self.batch)
+        self.exact = False
         self.copied: Any = None
         self.trouble: HostTrouble | None = None
         #: Whether a plan has come. After the first plan each step with requests has a plan.
         self._planned = False
         self._scheduler_output: Any = None
         self._graph: Any = _UNKNOWN
+        # Scores of drafts, and selections, are for decodes alone.
+        plain = not speculates and all(group.selection is None for group in groups)
+        self.batch.takes_prompts = plain and getattr(ops, "takes_prompts", False)
         for group in groups:
             group.batch, group.views = self.batch, self.views
 
@@ -142,21 +147,27 @@ class EvictionRuntime:
 
     @property
     def decodes_lacking(self) -> bool:
-        """Whether the plugin's kernel decodes requests with holes, for layers that it supports."""
-        return bool(self.pages) or not self.ops.decodes_measured
+        """Whether the plugin's kernel attends for requests with holes, in layers that it supports."""
+        return bool(self.pages) or self.ops.decodes_lacking
+
+    @property
+    def decodes_measured(self) -> bool:
+        """Whether it attends for all measured requests. With `exact` it attends for those with holes alone."""
+        return self.ops.decodes_measured and not self.exact
 
     def _own(self) -> set[str]:
-        """Return the requests that the plugin's kernel decodes.
+        """Return the requests that the plugin's kernel attends for, where it can.
 
-        These are requests with holes, if that kernel is faster or heads are split (it decodes split heads by one call).
-        On a device also measured requests, which another kernel would decode with a second read of the keys.
+        - Measured requests: vLLM's kernel would leave a second read of the keys to the score pass.
+        - Requests with holes, if that kernel is faster or heads are split (one call attends for split heads).
         """
-        own: set[str] = set()
+        measured: set[str] = set()
         if self.ops.decodes_measured:
-            own.update(*(group.measured for group in self.groups))
-        if self.decodes_lacking:
-            own.update(*(group.with_holes for group in self.groups))
-        return own
+            measured.update(*(group.measured for group in self.groups))
+        lacking = set().union(*(group.with_holes for group in self.groups))
+        if not self.decodes_measured:
+            measured &= lacking
+        return measured | lacking if self.decodes_lacking else measured
 
     def choose_graph(self, full: bool) -> Attends | None:
         """Choose the full CUDA graph that this step replays; None: no full graph.

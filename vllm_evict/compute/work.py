@@ -39,11 +39,11 @@ class HeadSlice:
 
 
 class StepWork:
-    """Decodes and measurements of the plugin in one step, the same for all layers of a KV group.
+    """Attention and measurements of the plugin in one step, the same for all layers of a KV group.
 
-    Requests without evicted blocks use vLLM's kernel; their output is bit-identical to vLLM's. Requests with holes are
-    decoded by a kernel that computes output and mass in one read. Queries of prefills are measured beside the stock
-    kernel.
+    Some requests are attended for by a kernel of the plugin, which computes output and mass in one read
+    (`EvictionRuntime._own`). The others use vLLM's kernel, so their output is bit-identical to vLLM's. Their mass is
+    measured beside it.
 
     Args:
         mass: measurement by block; None if there is none.
@@ -51,7 +51,7 @@ class StepWork:
         prompts: measurement of repeated prompts; None if there is none.
         bounds: scores by bounds of keys; None if there are none.
         select: selection of blocks; None if there is none.
-        rows: int64 [n], batch rows, of one query each, that the plugin decodes.
+        rows: int64 [n], batch rows that the plugin attends for.
         selecting: int64 [m], the rows of them that select blocks.
         query_start_loc: int32 [R + 1].
         seq_lens: int32 [R], resident tokens.
@@ -59,7 +59,8 @@ class StepWork:
     Attributes:
         seq_lens: as given.
         is_all: whether no query is left for the stock kernel.
-        stock_lens: int32 [R], lengths for the stock kernel: 1 for each of `rows`, whose output it need not compute.
+        stock_lens: int32 [R], lengths for the stock kernel: for each of `rows` the number of its queries, as it need
+            not compute their output.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class StepWork:
         selecting: np.ndarray = NO_ROWS,
     ) -> None:
         self.mass, self.tokens, self.prompts, self.bounds, self.select = mass, tokens, prompts, bounds, select
-        self.is_all = len(rows) == query_start_loc[-1]
+        queries = np.diff(query_start_loc)
+        self.is_all = queries[rows].sum() == query_start_loc[-1]
         self.rows = to_device(rows.astype(np.int32), seq_lens.device)
         #: Of `rows`, the rows that attend to all resident blocks.
         self._unselected = self.rows
@@ -83,9 +85,9 @@ class StepWork:
             self._unselected = to_device(np.setdiff1d(rows, selecting).astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
         if len(rows):
-            self.stock_lens = seq_lens.clone().index_fill_(0, self.rows.long(), 1)
-        self._own_queries = to_device(query_start_loc[rows].astype(np.int64), seq_lens.device)
-        self._queries = int(query_start_loc[-1])
+            lens = to_device(queries[rows].astype(np.int32), seq_lens.device)
+            self.stock_lens = seq_lens.clone().index_copy_(0, self.rows.long(), lens)
+        self._own, self._queries = rows, queries
 
     @classmethod
     def of_graph(
@@ -150,11 +152,13 @@ class StepWork:
             ops.decode(layer, query, kv_cache, *rest, rows, self.seq_lens, None, None)
 
     def _stock_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the weights with 0 for queries that the plugin decodes: float32 [T]; None: 1."""
-        if not len(self.rows):
+        """Return the weights with 0 for queries that the plugin attends for: float32 [T]; None: 1."""
+        if not len(self._own):
             return weights
-        ones = torch.ones(self._queries, device=self.seq_lens.device) if weights is None else weights.clone()
-        return ones.index_fill_(0, self._own_queries, 0.0)
+        others = np.ones(len(self._queries), np.float32)
+        others[self._own] = 0
+        of_stock = to_device(np.repeat(others, self._queries), self.seq_lens.device)
+        return of_stock if weights is None else of_stock * weights
 
 
 def do_together(ops: Any, layer: Any, query: torch.Tensor, slices: Sequence[HeadSlice], output: torch.Tensor) -> bool:

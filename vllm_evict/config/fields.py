@@ -81,6 +81,15 @@ PROMPT = Option(
     "`chunks`: a request loses blocks while its prompt is computed, chunk by chunk. `whole`: it keeps all blocks until "
     "its prompt is computed, as in SnapKV's paper, so the pool has to hold whole prompts",
 )
+EXACT = Option(
+    "exact",
+    flag | None,
+    None,
+    "`true`: vLLM's kernel attends for requests that lost no block, so their output and their cached prefixes are "
+    "vLLM's, bit for bit; scores cost one more read of the keys. `false`: the plugin's kernel attends for requests "
+    "that are scored, with output and scores from one read. null: `true` on a CPU with prefix caching, a KV connector "
+    "or `when: pressure`, else `false`",
+)
 CONTEXT = Option(
     "context",
     Any,
@@ -149,7 +158,7 @@ TIER = (
 )
 #: Fields of every policy that evicts, with their usual defaults.
 KEEPING = having(
-    (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, CONTEXT, *TIER),
+    (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT, *TIER),
     budget=2048,
     buffer=128,
     sink=64,
@@ -250,7 +259,7 @@ ALLOW = Option(
 NEUTRAL = {
     option.name: option.default
     for options in (
-        (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, CONTEXT, BANDS),
+        (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT, BANDS),
         TIER,
         SELECT,
         PER_TOKEN,

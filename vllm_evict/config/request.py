@@ -22,7 +22,7 @@ REQUEST_FIELDS = ("kv_policy", "kv_budget", "kv_sink", "kv_recent", "kv_usage")
 REQUEST_SIZES = ("kv_budget", "kv_sink", "kv_recent")
 SIZE = "a whole number of tokens, 0 or more"
 #: Fields of the server that a request keeps under another policy, beside sizes and those of token granularity.
-HANDED = ("when", "protect", "min_prompt", "prompt", "context")
+HANDED = ("when", "protect", "min_prompt", "prompt", "exact", "context")
 #: Most argument names of one request that are compared with `REQUEST_FIELDS` letter by letter.
 MOST_COMPARED = 32
 
@@ -35,7 +35,7 @@ class Requests(Frozen):
 
         A request that picks another policy keeps these fields of the server, if the other policy has them:
 
-        - budget, buffer, protect, min_prompt, prompt, when, context and the fields of token granularity;
+        - budget, buffer, protect, min_prompt, prompt, exact, when, context and the fields of token granularity;
         - fields of a selection, which every decode of the server follows;
         - sink and recent, if the server's configuration gives them;
         - scoring fields that differ from the defaults of the server's policy.

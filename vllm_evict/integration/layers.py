@@ -397,6 +397,22 @@ def settle(
         )
     for group in runtime.groups:
         group.decodes = decodes
+    runtime.exact = _is_exact(vllm_config, config, ops)
+
+
+def _is_exact(vllm_config: VllmConfig, config: KVPolicyConfig, ops: BackendOps) -> bool:
+    """Whether the backend's kernel attends for all requests without holes.
+
+    If no class of heads says so (`exact`), it does on a CPU where other requests may read what these compute, and where
+    these may never lose a block. On a device decodes of measured requests would then replay no full CUDA graph.
+    """
+    given = [part.exact for part in config.classes.values() if part.exact is not None]
+    if given:
+        return any(given)
+    if ops.compiles:
+        return False
+    shares = vllm_config.cache_config.enable_prefix_caching or vllm_config.kv_transfer_config is not None
+    return shares or config.when == "pressure"
 
 
 def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
@@ -452,11 +468,12 @@ def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: Eviction
     line = f"KV policy {config.name}: {kernel} attends to all requests"
     decoded = {
         "requests with holes": runtime.decodes_lacking,
-        "measured requests": runtime.ops.decodes_measured and measures,
+        "measured requests": runtime.decodes_measured and measures,
     }
     if runtime.groups[0].decodes and any(decoded.values()):
         named = " and ".join(name for name, whether in decoded.items() if whether)
-        line = f"KV policy {config.name}: the plugin's kernel decodes {named}"
+        does = "attends for" if runtime.batch.takes_prompts else "decodes"
+        line = f"KV policy {config.name}: the plugin's kernel {does} {named}"
         line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
     for part in (part for part in config.classes.values() if part.select):
         blocks, sinks, recent = part.selected(vllm_config.cache_config.block_size)

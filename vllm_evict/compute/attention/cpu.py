@@ -25,6 +25,8 @@ class CPUOps(WithoutScratch):
     A block and head of kv_cache has all keys before all values, packed. Metadata is vLLM's `CPUAttentionMetadata`.
     """
 
+    decodes_measured = True
+    takes_prompts = True
     beside = "block_mass"
 
     @staticmethod

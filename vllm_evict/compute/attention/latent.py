@@ -27,7 +27,7 @@ class Latents:
     """
 
     heads_dim = 0
-    decodes_measured = False
+    decodes_measured = decodes_lacking = takes_prompts = False
     splits_blocks = True
     whole_blocks = "FLASH_ATTN_MLA or TRITON_MLA"
     mass: Callable[..., None]

@@ -36,8 +36,9 @@ class BackendOps(Protocol):
     Attributes:
         heads_dim: dimension of a layer's cache that counts its KV heads.
         beside: names of the kernels of `mass`, for the log.
-        decodes_measured: whether `decode`, which reads keys once, decodes measured requests, and the backend's kernel
-            all others. If False, `decode` decodes requests with holes.
+        decodes_measured: whether `decode`, which reads keys once, attends for measured requests.
+        decodes_lacking: whether `decode` attends for requests with holes, measured or not.
+        takes_prompts: whether `decode` attends for requests with several queries too.
         compiles: whether kernels are compiled at their first launch (see `attention.warmup`). They run on a device.
         capturing: whether calls are captured in a full CUDA graph, or warm one up.
         scratch_bytes: bytes that `reserve` allocates.
@@ -48,6 +49,8 @@ class BackendOps(Protocol):
     heads_dim: int
     beside: str
     decodes_measured: bool
+    decodes_lacking: bool
+    takes_prompts: bool
     compiles: bool
     capturing: bool
     scratch_bytes: int
@@ -149,7 +152,10 @@ class BackendOps(Protocol):
         out: Any,
         per_token: bool = False,
     ) -> None:
-        """Attend for the requests `rows`, of one token each, and add their mass (arguments as in `kernels.decode`)."""
+        """Attend for the requests `rows`, and add their mass (arguments as in `kernels.decode`).
+
+        Each of them has one token, unless `takes_prompts`.
+        """
         ...
 
     def decode_together(
@@ -186,6 +192,7 @@ class WithStockMetadata:
     """Parts of `BackendOps` for backends whose own metadata has all that the operations read."""
 
     heads_dim = 1
+    takes_prompts = False
     splits_blocks = False
     whole_blocks = "FLASH_ATTN or TRITON_ATTN"
 
@@ -202,6 +209,7 @@ class WithoutScratch(WithStockMetadata):
     """Parts of `BackendOps` for backends whose kernels need no reserved scratch."""
 
     decodes_measured = False
+    decodes_lacking = True
     compiles = False
     capturing = False
     scratch_bytes = 0

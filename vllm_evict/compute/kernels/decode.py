@@ -1,7 +1,7 @@
-"""Decode attention that also computes the attention mass of each block or token, from one read of keys and values.
+"""Attention that also computes the attention mass of each block or token, from one read of keys and values.
 
-It applies the identity of `mass` to each tile of keys. This is the contract of all decode kernels: C++ runs here, and
-`triton_kernels.decode_mass` and `decode_cuda` document their differences.
+It applies the identity of `mass` to each tile of keys. This is the contract of all decode kernels: C++ runs here, for
+decodes and prompts, and `triton_kernels.decode_mass` and `decode_cuda` document their differences.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,16 @@ from .paged import PagedAttention
 
 
 def decode_mass(attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor, *, isa: str | None = None) -> None:
-    """Attend for requests that decode one token: write `output`, and add the mass of their queries to `attention.mass`.
+    """Attend for some requests of a batch: write `output`, and add the mass of their queries to `attention.mass`.
 
-    A request's output depends on nothing but its own query, keys and values, to the bit: keys are read in pieces of 512
-    tokens, for any batch and number of threads, and combined in order. A NaN key makes the output and the mass of query
-    heads that see it NaN.
+    A request's output depends on nothing but its own queries, keys and values, to the bit, for any batch and number of
+    threads. Keys of a request with one token are read in pieces of 512 tokens, which are combined in order. Keys of
+    others are read in order, once for each 64 query rows that share a KV head. A NaN key makes the output and the mass
+    of query heads that see it NaN.
 
     Args:
         attention: on the CPU, D a multiple of 16, layout "vec" or "vec16". A token of weight 0 gets its output.
-        rows: int32 [n], rows of the requests to decode. Each has one token.
+        rows: int32 [n], rows of the requests to attend for. Each may have any number of tokens.
         output: [T, H, D], of the query's dtype. Other requests' rows keep their contents.
         isa: as for `block_mass`.
 
@@ -30,8 +31,9 @@ def decode_mass(attention: PagedAttention, rows: torch.Tensor, output: torch.Ten
         ValueError: a shape, stride, block id, length, layout or `isa` is wrong.
         TypeError: a dtype is unsupported.
 
-    Bytes moved: each resident key and value of a row once, 2 * seq_len * Hkv * D * itemsize. Statistics take 8 bytes
-    for each query head and tile of 8 to 32 tokens, and with `per_token` 4 bytes for each query head and token.
+    Bytes moved by a decode: each resident key and value of a row once, 2 * seq_len * Hkv * D * itemsize. Statistics
+    take 8 bytes for each query head and tile of 8 to 32 tokens, and with `per_token` 4 bytes for each query head and
+    token.
     """
     decode_classes([attention], rows, [output], isa=isa)
 
@@ -78,21 +80,22 @@ def decode_mass_reference(attention: PagedAttention, rows: torch.Tensor, output:
     num_kv_heads, block_size = attention.key_cache.shape[1:3]
     starts = attention.query_start_loc.tolist()
     for row in rows.tolist():
-        require(starts[row + 1] - starts[row] == 1, "rows must be requests of one token")
-        token, seq_len = starts[row], int(attention.seq_lens[row])
+        require(0 <= row < len(attention.seq_lens), "rows must be requests of the batch")
+        tokens, seq_len = torch.arange(starts[row], starts[row + 1]), int(attention.seq_lens[row])
+        hidden = torch.arange(seq_len) > (seq_len - starts[row + 1] + tokens)[:, None]
         blocks = attention.block_table[row, : -(-seq_len // block_size)].long()
         keys = unpack_keys(attention.key_cache[blocks], attention.layout)
         keys, values = (
-            each.transpose(0, 1).flatten(1, 2)[:, :seq_len].to(dtype) for each in (keys, value_cache[blocks])
+            each.transpose(0, 1).flatten(1, 2)[:, None, :seq_len].to(dtype) for each in (keys, value_cache[blocks])
         )
-        heads = query[token].to(dtype).view(num_kv_heads, attention.group, -1)
-        logits = soft_capped(heads @ keys.transpose(1, 2) * attention.scale, attention.soft_cap)
-        own = None if sinks is None else sinks.view(num_kv_heads, attention.group, 1)
-        probs = probabilities(logits, own)  # [Hkv, group, seq_len]
-        output[token] = (probs @ values).flatten(0, 1).to(output.dtype)
-        weight = 1.0 if weights is None else float(weights[token])
-        if mass is not None and weight:
-            more = probs.sum(1) * weight
+        heads = query[tokens].to(dtype).unflatten(1, (num_kv_heads, -1)).movedim(0, 2)  # [Hkv, group, n, D]
+        logits = soft_capped(heads @ keys.transpose(2, 3) * attention.scale, attention.soft_cap)
+        own = None if sinks is None else sinks.view(num_kv_heads, attention.group, 1, 1)
+        probs = probabilities(logits.masked_fill(hidden, -torch.inf), own)  # [Hkv, group, n, seq_len]
+        output[tokens] = (probs @ values).movedim(2, 0).flatten(1, 2).to(output.dtype)
+        weight = torch.ones(len(tokens), dtype=dtype) if weights is None else weights[tokens].to(dtype)
+        if mass is not None and len(counted := weight.nonzero()[:, 0]):
+            more = (probs[:, :, counted] * weight[counted, None]).sum((1, 2))
             more = more if attention.per_token else per_block(more, block_size)
             mass[row, :, : more.shape[1]] += more if mass.shape[1] > 1 else more.sum(0)
 
