@@ -232,6 +232,7 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
     chosen: dict[str, dict | None] = {"stock": None}
     for name, policy in scored.items():
         chosen[f"{name}, pressure"] = {**policy, "when": "pressure", "budget": options.floor}
+    chosen["h2o ema, one read, pressure"] = {**chosen["h2o ema, pressure"], "exact": False}
     for name, policy in {**scored, **others}.items():
         chosen[f"{name}, budget"] = policy
     return chosen

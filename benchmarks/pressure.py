@@ -46,6 +46,8 @@ def cases(options: argparse.Namespace) -> dict[str, dict | None]:
         "full": {"name": "full"},
         "sink-window": window,
         "h2o": kept,
+        # Prompts by vLLM's kernel, and a score pass beside it.
+        "h2o, exact": {**kept, "exact": True},
         "h2o, on the host": {**host, "recall": "none"},
         "h2o, recalled": {**host, "recall": "quest"},
         "h2o, never evicting": {**h2o, "budget": options.prompt + options.output},
