@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,7 @@ def server(tiny, tmp_path_factory):
     arguments = ("--api-server-count", "2", "--middleware", f"{Path(__file__).stem}.{name_process.__name__}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # /sleep and /wake_up
         with running(tiny, tmp_path_factory.mktemp("servers") / "log.txt", *arguments) as server:
             yield server
 
@@ -73,6 +75,37 @@ def test_each_front_end_checks_requests_and_metrics_count_all(server):
         now = server.metrics()
         assert now["blocks_resident", "h2o"] == now["blocks_resident", "sink-window"] == 0
         assert now["blocks_evicted_total", "h2o"] == before["blocks_evicted_total", "h2o"] + evicted["h2o"]
+
+
+def test_a_server_sleeps_and_wakes_over_http(server):
+    """Its request under way ends, and gives its blocks back; one that comes while it sleeps waits for its waking."""
+
+    def post(path):
+        answer = httpx.post(f"{server.address}{path}", timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def said(answer):
+        return answer.choices[0].text, answer.usage.kv_usage
+
+    before = said(server.complete(xargs={"kv_usage": True}))
+    assert before[1]["evicted_blocks"] > 3
+    stream = server.complete(max_tokens=1500, stream=True)
+    for _ in range(20):
+        next(stream)
+    assert sum(value for (name, _), value in server.metrics().items() if name == "blocks_resident") > 0
+    assert post("/sleep?level=1")["status"] == "sleeping"
+    assert [part.choices[0].finish_reason for part in stream if part.choices][-1] == "abort"
+    assert httpx.get(f"{server.address}/is_sleeping").json()["is_sleeping"]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(server.complete, xargs={"kv_usage": True})
+        time.sleep(1)
+        assert not waits.done()
+        assert post("/wake_up")["status"] == "awake"
+        assert said(waits.result()) == before
+    post("/reset_prefix_cache")
+    assert said(server.complete(xargs={"kv_usage": True})) == before
+    assert server.moved({})["blocks_resident", "h2o"] == 0
 
 
 def test_the_engine_says_its_policy_once(server):
