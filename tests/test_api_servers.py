@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_server import WORDS, running
+from test_server import PROMPT, WORDS, running
 
 #: What a request asks for, and what comes of it.
 WISHES = [
@@ -78,7 +78,7 @@ def test_each_front_end_checks_requests_and_metrics_count_all(server):
 
 
 def test_a_server_sleeps_and_wakes_over_http(server):
-    """Its request under way ends, and gives its blocks back; one that comes while it sleeps waits for its waking."""
+    """Requests under way end, and their blocks go back. A request that comes meanwhile waits, and hits no prefix."""
 
     def post(path):
         answer = httpx.post(f"{server.address}{path}", timeout=120)
@@ -88,14 +88,13 @@ def test_a_server_sleeps_and_wakes_over_http(server):
     def said(answer):
         return answer.choices[0].text, answer.usage.kv_usage
 
+    post("/reset_prefix_cache")
     before = said(server.complete(xargs={"kv_usage": True}))
     assert before[1]["evicted_blocks"] > 3
-    stream = server.complete(max_tokens=1500, stream=True)
-    for _ in range(20):
-        next(stream)
-    assert sum(value for (name, _), value in server.metrics().items() if name == "blocks_resident") > 0
+    stream = server.complete([PROMPT] * 40, max_tokens=1600, stream=True)  # eight at once, for many seconds
+    next(stream)
     assert post("/sleep?level=1")["status"] == "sleeping"
-    assert [part.choices[0].finish_reason for part in stream if part.choices][-1] == "abort"
+    assert "abort" in {part.choices[0].finish_reason for part in stream if part.choices}
     assert httpx.get(f"{server.address}/is_sleeping").json()["is_sleeping"]
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(server.complete, xargs={"kv_usage": True})
