@@ -9,8 +9,12 @@ from oracle.model import DenseLlama
 from oracle.replay import replay
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle, oracle_config, steps_of
+from vllm.config import CompilationConfig, CompilationMode
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.import_utils import has_arctic_inference
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+from vllm_evict.integration.backend import resident_backend
 
 pytestmark = SERVED
 
@@ -95,6 +99,17 @@ def test_suffixes_match_the_dense_oracle(engine, tiny, poisoned, name):
     kept, drafts = accepted(server)
     assert drafts > kept > 10 and len(lengths) > 1
     server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("drafts, mode", [(0, "FULL_AND_PIECEWISE"), (3, "PIECEWISE")])
+def test_decodes_with_drafts_run_on_piecewise_graphs(drafts, mode):
+    """The plugin's builder says that its full graphs are for decodes with one query, and vLLM chooses."""
+    backend = resident_backend(FlashAttentionBackend, runtime=None, ops=None, head_class="all")
+    support = backend.get_builder_cls().get_cudagraph_support(None, None)
+    config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode="FULL_AND_PIECEWISE")
+    config.set_splitting_ops_for_v1(all2all_backend="")
+    config.max_cudagraph_capture_size, config.cudagraph_capture_sizes = 8, [4, 8]
+    assert config.resolve_cudagraph_mode_and_sizes(support, "FLASH_ATTN", 1 + drafts).name == mode
 
 
 def test_drafts_that_a_grammar_cuts_neither_score_nor_count(engine, tiny, poisoned):
