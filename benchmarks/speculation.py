@@ -4,13 +4,13 @@
     python benchmarks/speculation.py --pool 96      drafts and eviction, each alone and both, in a small pool
 
 Documents of the needle model's task `copy` end with a question whose answer is a list of words somewhere in the
-document, so n-grams of the document draft it. Budgets are half the document. Counts only: no times are measured. Each
-policy has a process of its own.
+document, so n-grams of the document draft it. Budgets are half the document. Each policy has a process of its own.
 
 A row: tokens of a step with drafts (the accepted ones and one more), its ratio to stock's, and right answers.
 
 With --pool all requests come at once and generate --output tokens, so that the pool holds a few of them. A row: the
-engine's steps until the last one ends, and stock's steps without drafts over them.
+engine's steps until the last one ends, CPU time and wall-clock time, and for each of the three how many times as much
+stock takes without drafts. Other work on the machine changes wall-clock times a lot, and CPU times less.
 """
 
 import argparse
@@ -70,13 +70,16 @@ def engine(spec: dict, requests: int, **more: Any) -> Any:
     )
 
 
-def batch(spec: dict) -> tuple[int, int, int]:
-    """Steps of a batch in a small pool, most requests at once, and preemptions, in a process of its own."""
+def batch(spec: dict) -> tuple[tuple[int, float, float], int, int]:
+    """(steps, CPU time, wall-clock time) of a batch in a small pool, most requests at once, and preemptions.
+
+    It runs in a process of its own.
+    """
     options = spec["options"]
     prompts, _ = documents(options["length"], options["samples"])
     small = {"num_gpu_blocks_override": options["pool"], "max_model_len": options["length"] + options["output"]}
     run = run_batch(engine(spec, len(prompts), **small), prompts, options["output"])
-    return len(run.samples), run.peak_requests, run.preemptions
+    return (len(run.samples), run.cpu_seconds, run.seconds), run.peak_requests, run.preemptions
 
 
 def count(spec: dict) -> tuple[float, int]:
@@ -101,6 +104,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--pool", type=int, default=0, help="blocks of 32 tokens in a pool that is too small")
+    parser.add_argument("--policies", nargs="*", choices=POLICIES, help="with --pool, only these; stock comes first")
     parser.add_argument("--output", type=int, default=256, help="tokens of each request, with --pool")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of an engine")
     options = parser.parse_args()
@@ -122,18 +126,22 @@ def case(what: str, name: str, drafts: bool, options: argparse.Namespace) -> Any
         sizes = {"budget": options.length // 2, "buffer": 0, "sink": 32}
         policy = {**policy, **sizes, **({} if name == "sink-window" else {"recent": 64})}
     spec = {"policy": policy, "drafts": drafts, "options": vars(options)}
-    return in_child(what, spec, {"VLLM_PLUGINS": ""} if policy is None else {})
+    # Numba, with which vLLM proposes n-grams, sets the threads of torch.
+    alone = {"NUMBA_NUM_THREADS": str(options.threads)}
+    return in_child(what, spec, alone | ({"VLLM_PLUGINS": ""} if policy is None else {}))
 
 
 def in_a_small_pool(options: argparse.Namespace) -> None:
-    print("| policy | drafts | steps | stock's over them | requests at once | preemptions |\n|---|---|---|---|---|---|")
-    stock = 0
-    for name in POLICIES:
+    print("| policy | drafts | steps | CPU s | wall s | stock's over these three | requests at once | preemptions |")
+    print("|---|---|---|---|---|---|---|---|")
+    stock = None
+    for name in options.policies or POLICIES:
         for drafts in (False, True):
-            steps, at_once, preempted = case("batch", name, drafts, options)
-            stock = stock or steps
-            used = options.drafts if drafts else "none"
-            print(f"| {name} | {used} | {steps} | {stock / steps:.2f} | {at_once} | {preempted} |", flush=True)
+            (steps, *seconds), at_once, preempted = case("batch", name, drafts, options)
+            stock = stock or (steps, *seconds)
+            gains = ", ".join(f"{of / its:.2f}" for of, its in zip(stock, (steps, *seconds)))
+            used, times = options.drafts if drafts else "none", " | ".join(f"{each:.1f}" for each in seconds)
+            print(f"| {name} | {used} | {steps} | {times} | {gains} | {at_once} | {preempted} |", flush=True)
 
 
 if __name__ == "__main__":

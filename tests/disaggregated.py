@@ -36,6 +36,12 @@ class Remote:
         assert line, f"the engine ended with {self._process.wait(60)}"
         return [tuple(answer) for answer in json.loads(line)]
 
+    def holds(self):
+        """Open files, threads and resident bytes of the process."""
+        process = Path("/proc", str(self._process.pid))
+        files, threads = (sum(1 for _ in (process / name).iterdir()) for name in ("fd", "task"))
+        return files, threads, int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
     def kill(self):
         self._process.kill()
         self._process.wait()
@@ -43,6 +49,12 @@ class Remote:
     def end(self):
         self._process.stdin.close()
         self._process.wait(60)
+
+
+def whole_blocks_and_some(ids):
+    """Without its first token, if one token followed its whole blocks: ExampleConnector looks for another file then."""
+    ids = list(map(int, ids))
+    return ids[1:] if len(ids) % 32 == 1 else ids
 
 
 def answers_of(server, prompts, **sampling):

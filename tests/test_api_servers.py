@@ -2,13 +2,14 @@
 
 import os
 import re
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from test_server import WORDS, running
+from test_server import PROMPT, WORDS, running
 
 #: What a request asks for, and what comes of it.
 WISHES = [
@@ -33,6 +34,7 @@ def server(tiny, tmp_path_factory):
     arguments = ("--api-server-count", "2", "--middleware", f"{Path(__file__).stem}.{name_process.__name__}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # /sleep and /wake_up
         with running(tiny, tmp_path_factory.mktemp("servers") / "log.txt", *arguments) as server:
             yield server
 
@@ -73,6 +75,36 @@ def test_each_front_end_checks_requests_and_metrics_count_all(server):
         now = server.metrics()
         assert now["blocks_resident", "h2o"] == now["blocks_resident", "sink-window"] == 0
         assert now["blocks_evicted_total", "h2o"] == before["blocks_evicted_total", "h2o"] + evicted["h2o"]
+
+
+def test_a_server_sleeps_and_wakes_over_http(server):
+    """Requests under way end, and their blocks go back. A request that comes meanwhile waits, and hits no prefix."""
+
+    def post(path):
+        answer = httpx.post(f"{server.address}{path}", timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def said(answer):
+        return answer.choices[0].text, answer.usage.kv_usage
+
+    post("/reset_prefix_cache")
+    before = said(server.complete(xargs={"kv_usage": True}))
+    assert before[1]["evicted_blocks"] > 3
+    stream = server.complete([PROMPT] * 40, max_tokens=1600, stream=True)  # eight at once, for many seconds
+    next(stream)
+    assert post("/sleep?level=1")["status"] == "sleeping"
+    assert "abort" in {part.choices[0].finish_reason for part in stream if part.choices}
+    assert httpx.get(f"{server.address}/is_sleeping").json()["is_sleeping"]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(server.complete, xargs={"kv_usage": True})
+        time.sleep(1)
+        assert not waits.done()
+        assert post("/wake_up")["status"] == "awake"
+        assert said(waits.result()) == before
+    post("/reset_prefix_cache")
+    assert said(server.complete(xargs={"kv_usage": True})) == before
+    assert server.moved({})["blocks_resident", "h2o"] == 0
 
 
 def test_the_engine_says_its_policy_once(server):

@@ -53,6 +53,9 @@ def test_vllm_chooses_the_runner_that_serves_the_policy(configured, monkeypatch,
     config = configured(kv_policy=policy, **options)
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     assert config.use_v2_model_runner is pickle.loads(pickle.dumps(config)).use_v2_model_runner is v2
+    # What vLLM's warning lists.
+    lacking = [each for each in config._get_v2_model_runner_unsupported_features() if "under a KV policy" in each]
+    assert len(lacking) == (not v2) and all("speculative decoding" in each or "pipeline" in each for each in lacking)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert config.use_v2_model_runner
 

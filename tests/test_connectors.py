@@ -112,6 +112,27 @@ def test_a_block_that_does_not_come_is_computed(consumer, prompts, monkeypatch, 
     assert not complaints
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["before", "within"])
+def test_requests_whose_connector_dies_end_and_the_others_go_on(pair, consumer, prompts, monkeypatch, waits):
+    """Under `kv_load_failure_policy: fail`, as in stock vLLM: with an error. The next requests with the prompts load
+    them again: nothing was published."""
+    monkeypatch.setattr(consumer.scheduler, "recompute_kv_load_failures", False)
+    stays = consumer.add(prompts[2], max_tokens=60, extra_args={"kv_policy": "h2o"})
+    for _ in range(20):
+        consumer.llm.llm_engine.step()
+    (resident,) = consumer.manager.residents.values()
+    assert resident.holes
+    Shelf.waits, Shelf.spoiled = waits, {tuple(prompt): [0, 3] for prompt in prompts[:2]}
+    fail = [consumer.add(prompt, max_tokens=60, extra_args={"kv_policy": "h2o"}) for prompt in prompts[:2]]
+    outputs = consumer.run()
+    assert [outputs[each].outputs[0].finish_reason for each in fail] == ["error", "error"] and not Shelf.spoiled
+    assert list(outputs[stays].outputs[0].token_ids) == pair[0]["h2o"][2][0]
+    consumer.assert_nothing_left()
+    Shelf.waits = True
+    for answer, single in zip(answers_of(consumer, prompts[:2], "h2o"), pair[0]["h2o"]):
+        assert answer[0] == single[0] and answer[2] == single[2]
+
+
 def test_a_request_that_ends_while_its_blocks_come(consumer, prompts):
     """They come none the less, and go back then."""
     Shelf.delay = 4

@@ -4,8 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from disaggregated import SERVES, Remote, answers_of
+from disaggregated import SERVES, Remote, answers_of, whole_blocks_and_some
 from engine import Engine
+from loads import pair
 from test_needles import NEEDLE
 
 from vllm_evict.eval import tasks, words
@@ -24,12 +25,6 @@ def needles():
     prompts, filler = Prompts(str(NEEDLE)), words.Filler()
     samples = [tasks.make("niah", 400, (i + 0.5) / SAMPLES, i, 0, prompts.count, filler) for i in range(SAMPLES)]
     return [(whole_blocks_and_some(prompts.ids(sample)), sample.answers[0]) for sample in samples]
-
-
-def whole_blocks_and_some(ids):
-    """Without its first token, if one token followed its whole blocks: ExampleConnector looks for another file then."""
-    ids = list(map(int, ids))
-    return ids[1:] if len(ids) % 32 == 1 else ids
 
 
 def loads(rng, number):
@@ -104,3 +99,8 @@ def test_the_engine_that_decodes_answers_as_one_engine_and_outlives_the_other(tm
     hits = sum(said in tokenizer.decode(tokens) for (tokens, *_), (_, said) in zip(found, needles))
     print(f"{name}: {hits} of {SAMPLES} needles found; log-probabilities differ by at most {furthest:.1e}")
     assert hits >= SAMPLES // 2
+
+
+def test_random_load_while_each_engine_dies_once():
+    counts = pair.run({"name": "sink-window", "budget": 192, "sink": 32, "allow": ["full"]}, requests=64, every=3)
+    assert counts["prefill killed"] and counts["decode killed"] and counts["evicted blocks"] > 100

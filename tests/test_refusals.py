@@ -282,6 +282,11 @@ CONNECTORS = {
         connected("LMCacheConnectorV1", "kv_both"),
         "use NixlConnector, ",
     ),
+    "KV connector MultiConnector, which may store": (
+        H2O,
+        connected("MultiConnector", "kv_both"),
+        "use NixlConnector, ",
+    ),
     "KV connector ShelfConnector of your own": (
         H2O,
         connected("ShelfConnector", kv_connector_module_path="connector"),

@@ -3,13 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from drafting import MODEL, NGRAM, SERVED, accepted, serve
+from drafting import DRAFTS, MODEL, NGRAM, SERVED, accepted, serve
 from engine import after, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.replay import replay
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle, assert_tokens_like_oracle, oracle_config, steps_of
+from vllm.config import CompilationConfig, CompilationMode
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.import_utils import has_arctic_inference
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+from vllm_evict.integration.backend import resident_backend
 
 pytestmark = SERVED
 
@@ -30,16 +35,22 @@ BY_TOKEN = {
 }
 
 
+#: vLLM's drafter of suffixes is in a package that has no wheel.
+SUFFIX = {"method": "suffix", "num_speculative_tokens": DRAFTS}
+HAS_SUFFIX = pytest.mark.skipif(not has_arctic_inference(), reason="arctic-inference is not installed")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculation") / "model"
     return make_tiny_llama(folder, **MODEL)
 
 
-def test_full_serves_as_stock_does(engine, tiny):
+@pytest.mark.parametrize("config", [NGRAM, pytest.param(SUFFIX, marks=HAS_SUFFIX)], ids=["ngram", "suffix"])
+def test_full_serves_as_stock_does(engine, tiny, config):
     """The same tokens as without speculation, and as many accepted drafts as in stock vLLM."""
     prompts, answers, counts = [random_prompt(40, seed) * 5 for seed in range(3)], [], []
-    for policy, speculative in ((None, NGRAM), ("full", NGRAM), ("full", None)):
+    for policy, speculative in ((None, config), ("full", config), ("full", None)):
         server = engine(policy, speculative_config=speculative)
         answers.append([each.outputs[0].token_ids for each in server.generate(prompts, max_tokens=80)])
         counts += [accepted(server)] if speculative else []
@@ -65,6 +76,40 @@ def test_heads_keep_the_tokens_of_the_dense_oracle(engine, model, dense, monkeyp
         assert_tokens_like_oracle(dense, prompt, output, trace, BY_TOKEN[name])
 
     serve(engine, model, BY_TOKEN[name], check, monkeypatch)
+
+
+@HAS_SUFFIX
+@pytest.mark.parametrize("name", ["sink-window", "h2o", "snapkv", "h2o-tokens"])
+def test_suffixes_match_the_dense_oracle(engine, tiny, poisoned, name):
+    """A request has as many drafts in a step as its suffix tree proposes: up to three."""
+    policy, compare = POLICIES.get(name), assert_like_oracle
+    if policy is None:
+        policy, compare = BY_TOKEN["h2o"], assert_tokens_like_oracle
+    server = engine(policy, max_num_batched_tokens=96, speculative_config=SUFFIX)
+    dense, lengths = DenseLlama(tiny), set()
+
+    def look(output, *_):
+        lengths.update(map(len, output.scheduled_spec_decode_tokens.values()))
+
+    after(server.scheduler, "schedule", look)
+    requests = [(random_prompt(50, seed) * 5, {"max_tokens": 160, "logprobs": 1}) for seed in range(3)]
+    for prompt, output, trace in server.answered(requests):
+        compare(dense, prompt, output, trace, policy)
+        assert sum(map(len, trace.evicted)) >= 2
+    kept, drafts = accepted(server)
+    assert drafts > kept > 10 and len(lengths) > 1
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("drafts, mode", [(0, "FULL_AND_PIECEWISE"), (3, "PIECEWISE")])
+def test_decodes_with_drafts_run_on_piecewise_graphs(drafts, mode):
+    """The plugin's builder says that its full graphs are for decodes with one query, and vLLM chooses."""
+    backend = resident_backend(FlashAttentionBackend, runtime=None, ops=None, head_class="all")
+    support = backend.get_builder_cls().get_cudagraph_support(None, None)
+    config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode="FULL_AND_PIECEWISE")
+    config.set_splitting_ops_for_v1(all2all_backend="")
+    config.max_cudagraph_capture_size, config.cudagraph_capture_sizes = 8, [4, 8]
+    assert config.resolve_cudagraph_mode_and_sizes(support, "FLASH_ATTN", 1 + drafts).name == mode
 
 
 def test_drafts_that_a_grammar_cuts_neither_score_nor_count(engine, tiny, poisoned):

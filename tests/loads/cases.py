@@ -124,7 +124,8 @@ class Case:
         policy: of the server; "HEADS" and "CONTEXT" stand for a file of gates and a number of tokens.
         block_size: tokens.
         blocks: of the pool; None: the smallest one that start-up accepts.
-        options: further engine arguments; "EAGLE" stands for a drafter of the model.
+        options: further engine arguments; "EAGLE" stands for a drafter of the model with random weights, which is wrong,
+            "SAME" for one with the model's own weights, which is right.
     """
 
     number: int
@@ -172,7 +173,7 @@ def make_case(number, kind=None, smallest=False):
     }
     if kind == "drafts":
         # vLLM proposes n-grams on the host, so not under async scheduling.
-        options["speculative_config"] = rng.choice(["EAGLE"] if asynchronous else ["EAGLE", NGRAM])
+        options["speculative_config"] = rng.choice(["EAGLE", "SAME"] if asynchronous else ["EAGLE", "SAME", NGRAM])
     # Room for the longest request whole; for two of them where small pools are known to stall.
     roomy = kind in ("tokens", "pressure", "kvzip", "duo")
     blocks = (
@@ -318,6 +319,8 @@ class Models:
         options = {"max_model_len": case.longest, "block_size": case.block_size, **_dtype(case.model), **case.options}
         if options.get("speculative_config") == "EAGLE":
             options["speculative_config"] = speculative("eagle", self._eagle(case.model))
+        if options.get("speculative_config") == "SAME":
+            options["speculative_config"] = speculative("draft_model", self.path(case.model))
         poison, os.environ["VLLM_EVICT_POISON"] = os.environ.get("VLLM_EVICT_POISON"), "1"
         try:
             if case.blocks is not None:

@@ -356,7 +356,9 @@ def run_case(case, models, numbers, requests, counts):
     for number in numbers:
         run_program(engine, case, make_program(case, number, requests), published, stock, counts)
     if "speculative_config" in case.options:
-        counts.update(dict(zip(("accepted drafts", "drafts"), map(int, accepted(engine)))))
+        drafter = case.options["speculative_config"]
+        drafter = drafter if isinstance(drafter, str) else drafter["method"]
+        counts.update(dict(zip((f"accepted drafts of {drafter}", f"drafts of {drafter}"), map(int, accepted(engine)))))
     engine.close()
 
 
