@@ -76,7 +76,7 @@ def mended(kind, monkeypatch):
 
 
 @pytest.mark.oracle("hybrids")
-@pytest.mark.both_runners("falcon_h1")
+@pytest.mark.both_runners("falcon_h1", nightly=tuple(kind for kind in HYBRIDS if kind != "falcon_h1"))
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, hybrids, mended, kind):
     """On one engine each: requests that lack nothing, twice for prefix hits, then requests that lose blocks."""

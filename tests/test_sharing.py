@@ -54,6 +54,7 @@ def test_tokens_of_each_head_match_the_dense_oracle(engine, models, kind):
     test_logits.check_tokens(engine, *models(kind))
 
 
+@pytest.mark.both_runners(nightly=tuple(SHARING))
 @pytest.mark.parametrize("kind", SHARING)
 def test_full_is_stock_to_the_byte(engine, models, kind):
     test_logits.check_full_is_stock(engine, models(kind)[0])

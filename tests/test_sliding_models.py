@@ -106,6 +106,7 @@ def test_logprobs_after_evictions_are_those_of_transformers(engine, truths, arch
     server.assert_nothing_left()
 
 
+@pytest.mark.both_runners(nightly=tuple(MODELS))
 @pytest.mark.parametrize("architecture", MODELS)
 def test_full_is_stock_to_the_byte(engine, truths, architecture):
     folder, _ = truths(architecture)
