@@ -12,10 +12,11 @@ from latent import mended_rotation
 from linear import stand_in_for_mamba
 from oracle.hybrids import HYBRIDS, DenseHybrid, make_tiny_hybrid
 from parity import assert_like_oracle
+from vllm import _custom_ops
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-pytestmark = pytest.mark.since("0.32", "its CPU engine has no kernels of states for these models")
+pytestmark = pytest.mark.since("0.31", "its CPU engine has no kernels of states for these models")
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
@@ -35,6 +36,17 @@ def hybrids(tmp_path_factory):
         return {"model": made[kind], "dtype": str(HYBRIDS[kind][1]).removeprefix("torch.")}
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def packed_in_bfloat16(monkeypatch):
+    """vLLM 0.31 packs weights of convolutions for a kernel in bfloat16, whatever their dtype is."""
+    pack = _custom_ops.causal_conv1d_weight_pack
+
+    def mended(weight):
+        return pack(weight) if weight.dtype == torch.bfloat16 else weight[:, None]
+
+    monkeypatch.setattr(_custom_ops, "causal_conv1d_weight_pack", mended)
 
 
 @pytest.fixture
