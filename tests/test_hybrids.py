@@ -16,8 +16,6 @@ from vllm import _custom_ops
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-pytestmark = pytest.mark.since("0.31", "its CPU engine has no kernels of states for these models")
-
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 WINDOW = {"name": "sink-window", "budget": 192, "buffer": 64, "sink": 32}
@@ -40,7 +38,7 @@ def hybrids(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def packed_in_bfloat16(monkeypatch):
-    """vLLM 0.31 packs weights of convolutions for a kernel in bfloat16, whatever their dtype is."""
+    """vLLM 0.31 and older pack weights of convolutions for a kernel in bfloat16, whatever their dtype is."""
     pack = _custom_ops.causal_conv1d_weight_pack
 
     def mended(weight):
