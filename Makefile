@@ -50,7 +50,7 @@ PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 ifndef VLLM
 test: lint  ## ruff, then the lanes of every push: unit, engine, compat; with VLLM=0.31.0 the engine lane on that release
 	$(PYTEST) $(PUSH) $(lane-unit) $(lane-engine) $(lane-compat)
-	$(call on-v2,$(lane-engine))
+	$(call on-v2,$(lane-engine),$(PUSH))
 else
 # In an environment of its own, by hand; docs/versions keeps what came of each file. TESTS names some of the lane's files,
 # RUNNERS one of the model runners.
@@ -71,16 +71,18 @@ test-all: lint  ## ruff, then all lanes: those of every push, and long, device a
 	$(on-triton)
 
 # Tests marked `both_runners`, on Model Runner V2.
-on-v2 = VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) $(filter $(BOTH_RUNNERS),$(1))
+on-v2 = VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) $(2) $(filter $(BOTH_RUNNERS),$(1))
 on-triton = VLLM_EVICT_TEST_RUNNER=v1-triton $(BIN)/pytest -q -n 2 $(TRITON:%=tests/test_%.py)
 # Of the files of every push, cases marked `nightly` run in the lane `long` alone.
 PUSH := -m "not nightly"
 MARKED := $(shell grep -lF mark.nightly $(lane-unit) $(lane-engine) $(lane-compat))
+AT_NIGHT := $(shell grep -lw nightly $(lane-engine))
 
 $(LANES:%=test-%): test-%: $(READY)
 	$(PYTEST) $(if $(filter unit engine compat,$*),$(PUSH)) $(lane-$*)
 	$(if $(filter long,$*),$(PYTEST) -m nightly $(MARKED))
-	$(if $(filter engine device long,$*),$(call on-v2,$(lane-$*)))
+	$(if $(filter engine device long,$*),$(call on-v2,$(lane-$*),$(if $(filter engine,$*),$(PUSH))))
+	$(if $(filter long,$*),$(call on-v2,$(AT_NIGHT),-m nightly))
 	$(if $(filter device,$*),$(on-triton))
 
 lint: $(READY)  ## ruff: rules and format

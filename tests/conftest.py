@@ -78,9 +78,12 @@ def pytest_collection_modifyitems(config, items):
         for marker in item.iter_markers("since"):
             _skip_before(item, *marker.args, **marker.kwargs)
     if RUNNER == "v2":
-        left_out = [item for item in items if not _is_for_both_runners(item)]
+        left_out = [item for item in items if _on_v2(item) is None]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+        for item in items:
+            if _on_v2(item) == "nightly":
+                item.add_marker("nightly")
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
@@ -89,10 +92,13 @@ def _skip_before(item, release, why, kind=""):
         item.add_marker(pytest.mark.skip(reason=f"vLLM before {release}: {why}"))
 
 
-def _is_for_both_runners(item):
-    """Whether the test is marked `both_runners`, and its case is one that the marker names, if the marker names any."""
-    marker = item.get_closest_marker("both_runners")
-    return marker is not None and (not marker.args or item.callspec.id in marker.args)
+def _on_v2(item):
+    """When a test runs on Model Runner V2: "push", "nightly" or None, by the cases that its marker `both_runners` names."""
+    if (marker := item.get_closest_marker("both_runners")) is None:
+        return None
+    if not (marker.args or marker.kwargs) or item.callspec.id in marker.args:
+        return "push"
+    return "nightly" if item.callspec.id in marker.kwargs.get("nightly", ()) else None
 
 
 def _check_ids(config, items):
@@ -104,7 +110,7 @@ def _check_ids(config, items):
         for marker in item.iter_markers():
             # Some tests have cases for one runner alone.
             if marker.name in ("nightly", RUNNER == "v2" and "both_runners") and (
-                ids := marker.kwargs.get("push") or marker.args
+                ids := marker.kwargs.get("push") or (*marker.args, *marker.kwargs.get("nightly", ()))
             ):
                 test = marker.name, item.nodeid.split("[")[0]
                 named[test] = set(ids)

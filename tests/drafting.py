@@ -1,6 +1,7 @@
 """Tiny drafters with layers, random weights, and doubles that make drafts right or wrong as a test says."""
 
 import json
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from safetensors.torch import load_file, save_file
 
 DRAFTS, VOCAB = 3, 4096
 #: Of tests that speculate.
-SERVED = pytest.mark.since("0.31", "its CPU engine fails on the first step with drafts, without the plugin too")
+SERVED = pytest.mark.skipif(
+    version("vllm").startswith("0.30."),
+    reason="vLLM 0.30: its CPU engine fails on the first step with drafts, without the plugin too",
+)
 #: Of the model: `make_tiny_llama` with these has three layers in one KV group.
 MODEL = dict(layers=3, heads=8, kv_heads=4, vocab=VOCAB)
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

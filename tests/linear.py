@@ -1,4 +1,4 @@
-"""Engines for latents beside linear attention: vLLM's kernels of states have stand-ins in plain torch.
+"""Engines for latents beside linear attention, and for Mamba: vLLM's kernels of states have stand-ins in plain torch.
 
 Layers, states' pages and indices, metadata, block tables and the path of the latents are vLLM's own.
 """
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from engine import _register_kernels_once
 from transformers import AutoConfig, PretrainedConfig
+from vllm.model_executor.layers.mamba import mamba_mixer
 from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
 from vllm.model_executor.layers.mamba.linear import bailing_linear_attn, minimax_linear_attn
 from vllm.model_executor.models import bailing_moe_v3
@@ -64,12 +65,50 @@ def stand_in_for_kimi(monkeypatch):
     monkeypatch.setattr(mla.ops, "gather_and_maybe_dequant_cache", gather_cache)
 
 
+def stand_in_for_mamba(monkeypatch):
+    """Let vLLM's CPU engine compute Jamba: its scan of prompts is CUDA's, its update (0.32.0) takes one step a head."""
+    make = mamba_mixer.MambaMixer.__init__
+
+    def made(layer, *args, **options):
+        # Layers for LoRA make what they multiply contiguous, as products on a CPU want.
+        make(layer, *args, **{**options, "is_lora_enabled": True})
+
+    monkeypatch.setattr(mamba_mixer.MambaMixer, "__init__", made)
+    monkeypatch.setattr(mamba_mixer, "selective_scan_fn", selective_scan)
+    monkeypatch.setattr(mamba_mixer, "selective_state_update", selective_update)
+
+
 def zero_blocks(runner, block_ids):
     """`CPUModelRunner._zero_block_ids`, by the pool's blocks."""
     for group in runner.kv_cache_config.kv_cache_groups:
         for name in group.layer_names if isinstance(group.kv_cache_spec, FullAttentionSpec) else ():
             cache = runner.compilation_config.static_forward_context[name].kv_cache
             cache.unflatten(0, (runner.kv_cache_config.num_blocks, -1))[block_ids] = 0
+
+
+def selective_scan(
+    u, ssm_states, delta, A, B, C, D, z, delta_bias, cache_indices, has_initial_state, query_start_loc, **how
+):
+    """Chunks of prompts, one after the other in the last dimension: u, delta and z [D, T], B and C [N, T], A [D, N].
+
+    The state of row b is ssm_states[cache_indices[b]], [D, N].
+    """
+    steps, out, starts = F.softplus(delta + delta_bias[:, None]), torch.empty_like(u), query_start_loc.tolist()
+    for first, last, slot, known in zip(starts, starts[1:], cache_indices.tolist(), has_initial_state.tolist()):
+        state = ssm_states[slot] if known else torch.zeros_like(ssm_states[slot])
+        for place in range(first, last):
+            each, step = u[:, place, None], steps[:, place, None]
+            state = torch.exp(step * A) * state + step * B[:, place] * each
+            out[:, place] = state @ C[:, place] + D * each[:, 0]
+        ssm_states[slot] = state
+    return out * F.silu(z)
+
+
+def selective_update(state, x, dt, A, B, C, D, dt_bias, z, state_batch_indices, out, **how):
+    """One token of each request: x, dt and z [R, D], B and C [R, N]; the state of row b is state[state_batch_indices[b]]."""
+    slots, step = state_batch_indices.flatten()[: len(x)].long(), F.softplus(dt + dt_bias)[..., None]
+    state[slots] = torch.exp(step * A) * state[slots] + step * B[:, None] * x[..., None]
+    out.copy_(((state[slots] @ C[..., None])[..., 0] + D * x) * F.silu(z))
 
 
 def layernorm(x, weight, bias, eps, is_rms_norm):

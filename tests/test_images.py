@@ -81,6 +81,8 @@ def test_evictions_and_logprobs_match_transformers(engine, models, kind, name):
     server.assert_nothing_left()
 
 
+# On Model Runner V2 stock vLLM's log-probabilities of Qwen3.5 with an image are NaN.
+@pytest.mark.both_runners(nightly=("llava", "qwen2_5_vl", "qwen3_vl"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_is_stock_to_the_byte(engine, models, kind):
     path, _ = models(kind)

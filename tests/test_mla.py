@@ -208,6 +208,7 @@ def test_scores_on_a_device_evict_what_those_of_a_cpu_evict(engine, truths, on_d
     server.assert_nothing_left()
 
 
+@pytest.mark.both_runners(nightly=tuple(MODELS))
 @pytest.mark.parametrize("architecture", MODELS)
 def test_full_is_stock_to_the_byte(engine, truths, architecture):
     folder, _ = truths(architecture)

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracle.tiny import write_tokenizer
 from test_refusals import H2O, UNMEASURED, engine_config, refusal, with_config
 from test_refusals_backends import PER_KIND, RUN_ON, SERVED, plain_config
+from transformers import AutoConfig
 from vllm.config import CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.compute.attention.ops import ops_for
@@ -17,6 +20,20 @@ from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration import drafters, layers, refusals
 
 SERVER = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True), kv_transfer_config=None)
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_keys_and_values_of_unlike_sizes_are_refused_before_anything_is_loaded(tmp_path):
+    """By the configuration of MiMo-V2, with no weights beside it; without a policy vLLM takes it."""
+    config = AutoConfig.for_model("mimo_v2_flash", architectures=["MiMoV2FlashForCausalLM"])
+    config.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, 256, 2048)
+    EngineArgs(str(tmp_path)).create_engine_config()
+    with pytest.raises(
+        KVPolicyError, match="keys of 192 and values of 128 dimensions.*leave --kv-policy out for this model"
+    ):
+        EngineArgs(str(tmp_path), kv_policy=H2O).create_engine_config()
+
 
 # --- layers ----------------------------------------------------------------------------------------------------------
 

@@ -4,14 +4,13 @@ import pytest
 import test_logits
 import test_poison
 from engine import random_prompt
-from oracle.logits import SHARING, make_tiny
+from oracle.logits import SHARING, add_unused, make_tiny
 from parity import assert_like_oracle
 from test_logits import BASE, POLICIES, served
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_evict.config import KVPolicyError
 
-pytestmark = pytest.mark.since("0.30", "it wants keys of layers that read those of another")
 models = test_logits.models
 SCORED = {
     **{name: {"name": name, **BASE} for name in ("sink-window", "keydiff")},
@@ -54,6 +53,7 @@ def test_tokens_of_each_head_match_the_dense_oracle(engine, models, kind):
     test_logits.check_tokens(engine, *models(kind))
 
 
+@pytest.mark.both_runners(nightly=tuple(SHARING))
 @pytest.mark.parametrize("kind", SHARING)
 def test_full_is_stock_to_the_byte(engine, models, kind):
     test_logits.check_full_is_stock(engine, models(kind)[0])
@@ -86,7 +86,9 @@ def without_windows(tmp_path_factory):
     path = tmp_path_factory.mktemp("sharing") / "without-windows"
     make_tiny(path, "gemma3n_text")
     config = AutoConfig.from_pretrained(path, layer_types=["full_attention"] * 6)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    model = AutoModelForCausalLM.from_config(config)
+    add_unused(model)
+    model.save_pretrained(path)
     return path
 
 

@@ -52,6 +52,7 @@ HYBRIDS = {
             ssm_state_size=16,
             n_groups=1,
             conv_kernel=4,
+            time_step_min=1e-9,  # transformers takes no shorter steps, vLLM has no bound
         ),
         torch.float32,
     ),
@@ -64,6 +65,22 @@ HYBRIDS = {
             conv_dim_out=128,
             block_dim=128,
             block_auto_adjust_ff_dim=False,
+            tie_word_embeddings=True,  # as vLLM does, whatever a configuration says
+        ),
+        torch.float32,
+    ),
+    "jamba": (
+        dict(
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            num_experts=2,
+            num_experts_per_tok=1,
+            mamba_d_state=16,
+            mamba_d_conv=4,
+            mamba_expand=1,
+            mamba_dt_rank=8,
         ),
         torch.float32,
     ),

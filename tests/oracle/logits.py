@@ -3,6 +3,7 @@
 transformers computes everything but attention; attention is written out here, under explicit masks.
 """
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -45,9 +46,18 @@ def make_tiny(path: Path, kind: str) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for layer in model.model.layers if kind == "gpt_oss" else ():
             layer.self_attn.sinks.data = torch.tensor(SINKS) + torch.randn(len(SINKS))
+    add_unused(model)
     model.save_pretrained(path)
     write_tokenizer(path, VOCAB, MAX_LEN)
     return path
+
+
+def add_unused(model: torch.nn.Module) -> None:
+    """Add norms of keys to layers that read another's cache: vLLM 0.29 wants them, though nothing uses them."""
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        if hasattr(attention, "q_norm") and not hasattr(attention, "k_norm"):
+            attention.k_norm = deepcopy(attention.q_norm)
 
 
 class DenseLogits:
