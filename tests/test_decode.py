@@ -127,6 +127,33 @@ def test_prompts_match_the_reference(isa, shape):
         torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         torch.testing.assert_close(mass.double(), expected_mass, rtol=5e-6, atol=1e-7)
         assert mass.any() and (expected[int(batch.starts[1]) : int(batch.starts[2])] == 7).all()
+        assert torch.equal(output, batch.run(isa=isa, rows_of_mass=0, per_token=per_token)[0])
+
+
+@each_isa
+@pytest.mark.parametrize("sum_heads", [False, True])
+def test_prompts_with_soft_caps_and_sinks_match_the_reference(isa, sum_heads):
+    batch = Batch(LENGTHS, (6, 2), magnitude=4.0, queries=QUERIES)
+    how = {"soft_cap": 20.0, "sinks": torch.linspace(-2, 3, 6)}
+    output, mass = batch.run(isa=isa, rows_of_mass=1 if sum_heads else None, **how)
+    expected, expected_mass = batch.run(decode_mass_reference, 1 if sum_heads else None, torch.float64, **how)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(mass.double(), expected_mass, rtol=1e-4, atol=1e-5)
+
+
+@each_isa
+@pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
+def test_a_nan_key_shows_in_the_queries_that_see_it_and_in_no_mass_of_weight_0(isa, per_token):
+    batch = Batch([90, 1, 64], queries=[60, 1, 64])
+    batch.weights = torch.ones(len(batch.query))
+    batch.weights[50:60] = 0
+    batch.keys[batch.table[0, 2], 1].view(64, 32)[7, 85 - 64] = torch.nan  # the last five queries see it
+    output, mass = batch.run(isa=isa, per_token=per_token)
+    assert output[55:60, 2:].isnan().all() and output[:55].isfinite().all() and output[:, :2].isfinite().all()
+    assert mass.isfinite().all()
+    batch.weights[57] = 1
+    mass = batch.run(isa=isa, per_token=per_token)[1]
+    assert mass[0, 1].isnan().any() and mass[0, 0].isfinite().all() and mass[1:].isfinite().all()
 
 
 @each_isa
@@ -355,11 +382,11 @@ class Classes:
 
     outputs = 2
 
-    def __init__(self, kv_heads=(2, 3), group=2, dim=64, block_sizes=(32, 32), dtype=F32):
+    def __init__(self, kv_heads=(2, 3), group=2, dim=64, block_sizes=(32, 32), dtype=F32, queries=None):
         random = torch.Generator().manual_seed(1)
         lens = LENGTHS, [min(length, 5 + 70 * (length > 300)) for length in LENGTHS]
         self.classes = [
-            Batch(lengths, (group * heads, heads), dim, block_size, dtype)
+            Batch(lengths, (group * heads, heads), dim, block_size, dtype, queries=queries)
             for lengths, heads, block_size in zip(lens, kv_heads, block_sizes)
         ]
         first = self.classes[0]
@@ -404,13 +431,14 @@ def test_classes_are_decoded_as_each_alone(isa, shape):
 
 
 @needs_extension
-def test_classes_match_the_reference_on_any_number_of_threads(set_threads):
-    layer = Classes()
+@pytest.mark.parametrize("queries", [None, [1, 2, 5, 1, 5, 2, 60, 3, 70]], ids=["decodes", "prompts"])
+def test_classes_match_the_reference_on_any_number_of_threads(set_threads, queries):
+    layer = Classes(queries=queries)
     out, expected_out = layer.new_out(rows=1), layer.new_out(torch.float64, rows=1)
     output, expected = layer.run(out=out), layer.run(decode_classes_reference, out=expected_out)
     torch.testing.assert_close(output, expected, rtol=3e-6, atol=3e-6)
     for mass, wanted in zip(out, expected_out):
-        torch.testing.assert_close(mass.double(), wanted, rtol=3e-6, atol=3e-8)
+        torch.testing.assert_close(mass.double(), wanted, rtol=3e-6, atol=1e-7 if queries else 3e-8)
     for count in (1, 3):
         set_threads(count)
         only_first = [layer.new_out(rows=1)[0], None]

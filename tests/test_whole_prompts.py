@@ -1,5 +1,7 @@
 """`prompt: whole`: no block goes before the prompt is computed, and the first decision sees all of it."""
 
+from itertools import pairwise
+
 import pytest
 import test_sessions
 import test_tokens
@@ -11,7 +13,7 @@ from test_recall import NEEDLE, needles, score
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 
-BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64, "prompt": "whole"}
+BASE = {"budget": 192, "buffer": 64, "sink": 32, "recent": 64, "prompt": "whole", "exact": False}
 POLICIES = {
     "sink-window": {"name": "sink-window", **BASE},
     "h2o": {"name": "h2o", **BASE},
@@ -54,7 +56,7 @@ def test_evictions_and_logprobs_match_the_dense_oracle(engine, dense, name):
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "tova"])
 def test_heads_keep_the_tokens_of_the_dense_oracle(engine, tmp_path, name):
     path = make_tiny_llama(tmp_path / "model", layers=3, heads=8, kv_heads=4, vocab=test_tokens.VOCAB)
-    policy = {**test_tokens.POLICIES[name], "prompt": "whole"}
+    policy = {**test_tokens.POLICIES[name], "prompt": "whole", "exact": False}
     server = engine(policy, model=path, max_num_batched_tokens=192)
     asked = [
         (test_tokens.prompt_of(length, test_tokens.SEED + seed), {"max_tokens": n, "logprobs": 1})
@@ -92,6 +94,25 @@ def test_each_turn_of_a_session_keeps_its_prompt_whole(engine, name):
     )
     assert max(n for whole, n in held if whole) > 9 and max(ends) <= 9
     assert sessions.usage["s"].evicted_blocks > 10
+    sessions.end("s")
+
+
+def test_what_comes_back_takes_no_place_in_a_turn_that_is_being_computed(engine):
+    """Blocks of earlier turns come back from the host; none of this turn goes for them before its prompt is computed."""
+    host = {"evict": "host", "host": "64MiB", "recall": "quest", "again": 16}
+    server, steps = engine({**POLICIES["h2o"], **host}, max_num_batched_tokens=96), []
+    sessions = test_sessions.Sessions(server)
+
+    def on_step():
+        request, blocks = server.scheduler.requests["s"], server.manager.residents["s"]
+        whole = request.num_computed_tokens < request.num_prompt_tokens
+        steps.append((request.num_prompt_tokens, whole, set(blocks.resident.tolist())))
+
+    test_sessions.talk(sessions, [(400, 20), (64, 20), (230, 20), (230, 20)], on_step=on_step)
+    assert sessions.usage["s"].recalled_blocks > 0 and sessions.usage["s"].asked_again > 0
+    for before, after in pairwise(steps):
+        if before[0] == after[0] and after[1]:
+            assert before[2] <= after[2]
     sessions.end("s")
 
 

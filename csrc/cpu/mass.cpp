@@ -1,6 +1,6 @@
-// Mass of prompts' queries, or of all queries beside another kernel, with or without the output.
-// Divides a batch into units of work, runs them, and adds up their results in an
-// order that depends on nothing but the batch's shape.
+// block_mass: mass of all queries of a batch. prompt_mass: output and mass of some prompts.
+// Divides a batch into units of work, runs them, and adds up their results in an order that
+// depends on nothing but the batch's shape.
 
 #include <omp.h>
 
@@ -50,7 +50,7 @@ struct Plan {
 
 int64_t tokens_per_pass(const MassArgs& a, int64_t blocks) {
   int64_t rows = kRowsPerPass;
-  if (a.out && a.per_token)
+  if (a.per_token)
     rows = std::min<int64_t>(rows, kMaxPowersBytes / (sizeof(float) * folded(a, blocks)));
   return std::max<int64_t>(1, rows / (a.heads / a.kv_heads));
 }

@@ -120,7 +120,8 @@ struct DecodeArgs {
 void block_mass(const MassArgs&, const Kernel&, int threads);
 // Attends for requests of any number of tokens.
 void decode_mass(const std::vector<DecodeArgs>& classes, const Kernel&, int threads);
-// The part of decode_mass that attends for the requests of several tokens, in one class.
+// The part of decode_mass that attends for the requests of several tokens, in one class. decode_mass
+// has checked `rows`.
 void prompt_mass(const DecodeArgs&, const Kernel&, int threads);
 
 }  // namespace vllm_evict

@@ -562,7 +562,8 @@ void normalise(const float* peak, float* mass, float* total, int64_t stride, int
   // The sum of a row is at least 1, from its peak or sink. A lane without a row has weight 0. NaN stays.
   const Vec factor = weight / max(splat(1.f), sum);
   for (int64_t t = 0; t < end; t += stride) {
-    const Vec part = load<Vec>(mass + t) * factor;
+    // A row of weight 0 counts nothing, NaN neither.
+    const Vec part = weight != 0.f ? load<Vec>(mass + t) * factor : Vec{};
     store(total + t, mass == total ? part : part + load<Vec>(total + t));
   }
 }
@@ -595,7 +596,8 @@ void find_factors(const float* peak, float* mass, int64_t stride, int64_t num_ti
     store(mass + t, scale);
   }
   const Vec factor = weight / max(splat(1.f), sum);
-  for (int64_t t = 0; t < end; t += stride) store(mass + t, load<Vec>(mass + t) * factor);
+  for (int64_t t = 0; t < end; t += stride)
+    store(mass + t, weight != 0.f ? load<Vec>(mass + t) * factor : Vec{});
 }
 
 template <int N>
@@ -608,7 +610,8 @@ void add_powers(const Rows& rows, int64_t num_tiles, const Tiles& tiles, float* 
     Vec sum[N];
     for (int n = 0; n < N; ++n) sum[n] = load<Vec>(out + n * LANES);
     for (int64_t row = first; row < rows.count; ++row, powers += N * LANES)
-      for (int n = 0; n < N; ++n) sum[n] += factor[row] * load<Vec>(powers + n * LANES);
+      if (factor[row] != 0.f)
+        for (int n = 0; n < N; ++n) sum[n] += factor[row] * load<Vec>(powers + n * LANES);
     for (int n = 0; n < N; ++n) store(out + n * LANES, sum[n]);
   }
 }

@@ -357,9 +357,15 @@ class Request:
         """Whether a decision follows the step."""
         return len(self.held()) > self.config.trigger_blocks and self.n >= self.config.whole
 
+    def forgets(self):
+        """Whether the last queries are forgotten: those of a prompt at whose end nothing was decided."""
+        return self.config.accumulate == "last" and self.n == self.config.whole
+
     def decide(self):
         if self.config.policy == "full" or not self.due():
             self.replay.evicted.append([])
+            if self.forgets():
+                self.sums.zero_()
             return
         importance = self.importance()
         choice = select(importance, self.n, self.evicted, self.config)

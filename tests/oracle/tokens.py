@@ -60,6 +60,8 @@ class TokenRequest(Request):
         config, size = self.config, self.config.block_size
         if not self.due() or len(self.replay.evicted) < self.ready:
             self.replay.evicted.append([])
+            if self.forgets():
+                self.drawn.zero_()
             return
         blocks = candidates_of(self.n, self.evicted, config)
         spare = min(len(self.held()) - config.budget_blocks, len(blocks))

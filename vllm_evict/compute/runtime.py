@@ -161,13 +161,14 @@ class EvictionRuntime:
         - Measured requests: vLLM's kernel would leave a second read of the keys to the score pass.
         - Requests with holes, if that kernel is faster or heads are split (one call attends for split heads).
         """
-        measured: set[str] = set()
+        own: set[str] = set()
         if self.ops.decodes_measured:
-            measured.update(*(group.measured for group in self.groups))
-        lacking = set().union(*(group.with_holes for group in self.groups))
-        if not self.decodes_measured:
-            measured &= lacking
-        return measured | lacking if self.decodes_lacking else measured
+            own.update(*(group.measured for group in self.groups))
+        if self.decodes_lacking or self.exact:
+            lacking = set().union(*(group.with_holes for group in self.groups))
+            own = own & lacking if self.exact else own
+            own = own | lacking if self.decodes_lacking else own
+        return own
 
     def choose_graph(self, full: bool) -> Attends | None:
         """Choose the full CUDA graph that this step replays; None: no full graph.
@@ -195,6 +196,8 @@ class EvictionRuntime:
         if requests.isdisjoint(self.batch.own):
             measured = any(not requests.isdisjoint(group.measured) for group in self.groups)
             return None if measured else Attends.STOCK
+        if self.exact and not requests <= self.batch.own:
+            return None  # in an `OWN` graph the plugin's kernel attends for requests without holes too
         return Attends.OWN if self.attends_in_graphs and self._fits_memory() else None
 
     def _fits_memory(self) -> bool:

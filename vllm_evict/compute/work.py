@@ -88,6 +88,8 @@ class StepWork:
             lens = to_device(queries[rows].astype(np.int32), seq_lens.device)
             self.stock_lens = seq_lens.clone().index_copy_(0, self.rows.long(), lens)
         self._own, self._queries = rows, queries
+        #: Per query 0 if the plugin attends for it, else 1: float32 [T]. Made when a layer first asks.
+        self._of_stock: torch.Tensor | None = None
 
     @classmethod
     def of_graph(
@@ -155,10 +157,11 @@ class StepWork:
         """Return the weights with 0 for queries that the plugin attends for: float32 [T]; None: 1."""
         if not len(self._own):
             return weights
-        others = np.ones(len(self._queries), np.float32)
-        others[self._own] = 0
-        of_stock = to_device(np.repeat(others, self._queries), self.seq_lens.device)
-        return of_stock if weights is None else of_stock * weights
+        if self._of_stock is None:
+            others = np.ones(len(self._queries), np.float32)
+            others[self._own] = 0
+            self._of_stock = to_device(np.repeat(others, self._queries), self.seq_lens.device)
+        return self._of_stock if weights is None else self._of_stock * weights
 
 
 def do_together(ops: Any, layer: Any, query: torch.Tensor, slices: Sequence[HeadSlice], output: torch.Tensor) -> bool:

@@ -403,8 +403,9 @@ def settle(
 def _is_exact(vllm_config: VllmConfig, config: KVPolicyConfig, ops: BackendOps) -> bool:
     """Whether the backend's kernel attends for all requests without holes.
 
-    If no class of heads says so (`exact`), it does on a CPU where other requests may read what these compute, and where
-    these may never lose a block. On a device decodes of measured requests would then replay no full CUDA graph.
+    `exact` of any class of heads decides. The default on a CPU is True if other requests may read computed blocks, and
+    under pressure. The default on a device is False, since with True measured decodes without holes replay no full CUDA
+    graph.
     """
     given = [part.exact for part in config.classes.values() if part.exact is not None]
     if given:
@@ -469,7 +470,10 @@ def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: Eviction
     decoded = {
         "requests with holes": runtime.decodes_lacking,
         "measured requests": runtime.decodes_measured and measures,
+        "measured requests with holes": runtime.exact and runtime.ops.decodes_measured and measures,
     }
+    if runtime.decodes_lacking:
+        del decoded["measured requests with holes"]
     if runtime.groups[0].decodes and any(decoded.values()):
         named = " and ".join(name for name, whether in decoded.items() if whether)
         does = "attends for" if runtime.batch.takes_prompts else "decodes"

@@ -162,7 +162,8 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
     def _note_prompts(self, tokens: Iterable[str]) -> None:
         """Note the requests of a step that computes the end of their prompt, under `prompt: whole`.
 
-        Workers that count the last queries before a decision foresee the next decisions by the trigger.
+        Workers that count the last queries before a decision foresee the next decisions by the trigger. If no decision
+        follows this step, they forget the last queries of the prompt.
         """
         for manager, following in zip(self.kv_managers, self._plan.groups):
             for req_id in tokens:
@@ -172,9 +173,13 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
                     continue
                 resident.prompted = True
                 manager.note(req_id)
-                if resident.scoring is not None and resident.scoring.trigger != resident.limits.trigger:
-                    resident.scoring = replace(resident.scoring, trigger=resident.limits.trigger)
+                if resident.scoring is None or resident.scoring.trigger == resident.limits.trigger:
+                    continue
+                resident.scoring = replace(resident.scoring, trigger=resident.limits.trigger)
+                if resident.exceeds(len(manager.req_to_blocks[req_id])):
                     following.triggers[req_id] = resident.limits.trigger
+                else:
+                    following.track[req_id], resident.first_query = resident.scoring, request.num_computed_tokens
 
     def _plan_starts(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
         """Add to a plan how workers measure the requests that start, or start over, with its step."""
@@ -257,9 +262,12 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         affected = super()._handle_invalid_blocks(*args, **kwargs)
         for req_id in affected if self.recompute_kv_load_failures else ():
             for manager, plan in zip(self.kv_managers, self._plan.groups):
-                resident = manager.residents[req_id]
-                resident.first_query = self.requests[req_id].num_computed_tokens
+                resident, request = manager.residents[req_id], self.requests[req_id]
+                resident.first_query = request.num_computed_tokens
+                resident.prompted &= request.num_computed_tokens >= request.num_prompt_tokens
                 manager.note(req_id)
+                resident.scoring = self.scoring_of(request, resident)
+                plan.triggers.pop(req_id, None)
                 if resident.scoring is not None:
                     plan.track[req_id] = resident.scoring
         self._failed_loads = affected

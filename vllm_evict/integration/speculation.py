@@ -88,7 +88,7 @@ def _with_layers(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         (
             config.granularity == "token" and other is not None,
             f"{drafter} and granularity: token beside {other}, which no test runs",
-            f"set granularity: block, or {NGRAM}",
+            "set granularity: block" + ("" if vllm_config.model_config.is_hybrid else f", or {NGRAM}"),
         ),
         (
             speculative.method == "draft_model" and other is not None,

@@ -194,6 +194,8 @@ class Recall(Mechanism):
             # What is computed again may see as many blocks as the largest chunk before it has.
             room = max(room, blocks.state.peak_blocks - blocks.held_blocks)
         room = min(room, self.host.spare_blocks)
+        if blocks.waits:  # no block of the prompt goes yet
+            candidates = candidates[:0]
         weakest = sorted((block for block in candidates.tolist() if block in scores), key=lambda block: scores[block])
         margin = 1.0 if again else MARGIN
         returns: list[int] = []
