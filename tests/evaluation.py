@@ -22,8 +22,9 @@ def words_of(text):
     return len(text.split())
 
 
-def sample_of(task, length=300, depth=0.5, index=0, seed=0, count=words_of, later=None):
-    return tasks.make(task, length, depth, index, seed, count, words.Filler(), later)
+def sample_of(task, length=300, depth=0.5, index=0, seed=0, count=words_of, later=None, haystack="grammar"):
+    pairs = haystack == "pairs"
+    return tasks.make(task, length, depth, index, seed, count, words.HAYSTACKS[haystack](), later, pairs)
 
 
 def expecting(*answers, metric="contains", classes=()):
