@@ -94,6 +94,30 @@ def test_turns_go_on_in_one_session_under_one_budget(tiny, count):
         assert taken == expected
 
 
+def test_a_small_pool_makes_full_wait_and_gives_its_blocks_back(tiny):
+    """Room for three requests at their budgets, and for one whole prompt: `full` answers one after the other."""
+    wanted = contenders("full,h2o", [128], **SIZES)
+    prompts = Prompts(str(tiny))
+    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(3)]
+    ((server, _),) = servers(wanted, 2048, 32)
+    with offline(tiny, server, "agnostic", prompts) as backend:
+        scheduler = backend.llm.llm_engine.engine_core.engine_core.scheduler
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+        at_first, waited = free(), {}
+        alone = [[answer.text for answer in backend.answer(samples, contender)] for contender in wanted]
+        with backend.pool_of(3 * 256):
+            assert free() == 24
+            for contender, texts in zip(wanted, alone, strict=True):
+                most = []
+                after(
+                    scheduler, "schedule", lambda output, *_, most=most: most.append(len(output.num_scheduled_tokens))
+                )
+                assert [answer.text for answer in backend.answer(samples, contender)] == texts
+                waited[contender.label] = len(most)
+        assert free() == at_first
+    assert waited["full"] > 1.5 * waited["h2o"]
+
+
 def offline(model, server, setting, prompts):
     """Context of an `Offline` backend of small chunks and batches."""
     sizes = {"chunk": 128, "batch": 3, "block_size": 32}
@@ -157,6 +181,14 @@ def test_a_run_its_columns_and_its_resumption(tiny, tmp_path, monkeypatch):
     assert full["prompt_sha256"] == h2o["prompt_sha256"] and h2o["policy_config"]["sink"] == 32
     known = {"seed", "versions", "engine", "hardware", "server_policy", "answer", "expected", "time", "tokens_per_s"}
     assert known <= {field for field, value in h2o.items() if value is not None}
+    # Two requests with a budget of 128 and a chunk of 256 each; ppl is not measured, and full has no budget.
+    pools = {(r["policy"], r["task"], (r.get("pool") or {}).get("tokens")) for r in first}
+    assert pools == {
+        (policy, task, 768 if (policy, task) in (("h2o", "niah"), ("sink-window", "niah")) else None)
+        for policy in ("full", "h2o", "sink-window")
+        for task in ("niah", "ppl")
+    }
+    assert min(h2o["seconds"], h2o["pool"]["tokens_per_s"], h2o["pool"]["full_tokens_per_s"]) > 0
     ppl = {r["policy"]: r["score"] for r in first if r["task"] == "ppl" and r["index"] == 0}
     assert 0 < ppl["full"] != ppl["sink-window"], "eviction left no trace in the text's probabilities"
 
