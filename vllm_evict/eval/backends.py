@@ -261,10 +261,16 @@ class Offline:
             ttft_s=output.metrics and output.metrics.first_token_latency,
         )
 
+    @property
+    def scheduler(self) -> Any | None:
+        """The engine's scheduler; None if the engine has a process of its own."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        return core and core.scheduler
+
     @contextmanager
     def pool_of(self, tokens: int) -> Iterator[None]:
         """Hold back KV blocks, so that all requests together have room for this number of tokens."""
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler: Any = self.scheduler
         pool, groups = scheduler.kv_cache_manager.block_pool, len(scheduler.kv_cache_config.kv_cache_groups)
         spare = pool.get_num_free_blocks() - math.ceil(tokens / self.block_size) * groups
         held = pool.get_new_blocks(max(0, spare))

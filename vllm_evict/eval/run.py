@@ -179,10 +179,10 @@ def _at_equal_memory(
     """Throughput of a batch in a pool that its budgets fill, and that of `full` in the same pool, as fields of rows.
 
     The pool has room for the budget and a chunk of every request, and for the longest prompt with its answer. There are
-    no fields for requests without a budget, for engines that cannot serve `full`, for sessions (which hold their blocks
-    while they wait), and for prompts that are reconstructed.
+    no fields for requests without a budget, for engines that cannot serve `full` or run in a process of their own, for
+    sessions (which hold their blocks while they wait), and for prompts that are reconstructed.
     """
-    if job.full is None or not isinstance(backend, Offline) or job.setting == "turns":
+    if job.full is None or not isinstance(backend, Offline) or backend.scheduler is None or job.setting == "turns":
         return {}
     if contender.config.policy.reconstructs or not answers[0].budget_tokens:
         return {}

@@ -174,9 +174,9 @@ def summarise(rows: Sequence[Row], by_length: bool = True) -> list[Line]:
         groups[setting_of(row), task_of(row), row["policy"], row["budget"], length].append(row)
     full = {_prompt(row): row["score"] for row in rows if row["policy"] == "full"}
     pools: dict[tuple, list[dict[str, float]]] = defaultdict(list)
-    for (setting, _, *key), group in groups.items():
-        pools[(setting, *key)] += [row["pool"] for row in group if row.get("pool")]
-    lines = [_line(key, group, full, pools[(key[0], *key[2:])]) for key, group in groups.items()]
+    for (setting, _, policy, budget, length), group in groups.items():
+        pools[setting, policy, budget, length] += [row["pool"] for row in group if row.get("pool")]
+    lines = [_line(key, group, full, pools[key[:1] + key[2:]]) for key, group in groups.items()]
     order = {task: i for i, task in enumerate(dict.fromkeys(map(task_of, rows)))}
     return sorted(
         lines,

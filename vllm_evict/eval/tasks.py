@@ -185,7 +185,8 @@ def classes(rng: np.random.Generator, n: int = 4, shots: int = 4, pool: int = 8,
     labels, words = draw(rng, KEYS, n), draw(rng, ITEMS, n * pool)
     document = Document([])
     for i, label in enumerate(labels):
-        new, other = np.split(words[i * pool : (i + 1) * pool], [size])
+        own = words[i * pool : (i + 1) * pool]
+        new, other = own[:size], own[size:]
         document.questions.append((len(document.facts), f"what is {' '.join(new)}?", label))
         for shot in range(shots):
             example = draw(rng, [new[shot % size], *draw(rng, other, size - 1)], size)
