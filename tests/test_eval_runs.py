@@ -22,6 +22,7 @@ from evaluation import (
     ENGINE,
     NEEDLE,
     ROOT,
+    SECOND,
     SIZES,
     SPLIT,
     SWAPPED,
@@ -32,7 +33,7 @@ from evaluation import (
 )
 from oracle.model import DenseLlama
 
-from vllm_evict.eval import EvalError, backends, rows, summary
+from vllm_evict.eval import EvalError, backends, rows, summary, words
 from vllm_evict.eval.policies import contenders, servers
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.run import Plan, run
@@ -101,7 +102,7 @@ def test_a_small_pool_makes_full_wait_and_gives_its_blocks_back(tiny):
     samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(3)]
     ((server, _),) = servers(wanted, 2048, 32)
     with offline(tiny, server, "agnostic", prompts) as backend:
-        scheduler = backend.llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler = backend.scheduler
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
         at_first, waited = free(), {}
         alone = [[answer.text for answer in backend.answer(samples, contender)] for contender in wanted]
@@ -270,6 +271,23 @@ def test_every_turn_asks_the_same_document_whatever_the_policy(tmp_path):
     assert said == [f"{path}: {len(first) - 4} of {len(first)} rows are there already"]
     assert {row["key"]: row["answer"] for row in again} == {row["key"]: row["answer"] for row in first}
     assert len(again) == len(first)
+
+
+@needle_model
+def test_the_second_model_answers_in_every_haystack_what_eviction_loses(tmp_path):
+    plan = offline_plan(
+        SECOND,
+        tmp_path,
+        tasks=("chain", "sort", "classify"),
+        policies="full,sink-window",
+        haystacks=tuple(words.HAYSTACKS),
+        lengths=(1024,),
+        depths=(0.3, 0.7),
+        samples=4,
+        engine_args=ENGINE | {"max_model_len": 1536},
+    )
+    for line in summary.summarise(run(plan, print)):
+        assert line.score >= 0.9 if line.is_full else line.score <= 0.5, line
 
 
 @needle_model

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from evaluation import DATA, NEEDLE, expecting, needle_model, sample_of, words_of
+from evaluation import DATA, NEEDLE, SECOND, expecting, needle_model, sample_of, words_of
 
 from vllm_evict.eval import EvalError, backends, external, stats, tasks, words
 from vllm_evict.eval.prompts import Prompts
@@ -182,7 +182,11 @@ def test_the_language_is_the_one_the_needle_model_was_trained_on(needle_data):
         text = words.join(["the", *words.Filler()(np.random.default_rng(seed), 200)])
         ids = words.Filler().ids(np.random.default_rng(seed), 200)
         assert prompts.tokenizer(text, add_special_tokens=False)["input_ids"][1:] == ids.tolist()
-    for task in set(tasks.TASKS) - set(AGGREGATES):
+    second, known = Prompts(str(SECOND)), needle_data.vocabulary(words.QUESTIONS)
+    assert second.tokenizer.get_vocab() == {token: i for i, token in enumerate(known)}
+    assert known[: len(needle_data.vocabulary())] == needle_data.vocabulary()
+    for task in tasks.TASKS:
+        prompts = second if task in AGGREGATES else Prompts(str(NEEDLE))
         sample = sample_of(task, length=256, count=prompts.count)
         ids = prompts.ids(sample)
         assert prompts.tokenizer.unk_token_id not in ids
@@ -204,12 +208,18 @@ def test_turns_have_the_form_that_the_needle_model_was_trained_on(needle_data):
     assert bare.ids(first.later[0]) == second
 
 
-def test_training_data_stay_what_they_were(needle_data):
+@pytest.mark.parametrize(
+    "kind, digest",
+    [
+        ("needles", "85b25d862a75d5f6f3ea743345249fcc15c5ea782c5df844157c980d9b55ff91"),
+        ("aggregates", "82def8522bad4446046272b5b967830853df7146bb7f198662f47742cf00b2e2"),
+    ],
+)
+def test_training_data_stay_what_they_were(needle_data, kind, digest):
     """A changed word, order or draw anywhere below would make another model of the same recipe."""
-    documents = needle_data.Documents(needle_data.build_tokenizer(4608))
-    ids, answers = needle_data.training_batch(documents, np.random.default_rng(0), 8, 512)
-    digest = hashlib.sha256(ids.tobytes() + answers.tobytes()).hexdigest()
-    assert digest == "85b25d862a75d5f6f3ea743345249fcc15c5ea782c5df844157c980d9b55ff91"
+    documents = needle_data.Documents(needle_data.build_tokenizer(4608, needle_data.MIXTURES[kind][1]))
+    ids, answers = needle_data.training_batch(documents, np.random.default_rng(0), 8, 512, kind)
+    assert hashlib.sha256(ids.tobytes() + answers.tobytes()).hexdigest() == digest
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
