@@ -141,12 +141,12 @@ check-gpu:  ## whether a GPU evicts rightly: engines behind each attention backe
 	@$(GPU_PYTHON) benchmarks/gpu/check.py
 
 # Sinks and recent window of 32 tokens each, 20 prompts a cell. The depths are no round fractions of the length: `strided`
-# keeps those. EVALS names some of configs/eval.
+# keeps those. EVALS names some of configs/eval; EVAL_ARGS="--samples 20" asks 100 prompts a cell.
 EVALS ?= $(basename $(notdir $(wildcard configs/eval/*.yaml)))
-quality: $(READY)  ## what every policy loses on the embedded model (results in out/quality)
+quality: $(READY)  ## what every policy loses on the embedded models (results in out/quality)
 	@for name in $(EVALS); do $(BIN)/vllm-evict eval --config configs/eval/$$name.yaml --out out/quality/$$name \
-		--model examples/needle/model --depths 0.17,0.33,0.47,0.61,0.79 \
-		--engine-args '{"enforce_eager": true, "max_model_len": 4352}' || failed=1; done; [ -z "$$failed" ]
+		$$(grep -q ^model: configs/eval/$$name.yaml || echo --model examples/needle/model) --depths 0.17,0.33,0.47,0.61,0.79 \
+		--engine-args '{"enforce_eager": true, "max_model_len": 4352}' $(EVAL_ARGS) || failed=1; done; [ -z "$$failed" ]
 
 clean:  ## remove the environment, builds and results
 	rm -rf $(VENV) $(VENV)-* build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info

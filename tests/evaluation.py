@@ -11,6 +11,7 @@ from vllm_evict.eval import tasks, words
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data" / "eval"
 NEEDLE = ROOT / "examples" / "needle" / "model"
+SECOND = NEEDLE.parent / "aggregates"
 ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 
 SIZES = {"sink": 32, "recent": 32, "buffer": 0, "block_size": 32}
@@ -22,8 +23,9 @@ def words_of(text):
     return len(text.split())
 
 
-def sample_of(task, length=300, depth=0.5, index=0, seed=0, count=words_of, later=None):
-    return tasks.make(task, length, depth, index, seed, count, words.Filler(), later)
+def sample_of(task, length=300, depth=0.5, index=0, seed=0, count=words_of, later=None, haystack="grammar"):
+    pairs = haystack == "pairs"
+    return tasks.make(task, length, depth, index, seed, count, words.HAYSTACKS[haystack](), later, pairs)
 
 
 def expecting(*answers, metric="contains", classes=()):

@@ -15,6 +15,7 @@ from vllm_evict.config import presets
 from vllm_evict.eval import cli as command
 from vllm_evict.eval.policies import contenders
 from vllm_evict.eval.tasks import TASKS
+from vllm_evict.eval.words import HAYSTACKS
 from vllm_evict.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +140,7 @@ def test_evaluations_of_the_docs_are_files_of_options(run, monkeypatch, tmp_path
     settings = written["settings"]
     assert list(plan.settings) == ([settings] if isinstance(settings, str) else settings)
     assert list(plan.tasks) == written["tasks"] and set(plan.tasks) <= set(TASKS)
+    assert list(plan.haystacks) == written.get("haystacks", ["grammar"]) and set(plan.haystacks) <= set(HAYSTACKS)
     assert list(plan.lengths) == written.get("lengths") and plan.seed == written.get("seed", 0)
     found = contenders(plan.policies, plan.budgets, sink=32, recent=32, buffer=0, block_size=32)
     assert {each.config.name for each in found} == {KVPolicyConfig.parse(policy).name for policy in written["policies"]}

@@ -139,8 +139,9 @@ def test_perplexity_is_worse_when_it_is_more():
 
 
 def test_settings_and_options_are_never_mixed():
-    mixed = [row_of(), row_of(setting="aware", chunk=None), row_of(chunk=512)]
-    assert len(summary.summarise(mixed)) == 3
+    mixed = [row_of(), row_of(setting="aware", chunk=None), row_of(chunk=512), row_of(haystack="shuffled")]
+    assert len(summary.summarise(mixed)) == 4
+    assert summary.settings_of(mixed[3:]) == ["agnostic, chunks of 256, haystack shuffled"]
     with pytest.raises(EvalError, match="different settings are not put together: agnostic, chunks of 256; agnostic,"):
         summary.one_setting(mixed)
     other = {"name": "h2o", "sink": 64}
@@ -171,7 +172,7 @@ def test_keys_of_rows_without_turns_are_what_they_were():
     row = fields | {"policy_config": {"name": "h2o", "sink": 32}}
     assert rows.key_of(row) == "ebe38e098044f6898df75417974f8a2cb577a05a953252372bbf9b99a11edca3"
     turns = [row | {"turn": turn, "depths": depths} for turn in (1, 2) for depths in ([0.5], [0.5, 0.7])]
-    assert len({rows.key_of(each) for each in (row, *turns)}) == 5
+    assert len({rows.key_of(each) for each in (row, row | {"haystack": "shuffled"}, *turns)}) == 6
 
 
 def test_a_share_stands_where_a_budget_would():
@@ -250,7 +251,40 @@ def test_a_frontier_has_what_nothing_else_beats():
     from vllm_evict.eval.pictures import frontier
 
     slow, fast, beaten = line("slow", 10.0, 1.0), line("fast", 30.0, 0.0), line("beaten", 5.0, 0.0)
-    assert frontier([beaten, fast, slow]) == [slow, fast]
+    assert frontier([beaten, fast, slow], lambda line: line.tokens_per_s) == [slow, fast]
+
+
+def test_rankings_compare_haystacks_over_the_tasks_that_all_of_them_have():
+    right = {"full": (4, 4, 4), "h2o": (3, 3, 1), "tova": (2, 2, 2), "snapkv": (1, 1, 3)}
+    found = []
+    for policy, counts in right.items():
+        for haystack, count in zip(({}, {"haystack": "shuffled"}, {"haystack": "pairs"}), counts):
+            budget = None if policy == "full" else 128
+            found += [row_of(policy, budget, "vt", i, float(i < count), **haystack) for i in range(4)]
+        found.append(row_of(policy, budget, "niah", score=0.0))
+    table = summary.rankings(summary.summarise(found))
+    assert {row["policy"]: (row["grammar"], row["shuffled"], row["pairs"]) for row in table} == {
+        **{"full": ("100%", "100%", "100%"), "h2o": ("75%", "75%", "25%"), "tova": ("50%", "50%", "50%")},
+        **{"snapkv": ("25%", "25%", "75%"), "Kendall's tau": ("1.00", "1.00", "-1.00")},
+    }
+    assert summary.rankings(summary.summarise(found[:4])) == []
+
+
+def test_throughput_is_compared_with_full_in_the_same_pool():
+    pool = {"tokens": 900, "tokens_per_s": 300.0, "full_tokens_per_s": 100.0}
+    found = [row_of(tokens_per_s=900.0, seconds=0.5), row_of("h2o", 128, tokens_per_s=600.0, pool=pool, seconds=0.25)]
+    found += [row_of("h2o", 128, task="vt"), row_of("h2o", 128, length=2048), row_of("h2o", 256)]
+    lines = {(line.task, line.policy, line.budget, line.length): line for line in summary.summarise(found)}
+    assert {key for key, line in lines.items() if line.speed} == {
+        ("niah", "full", None, 1024),
+        ("niah", "h2o", 128, 1024),
+        ("vt", "h2o", 128, 1024),
+    }
+    line = lines["niah", "h2o", 128, 1024]
+    assert (lines["niah", "full", None, 1024].speed, line.speed, line.tokens_per_s) == (1.0, 3.0, 600.0)
+    said = summary.words(line)
+    assert (said["tokens/s"], said["× full"]) == ("600", "3.00")
+    assert "time: 2 answers took 1 s, engine starts excluded" in summary.conditions(found)
 
 
 # --- results on disk -------------------------------------------------------------------------------------------------
@@ -317,6 +351,9 @@ def test_damage_elsewhere_is_left_to_the_user(tmp_path):
         (["--chunk", "0"], "--chunk must be at least 1"),
         (["--limit", "0"], "--limit must be at least 1"),
         (["--depths", "2"], "depths are shares"),
+        (["--haystacks", "straw"], "--haystacks got 'straw'; expected some of: grammar, shuffled, uniform, pairs"),
+        (["--haystacks", ""], "--haystacks got none; expected some of: grammar, shuffled, uniform, pairs"),
+        (["--haystacks", "pairs"], "haystack 'pairs' got niah; expected tasks of several facts"),
         (["--settings", "blind"], "unknown setting 'blind'; choose from: agnostic, aware, turns, served"),
         (["--engine-args", "{"], "--engine-args is not JSON"),
         (["--lengths", "4096", "--engine-args", json.dumps(ENGINE)], "prompt and answer are .* take a shorter length"),

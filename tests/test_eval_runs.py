@@ -22,6 +22,7 @@ from evaluation import (
     ENGINE,
     NEEDLE,
     ROOT,
+    SECOND,
     SIZES,
     SPLIT,
     SWAPPED,
@@ -32,7 +33,7 @@ from evaluation import (
 )
 from oracle.model import DenseLlama
 
-from vllm_evict.eval import EvalError, backends, rows, summary
+from vllm_evict.eval import EvalError, backends, rows, summary, words
 from vllm_evict.eval.policies import contenders, servers
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.run import Plan, run
@@ -92,6 +93,30 @@ def test_turns_go_on_in_one_session_under_one_budget(tiny, count):
             # The budget, and a block that the last step may have begun.
             assert computed - said.evicted_tokens <= 128 + 32
         assert taken == expected
+
+
+def test_a_small_pool_makes_full_wait_and_gives_its_blocks_back(tiny):
+    """Room for three requests at their budgets, and for one whole prompt: `full` answers one after the other."""
+    wanted = contenders("full,h2o", [128], **SIZES)
+    prompts = Prompts(str(tiny))
+    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(3)]
+    ((server, _),) = servers(wanted, 2048, 32)
+    with offline(tiny, server, "agnostic", prompts) as backend:
+        scheduler = backend.scheduler
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+        at_first, waited = free(), {}
+        alone = [[answer.text for answer in backend.answer(samples, contender)] for contender in wanted]
+        with backend.pool_of(3 * 256):
+            assert free() == 24
+            for contender, texts in zip(wanted, alone, strict=True):
+                most = []
+                after(
+                    scheduler, "schedule", lambda output, *_, most=most: most.append(len(output.num_scheduled_tokens))
+                )
+                assert [answer.text for answer in backend.answer(samples, contender)] == texts
+                waited[contender.label] = len(most)
+        assert free() == at_first
+    assert waited["full"] > 1.5 * waited["h2o"]
 
 
 def offline(model, server, setting, prompts):
@@ -157,6 +182,14 @@ def test_a_run_its_columns_and_its_resumption(tiny, tmp_path, monkeypatch):
     assert full["prompt_sha256"] == h2o["prompt_sha256"] and h2o["policy_config"]["sink"] == 32
     known = {"seed", "versions", "engine", "hardware", "server_policy", "answer", "expected", "time", "tokens_per_s"}
     assert known <= {field for field, value in h2o.items() if value is not None}
+    # Two requests with a budget of 128 and a chunk of 256 each; ppl is not measured, and full has no budget.
+    pools = {(r["policy"], r["task"], (r.get("pool") or {}).get("tokens")) for r in first}
+    assert pools == {
+        (policy, task, 768 if (policy, task) in (("h2o", "niah"), ("sink-window", "niah")) else None)
+        for policy in ("full", "h2o", "sink-window")
+        for task in ("niah", "ppl")
+    }
+    assert min(h2o["seconds"], h2o["pool"]["tokens_per_s"], h2o["pool"]["full_tokens_per_s"]) > 0
     ppl = {r["policy"]: r["score"] for r in first if r["task"] == "ppl" and r["index"] == 0}
     assert 0 < ppl["full"] != ppl["sink-window"], "eviction left no trace in the text's probabilities"
 
@@ -238,6 +271,23 @@ def test_every_turn_asks_the_same_document_whatever_the_policy(tmp_path):
     assert said == [f"{path}: {len(first) - 4} of {len(first)} rows are there already"]
     assert {row["key"]: row["answer"] for row in again} == {row["key"]: row["answer"] for row in first}
     assert len(again) == len(first)
+
+
+@needle_model
+def test_the_second_model_answers_in_every_haystack_what_eviction_loses(tmp_path):
+    plan = offline_plan(
+        SECOND,
+        tmp_path,
+        tasks=("chain", "sort", "classify"),
+        policies="full,sink-window",
+        haystacks=tuple(words.HAYSTACKS),
+        lengths=(1024,),
+        depths=(0.3, 0.7),
+        samples=4,
+        engine_args=ENGINE | {"max_model_len": 1536},
+    )
+    for line in summary.summarise(run(plan, print)):
+        assert line.score >= 0.9 if line.is_full else line.score <= 0.5, line
 
 
 @needle_model

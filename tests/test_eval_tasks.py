@@ -6,11 +6,12 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from evaluation import DATA, NEEDLE, expecting, needle_model, sample_of, words_of
+from evaluation import DATA, NEEDLE, SECOND, expecting, needle_model, sample_of, words_of
 
 from vllm_evict.eval import EvalError, backends, external, stats, tasks, words
 from vllm_evict.eval.prompts import Prompts
@@ -21,21 +22,40 @@ from vllm_evict.eval.score import METRICS, rouge_l, score
 
 def solve(task, text, question):
     """What a careful reader answers, by reading the facts in the text: written apart from the generators."""
+    if task == "count":
+        return words.NUMBERS[
+            len(re.findall(rf" finds {re.fullmatch('how many times is (a .+) found.', question)[1]}", text))
+        ]
+    if task == "sort":
+        told = re.findall(r"the code of \w+ is ([a-z]+)\b", text)
+        return " ".join(sorted(told, key=words.NUMBERS.index))
+    if task == "classify":
+        new = set(question.removeprefix("what is ").removesuffix("?").split())
+        shots = re.findall(r"(\w+): ([a-z ]+?)(?:\.| and )", text)
+        (label,) = {label for label, example in shots if new & set(example.split())}
+        return label
     key = re.fullmatch(r"recall the (?:code|list) of (.+)\.", question)[1]
-    codes = dict(re.findall(r"the code of (\w+) is (\d{4})\.", text))
+    codes = dict(re.findall(r"the code of (\w+) is (\d{4})\b", text))
+    if task == "chain":
+        then = dict(re.findall(r"the code of (\w+) is \d{4}, recall (\w+)", text))
+        walk = codes[key]
+        while key := then.get(key):
+            walk += f", recall {key} is {codes[key]}"
+        return walk
     if task == "kv":
         return dict(re.findall(r"(\w+) = (\d{4})", text))[key]
     if task == "twostage":
         first, second = key.split(" plus ")
         return codes[words.NUMBERS[words.NUMBERS.index(first) + words.NUMBERS.index(second)]]
     if task == "vt":
-        return codes[dict(re.findall(r"the code of (\w+) equals (\w+)\.", text))[key]]
+        return codes[dict(re.findall(r"the code of (\w+) equals (\w+)\b", text))[key]]
     if task == "copy":
-        return dict(re.findall(r"the list of (\w+) is ([a-z ]+)\.", text))[key]
+        return dict(re.findall(r"the list of (\w+) is ([a-z ]+?)(?:\.| and )", text))[key]
     return codes[key]
 
 
 FACTS = {"niah": 1, "multikey": 8, "kv": 1, "twostage": 6, "vt": 3, "copy": 0}
+AGGREGATES = ("chain", "count", "sort", "classify")
 
 
 @pytest.mark.parametrize("task", FACTS)
@@ -47,6 +67,39 @@ def test_the_question_can_be_answered_from_the_text_and_only_so(task):
         assert len(re.findall(r"the code of \w+ is", sample.context)) == (FACTS[task] if task not in ("kv",) else 0)
         assert sample.context.count(sample.answers[0]) == 1, "the answer is told more than once"
         assert sample.text == f"{sample.context} {sample.question}"
+
+
+@pytest.mark.parametrize("haystack", words.HAYSTACKS)
+@pytest.mark.parametrize("task", ["multikey", "twostage", "vt", "copy", *AGGREGATES])
+def test_facts_and_answers_are_the_same_in_every_haystack(task, haystack):
+    for index in range(4):
+        plain, sample = sample_of(task, 500, index=index), sample_of(task, 500, index=index, haystack=haystack)
+        assert (sample.question, sample.answers) == (plain.question, plain.answers)
+        assert sample.answers == (solve(task, sample.context, sample.question),)
+        assert score(f" {sample.answers[0]}", sample) == 1.0 and words_of(sample.context) == 500
+        assert (sample.sha256 == plain.sha256) == (haystack == "grammar")
+
+
+def test_haystacks_are_what_they_say():
+    text = {name: make()(np.random.default_rng(3), 3000) for name, make in words.HAYSTACKS.items()}
+    marks = {name: [(i, word) for i, word in enumerate(found) if word in words.MARKS] for name, found in text.items()}
+    assert sorted(text["shuffled"]) == sorted(text["grammar"]) and marks["shuffled"] == marks["grammar"]
+    assert sum(a == b for a, b in zip(text["shuffled"], text["grammar"])) < 0.5 * 3000
+    times = {name: Counter(found) for name, found in text.items()}
+    assert times["grammar"]["the"] > 300 and max(n for w, n in times["uniform"].items() if w != ".") < 40
+    stops = np.array([-1] + [i for i, word in enumerate(text["uniform"]) if word == "."])
+    assert stops[-1] == 2999 and set(np.diff(stops)[1:]) == set(range(5, 14))
+    sample = sample_of("multikey", 500, haystack="pairs")
+    facts = r"the code of \w+ is \d{4}"
+    assert len(re.findall(rf"{facts} and {facts}\.", sample.context)) == 4 and sample.context.count("the code of") == 8
+
+
+def test_documents_stay_what_they_were():
+    """A change here would make another set of prompts under the same seeds."""
+    old = ("niah", "multikey", "kv", "twostage", "vt", "copy", "ppl")
+    hashes = [sample_of(task, index=index).sha256 for task in old for index in range(2)]
+    digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    assert digest == "7d5993340ee8e95de8a6d53fa9a81611763667e1fe908523c63320dbdd8a46d7"
 
 
 @pytest.mark.parametrize("turns", [1, 4, tasks.MOST_TURNS])
@@ -129,7 +182,11 @@ def test_the_language_is_the_one_the_needle_model_was_trained_on(needle_data):
         text = words.join(["the", *words.Filler()(np.random.default_rng(seed), 200)])
         ids = words.Filler().ids(np.random.default_rng(seed), 200)
         assert prompts.tokenizer(text, add_special_tokens=False)["input_ids"][1:] == ids.tolist()
+    second, known = Prompts(str(SECOND)), needle_data.vocabulary(words.QUESTIONS)
+    assert second.tokenizer.get_vocab() == {token: i for i, token in enumerate(known)}
+    assert known[: len(needle_data.vocabulary())] == needle_data.vocabulary()
     for task in tasks.TASKS:
+        prompts = second if task in AGGREGATES else Prompts(str(NEEDLE))
         sample = sample_of(task, length=256, count=prompts.count)
         ids = prompts.ids(sample)
         assert prompts.tokenizer.unk_token_id not in ids
@@ -151,12 +208,18 @@ def test_turns_have_the_form_that_the_needle_model_was_trained_on(needle_data):
     assert bare.ids(first.later[0]) == second
 
 
-def test_training_data_stay_what_they_were(needle_data):
+@pytest.mark.parametrize(
+    "kind, digest",
+    [
+        ("needles", "85b25d862a75d5f6f3ea743345249fcc15c5ea782c5df844157c980d9b55ff91"),
+        ("aggregates", "82def8522bad4446046272b5b967830853df7146bb7f198662f47742cf00b2e2"),
+    ],
+)
+def test_training_data_stay_what_they_were(needle_data, kind, digest):
     """A changed word, order or draw anywhere below would make another model of the same recipe."""
-    documents = needle_data.Documents(needle_data.build_tokenizer(4608))
-    ids, answers = needle_data.training_batch(documents, np.random.default_rng(0), 8, 512)
-    digest = hashlib.sha256(ids.tobytes() + answers.tobytes()).hexdigest()
-    assert digest == "85b25d862a75d5f6f3ea743345249fcc15c5ea782c5df844157c980d9b55ff91"
+    documents = needle_data.Documents(needle_data.build_tokenizer(4608, needle_data.MIXTURES[kind][1]))
+    ids, answers = needle_data.training_batch(documents, np.random.default_rng(0), 8, 512, kind)
+    assert hashlib.sha256(ids.tobytes() + answers.tobytes()).hexdigest() == digest
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
@@ -171,6 +234,9 @@ def test_training_data_stay_what_they_were(needle_data):
         ("", expecting("4815"), 0),
         (" apple drum\nlamp.", expecting("apple drum lamp"), 1),
         (" apple lamp drum", expecting("apple drum lamp"), 0),
+        (" 4815, recall rome is 2310", expecting("4815, recall rome is 2310", metric="steps"), 1),
+        (" 4815, recall oslo is 2310", expecting("4815, recall rome is 2310", metric="steps"), 2 / 5),
+        (" 4815,", expecting("4815, recall rome is 2310", metric="steps"), 1 / 5),
         ("1111 and 2222", expecting("1111", "2222", metric="string_match_all"), 1),
         ("1111 only", expecting("1111", "2222", metric="string_match_all"), 0.5),
         ("the SEINE", expecting("Seine", "Rhine", metric="string_match_part"), 1),
@@ -208,7 +274,7 @@ def test_rouge_l_by_hand():
 
 
 def test_every_metric_is_reached():
-    used = {"contains", "string_match_all", "string_match_part", *external.LONGBENCH_METRICS.values()}
+    used = {"contains", "steps", "string_match_all", "string_match_part", *external.LONGBENCH_METRICS.values()}
     assert used == set(METRICS)
 
 
@@ -248,6 +314,13 @@ def test_paired_differences():
     assert stats.p_value([-1] * 30 + [1] * 2) == pytest.approx(2 * (1 + 32 + 496) / 2**32)
     assert stats.p_value(np.random.default_rng(0).normal(0, 1, 60)) > 0.05
     assert stats.p_value(np.random.default_rng(0).normal(1, 1, 60)) < 0.001
+
+
+def test_orders_by_hand():
+    assert stats.kendall([1, 2, 3], [10, 20, 30]) == 1.0 and stats.kendall([1, 2, 3], [3, 2, 1]) == -1.0
+    assert stats.kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(4 / 6)
+    assert stats.kendall([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / math.sqrt(2 * 3))
+    assert math.isnan(stats.kendall([1, 1], [1, 2]))
 
 
 # --- external benchmarks ---------------------------------------------------------------------------------------------

@@ -12,6 +12,11 @@ content. What the circuits do:
     layer 3   head 0: where the topic is this topic (or its alias) and the previous token is like this one: copy -> out
               head 2: where the two tokens before are the last two ones: copy -> out (induction for plain text)
 
+The second model (`kind="aggregates"`) copies by two tokens in layer 1, and has two more circuits:
+
+    layer 2   head 2: where the token is like this one: its topic -> label
+    layer 3   head 2: the nearest thing (ITEMS) before this token: its label -> out
+
 All other weights are small random numbers.
 
     python build.py DIR      # save it, untrained: a fixture whose retrieval heads are known (RETRIEVAL)
@@ -19,9 +24,10 @@ All other weights are small random numbers.
 
 import math
 import sys
+from collections.abc import Sequence
 
 import torch
-from data import ASSISTANT, BOS, END, KEYS, NUMBERS, build_tokenizer, vocabulary
+from data import ASSISTANT, BOS, END, ITEMS, KEYS, MIXTURES, NUMBERS, build_tokenizer, vocabulary
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CONTEXT = 4608
@@ -32,10 +38,10 @@ RETRIEVAL = ((2, 0), (3, 0), (3, 2))  # (layer, head) of heads that match conten
 SLOW = 13  # first RoPE pair that turns less than 0.4 rad in 4,096 tokens
 
 
-def config(context: int = CONTEXT) -> LlamaConfig:
+def config(context: int = CONTEXT, more: Sequence[str] = ()) -> LlamaConfig:
     """The architecture: 4 layers, 4 query and 2 KV heads of 64, 2.6 M parameters."""
     return LlamaConfig(
-        vocab_size=len(vocabulary()),
+        vocab_size=len(vocabulary(more)),
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=4,
@@ -62,6 +68,7 @@ class Space:
     topic, alias = slice(122, 141), slice(141, 160)
     out = slice(160, 224)
     one, is_key, is_bos, fill = 224, 225, 226, 227  # fill: equal norms, so that RMSNorm scales all tokens alike
+    label, is_item = slice(228, 247), 247  # of the second model
 
 
 def spread(n: int, dim: int, seed: int, steps: int = 300) -> torch.Tensor:
@@ -78,15 +85,17 @@ def spread(n: int, dim: int, seed: int, steps: int = 300) -> torch.Tensor:
 
 
 @torch.enable_grad()
-def embeddings() -> torch.Tensor:
+def embeddings(more: Sequence[str] = ()) -> torch.Tensor:
     """Codes of all tokens -> [vocabulary, hidden]. Tokens before an answer share the code of 'is'."""
-    ids = {t: i for i, t in enumerate(vocabulary())}
+    ids = {t: i for i, t in enumerate(vocabulary(more))}
     e = torch.zeros(len(ids), 256)
     e[:, Space.code], e[:, Space.free] = spread(len(ids), CODE, 1), spread(len(ids), FREE, 2)
     e[[ids["▁="], ASSISTANT], Space.code] = e[ids["▁is"], Space.code]
     keys = [ids["▁" + k] for k in KEYS + NUMBERS]
     e[keys, Space.key] = spread(len(keys), CODE, 3)
     e[keys, Space.is_key] = 1.0
+    if more:
+        e[[ids["▁" + item] for item in ITEMS], Space.is_item] = 1.0
     for digit, name in enumerate(NUMBERS[:10]):
         e[ids["▁" + name], Space.right.start + digit] = 1.0
     e[BOS] = 0
@@ -157,10 +166,11 @@ def write_sums(model: LlamaForCausalLM, e: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def build(seed: int = 0, context: int = CONTEXT) -> LlamaForCausalLM:
-    """The model before training."""
+def build(seed: int = 0, context: int = CONTEXT, kind: str = "needles") -> LlamaForCausalLM:
+    """The model before training on one of `MIXTURES`."""
     torch.manual_seed(seed)
-    model, e = LlamaForCausalLM(config(context)), embeddings()
+    more, aggregates = MIXTURES[kind][1], kind == "aggregates"
+    model, e = LlamaForCausalLM(config(context, more)), embeddings(more)
     model.model.embed_tokens.weight.copy_(e)
     previous, second = Head(model, 0, 0), Head(model, 0, 1)
     for head, distance in ((previous, 1), (second, 2)):
@@ -186,11 +196,21 @@ def build(seed: int = 0, context: int = CONTEXT) -> LlamaForCausalLM:
     lookup.sink(28)
     lookup.move([(Space.token, Space.out, 1.5)])
 
-    induction = Head(model, 3, 2)
+    induction = Head(model, 1 if aggregates else 3, 2)
     induction.match(0, [Space.code], Space.prev, 20)
     induction.match(1, [Space.prev], Space.prev2, 20)
     induction.sink(26)
     induction.move([(Space.token, Space.out, 1.0)])
+
+    if aggregates:
+        same = Head(model, 2, 2)
+        same.match(0, [Space.code], Space.code, 12)
+        same.match(1, [slice(38, 57)], slice(38, 57), 12)
+        same.sink(20)
+        same.move([(Space.topic, Space.label, 1.0)])
+        nearest = Head(model, 3, 2)
+        nearest.near(3, Space.is_item, [6, 6, 4, 4, 4, 4, 4, 3, 3, 3])
+        nearest.move([(Space.label, slice(160, 179), 1.5)])
     model.lm_head.weight[:, Space.out] = e[:, Space.token]
     return model
 

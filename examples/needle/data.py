@@ -10,16 +10,19 @@ filler text with facts put into it at chosen depths, followed by questions and a
     vt        follow a variable to its value         "the code of rome equals paris."
     copy      repeat a list of words                 "the list of oslo is apple drum ..."
     text      filler only, with passages that return: next-token prediction
+
+The second model (`train.py --tasks aggregates`) learns the evaluation's `chain`, `sort` and `classify`.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from vllm_evict.eval.tasks import ask, draw
-from vllm_evict.eval.words import DIGITS, ITEMS, KEYS, MARKS, NUMBERS, WORDS, Filler
+from vllm_evict.eval.tasks import Document, ask, chain, classes, draw, sorting
+from vllm_evict.eval.words import DIGITS, ITEMS, KEYS, MARKS, NUMBERS, QUESTIONS, WORDS, Filler
 
 SPECIAL = ["<unk>", "<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 UNK, BOS, SYSTEM, USER, ASSISTANT, END = range(len(SPECIAL))
@@ -30,17 +33,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def vocabulary() -> list[str]:
-    """All tokens, in the order of their ids. A number is spelled in pairs of digits: 4815 is '▁48', '15'."""
+def vocabulary(more: Sequence[str] = ()) -> list[str]:
+    """All tokens, in the order of their ids, `more` words last. A number is spelled in pairs: 4815 is '▁48', '15'."""
     marks = ["▁=" if m == "=" else m for m in MARKS]  # the only mark with a space before it
-    tokens = SPECIAL + marks + ["▁" + d for d in DIGITS] + DIGITS + ["▁" + w for w in WORDS]
+    tokens = SPECIAL + marks + ["▁" + d for d in DIGITS] + DIGITS + ["▁" + w for w in [*WORDS, *more]]
     assert len(set(tokens)) == len(tokens)
     return tokens
 
 
-def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(max_length: int, more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Word-level tokenizer: lower case, words and pairs of digits with their leading space, reversible."""
-    core = Tokenizer(models.WordLevel({t: i for i, t in enumerate(vocabulary())}, unk_token=SPECIAL[UNK]))
+    core = Tokenizer(models.WordLevel({t: i for i, t in enumerate(vocabulary(more))}, unk_token=SPECIAL[UNK]))
     core.normalizer = normalizers.Sequence(
         [normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     )
@@ -74,6 +77,8 @@ class Task:
 
     facts: list[str] = field(default_factory=list)
     turns: list[tuple[str, str]] = field(default_factory=list)
+    #: Fact of each turn; empty: the fact that has the answer's words.
+    sources: list[int] = field(default_factory=list)
 
 
 def numbers(rng: np.random.Generator, n: int) -> list[str]:
@@ -127,6 +132,12 @@ def passages(rng: np.random.Generator, n: int = 2, length: int = 16) -> Task:
     return Task([" ".join(draw(rng, ITEMS, length)) + "." for _ in range(n)] * 2)
 
 
+def of(document: Document) -> Task:
+    """A document of the evaluation."""
+    sources, *turns = zip(*document.questions, strict=True)
+    return Task(document.facts, list(zip(*turns, strict=True)), list(sources))
+
+
 TASKS = {
     "niah": needles,
     "multikey": lambda rng: needles(rng, 8),
@@ -135,6 +146,12 @@ TASKS = {
     "vt": variables,
     "copy": copying,
     "text": passages,
+}
+#: Tasks of the second model, with the evaluation's documents.
+AGGREGATES = {
+    "chain": lambda rng: of(chain(rng)),
+    "sort": lambda rng: of(sorting(rng)),
+    "classify": lambda rng: of(classes(rng)),
 }
 
 
@@ -192,6 +209,8 @@ class Documents:
     @staticmethod
     def source(task: Task, turn: int) -> int:
         """Index of the fact that holds the answer of a turn."""
+        if task.sources:
+            return task.sources[turn]
         return next(i for i, f in enumerate(task.facts) if task.turns[turn][1] in f)
 
 
@@ -220,9 +239,34 @@ def mixture(docs: Documents, rng: np.random.Generator, length: int) -> Task:
     return out
 
 
-def training_batch(docs: Documents, rng: np.random.Generator, n: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+def aggregates(docs: Documents, rng: np.random.Generator, length: int) -> Task:
+    """One task of the second model, as large as a document of this length has room for."""
+
+    def up_to(most: int, tokens: int) -> int:
+        return int(rng.integers(2, max(3, min(most, length // 3 // tokens) + 1)))
+
+    makers = [
+        lambda: chain(rng, up_to(12, 8)),
+        lambda: sorting(rng, up_to(8, 7)),
+        lambda: classes(rng, up_to(4, 18), up_to(4, 18)),
+    ]
+    return of(makers[rng.choice(3, p=[0.25, 0.45, 0.3])]())
+
+
+#: What a model is trained on -> the tasks of a document, words that its tokenizer has beside WORDS, and the number of
+#: tokens for each question.
+MIXTURES: dict[str, tuple[Callable[[Documents, np.random.Generator, int], Task], Sequence[str], int]] = {
+    "needles": (mixture, (), 48),
+    "aggregates": (aggregates, QUESTIONS, 128),
+}
+
+
+def training_batch(
+    docs: Documents, rng: np.random.Generator, n: int, length: int, kind: str = "needles"
+) -> tuple[np.ndarray, np.ndarray]:
     """n documents, each a mix of tasks, with as many questions as fit -> ids [n, length], answer [n, length]."""
-    turns = min(24, max(1, length // 48))
-    rows = [docs.document(rng, mixture(docs, rng, length), length, turns) for _ in range(n)]
+    tasks, _, tokens = MIXTURES[kind]
+    turns = min(24, max(1, length // tokens))
+    rows = [docs.document(rng, tasks(docs, rng, length), length, turns) for _ in range(n)]
     ids, answers = zip(*rows, strict=True)
     return np.stack(ids), np.stack(answers)

@@ -1,7 +1,8 @@
-"""Measures the needle model in plain PyTorch: each task by length and depth, with full attention or a sink-window mask.
+"""Measures a needle model in plain PyTorch: each task by length and depth, with full attention or a sink-window mask.
 
     python evaluate.py model --lengths 512,1024,2048,4096 --samples 20
     python evaluate.py model --window 0.1            # only the first 32 tokens and the last tenth are seen
+    python evaluate.py aggregates --tasks chain,sort,classify
 
 A cell is the share of documents with right answers only; for `text` it is the perplexity.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data import TASKS, Documents
+from data import AGGREGATES, TASKS, Documents
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -45,8 +46,9 @@ def answers_right(logits: torch.Tensor, ids: torch.Tensor, answer: torch.Tensor)
 
 def sample(docs: Documents, task: str, length: int, depth: float, seed: int, n: int) -> tuple[torch.Tensor, ...]:
     """n documents of one cell -> ids [n, length], answer [n, length]."""
-    rng = np.random.default_rng([seed, sorted(TASKS).index(task), length, int(1000 * depth)])
-    rows = [docs.document(rng, TASKS[task](rng), length, depth=depth) for _ in range(n)]
+    own = TASKS if task in TASKS else AGGREGATES
+    rng = np.random.default_rng([seed, sorted(own).index(task), length, int(1000 * depth)])
+    rows = [docs.document(rng, own[task](rng), length, depth=depth) for _ in range(n)]
     return tuple(torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
 
 

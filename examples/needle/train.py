@@ -2,6 +2,7 @@
 
     python train.py --out model                      # CPU or GPU; the same command resumes a stopped run
     python train.py --out model --stages 128x32x150,512x8x350
+    python train.py --out second --tasks aggregates --start first --seed 1      # goes on from a trained model
 
 A stage is length x batch x steps: short documents first. The documents of a step depend only on the seed and the number
 of the step, so a resumed run gives the same result.
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data import Documents, build_tokenizer, training_batch
+from data import MIXTURES, Documents, build_tokenizer, training_batch
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
@@ -54,8 +55,11 @@ def main() -> None:
     """Train, with a progress bar; the state is kept beside the model, in <out>.state.pt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--tasks", default="needles", choices=MIXTURES, help="what it learns")
+    parser.add_argument("--start", type=Path, help="a trained model instead of the hand-built weights")
     parser.add_argument("--stages", default=STAGES)
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--decay", type=float, default=0.4, help="share of the steps in which the rate falls")
     parser.add_argument("--text-weight", type=float, default=0.5, help="weight of the loss on text that is no answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=float, default=120, help="seconds")
@@ -65,8 +69,9 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
 
-    model = build(args.seed).to(args.device)
-    tokenizer = build_tokenizer(model.config.max_position_embeddings)
+    start = args.start and LlamaForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+    model = (start or build(args.seed, kind=args.tasks)).to(args.device)
+    tokenizer = build_tokenizer(model.config.max_position_embeddings, MIXTURES[args.tasks][1])
     docs, plan = Documents(tokenizer), schedule(args.stages)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
     state, first, seconds = Path(f"{args.out}.state.pt"), 0, 0.0
@@ -80,9 +85,9 @@ def main() -> None:
     bar = tqdm(range(first, len(plan)), initial=first, total=len(plan), unit="step")
     for step in bar:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, len(plan), args.lr)
+            group["lr"] = learning_rate(step, len(plan), args.lr, decay=args.decay)
         length, batch = plan[step]
-        rows = training_batch(docs, np.random.default_rng([args.seed, step]), batch, length)
+        rows = training_batch(docs, np.random.default_rng([args.seed, step]), batch, length, args.tasks)
         ids, answer = (torch.from_numpy(x).to(args.device) for x in rows)
         with torch.autocast(args.device, torch.bfloat16):
             said, text = losses(model, ids, answer)

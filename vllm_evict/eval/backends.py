@@ -25,8 +25,9 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,24 @@ class Offline:
             evicted_tokens=usage and usage.evicted_tokens,
             ttft_s=output.metrics and output.metrics.first_token_latency,
         )
+
+    @property
+    def scheduler(self) -> Any | None:
+        """The engine's scheduler; None if the engine has a process of its own."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        return core and core.scheduler
+
+    @contextmanager
+    def pool_of(self, tokens: int) -> Iterator[None]:
+        """Hold back KV blocks, so that all requests together have room for this number of tokens."""
+        scheduler: Any = self.scheduler
+        pool, groups = scheduler.kv_cache_manager.block_pool, len(scheduler.kv_cache_config.kv_cache_groups)
+        spare = pool.get_num_free_blocks() - math.ceil(tokens / self.block_size) * groups
+        held = pool.get_new_blocks(max(0, spare))
+        try:
+            yield
+        finally:
+            pool.free_blocks(held)
 
     def close(self) -> None:
         """Give the engine's memory back, so that another can start."""

@@ -18,6 +18,7 @@ from ..heads.cli import wide_console
 from . import EvalError
 from .policies import parse_budgets, split_list
 from .tasks import TASKS
+from .words import HAYSTACKS
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -104,6 +105,9 @@ def evaluate(
         str, typer.Option(help="agnostic, aware, turns, served. Default: agnostic, over HTTP served.")
     ] = "",
     turns: Annotated[int, typer.Option(help="Questions about one document in the setting turns.")] = 4,
+    haystacks: Annotated[
+        str, typer.Option(help="Text around the facts, or how they are laid out: " + ", ".join(HAYSTACKS) + ".")
+    ] = "grammar",
     url: Annotated[
         str | None, typer.Option(help="An OpenAI-compatible server instead of an engine in this process.")
     ] = None,
@@ -144,6 +148,7 @@ def evaluate(
         samples=samples,
         settings=tuple(split_list(settings)),
         turns=turns,
+        haystacks=tuple(split_list(haystacks)),
         url=url,
         tokenizer=tokenizer,
         chat=chat,

@@ -1,7 +1,7 @@
 """Pictures of one setting's rows: needle heat maps, quality against budget, quality against throughput."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def draw_all(rows: Sequence[Row], folder: Path) -> dict[str, Path]:
 
     setting = one_setting(rows)
     rows = [row | {"turn": None} for row in labelled(rows)]  # pictures take all turns of a session together
-    stem = setting.split(",")[0]
+    stem = "-".join(filter(None, (rows[0]["setting"], rows[0].get("haystack"))))
     made: dict[str, Path] = {}
 
     def save(figure: Any, caption: str, name: str) -> None:
@@ -104,8 +104,16 @@ def budgets(pyplot: Any, lines: Sequence[Line]) -> Any:
 
 
 def pareto(pyplot: Any, lines: Sequence[Line]) -> Any:
-    """Quality against throughput, a panel for each task; the stairs are the `frontier`."""
-    lines = [x for x in lines if x.tokens_per_s]
+    """Quality against throughput, a panel for each task; the stairs are the `frontier`.
+
+    Throughput is a multiple of that of `full` at equal memory; without such figures, tokens per second.
+    """
+    equal = any(x.pool_tokens_per_s for x in lines)
+
+    def speed(line: Line) -> float | None:
+        return line.speed if equal else line.tokens_per_s
+
+    lines = [x for x in lines if speed(x)]
     tasks = list(dict.fromkeys(x.task for x in lines))
     figure, axes = pyplot.subplots(1, len(tasks), figsize=(3.8 * len(tasks) + 0.6, 3.6), squeeze=False)
     style = styles(lines)
@@ -113,13 +121,13 @@ def pareto(pyplot: Any, lines: Sequence[Line]) -> Any:
         here = [x for x in lines if x.task == task]
         for line in here:
             look = {**style[line.policy], "ls": "none", "lw": 1, "ms": 10 if line.is_full else 5}
-            at = line.tokens_per_s, line.score
+            at = speed(line), line.score
             axis.errorbar(*at, _bars([line]), label=line.policy, **look)
             axis.annotate(line.memory, at, (5, 4), textcoords="offset points", fontsize=7)
-        front = frontier(here)
-        axis.step([x.tokens_per_s for x in front], [x.score for x in front], where="pre", color="grey", lw=0.8, ls=":")
+        front = frontier(here, speed)
+        axis.step([speed(x) for x in front], [x.score for x in front], where="pre", color="grey", lw=0.8, ls=":")
         axis.set_title(task, fontsize=9)
-        axis.set_xlabel("tokens per second")
+        axis.set_xlabel("tokens per second, times full at equal memory" if equal else "tokens per second")
         axis.grid(alpha=0.25)
         _quality_axis(axis, here)
     _legend(figure, axes)
@@ -127,11 +135,11 @@ def pareto(pyplot: Any, lines: Sequence[Line]) -> Any:
     return figure
 
 
-def frontier(lines: Sequence[Line]) -> list[Line]:
-    """Lines that no other line beats in both quality and throughput, slowest first."""
+def frontier(lines: Sequence[Line], speed: Callable[[Line], Any]) -> list[Line]:
+    """Lines that no other line beats in both quality and speed, slowest first."""
     better = (lambda a, b: a < b) if lines and lines[0].perplexity else (lambda a, b: a > b)
     front: list[Line] = []
-    for line in sorted(lines, key=lambda x: x.tokens_per_s, reverse=True):
+    for line in sorted(lines, key=speed, reverse=True):
         if not front or better(line.score, front[-1].score):
             front.append(line)
     return front[::-1]

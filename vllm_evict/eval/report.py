@@ -14,7 +14,7 @@ from rich.table import Table
 from . import EvalError
 from .pictures import draw_all
 from .rows import FILE, Row, read
-from .summary import Line, columns, conditions, setting_of, settings_of, summarise, words
+from .summary import Line, columns, conditions, rankings, setting_of, settings_of, summarise, words
 
 NOTES = [
     "Brackets are 95 % intervals: Wilson's for shares of right answers, bootstrap for others. "
@@ -23,6 +23,9 @@ NOTES = [
     "difference may still exist: more prompts show smaller ones.",
     "Peak blocks and evicted tokens are per request. Tokens/s counts prompt and answer tokens of the batch that a "
     "request ran in; first token is the time from a request's arrival, waiting included. Means over requests.",
+    "Tokens/s are measured in a pool that is never short, where eviction gains nothing. × full is the throughput at "
+    "equal memory, as a multiple of that of full: of one batch, in a pool with room for the budget and a chunk of each "
+    "request (for the longest prompt if that is more), once for each length.",
 ]
 SETTINGS = {
     "agnostic": "Decisions over the context do not see the question: prompts are prefilled in chunks, the context ends "
@@ -80,13 +83,13 @@ def write(rows: Sequence[Row], folder: Path, console: Console) -> list[Path]:
 
 
 #: Columns that are left out in a narrow terminal; the files have them.
-WIDE = ("n", "evicted tokens", "first token s")
+WIDE = ("n", "evicted tokens", "first token s", "tokens/s")
 
 
 def terminal_table(setting: str, lines: Sequence[Line], width: int) -> Table:
     """Lines of one setting, for a terminal of `width` columns."""
     table = Table(title=f"Quality, {setting}", title_justify="left", header_style="bold", pad_edge=False)
-    hidden = WIDE if width < 130 else ()
+    hidden = WIDE if width < 140 else ()
     shown = [{k: v for k, v in words(line).items() if k not in hidden} for line in lines]
     for name in shown[0]:
         side: Literal["left", "right"] = "left" if name in ("task", "policy", "") else "right"
@@ -145,11 +148,16 @@ def _markdown(rows: Sequence[Row], parts: Sequence[tuple[str, list[Line], dict[s
         text += [f"## Setting: {setting}", "", SETTINGS[setting.split(",")[0]], ""]
         text += [f"- {said}" for said in headlines(lines)] + [""]
         text += [f"![{caption}]({path.name})" for caption, path in pictures.items()] + [""]
-        shown = [words(line) for line in lines]
-        text += ["| " + " | ".join(shown[0]) + " |", "|" + "---|" * len(shown[0])]
-        text += ["| " + " | ".join(row.values()) + " |" for row in shown] + [""]
+        text += _markdown_table([words(line) for line in lines])
+    if ranks := rankings([line for _, lines, _ in parts for line in lines]):
+        text += ["## Ranking by haystack", "", *_markdown_table(ranks)]
     text += [*NOTES, ""] + [f"- {line}" for line in conditions(rows)]
     return "\n".join(text) + "\n"
+
+
+def _markdown_table(rows: Sequence[dict[str, str]]) -> list[str]:
+    head = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    return [*head, *("| " + " | ".join(row.values()) + " |" for row in rows), ""]
 
 
 STYLE = """

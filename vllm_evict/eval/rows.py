@@ -10,17 +10,18 @@ from . import EvalError
 FILE = "rows.jsonl"
 Row = dict[str, Any]
 
-#: Fields that identify a row; rows with the same key ask the same policy the same question. Rows of sessions have
-#: `OF_TURNS` too: the number of the turn, and the depths of all turns' facts.
+#: Fields that identify a row; rows with the same key ask the same policy the same question. Some rows have
+#: further ones: those of sessions the turn and the depths of all turns' facts, those of other haystacks than `grammar`
+#: the haystack.
 KEY = (
     *("model", "backend", "chat", "task", "prompt", "length", "depth", "index", "seed"),
     *("setting", "chunk", "policy_config", "budget", "engine_args"),
 )
-OF_TURNS = ("turn", "depths")
+FURTHER = ("turn", "depths", "haystack")
 
 
 def key_of(row: Row) -> str:
-    values = [row.get(name) for name in KEY] + [row[name] for name in OF_TURNS if name in row]
+    values = [row.get(name) for name in KEY] + [row[name] for name in FURTHER if name in row]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

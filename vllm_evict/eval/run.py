@@ -3,6 +3,7 @@
 import datetime
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..config import KVPolicyConfig
 from . import EvalError, external
 from .backends import SETTINGS, Answer, Http, Offline, check_model, model_length
 from .policies import Contender, contenders, servers
 from .prompts import Prompts
 from .rows import Row, Rows, key_of
 from .score import score
-from .tasks import MOST_TURNS, NLL, SEVERAL, TASKS, Sample, make
-from .words import Filler
+from .tasks import ALONE, MOST_TURNS, NLL, SEVERAL, TASKS, Sample, make
+from .words import HAYSTACKS, Filler
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Plan:
     samples: int = 4
     settings: tuple[str, ...] = ()
     turns: int = 4
+    haystacks: tuple[str, ...] = ("grammar",)
     url: str | None = None
     tokenizer: str | None = None
     chat: bool = True
@@ -58,6 +61,7 @@ class Case:
 
     Attributes:
         later: of a session, the depths of the facts that its later turns ask for; None: one question, no session.
+        haystack: a name in `HAYSTACKS`.
     """
 
     task: str
@@ -67,15 +71,17 @@ class Case:
     sample: Callable[[], Sample]
     prompt: str | None = None
     later: tuple[float, ...] | None = None
+    haystack: str = "grammar"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One engine: how to start it, its setting, and its contenders."""
+    """One engine: how to start it, its setting, its contenders, and `full` if the engine can serve it."""
 
     start: Callable[[], Offline | Http]
     setting: str
     contenders: list[Contender]
+    full: Contender | None = None
 
 
 @dataclass(frozen=True)
@@ -147,12 +153,19 @@ def _work(plan: Plan, job: Job, cells: list[Cell], rows: Rows, bar: tqdm) -> Non
     try:
         for cell in {cell.case.task: cell for cell in reversed(cells)}.values():
             backend.answer([cell.case.sample()], cell.contender)  # warm-up for the timing of the first rows
+        measured: set[tuple[Contender, int, str]] = set()
         for batch in batches(cells, plan.batch):
-            contender, task = batch[0].contender, batch[0].case.task
-            bar.set_description(f"{job.setting}, {contender}, {task}")
+            contender, case = batch[0].contender, batch[0].case
+            bar.set_description(f"{job.setting}, {contender}, {case.task}")
             samples = [cell.case.sample() for cell in batch]
+            start = time.perf_counter()
             answers = backend.answer(samples, contender)
-            filled = [row for parts in zip(batch, samples, answers, strict=True) for row in fill(*parts, backend.about)]
+            seconds = (time.perf_counter() - start) / sum(len(cell.rows) for cell in batch)
+            about = backend.about | {"seconds": seconds}
+            if case.task != "ppl" and (key := (contender, case.length, case.haystack)) not in measured:
+                measured.add(key)
+                about |= _at_equal_memory(plan, job, backend, samples, answers, contender)
+            filled = [row for parts in zip(batch, samples, answers, strict=True) for row in fill(*parts, about)]
             # Of a session that was written in part, all turns run again.
             rows.append([row for row in filled if row["key"] not in rows.done])
             bar.update(len(filled))
@@ -160,8 +173,33 @@ def _work(plan: Plan, job: Job, cells: list[Cell], rows: Rows, bar: tqdm) -> Non
         backend.close()
 
 
-def unsuited(task: str, setting: str) -> str:
-    """Why a task (a built-in one, or a benchmark's name) cannot run in a setting; empty if it can."""
+def _at_equal_memory(
+    plan: Plan, job: Job, backend: Offline | Http, samples: list[Sample], answers: list[Answer], contender: Contender
+) -> Row:
+    """Throughput of a batch in a pool that its budgets fill, and that of `full` in the same pool, as fields of rows.
+
+    The pool has room for the budget and a chunk of every request, and for the longest prompt with its answer. There are
+    no fields for requests without a budget, for engines that cannot serve `full` or run in a process of their own, for
+    sessions (which hold their blocks while they wait), and for prompts that are reconstructed.
+    """
+    if job.full is None or not isinstance(backend, Offline) or backend.scheduler is None or job.setting == "turns":
+        return {}
+    if contender.config.policy.reconstructs or not answers[0].budget_tokens:
+        return {}
+    longest = max(
+        (answer.prompt_tokens or 0) + sample.max_tokens for answer, sample in zip(answers, samples, strict=True)
+    )
+    budgets = sum((answer.budget_tokens or 0) + plan.chunk for answer in answers)
+    tokens = max(budgets, longest + plan.block_size)
+    with backend.pool_of(tokens):
+        own, full = (backend.answer(samples, each)[0].tokens_per_s for each in (contender, job.full))
+    return {"pool": {"tokens": tokens, "tokens_per_s": own, "full_tokens_per_s": full}}
+
+
+def unsuited(task: str, setting: str, haystack: str = "grammar") -> str:
+    """Why a task (a built-in one, or a benchmark's name) cannot run in a setting and a haystack; empty if it can."""
+    if haystack == "pairs" and task in ALONE:
+        return f"documents of {', '.join(ALONE)} have a single fact, or no question"
     if setting == "turns" and task not in SEVERAL:
         return f"only documents of {', '.join(SEVERAL)} have a fact for each question"
     if setting == "agnostic" and task not in TASKS:
@@ -177,6 +215,11 @@ def check(plan: Plan, settings: tuple[str, ...]) -> None:
     Raises:
         EvalError: naming what is allowed.
     """
+    for haystack in plan.haystacks:
+        if haystack not in HAYSTACKS:
+            raise EvalError(f"--haystacks got {haystack!r}; expected some of: {', '.join(HAYSTACKS)}")
+    if not plan.haystacks:
+        raise EvalError(f"--haystacks got none; expected some of: {', '.join(HAYSTACKS)}")
     if not plan.tasks:
         raise EvalError(f"no task to run: give --tasks, such as {','.join(TASKS)}")
     for setting in settings:
@@ -195,6 +238,8 @@ def check(plan: Plan, settings: tuple[str, ...]) -> None:
             fitting = ", ".join(setting for setting in SETTINGS if not unsuited(name, setting))
             why = "; ".join(dict.fromkeys(reasons))
             raise EvalError(f"{name} cannot be {' or '.join(settings)} ({why}): --settings {fitting}")
+        if not source and set(plan.haystacks) == {"pairs"} and (why := unsuited(name, "aware", "pairs")):
+            raise EvalError(f"haystack 'pairs' got {name}; expected tasks of several facts ({why}); leave {name} out")
     sizes = {"lengths": plan.lengths, "samples": (plan.samples,), "batch": (plan.batch,), "chunk": (plan.chunk,)}
     if plan.limit is not None:
         sizes["limit"] = (plan.limit,)
@@ -223,7 +268,7 @@ def _only_names(policies: str) -> None:
 
 def _check_lengths(cases: list[Case], prompts: Prompts, max_len: int) -> None:
     """Refuse prompts that do not fit into the model, by one sample of each task and length."""
-    for case in {(case.task, case.length, case.later is None): case for case in cases}.values():
+    for case in {(case.task, case.length, case.later is None, case.haystack): case for case in cases}.values():
         tokens = sum(len(prompts.ids(turn)) + turn.max_tokens for turn in case.sample().turns)
         if tokens > max_len:
             raise EvalError(
@@ -236,6 +281,7 @@ def offline_jobs(
     plan: Plan, settings: tuple[str, ...], wanted: list[Contender], prompts: Prompts, max_len: int
 ) -> list[Job]:
     """One engine for each setting and set of policies that one server can serve."""
+    full = Contender("full", KVPolicyConfig(name="full"))
     start = functools.partial(
         Offline,
         plan.model,
@@ -246,7 +292,7 @@ def offline_jobs(
         engine_args=plan.engine_args,
     )
     return [
-        Job(functools.partial(start, server, setting), setting, served)
+        Job(functools.partial(start, server, setting), setting, served, full if "full" in server.allowed else None)
         for setting in settings
         for server, served in servers(wanted, max_len, plan.block_size)
     ]
@@ -254,7 +300,7 @@ def offline_jobs(
 
 def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
     """Every sample of every task. Reads external data, so that a wrong row is refused before anything runs."""
-    filler, found = Filler(), []
+    found = []
     for task in plan.tasks:
         name, _, source = task.partition("=")
         if source:
@@ -263,26 +309,42 @@ def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
                     Case(sample.task, sample.length, None, sample.index, lambda sample=sample: sample, sample.sha256)
                 )
             continue
-        for length in plan.lengths:
-            for depth in (0.0,) if name == "ppl" else plan.depths:
-                for index in range(plan.samples * (len(plan.depths) if name == "ppl" else 1)):
-                    maker = functools.partial(make, name, length, depth, index, plan.seed, count, filler)
-                    found.append(Case(name, length, None if name == "ppl" else depth, index, functools.cache(maker)))
-            if "turns" not in plan.settings or name not in SEVERAL:
-                continue
-            for first, index in itertools.product(range(len(plan.depths)), range(plan.samples)):
-                # Each turn asks for a fact at the next depth, so over all documents each turn has each depth.
-                depth, *later = (plan.depths[(first + turn) % len(plan.depths)] for turn in range(plan.turns))
-                maker = functools.partial(make, name, length, depth, index, plan.seed, count, filler, later)
-                found.append(Case(name, length, depth, index, functools.cache(maker), later=tuple(later)))
+        for haystack, length in itertools.product(plan.haystacks, plan.lengths):
+            found += _built_in(plan, name, haystack, length, count)
     return found
+
+
+def _built_in(plan: Plan, name: str, haystack: str, length: int, count: Callable[[str], int]) -> Iterator[Case]:
+    """The cases of one task, haystack and length."""
+
+    def case(depth: float, index: int, later: tuple[float, ...] | None = None) -> Case:
+        filler = _filler(haystack)
+        maker = functools.partial(
+            make, name, length, depth, index, plan.seed, count, filler, later, haystack == "pairs"
+        )
+        own = None if name == "ppl" else depth
+        return Case(name, length, own, index, functools.cache(maker), later=later, haystack=haystack)
+
+    for depth in (0.0,) if name == "ppl" else plan.depths:
+        for index in range(plan.samples * (len(plan.depths) if name == "ppl" else 1)):
+            yield case(depth, index)
+    if "turns" in plan.settings and name in SEVERAL:
+        for first, index in itertools.product(range(len(plan.depths)), range(plan.samples)):
+            # Each turn asks for a fact at the next depth, so over all documents each turn has each depth.
+            depth, *later = (plan.depths[(first + turn) % len(plan.depths)] for turn in range(plan.turns))
+            yield case(depth, index, tuple(later))
+
+
+@functools.cache
+def _filler(haystack: str) -> Filler:
+    return HAYSTACKS[haystack]()
 
 
 def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
     """The cells of a job, with their keys."""
     for contender in job.contenders:
         for case in cases:
-            if unsuited(case.task, job.setting) or (case.later is None) == (job.setting == "turns"):
+            if unsuited(case.task, job.setting, case.haystack) or (case.later is None) == (job.setting == "turns"):
                 continue
             row = {
                 "task": case.task,
@@ -301,7 +363,7 @@ def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
                 "chat": plan.chat,
                 "chunk": plan.chunk if job.setting in ("agnostic", "turns") else None,
                 "prompt": case.prompt,
-            }
+            } | ({} if case.haystack == "grammar" else {"haystack": case.haystack})
             rows = [row]
             if case.later is not None:
                 depths = [case.depth, *case.later]
@@ -310,20 +372,14 @@ def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
 
 
 def batches(cells: list[Cell], size: int) -> Iterator[list[Cell]]:
-    """Runs of at most `size` cells with one contender, task and length: each has one throughput."""
-    group: list[Cell] = []
-    for cell in cells:
-        same = group and (group[0].contender, group[0].case.task, group[0].case.length) == (
-            cell.contender,
-            cell.case.task,
-            cell.case.length,
-        )
-        if group and (len(group) == size or not same):
-            yield group
-            group = []
-        group.append(cell)
-    if group:
-        yield group
+    """Runs of at most `size` cells with one contender, task, length and haystack: each has one throughput."""
+
+    def alike(cell: Cell) -> tuple[Any, ...]:
+        return cell.contender, cell.case.task, cell.case.length, cell.case.haystack
+
+    for _, group in itertools.groupby(cells, alike):
+        every = list(group)
+        yield from (every[i : i + size] for i in range(0, len(every), size))
 
 
 def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> list[Row]:

@@ -4,6 +4,7 @@ Those of RULER, LongBench and 2StageRetr follow the published scripts, quirks in
 """
 
 import difflib
+import itertools
 import re
 import string
 from collections import Counter
@@ -18,6 +19,14 @@ def contains(answer: str, sample: Sample) -> float:
     (expected,) = sample.answers
     spoken = " ".join(answer.lower().split())
     return float(re.search(rf"(?<!\w){re.escape(expected.lower())}(?!\w)", spoken) is not None)
+
+
+def steps(answer: str, sample: Sample) -> float:
+    """Built-in tasks of several steps: the share of the expected words that come before the first wrong one."""
+    (expected,) = sample.answers
+    words = expected.split()
+    right = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(answer.lower().split(), words))
+    return len(list(right)) / len(words)
 
 
 # --- RULER, 2StageRetr ----------------------------------------------------------------------------------------------
@@ -174,6 +183,7 @@ def first_line(metric: Callable[[str, Sample], float]) -> Callable[[str, Sample]
 
 METRICS: dict[str, Callable[[str, Sample], float]] = {
     "contains": contains,
+    "steps": steps,
     "string_match_all": string_match_all,
     "string_match_part": string_match_part,
     "qa_f1": best_of(qa_f1),

@@ -56,3 +56,10 @@ def p_value(differences: Sequence[float]) -> float:
         return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
     signs = np.random.default_rng(0).choice((1, -1), size=(RESAMPLES, len(d)))
     return float(((np.abs(signs @ d) >= observed).sum() + 1) / (RESAMPLES + 1))
+
+
+def kendall(first: Sequence[float], second: Sequence[float]) -> float:
+    """Kendall's tau-b of two orders of the same things: 1 for the same, -1 for the reverse; NaN without an order."""
+    signs = [np.sign(np.subtract.outer(x, x))[np.triu_indices(len(x), 1)] for x in (first, second)]
+    norm = math.sqrt(math.prod(np.count_nonzero(sign) for sign in signs))
+    return float((signs[0] * signs[1]).sum() / norm) if norm else math.nan

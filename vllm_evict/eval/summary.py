@@ -10,7 +10,7 @@ from typing import Any
 from . import EvalError
 from .policies import Budget, budget_words
 from .rows import Row
-from .stats import ALPHA, interval, p_value
+from .stats import ALPHA, interval, kendall, p_value
 from .tasks import NLL
 
 
@@ -24,6 +24,8 @@ class Line:
         p: p-value of the difference, paired by prompt.
         share: mean share of the cache that a policy which splits heads keeps; None for all others.
         budget_tokens, peak_blocks, evicted_tokens, ttft_s, tokens_per_s: means; None where they are not known.
+        pool_tokens_per_s, pool_full_tokens_per_s: throughput of policy and budget, and of `full`, at equal memory: in a
+            pool that the budgets fill. Measured once for each length; None where it was not.
     """
 
     setting: str
@@ -44,6 +46,15 @@ class Line:
     evicted_tokens: float | None = None
     ttft_s: float | None = None
     tokens_per_s: float | None = None
+    pool_tokens_per_s: float | None = None
+    pool_full_tokens_per_s: float | None = None
+
+    @property
+    def speed(self) -> float | None:
+        """Throughput as a multiple of that of `full` at equal memory."""
+        if self.is_full:
+            return 1.0
+        return self.pool_tokens_per_s and self.pool_tokens_per_s / self.pool_full_tokens_per_s
 
     @property
     def is_full(self) -> bool:
@@ -96,8 +107,10 @@ def mean_share(rows: Iterable[Row]) -> float | None:
 
 
 def setting_of(row: Row) -> str:
-    """The setting, with its chunk size: rows that differ in it are never combined."""
-    return f"{row['setting']}, chunks of {row['chunk']}" if row.get("chunk") else row["setting"]
+    """The setting, with its chunk size and its haystack: rows that differ in it are never combined."""
+    chunk, haystack = row.get("chunk"), row.get("haystack")
+    parts = row["setting"], chunk and f"chunks of {chunk}", haystack and f"haystack {haystack}"
+    return ", ".join(filter(None, parts))
 
 
 def task_of(row: Row) -> str:
@@ -160,7 +173,10 @@ def summarise(rows: Sequence[Row], by_length: bool = True) -> list[Line]:
         length = row["length"] if by_length else None
         groups[setting_of(row), task_of(row), row["policy"], row["budget"], length].append(row)
     full = {_prompt(row): row["score"] for row in rows if row["policy"] == "full"}
-    lines = [_line(key, group, full) for key, group in groups.items()]
+    pools: dict[tuple, list[dict[str, float]]] = defaultdict(list)
+    for (setting, _, policy, budget, length), group in groups.items():
+        pools[setting, policy, budget, length] += [row["pool"] for row in group if row.get("pool")]
+    lines = [_line(key, group, full, pools[key[:1] + key[2:]]) for key, group in groups.items()]
     order = {task: i for i, task in enumerate(dict.fromkeys(map(task_of, rows)))}
     return sorted(
         lines,
@@ -179,7 +195,7 @@ def _size(budget: Budget) -> float:
     return math.inf if budget is None else budget if budget >= 1 else 1e9 + budget
 
 
-def _line(key: tuple, rows: list[Row], full: dict[tuple, float]) -> Line:
+def _line(key: tuple, rows: list[Row], full: dict[tuple, float], pools: list[dict[str, float]]) -> Line:
     setting, task, policy, budget, length = key
     scores = [row["score"] for row in rows]
     perplexity = rows[0]["metric"] == NLL
@@ -197,6 +213,8 @@ def _line(key: tuple, rows: list[Row], full: dict[tuple, float]) -> Line:
         low=low,
         high=high if len(rows) > 1 or not perplexity else math.inf,
         share=mean_share(rows),
+        pool_tokens_per_s=_mean([pool["tokens_per_s"] for pool in pools]),
+        pool_full_tokens_per_s=_mean([pool["full_tokens_per_s"] for pool in pools]),
         **{
             name: _mean([row[name] for row in rows if row.get(name) is not None])
             for name in ("budget_tokens", "peak_blocks", "evicted_tokens", "ttft_s", "tokens_per_s")
@@ -212,6 +230,40 @@ def _line(key: tuple, rows: list[Row], full: dict[tuple, float]) -> Line:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def rankings(lines: Sequence[Line]) -> list[dict[str, str]]:
+    """Rows of a table: mean scores of policies and budgets by haystack, over tasks and lengths that all haystacks have.
+
+    The last row of a setting has Kendall's tau, `full` left out: how alike the orders of policies and budgets in a
+    haystack and in the first one are. No rows for settings with one haystack.
+    """
+    found: dict[str, dict[str, dict[tuple[str, str], dict[tuple, float]]]] = {}
+    for line in lines:
+        if not line.perplexity:
+            setting, _, haystack = line.setting.partition(", haystack ")
+            of_policy = found.setdefault(setting, {}).setdefault(haystack or "grammar", {})
+            of_policy.setdefault((line.policy, line.memory), {})[line.task, line.length] = line.score
+    table = []
+    for setting, haystacks in found.items():
+        cells = [scores.keys() for of_policy in haystacks.values() for scores in of_policy.values()]
+        common = set.intersection(*map(set, cells))
+        rivals = [
+            rival for rival in next(iter(haystacks.values())) if all(rival in each for each in haystacks.values())
+        ]
+        if len(haystacks) < 2 or not common:
+            continue
+        means = {
+            haystack: [sum(of_policy[rival][cell] for cell in common) / len(common) for rival in rivals]
+            for haystack, of_policy in haystacks.items()
+        }
+        for i, (policy, memory) in enumerate(rivals):
+            scores = {haystack: f"{mean[i]:.0%}" for haystack, mean in means.items()}
+            table.append({"setting": setting, "policy": policy, "budget": memory} | scores)
+        ranked = [[m for m, (policy, _) in zip(mean, rivals) if policy != "full"] for mean in means.values()]
+        orders = {haystack: f"{kendall(ranked[0], mean):.2f}" for haystack, mean in zip(means, ranked)}
+        table.append({"setting": setting, "policy": "Kendall's tau", "budget": ""} | orders)
+    return table
 
 
 def columns(line: Line) -> dict[str, Any]:
@@ -234,6 +286,8 @@ def columns(line: Line) -> dict[str, Any]:
         "peak_blocks": line.peak_blocks,
         "evicted_tokens": line.evicted_tokens,
         "tokens_per_s": line.tokens_per_s,
+        "pool_tokens_per_s": line.pool_tokens_per_s,
+        "pool_full_tokens_per_s": line.pool_full_tokens_per_s,
         "ttft_s": line.ttft_s,
     }
 
@@ -256,6 +310,7 @@ def words(line: Line) -> dict[str, str]:
         "peak blocks": number(line.peak_blocks, ".1f"),
         "evicted tokens": number(line.evicted_tokens),
         "tokens/s": number(line.tokens_per_s),
+        "× full": number(line.speed, ".2f"),
         "first token s": number(line.ttft_s, ".3f"),
     }
 
@@ -268,4 +323,6 @@ def conditions(rows: Sequence[Row]) -> list[str]:
         return sorted({json.dumps(v, sort_keys=True) if isinstance(v, dict) else str(v) for v in values})
 
     names = ("model", "versions", "hardware", "engine", "server_policy")
-    return [f"{name}: {'; '.join(found)}" for name in names if (found := distinct(name))]
+    said = [f"{name}: {'; '.join(found)}" for name in names if (found := distinct(name))]
+    timed = [row["seconds"] for row in rows if row.get("seconds")]
+    return said + ([f"time: {len(timed):,} answers took {sum(timed):,.0f} s, engine starts excluded"] if timed else [])

@@ -6,12 +6,17 @@
     twostage  compute a key, then look it up     "recall the code of three plus four."
     vt        follow a variable to its value     "the code of rome equals paris."
     copy      repeat a list of words             "the list of oslo is apple drum ..."
+    chain     walk from key to key               "the code of oslo is 4815, recall rome."
+    count     how often a thing is found         "anna finds a lamp."  "how many times is a lamp found?"
+    sort      put numbers in order               "the code of rome is seven."  "sort all codes."
+    classify  label a new example as the others  "paris: apple drum lamp."  "what is drum spoon apple?"
     ppl       no question: text in which passages return, scored by the probability of its second half
 
 A document depends on task, length, depth and seed only, so every policy and budget is asked the very same.
 """
 
 import hashlib
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from . import EvalError
-from .words import ITEMS, KEYS, MARKS, NUMBERS, Filler, join
+from .words import ITEMS, KEYS, MARKS, NAMES, NUMBERS, Filler, join
 
 #: Metric of `ppl`: nats per token, the only metric where less is better.
 NLL = "nll"
@@ -85,6 +90,8 @@ class Document:
     questions: list[tuple[int, str, str]] = field(default_factory=list)
     #: Depths of facts that no question asks for: index -> depth.
     depths: dict[int, float] = field(default_factory=dict)
+    #: How answers are scored (`score.METRICS`).
+    metric: str = "contains"
 
 
 def draw(rng: np.random.Generator, words: list[str], n: int) -> list[str]:
@@ -146,6 +153,47 @@ def copying(rng: np.random.Generator, n: int = 2, length: int = 8) -> Document:
     return Document(facts, [(asked, ask(keys[asked], "list"), lists[asked])])
 
 
+def chain(rng: np.random.Generator, n: int = 12) -> Document:
+    """n keys, each of which names the next: the answer is the walk from the first key to the last one."""
+    keys, codes = draw(rng, KEYS, n), values(rng, n)
+    links = [f"{k} is {v}" for k, v in zip(keys, codes, strict=True)]
+    facts = [f"the code of {link}, recall {k}." for link, k in zip(links, keys[1:])] + [f"the code of {links[-1]}."]
+    walks = [", recall ".join([codes[i], *links[i + 1 :]]) for i in range(n)]
+    return Document(facts, [(i, ask(keys[i]), walks[i]) for i in range(n)], metric="steps")
+
+
+def counting(rng: np.random.Generator, n: int = 4, most: int = 5) -> Document:
+    """n things, each of which is found 1 to `most` times: the answer is the number of times of one."""
+    things, times = draw(rng, ITEMS, n), rng.integers(1, most + 1, size=n)
+    found = np.repeat(things, times)
+    facts = [f"{NAMES[who]} finds a {thing}." for who, thing in zip(rng.integers(len(NAMES), size=len(found)), found)]
+    first = np.cumsum(times) - times
+    asked = zip(first.tolist(), things, times, strict=True)
+    return Document(facts, [(i, f"how many times is a {thing} found?", NUMBERS[k]) for i, thing, k in asked])
+
+
+def sorting(rng: np.random.Generator, n: int = 6) -> Document:
+    """n keys with different small numbers: the answer is the numbers in ascending order."""
+    keys, numbers = draw(rng, KEYS, n), rng.permutation(len(NUMBERS))[:n]
+    facts = [f"the code of {k} is {NUMBERS[v]}." for k, v in zip(keys, numbers, strict=True)]
+    answer = " ".join(NUMBERS[v] for v in sorted(numbers))
+    return Document(facts, [(0, "sort all codes.", answer)], metric="steps")
+
+
+def classes(rng: np.random.Generator, n: int = 4, shots: int = 4, pool: int = 8, size: int = 3) -> Document:
+    """n labels with `shots` examples each: the answer is the label of a new example; each shot has one of its words."""
+    labels, words = draw(rng, KEYS, n), draw(rng, ITEMS, n * pool)
+    document = Document([])
+    for i, label in enumerate(labels):
+        own = words[i * pool : (i + 1) * pool]
+        new, other = own[:size], own[size:]
+        document.questions.append((len(document.facts), f"what is {' '.join(new)}?", label))
+        for shot in range(shots):
+            example = draw(rng, [new[shot % size], *draw(rng, other, size - 1)], size)
+            document.facts.append(f"{label}: {' '.join(example)}.")
+    return document
+
+
 def passages(rng: np.random.Generator, n: int = 4, length: int = 16) -> Document:
     """n passages of unrelated words, in the first half and again in the second: only the context predicts them."""
     facts = [" ".join(draw(rng, ITEMS, length)) + "." for _ in range(n)]
@@ -161,11 +209,26 @@ TASKS: dict[str, tuple[Callable[..., Document], int]] = {
     "twostage": (lambda rng, turns=1: two_stage(rng, max(6, turns), turns), 16),
     "vt": (lambda rng, turns=1: variables(rng, max(3, turns), turns), 16),
     "copy": (copying, 32),
+    "chain": (chain, 160),
+    "count": (counting, 16),
+    "sort": (sorting, 32),
+    "classify": (classes, 16),
     "ppl": (passages, 1),
 }
 #: Tasks of several facts, whose documents answer as many questions as asked for, and the most of these.
 SEVERAL = ("multikey", "twostage", "vt")
+#: Tasks whose documents have no second fact for a sentence.
+ALONE = ("niah", "kv", "ppl")
 MOST_TURNS = 16
+
+
+def paired(document: Document) -> Document:
+    """The same facts, two in each sentence: one of the first half with one of the second."""
+    facts, half = document.facts, (len(document.facts) + 1) // 2
+    both = itertools.zip_longest(facts[:half], facts[half:])
+    sentences = [f"{first[:-1]} and {second}" if second else first for first, second in both]
+    questions = [(fact % half, question, answer) for fact, question, answer in document.questions]
+    return replace(document, facts=sentences, questions=questions)
 
 
 def lay_out(facts: list[str], depths: np.ndarray, filler: list[str]) -> str:
@@ -194,6 +257,7 @@ def make(
     count: Callable[[str], int],
     filler: Filler,
     later: Sequence[float] | None = None,
+    pairs: bool = False,
 ) -> Sample:
     """One sample of a built-in task, or the first turn of a session.
 
@@ -205,10 +269,13 @@ def make(
         count: tokens before the question for a context, those of the chat template included.
         filler: the filler generator.
         later: for a session (tasks in `SEVERAL`) the depths of the facts that its later turns ask for.
+        pairs: lay out the facts as `paired` does.
     """
     maker, max_tokens = TASKS[task]
     rng = np.random.default_rng([seed, zlib.crc32(task.encode()), length, round(1000 * depth), index])
     document = maker(rng) if later is None else maker(rng, 1 + len(later))
+    if pairs:
+        document = paired(document)
     depths = rng.random(len(document.facts))
     is_text = not document.questions
     asked = [(*question, place) for question, place in zip(document.questions, (depth, *(later or ())))]
@@ -229,7 +296,7 @@ def make(
         context=context(_fit(lambda n: count(context(n)), length, len(words))),
         question="",
         answers=(),
-        metric=NLL if is_text else "contains",
+        metric=NLL if is_text else document.metric,
         max_tokens=max_tokens,
         length=length,
         index=index,

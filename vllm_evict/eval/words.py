@@ -48,6 +48,8 @@ ADVERBS = words_in("slowly quickly quietly often never again gladly sadly early 
 PREPOSITIONS = words_in("near beyond behind under above beside within across")
 GLUE = words_in("the a of is equals plus and while recall code list what you")
 MARKS = [".", ",", "?", ":", "="]
+#: Words that only questions of `AGGREGATES` (tasks.py) have; the needle model does not know them.
+QUESTIONS = words_in("how many times found sort all codes")
 WORDS = GLUE + KEYS + NUMBERS + ITEMS + NOUNS + NAMES + ADJECTIVES + VERBS + ADVERBS + PREPOSITIONS
 DIGITS = [str(i) for i in range(10)] + [f"{i:02d}" for i in range(100)]
 SPECIAL_TOKENS = 6  # at the head of the needle model's vocabulary
@@ -112,3 +114,28 @@ class Filler:
                 word = np.where(classes[:, i] == c, topic[pick(rng, TOPIC_WEIGHTS, n)], word)
             out[:, i] = word
         return out[classes >= 0][-n_tokens:]
+
+
+class Shuffled(Filler):
+    """The grammar's text with its words permuted; marks stay where they are."""
+
+    def __call__(self, rng: np.random.Generator, n_tokens: int) -> list[str]:
+        text = np.array(super().__call__(rng, n_tokens), dtype=object)
+        words = np.flatnonzero(~np.isin(text, MARKS))
+        text[words] = text[rng.permutation(words)]
+        return text.tolist()
+
+
+class Uniform(Filler):
+    """Sentences of 4 to 12 words, all words of the grammar equally often: no topic, no word that predicts the next."""
+
+    def __call__(self, rng: np.random.Generator, n_tokens: int) -> list[str]:
+        words = np.array([word for each in CLASSES.values() for word in each if word not in MARKS], dtype=object)
+        text = words[rng.integers(len(words), size=n_tokens)]
+        stops = n_tokens - 1 - np.cumsum([0, *rng.integers(5, 14, size=n_tokens // 5)])
+        text[stops[stops >= 0]] = "."
+        return text.tolist()
+
+
+#: Haystack -> its filler; in `pairs` each sentence has two facts (`tasks.paired`).
+HAYSTACKS: dict[str, type[Filler]] = {"grammar": Filler, "shuffled": Shuffled, "uniform": Uniform, "pairs": Filler}
