@@ -1,4 +1,7 @@
-"""Attention of layers whose KV heads lie in several KV groups: one call for decodes, one call a group otherwise."""
+"""Attention of layers whose KV heads lie in several KV groups.
+
+One call serves all groups if the plugin's kernel attends for all rows, else each group has a call of its own.
+"""
 
 from copy import copy
 from dataclasses import dataclass
