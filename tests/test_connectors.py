@@ -13,15 +13,22 @@ from vllm.exceptions import VLLMValidationError
 
 BLOCK = 32
 CONSUMER = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
-#: One server for policies by block and one by token; requests ask for the others.
-POLICIES = {"block": ("h2o", "sink-window", "keydiff", "snapkv"), "token": ("h2o", "keydiff")}
+#: One server for policies by block, one by token, and one that keeps prompts whole; requests ask for the others.
+POLICIES = {
+    "block": ("h2o", "sink-window", "keydiff", "snapkv"),
+    "token": ("h2o", "keydiff"),
+    "whole": ("h2o", "snapkv"),
+}
+KINDS = {"block": {}, "token": {"granularity": "token"}, "whole": {"prompt": "whole"}}
 SERVERS = {
-    kind: {"name": "h2o", "budget": 256, "recent": 64, "sink": 32, "granularity": kind, "allow": ["full", *policies]}
+    kind: {"name": "h2o", "budget": 256, "recent": 64, "sink": 32, **KINDS[kind], "allow": ["full", *policies]}
     for kind, policies in POLICIES.items()
 }
+#: Most tokens of a step. Prompts that stay whole are computed in several.
+CHUNKS = {"block": 1024, "token": 1024, "whole": 128}
 #: With all tokens but the last in whole blocks, a prefix hit computes what a decode after a transfer does: one token.
 LENGTHS = (449, 641, 545)
-ARRIVES = dict(kv_transfer_config=CONSUMER, max_num_batched_tokens=1024, disable_hybrid_kv_cache_manager=True)
+ARRIVES = dict(kv_transfer_config=CONSUMER, disable_hybrid_kv_cache_manager=True)
 
 
 def caches(engine):
@@ -44,7 +51,8 @@ def shelf():
 def pair(request, tiny, prompts):
     """(answers of one engine by policy, each after a hit of all but the prompt's last token; an engine to which prompts
     come from the shelf, where freed blocks are full of NaN)."""
-    alone = Engine(tiny, SERVERS[request.param], max_num_batched_tokens=1024)
+    chunk = {"max_num_batched_tokens": CHUNKS[request.param]}
+    alone = Engine(tiny, SERVERS[request.param], **chunk)
     for prompt in prompts:
         Shelf.prompts[tuple(prompt)] = prompt_blocks(alone, prompt)
     answers = {policy: answers_of(alone, prompts, policy) for policy in POLICIES[request.param]}
@@ -52,7 +60,7 @@ def pair(request, tiny, prompts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KVConnectorFactory._registry, "NixlConnector", lambda: ShelfConnector)
         patch.setenv("VLLM_EVICT_POISON", "1")
-        consumer = Engine(tiny, SERVERS[request.param], **ARRIVES)
+        consumer = Engine(tiny, SERVERS[request.param], **ARRIVES, **chunk)
         yield answers, consumer
         consumer.close()
     ensure_kv_transfer_shutdown()
@@ -103,10 +111,11 @@ def test_a_block_that_does_not_come_is_computed(consumer, prompts, monkeypatch, 
     shelved = Shelf.prompts.pop(prompt)
     if bad:
         consumer.generate([prompt[: bad * BLOCK + 1]], max_tokens=1, extra_args={"kv_policy": "full"})
-    (expected,) = answers_of(consumer, [prompt], "h2o")
+    policy = "snapkv" if consumer.scheduler.kv_policy.prompt == "whole" else "h2o"
+    (expected,) = answers_of(consumer, [prompt], policy)
     assert consumer.llm.reset_prefix_cache()
     Shelf.prompts[prompt], Shelf.spoiled, Shelf.waits = shelved, {prompt: [bad, bad + 2]}, waits
-    (answer,) = answers_of(consumer, [prompt], "h2o")
+    (answer,) = answers_of(consumer, [prompt], policy)
     assert answer[:2] == expected[:2] and not Shelf.spoiled
     assert [holes for holes in answer[2] if holes] == [holes for holes in expected[2] if holes]
     assert not complaints
@@ -158,7 +167,7 @@ def test_who_asks_for_a_prefill_is_refused(consumer, prompts):
 def test_what_a_step_in_flight_reads_is_no_place_to_load_into(async_engine, prompts, monkeypatch):
     """A load is not ordered after the steps in flight: what they read is free once they are done."""
     monkeypatch.setitem(KVConnectorFactory._registry, "NixlConnector", lambda: ShelfConnector)
-    server = async_engine(SERVERS["block"], **{**ARRIVES, "blocks": 80, "max_model_len": 1024})
+    server = async_engine(SERVERS["block"], **ARRIVES, max_num_batched_tokens=1024, blocks=80, max_model_len=1024)
     scheduler, in_flight, deferred = server.scheduler, [], []
     schedule, update = scheduler.schedule, scheduler.update_from_output
 

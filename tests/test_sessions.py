@@ -497,3 +497,35 @@ def test_the_front_end_refuses_another_policy(engine):
         assert ("a session keeps the policy of its first turn" in str(cause)) == (len(asked) == 2)
     # Another request does not know of sessions.
     server.generate([random_prompt(100)], max_tokens=2, extra_args={"kv_policy": "tova"})
+
+
+# --- sessions that fill the pool -------------------------------------------------------------------------------------
+
+
+def answers_of_three(engine, policy, blocks):
+    """Answers of three sessions whose second turns come together, and of a request that comes once all of them wait."""
+    server = engine(policy, blocks=blocks, max_num_batched_tokens=CHUNK, max_model_len=512, enable_prefix_caching=False)
+    sessions = Sessions(server)
+    for seed, name in enumerate("abc"):
+        sessions.send(name, random_prompt(190, seed), 20)
+    sessions.run()
+    held = sum(len(server.held_by(name)) for name in "abc")
+    sessions.send("d", random_prompt(200, 9), 8, resumable=False)
+    sessions.sent["d"] = 1
+    sessions.run()
+    for seed, name in enumerate("abc"):
+        sessions.send(name, random_prompt(70, 50 + seed), 20)
+    sessions.run()
+    answers = {name: [tokens for tokens, _ in sessions.answers[name]] for name in "abcd"}
+    sessions.end(*"abc")
+    return answers, held
+
+
+@pytest.mark.parametrize("policy", [{"name": "full"}, POLICIES["sink-window"]], ids=["full", "sink-window"])
+def test_sessions_that_fill_the_pool_give_way(engine, policy):
+    """vLLM preempts no session between two turns: three that hold nearly all blocks, one of which has to go on."""
+    roomy, held = answers_of_three(engine, policy, 200)
+    narrow, same = answers_of_three(engine, policy, held + 3)
+    assert held == same and narrow.keys() == roomy.keys()
+    if policy["name"] == "full":  # a session that starts over loses other blocks than before
+        assert narrow == roomy

@@ -46,6 +46,8 @@ class RequestState:
     peak_blocks: int = 0
     #: Whether a missing report of the request has been logged.
     complained: bool = False
+    #: Whether a session lost all its blocks between two turns.
+    emptied: bool = False
     #: Blocks that went to the host, came back, and were dropped there; times that a prompt's end was computed again.
     spilled_blocks: int = 0
     recalled_blocks: int = 0

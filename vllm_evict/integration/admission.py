@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from ..config import REQUEST_SIZES, KVPolicyConfig, KVPolicyError, given
 from ..core.actions import back_to_budget
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .managers import EvictableManager
 
 logger = init_logger("vllm.evict")
+
+#: Steps in a row in which requests wait and none runs, after which a session gives its blocks to them.
+STALLED = 16
 
 
 class AdmissionMixin:
@@ -74,6 +77,9 @@ class AdmissionMixin:
         # and would take their keys for those of the next turn's first tokens.
         session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
         super()._update_request_as_session(session, update)
+        state = self.residents[session.request_id].state
+        if state.emptied:
+            state.emptied, session.num_computed_tokens = False, 0
         self._renew(session)
 
     def _renew(self, session: Request) -> None:
@@ -117,15 +123,44 @@ class AdmissionMixin:
             if resident.evictable and resident.exceeds(len(manager.req_to_blocks[req_id]))
         ]
         if any(resident.config.granularity == "token" or resident.config.context for _, resident in over):
-            self._free_request_blocks(session)
-            self.encoder_cache_manager.free(session)
-            self.reset_preempted_req_ids.add(req_id)
-            session.num_computed_tokens = 0
+            self._start_over(session)
             return
         for manager, resident in over:
             action = back_to_budget(req_id, manager.number, resident, session.num_computed_tokens, None)
             if action is not None:
                 self.apply(action)
+
+    def _start_over(self, session: Request) -> None:
+        """Free all blocks of a session between two turns, which is computed again from its first token on."""
+        self._free_request_blocks(session)
+        self.encoder_cache_manager.free(session)
+        self.reset_preempted_req_ids.add(session.request_id)
+        if session.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            # vLLM reads by the computed tokens which of them the next turn keeps.
+            self.residents[session.request_id].state.emptied = True
+        else:
+            session.num_computed_tokens = 0
+
+    def _end_stall(self, scheduled: bool) -> None:
+        """Have a session start over after `STALLED` steps in which requests waited and none ran.
+
+        Sessions between two turns hold their blocks, and vLLM preempts running requests alone. So without this,
+        sessions that fill the pool would wait for each other's blocks for ever, and other requests for theirs. Idle
+        sessions start over first, then the session that waits behind all others.
+        """
+        self._empty_steps = 0 if scheduled or self.running else self._empty_steps + 1
+        if self._empty_steps < STALLED or self._pause_state.name != "UNPAUSED":
+            return
+        idle, waits = RequestStatus.WAITING_FOR_STREAMING_REQ, (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        # The last one gives first. Requests of another status wait for something that comes: a grammar, a connector.
+        order = sorted(self.requests.values(), key=lambda each: (each.status == idle, each.priority, each.arrival_time))
+        if not order or order[0].status not in waits or any(each.status not in (idle, *waits) for each in order):
+            return
+        for session in reversed(order[1:]):
+            if not session.num_in_flight_tokens and self.kv_managers[0].req_to_blocks.get(session.request_id):
+                self._start_over(session)
+                self._empty_steps = 0
+                return
 
     @staticmethod
     def scoring_of(request: Request, resident: RequestBlocks) -> Scoring | None:

@@ -154,7 +154,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         self.max_in_flight_tokens = 0
         #: Policy -> blocks that its requests hold.
         self.held: Counter[str] = Counter()
-        #: Requests that were noted over their trigger since the last `take_over_trigger`, in the order in which they were.
+        #: Requests that were noted over their trigger since the last `take_over_trigger`, in this order.
         self._over_trigger: dict[str, None] = {}
 
     def bind(

@@ -90,6 +90,7 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         #: Usage of the requests that end with a step.
         self._ended: dict[str, KVUsage] = {}
         self._policies = sorted(self.kv_policy.allowed)
+        self._empty_steps = 0
         self._keeps_prompts = any(part.prompt == "whole" for part in self.kv_policy.classes.values())
         logger.info(start_up_line(self))
 
@@ -134,6 +135,7 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         self._rewound = {}
         self._plan_starts(plan, output)
         tokens = output.num_scheduled_tokens
+        self._end_stall(bool(tokens))
         if self._keeps_prompts:
             self._note_prompts(tokens)
         over = [[each for each in noted if each in tokens] for noted in self._take_over_trigger()]
