@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "a restart keeps its holes",
         "core/blocks.py",
-        "self.started, self.scoring = False, None",
-        "self.started, self.scoring = False, None\n        return",
+        "self.started, self.scoring, self.prompted = False, None, False",
+        "self.started, self.scoring, self.prompted = False, None, False\n        return",
         ("residency",),
     ),
     Mutant(
@@ -347,8 +347,8 @@ MUTANTS = [
     Mutant(
         "a decode is counted twice",
         "compute/work.py",
-        "return ones.index_fill_(0, self._own_queries, 0.0)",
-        "return ones",
+        "return self._of_stock if weights is None else self._of_stock * weights",
+        "return weights",
         ("oracle_parity",),
     ),
     Mutant(
