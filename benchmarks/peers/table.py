@@ -254,25 +254,35 @@ def answers_picture(report: dict, path: Path) -> None:
     """Right answers over throughput of one load. The corner is stock vLLM, which attends to everything."""
     plt = plots()
     figure, axis = plt.subplots(figsize=(7.5, 4.2), layout="tight")
-    full = None
+    full, points = None, []
     for peer, rows in report["served"].items():
         for case, runs in grouped(rows).items():
             if any("error" in run for run in runs):
                 continue
             speed = statistics.median(map(rate, runs))
             right = statistics.median(100 * run["right"].count("1") / len(run["right"]) for run in runs)
-            color, marker = STYLES[group := title_of(peer, case)]
-            axis.scatter(speed, right, s=45, color=color, marker=marker, label=group, zorder=3)
-            axis.annotate(case, (speed, right), (5, 5), textcoords="offset points", fontsize=8, color=color)
+            points.append((title_of(peer, case), case, speed, right))
             full = (speed, right) if case == "stock" else full
+    farthest = max((speed for _, _, speed, _ in points), default=0)
+    for group, case, speed, right in points:
+        color, marker = STYLES[group]
+        axis.scatter(speed, right, s=45, color=color, marker=marker, label=group, zorder=3)
+        # Points of a group that lie side by side share a label.
+        near = [
+            name for its, name, x, y in points if its == group and abs(x - speed) < farthest / 25 and abs(y - right) < 4
+        ]
+        if case == near[0]:
+            beside = {"xytext": (5, 14), "ha": "right"} if speed > 0.95 * farthest else {"xytext": (5, 5)}
+            text = ", ".join(near)
+            axis.annotate(text, (speed, right), textcoords="offset points", fontsize=8, color=color, **beside)
     if full:
         axis.axvline(full[0], color="#bbbbbb", linestyle=":", zorder=1)
         axis.axhline(full[1], color="#bbbbbb", linestyle=":", zorder=1)
-    axis.set(xlabel="output tokens a second", ylabel="right answers, %", ylim=(-6, 112), xlim=(0, None))
+    axis.set(xlabel="output tokens a second", ylabel="right answers, %", ylim=(-6, 116), xlim=(0, None))
     axis.margins(x=0.15)
     axis.spines[["top", "right"]].set_visible(False)
     entries = dict(zip(*reversed(axis.get_legend_handles_labels())))
-    axis.legend(entries.values(), entries, loc="lower right", frameon=False)
+    axis.legend(entries.values(), entries, loc="center left", frameon=False)
     save(figure, path)
 
 
