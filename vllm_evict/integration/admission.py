@@ -29,6 +29,8 @@ class AdmissionMixin:
     kv_policy: KVPolicyConfig
     kv_managers: "list[EvictableManager]"
     _plan: EvictionPlan
+    #: Steps in a row in which no request ran.
+    _empty_steps: int
 
     @property
     def residents(self) -> dict[str, RequestBlocks]:
