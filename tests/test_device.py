@@ -80,7 +80,7 @@ def compare_keys_as_on_a_device(monkeypatch):
 class Ops:
     """Stand for a backend's: each query puts mass on every block, or token."""
 
-    decodes_measured = False
+    decodes_measured, decodes_lacking, takes_prompts = False, True, False
 
     def kv_heads(self, kv_cache):
         return HEADS
