@@ -120,10 +120,10 @@ def test_dry_run_evicts_where_it_should_and_nowhere_else(dry):
         for case, (round_,) in dry.report["rows"][name]["runs"].items():
             run = round_["batch"]
             evicts = case in EVICTING.get(name, ())
-            assert (run["evicted_blocks"] > 0) == (run["decisions"] > 0) == (run["own_decode_steps"] > 0) == evicts
-            assert (run["steps_with_holes"] > 0) == evicts
+            assert (run["evicted_blocks"] > 0) == (run["decisions"] > 0) == (run["steps_with_holes"] > 0) == evicts
             measures = case in ("h2o that could", "h2o", "snapkv")
             assert (run["measured_requests"] > 0) == measures, (name, case)
+            assert (run["own_decode_steps"] > 0) == (evicts or measures), (name, case)
             assert 0 < run["prefill_seconds"] < run["seconds"] and run["tokens_per_second"] > 0
     stock = dry.report["rows"]["paper"]["runs"]["stock"][0]["batch"]
     assert stock["preemptions"] > 0 and stock["recomputed_tokens"] > 0
