@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.compute.attention.ops import ops_for
+from vllm_evict.compute.graphs import Attends
 from vllm_evict.compute.kernels.mass import kernel_path
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
@@ -268,6 +269,35 @@ def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, spl
     )
     longest = ", of measured requests up to 4096 resident tokens" * measured
     assert line(CUDAGraphMode.FULL_AND_PIECEWISE, True) == told + replayed + longest
+
+
+@pytest.mark.parametrize(
+    "backend, own", [("CPU_ATTN", "requests with holes"), ("FLASH_ATTN", "measured requests with holes")]
+)
+def test_the_log_says_what_exact_leaves_to_the_plugin(monkeypatch, backend, own):
+    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), sliding_window=None)
+    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE))
+    runtime = EvictionRuntime([SimpleNamespace(decodes=True, graph_tokens=4096, selection=None)], ops_for(backend))
+    runtime.exact = True
+    told = layers.described(config, KVPolicyConfig.parse({**H2O, "exact": True}), runtime)
+    assert f" {own}, output and mass in one read" in told
+
+
+@pytest.mark.parametrize("exact, graph", [(False, Attends.OWN), (True, None)])
+def test_no_full_graph_decodes_exact_requests_beside_others(exact, graph):
+    """In such a graph the plugin's kernel would decode a request that lost no block."""
+    group = SimpleNamespace(
+        decodes=True, selection=None, measured={"a", "b"}, with_holes={"a": [1]}, graph_tokens=4096,
+        fits_graphs=lambda requests: True,
+    )  # fmt: skip
+    runtime = EvictionRuntime([group], ops_for("FLASH_ATTN"), attends_in_graphs=True)
+    runtime.exact, cached = exact, SimpleNamespace(num_computed_tokens=[40, 40], req_ids=["a", "b"])
+    runtime.plan, runtime.batch.own = object(), runtime._own()
+    runtime._scheduler_output = SimpleNamespace(
+        num_scheduled_tokens={"a": 1, "b": 1}, scheduled_new_reqs=[], scheduled_cached_reqs=cached
+    )
+    assert runtime.graph is graph and runtime.batch.own == ({"a"} if exact else {"a", "b"})
 
 
 @pytest.mark.parametrize("kernel", ["triton", "cuda", "stock", None])

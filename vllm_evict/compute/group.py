@@ -10,6 +10,7 @@ import torch
 from ..config import KVPolicyConfig
 from ..core.plan import Copy, GroupPlan, Reports
 from ..policies import CACHED, QUERIED, RUNNING
+from .batch import Batch
 from .cached import CachedStatistics, Row
 from .graphs import Attends, GraphMemory
 from .host import BoundStep, HostBlocks
@@ -22,61 +23,6 @@ from .sums import MassStep, RunningSums
 from .tokens import TokenSums
 from .views import Views
 from .work import NO_ROWS, StepWork
-
-
-class Batch:
-    """The step's batch, shared by all KV groups of a worker."""
-
-    def __init__(self) -> None:
-        #: Requests of the step, in row order.
-        self.req_ids: list[str] = []
-        #: Requests that the plugin's kernel attends for, in all groups: decodes, and prompts if `takes_prompts`.
-        self.own: set[str] = set()
-        #: Whether that kernel attends for several queries of a request.
-        self.takes_prompts = False
-        #: The full graph that this step replays or captures; None: no full graph.
-        self.graph: Attends | None = None
-        #: Request with drafts -> its leading queries in this step, which are of settled tokens; drafts follow them.
-        #: None: the server does not speculate.
-        self.settled: dict[str, int] | None = None
-        #: Request -> drafts of it in the step before that may have been rejected, which the host does not know: its
-        #: length on the host is too large by those. Empty: the host knows lengths.
-        self.unsure: dict[str, int] = {}
-        self._rows: tuple[list[str], set[str], np.ndarray] = ([], set(), np.empty(0, bool))
-
-    def own_rows(self) -> np.ndarray:
-        """Return which rows of the batch are in `own`: bool [R]. Cached until batch or `own` changes."""
-        req_ids, own, rows = self._rows
-        if self.req_ids != req_ids or self.own != own:
-            rows = np.fromiter((req_id in self.own for req_id in self.req_ids), bool, len(self.req_ids))
-            self._rows = (list(self.req_ids), set(self.own), rows)
-        return rows
-
-    def own_now(self, query_start_loc: np.ndarray) -> np.ndarray:
-        """Return the rows that the plugin's kernel attends for in this step: int64 [n].
-
-        vLLM's kernel cannot skip the queries of a prompt. So prompts are among them only if all rows are.
-        """
-        own = self.own_rows()
-        if self.takes_prompts and own.all():
-            return np.arange(len(own))
-        return np.flatnonzero(own & (np.diff(query_start_loc) == 1))
-
-    def settled_queries(self, query_start_loc: np.ndarray) -> np.ndarray | None:
-        """Return the leading queries of each row that are of settled tokens: int64 [R]; None: all of them are."""
-        if self.settled is None:
-            return None
-        queries = np.diff(query_start_loc).astype(np.int64)
-        for row, req_id in enumerate(self.req_ids if self.settled else ()):
-            queries[row] = min(queries[row], self.settled.get(req_id, queries[row]))
-        return queries
-
-    def slack(self) -> np.ndarray | None:
-        """Return by how much each row's length on the host may be too large: int64 [R], tokens; None: all are right."""
-        if not self.unsure:
-            return None
-        slack = np.array([self.unsure.get(req_id, 0) for req_id in self.req_ids], np.int64)
-        return slack if slack.any() else None
 
 
 class GroupRuntime:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from ..core.plan import PLAN, EvictionPlan, HostTrouble, Reports
+from .batch import Batch
 from .graphs import Attends
-from .group import Batch, GroupRuntime
+from .group import GroupRuntime
 from .host import HostBlocks
 from .merge import Merger
 from .tokens import compact
@@ -76,7 +77,7 @@ class EvictionRuntime:
         self._graph: Any = _UNKNOWN
         # Scores of drafts, and selections, are for decodes alone.
         plain = not speculates and all(group.selection is None for group in groups)
-        self.batch.takes_prompts = plain and getattr(ops, "takes_prompts", False)
+        self.batch.takes_prompts = plain and ops is not None and ops.takes_prompts
         for group in groups:
             group.batch, group.views = self.batch, self.views
 
@@ -164,10 +165,10 @@ class EvictionRuntime:
         own: set[str] = set()
         if self.ops.decodes_measured:
             own.update(*(group.measured for group in self.groups))
-        if self.decodes_lacking or self.exact:
-            lacking = set().union(*(group.with_holes for group in self.groups))
-            own = own & lacking if self.exact else own
-            own = own | lacking if self.decodes_lacking else own
+        if self.exact:
+            own &= set().union(*(group.with_holes for group in self.groups))
+        if self.decodes_lacking:
+            own.update(*(group.with_holes for group in self.groups))
         return own
 
     def choose_graph(self, full: bool) -> Attends | None:

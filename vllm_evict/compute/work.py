@@ -85,8 +85,11 @@ class StepWork:
             self._unselected = to_device(np.setdiff1d(rows, selecting).astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
         if len(rows):
-            lens = to_device(queries[rows].astype(np.int32), seq_lens.device)
-            self.stock_lens = seq_lens.clone().index_copy_(0, self.rows.long(), lens)
+            own, self.stock_lens = queries[rows], seq_lens.clone()
+            if (own > 1).any():
+                self.stock_lens.index_copy_(0, self.rows.long(), to_device(own.astype(np.int32), seq_lens.device))
+            else:
+                self.stock_lens.index_fill_(0, self.rows.long(), 1)
         self._own, self._queries = rows, queries
         #: Per query 0 if the plugin attends for it, else 1: float32 [T]. Made when a layer first asks.
         self._of_stock: torch.Tensor | None = None

@@ -467,17 +467,14 @@ def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: Eviction
     backend = next(iter(layers.values())).attn_backend.get_name()
     kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
     line = f"KV policy {config.name}: {kernel} attends to all requests"
-    decoded = {
-        "requests with holes": runtime.decodes_lacking,
-        "measured requests": runtime.decodes_measured and measures,
-        "measured requests with holes": runtime.exact and runtime.ops.decodes_measured and measures,
-    }
-    if runtime.decodes_lacking:
-        del decoded["measured requests with holes"]
-    if runtime.groups[0].decodes and any(decoded.values()):
-        named = " and ".join(name for name, whether in decoded.items() if whether)
+    named = ["requests with holes"] if runtime.decodes_lacking else []
+    if measures and runtime.decodes_measured:
+        named.append("measured requests")
+    elif measures and runtime.ops.decodes_measured and not named:
+        named.append("measured requests with holes")
+    if runtime.groups[0].decodes and named:
         does = "attends for" if runtime.batch.takes_prompts else "decodes"
-        line = f"KV policy {config.name}: the plugin's kernel {does} {named}"
+        line = f"KV policy {config.name}: the plugin's kernel {does} {' and '.join(named)}"
         line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
     for part in (part for part in config.classes.values() if part.select):
         blocks, sinks, recent = part.selected(vllm_config.cache_config.block_size)
