@@ -244,7 +244,7 @@ def online(needles: Needles, out: Path) -> None:
         require(start_up, "the server did not say what it evicts")
         console.print(start_up[0][start_up[0].index("KV policy") :], style="green")
         before = scrape(port)
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
             name = client.models.list().data[0].id
             batch = [needles.hide((i + 0.5) / ASKED, REQUESTS + i) for i in range(ASKED)]
             found = complete(client, name, batch)

@@ -31,6 +31,8 @@ os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # vLLM's sampler compiles how it ranks log-probabilities: ten seconds in each process that asks for some.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# A server whose machine stands still for five seconds closes connections on which requests wait; clients here ask once.
+os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
 sys.path.insert(0, str(Path(__file__).parent))
 
 RUNNER = os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1")
