@@ -1,10 +1,12 @@
 """Measures the cost of a decision: choosing the evicted blocks, and reporting their statistics.
 
     python benchmarks/decide.py [--rounds 3] [--threads 1]
+    python benchmarks/decide.py --model examples/needle/model --batch 16     keys of a model that reads documents
 
 Scheduler: `RequestBlocks.choose` on a report of as many resident blocks as a request holds at its decision, and
 `RequestBlocks.evict`. Worker: the report, from running sums or from a KV cache of all requests in float32, with blocks
-in random places, so that keys come from memory. Keys are random: few are alike, unless they --lean to one direction.
+in random places, so that keys come from memory. Keys are random: few are alike, unless they --lean to one direction, or
+are those of a Llama that reads documents of the harness (--model).
 Decisions are timed one by one; the result is the median of `--repeats`, in CPU time. Running sums are not part of it
 (`pressure.py --step` times them).
 
@@ -16,6 +18,7 @@ Writes a Markdown table and a JSON with hardware, versions, command and all raw 
 """
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -65,12 +68,45 @@ def decide_child(spec: dict) -> dict:
     held = options.resident // options.block_size
     size = (options.batch * held, shape.kv_heads, options.block_size, 2 * shape.head_dim)
     layers = [SimpleNamespace(isa=layout, kv_cache=torch.randn(size)) for _ in range(shape.layers)]
-    for layer in layers:
+    tables = torch.randperm(options.batch * held).view(options.batch, held)
+    if options.model is not None:
+        for layer, keys in zip(layers, keys_of(options.model, options.batch, options.resident), strict=True):
+            blocks = keys.unflatten(1, (held, options.block_size)).transpose(2, 3).flatten(0, 1)
+            halves = layer.kv_cache.view(len(blocks), shape.kv_heads, 2, options.block_size, shape.head_dim)
+            halves[tables.flatten(), :, 0] = pack_keys(blocks, KEY_LAYOUTS[layout])
+    for layer in layers if options.lean else ():
         lean = options.lean * torch.randn(1, shape.kv_heads, 1, shape.head_dim).expand(-1, -1, options.block_size, -1)
         both = pack_keys(lean, KEY_LAYOUTS[layout]), torch.zeros_like(lean)
         layer.kv_cache += torch.cat(both, 2).view(1, *size[1:])
-    tables = torch.randperm(options.batch * held).view(options.batch, held)
     return {name: one_policy(name, options, shape, layers, tables) for name in options.policies}
+
+
+def keys_of(model: str, requests: int, tokens: int) -> list[Any]:
+    """Keys of a model that reads documents of the task `multikey`: of each layer float32 [requests, tokens, Hkv, D]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from vllm_evict.eval.prompts import Prompts
+    from vllm_evict.eval.tasks import make
+    from vllm_evict.eval.words import Filler
+
+    prompts, llama = Prompts(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    read, filler = [], Filler()
+    for index in range(requests):
+        sample = make("multikey", tokens, 0.5, index, 0, prompts.count, filler)
+        with torch.inference_mode():
+            cache = llama(torch.tensor([prompts.ids(sample)[:tokens]])).past_key_values
+        read.append([layer.keys.transpose(1, 2) for layer in cache.layers])
+    return [torch.cat(layer) for layer in zip(*read)]
+
+
+def shape_of(model: str) -> Shape:
+    """Sizes of a Llama, from its config.json."""
+    config = json.loads(Path(model, "config.json").read_text())
+    names = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
+    names |= {"kv_heads": "num_key_value_heads", "intermediate": "intermediate_size", "vocab": "vocab_size"}
+    sizes = {size: config[name] for size, name in names.items()}
+    return Shape(**sizes, head_dim=config["head_dim"], max_len=config["max_position_embeddings"])
 
 
 def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: list[Any], tables: Any) -> dict:
@@ -103,7 +139,7 @@ def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: lis
     )
     residents = [RequestBlocks(config, limits, block_size) for _ in range(options.repeats + 1)]
     for residency in residents:
-        residency.resident, residency.known = resident, blocks
+        residency.resident, residency.places, residency.known = resident, resident, blocks
 
     def choose(number: int) -> None:
         victims = residents[number].choose(computed, report)
@@ -199,7 +235,7 @@ def table(report: dict) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    from vllm_evict.policies import POLICIES
+    from vllm_evict.policies import CACHED, POLICIES, RUNNING
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -210,8 +246,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="requests")
     parser.add_argument("--resident", type=int, default=4096, help="resident tokens of each")
     parser.add_argument("--steps", type=int, default=32, help="decode steps timed")
+    parser.add_argument("--model", metavar="DIR", help="a Llama whose keys and decode steps are measured")
     parser.add_argument("--lean", type=float, default=0.0, help="weight of a direction that all keys of a head share")
-    others = sorted(POLICIES.keys() - {"full"}, key=list(POLICIES).index)
+    # Policies that decide block by block with what their own requests hold: no bands, reconstructions or bounds.
+    measured = frozenset().union(RUNNING, CACHED)
+    others = [name for name, each in POLICIES.items() if "buffer" in each.defaults and each.measures <= measured]
+    others = [name for name in others if not (POLICIES[name].splits or POLICIES[name].reconstructs)]
     parser.add_argument("--policies", nargs="+", choices=others, default=others, metavar="POLICY")
     group = parser.add_argument_group("model (random weights)")
     for size in fields(Shape):
@@ -225,7 +265,9 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     shape = Shape(**{size.name: getattr(options, size.name) for size in fields(Shape)})
     with tempfile.TemporaryDirectory() as folder:
-        report = decide(options, make_model(folder, shape), shape)
+        if options.model is not None:
+            shape = shape_of(options.model)
+        report = decide(options, Path(options.model) if options.model else make_model(folder, shape), shape)
     title = (
         f"Decisions of {options.batch} requests of {options.resident:,} resident tokens, {shape.layers} layers of "
         f"{shape.kv_heads} x {shape.head_dim} in float32"

@@ -233,6 +233,19 @@ def test_policies_and_budgets_mix_in_one_batch(engine, dense):
     server.assert_nothing_left()
 
 
+def test_a_bounded_request_finds_room_beside_those_of_a_server_that_evicts_nothing(engine):
+    """Its long prompt has no room for all its blocks, and needs none: it does not wait for the end of the first one."""
+    server = engine({"name": "full"}, blocks=36, max_model_len=1024, max_num_batched_tokens=128)
+    whole = server.add(random_prompt(500, 1), max_tokens=40)
+    server.llm.llm_engine.step()
+    bounded = server.add(random_prompt(800, 2), max_tokens=4, extra_args={"kv_policy": "h2o", "kv_budget": 192})
+    most = [0]
+    done = server.run(lambda server: most.append(len(server.scheduler.running)))
+    assert max(most) == 2
+    assert done[whole].kv_usage.evicted_blocks == 0 and done[bounded].kv_usage.evicted_blocks > 0
+    server.assert_nothing_left()
+
+
 def test_streamed_tokens_add_up_to_the_finished_output(engine):
     server = engine({**H2O, "allow": ["sink-window"]}, enable_prefix_caching=False)
     requests = [(random_prompt(300, 1), {}), (random_prompt(280, 2), on("sink-window"))]

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "compact.h"
+#include "fold.h"
 #include "mass.h"
 #include "view.h"
 
@@ -287,6 +288,37 @@ void compact(const std::vector<Tensor>& caches, const Tensor& source, const Tens
   vllm_evict::compact(a, moves, at::get_num_threads());
 }
 
+void fold(const Tensor& sums, const Tensor& slots, const Tensor& mass, const Tensor& logical,
+          const optional<Tensor>& kept) {
+  check_tensor(sums, "sums", at::kFloat, 3);
+  check_tensor(slots, "slots", at::kInt, 1);
+  check_tensor(mass, "mass", at::kFloat, 3);
+  check_tensor(logical, "logical", at::kInt, 2);
+  if (kept) check_tensor(*kept, "kept", at::kFloat, 1);
+  FoldArgs a{};
+  a.requests = mass.size(0);
+  a.heads = mass.size(1);
+  a.width = mass.size(2);
+  require(sums.size(1) == a.heads && logical.size(1) == a.width,
+          "sums must have mass' heads, and logical its width");
+  require(slots.size(0) == a.requests && logical.size(0) == a.requests &&
+              (!kept || kept->size(0) == a.requests),
+          "slots, mass, logical and kept must have the same number of rows");
+  a.sums = sums.mutable_data_ptr<float>();
+  a.sum_slot_stride = sums.stride(0);
+  a.sum_head_stride = sums.stride(1);
+  a.slots = sums.size(0);
+  a.blocks = sums.size(2);
+  a.slot_of = slots.const_data_ptr<int32_t>();
+  a.mass = mass.const_data_ptr<float>();
+  a.mass_request_stride = mass.stride(0);
+  a.mass_head_stride = mass.stride(1);
+  a.logical = logical.const_data_ptr<int32_t>();
+  a.logical_stride = logical.stride(0);
+  a.kept = kept ? kept->const_data_ptr<float>() : nullptr;
+  vllm_evict::fold(a);
+}
+
 void resident_view(const Tensor& block_table, const Tensor& seq_lens, int64_t block_size,
                    const Tensor& out_table, const Tensor& out_lens,
                    const optional<Tensor>& out_logical) {
@@ -328,6 +360,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("block_mass", block_mass);
   module.def("compact", compact);
   module.def("decode_classes", decode_classes);
+  module.def("fold", fold);
   module.def("kernel_path", kernel_path);
   module.def("resident_view", resident_view);
 }

@@ -445,11 +445,12 @@ class GroupRuntime:
         held, slack = held if drafts is None else held - drafts, self.batch.slack()
         rows = {req_id: row for row, req_id in enumerate(self.batch.req_ids)}
         for req_id in self.plan.report:
-            row, holes = rows[req_id], self.with_holes.get(req_id, ())
+            row, holes = rows[req_id], self.with_holes.get(req_id, [])
             length = int(held[row])
             blocks = -(-length // self.block_size)
-            index = np.arange(blocks + len(holes))
-            index = np.delete(index, holes) if holes else index
+            is_held = np.ones(blocks + len(holes), bool)
+            is_held[holes] = False
+            index = np.flatnonzero(is_held)
             settled = None
             if slack is not None and slack[row]:
                 settled = lens[row] - (0 if drafts is None else int(drafts[row]))

@@ -131,6 +131,25 @@ class MassStep:
         return pivots.sum(1, keepdim=True) if heads == 1 else pivots
 
 
+class _SumsBatch(NamedTuple):
+    """The measured rows of a batch.
+
+    Attributes:
+        req_ids: requests of the batch, in row order.
+        rows, slots: int64 [K], measured rows, and their rows in the running sums.
+        by_place: whether it depends on a query's position whether it counts.
+        decays: whether sums fade.
+        tests: whether queries are tested for pivotal blocks.
+    """
+
+    req_ids: list[str]
+    rows: np.ndarray
+    slots: np.ndarray
+    by_place: bool
+    decays: bool
+    tests: bool
+
+
 class RunningSums:
     """Sums of attention mass, or counts of pivotal queries: float32 [measured requests, heads, logical blocks].
 
@@ -183,7 +202,7 @@ class RunningSums:
         self._ended = np.zeros(requests, bool)
         #: Request that waits -> its row of the sums, and of each array above.
         self._parked: dict[str, tuple[torch.Tensor, list[Any]]] = {}
-        self._batch: tuple[list[str], np.ndarray, np.ndarray] = ([], np.empty(0, np.int64), np.empty(0, np.int64))
+        self._batch = _SumsBatch([], *[np.empty(0, np.int64)] * 2, False, False, False)
         #: Rows of the last batch, and int32 [R] the slot of each of its requests, -1 for none, on the device.
         self._folded: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.int32))
 
@@ -219,16 +238,16 @@ class RunningSums:
 
     def _slot(self, req_id: str) -> int:
         self._parked.pop(req_id, None)
+        self._batch = self._batch._replace(req_ids=[])
         if req_id not in self._slots:
             self._slots[req_id] = self._free.pop()
-            self._batch = ([], *self._batch[1:])
         return self._slots[req_id]
 
     def stop(self, req_id: str) -> None:
         self._parked.pop(req_id, None)
         if (slot := self._slots.pop(req_id, None)) is not None:
             self._free.append(slot)
-            self._batch = ([], *self._batch[1:])
+            self._batch = self._batch._replace(req_ids=[])
 
     def park(self, req_id: str) -> None:
         """Set a request's sums aside until `unpark`, `start` or `stop`; its row is free for another request."""
@@ -328,14 +347,13 @@ class RunningSums:
             lengths: int32 [R], `seq_lens` as the device knows them; read with `slack` only.
             slack: int64 [R], tokens by which `seq_lens` may be too large; None: they are right.
         """
-        rows, slots = self._rows(req_ids)
+        batch = self._batch_of(req_ids)
+        rows, slots, decays = batch.rows, batch.slots, batch.decays
         if not len(rows):
             return None
         lens = np.diff(query_start_loc)
-        by_place = self._window[slots].any() or (self._every[slots] > 1).any() or self._start[slots].any()
-        plain = (settled is None or (settled == lens).all()) and not (
-            by_place or self._decay[slots].any() or self._pivots[slots].any()
-        )
+        by_place = batch.by_place
+        plain = not (by_place or decays or batch.tests) and (settled is None or bool((settled == lens).all()))
         given = kept = None
         if plain:
             counted = lens[rows].astype(np.int64)
@@ -344,7 +362,6 @@ class RunningSums:
             counting, weights, counted = self._weigh(rows, slots, lens, seq_lens, settled, slack)
             if not counted.any():
                 return None
-            decays = self._decay[slots].any()
             if slack is not None and by_place:
                 known = counting.to(self._sums.device)
                 given, exactly = known.weights(lengths)
@@ -353,7 +370,7 @@ class RunningSums:
                 kept = self._to_device((counting.base**counted).astype(np.float32))
             counted = counted[rows]
         queries = tested = None
-        if self._pivots[slots].any():
+        if batch.tests:
             tested = np.zeros(len(req_ids), np.int32)
             tested[rows] = self._pivots[slots]
             if len(weights) == len(req_ids):  # one query in each row
@@ -421,13 +438,16 @@ class RunningSums:
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self._sums.device)
 
-    def _rows(self, req_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the measured rows of the batch and their slots, int64 [K] each. Cached until the batch changes."""
-        if req_ids != self._batch[0]:
-            slots = np.array([self._slots.get(req_id, -1) for req_id in req_ids], np.int64)
-            rows = np.flatnonzero(slots >= 0)
-            self._batch = (list(req_ids), rows, slots[rows])
-        return self._batch[1], self._batch[2]
+    def _batch_of(self, req_ids: list[str]) -> "_SumsBatch":
+        """Return the measured rows of the batch. Cached until the batch or a slot changes."""
+        if req_ids != self._batch.req_ids:
+            slot_of = np.array([self._slots.get(req_id, -1) for req_id in req_ids], np.int64)
+            rows = np.flatnonzero(slot_of >= 0)
+            slots = slot_of[rows]
+            by_place = self._window[slots].any() or (self._every[slots] > 1).any() or self._start[slots].any()
+            decays, tests = self._decay[slots].any(), self._pivots[slots].any()
+            self._batch = _SumsBatch(list(req_ids), rows, slots, *map(bool, (by_place, decays, tests)))
+        return self._batch
 
     def _queries(
         self,

@@ -194,7 +194,8 @@ class TokenSums(RunningSums):
         if memory is not None:
             memory.table.zero_()
             memory.weights.zero_()
-        rows, slots = self._rows(req_ids)
+        batch = self._batch_of(req_ids)
+        rows, slots = batch.rows, batch.slots
         if not len(rows):
             return None
         _, weights, counted = self._weigh(rows, slots, np.diff(query_start_loc), seq_lens, settled)

@@ -77,19 +77,19 @@ class StepWork:
     ) -> None:
         self.mass, self.tokens, self.prompts, self.bounds, self.select = mass, tokens, prompts, bounds, select
         queries = np.diff(query_start_loc)
-        self.is_all = queries[rows].sum() == query_start_loc[-1]
+        own = queries[rows]
+        self.is_all = own.sum() == query_start_loc[-1]
         self.rows = to_device(rows.astype(np.int32), seq_lens.device)
         #: Of `rows`, the rows that attend to all resident blocks.
         self._unselected = self.rows
         if len(selecting):
             self._unselected = to_device(np.setdiff1d(rows, selecting).astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
-        if len(rows):
-            own, self.stock_lens = queries[rows], seq_lens.clone()
-            if (own > 1).any():
-                self.stock_lens.index_copy_(0, self.rows.long(), to_device(own.astype(np.int32), seq_lens.device))
-            else:
-                self.stock_lens.index_fill_(0, self.rows.long(), 1)
+        if len(rows) == len(queries):
+            self.stock_lens = to_device(queries.astype(np.int32), seq_lens.device)
+        elif len(rows):
+            self.stock_lens = seq_lens.clone()
+            self.stock_lens.index_copy_(0, self.rows.long(), to_device(own.astype(np.int32), seq_lens.device))
         self._own, self._queries = rows, queries
         #: Per query 0 if the plugin attends for it, else 1: float32 [T]. Made when a layer first asks.
         self._of_stock: torch.Tensor | None = None

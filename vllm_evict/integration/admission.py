@@ -58,6 +58,8 @@ class AdmissionMixin:
             may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
             resident = RequestBlocks(part, limits, block_size, config.name, may_outgrow, key, state=state)
             manager.residents[request.request_id] = resident
+            if part.name != "full":
+                manager.serve_limits()
 
     def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
         """The policy of a request with these arguments and this prompt so far."""

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,25 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         if poison:
             self.note_allocated()
 
+    def spare_calls(self, counts: bool, saves: bool) -> None:
+        """Use vLLM's own methods, which it calls for each request of each step, where the ones here change nothing.
+
+        Args:
+            counts: whether the scheduler reads how many blocks an allocation wanted.
+            saves: whether blocks of preempted requests come back from the host.
+        """
+        if not counts:
+            self._use(FullAttentionManager.get_num_blocks_to_allocate)
+        if not saves:
+            self._use(FullAttentionManager._has_partial_local_hit)
+
+    def _use(self, method: Callable) -> None:
+        setattr(self, method.__name__, MethodType(method, self))
+
+    def serve_limits(self) -> None:
+        """Bound what requests with limits take of the pool, from now on; see `get_num_blocks_to_allocate`."""
+        vars(self).pop("get_num_blocks_to_allocate", None)
+
     @property
     def in_flight(self) -> int:
         """Blocks that a request may hold on top while steps are in flight; a chunk may begin inside a block."""
@@ -266,7 +286,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             there = 0 if resident.started else math.ceil(total_computed_tokens / self.block_size)
             held = max(resident.limits.bound, len(new_computed_blocks), there)
             num_tokens = min(num_tokens, (held + self.in_flight) * self.block_size)
-        # vLLM asks for each request of each step, so the bases are not gone through one by one.
+        # By name, since a search through the bases takes a while, and vLLM asks for each request of each step.
         self.wanted = FullAttentionManager.get_num_blocks_to_allocate(
             self,
             request_id,
@@ -285,7 +305,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             self._count(resident, resident.held(len(self.req_to_blocks[request_id])))
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        new_blocks = FullAttentionManager.allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model)
         # The blocks of a request grow here and nowhere else, so only requests that grow are examined.
         if new_blocks and (resident := self.residents.get(request_id)):
             self._count(resident, resident.held(len(self.req_to_blocks[request_id])))

@@ -63,6 +63,8 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         #: None unless some KV group uses `when: pressure`.
         self.pressure = Pressure(self, self.kv_policy) if Pressure.serves(self.kv_policy) else None
         self.room = RoomMaker(self, self.pressure) if self.pressure is not None else None
+        for manager in self.kv_managers:
+            manager.spare_calls(counts=self.room is not None, saves=self.kv_policy.preempt == "host")
         #: None unless requests may use a policy that reconstructs prompts.
         self.reconstructions = Reconstructions(self) if Reconstructions.serves(self.kv_policy) else None
         #: None without a KV connector.

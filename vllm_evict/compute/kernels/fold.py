@@ -2,6 +2,8 @@
 
 import torch
 
+from .mass import _C_cpu
+
 
 def fold(
     sums: torch.Tensor, slots: torch.Tensor, mass: torch.Tensor, logical: torch.Tensor, kept: torch.Tensor | None = None
@@ -21,15 +23,10 @@ def fold(
         from ...triton_kernels.fold import fold as on_device
 
         on_device(sums, slots, mass, logical, kept)
-    elif kept is not None or (slots < 0).any():
+    elif _C_cpu is None:
         fold_reference(sums, slots, mass, logical, kept)
     else:
-        # Faster than the reference. Entries past a row's end are 0, so they may add to block 0.
-        per_slot, per_head, per_block = sums.stride()
-        rows = slots.long()[:, None] * per_slot + torch.arange(sums.shape[1]) * per_head
-        places = rows[..., None] + logical.clamp(min=0)[:, None] * per_block
-        room = sums.untyped_storage().nbytes() // sums.itemsize - sums.storage_offset()
-        sums.as_strided((room,), (1,)).index_add_(0, places.flatten(), mass.flatten())
+        _C_cpu.fold(sums, slots, mass, logical, kept)
 
 
 def fold_reference(

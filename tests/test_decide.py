@@ -1,0 +1,46 @@
+"""benchmarks/decide.py: every policy decides and reports, on random keys and on those of a model."""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+import torch
+
+NEEDLE = str(Path(__file__).parents[1] / "examples" / "needle" / "model")
+
+
+@pytest.fixture
+def decide(script):
+    return script("decide")
+
+
+@pytest.fixture
+def options(decide, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["decide"])
+    options = decide.parse_arguments()
+    options.repeats, options.batch, options.resident = 2, 2, 1024
+    return options
+
+
+@pytest.mark.parametrize("model", [None, NEEDLE], ids=["random", "needle"])
+def test_each_decision_and_report_is_timed(decide, options, model):
+    from vllm_evict.policies import CACHED, POLICIES, RUNNING
+
+    options.model = model
+    shape = decide.Shape(**{size.name: getattr(options, size.name) for size in fields(decide.Shape)})
+    shape = decide.shape_of(model) if model else shape
+    taken = decide.decide_child({"options": vars(options), "shape": asdict(shape)})
+    assert taken.keys() == set(options.policies) >= {"h2o", "rkv", "keydiff"}
+    for name, times in taken.items():
+        measures = POLICIES[name].measures
+        assert times["choose"] > 0 and times["steps"] % options.block_size == 0
+        assert (times["running"] > 0, times["cached"] > 0) == (bool(measures & RUNNING), bool(measures & CACHED))
+
+
+def test_keys_of_a_model_are_those_of_its_forward_pass(decide):
+    """Two documents, each alone: no key of one is a key of the other."""
+    layers, shape = decide.keys_of(NEEDLE, 2, 256), decide.shape_of(NEEDLE)
+    assert [each.shape for each in layers] == [(2, 256, shape.kv_heads, shape.head_dim)] * shape.layers
+    assert all(torch.isfinite(each).all() and each.abs().amax() > 0 for each in layers)
+    differ = (layers[-1][0] - layers[-1][1]).norm(dim=-1).amin(1)
+    assert (differ > 0).float().mean() > 0.9
