@@ -18,6 +18,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
+WHOLE = {**H2O, "name": "snapkv", "window": 24, "prompt": "whole"}
 WINDOW = {"name": "sink-window", "budget": 192, "buffer": 64, "sink": 32}
 PROMPTS = [random_prompt(length, length) for length in (500, 40, 120)]
 CACHED = {"enable_prefix_caching": True}
@@ -110,12 +111,13 @@ def test_full_is_stock_to_the_byte_and_evictions_are_a_mask(engine, hybrids, men
 
 
 @pytest.mark.oracle("hybrids")
-def test_evictions_match_the_dense_oracle(engine, hybrids):
+@pytest.mark.parametrize("policy", [H2O, WHOLE], ids=["h2o", "snapkv-whole"])
+def test_evictions_match_the_dense_oracle(engine, hybrids, policy):
     """Which blocks go, after which steps: attention mass is measured beside states as anywhere."""
-    server = engine(H2O, **hybrids("falcon_h1"), max_num_batched_tokens=192, enable_prefix_caching=False)
+    server = engine(policy, **hybrids("falcon_h1"), max_num_batched_tokens=192, enable_prefix_caching=False)
     prompt = random_prompt(500, 500)
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 24, "logprobs": 1})])
-    assert assert_like_oracle(dense_of(hybrids, "falcon_h1"), prompt, output, trace, H2O) > 8
+    assert assert_like_oracle(dense_of(hybrids, "falcon_h1"), prompt, output, trace, policy) > 8
     server.assert_nothing_left()
 
 

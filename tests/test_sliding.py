@@ -37,6 +37,7 @@ POLICIES = {
     "h2o-max": {"name": "h2o", **BASE, "heads": "max", "layers": "max"},
     "scissorhands": {"name": "scissorhands", **BASE, "window": 48},
     "snapkv": {"name": "snapkv", **BASE, "window": 24, "kernel": 5},
+    "snapkv-whole": {"name": "snapkv", **BASE, "window": 24, "prompt": "whole"},
     "rkv": {"name": "rkv", **BASE, "window": 12, "mix": 0.5},
     "keydiff": {"name": "keydiff", **BASE},
     "pagedeviction": {"name": "pagedeviction", "budget": 192},

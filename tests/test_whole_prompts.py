@@ -79,6 +79,21 @@ def test_a_short_pool_preempts_and_answers_stay(engine, dense, name):
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_prompt_that_is_in_the_prefix_cache_is_hit_whole(engine, dense, name, exact):
+    """No hole of the request before is in what it published: its whole prompt. The second one measures the rest alone."""
+    policy = {**POLICIES[name], "exact": exact}
+    server = engine(policy, max_num_batched_tokens=128, enable_prefix_caching=True)
+    shared = random_prompt(448, 1)
+    for length, hit in ((0, 0), (100, 448), (37, 448)):
+        prompt = [*shared, *random_prompt(length, length)]
+        ((_, output, trace),) = server.answered([(prompt, {"max_tokens": 80, "logprobs": 1})])
+        assert trace.start == hit and held_before(trace, prompt)
+        assert assert_like_oracle(dense, prompt, output, trace, policy) >= 8
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv"])
 def test_each_turn_of_a_session_keeps_its_prompt_whole(engine, name):
     server, held = engine(POLICIES[name], max_num_batched_tokens=96), []
     sessions = test_sessions.Sessions(server)
