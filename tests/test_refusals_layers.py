@@ -19,6 +19,7 @@ from vllm_evict.compute.kernels.mass import kernel_path
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration import drafters, layers, refusals
+from vllm_evict.integration.describe import ignored_settings, kernels_line
 
 SERVER = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True), kv_transfer_config=None)
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -244,16 +245,14 @@ WHO = {
 @pytest.mark.parametrize("decodes", [True, False])
 @pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("backend, split", WHO)
-def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, split, measured, decodes):
-    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), sliding_window=None)
-    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+def test_the_log_says_which_kernels_attend_and_measure(backend, split, measured, decodes):
     ops = ops_for(backend)
     group = SimpleNamespace(decodes=decodes, graph_tokens=4096, selection=None)
     policy = KVPolicyConfig.parse(H2O if measured else UNMEASURED)
 
     def line(mode, in_graphs=False):
         config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-        return layers.described(config, policy, EvictionRuntime([group], ops, ["pages"] * split, in_graphs))
+        return kernels_line(config, policy, EvictionRuntime([group], ops, ["pages"] * split, in_graphs), backend)
 
     told, own = line(CUDAGraphMode.NONE), WHO[backend, split][not measured] if decodes else ""
     assert f"{backend}'s own kernel" in told and "graphs" not in told
@@ -274,13 +273,11 @@ def test_the_log_says_which_kernels_attend_and_measure(monkeypatch, backend, spl
 @pytest.mark.parametrize(
     "backend, own", [("CPU_ATTN", "requests with holes"), ("FLASH_ATTN", "measured requests with holes")]
 )
-def test_the_log_says_what_exact_leaves_to_the_plugin(monkeypatch, backend, own):
-    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), sliding_window=None)
-    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
+def test_the_log_says_what_exact_leaves_to_the_plugin(backend, own):
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE))
     runtime = EvictionRuntime([SimpleNamespace(decodes=True, graph_tokens=4096, selection=None)], ops_for(backend))
     runtime.exact = True
-    told = layers.described(config, KVPolicyConfig.parse({**H2O, "exact": True}), runtime)
+    told = kernels_line(config, KVPolicyConfig.parse({**H2O, "exact": True}), runtime, backend)
     assert f" {own}, output and mass in one read" in told
 
 
@@ -304,13 +301,11 @@ def test_no_full_graph_decodes_exact_requests_beside_others(exact, graph):
 @pytest.mark.parametrize("decodes", [True, False])
 @pytest.mark.parametrize("backend", ["CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"])
 def test_a_decode_kernel_that_is_not_run_is_one_line_that_says_what_is(monkeypatch, backend, decodes, kernel):
-    found = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), sliding_window=None)
-    monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
     runtime = SimpleNamespace(groups=[SimpleNamespace(decodes=decodes)])
     monkeypatch.delenv("VLLM_EVICT_DECODE", raising=False)
     if kernel is not None:
         monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
-    line = layers.ignored_settings(None, runtime)
+    line = ignored_settings(runtime, backend)
     if kernel in ("stock", None) or (backend != "CPU_ATTN" and decodes):
         assert line is None
         return

@@ -202,7 +202,8 @@ class RunningSums:
         self._ended = np.zeros(requests, bool)
         #: Request that waits -> its row of the sums, and of each array above.
         self._parked: dict[str, tuple[torch.Tensor, list[Any]]] = {}
-        self._batch = _SumsBatch([], *[np.empty(0, np.int64)] * 2, False, False, False)
+        none = np.empty(0, np.int64)
+        self._batch = _SumsBatch([], none, none, by_place=False, decays=False, tests=False)
         #: Rows of the last batch, and int32 [R] the slot of each of its requests, -1 for none, on the device.
         self._folded: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.int32))
 
@@ -446,7 +447,7 @@ class RunningSums:
             slots = slot_of[rows]
             by_place = self._window[slots].any() or (self._every[slots] > 1).any() or self._start[slots].any()
             decays, tests = self._decay[slots].any(), self._pivots[slots].any()
-            self._batch = _SumsBatch(list(req_ids), rows, slots, *map(bool, (by_place, decays, tests)))
+            self._batch = _SumsBatch(list(req_ids), rows, slots, bool(by_place), bool(decays), bool(tests))
         return self._batch
 
     def _queries(

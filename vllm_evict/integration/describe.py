@@ -1,15 +1,19 @@
-"""The line of the log that describes the policy when the engine starts."""
+"""Lines of the log that say, when the engine starts, what the policy does and which kernels do it."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config import KVPolicyConfig
 from ..config.fields import TIER
 from ..config.options import names_of
+from ..environment import decode_kernel
+from ..policies import RUNNING
 from .managers import StateManager
+from .refusals import DEVICE_BACKENDS
 from .spec import EvictableSpec
 
 if TYPE_CHECKING:
+    from ..compute.runtime import EvictionRuntime
     from .scheduler import EvictionMixin
 
 
@@ -50,6 +54,49 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
         + (" and for preempted requests" if scheduler.kv_policy.preempt == "host" else "")
         + (_rounded(scheduler.kv_policy, spec.block_size) if "states" in kinds else "")
     )
+
+
+def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRuntime", backend: str) -> str:
+    """One line: the kernels that attend and measure on a worker, after `layers.settle`."""
+    kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
+    line = f"KV policy {config.name}: {kernel} attends to all requests"
+    named = ["requests with holes"] if runtime.decodes_lacking else []
+    if measures and runtime.decodes_measured:
+        named.append("measured requests")
+    elif measures and runtime.ops.decodes_measured and not named:
+        named.append("measured requests with holes")
+    if runtime.groups[0].decodes and named:
+        does = "attends for" if runtime.batch.takes_prompts else "decodes"
+        line = f"KV policy {config.name}: the plugin's kernel {does} {' and '.join(named)}"
+        line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
+    for part in (part for part in config.classes.values() if part.select):
+        blocks, sinks, recent = part.selected(vllm_config.cache_config.block_size)
+        bounds = sum(group.selection.kept_bytes for group in runtime.groups if group.selection is not None)
+        line += f"; decodes attend to {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
+        line += f"; bounds of keys take {-(-bounds // 2**20)} MiB"
+    if measures:
+        line += f"; beside {kernel} mass comes from {runtime.ops.beside}"
+    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        line += "; decodes replay full CUDA graphs"
+        if measures and runtime.attends_in_graphs:
+            line += f", of measured requests up to {runtime.groups[0].graph_tokens} resident tokens"
+        elif measures:
+            line += ", except decodes of measured requests"
+    return line
+
+
+def ignored_settings(runtime: "EvictionRuntime", backend: str) -> str | None:
+    """A warning if VLLM_EVICT_DECODE names a kernel and another one decodes, after `layers.settle`; None if not.
+
+    `kernels.decode_cuda` logs whether CUDA C++ can run behind a GPU backend.
+    """
+    kernel = decode_kernel()
+    decodes, on_device = runtime.groups[0].decodes, backend in DEVICE_BACKENDS
+    if kernel in (None, "stock") or (on_device and decodes):
+        return None
+    why = "the plugin's kernels do not support its layers" if on_device else "it names a kernel for GPU backends"
+    instead = "the plugin's kernel in C++ decodes" if decodes else f"{backend}'s own kernel decodes"
+    return f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}: {why}; {instead} requests with holes"
 
 
 def _rounded(config: KVPolicyConfig, block_size: int) -> str:

@@ -162,6 +162,11 @@ def _evictable(vllm_config: VllmConfig, drafting: bool = False) -> dict[str, Att
     return {name: layer for name, layer in plain if hasattr(layer, drafters.DRAFTS) is drafting}
 
 
+def backend_name(vllm_config: VllmConfig) -> str:
+    """Name of the attention backend of the layers that policies work on."""
+    return next(iter(_evictable(vllm_config).values())).attn_backend.get_name()
+
+
 def _shares(layer: Any) -> bool:
     """Whether a layer has no cache and reads another layer's."""
     return getattr(layer, "kv_sharing_target_layer_name", None) is not None
@@ -459,50 +464,3 @@ def warm_up(vllm_config: VllmConfig, runtime: EvictionRuntime, tables: Sequence[
     queries = vllm_config.scheduler_config.max_num_batched_tokens
     blocks = -(-vllm_config.model_config.max_model_len // runtime.groups[0].block_size)
     warm_up(runtime, layers, tables, queries, blocks)
-
-
-def described(vllm_config: VllmConfig, config: KVPolicyConfig, runtime: EvictionRuntime) -> str:
-    """The line of the log that names the kernels that attend and measure, after `settle`."""
-    layers = _evictable(vllm_config)
-    backend = next(iter(layers.values())).attn_backend.get_name()
-    kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
-    line = f"KV policy {config.name}: {kernel} attends to all requests"
-    named = ["requests with holes"] if runtime.decodes_lacking else []
-    if measures and runtime.decodes_measured:
-        named.append("measured requests")
-    elif measures and runtime.ops.decodes_measured and not named:
-        named.append("measured requests with holes")
-    if runtime.groups[0].decodes and named:
-        does = "attends for" if runtime.batch.takes_prompts else "decodes"
-        line = f"KV policy {config.name}: the plugin's kernel {does} {' and '.join(named)}"
-        line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
-    for part in (part for part in config.classes.values() if part.select):
-        blocks, sinks, recent = part.selected(vllm_config.cache_config.block_size)
-        bounds = sum(group.selection.kept_bytes for group in runtime.groups if group.selection is not None)
-        line += f"; decodes attend to {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
-        line += f"; bounds of keys take {-(-bounds // 2**20)} MiB"
-    if measures:
-        line += f"; beside {kernel} mass comes from {runtime.ops.beside}"
-    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-        line += "; decodes replay full CUDA graphs"
-        if measures and runtime.attends_in_graphs:
-            line += f", of measured requests up to {runtime.groups[0].graph_tokens} resident tokens"
-        elif measures:
-            line += ", except decodes of measured requests"
-    return line
-
-
-def ignored_settings(vllm_config: VllmConfig, runtime: EvictionRuntime) -> str | None:
-    """A warning if VLLM_EVICT_DECODE names a kernel and another one decodes, after `settle`; None if not.
-
-    `kernels.decode_cuda` logs whether CUDA C++ can run behind a GPU backend.
-    """
-    kernel = decode_kernel()
-    layers = _evictable(vllm_config)
-    backend = next(iter(layers.values())).attn_backend.get_name()
-    decodes, on_device = runtime.groups[0].decodes, backend in refusals.DEVICE_BACKENDS
-    if kernel in (None, "stock") or (on_device and decodes):
-        return None
-    why = "the plugin's kernels do not support its layers" if on_device else "it names a kernel for GPU backends"
-    instead = "the plugin's kernel in C++ decodes" if decodes else f"{backend}'s own kernel decodes"
-    return f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}: {why}; {instead} requests with holes"

@@ -14,6 +14,7 @@ from ..compute.memory import Needs, described, needs, put_aside
 from ..compute.runtime import EvictionRuntime
 from ..core.plan import REPORTS, TROUBLE, HostTrouble, Reports
 from . import layers, runners
+from .describe import ignored_settings, kernels_line
 from .ranks import Ranks
 from .reorder import check_reload, reordering
 from .spec import host_blocks, policy_config
@@ -83,12 +84,13 @@ class EvictionWorkerMixin:
         if config.selects:
             self.kv_evict.keep_bounds(kv_cache_config.num_blocks)
         if self.rank == 0:
-            logger.info(layers.described(self.vllm_config, config, self.kv_evict))
+            backend = layers.backend_name(self.vllm_config)
+            logger.info(kernels_line(self.vllm_config, config, self.kv_evict, backend))
             if self.kv_evict.ops.compiles:
                 logger.info(described(config.name, self.kv_evict, self._needs, kv_cache_config.num_blocks))
             if (line := put_aside(config.name, self.kv_evict)) is not None:
                 logger.info(line)
-            if (line := layers.ignored_settings(self.vllm_config, self.kv_evict)) is not None:
+            if (line := ignored_settings(self.kv_evict, backend)) is not None:
                 logger.warning(line)
 
     def compile_or_warm_up_model(self) -> Any:
