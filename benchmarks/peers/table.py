@@ -22,8 +22,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "kvpress": "kvpress"}
 #: Cases of `vllm` that are vLLM's own; the others are this project's.
 OWN = ("stock", "--", "prefix caching")
-#: File of docs/performance -> parts of a run in it.
-FILES = {"peers.json": ("load", "needles"), "peers-served.json": ("served",)}
+#: Part of a run -> its file in docs/performance.
+FILES = {"load": "peers-load.json", "needles": "peers-answers.json", "served": "peers-served.json"}
 #: Title of a row, kvpress' case, ours, and whether both keep the same tokens by construction; else why not.
 SAME = "same"
 METHODS: list[tuple[str, str | None, str | None, str]] = [
@@ -211,11 +211,10 @@ def setup(report: dict) -> str:
 def tables(report: dict) -> dict[str, str]:
     """Name -> Markdown, of the parts that ran."""
     most, missing, found = report["sizes"]["requests"], report["missing"], {"published": published_table()}
+    found |= {f"setup of {part}": setup(report) for part in FILES if part in report}
     if "served" in report:
-        found["setup of needles"] = setup(report)
         found["needles in a small pool"] = load_table(report["served"], missing)
     if "load" in report:
-        found["setup"] = setup(report)
         found[f"{most} requests"] = load_table(report["load"], missing, most)
         found["1 request"] = load_table(report["load"], missing, 1)
     if "needles" in report:
@@ -338,10 +337,9 @@ def main(arguments: list[str] | None = None) -> None:
         page.write_text(published(page.read_text(), report))
         for name, draw in pictures.values():
             draw(report, DOCS / "pictures" / name)
-        for name, parts in FILES.items():
-            others = {part for its in FILES.values() for part in its} - set(parts)
-            if all(part in report for part in parts):
-                rest = {key: value for key, value in report.items() if key not in others}
+        for part, name in FILES.items():
+            if part in report:
+                rest = {key: value for key, value in report.items() if key not in FILES.keys() - {part}}
                 (DOCS / "performance" / name).write_text(to_json(rest) + "\n")
     print(text)
 
