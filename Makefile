@@ -35,7 +35,7 @@ lane-engine := $(filter-out $(NIGHTLY),$(END_TO_END) $(SERVED:%=tests/test_%.py)
 lane-unit   := $(filter-out $(NIGHTLY) $(lane-compat) $(lane-engine),$(wildcard tests/test_*.py))
 
 .PHONY: help demo test test-all $(LANES:%=test-%) lint format types docs docs-serve wheel bench peers bench-gpu check-gpu \
-	quality clean
+	quality external clean
 .DELETE_ON_ERROR:
 
 help:  ## show this
@@ -143,6 +143,15 @@ check-gpu:  ## whether a GPU evicts rightly: engines behind each attention backe
 # Sinks and recent window of 32 tokens each, 20 prompts a cell. The depths are no round fractions of the length: `strided`
 # keeps those. EVALS names some of configs/eval; EVAL_ARGS="--samples 20" asks 100 prompts a cell.
 EVALS ?= $(basename $(notdir $(wildcard configs/eval/*.yaml)))
+# Without values these are the embedded model, and few rows in the formats of the benchmarks: a trial of the command.
+MODEL     ?= examples/needle/model
+RULER     ?= tests/data/eval/ruler
+LONGBENCH ?= tests/data/eval/longbench/data
+external: $(READY)  ## RULER and LongBench under policies: MODEL=, and folders RULER=, LONGBENCH= (results in out/external)
+	@$(BIN)/vllm-evict eval --config configs/eval/external/served.yaml --model $(MODEL) --out out/external \
+		--tasks ruler=$(RULER)$(patsubst %,$(comma)longbench=%,$(wildcard $(LONGBENCH)/*.jsonl)) $(EVAL_ARGS)
+comma := ,
+
 quality: $(READY)  ## what every policy loses on the embedded models (results in out/quality)
 	@for name in $(EVALS); do $(BIN)/vllm-evict eval --config configs/eval/$$name.yaml --out out/quality/$$name \
 		$$(grep -q ^model: configs/eval/$$name.yaml || echo --model examples/needle/model) --depths 0.17,0.33,0.47,0.61,0.79 \
