@@ -143,19 +143,19 @@ check-gpu:  ## whether a GPU evicts rightly: engines behind each attention backe
 # Sinks and recent window of 32 tokens each, 20 prompts a cell. The depths are no round fractions of the length: `strided`
 # keeps those. EVALS names some of configs/eval; EVAL_ARGS="--samples 20" asks 100 prompts a cell.
 EVALS ?= $(basename $(notdir $(wildcard configs/eval/*.yaml)))
-# Without values these are the embedded model, and few rows in the formats of the benchmarks: a trial of the command.
-MODEL     ?= examples/needle/model
-RULER     ?= tests/data/eval/ruler
-LONGBENCH ?= tests/data/eval/longbench/data
-external: $(READY)  ## RULER and LongBench under policies: MODEL=, and folders RULER=, LONGBENCH= (results in out/external)
-	@$(BIN)/vllm-evict eval --config configs/eval/external/served.yaml --model $(MODEL) --out out/external \
-		--tasks ruler=$(RULER)$(patsubst %,$(comma)longbench=%,$(wildcard $(LONGBENCH)/*.jsonl)) $(EVAL_ARGS)
-comma := ,
-
 quality: $(READY)  ## what every policy loses on the embedded models (results in out/quality)
 	@for name in $(EVALS); do $(BIN)/vllm-evict eval --config configs/eval/$$name.yaml --out out/quality/$$name \
 		$$(grep -q ^model: configs/eval/$$name.yaml || echo --model examples/needle/model) --depths 0.17,0.33,0.47,0.61,0.79 \
 		--engine-args '{"enforce_eager": true, "max_model_len": 4352}' $(EVAL_ARGS) || failed=1; done; [ -z "$$failed" ]
+
+# RULER holds SUBSET/validation.jsonl, LONGBENCH a file for each dataset, with LongBench's config/ beside it. The values
+# here are a trial of the command: the embedded model, and a few rows in the formats of the benchmarks.
+MODEL     ?= examples/needle/model
+RULER     ?= tests/data/eval/ruler
+LONGBENCH ?= tests/data/eval/longbench/data
+external: $(READY)  ## RULER and LongBench under policies: MODEL=, folders RULER= and LONGBENCH= (results in out/external)
+	@$(BIN)/vllm-evict eval --config configs/eval/external/served.yaml --model $(MODEL) --out out/external \
+		--tasks ruler=$(RULER),longbench=$(LONGBENCH) $(EVAL_ARGS)
 
 clean:  ## remove the environment, builds and results
 	rm -rf $(VENV) $(VENV)-* build dist out *.egg-info vllm_evict/*.so packaging/*/build packaging/*/*.egg-info

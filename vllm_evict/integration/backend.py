@@ -124,12 +124,13 @@ def working_impl(impl: type, ops: BackendOps) -> type:
             **kwargs: Any,
         ) -> Any:
             work = getattr(attn_metadata, STEP_WORK, None)
-            if work is None or not work.is_all:
-                with ops.attending() if work is not None and work.measures else nullcontext():
+            if work is None:
+                return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            if not work.is_all:
+                with ops.attending() if work.measures else nullcontext():
                     super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-            if work is not None:
-                place = getattr(self, PLACE)
-                work.do(ops, layer, place, ops.dequantised(layer, query), kv_cache, attn_metadata, output)
+            place = getattr(self, PLACE)
+            work.do(ops, layer, place, ops.dequantised(layer, query), kv_cache, attn_metadata, output)
             return output
 
     return WorkingImpl

@@ -1,7 +1,7 @@
 """Eviction on vLLM's own /metrics: counted by the scheduler, shown by the front end."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
@@ -40,6 +40,8 @@ class Tally:
     def __init__(self) -> None:
         self._counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COUNTERS, 0))
         self._host: dict[str, dict[str, int]] = {}
+        #: Policy -> blocks that its requests held when they were last taken.
+        self._resident: dict[str, int] = {}
 
     def count(self, policy: str, evicted: int, freed: int, first: bool, copied: int = 0) -> None:
         counts = self._counts[policy]
@@ -69,14 +71,19 @@ class Tally:
         self.host(policy)
         self._host[policy] |= {"used": used, "bytes": used * block_bytes}
 
-    def take(self, resident: dict[str, int]) -> dict[str, dict[str, Any]]:
-        """The counts since last time, and the blocks that running requests hold now."""
+    def take(self, resident: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        """The counts since last time, and the blocks that running requests hold now, of policies where some changed.
+
+        Args:
+            resident: policy -> blocks; none of a policy that had no request yet.
+        """
+        changed = {policy: blocks for policy, blocks in resident.items() if self._resident.get(policy) != blocks}
+        self._resident |= changed
         taken: dict[str, dict[str, Any]] = {}
-        for policy, blocks in resident.items():
-            taken[policy] = {**self._counts[policy], "resident": blocks}
-        for policy, counts in self._host.items():
-            if policy in taken:
-                taken[policy]["host"] = counts
+        for policy in changed.keys() | self._counts.keys() | self._host.keys():
+            taken[policy] = {**self._counts[policy], "resident": self._resident.get(policy, 0)}
+            if policy in self._host:
+                taken[policy]["host"] = self._host[policy]
         self._counts.clear()
         self._host = {}
         return taken

@@ -91,7 +91,6 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         self._stoppable: dict[str, tuple[int, ...]] = {}
         #: Usage of the requests that end with a step.
         self._ended: dict[str, KVUsage] = {}
-        self._policies = sorted(self.kv_policy.allowed)
         self._empty_steps = 0
         self._keeps_prompts = any(part.prompt == "whole" for part in self.kv_policy.classes.values())
         logger.info(start_up_line(self))
@@ -474,7 +473,8 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            held = {policy: sum(manager.held[policy] for manager in self.kv_managers) for policy in self._policies}
+            first, *others = (manager.held for manager in self.kv_managers)
+            held = {policy: blocks + sum(each[policy] for each in others) for policy, blocks in first.items()}
             if self.host_pool is not None:
                 self.tally.hold(self.kv_policy.name, self.host_pool.used, self._host_block_bytes)
             stats = EvictionStats(**vars(stats), kv_evict=self.tally.take(held))

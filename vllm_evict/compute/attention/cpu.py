@@ -190,9 +190,9 @@ def _attention(
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return packed keys and values of a cache, [num_blocks, Hkv, block_size, D] each."""
-    block_size = kv_cache.shape[2]
-    pages = _pages(kv_cache)
-    return pages[:, :, :block_size], pages[:, :, block_size:]
+    num_blocks, kv_heads, block_size, _ = kv_cache.shape
+    keys, values = kv_cache.view(num_blocks, kv_heads, 2, block_size, -1).unbind(2)
+    return keys, values
 
 
 def _pages(kv_cache: torch.Tensor) -> torch.Tensor:
