@@ -1,5 +1,6 @@
 """Raw timings in docs/performance: the tables that pages show of them."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -43,3 +44,16 @@ def test_the_table_of_a_step_is_that_of_its_file(to_json):
 
     report = json.loads((ROOT / "docs/performance/where.json").read_text())
     assert where.table(report) in (ROOT / "docs/performance.md").read_text()
+
+
+@pytest.mark.parametrize("name, module, table", [("host", "host", "table"), ("duo", "duo", "latency_table")])
+def test_tables_of_other_benchmarks_are_those_of_their_files(to_json, name, module, table):
+    report = json.loads((ROOT / f"docs/performance/{name}.json").read_text())
+    assert getattr(importlib.import_module(module), table)(report) in (ROOT / "docs/performance.md").read_text()
+
+
+def test_the_table_of_decisions_on_a_model_s_keys_is_that_of_its_file(to_json):
+    import decide
+
+    report = json.loads((ROOT / "docs/performance/decide-model.json").read_text())
+    assert decide.table(report).split("\n\n")[1] in (ROOT / "docs/performance.md").read_text()
