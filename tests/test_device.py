@@ -16,9 +16,9 @@ from vllm_evict.compute.kernels import alike, keys
 from vllm_evict.compute.kernels.fold import fold
 from vllm_evict.compute.kernels.keys import key_scores
 from vllm_evict.compute.kernels.rotate import Rotation
+from vllm_evict.compute.measure import MassBuffers
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.compute.runtime import EvictionRuntime
-from vllm_evict.compute.sums import MassBuffers
 from vllm_evict.compute.tokens import TokenBuffers, TokenStep
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig

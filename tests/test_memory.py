@@ -97,7 +97,7 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
         monkeypatch.setattr(GridExecutor, method, in_place)
     # Constants that would hide all else in a model as small as this.
     monkeypatch.setattr(memory, "AT_A_TIME", 1 << 16)
-    monkeypatch.setattr(memory.sums, "PIVOT_SCRATCH", 1 << 16)
+    monkeypatch.setattr(memory.measure, "PIVOT_SCRATCH", 1 << 16)
     for module in (memory, originals):
         monkeypatch.setattr(module, "TURNED", 64)
     # The host's memory, which is none of the device's.
@@ -151,7 +151,7 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
         tests = "pivots" in group.statistics
         buffers = group.sums.buffers(*full, torch.zeros(4), None, tests)
         mass += buffers.mass.nbytes + (0 if buffers.layer is None else buffers.layer.nbytes)
-        mass += layers.sizes(subject.worker.vllm_config)[2] * (3 if tests else 1) + memory.sums.PIVOT_SCRATCH * tests
+        mass += layers.sizes(subject.worker.vllm_config)[2] * (3 if tests else 1) + memory.measure.PIVOT_SCRATCH * tests
     if group.tokens is not None:
         mass += group.tokens.token_buffers(*full).mass.nbytes
     assert mass <= needs.step

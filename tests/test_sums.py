@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_evict.compute import sums as worker_sums
+from vllm_evict.compute import measure
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.core.plan import Scoring
 
@@ -287,7 +287,7 @@ def test_pivots_of_one_query_each_follow_from_its_own_mass(layers, accumulate):
 
 
 def test_pivots_are_counted_some_queries_at_a_time(monkeypatch):
-    monkeypatch.setattr(worker_sums, "PIVOT_SCRATCH", 2 * 16 * HEADS * 3)
+    monkeypatch.setattr(measure, "PIVOT_SCRATCH", 2 * 16 * HEADS * 3)
     sums = RunningSums(1, HEADS, 1, 10, BLOCK, "sum", "sum")
     sums.start("a", scoring("last", window=5, trigger=0, statistic="pivots"))
     logical = torch.arange(3, dtype=torch.int32)[None]

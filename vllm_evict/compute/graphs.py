@@ -9,7 +9,8 @@ from enum import Enum
 import numpy as np
 import torch
 
-from .sums import MassBuffers, RunningSums
+from .measure import MassBuffers
+from .sums import RunningSums
 from .tokens import TokenSums
 from .transfer import to_device
 

@@ -14,12 +14,13 @@ from .batch import Batch
 from .cached import CachedStatistics, Row
 from .graphs import Attends, GraphMemory
 from .host import BoundStep, HostBlocks
+from .measure import MassStep
 from .merge import Merger
 from .originals import Originals
 from .prompts import PromptScores
 from .select import Selection
 from .store import Store
-from .sums import MassStep, RunningSums
+from .sums import RunningSums
 from .tokens import TokenSums
 from .views import Views
 from .work import NO_ROWS, StepWork

@@ -10,7 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ..policies import CACHED, QUERIED
-from . import sums
+from . import measure
 from .group import GroupRuntime
 from .prompts import SCRATCH
 from .runtime import EvictionRuntime
@@ -74,7 +74,7 @@ def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> 
         by_layer = group.sums.kv_heads if tests or group.sums.maximise_layers else 0
         # A copy of the queries in another dtype, or their LSE. Tested queries need copies and outputs beside it.
         step += 4 * blocks * (group.sums.heads + by_layer) + queries * (3 if tests else 1)
-        step += sums.PIVOT_SCRATCH if tests else 0
+        step += measure.PIVOT_SCRATCH if tests else 0
         # Reports: two indices of each block, sums in float32 and float64, and their reduction.
         between = blocks * (32 + 16 * group.sums.heads)
     if group.statistics & CACHED:

@@ -12,9 +12,10 @@ from ..policies import CACHED, RUNNING, Blocks
 from .cached import OF_VALUES, AllReduce
 from .kernels.keys import token_scores
 from .kernels.put import put
+from .measure import Weigh
 from .merge import Merger
 from .store import Store
-from .sums import RunningSums, Weigh
+from .sums import RunningSums
 from .transfer import fetched, to_device
 
 logger = logging.getLogger("vllm.evict")

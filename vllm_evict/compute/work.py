@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from .host import BoundStep
+from .measure import MassBuffers, MassStep
 from .prompts import PromptStep
 from .select import SelectStep
-from .sums import MassBuffers, MassStep
 from .tokens import TokenStep
 from .transfer import to_device
 
