@@ -170,7 +170,7 @@ class HostInvariants:
         def watched(request: Request, *args: Any, **kwargs: Any) -> Any:
             blocks, free = allocate(request, *args, **kwargs), self.pool.get_num_free_blocks()
             lacked = blocks is None and request.status == RequestStatus.RUNNING
-            if lacked and free + max(self._taken, 0) >= self.evictable[0].wanted:
+            if lacked and self._taken > 0 and free + self._taken >= self.evictable[0].wanted:
                 raise Fault("recall", f"{request.request_id} lacks blocks, recalls have taken {self._taken}")
             return blocks
 

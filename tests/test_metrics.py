@@ -1,0 +1,59 @@
+"""Counts of the scheduler by policy: what is sent to the front end, and what a scrape shows of it."""
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from vllm_evict.integration.metrics import PrometheusMetrics, Tally
+
+
+@pytest.fixture
+def shown():
+    """A function that records what a tally gives, and returns (counter or gauge, policy) -> value."""
+    registry = CollectorRegistry()
+
+    def counter(name, help, labels):
+        return Counter(name, help, labels, registry=registry)
+
+    def gauge(name, help, labels, multiprocess_mode):
+        return Gauge(name, help, labels, registry=registry)
+
+    metrics = PrometheusMetrics("m", [0], ["full", "h2o"], counter, gauge, on_host=True)
+
+    def record(counts):
+        metrics.record(counts, 0)
+        samples = (sample for family in registry.collect() for sample in family.samples)
+        return {
+            (sample.name.removeprefix("vllm:kv_evict_"), sample.labels["policy"]): sample.value
+            for sample in samples
+            if not sample.name.endswith("_created")
+        }
+
+    return record
+
+
+def test_what_did_not_change_is_not_sent_and_stays_shown(shown):
+    tally = Tally()
+    assert tally.take({}) == {}
+    assert shown({})["blocks_resident", "h2o"] == 0
+    tally.count("h2o", evicted=3, freed=2, first=True)
+    taken = tally.take({"h2o": 8, "full": 5})
+    assert taken.keys() == {"h2o", "full"}
+    found = shown(taken)
+    assert (found["blocks_resident", "h2o"], found["blocks_resident", "full"]) == (8, 5)
+    assert (found["blocks_evicted_total", "h2o"], found["blocks_evicted_total", "full"]) == (3, 0)
+    assert tally.take({"h2o": 8, "full": 5}) == {}
+    taken = tally.take({"h2o": 8, "full": 0})
+    assert taken.keys() == {"full"}
+    found = shown(taken)
+    assert (found["blocks_resident", "h2o"], found["blocks_resident", "full"]) == (8, 0)
+    tally.miss("h2o")
+    found = shown(tally.take({"h2o": 8, "full": 0}))
+    assert (found["reports_missing_total", "h2o"], found["blocks_resident", "h2o"]) == (1, 8)
+    assert found["blocks_evicted_total", "h2o"] == 3
+
+
+def test_host_blocks_are_sent_for_a_policy_without_requests(shown):
+    tally = Tally()
+    tally.hold("h2o", used=4, block_bytes=100)
+    found = shown(tally.take({}))
+    assert (found["host_blocks", "h2o"], found["host_bytes", "h2o"], found["blocks_resident", "h2o"]) == (4, 400, 0)
