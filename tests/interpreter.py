@@ -56,14 +56,21 @@ def use_vllm_kernels() -> None:
 
 def use_kernels(monkeypatch) -> None:
     """Where the plugin runs other kernels on a CPU, those of a device make views, fold sums and take mass in."""
-    from vllm_evict.compute import sums, tokens, views
+    from vllm_evict.compute import measure, sums, tokens, views
     from vllm_evict.compute.attention import device
     from vllm_evict.triton_kernels.fold import fold
     from vllm_evict.triton_kernels.put import put
     from vllm_evict.triton_kernels.resident_view import resident_view
     from vllm_evict.triton_kernels.take import take
 
-    for module, kernel in ((views, resident_view), (sums, fold), (sums, take), (device, take), (tokens, put)):
+    for module, kernel in (
+        (views, resident_view),
+        (sums, fold),
+        (sums, take),
+        (measure, take),
+        (device, take),
+        (tokens, put),
+    ):
         monkeypatch.setattr(module, kernel.__name__, kernel)
 
 

@@ -91,10 +91,17 @@ def test_a_server_sleeps_and_wakes_over_http(server):
     post("/reset_prefix_cache")
     before = said(server.complete(xargs={"kv_usage": True}))
     assert before[1]["evicted_blocks"] > 3
-    stream = server.complete([PROMPT] * 40, max_tokens=1600, stream=True)  # eight at once, for many seconds
-    next(stream)
-    assert post("/sleep?level=1")["status"] == "sleeping"
-    assert "abort" in {part.choices[0].finish_reason for part in stream if part.choices}
+    for _ in range(10):  # a front end of vLLM that is busy with outputs may not hear of anything else before they end
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.complete, [PROMPT] * 2, max_tokens=1600)
+            while not server.metrics()["blocks_resident", "h2o"]:
+                assert not answer.done()
+            assert post("/sleep?level=1")["status"] == "sleeping"
+            ends = {choice.finish_reason for choice in answer.result().choices}
+        if "abort" in ends:
+            break
+        assert post("/wake_up")["status"] == "awake"
+    assert "abort" in ends
     assert httpx.get(f"{server.address}/is_sleeping").json()["is_sleeping"]
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(server.complete, xargs={"kv_usage": True})

@@ -93,6 +93,10 @@ class Simulation(Invariants):
         self._known: dict[str, int] = {}
         self._sent: dict[str, int] = {}
         self._outputs: Counter[str] = Counter()
+        #: Policy -> blocks that /metrics shows.
+        self._shown: dict[str, int] = {}
+        if self.evictable:
+            self._watch_shown()
         self._furthest: dict[str, int] = {}
         self._since = self._since_oldest = 0
         self._paused = 0
@@ -322,10 +326,25 @@ class Simulation(Invariants):
                     self._ended(output.request_id)
                     self.counts["finished"] += 1
             stats = client.scheduler_stats
-            if stats is not None and self.evictable and not stats.kv_evict:
+            if stats is not None and self.evictable and getattr(stats, "kv_evict", None) is None:
                 raise Fault("books", "statistics without the plugin's")
         for req_id in [req_id for req_id in self.live if req_id not in self.scheduler.requests]:
             self._ended(req_id)  # a session that ended with its last turn
+
+    def _watch_shown(self) -> None:
+        """See that what is sent, and was sent before, are the blocks that requests of each policy hold."""
+        make_stats = self.scheduler.make_stats
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            stats = make_stats(*args, **kwargs)
+            if stats is not None:
+                self._shown |= {policy: counts["resident"] for policy, counts in stats.kv_evict.items()}
+                held: Counter[str] = sum((manager.held for manager in self.evictable), Counter())
+                if +Counter(self._shown) != held:
+                    raise Fault("books", f"/metrics shows {self._shown}, requests hold {dict(held)}")
+            return stats
+
+        self.scheduler.make_stats = watched
 
 
 @contextmanager
