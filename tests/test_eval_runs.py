@@ -458,6 +458,8 @@ def test_external_benchmarks_run_by_one_command(tmp_path):
     tasks = {"ruler/niah_multivalue", "ruler/qa_1", *(f"longbench/{name}" for name in LONGBENCH)}
     policies = {"full", "h2o", "snapkv", "tova", "keydiff", "sink-window", "h2o evict=host recall=quest"}
     assert {(row["task"], row["policy"]) for row in found} == {(task, policy) for task in tasks for policy in policies}
+    configs = {json.dumps(row["policy_config"], sort_keys=True) for row in found}
+    assert len(configs) == len(policies) == 7
     told = (tmp_path / "summary.md").read_text() + (tmp_path / "report.html").read_text()
     assert all(told.count(task) >= 2 * len(policies) for task in tasks)
 

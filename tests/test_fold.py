@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_evict.compute.kernels import fold as on_cpu
+from vllm_evict.compute.kernels.mass import _C_cpu
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -68,12 +69,31 @@ def test_sums_get_their_blocks_mass(fold, shape, decays, measured):
     torch.testing.assert_close(reference, want)
 
 
-@without_triton
-def test_blocks_past_the_sums_are_left_out():
+@pytest.mark.parametrize(
+    "fold", [on_cpu.fold, on_cpu.fold_reference, pytest.param(triton_fold, marks=without_triton)],
+    ids=["cpu", "reference", "triton"],
+)  # fmt: skip
+def test_blocks_past_the_sums_are_left_out(fold):
     wide = torch.zeros(1, 1, 8, device=DEVICE)
     slots, logical = (torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in ([0], [[3, 4]]))
-    triton_fold(wide[:, :, :4], slots, torch.ones(1, 1, 2, device=DEVICE), logical)
+    fold(wide[:, :, :4], slots, torch.ones(1, 1, 2, device=DEVICE), logical)
     assert wide.flatten().tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.skipif(_C_cpu is None, reason="the C++ extension is not built")
+def test_the_extension_refuses_what_it_cannot_read():
+    sums, slots, mass, logical = (tensor.cpu() for tensor in batch(3, 1, 7, 20))
+    for change, message in (
+        ({"slots": slots + len(sums)}, "slots must be rows of sums"),
+        ({"slots": slots[:2]}, "the same number of rows"),
+        ({"logical": logical[:, :3]}, "logical its width"),
+        ({"kept": torch.ones(2)}, "the same number of rows"),
+    ):
+        given = {"sums": sums, "slots": slots, "mass": mass, "logical": logical, "kept": None} | change
+        with pytest.raises(ValueError, match=message):
+            _C_cpu.fold(*given.values())
+    with pytest.raises(TypeError, match="slots must be int32"):
+        _C_cpu.fold(sums, slots.long(), mass, logical, None)
 
 
 @without_triton

@@ -23,7 +23,7 @@ class _SumsBatch(NamedTuple):
     Attributes:
         req_ids: requests of the batch, in row order.
         rows, slots: int64 [K], measured rows, and their rows in the running sums.
-        by_place: whether it depends on a query's position whether it counts.
+        by_place: whether a query's position decides if it counts.
         decays: whether sums fade.
         tests: whether queries are tested for pivotal blocks.
     """

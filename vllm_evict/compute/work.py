@@ -85,7 +85,7 @@ class StepWork:
         if len(selecting):
             self._unselected = to_device(np.setdiff1d(rows, selecting).astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
-        if len(rows) == len(queries):
+        if len(rows) and len(rows) == len(queries):
             self.stock_lens = to_device(queries.astype(np.int32), seq_lens.device)
         elif len(rows):
             self.stock_lens = seq_lens.clone()

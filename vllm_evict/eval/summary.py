@@ -235,7 +235,7 @@ def _mean(values: Sequence[float]) -> float | None:
 def rankings(lines: Sequence[Line]) -> list[dict[str, str]]:
     """Rows of a table: mean scores of policies and budgets by haystack, over tasks and lengths that all haystacks have.
 
-    The last row of a setting has Kendall's tau, `full` left out: how alike the orders of policies and budgets in a
+    The last rows of a setting have Kendall's tau at each budget, `full` left out: how alike the orders of policies in a
     haystack and in the first one are. No rows for settings with one haystack.
     """
     found: dict[str, dict[str, dict[tuple[str, str], dict[tuple, float]]]] = {}
@@ -260,9 +260,12 @@ def rankings(lines: Sequence[Line]) -> list[dict[str, str]]:
         for i, (policy, memory) in enumerate(rivals):
             scores = {haystack: f"{mean[i]:.0%}" for haystack, mean in means.items()}
             table.append({"setting": setting, "policy": policy, "budget": memory} | scores)
-        ranked = [[m for m, (policy, _) in zip(mean, rivals) if policy != "full"] for mean in means.values()]
-        orders = {haystack: f"{kendall(ranked[0], mean):.2f}" for haystack, mean in zip(means, ranked)}
-        table.append({"setting": setting, "policy": "Kendall's tau", "budget": ""} | orders)
+        ranked = [rival for rival in rivals if rival[0] != "full"]
+        for memory in dict.fromkeys(memory for _, memory in ranked):
+            at = [rivals.index(rival) for rival in ranked if rival[1] == memory]
+            own = {haystack: [mean[i] for i in at] for haystack, mean in means.items()}
+            orders = {haystack: f"{kendall(next(iter(own.values())), mean):.2f}" for haystack, mean in own.items()}
+            table.append({"setting": setting, "policy": "Kendall's tau", "budget": memory} | orders)
     return table
 
 

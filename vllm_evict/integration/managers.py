@@ -36,7 +36,7 @@ def hole_aware(manager: type) -> type:
     class HoleAware(manager):
         #: Blocks of all requests, in this group; in a group with holes if this one has none.
         residents: dict[str, RequestBlocks]
-        #: Blocks that the last allocation wanted.
+        #: Blocks that the last allocation wanted; not kept where `EvictableManager.spare_calls` replaced the method.
         wanted = 0
 
         def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
@@ -171,7 +171,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             self.note_allocated()
 
     def spare_calls(self, counts: bool, saves: bool) -> None:
-        """Use vLLM's own methods, which it calls for each request of each step, where the ones here change nothing.
+        """Use vLLM's own methods, called for each request of each step, where this class' would change nothing.
 
         Args:
             counts: whether the scheduler reads how many blocks an allocation wanted.

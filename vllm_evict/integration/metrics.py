@@ -40,8 +40,6 @@ class Tally:
     def __init__(self) -> None:
         self._counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COUNTERS, 0))
         self._host: dict[str, dict[str, int]] = {}
-        #: Policy -> blocks that its requests held when they were last taken.
-        self._resident: dict[str, int] = {}
 
     def count(self, policy: str, evicted: int, freed: int, first: bool, copied: int = 0) -> None:
         counts = self._counts[policy]
@@ -72,16 +70,14 @@ class Tally:
         self._host[policy] |= {"used": used, "bytes": used * block_bytes}
 
     def take(self, resident: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """The counts since last time, and the blocks that running requests hold now, of policies where some changed.
+        """The counts since last time, and the blocks that running requests hold now, of policies that had requests.
 
         Args:
-            resident: policy -> blocks; none of a policy that had no request yet.
+            resident: policy -> blocks, of each policy that ever had a request.
         """
-        changed = {policy: blocks for policy, blocks in resident.items() if self._resident.get(policy) != blocks}
-        self._resident |= changed
         taken: dict[str, dict[str, Any]] = {}
-        for policy in changed.keys() | self._counts.keys() | self._host.keys():
-            taken[policy] = {**self._counts[policy], "resident": self._resident.get(policy, 0)}
+        for policy in resident.keys() | self._counts.keys() | self._host.keys():
+            taken[policy] = {**self._counts[policy], "resident": resident.get(policy, 0)}
             if policy in self._host:
                 taken[policy]["host"] = self._host[policy]
         self._counts.clear()
