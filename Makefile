@@ -19,8 +19,8 @@ DEVICE := cuda_builds cuda_kernels device device_backends device_work flashinfer
 	sliding_devices take triton_decode triton_kernels triton_latents triton_logits view views warmup
 # Files that run again with vLLM's Triton kernels on V1.
 TRITON := device_backends full_graphs graphs memory sliding_devices warmup
-PEERS  := decide demo eval_runs gpu_benchmarks gpu_check heads_training host kvpress load needles peers performance_files ray \
-	xformers
+PEERS  := decide demo eval_runs external gpu_benchmarks gpu_check heads_training host kvpress load needles peers \
+	performance_files ray xformers
 # Random loads, servers under faults, and engines of several ranks.
 LONG   := api_servers data_parallel disaggregated load_engine load_scheduler pipeline_parallel soak \
 	tensor_parallel tensor_parallel_host tensor_parallel_select

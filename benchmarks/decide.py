@@ -267,6 +267,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.model is not None:
             shape = shape_of(options.model)
+            vars(options).update(asdict(shape))
         report = decide(options, Path(options.model) if options.model else make_model(folder, shape), shape)
     title = (
         f"Decisions of {options.batch} requests of {options.resident:,} resident tokens, {shape.layers} layers of "

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from vllm_evict.compute.kernels.alike import ALIKE
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.tasks import make
 from vllm_evict.eval.words import Filler
@@ -52,3 +53,13 @@ def test_keys_of_a_model_are_those_of_its_forward_pass(decide):
         cache = llama(torch.tensor([prompts.ids(sample)[:256] for sample in samples])).past_key_values
     for layer, keys in zip(cache.layers, layers, strict=True):
         torch.testing.assert_close(layer.keys.transpose(1, 2), keys, atol=1e-4, rtol=1e-4)
+
+
+def test_spheres_around_the_keys_of_blocks_exclude_none_of_a_model_s(decide):
+    """Why `rkv` does not search blocks by their means first: no key is so far from a block that none there is alike."""
+    for keys in decide.keys_of(NEEDLE, 1, 2048):
+        units = torch.nn.functional.normalize(keys[0].transpose(0, 1), dim=-1)
+        blocks = units.unflatten(1, (-1, 32))
+        means = blocks.mean(2)
+        radii = (blocks - means[:, :, None]).norm(dim=-1).amax(2)
+        assert (units @ means.transpose(1, 2) + radii[:, None] > ALIKE).all()

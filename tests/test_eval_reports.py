@@ -262,11 +262,18 @@ def test_rankings_compare_haystacks_over_the_tasks_that_all_of_them_have():
             budget = None if policy == "full" else 128
             found += [row_of(policy, budget, "vt", i, float(i < count), **haystack) for i in range(4)]
         found.append(row_of(policy, budget, "niah", score=0.0))
+    # At another budget the order is the same in all of them.
+    for haystack in ({}, {"haystack": "shuffled"}, {"haystack": "pairs"}):
+        counts = {"h2o": 4, "tova": 3, "snapkv": 2}.items()
+        found += [row_of(name, 256, "vt", i, float(i < count), **haystack) for name, count in counts for i in range(4)]
     table = summary.rankings(summary.summarise(found))
-    assert {row["policy"]: (row["grammar"], row["shuffled"], row["pairs"]) for row in table} == {
-        **{"full": ("100%", "100%", "100%"), "h2o": ("75%", "75%", "25%"), "tova": ("50%", "50%", "50%")},
-        **{"snapkv": ("25%", "25%", "75%"), "Kendall's tau": ("1.00", "1.00", "-1.00")},
+    shown = [(row["policy"], row["grammar"], row["shuffled"], row["pairs"]) for row in table]
+    assert {row for row in shown if "100%" in row or "25%" in row} >= {
+        ("full", "100%", "100%", "100%"),
+        ("h2o", "75%", "75%", "25%"),
+        ("snapkv", "25%", "25%", "75%"),
     }
+    assert shown[-2:] == [("Kendall's tau", "1.00", "1.00", "-1.00"), ("Kendall's tau", "1.00", "1.00", "1.00")]
     assert summary.rankings(summary.summarise(found[:4])) == []
 
 

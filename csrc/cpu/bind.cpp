@@ -316,6 +316,7 @@ void fold(const Tensor& sums, const Tensor& slots, const Tensor& mass, const Ten
   a.logical = logical.const_data_ptr<int32_t>();
   a.logical_stride = logical.stride(0);
   a.kept = kept ? kept->const_data_ptr<float>() : nullptr;
+  py::gil_scoped_release release;
   vllm_evict::fold(a);
 }
 

@@ -88,8 +88,8 @@ class RunningSums:
         self._ended = np.zeros(requests, bool)
         #: Request that waits -> its row of the sums, and of each array above.
         self._parked: dict[str, tuple[torch.Tensor, list[Any]]] = {}
-        none = np.empty(0, np.int64)
-        self._batch = _SumsBatch([], none, none, by_place=False, decays=False, tests=False)
+        #: None after a slot was given, taken or set anew.
+        self._batch: _SumsBatch | None = None
         #: Rows of the last batch, and int32 [R] the slot of each of its requests, -1 for none, on the device.
         self._folded: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.int32))
 
@@ -125,7 +125,7 @@ class RunningSums:
 
     def _slot(self, req_id: str) -> int:
         self._parked.pop(req_id, None)
-        self._batch = self._batch._replace(req_ids=[])
+        self._batch = None
         if req_id not in self._slots:
             self._slots[req_id] = self._free.pop()
         return self._slots[req_id]
@@ -134,7 +134,7 @@ class RunningSums:
         self._parked.pop(req_id, None)
         if (slot := self._slots.pop(req_id, None)) is not None:
             self._free.append(slot)
-            self._batch = self._batch._replace(req_ids=[])
+            self._batch = None
 
     def park(self, req_id: str) -> None:
         """Set a request's sums aside until `unpark`, `start` or `stop`; its row is free for another request."""
@@ -235,11 +235,10 @@ class RunningSums:
             slack: int64 [R], tokens by which `seq_lens` may be too large; None: they are right.
         """
         batch = self._batch_of(req_ids)
-        rows, slots, decays = batch.rows, batch.slots, batch.decays
+        rows, slots, by_place, decays = batch.rows, batch.slots, batch.by_place, batch.decays
         if not len(rows):
             return None
         lens = np.diff(query_start_loc)
-        by_place = batch.by_place
         plain = not (by_place or decays or batch.tests) and (settled is None or bool((settled == lens).all()))
         given = kept = None
         if plain:
@@ -325,9 +324,9 @@ class RunningSums:
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self._sums.device)
 
-    def _batch_of(self, req_ids: list[str]) -> "_SumsBatch":
+    def _batch_of(self, req_ids: list[str]) -> _SumsBatch:
         """Return the measured rows of the batch. Cached until the batch or a slot changes."""
-        if req_ids != self._batch.req_ids:
+        if self._batch is None or req_ids != self._batch.req_ids:
             slot_of = np.array([self._slots.get(req_id, -1) for req_id in req_ids], np.int64)
             rows = np.flatnonzero(slot_of >= 0)
             slots = slot_of[rows]

@@ -260,9 +260,8 @@ def rankings(lines: Sequence[Line]) -> list[dict[str, str]]:
         for i, (policy, memory) in enumerate(rivals):
             scores = {haystack: f"{mean[i]:.0%}" for haystack, mean in means.items()}
             table.append({"setting": setting, "policy": policy, "budget": memory} | scores)
-        ranked = [rival for rival in rivals if rival[0] != "full"]
-        for memory in dict.fromkeys(memory for _, memory in ranked):
-            at = [rivals.index(rival) for rival in ranked if rival[1] == memory]
+        for memory in dict.fromkeys(memory for policy, memory in rivals if policy != "full"):
+            at = [i for i, (policy, its) in enumerate(rivals) if policy != "full" and its == memory]
             own = {haystack: [mean[i] for i in at] for haystack, mean in means.items()}
             orders = {haystack: f"{kendall(next(iter(own.values())), mean):.2f}" for haystack, mean in own.items()}
             table.append({"setting": setting, "policy": "Kendall's tau", "budget": memory} | orders)
