@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import CLOCKS, Run, decoding, make_llm, random_prompts, run_batch, timed_steps
+from load import DTYPES
 from models import OTHERS, Shape, make_model, write_other
 from reports import choose_cases, in_child, progress, publish, run_script, spread
 
@@ -60,7 +61,7 @@ def pressure_child(spec: dict) -> dict:
     """One case of one round, in a process of its own."""
     options = argparse.Namespace(**spec["options"])
     split = (spec["policy"] or {}).get("name") == "duo"  # blocks hold half of the heads, so more of them fit
-    memory = options.pool * Shape(**spec["shape"]).kv_bytes_per_token()
+    memory = options.pool * Shape(**spec["shape"]).kv_bytes_per_token(DTYPES[options.dtype])
     own: dict[str, Any] = {}
     if options.model in OTHERS:  # the number of blocks alone says how large the pool is
         own, memory = {"load_format": "dummy"}, 4 << 30
@@ -72,8 +73,10 @@ def pressure_child(spec: dict) -> dict:
         num_gpu_blocks_override=None if split else options.pool // options.block_size,
         kv_cache_memory_bytes=memory,
         **own,
+        dtype=options.dtype,
         max_num_seqs=options.requests,
         max_num_batched_tokens=CHUNK,
+        long_prefill_token_threshold=options.chunk,
         enable_prefix_caching=False,
         enforce_eager=not options.compile,
     )
@@ -234,6 +237,8 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--prompt", type=int, default=2000, help="tokens of each prompt")
     group.add_argument("--output", type=int, default=500, help="tokens generated for each")
     group.add_argument("--pool", type=int, default=8192, help="tokens that the KV pool holds")
+    group.add_argument("--chunk", type=int, default=0, help="most tokens of a prompt in a step; 0: as many as fit")
+    group.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model and its KV cache")
     group.add_argument("--compile", action="store_true", help="the model is compiled, as vLLM does by default")
     group.add_argument("--cases", nargs="+", metavar="CASE", help="only these; stock always runs, to compare with")
     group = parser.add_argument_group("--step")
@@ -272,7 +277,7 @@ def main() -> None:
         lengths = f"{options.prompt:,} + {options.output} tokens"
         title = (
             f"{options.requests} requests of {lengths} in a pool of {options.pool:,} tokens, "
-            f"{options.layers}-layer {options.model} in float32"
+            f"{options.layers}-layer {options.model} in {options.dtype}"
         )
         publish(options, "pressure", title, pressure_table, report)
 

@@ -174,9 +174,9 @@ MUTANTS = [
     ),
     Mutant(
         "growth is not noted",
-        "integration/managers.py",
-        "            self.note(request_id)\n        return new_blocks",
-        "        return new_blocks",
+        "integration/scheduler.py",
+        "                manager.count(req_id)\n                manager.note(req_id)",
+        "                manager.count(req_id)",
         ("load_scheduler",),
     ),
     Mutant(
@@ -185,6 +185,13 @@ MUTANTS = [
         "num_tokens = min(num_tokens, (held + self.in_flight) * self.block_size)",
         "pass",
         ("load_scheduler", "serving"),
+    ),
+    Mutant(
+        "admission is never bounded",
+        "integration/scheduler.py",
+        "admits = self.room is not None or (self._may_bound and waits(self))",
+        "admits = self.room is not None",
+        ("load_scheduler", "serving", "known_bugs"),
     ),
     Mutant(
         "a hit of any length",

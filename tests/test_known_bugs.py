@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -250,6 +251,32 @@ def test_per_request_python_loops_on_the_decode_path(engine, monkeypatch):
         server.llm.llm_engine.step()
     assert calls["grown"] == 6 and slots.lookups == 0
     assert calls["parsed"] == 0
+    server.run()
+
+
+def test_vllms_own_methods_answer_in_steps_that_admit_nothing(engine):
+    """The bound of admissions costs a call for each request. It is there while a request waits, and under no `full`."""
+    server = engine({**H2O, "budget": 128, "allow": ["full"]}, max_num_seqs=2)
+    bounded, calls = type(server.manager).get_num_blocks_to_allocate, []
+
+    def counted(manager, *args, **kwargs):
+        calls.append(kwargs.get("apply_admission_cap", False))
+        return bounded(manager, *args, **kwargs)
+
+    def steps(count):
+        calls.clear()
+        for _ in range(count):
+            server.llm.llm_engine.step()
+        return len(calls)
+
+    with patch.object(type(server.manager), "get_num_blocks_to_allocate", counted):
+        server.add(random_prompt(40, 1), max_tokens=60, extra_args={"kv_policy": "full"})
+        assert steps(4) == 0
+        server.add(random_prompt(40, 2), max_tokens=60)
+        assert steps(1) and True in calls
+        assert steps(4) == 0
+        server.add(random_prompt(40, 3), max_tokens=60)  # two run: it waits
+        assert steps(4) == 8
     server.run()
 
 

@@ -61,9 +61,10 @@ REPLACED = {
     },
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
         "integration.managers:EvictableManager": "__init__ get_num_blocks_to_allocate find_longest_cache_hit "
-        "add_local_computed_blocks allocate_external_computed_blocks allocate_new_blocks pop_blocks_for_free "
+        "add_local_computed_blocks allocate_external_computed_blocks pop_blocks_for_free "
         "_cache_partial_tail_block _has_partial_local_hit",
         "integration.managers:hole_aware.HoleAware": "cache_blocks",
+        "integration.managers:hole_aware.HoleAware.note_allocated.noted": "allocate_new_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:MambaManager": {
         "integration.managers:StateManager": "cache_blocks",

@@ -29,6 +29,7 @@ class AdmissionMixin:
     kv_policy: KVPolicyConfig
     kv_managers: "list[EvictableManager]"
     _plan: EvictionPlan
+    _may_bound: bool
     #: Steps in a row in which no request ran.
     _empty_steps: int
 
@@ -58,8 +59,7 @@ class AdmissionMixin:
             may_outgrow = request.resumable or bool(limits and math.ceil(longest / block_size) > limits.bound)
             resident = RequestBlocks(part, limits, block_size, config.name, may_outgrow, key, state=state)
             manager.residents[request.request_id] = resident
-            if part.name != "full":
-                manager.serve_limits()
+            self._may_bound |= part.name != "full"
 
     def _granted(self, request: Request, asked: dict[str, Any]) -> KVPolicyConfig:
         """The policy of a request with these arguments and this prompt so far."""

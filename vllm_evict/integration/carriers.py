@@ -29,7 +29,13 @@ class EvictionOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=F
 class EvictionStats(SchedulerStats):
     """Statistics of a step, with the scheduler's counts by policy (`metrics.Tally`)."""
 
-    kv_evict: dict[str, dict[str, int]] | None = None
+    kv_evict: dict[str, dict[str, Any]] | None = None
+
+    @classmethod
+    def of(cls, stats: SchedulerStats, counts: dict[str, dict[str, Any]]) -> "EvictionStats":
+        """Turn vLLM's object into one of this class: a new one would copy each field, in each step."""
+        stats.__class__, stats.kv_evict = cls, counts
+        return stats
 
 
 class EvictionOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):

@@ -170,24 +170,23 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         if poison:
             self.note_allocated()
 
-    def spare_calls(self, counts: bool, saves: bool) -> None:
+    def spare_calls(self, *, admits: bool, saves: bool) -> None:
         """Use vLLM's own methods, called for each request of each step, where this class' would change nothing.
 
         Args:
-            counts: whether the scheduler reads how many blocks an allocation wanted.
+            admits: whether the step may admit requests with limits (`get_num_blocks_to_allocate` bounds these), or the
+                scheduler reads how many blocks an allocation wanted.
             saves: whether blocks of preempted requests come back from the host.
         """
-        if not counts:
-            self._use(FullAttentionManager.get_num_blocks_to_allocate)
-        if not saves:
-            self._use(FullAttentionManager._has_partial_local_hit)
+        self._use(FullAttentionManager.get_num_blocks_to_allocate, not admits)
+        self._use(FullAttentionManager._has_partial_local_hit, not saves)
 
-    def _use(self, method: Callable) -> None:
-        setattr(self, method.__name__, MethodType(method, self))
-
-    def serve_limits(self) -> None:
-        """Bound what requests with limits take of the pool, from now on; see `get_num_blocks_to_allocate`."""
-        vars(self).pop("get_num_blocks_to_allocate", None)
+    def _use(self, method: Callable, use: bool) -> None:
+        """Use a method of vLLM's class in the place of this class', or not."""
+        if use:
+            vars(self).setdefault(method.__name__, MethodType(method, self))
+        else:
+            vars(self).pop(method.__name__, None)
 
     @property
     def in_flight(self) -> int:
@@ -301,16 +300,12 @@ class EvictableManager(hole_aware(FullAttentionManager)):
 
     def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         super().allocate_external_computed_blocks(request_id, *args, **kwargs)
+        self.count(request_id)
+
+    def count(self, request_id: str) -> None:
+        """Count the blocks that a request holds now, after its table grew."""
         if resident := self.residents.get(request_id):
             self._count(resident, resident.held(len(self.req_to_blocks[request_id])))
-
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        new_blocks = FullAttentionManager.allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model)
-        # The blocks of a request grow here and nowhere else, so only requests that grow are examined.
-        if new_blocks and (resident := self.residents.get(request_id)):
-            self._count(resident, resident.held(len(self.req_to_blocks[request_id])))
-            self.note(request_id)
-        return new_blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         if resident := self.residents.get(request_id):
@@ -366,6 +361,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             hold those of the request.
         """
         table, keep = self.req_to_blocks[request_id], len(writes)
+        self.count(request_id)  # the step being planned may have given it blocks
         before = [table[index] for index in (*writes.tolist(), *holes.tolist())]
         if not self._find_room(before, keep - sum(map(_is_private, before))):
             return None

@@ -39,6 +39,7 @@ from .pressure import RoomMaker
 from .reconstruction import Reconstructions
 from .spec import policy_config
 from .tier import TierMixin
+from .versions import waits
 
 logger = init_logger("vllm.evict")
 
@@ -46,10 +47,10 @@ logger = init_logger("vllm.evict")
 class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
 
-    `EvictableManager.allocate_new_blocks` finds requests whose block table grows past their trigger. When the step is
-    done, they are decided on. Evicted blocks go back to the pool at once. The holes travel with the plan of the next
-    `schedule`, the first one that could hand those blocks out. Steps in flight still read the old table, and every
-    worker runs them before the step that writes a reused block.
+    `schedule` notes requests whose block table grows past their trigger. When the step is done, they are decided on.
+    Evicted blocks go back to the pool at once. The holes travel with the plan of the next `schedule`, the first one
+    that could hand those blocks out. Steps in flight still read the old table, and every worker runs them before the
+    step that writes a reused block.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,8 +64,8 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         #: None unless some KV group uses `when: pressure`.
         self.pressure = Pressure(self, self.kv_policy) if Pressure.serves(self.kv_policy) else None
         self.room = RoomMaker(self, self.pressure) if self.pressure is not None else None
-        for manager in self.kv_managers:
-            manager.spare_calls(counts=self.room is not None, saves=self.kv_policy.preempt == "host")
+        #: Whether a request ever had a policy other than `full`.
+        self._may_bound = False
         #: None unless requests may use a policy that reconstructs prompts.
         self.reconstructions = Reconstructions(self) if Reconstructions.serves(self.kv_policy) else None
         #: None without a KV connector.
@@ -131,7 +132,11 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self.reconstructions is not None:
             self.reconstructions.before_schedule()
+        admits = self.room is not None or (self._may_bound and waits(self))
+        for manager in self.kv_managers:
+            manager.spare_calls(admits=admits, saves=self.kv_policy.preempt == "host")
         output = super().schedule(*args, **kwargs)
+        self._note_growth(output)
         plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))
         self._rewound = {}
         self._plan_starts(plan, output)
@@ -149,6 +154,19 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
                 manager.allocated = []
         setattr(output, PLAN, plan)
         return output
+
+    def _note_growth(self, output: SchedulerOutput) -> None:
+        """Count the blocks that requests got for a step, and note the requests that they take over their trigger.
+
+        Only requests that got blocks are examined. vLLM tells them in the step's output, or they never run.
+        """
+        cached = output.scheduled_cached_reqs
+        grown = [req_id for req_id, blocks in zip(cached.req_ids, cached.new_block_ids) if blocks is not None]
+        grown += [new.req_id for new in output.scheduled_new_reqs]
+        for manager in self.kv_managers if grown else ():
+            for req_id in grown:
+                manager.count(req_id)
+                manager.note(req_id)
 
     def _take_over_trigger(self) -> list[list[str]]:
         """For each KV group, the requests that may be over their trigger after the step being planned, or a later one.
@@ -477,7 +495,7 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
             held = {policy: blocks + sum(each[policy] for each in others) for policy, blocks in first.items()}
             if self.host_pool is not None:
                 self.tally.hold(self.kv_policy.name, self.host_pool.used, self._host_block_bytes)
-            stats = EvictionStats(**vars(stats), kv_evict=self.tally.take(held))
+            stats = EvictionStats.of(stats, self.tally.take(held))
         return stats
 
 

@@ -77,6 +77,11 @@ def waiting_with_blocks(scheduler: Any) -> list[Any]:
     return list(queue)
 
 
+def waits(scheduler: Any) -> bool:
+    """Whether a request waits, in one of the queues that a release has; else a step admits none."""
+    return any(getattr(scheduler, queue, ()) for queue in ("waiting", "kv_holding_waiting", "skipped_waiting"))
+
+
 def most_in_window(manager: Any) -> int:
     """Most blocks that vLLM sets aside for a request by a sliding window's manager.
 
