@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import os
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
@@ -19,7 +20,17 @@ V2 = os.environ.get("VLLM_EVICT_TEST_RUNNER") == "v2"
 
 #: vLLM 0.29 and 0.30 have no such method: a stand-in is patched in, which nothing calls.
 REGISTER = "register_triton_kernel_overrides"
-_register_kernels_once = staticmethod(functools.cache(getattr(CpuPlatform, REGISTER, lambda: None)))
+
+
+@staticmethod
+@functools.cache
+def _register_kernels_once(register=getattr(CpuPlatform, REGISTER, lambda: None)):
+    """vLLM's scan of all modules for kernels, past one on whose objects it fails; drafts by n-grams load that."""
+    name = "llvmlite.binding.ffi"
+    hidden = sys.modules.pop(name, None)
+    register()
+    if hidden is not None:
+        sys.modules[name] = hidden
 
 
 @dataclass

@@ -175,8 +175,9 @@ MUTANTS = [
     Mutant(
         "growth is not noted",
         "integration/scheduler.py",
-        "                manager.count(req_id)\n                manager.note(req_id)",
-        "                manager.count(req_id)",
+        "                    # The limits of a session's next turn may have changed. Blocks that a connector loaded came "
+        "before.\n                    manager.note(req_id)",
+        "                    pass",
         ("load_scheduler",),
     ),
     Mutant(
@@ -187,9 +188,23 @@ MUTANTS = [
         ("load_scheduler", "serving"),
     ),
     Mutant(
+        "sessions and loads of connectors wait unseen",
+        "integration/versions.py",
+        '("waiting", "kv_holding_waiting", "skipped_waiting")',
+        '("waiting",)',
+        ("load_scheduler", "sessions", "connectors"),
+    ),
+    Mutant(
+        "growth is not counted",
+        "integration/scheduler.py",
+        "                    manager.count(req_id)",
+        "                    pass",
+        ("load_scheduler", "serving_shown"),
+    ),
+    Mutant(
         "admission is never bounded",
         "integration/scheduler.py",
-        "admits = self.room is not None or (self._may_bound and waits(self))",
+        "admits = self.room is not None or (self._may_bound and any_waits(self))",
         "admits = self.room is not None",
         ("load_scheduler", "serving", "known_bugs"),
     ),
@@ -404,8 +419,8 @@ MUTANTS = [
     Mutant(
         "blocks that a connector loaded are not looked at",
         "integration/scheduler.py",
-        "                manager.note(req_id)\n                if resident.started:",
-        "                if resident.started:",
+        "grown += [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]",
+        "pass",
         ("connectors -k decode_engine",),
     ),
     Mutant(

@@ -255,7 +255,8 @@ def test_per_request_python_loops_on_the_decode_path(engine, monkeypatch):
 
 
 def test_vllms_own_methods_answer_in_steps_that_admit_nothing(engine):
-    """The bound of admissions costs a call for each request. It is there while a request waits, and under no `full`."""
+    """The bound of admissions costs a call for each request. Only steps in which a request waits ask it, and none does
+    while all requests so far were under `full`."""
     server = engine({**H2O, "budget": 128, "allow": ["full"]}, max_num_seqs=2)
     bounded, calls = type(server.manager).get_num_blocks_to_allocate, []
 

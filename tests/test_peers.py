@@ -43,6 +43,10 @@ def test_a_dry_run_measures_what_it_can(dry):
             assert row["output_tokens"] == 16 * requests and row["at_once"] == requests and row["preemptions"] == 0
             assert len(row["first"]) == requests and 0 < max(row["first"]) < row["seconds"]
             assert 0 < row["peak_kv_bytes"] <= 2048 * 8192
+    # The same in bfloat16: half of the bytes, of all requests at once alone.
+    half = {row["case"]: row for row in dry["bfloat16"]["vllm"]}
+    assert {case: row["requests"] for case, row in half.items()} == {"stock": 2, "h2o": 2}
+    assert half["stock"]["peak_kv_bytes"] * 2 == loads["stock", 2]["peak_kv_bytes"]
     served = {row["case"]: row for row in dry["served"]["vllm"]}
     assert set(served) == {"stock", "h2o"}
     for row in served.values():
@@ -85,7 +89,7 @@ def test_tables_of_the_page_are_those_of_the_file(peers):
     page, tables = (ROOT / "docs/peers.md").read_text(), {}
     for name in peers.table.FILES.values():
         tables |= peers.table.tables(json.loads((ROOT / "docs/performance" / name).read_text()))
-    assert len(tables) == 9 and not [name for name, table in tables.items() if table not in page]
+    assert len(tables) == 11 and not [name for name, table in tables.items() if table not in page]
 
 
 def test_a_process_that_failed_leaves_its_answers_out(peers, dry):

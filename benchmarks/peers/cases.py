@@ -4,7 +4,8 @@ Both have `model`, and `converted`, a folder for the model in a peer's own forma
 
 load     random prompts for a Llama with random weights (benchmarks/models.py), in a pool that is too small:
          `prompts`, `warm`, `output`, `pool`, `block`, `chunk`, `sink`, `recent`, `budget` in tokens,
-         `kv_bytes_per_token`, `gates` [L, Hkv]
+         `kv_bytes_per_token`, `gates` [L, Hkv], `dtype` of model and cache, `batches`: numbers of requests
+bfloat16 the same in bfloat16, all requests at once; as many tokens fit into the pool
 served   the same, with questions for the embedded model: the last `question` tokens of each prompt ask for its needle,
          and the first `answer` tokens of each output are kept
 needles  questions for the embedded model: `samples` with `context`, `question` and `max_tokens`, `length` of a
@@ -103,17 +104,20 @@ def write(folder: Path, sizes: Sizes) -> Path:
         "warm": random_prompts(sizes.requests, sizes.prompt // 8, SHAPE.vocab, seed=1),
         **{"output": sizes.output, "pool": sizes.pool, "block": BLOCK, "chunk": 2048},
         **{"sink": 32, "recent": 64, "budget": sizes.budget, "eager": sizes.eager},
-        "kv_bytes_per_token": SHAPE.kv_bytes_per_token(),
+        **{"dtype": "float32", "kv_bytes_per_token": SHAPE.kv_bytes_per_token()},
+        "batches": [1, sizes.requests],
         # Half of the heads of each layer, as of all random heads.
         "gates": [[1.0, 0.0] * (SHAPE.kv_heads // 2)] * SHAPE.layers,
     }
+    half = {"dtype": "bfloat16", "kv_bytes_per_token": SHAPE.kv_bytes_per_token(DTYPES["bfloat16"])}
+    half = load | half | {"batches": [sizes.requests]}
     (question,) = {len(ids) - sizes.length for ids in asked}
     served = load | {
         "model": str(NEEDLE),
         "converted": str(folder / "needle-openvino"),
         "prompts": asked,
         "warm": [ids[: sizes.length // 8] for ids in asked],
-        "question": question,
+        **{"batches": [len(asked)], "question": question},
         "answer": 16,
         "kv_bytes_per_token": KV_NUMBERS * DTYPES["float32"],
         "gates": gates,
@@ -126,8 +130,9 @@ def write(folder: Path, sizes: Sizes) -> Path:
             for sample, ids in ((sample, prompts.ids(sample)) for sample in samples)
         ],
         **{"length": sizes.length, "budgets": sizes.budgets, "sink": 32, "recent": 64, "block": BLOCK, "gates": gates},
+        "dtype": "float32",
         "sizes": {"samples": sizes.samples, "length": sizes.length, "depths": sizes.depths},
     }
     path = folder / "cases.json"
-    path.write_text(json.dumps({"load": load, "served": served, "needles": needles}))
+    path.write_text(json.dumps({"load": load, "bfloat16": half, "served": served, "needles": needles}))
     return path

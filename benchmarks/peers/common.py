@@ -1,10 +1,10 @@
 """What all runners of benchmarks/peers share: the protocol, and the clock. Needs the standard library only.
 
-    python peer_NAME.py load|served|needles CASES.json RESULT.json CASE [CASE ...]
+    python peer_NAME.py load|bfloat16|served|needles CASES.json RESULT.json CASE [CASE ...]
 
 A runner reads the cases (cases.py has the format), runs those named, one after the other, and writes a JSON of
-`{"versions": {...}, "rows": [...]}`. A row of `load` or `served` is a `Load`; a row of `needles` has the answers of one
-case at one budget, in the order of the prompts. A case that the peer refuses is a row with `error`.
+`{"versions": {...}, "rows": [...]}`. A row of `needles` has the answers of one case at one budget, in the order of the
+prompts; a row of the other parts is a `Load`. A case that the peer refuses is a row with `error`.
 """
 
 import json
@@ -51,12 +51,6 @@ class Load:
             self.answers = [tokens[: spec["answer"]] for tokens in outputs]
 
 
-def batches(spec: dict) -> list[int]:
-    """Numbers of requests of a load: one and all, or all alone where they are questions."""
-    most = len(spec["prompts"])
-    return [most] if "answer" in spec else sorted({1, most})
-
-
 class Clock:
     """Wall and CPU time since it was made."""
 
@@ -97,7 +91,7 @@ def main(
     """Run what the command line names, and write the result.
 
     Args:
-        load: of a case's name and `cases["load"]` or `cases["served"]`: a `Load` for each number of requests.
+        load: of a case's name and a part of the cases: a `Load` for each number of requests in its `batches`.
         needles: of cases' names and `cases["needles"]`: rows `{"case", "setting", "budget", "answers"}`.
         packages: whose versions are part of the result.
     """

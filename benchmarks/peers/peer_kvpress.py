@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from common import Clock, Load, batches, main, one_line
+from common import Clock, Load, main, one_line
 
 #: Presses that read attention weights, which only eager attention returns.
 EAGER = ("ObservedAttention",)
@@ -18,6 +18,7 @@ SINGLE = ("KVzip",)
 #: "none" keeps everything: transformers alone. Presses that are not here drop as many tokens of a prompt as SnapKV, by
 #: other scores, so they decode as fast.
 LOADS = ["none", "StreamingLLM", "SnapKV", "ObservedAttention", "KVzip", "DuoAttention", "TOVA, while decoding too"]
+BFLOAT16 = ["none", "StreamingLLM", "SnapKV"]
 SERVED = ["none", "StreamingLLM", "SnapKV", "KeyDiff", "ObservedAttention", "DuoAttention"]
 NEEDLES = [
     *("none", "StreamingLLM", "SnapKV", "SnapKV, its defaults", "TOVA", "KeyDiff", "Knorm", "ObservedAttention"),
@@ -72,13 +73,14 @@ def press_of(name: str, gone: float, spec: dict) -> Any:
 class Model:
     """A model of transformers, and the most bytes that its cache took."""
 
-    def __init__(self, path: str, name: str):
+    def __init__(self, path: str, name: str, dtype: str):
         import torch
         from transformers import AutoTokenizer, LlamaForCausalLM
 
         torch.set_grad_enabled(False)
         attention = "eager" if name in EAGER else "sdpa"
-        self.model = LlamaForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=torch.float32).eval()
+        options = {"attn_implementation": attention, "dtype": getattr(torch, dtype)}
+        self.model = LlamaForCausalLM.from_pretrained(path, **options).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.peak = 0
 
@@ -115,11 +117,11 @@ class Model:
 
 
 def load(name: str, spec: dict) -> Iterator[Load]:
-    model, prompts = Model(spec["model"], name), spec["prompts"]
+    model, prompts = Model(spec["model"], name, spec["dtype"]), spec["prompts"]
     question = spec.get("question", 0)
     gone, decodes = 1 - spec["budget"] / (len(prompts[0]) - question), "while decoding" in name
     _batch(model, press_of(name, gone, spec), spec["warm"][:1], spec["output"] // 8, decodes)
-    for requests in batches(spec):
+    for requests in spec["batches"]:
         if requests > 1 and name in SINGLE:
             continue
         row, clock = Load(name, requests, at_once=requests), Clock()
@@ -152,7 +154,7 @@ def _batch(
 
 def needles(names: list[str], spec: dict) -> Iterator[dict[str, Any]]:
     for name in names:
-        model = Model(spec["model"], name)
+        model = Model(spec["model"], name, spec["dtype"])
         for budget, tokens in spec["budgets"].items() if name not in ("none", "DuoAttention") else [(None, None)]:
             gone = 0.0 if tokens is None else 1 - tokens / spec["length"]
             row: dict[str, Any] = {"case": name, "setting": "agnostic", "budget": budget}

@@ -1,18 +1,19 @@
 """Runs OpenVINO GenAI in an environment of its own: continuous batching in a pool of blocks of 32 tokens.
 
 Its cache eviction starts once a prompt is computed, so the first decision has seen the question, and a prompt's peak is
-the prompt. Each layer keeps blocks of its own. Arithmetic and cache are float32, as in the other peers.
+the prompt. Each layer keeps blocks of its own.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Clock, Load, batches, main, one_line
+from common import Clock, Load, main, one_line
 
 #: Aggregation of scores; None evicts nothing.
 CASES = {"full": None, "NORM_SUM": "NORM_SUM", "SUM": "SUM", "ADAPTIVE_RKV": "ADAPTIVE_RKV"}
 LOADS = ["full", "NORM_SUM", "ADAPTIVE_RKV"]
+BFLOAT16 = ["full", "NORM_SUM"]
 SERVED = ["full", "SUM", "NORM_SUM"]
 NEEDLES = list(CASES)
 
@@ -40,9 +41,10 @@ def pipeline(spec: dict, name: str, blocks: int, requests: int, chunk: int, size
     if CASES[name]:
         config.use_cache_eviction = True
         config.cache_eviction_config = genai.CacheEvictionConfig(*sizes, getattr(genai.AggregationMode, CASES[name]))
+    precision = "bf16" if spec["dtype"] == "bfloat16" else "f32"
     options = {
-        "INFERENCE_PRECISION_HINT": "f32",
-        "KV_CACHE_PRECISION": "f32",
+        "INFERENCE_PRECISION_HINT": precision,
+        "KV_CACHE_PRECISION": precision,
         "INFERENCE_NUM_THREADS": int(os.environ["OMP_NUM_THREADS"]),
     }
     return genai.ContinuousBatchingPipeline(converted(spec), config, "CPU", options)
@@ -53,7 +55,7 @@ def load(name: str, spec: dict) -> Iterator[Load]:
     sizes = spec["sink"], spec["recent"], spec["budget"]
     pipe = pipeline(spec, name, spec["pool"] // spec["block"], len(prompts), spec["chunk"], sizes)
     batch(pipe, spec["warm"], [spec["output"] // 8] * len(spec["warm"]), ends=False)
-    for requests in batches(spec):
+    for requests in spec["batches"]:
         row, clock = Load(name, requests), Clock()
         answers, usage = batch(pipe, prompts[:requests], [spec["output"]] * requests, ends=False, row=row)
         clock.stop(row)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import Clock, Load, batches, main
+from common import Clock, Load, main
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -30,6 +30,7 @@ LOADS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "sink-window": ({}, WINDOW),
     "h2o": ({}, H2O),
 }
+BFLOAT16 = ("stock", "--kv-cache-dtype fp8", "sink-window", "h2o")
 SNAPKV = {**H2O, "name": "snapkv"}
 HOST = {"evict": "host", "host": "1GiB", "recall": "quest"}
 #: As `LOADS`, of a load that asks for needles.
@@ -79,9 +80,10 @@ def load(name: str, spec: dict) -> Iterator[Load]:
         spec["model"],
         policy,
         **{
+            "dtype": spec["dtype"],
             "max_model_len": len(prompts[0]) + spec["output"],
             "block_size": spec["block"],
-            # The same bytes for all: a cache of fp8 has four times as many blocks.
+            # The same bytes for all: a cache of fp8 has several times as many blocks.
             "kv_cache_memory_bytes": spec["pool"] * bytes_per_token,
             "max_num_seqs": len(prompts),
             "max_num_batched_tokens": spec["chunk"],
@@ -93,7 +95,7 @@ def load(name: str, spec: dict) -> Iterator[Load]:
     config = scheduler_of(llm).kv_cache_config
     page = sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
     run_batch(llm, spec["warm"], spec["output"] // 8)
-    for requests in batches(spec):
+    for requests in spec["batches"]:
         row, ended = Load(name, requests), {}
         if options.get("enable_prefix_caching"):
             llm.reset_prefix_cache()

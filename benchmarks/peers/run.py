@@ -3,8 +3,8 @@
     python benchmarks/peers/run.py [--rounds 2] [--only kvpress vllm] [--out out/peers]
 
 Every peer runs in an environment of its own (scripts/peers-env.sh). Loads run in turn for some rounds, each case of
-vLLM and each other peer in a process of its own: random prompts (`load`), then prompts that ask for needles (`served`).
-Then all answer the same questions (`needles`). A peer without an environment, and
+vLLM and each other peer in a process of its own: random prompts (`load`, and the same in `bfloat16`), then prompts that
+ask for needles (`served`). Then all answer the same questions (`needles`). A peer without an environment, and
 a case that a peer refuses, is a row with the reason. Writes peers.json with hardware, versions, command and all raw
 timings; table.py makes tables and a picture of it.
 """
@@ -38,7 +38,7 @@ class Peer:
     """A peer's runner.
 
     Attributes:
-        module: the runner; its `LOADS`, `SERVED` and `NEEDLES` name the cases.
+        module: the runner, which names its cases of each part (`PARTS`).
         alone: each load has a process of its own.
         few: cases of a dry run.
     """
@@ -75,7 +75,7 @@ class Peer:
 
 
 #: Parts of a run, and where a runner names the cases of each.
-PARTS = {"load": "LOADS", "served": "SERVED", "needles": "NEEDLES"}
+PARTS = {"load": "LOADS", "bfloat16": "BFLOAT16", "served": "SERVED", "needles": "NEEDLES"}
 PEERS = [
     Peer(peer_vllm, alone=True, few=("stock", "h2o", "--kv-offloading-size 1", "keydiff")),
     Peer(peer_openvino, few=("full", "NORM_SUM")),

@@ -23,7 +23,12 @@ TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "kvpress": "kvpress"}
 #: Cases of `vllm` that are vLLM's own; the others are this project's.
 OWN = ("stock", "--", "prefix caching")
 #: Part of a run -> its file in docs/performance.
-FILES = {"load": "peers-load.json", "needles": "peers-answers.json", "served": "peers-served.json"}
+FILES = {
+    "load": "peers-load.json",
+    "bfloat16": "peers-bfloat16.json",
+    "needles": "peers-answers.json",
+    "served": "peers-served.json",
+}
 #: Title of a row, kvpress' case, ours, and whether both keep the same tokens by construction; else why not.
 SAME = "same"
 METHODS: list[tuple[str, str | None, str | None, str]] = [
@@ -217,6 +222,8 @@ def tables(report: dict) -> dict[str, str]:
     if "load" in report:
         found[f"{most} requests"] = load_table(report["load"], missing, most)
         found["1 request"] = load_table(report["load"], missing, 1)
+    if "bfloat16" in report:
+        found[f"{most} requests in bfloat16"] = load_table(report["bfloat16"], missing)
     if "needles" in report:
         found["answers before the question"] = answers_table(report, "kvpress", METHODS)
         found["answers with the question in sight"] = answers_table(report, "openvino", AWARE)

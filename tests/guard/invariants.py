@@ -85,6 +85,12 @@ INVARIANTS = [
         ),
     ),
     Invariant(
+        "a step's output names the requests that got blocks, and only these",
+        "a request would grow past its trigger and never be decided on",
+        "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data",
+        ("req_to_new_blocks[req_id].get_block_ids(allow_none=True)",),
+    ),
+    Invariant(
         "tokens count as computed once they are planned",
         "a decision would take blocks that a step in flight writes",
         "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",

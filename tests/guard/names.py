@@ -203,6 +203,7 @@ CALLED = {
 CARRIERS = (
     "vllm.v1.core.sched.output:SchedulerOutput",
     "vllm.v1.outputs:ModelRunnerOutput",
+    "vllm.v1.metrics.stats:SchedulerStats",
     "vllm.outputs:RequestOutput",
     "vllm.outputs:CompletionOutput",
 )

@@ -78,6 +78,15 @@ class Invariants(HostInvariants):
         if any(holders[block] for block in free) or len(free) + sum(map(bool, holders)) != pool.num_gpu_blocks - 1:
             lost = set(range(1, len(holders))) - set(free) - {i for i, count in enumerate(holders) if count}
             raise Fault("books", f"blocks both free and held, or lost: {[b for b in free if holders[b]]}, {lost}")
+        for manager in self.evictable:
+            held: Counter[str] = Counter()
+            for req_id, resident in manager.residents.items():
+                blocks = sum(not block.is_null for block in manager.req_to_blocks.get(req_id, ()))
+                held[resident.policy] += blocks
+                if resident.held_blocks != blocks:
+                    raise Fault("books", f"{req_id} counts {resident.held_blocks} blocks and holds {blocks}")
+            if +manager.held != +held:
+                raise Fault("books", f"counted by policy {dict(manager.held)}, held {dict(held)}")
         if self.settings.caching:
             self._check_published(written)
         if self.worker.host is not None:

@@ -182,7 +182,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         self._use(FullAttentionManager._has_partial_local_hit, not saves)
 
     def _use(self, method: Callable, use: bool) -> None:
-        """Use a method of vLLM's class in the place of this class', or not."""
+        """Put a method of vLLM's class in the place of this class' own, or take it away again."""
         if use:
             vars(self).setdefault(method.__name__, MethodType(method, self))
         else:
@@ -361,7 +361,6 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             hold those of the request.
         """
         table, keep = self.req_to_blocks[request_id], len(writes)
-        self.count(request_id)  # the step being planned may have given it blocks
         before = [table[index] for index in (*writes.tolist(), *holes.tolist())]
         if not self._find_room(before, keep - sum(map(_is_private, before))):
             return None

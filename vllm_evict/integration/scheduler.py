@@ -39,7 +39,7 @@ from .pressure import RoomMaker
 from .reconstruction import Reconstructions
 from .spec import policy_config
 from .tier import TierMixin
-from .versions import waits
+from .versions import any_waits
 
 logger = init_logger("vllm.evict")
 
@@ -132,7 +132,7 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self.reconstructions is not None:
             self.reconstructions.before_schedule()
-        admits = self.room is not None or (self._may_bound and waits(self))
+        admits = self.room is not None or (self._may_bound and any_waits(self))
         for manager in self.kv_managers:
             manager.spare_calls(admits=admits, saves=self.kv_policy.preempt == "host")
         output = super().schedule(*args, **kwargs)
@@ -158,15 +158,19 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
     def _note_growth(self, output: SchedulerOutput) -> None:
         """Count the blocks that requests got for a step, and note the requests that they take over their trigger.
 
-        Only requests that got blocks are examined. vLLM tells them in the step's output, or they never run.
+        The step's output names each request that got blocks for it, and these alone are examined. Others got blocks
+        too: requests that were preempted in the same step, which hold none, and those that wait for a connector, which
+        `EvictableManager.allocate_external_computed_blocks` counts.
         """
         cached = output.scheduled_cached_reqs
-        grown = [req_id for req_id, blocks in zip(cached.req_ids, cached.new_block_ids) if blocks is not None]
-        grown += [new.req_id for new in output.scheduled_new_reqs]
-        for manager in self.kv_managers if grown else ():
-            for req_id in grown:
-                manager.count(req_id)
-                manager.note(req_id)
+        grown = [new for new in zip(cached.req_ids, cached.new_block_ids) if new[1] is not None]
+        grown += [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
+        for req_id, blocks in grown:
+            for manager in self.kv_managers:
+                if blocks[manager.kv_cache_group_id]:
+                    manager.count(req_id)
+                    # The limits of a session's next turn may have changed. Blocks that a connector loaded came before.
+                    manager.note(req_id)
 
     def _take_over_trigger(self) -> list[list[str]]:
         """For each KV group, the requests that may be over their trigger after the step being planned, or a later one.
@@ -214,8 +218,6 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
                 resident = manager.residents[req_id]
                 if resident.saved is not None:
                     self._restore(plan, req_id, resident)
-                # The limits of a session's next turn may have changed. Blocks that a connector loaded came before.
-                manager.note(req_id)
                 if resident.started:
                     continue
                 resident.started, resident.first_query = True, computed_tokens
@@ -336,6 +338,8 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         leaving = None if self.host_pool is None else manager.blocks_at(req_id, action.holes)
         lost = np.concatenate((action.writes, action.holes))
         before = dict(zip(lost.tolist(), manager.blocks_at(req_id, lost))) if self.follower is not None else {}
+        for each in self.kv_managers:
+            each.count(req_id)  # the peak includes blocks that it got earlier in the step that is being planned
         if (changed := manager.rewrite(req_id, action.writes, action.holes)) is None:
             if action.must:
                 self.running.remove(request)

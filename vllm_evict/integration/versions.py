@@ -77,8 +77,11 @@ def waiting_with_blocks(scheduler: Any) -> list[Any]:
     return list(queue)
 
 
-def waits(scheduler: Any) -> bool:
-    """Whether a request waits, in one of the queues that a release has; else a step admits none."""
+def any_waits(scheduler: Any) -> bool:
+    """Whether any request is in a queue that a step admits from, idle sessions included. If not, it admits none.
+
+    vLLM 0.29 and 0.30 have `skipped_waiting`, later releases `kv_holding_waiting`.
+    """
     return any(getattr(scheduler, queue, ()) for queue in ("waiting", "kv_holding_waiting", "skipped_waiting"))
 
 
