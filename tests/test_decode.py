@@ -487,7 +487,7 @@ class Recorder:
         return 1
 
     def mass(self, layer, query, kv_cache, metadata, weights, out, last=None):
-        self.calls.append(("mass", None if weights is None else weights.tolist()))
+        self.calls.append(("mass", *(None if each is None else each.tolist() for each in (weights, last))))
 
     def mass_of(self, layer, query, kv_cache, metadata, queries, out):
         self.calls.append(("mass_of", queries.tokens.tolist()))
@@ -502,12 +502,13 @@ class Recorder:
         ([0, 1], [1, 1], None, True, [("decode", [0, 1], None, False)]),
         ([0, 1], [1, 1], ["r0", "r1"], True, [("decode", [0, 1], None, True)]),
         ([0, 1], [1, 1], ["r1"], True, [("decode", [0, 1], [0, 1], True)]),
-        ([1], [3, 1], ["r0", "r1"], False, [("decode", [1], None, True), ("mass", [1, 1, 1, 0])]),
-        ([], [3, 1], ["r0", "r1"], False, [("mass", None)]),
+        ([1], [3, 1], ["r0", "r1"], False, [("decode", [1], None, True), ("mass", [1, 1, 1, 0], None)]),
+        ([], [3, 1], ["r0", "r1"], False, [("mass", None, None)]),
+        ([], [3, 2], ["r1"], False, [("mass", [0, 0, 0, 1, 1], [0, 2])]),
         ([1], [1, 1], None, False, [("decode", [1], None, False)]),
         ([0, 1], [3, 1], ["r0", "r1"], True, [("decode", [0, 1], None, True)]),
         ([0, 1], [3, 1], ["r0"], True, [("decode", [0, 1], [1, 1, 1, 0], True)]),
-        ([0], [3, 2], ["r0", "r1"], False, [("decode", [0], None, True), ("mass", [0, 0, 0, 1, 1])]),
+        ([0], [3, 2], ["r0", "r1"], False, [("decode", [0], None, True), ("mass", [0, 0, 0, 1, 1], None)]),
     ],
 )
 def test_work_is_divided(rows, q_lens, measured, is_all, calls):

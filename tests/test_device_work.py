@@ -109,20 +109,34 @@ def test_a_sum_over_heads_is_that_of_the_heads(per_token, scratch, monkeypatch):
         block_table=table, query_start_loc=starts, seq_lens=lens, num_actual_tokens=7, max_query_len=4, max_seq_len=37
     )
     launches, launch = [], mass_from_lse.mass_from_lse
-    monkeypatch.setattr(
-        mass_from_lse, "mass_from_lse", lambda *args, **options: launches.append(args) or launch(*args, **options)
-    )
+
+    def launched(*args, **options):
+        launches.append((*args, options["last"]))
+        launch(*args, **options)
+
+    monkeypatch.setattr(mass_from_lse, "mass_from_lse", launched)
     width = 3 * BLOCK if per_token else 3
     one, each, all_of_it = torch.ones(2, 1, width), torch.zeros(2, 2, width), torch.zeros(2, 2, width)
     ops.scratch_bytes = 4 * scratch * (BLOCK if per_token and scratch == 2 * 3 else 1)
     ops.mass(layer, query, pages, metadata, weights, one, per_token, last)
-    heads = [len(one.mass) if one.mass.shape[1] == 2 else None for one, _ in launches]
+    heads = [len(one.mass) if one.mass.shape[1] == 2 else None for one, *_ in launches]
     assert heads == {0: [None], 2 * 3: [1, 1]}.get(scratch, [2])
+    # Weights of 0 hide whether queries before the last ones are read.
+    assert [its.tolist() for *_, its in launches] == ([[1], [2]] if scratch == 2 * 3 else [[1, 2]])
     ops.mass(layer, query, pages, metadata, weights, each, per_token, last)
     ops.mass(layer, query, pages, metadata, weights, all_of_it, per_token)
     assert each.any()
     torch.testing.assert_close(each, all_of_it, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(one - 1, each.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_that_has_no_room_for_one_request_is_refused():
+    """Memory that is allocated during a capture belongs to its graph. A plan on it would serve other steps too."""
+    ops = TritonOps()
+    ops.scratch_bytes, ops.capturing = 4 * 2, True
+    with pytest.raises(RuntimeError, match="a CUDA graph of 1 requests got 2 numbers of scratch memory; expected room"):
+        ops._plan(lambda rows, take: take(3 * rows, dtype=torch.float32, device="cpu"), torch.device("cpu"), 4, "key")
+    assert not ops._plans
 
 
 def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
@@ -226,6 +240,12 @@ def test_flash_attention_is_heard_only_where_its_lse_is_wanted(monkeypatch):
         torch.testing.assert_close(lse, given.T if len(given) == 4 else expected)
         torch.testing.assert_close(ops.lse_of(attention, 5), expected)
     assert asked == [True, False] * 2
+    for calls in (0, 2):  # as where vLLM attends to a prefix that all requests share by a call of its own
+        given = torch.zeros(4, 5)
+        with ops.attending():
+            for _ in range(calls):
+                flash_attn.flash_attn_varlen_func()
+        torch.testing.assert_close(ops.lse_of(attention, 5), expected)
     ops._lse, sinks = torch.zeros(4, 5), torch.tensor([-1.0, 0, 3, 5])
     lse = ops.lse_of(replace(attention, sinks=sinks), 5)
     torch.testing.assert_close(lse, torch.logaddexp(expected, sinks))

@@ -1,10 +1,11 @@
 """Compiles the Triton kernels for a GPU, without one, and prints what each takes as JSON.
 
-A process of its own, without the interpreter: python tests/triton_compile.py [CAPABILITY]. For a Hopper GPU (90) it
-compiles all kernels and shapes, for others the kernels that read keys, and shapes without fp8.
+A process of its own, without the interpreter: python tests/triton_compile.py [CAPABILITY]. fp8 needs 89 or more. With
+`--publish` it writes docs/performance/compiled.json anew, with what kernels take on each of SHARED's GPUs.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,9 @@ SHAPES = [  # query heads, KV heads, head size, block size, dtype, queries, whet
     (28, 4, 128, 256, F16, 4, False),
     (8, 8, 96, 32, BF16, 4, True),
     (16, 1, 256, 48, BF16, 256, True),
+    (32, 32, 128, 16, F16, 4, True),  # Llama-2
+    (64, 8, 64, 16, BF16, 256, True),  # gpt-oss
+    (8, 2, 192, 16, BF16, 4, True),
     (4, 2, 128, 16, F32, 256, True),
     (32, 8, 128, 16, BF16, 256, True, FP8),
     (8, 8, 96, 32, F16, 4, True, FP8),
@@ -48,6 +52,13 @@ SHAPES = [  # query heads, KV heads, head size, block size, dtype, queries, whet
     (128, 1, 576, 64, BF16, 256, True, FP8),
 ]
 ROWS, WIDTH = 4, 512
+#: Shared memory of an SM in KiB, by compute capability; a program takes 1 KiB beside its own.
+SHARED = {80: 164, 90: 228, 100: 228}
+#: Kernels that read keys.
+READERS = ("_attend", "_attend_classes", "_mass_from_lse", "_query_lse")
+PUBLISHED = Path(__file__).parents[1] / "docs/performance/compiled.json"
+#: A copy from global to shared memory beside the program, in PTX, with its bytes.
+COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)")
 
 
 class Driver:
@@ -67,9 +78,15 @@ class Driver:
 
 
 class Compiled:
-    """Stands for a kernel: a launch compiles it."""
+    """Stands for a kernel: a launch compiles it.
+
+    Attributes:
+        found: what each launch took.
+        shape: of the launches that follow.
+    """
 
     found: list[dict] = []
+    shape = ""
 
     def __init__(self, kernel) -> None:
         self.kernel = kernel
@@ -86,12 +103,37 @@ class Compiled:
             ptx = binary.asm["ptx"]
             words = "cp.async", "mma.sync", "wgmma.mma_async", "atom.", "ld.global.v4", "bar.sync", "e4m3x2"
             self.found.append(
-                {"kernel": self.kernel.__name__, "binary": binary.hash, "threads": 32 * binary.metadata.num_warps}
+                {"kernel": self.kernel.__name__, "shape": Compiled.shape, "binary": binary.hash}
+                | {"threads": 32 * binary.metadata.num_warps, "copies": sorted({int(n, 0) for n in COPY.findall(ptx)})}
                 | {"shared": binary.metadata.shared, "registers": int(taken["REG"]), "spilled": int(taken["STACK"])}
                 | {word: ptx.count(word) for word in words}
             )
 
         return launch
+
+
+def limits(found: list[dict], capability: int) -> dict[str, dict]:
+    """What the launches of each kernel and shape take at most, and how many of their programs fit on an SM."""
+    taken: dict[str, dict] = {}
+    for kernel in found:
+        registers = -(-kernel["registers"] // 8) * 8  # ptxas gives them out by eights
+        fit = min(65536 // (registers * kernel["threads"]), SHARED[capability] * 1024 // (kernel["shared"] + 1024), 32)
+        its = {"registers": registers, "shared": kernel["shared"], "spilled": kernel["spilled"], "programs": -fit}
+        its["copies"] = kernel["copies"]
+        known = taken.setdefault(", ".join(filter(None, (kernel["kernel"], kernel["shape"]))), its)
+        for key in ("registers", "shared", "spilled", "programs"):
+            known[key] = max(known[key], its[key])
+        known["copies"] = sorted({*known["copies"], *its["copies"]})
+    return {name: {**its, "programs": -its["programs"]} for name, its in taken.items()}
+
+
+def publish() -> None:
+    every = {"triton": triton.__version__}
+    for capability in SHARED:
+        run = subprocess.run([sys.executable, __file__, str(capability)], capture_output=True, text=True, check=True)
+        every[str(capability)] = limits(json.loads(run.stdout), capability)
+    rows = json.dumps(every, indent=1)
+    PUBLISHED.write_text(re.sub(r"\n {3,}|\n  (?=})", " ", rows).replace("{ ", "{").replace(" }", "}") + "\n")
 
 
 def ints(*shape) -> torch.Tensor:
@@ -115,7 +157,8 @@ def replace_kernels() -> None:
             setattr(module, kernel, Compiled(getattr(module, kernel)))
 
 
-def compile_bookkeeping() -> None:
+def compile_bookkeeping(capability: int) -> None:
+    Compiled.shape = ""
     table, lens = ints(ROWS, 8192), ints(ROWS)
     for groups, width in ((1, 8192), (4, 8192), (4, 33), (4, 1)):
         view = View(table[:, :width], lens, table[:, :width])
@@ -126,7 +169,8 @@ def compile_bookkeeping() -> None:
     put.put(torch.empty(9, 8, 16), table[:, :512], sums, lens)
     take.take(sums, sums, lens, 16, maximise=True)
     take.take(sums[:, :1], sums, lens, 16, tested=lens, share=0.25)
-    for dtype, dim in ((BF16, 128), (FP8, 80)):
+    take.take(sums[:, :1], sums, lens, 16)
+    for dtype, dim in ((BF16, 128), (FP8, 80))[: 1 + (capability >= 89)]:
         caches, blocks = [torch.empty(8, 8, 16, 2 * dim, dtype=dtype) for _ in range(2)], ints(WIDTH)
         for ordered in (True, False):
             compact.compact(caches, blocks, ints(2, 8, 1024), blocks, ints(3, ROWS), ordered=ordered)
@@ -135,6 +179,8 @@ def compile_bookkeeping() -> None:
 def compile_readers(shapes: list[tuple]) -> None:
     lens = ints(ROWS)
     for heads, kv_heads, dim, block_size, dtype, tokens, has_mass, *kept in shapes:
+        words = f"{heads}/{kv_heads} heads of {dim}, blocks of {block_size}", dtype, *(f"{each} cache" for each in kept)
+        Compiled.shape = ", ".join(str(word).removeprefix("torch.") for word in words)
         keys, values = torch.empty(8, kv_heads, block_size, 2 * dim, dtype=kept[0] if kept else dtype).split(dim, -1)
         table, starts, out = ints(ROWS, WIDTH), ints(ROWS + 1), torch.empty(ROWS, kv_heads, WIDTH)
         query, lse, weights = (
@@ -144,12 +190,16 @@ def compile_readers(shapes: list[tuple]) -> None:
         )
         plain = PagedAttention(query, keys, table, starts, lens, 0.1, values, weights=weights)
         measured, output = replace(plain, mass=out), torch.empty_like(query)
-        mass_from_lse.mass_from_lse(measured, lse)
+        # A chunk whose last queries alone count, and a sum over heads where the scratch has no room for each head.
+        mass_from_lse.mass_from_lse(measured, lse, last=lens)
+        mass_from_lse.mass_from_lse(replace(plain, mass=out[:, :1]), lse)
         query_lse.query_lse(plain, lse)
         if dim > MAX_DIM:  # no kernel decodes such heads
             continue
         attention = measured if has_mass else plain
         decode_mass.decode_mass(attention, lens, output, lse=lse)
+        if has_mass:
+            decode_mass.decode_mass(replace(plain, mass=out[:, :1]), lens, output)
         both = torch.empty(tokens, 2 * heads, dim, dtype=dtype)
         halves = [replace(its, query=part) for its, part in zip((attention, plain), both.split(heads, 1))]
         decode_classes.decode_classes(halves, lens, torch.empty_like(both).split(heads, 1))
@@ -164,6 +214,7 @@ def compile_readers(shapes: list[tuple]) -> None:
     query, lse = torch.empty(tokens, heads, dim, dtype=dtype), torch.empty(tokens, heads)
     table, starts, mass = ints(ROWS, WIDTH), ints(ROWS + 1), torch.empty(ROWS, kv_heads, WIDTH)
     for logits in ({"soft_cap": 50.0}, {"sinks": torch.empty(heads)}):
+        Compiled.shape = ", ".join(logits)
         attention = PagedAttention(query, keys, table, starts, lens, 0.1, values, mass=mass, **logits)
         decode_mass.decode_mass(attention, lens, torch.empty_like(query), lse=lse)
         mass_from_lse.mass_from_lse(attention, lse)
@@ -171,10 +222,12 @@ def compile_readers(shapes: list[tuple]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--publish"]:
+        publish()
+        sys.exit()
     capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     driver.set_active(Driver(capability))
     replace_kernels()
-    if capability == 90:
-        compile_bookkeeping()
-    compile_readers(SHAPES if capability == 90 else [shape for shape in SHAPES if FP8 not in shape])
+    compile_bookkeeping(capability)
+    compile_readers([shape for shape in SHAPES if FP8 not in shape or capability >= 89])
     print(json.dumps(Compiled.found))

@@ -343,6 +343,11 @@ class DeviceOps(WithStockMetadata):
             while not taking.fits and rows > 1:
                 rows = -(-rows // 2)
                 plan = make(rows, taking := _Taking(self._scratch))
+            if not taking.fits and self.capturing:
+                raise RuntimeError(
+                    f"a CUDA graph of {rows} requests got {len(self._scratch):,} numbers of scratch memory; expected "
+                    "room for one request: use --enforce-eager, and please report this"
+                )
             self._plans[key] = plan if taking.fits else make(rows, torch.empty), rows
         return self._plans[key]
 

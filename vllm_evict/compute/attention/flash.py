@@ -33,7 +33,8 @@ class FlashOps(DeviceOps):
     def attending(self) -> Iterator[None]:
         with self.capture_lse() as captured:
             yield
-        (self._lse,) = captured
+        # Several calls are parts of one softmax; `query_lse` takes their place.
+        self._lse = captured[0] if len(captured) == 1 else None
 
     def warm_up_mass(self, layer: Any, query: torch.Tensor, *args: Any) -> None:
         self._lse = torch.zeros(query.shape[1], len(query), device=query.device)
