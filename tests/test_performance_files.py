@@ -32,6 +32,18 @@ def test_tables_of_the_page_are_those_of_the_files(to_json, name, table):
     assert getattr(pressure, table)(report) in (ROOT / "docs/performance.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["mha", "small", "compile", "bfloat16", "prompt", "prompt-60000"])
+def test_rows_of_other_loads_are_those_of_their_files(to_json, name):
+    from reports import spread
+
+    report = json.loads((ROOT / f"docs/performance/pressure-{name}.json").read_text())
+    ratios = report["ratios"]["seconds"]
+    cells = [spread(ratios[policy], ".2f") for policy in ("sink-window", "h2o")]
+    if len(ratios["h2o"]) == 1:
+        cells = [cell.partition(" ")[0] for cell in cells]
+    assert f"| {cells[0]} | {cells[1]} |" in (ROOT / "docs/performance.md").read_text()
+
+
 def test_the_table_past_the_models_context_is_that_of_its_file(to_json):
     import endless
 
