@@ -493,3 +493,8 @@ def test_compiles_for_hopper(launches):
     assert direct["ld.global.v4"] and out["ld.global.v4"] and back["ld.global.v4"]
     reads_fp8 = {kernel["kernel"] for kernel in found if kernel["e4m3x2"]}
     assert reads_fp8 == {"_attend", "_attend_classes", "_mass_from_lse", "_query_lse"}
+    # Programs that start together read the same requests' tables, for other KV heads of them.
+    grids = {
+        kernel["shape"]: kernel["grid"] for kernel in found if kernel["kernel"] == "_attend" and "/" in kernel["shape"]
+    }
+    assert grids and all(grid[0] == int(shape.split("/")[1].split()[0]) for shape, grid in grids.items())

@@ -103,7 +103,7 @@ class Compiled:
             ptx = binary.asm["ptx"]
             words = "cp.async", "mma.sync", "wgmma.mma_async", "atom.", "ld.global.v4", "bar.sync", "e4m3x2"
             self.found.append(
-                {"kernel": self.kernel.__name__, "shape": Compiled.shape, "binary": binary.hash}
+                {"kernel": self.kernel.__name__, "shape": Compiled.shape, "binary": binary.hash, "grid": list(grid)}
                 | {"threads": 32 * binary.metadata.num_warps, "copies": sorted({int(n, 0) for n in COPY.findall(ptx)})}
                 | {"shared": binary.metadata.shared, "registers": int(taken["REG"]), "spilled": int(taken["STACK"])}
                 | {word: ptx.count(word) for word in words}

@@ -27,6 +27,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -247,14 +248,16 @@ def moves(case: Case, least: int, most: int) -> dict[str, Variant]:
     keep = order[..., :kept].sort(-1).values.int()
     plan = plan_compact(caches)
     words = layers * case.kv_heads * kept * 2 * case.dim * DTYPE.itemsize // 4
-    read = torch.empty(words, dtype=torch.int32, device=case.device)
-    scratch = torch.empty_like(read)
+    scratch = torch.empty(words, dtype=torch.int32, device=case.device)
+    # Several pairs in turn, as few layers of a short request fit into L2.
+    pairs = min(-(-LEAST_BYTES // (2 * scratch.nbytes)), MAX_CACHES) if case.device == "cuda" else 1
+    copies = [(torch.empty_like(scratch), torch.empty_like(scratch)) for _ in range(pairs)]
 
     def variant(**options):
-        return Variant([lambda: compact(caches, source, keep, target, plan=plan, **options)], 2 * read.nbytes)
+        return Variant([lambda: compact(caches, source, keep, target, plan=plan, **options)], 2 * scratch.nbytes)
 
     return {
-        "copy": Variant([lambda: scratch.copy_(read)], 2 * read.nbytes),
+        "copy": Variant([partial(to.copy_, its) for its, to in copies], 2 * scratch.nbytes),
         "ordered": variant(ordered=True),
         "through scratch": variant(scratch=scratch),
     }
