@@ -28,9 +28,11 @@ def _register_kernels_once(register=getattr(CpuPlatform, REGISTER, lambda: None)
     """vLLM's scan of all modules for kernels, past one on whose objects it fails; drafts by n-grams load that."""
     name = "llvmlite.binding.ffi"
     hidden = sys.modules.pop(name, None)
-    register()
-    if hidden is not None:
-        sys.modules[name] = hidden
+    try:
+        register()
+    finally:
+        if hidden is not None:
+            sys.modules[name] = hidden
 
 
 @dataclass

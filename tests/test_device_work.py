@@ -134,7 +134,7 @@ def test_a_graph_that_has_no_room_for_one_request_is_refused():
     """Memory that is allocated during a capture belongs to its graph. A plan on it would serve other steps too."""
     ops = TritonOps()
     ops.scratch_bytes, ops.capturing = 4 * 2, True
-    with pytest.raises(RuntimeError, match="a CUDA graph of 1 requests got 2 numbers of scratch memory; expected room"):
+    with pytest.raises(RuntimeError, match="a CUDA graph of 4 requests got 2 numbers of scratch memory; expected room"):
         ops._plan(lambda rows, take: take(3 * rows, dtype=torch.float32, device="cpu"), torch.device("cpu"), 4, "key")
     assert not ops._plans
 

@@ -117,7 +117,8 @@ def limits(found: list[dict], capability: int) -> dict[str, dict]:
     taken: dict[str, dict] = {}
     for kernel in found:
         registers = -(-kernel["registers"] // 8) * 8  # ptxas gives them out by eights
-        fit = min(65536 // (registers * kernel["threads"]), SHARED[capability] * 1024 // (kernel["shared"] + 1024), 32)
+        threads, shared = kernel["threads"], kernel["shared"] + 1024
+        fit = min(65536 // (registers * threads), SHARED[capability] * 1024 // shared, 2048 // threads, 32)
         its = {"registers": registers, "shared": kernel["shared"], "spilled": kernel["spilled"], "programs": -fit}
         its["copies"] = kernel["copies"]
         known = taken.setdefault(", ".join(filter(None, (kernel["kernel"], kernel["shape"]))), its)
@@ -130,7 +131,7 @@ def limits(found: list[dict], capability: int) -> dict[str, dict]:
 def publish() -> None:
     every = {"triton": triton.__version__}
     for capability in SHARED:
-        run = subprocess.run([sys.executable, __file__, str(capability)], capture_output=True, text=True, check=True)
+        run = subprocess.run([sys.executable, __file__, str(capability)], stdout=subprocess.PIPE, text=True, check=True)
         every[str(capability)] = limits(json.loads(run.stdout), capability)
     rows = json.dumps(every, indent=1)
     PUBLISHED.write_text(re.sub(r"\n {3,}|\n  (?=})", " ", rows).replace("{ ", "{").replace(" }", "}") + "\n")
@@ -190,6 +191,7 @@ def compile_readers(shapes: list[tuple]) -> None:
         )
         plain = PagedAttention(query, keys, table, starts, lens, 0.1, values, weights=weights)
         measured, output = replace(plain, mass=out), torch.empty_like(query)
+        mass_from_lse.mass_from_lse(measured, lse)
         # A chunk whose last queries alone count, and a sum over heads where the scratch has no room for each head.
         mass_from_lse.mass_from_lse(measured, lse, last=lens)
         mass_from_lse.mass_from_lse(replace(plain, mass=out[:, :1]), lse)

@@ -1,6 +1,6 @@
 """Makes what all peers get: model files, prompts as token ids, budgets. Written to one JSON, so that no peer tokenizes.
 
-Both have `model`, and `converted`, a folder for the model in a peer's own format.
+All have `model`, and `converted`, a folder for the model in a peer's own format.
 
 load     random prompts for a Llama with random weights (benchmarks/models.py), in a pool that is too small:
          `prompts`, `warm`, `output`, `pool`, `block`, `chunk`, `sink`, `recent`, `budget` in tokens,

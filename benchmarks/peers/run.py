@@ -1,6 +1,6 @@
 """Measures peers beside this project: the same model files, prompts, budgets and machine (`make peers`).
 
-    python benchmarks/peers/run.py [--rounds 2] [--only kvpress vllm] [--out out/peers]
+    python benchmarks/peers/run.py [--rounds 2] [--only kvpress vllm] [--parts load bfloat16] [--out out/peers]
 
 Every peer runs in an environment of its own (scripts/peers-env.sh). Loads run in turn for some rounds, each case of
 vLLM and each other peer in a process of its own: random prompts (`load`, and the same in `bfloat16`), then prompts that

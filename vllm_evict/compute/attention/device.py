@@ -345,7 +345,7 @@ class DeviceOps(WithStockMetadata):
                 plan = make(rows, taking := _Taking(self._scratch))
             if not taking.fits and self.capturing:
                 raise RuntimeError(
-                    f"a CUDA graph of {rows} requests got {len(self._scratch):,} numbers of scratch memory; expected "
+                    f"a CUDA graph of {key[0]} requests got {len(self._scratch):,} numbers of scratch memory; expected "
                     "room for one request: use --enforce-eager, and please report this"
                 )
             self._plans[key] = plan if taking.fits else make(rows, torch.empty), rows

@@ -33,7 +33,7 @@ class FlashOps(DeviceOps):
     def attending(self) -> Iterator[None]:
         with self.capture_lse() as captured:
             yield
-        # Several calls are parts of one softmax; `query_lse` takes their place.
+        # Several calls are parts of one softmax, and no call gives none: then `query_lse` computes it.
         self._lse = captured[0] if len(captured) == 1 else None
 
     def warm_up_mass(self, layer: Any, query: torch.Tensor, *args: Any) -> None:
