@@ -1,5 +1,6 @@
-"""Raw timings in docs/performance: the tables that pages show of them."""
+"""Raw timings in docs/performance and answers in docs/quality: the tables that pages show of them."""
 
+import csv
 import importlib
 import json
 from pathlib import Path
@@ -69,3 +70,69 @@ def test_the_table_of_decisions_on_a_model_s_keys_is_that_of_its_file(to_json):
 
     report = json.loads((ROOT / "docs/performance/decide-model.json").read_text())
     assert decide.table(report).split("\n\n")[1] in (ROOT / "docs/performance.md").read_text()
+
+
+def answers(name):
+    """(policy, budget) -> task -> score, of a file in docs/quality."""
+    found = {}
+    with (ROOT / f"docs/quality/{name}.csv").open() as file:
+        for row in csv.DictReader(file):
+            found.setdefault((row["policy"], row["budget"]), {})[row["task"]] = float(row["score"])
+    return found
+
+
+NEEDLES = ("niah", "multikey", "twostage", "vt")
+
+
+def right(scores):
+    """Right answers of four times 100."""
+    return str(round(sum(100 * scores[task] for task in NEEDLES)))
+
+
+ONE_SET = "granularity=token sets=all"
+#: File -> the table's first cells, and the policies of its sums.
+SUMS = {
+    "kvzip": [("", ("kvzip", "kvzip granularity=token", f"kvzip {ONE_SET}"))],
+    "merging": [
+        (
+            f"{title} | ",
+            [policy.replace(" merge", f" {merge}").replace("  ", " ") for merge in ("", "merge=d2o", "merge=ems")],
+        )
+        for title, policy in (
+            ("`h2o`, last 16, one set", f"h2o {ONE_SET} merge accumulate=last window=16"),
+            ("`snapkv`, one set", f"snapkv {ONE_SET} merge kernel=7"),
+            ("`rkv`, a set for each head", "rkv granularity=token merge"),
+        )
+    ],
+    "tokens": [
+        (f"{title} | ", (policy, f"{token} granularity=token{rest}", f"{token} {ONE_SET}{rest}"))
+        for title, policy, token, rest in (
+            ("`h2o`, last 16", "h2o accumulate=last window=16", "h2o", " accumulate=last window=16"),
+            ("`snapkv`", "snapkv", "snapkv", " kernel=7"),
+            *((f"`{name}`", name, name, "") for name in ("tova", "keydiff", "rkv", "knorm")),
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_answers_are_those_of_the_files(name):
+    page = (ROOT / "docs/quality.md").read_text().replace(" ↑", "").replace(" ↓", "")
+    found = answers("agnostic") | answers(name)
+    for begin, policies in SUMS[name]:
+        for budget in ("10%", "25%", "50%"):
+            sums = " | ".join(right(found[policy.rstrip(), budget]) for policy in policies)
+            assert f"| {begin}{budget} | {sums} |" in page, (begin, budget, sums)
+
+
+def test_the_order_with_4096_tokens_is_as_like_as_the_page_says():
+    from vllm_evict.eval.stats import kendall
+
+    short, long = answers("agnostic"), answers("agnostic-4096")
+    orders = []
+    for budget in ("10%", "25%"):
+        policies = [policy for policy, its in long if its == budget]
+        means = [[sum(each[policy, budget][task] for task in NEEDLES) for policy in policies] for each in (short, long)]
+        orders.append(f"{kendall(*means):.2f}")
+    said = f"is {orders[0]} at a tenth and {orders[1]} at a quarter"
+    assert said in " ".join((ROOT / "docs/quality.md").read_text().split())

@@ -3,8 +3,6 @@
 import importlib.util
 import itertools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -427,22 +425,14 @@ def test_what_the_benchmark_times_runs(capsys):
 # ---- compiled
 
 
-def compiled(capability: int, cache: Path) -> list[dict]:
-    """Return what each kernel takes on a GPU, which the interpreter does not see; ptxas comes with Triton."""
-    if sys.platform != "linux":
-        pytest.skip("Triton has its ptxas on Linux only")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, Path(__file__).with_name("triton_compile.py"), str(capability)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
 @pytest.fixture(scope="module", params=[80, 90, 100])
 def launches(request, tmp_path_factory):
     """Compute capability, and what each launch took there."""
-    return request.param, compiled(request.param, tmp_path_factory.mktemp("triton"))
+    if sys.platform != "linux":
+        pytest.skip("Triton has its ptxas on Linux only")
+    from triton_compile import compiled
+
+    return request.param, compiled(request.param, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
 
 
 def test_kernels_take_no_more_than_the_docs_say(launches):

@@ -36,7 +36,7 @@ def hole_aware(manager: type) -> type:
     class HoleAware(manager):
         #: Blocks of all requests, in this group; in a group with holes if this one has none.
         residents: dict[str, RequestBlocks]
-        #: Blocks that the last allocation wanted; not kept where `EvictableManager.spare_calls` replaced the method.
+        #: Blocks that the last allocation wanted; not kept where `bound_admissions` chose vLLM's own method.
         wanted = 0
 
         def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
@@ -170,23 +170,27 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         if poison:
             self.note_allocated()
 
-    def spare_calls(self, *, admits: bool, saves: bool) -> None:
-        """Use vLLM's own methods, called for each request of each step, where this class' would change nothing.
+    def bound_admissions(self, admits: bool) -> None:
+        """Choose whose `get_num_blocks_to_allocate` answers in the next step: this class', or vLLM's own.
+
+        vLLM asks it for each request of each step.
 
         Args:
-            admits: whether the step may admit requests with limits (`get_num_blocks_to_allocate` bounds these), or the
-                scheduler reads how many blocks an allocation wanted.
-            saves: whether blocks of preempted requests come back from the host.
+            admits: whether the step may admit requests with limits, which this class bounds, or the scheduler reads how
+                many blocks an allocation wanted.
         """
-        self._use(FullAttentionManager.get_num_blocks_to_allocate, not admits)
-        self._use(FullAttentionManager._has_partial_local_hit, not saves)
-
-    def _use(self, method: Callable, use: bool) -> None:
-        """Put a method of vLLM's class in the place of this class' own, or take it away again."""
-        if use:
-            vars(self).setdefault(method.__name__, MethodType(method, self))
+        if admits:
+            vars(self).pop("get_num_blocks_to_allocate", None)
         else:
-            vars(self).pop(method.__name__, None)
+            self._use(FullAttentionManager.get_num_blocks_to_allocate)
+
+    def spare_saved(self) -> None:
+        """Let vLLM's own method look at hits, where no preempted request's blocks come back from the host."""
+        self._use(FullAttentionManager._has_partial_local_hit)
+
+    def _use(self, method: Callable) -> None:
+        """Put a method of vLLM's class in the place of this class' own."""
+        vars(self).setdefault(method.__name__, MethodType(method, self))
 
     @property
     def in_flight(self) -> int:

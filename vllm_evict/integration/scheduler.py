@@ -66,6 +66,8 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         self.room = RoomMaker(self, self.pressure) if self.pressure is not None else None
         #: Whether a request ever had a policy other than `full`.
         self._may_bound = False
+        for manager in self.kv_managers if self.kv_policy.preempt != "host" else ():
+            manager.spare_saved()
         #: None unless requests may use a policy that reconstructs prompts.
         self.reconstructions = Reconstructions(self) if Reconstructions.serves(self.kv_policy) else None
         #: None without a KV connector.
@@ -134,7 +136,7 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
             self.reconstructions.before_schedule()
         admits = self.room is not None or (self._may_bound and any_waits(self))
         for manager in self.kv_managers:
-            manager.spare_calls(admits=admits, saves=self.kv_policy.preempt == "host")
+            manager.bound_admissions(admits)
         output = super().schedule(*args, **kwargs)
         self._note_growth(output)
         plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))
