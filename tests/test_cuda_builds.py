@@ -72,7 +72,7 @@ def test_a_source_distribution_has_the_kernels():
 # ---- compiled by nvcc
 
 
-@pytest.fixture(scope="module", params=["80", "90a"])
+@pytest.fixture(scope="module", params=["80", "90a", "100"])
 def compiled(request, tmp_path_factory):
     """What ptxas says of each kernel for an architecture, and its machine code if there is a disassembler."""
     nvcc = shutil.which("nvcc") or pytest.skip("no nvcc")
@@ -92,7 +92,8 @@ def compiled(request, tmp_path_factory):
 
 def test_kernels_compile_and_do_not_spill(compiled):
     arch, kernels, _ = compiled
-    attend = {name: registers for name, (registers, *spilled) in kernels.items() if name[0] == "attend"}
+    attend = {name: registers for name, (registers, *_) in kernels.items() if name[0] == "attend"}
+    assert all(registers <= 128 for name, (registers, *_) in kernels.items() if name[0] == "combine"), kernels
     assert len(attend) == 2 * 5 * 2 and len(kernels) == len(attend) + 2
     assert all(spilled == [0, 0, 0] for _, *spilled in kernels.values()), kernels
     for (_, _, dim, tiles, bulk), registers in attend.items():
@@ -124,3 +125,4 @@ def test_machine_code_has_the_instructions_that_were_meant(compiled):
         dim, tiles = map(int, re.search(r"Li(\d+)ELi(\d)E", name).groups())
         assert count["HMMA"] == 2 * dim // 16 * tiles and count["LDSM"] == 2 * dim // 16 and count["MOVM"] == 2 * tiles
         assert (count["UBLKCP"] > 0) == bulk and (count["LDGSTS"] > 0) != bulk, (name, count)
+        assert all(word.endswith(".128") for word in code if word.startswith("LDGSTS")), name  # copies of 16 bytes

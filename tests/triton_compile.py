@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,10 @@ SHARED = {80: 164, 90: 228, 100: 228}
 #: Kernels that read keys.
 READERS = ("_attend", "_attend_classes", "_mass_from_lse", "_query_lse")
 PUBLISHED = Path(__file__).parents[1] / "docs/performance/compiled.json"
+#: A machine instruction, with its address and operands.
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
+#: Slow conversions of one element each, loads of single bytes from shared memory, spills.
+KINDS = {"conversions": ("F2F.",), "bytes": ("LDS.U8",), "spills": ("LDL", "STL")}
 #: A copy from global to shared memory beside the program, in PTX, with its bytes.
 COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)")
 
@@ -95,10 +100,7 @@ class Compiled:
     def __getitem__(self, grid):
         def launch(*args, **options):
             binary = self.kernel.warmup(*args, grid=grid, **options)
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(binary.asm["cubin"])
-                file.flush()
-                usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True).stdout
+            usage, code = (dumped(binary.asm["cubin"], option) for option in ("-res-usage", "-sass"))
             (line,) = (line for line in usage.splitlines() if "REG:" in line)
             taken = dict(item.split(":") for item in line.split() if item.startswith(("REG", "STACK")))
             ptx = binary.asm["ptx"]
@@ -108,9 +110,30 @@ class Compiled:
                 | {"threads": 32 * binary.metadata.num_warps, "copies": sorted({int(n, 0) for n in COPY.findall(ptx)})}
                 | {"shared": binary.metadata.shared, "registers": int(taken["REG"]), "spilled": int(taken["STACK"])}
                 | {word: ptx.count(word) for word in words}
+                | instructions(code)
             )
 
         return launch
+
+
+def dumped(cubin: bytes, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([CUOBJDUMP, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def instructions(code: str) -> dict:
+    """How many machine instructions a kernel has: in all, in its longest loop, and of a kind in that loop."""
+    found = [(int(at, 16), word, rest) for at, word, rest in INSTRUCTION.findall(code) if word != "NOP"]
+    at = [each[0] for each in found]
+    loop = []
+    for end, (here, word, rest) in enumerate(found):
+        target = int(rest.split("0x")[-1], 16) if word.startswith("BRA") and "0x" in rest else here
+        if target < here:
+            loop = max(loop, [each[1] for each in found[bisect_left(at, target) : end + 1]], key=len)
+    kinds = {kind: sum(word.startswith(start) for word in loop) for kind, start in KINDS.items()}
+    return {"instructions": len(found), "loop": len(loop)} | kinds
 
 
 def limits(found: list[dict], capability: int) -> dict[str, dict]:
@@ -121,9 +144,9 @@ def limits(found: list[dict], capability: int) -> dict[str, dict]:
         threads, shared = kernel["threads"], kernel["shared"] + 1024
         fit = min(65536 // (registers * threads), SHARED[capability] * 1024 // shared, 2048 // threads, 32)
         its = {"registers": registers, "shared": kernel["shared"], "spilled": kernel["spilled"], "programs": -fit}
-        its["copies"] = kernel["copies"]
+        its |= {key: kernel[key] for key in ("threads", "instructions", "loop", "copies")}
         known = taken.setdefault(", ".join(filter(None, (kernel["kernel"], kernel["shape"]))), its)
-        for key in ("registers", "shared", "spilled", "programs"):
+        for key in ("registers", "shared", "spilled", "programs", "threads", "instructions", "loop"):
             known[key] = max(known[key], its[key])
         known["copies"] = sorted({*known["copies"], *its["copies"]})
     return {name: {**its, "programs": -its["programs"]} for name, its in taken.items()}
@@ -238,6 +261,7 @@ if __name__ == "__main__":
     capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     driver.set_active(Driver(capability))
     replace_kernels()
+    mass_from_lse.capability_of = lambda device: divmod(capability, 10)
     compile_bookkeeping(capability)
     compile_readers([shape for shape in SHAPES if FP8 not in shape or capability >= 89])
     print(json.dumps(Compiled.found))

@@ -10,6 +10,7 @@ from ..compute.kernels.decode import decode_classes_reference  # noqa: F401  (th
 from ..compute.kernels.paged import PagedAttention
 from .decode_mass import (
     ATTEND_SIZES,
+    COMBINE_OPTIONS,
     COMBINE_SIZES,
     LOG2_E,
     MAX_SPLITS,
@@ -122,7 +123,7 @@ def decode_classes(
     _combine_classes[(n, first.roles + second.roles)](
         *shared, one.value_scale, first.combine, second.combine, first.roles,
         *first.combine_sizes, *second.combine_sizes,
-        FIRST=first.combine_shape, SECOND=second.combine_shape, num_warps=4,
+        FIRST=first.combine_shape, SECOND=second.combine_shape, **COMBINE_OPTIONS,
     )  # fmt: skip
 
 

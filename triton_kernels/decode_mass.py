@@ -10,6 +10,7 @@ import triton.language as tl
 from ..compute.kernels.decode import decode_mass_reference  # noqa: F401  (the reference)
 from ..compute.kernels.paged import PagedAttention
 from .tiles import (
+    FP8,
     MAX_DIM,
     MIN_ROWS,
     Tile,
@@ -39,6 +40,9 @@ MAX_TOKEN_MEMBERS = 4
 
 # Page numbers of a tile, its keys and values, and their use take three stages; two are left for tiles in flight.
 STAGES = 5
+
+# Launch options of the second launch. Without a limit of its own ptxas takes 40 registers where 54 are needed.
+COMBINE_OPTIONS = {"num_warps": 4, "maxnreg": 128}
 
 # Triton compiles a variant for an integer that is 1, one for multiples of 16, and one for all others. Sizes that differ
 # between steps or layers are not specialised, so that requests do not wait for the compiler.
@@ -150,7 +154,7 @@ def decode_mass(
     nothing is allocated or read on the host, so a CUDA graph can capture both launches.
 
     Args:
-        attention: D from 16 to 256. The soft cap is a constant of the compiled kernel.
+        attention: D from 16 to 256, even over fp8 caches. The soft cap is a constant of the compiled kernel.
         rows: int32 [n], rows of the requests to decode, of one token each; -1 for padding, which costs nothing.
         output: [T, H, D] of the query's dtype, last dimension contiguous. Other requests' rows keep their contents.
         lse: float32 [T, H] or None; gets the natural logarithm of each row's sum of exponentials, its sink's included.
@@ -177,8 +181,8 @@ def decode_mass(
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     _combine[(n, launch.roles)](
-        *shared, attention.value_scale, *launch.combine, *launch.combine_sizes, *launch.combine_shape, num_warps=4
-    )
+        *shared, attention.value_scale, *launch.combine, *launch.combine_sizes, *launch.combine_shape, **COMBINE_OPTIONS
+    )  # fmt: skip
 
 
 class Launch(NamedTuple):
@@ -201,6 +205,8 @@ def check_arguments(
     check_int32(rows=rows)
     query = attention.query
     require(query.shape[2] <= MAX_DIM, f"query must have heads of at most {MAX_DIM}")
+    even = attention.key_cache.dtype != FP8 or query.shape[2] % 2 == 0
+    require(even, "query must have heads of an even size, since caches are float8_e4m3fn")
     require(
         output.shape == query.shape and output.dtype == query.dtype and output.stride(2) == 1,
         "output must be like query",
@@ -235,6 +241,10 @@ def launch_of(
     out_heads = mass.shape[1] if has_mass else 0
     heads_out = heads // out_heads if out_heads else 1
     # Without mass, LSE or sinks their pointers are placeholders that no program reads.
+    if value_cache.dtype == FP8 and group > 1:
+        # Tensor cores take the values of neighbouring tokens from one register. Shared memory is read that way by 16
+        # bits, so a pair of dimensions travels as an int16.
+        value_cache = value_cache.view(torch.int16)
     granules, out = (plan.granules, mass) if has_mass else (plan.partial, plan.partial)
     logs, own = (plan.stats if each is None else each for each in (lse, sinks))
     scratch = attention.seq_lens, plan.partial, plan.stats, granules
@@ -272,6 +282,14 @@ def _granules_of(seq_len, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS:
     """Return the number of a request's granules with at least one token."""
     blocks = tl.cdiv(seq_len, BLOCK_SIZE)
     return (blocks - 1) * PARTS + tl.cdiv(seq_len - (blocks - 1) * BLOCK_SIZE, TOKENS)
+
+
+@triton.jit
+def elements_of(pairs, dtype: tl.constexpr):
+    """Split int16 into two elements in fp8 each, of even and of odd dimensions."""
+    even = (pairs & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    odd = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    return even.to(dtype), odd.to(dtype)
 
 
 @triton.jit(do_not_specialize=ATTEND_SIZES)
@@ -317,6 +335,7 @@ def attend_split(
 
         member = tl.arange(0, ROWS)  # of the group
         dim = tl.arange(0, DIM)
+        pair = tl.arange(0, DIM // 2)
         head = kv_head * GROUP + member
         here = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
         q = tl.load(query + token * stride_qt + head[:, None] * stride_qh + dim[None, :], mask=here, other=0.0)
@@ -335,7 +354,10 @@ def attend_split(
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DIM], tl.float32)
+        # Of values in pairs, the even dimensions have an accumulator of their own, and so do the odd ones.
+        PAIRS: tl.constexpr = values.dtype.element_ty == tl.int16
+        acc = tl.zeros([ROWS, DIM // 2 if PAIRS else DIM], tl.float32)
+        odd = acc
         for tile in range(first, end):
             at = tile * GRANULES + lane // TOKENS
             block = at // PARTS
@@ -348,7 +370,11 @@ def attend_split(
             slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
             k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
             slot = page * stride_vb + kv_head * stride_vh + place * stride_vn
-            v = tl.load(values + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
+            if PAIRS:
+                there = seen[:, None] & (pair < HEAD_DIM // 2)[None, :]
+                v, v_odd = elements_of(tl.load(values + slot[:, None] + pair[None, :], mask=there, other=0), q.dtype)
+            else:
+                v = tl.load(values + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
 
             if ROWS > 1:
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -362,6 +388,8 @@ def attend_split(
             acc *= less[:, None]
             if ROWS > 1:
                 acc += tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+                if PAIRS:
+                    odd = odd * less[:, None] + tl.dot(probs.to(v.dtype), v_odd, input_precision="ieee")
             else:
                 acc += tl.sum(tl.trans(probs) * v.to(tl.float32), 0)[None, :]
             top = higher
@@ -381,8 +409,9 @@ def attend_split(
         where = (n * heads + head) * splits + split
         tl.store(stats + where * 2, top, mask=member < GROUP)
         tl.store(stats + where * 2 + 1, total, mask=member < GROUP)
+        outputs = tl.interleave(acc, odd) if PAIRS else acc
         if first < end:
-            tl.store(partial + where[:, None] * HEAD_DIM + dim[None, :], acc, mask=here)
+            tl.store(partial + where[:, None] * HEAD_DIM + dim[None, :], outputs, mask=here)
 
 
 @triton.jit

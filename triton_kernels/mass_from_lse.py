@@ -10,8 +10,10 @@ from ..compute.kernels.paged import PagedAttention
 from .tiles import (
     MIN_ROWS,
     TILE_BYTES,
+    capability_of,
     check_attention,
     check_int32,
+    converted,
     products_by_parts,
     require,
     soft_capped,
@@ -22,6 +24,8 @@ MAX_ROWS = 64  # query rows of one tl.dot, the least M of Hopper's wgmma
 # Tensor cores have no exact float32 product, so float32 tiles have to fit the registers of more threads.
 FLOAT32_TILE_BYTES = 8 * 1024
 FLOAT32_WARPS = 8
+# On data-centre Blackwell a tile of 64 rows comes out of tensor memory, and takes all registers of four warps.
+BLACKWELL_WARPS = 8
 LOG2_E = 1.4426950408889634
 
 
@@ -72,6 +76,9 @@ def mass_from_lse(
         rows_per_tile = min(max(triton.next_power_of_2(triton.cdiv(tokens, requests) * group), MIN_ROWS), MAX_ROWS)
         rows_per_tile = MIN_ROWS if exact else rows_per_tile
     tile = tile_of(head_dim, block_size, query.dtype, FLOAT32_TILE_BYTES if exact else TILE_BYTES)
+    if warps is None:
+        many = rows_per_tile == MAX_ROWS and capability_of(query.device)[0] == 10
+        warps = FLOAT32_WARPS if exact else BLACKWELL_WARPS if many else 4
     entry = 1 if attention.per_token else block_size  # tokens
     measured = min(width * block_size // entry, out.shape[2])
     _mass_from_lse[(triton.cdiv(measured * entry, block_size * tile.granules), out_heads, requests)](
@@ -83,7 +90,7 @@ def mass_from_lse(
         GRANULES=tile.granules, GROUP=group, KV_HEADS_OUT=kv_heads // out_heads, ROWS=rows_per_tile,
         HAS_WEIGHTS=weights is not None, HAS_LAST=last is not None, PER_TOKEN=attention.per_token,
         SOFT_CAP=attention.soft_cap * LOG2_E,
-        num_warps=warps or (FLOAT32_WARPS if exact else 4), num_stages=stages,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -126,7 +133,8 @@ def _mass_from_lse(
                 slot = page * stride_kb + kv_head * stride_kh + place * stride_kn
                 if HEAD_DIM <= DIM:
                     there = held[:, None] & (dim < HEAD_DIM)[None, :]
-                    k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(query.dtype.element_ty)
+                    k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0)
+                    k = converted(k, query.dtype.element_ty)
                 for at in range(tl.maximum(earliest, 0) * GROUP, queries * GROUP, ROWS):
                     index = at + tl.arange(0, ROWS)
                     number = index // GROUP

@@ -11,6 +11,7 @@ from .tiles import (
     MIN_ROWS,
     TILE_BYTES,
     check_attention,
+    converted,
     products_by_parts,
     require,
     soft_capped,
@@ -128,8 +129,8 @@ def _query_lse(
             # Masked loads, since slots beyond the last token may hold NaN.
             if HEAD_DIM <= DIM:
                 there = held[:, None] & (dim < HEAD_DIM)[None, :]
-                k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
-                products = tl.dot(q, tl.trans(k), input_precision="ieee")
+                k = tl.load(keys + slot[:, None] + dim[None, :], mask=there, other=0.0)
+                products = tl.dot(q, tl.trans(converted(k, q.dtype)), input_precision="ieee")
             else:
                 products = products_by_parts(of_rows, counts, keys + slot, held, HEAD_DIM, DIM)
             scores = soft_capped(products * scale, SOFT_CAP)

@@ -1,6 +1,7 @@
 """What launchers share: tile sizes, from shapes alone, since a CUDA graph replays captured launches for any lengths;
 checks; soft caps and sinks."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,12 @@ def tile_of(head_dim: int, block_size: int, dtype: torch.dtype, tile_bytes: int 
     most = min(max(tile_bytes // (dim * dtype.itemsize), MIN_TILE), MAX_TILE)
     tokens = min(max(triton.next_power_of_2(block_size), MIN_TILE), most)
     return Tile(most // tokens if block_size <= most else 1, tokens, -(-block_size // tokens), dim)
+
+
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability, (9, 0) for Hopper; (0, 0) where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def require(valid: bool, sentence: str) -> None:
@@ -95,6 +102,18 @@ def check_attention(attention: PagedAttention, *caches: torch.Tensor) -> None:
 
 
 @triton.jit
+def converted(tile, dtype: tl.constexpr):
+    """Convert a tile of a cache to the dtype of the queries, exactly.
+
+    A GPU makes two float16 of two fp8 by one instruction. To make two bfloat16 of them it takes two slow instructions,
+    or three fast ones by way of float32.
+    """
+    if tile.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        tile = tile.to(tl.float16).to(tl.float32)
+    return tile.to(dtype)
+
+
+@triton.jit
 def products_by_parts(queries, counts, keys, held, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     """Multiply rows of queries and keys, of `HEAD_DIM` elements each, with `DIM` elements of each in registers.
 
@@ -107,8 +126,8 @@ def products_by_parts(queries, counts, keys, held, HEAD_DIM: tl.constexpr, DIM: 
         dim = first + tl.arange(0, DIM)
         within = (dim < HEAD_DIM)[None, :]
         q = tl.load(queries[:, None] + dim[None, :], mask=counts[:, None] & within, other=0.0)
-        k = tl.load(keys[:, None] + dim[None, :], mask=held[:, None] & within, other=0.0).to(q.dtype)
-        products = tl.dot(q, tl.trans(k), products, input_precision="ieee")
+        k = tl.load(keys[:, None] + dim[None, :], mask=held[:, None] & within, other=0.0)
+        products = tl.dot(q, tl.trans(converted(k, q.dtype)), products, input_precision="ieee")
     return products
 
 

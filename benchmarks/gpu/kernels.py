@@ -11,7 +11,8 @@ attention write almost nothing.
 
 decode: `decode_mass` without mass, with mass of blocks and of tokens; beside a kernel of vLLM's, `query_lse` and
 `mass_from_lse` (half the bytes: keys). Where vllm_evict._C_cuda is built, its `decode_mass` too, with bulk copies and
-with cp.async. chunk: `query_lse` and `mass_from_lse` for 2,048 queries, in TFLOP/s, because compute bounds them.
+with cp.async. fp8: the same over caches in fp8, with queries in bfloat16. latents: the two passes beside an MLA
+backend's kernel. chunk: `query_lse` and `mass_from_lse` for 2,048 queries, in TFLOP/s, because compute bounds them.
 classes: `decode_classes` of half the KV heads with all tokens and half with 384, and `decode_mass` of each in turn.
 compact: a request of 8 to 32 layers whose heads keep half of its tokens each, in one launch and through scratch.
 
@@ -45,7 +46,10 @@ SHAPES = [  # requests, query heads, KV heads, head size, block size
 ]
 CLASSES = [(1, 32, 8, 128, 16), (16, 32, 8, 128, 16), (64, 32, 8, 128, 16)]
 CHUNKS = [(1, 32, 8, 128, 16), (1, 28, 4, 128, 16)]
+FP8 = [(1, 32, 8, 128, 16), (64, 32, 8, 128, 16), (16, 32, 32, 128, 16)]
+LATENTS = [(1, 128, 1, 576, 64), (64, 128, 1, 576, 64), (64, 16, 1, 576, 64)]
 TINY = [(2, 4, 2, 32, 16)]
+TINY_LATENTS = [(2, 4, 1, 288, 16)]
 SHORT, CHUNK, LAYERS = 384, 2048, (8, 32)
 # The calls of one graph use these caches in turn: together several times an H200's 50 MiB of L2.
 LEAST_BYTES = 512 * 2**20
@@ -67,13 +71,14 @@ class Case:
 
     token_major = True
 
-    def __init__(self, shape, tokens: int, device: str) -> None:
+    def __init__(self, shape, tokens: int, device: str, kept: torch.dtype = DTYPE, parts: int = 2) -> None:
+        """Args: kept: dtype of the caches. parts: 2 for keys and values, 1 for latents, which are both."""
         self.requests, self.heads, self.kv_heads, self.dim, self.block_size = shape
-        self.tokens, self.device, self.scale = tokens, device, self.dim**-0.5
+        self.tokens, self.device, self.scale, self.kept = tokens, device, self.dim**-0.5, kept
         self.width = -(-tokens // self.block_size)
-        self.keys_bytes = self.requests * tokens * self.kv_heads * self.dim * DTYPE.itemsize
-        count = min(max(-(-LEAST_BYTES // (2 * self.keys_bytes)), 2), MAX_CACHES) if device == "cuda" else 1
-        page = (self.requests * self.width, self.kv_heads, self.block_size, 2 * self.dim)
+        self.keys_bytes = self.requests * tokens * self.kv_heads * self.dim * kept.itemsize
+        count = min(max(-(-LEAST_BYTES // (parts * self.keys_bytes)), 2), MAX_CACHES) if device == "cuda" else 1
+        page = (self.requests * self.width, self.kv_heads, self.block_size, parts * self.dim)
         self.caches = [self.pages(*page) for _ in range(count)]
         self.table = torch.randperm(page[0], device=device).int().view(self.requests, self.width)
         self.starts, self.rows = self.ints(self.requests + 1), self.ints(self.requests)
@@ -82,8 +87,8 @@ class Case:
     def pages(self, blocks: int, kv_heads: int, block_size: int, width: int) -> torch.Tensor:
         """Return a random cache [blocks, kv_heads, block_size, width], in vLLM's order of a block's memory."""
         if self.token_major:
-            return self.random(blocks, block_size, kv_heads, width).transpose(1, 2)
-        return self.random(blocks, kv_heads, block_size, width)
+            return self.random(blocks, block_size, kv_heads, width).to(self.kept).transpose(1, 2)
+        return self.random(blocks, kv_heads, block_size, width).to(self.kept)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=DTYPE, device=self.device)
@@ -96,9 +101,9 @@ class Case:
 
     def attentions(self, query: torch.Tensor, **fields: Any) -> list[PagedAttention]:
         """Return the arguments of kernels, for each cache."""
-        halves = (cache.split(self.dim, -1) for cache in self.caches)
+        parts = (cache.split(self.dim, -1) for cache in self.caches)
         lists = self.table, self.starts, self.lens
-        return [replace(PagedAttention(query, keys, *lists, self.scale, values), **fields) for keys, values in halves]
+        return [replace(PagedAttention(query, keys, *lists, self.scale, *values), **fields) for keys, *values in parts]
 
     def copy(self, moved: int) -> Variant:
         """A copy that moves this number of bytes: it reads half and writes half."""
@@ -194,6 +199,25 @@ def chunk(case: Case, queries: int) -> dict[str, Variant]:
         "query_lse": variant(lambda its: query_lse(its, lse, longest=queries)),
         "of blocks": mass(blocks, False),
         "of tokens": mass(tokens, True),
+    }
+
+
+def latents(case: Case) -> dict[str, Variant]:
+    """What measures mass beside a backend's kernel: each reads the latents once."""
+    from vllm_evict.triton_kernels.decode_classes import splits_of
+    from vllm_evict.triton_kernels.decode_mass import programs_on
+    from vllm_evict.triton_kernels.mass_from_lse import MAX_ROWS, mass_from_lse
+    from vllm_evict.triton_kernels.query_lse import query_lse
+
+    query, lse = case.random(case.requests, case.heads, case.dim), case.zeros(case.requests, case.heads)
+    programs = case.requests * -(-case.heads // MAX_ROWS)
+    (splits,) = splits_of(programs, [1], [case.tokens], programs_on(case.device))
+    parts, blocks = case.zeros(splits, *lse.shape), case.zeros(case.requests, 1, case.width)
+    its = case.attentions(query, mass=blocks)
+    return {
+        "copy": case.copy(case.keys_bytes),
+        "query_lse": Variant([lambda it=it: query_lse(it, parts, longest=1) for it in its], case.keys_bytes, splits),
+        "mass_from_lse": Variant([lambda it=it: mass_from_lse(it, lse) for it in its], case.keys_bytes),
     }
 
 
@@ -320,6 +344,10 @@ def cases(tokens: list[int], device: str, tiny: bool):
     short, queries, layers = (37, 20, (2, 2)) if tiny else (SHORT, CHUNK, LAYERS)
     for shape, length in itertools.product(TINY if tiny else SHAPES, tokens):
         yield "decode", shape, length, decode(Case(shape, length, device)), of_decode
+    for shape, length in itertools.product(TINY if tiny else FP8, tokens):
+        yield "fp8", shape, length, decode(Case(shape, length, device, torch.float8_e4m3fn)), of_decode
+    for shape, length in itertools.product(TINY_LATENTS if tiny else LATENTS, tokens):
+        yield "latents", shape, length, latents(Case(shape, length, device, parts=1)), of_latents
     for shape, length in itertools.product(TINY if tiny else CHUNKS, tokens):
         if length >= queries:
             work = 2 * shape[1] * shape[3] * queries * (length - (queries - 1) / 2)
@@ -343,6 +371,11 @@ def of_decode(times: Times) -> str:
         f"query_lse {times.bandwidth('query_lse')}, mass_from_lse {times.bandwidth('mass_from_lse')}"
         + "".join(f"; {name} {times.bandwidth(name)}" for name in in_cuda)
     )
+
+
+def of_latents(times: Times) -> str:
+    said = f"query_lse {times.bandwidth('query_lse')}, mass_from_lse {times.bandwidth('mass_from_lse')}"
+    return f"{times.variants['query_lse'].splits} splits: {said}"
 
 
 def of_chunk(times: Times, work: float) -> str:
