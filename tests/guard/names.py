@@ -48,7 +48,8 @@ REPLACED = {
     },
     "vllm.v1.core.sched.scheduler:Scheduler": {
         "integration.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks _free_request "
-        "finish_requests reset_prefix_cache make_stats _build_kv_connector_meta _handle_invalid_blocks",
+        "finish_requests reset_prefix_cache _build_kv_connector_meta _handle_invalid_blocks",
+        "integration.outputs:OutputsMixin": "make_stats",
         "integration.admission:AdmissionMixin": "add_request _update_request_as_session",
         "integration.hits:HitsMixin": "_get_local_prefix_cache_hit",
         "integration.tier:TierMixin": "_reserve_prefill_lookahead",

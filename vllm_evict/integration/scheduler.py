@@ -12,7 +12,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -23,17 +22,16 @@ from ..core.mechanisms import Again, Budget, Context, Mechanism, Pressure, Profi
 from ..core.mechanisms.base import settled
 from ..core.plan import PLAN, REPORTS, TROUBLE, EvictionPlan, Reports
 from ..core.reports import Inbox
-from ..core.usage import KVUsage
 from ..environment import poison_mode
 from . import connectors
 from .admission import AdmissionMixin
 from .allocation import count_published
-from .carriers import EvictionOutput, EvictionStats
 from .describe import start_up_line
 from .drafters import lookahead
 from .hits import HitsMixin
 from .managers import BESIDE, EvictableManager, SlidingManager, StateManager, put_beside
 from .metrics import Tally
+from .outputs import OutputsMixin
 from .preempted import PreemptedMixin
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
@@ -44,7 +42,7 @@ from .versions import any_waits
 logger = init_logger("vllm.evict")
 
 
-class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
+class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin, OutputsMixin):
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
 
     `schedule` notes requests whose block table grows past their trigger. When the step is done, they are decided on.
@@ -89,11 +87,7 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         #: Request -> its computed tokens before it was rewound, until the next step is planned.
         self._rewound: dict[str, int] = {}
         self.mechanisms = self._mechanisms()
-        #: Requests that the front end may end with any output, by stop strings or as sessions -> the usage sent last:
-        #: peak, evicted blocks of each KV group.
-        self._stoppable: dict[str, tuple[int, ...]] = {}
-        #: Usage of the requests that end with a step.
-        self._ended: dict[str, KVUsage] = {}
+        self._stoppable, self._ended = {}, {}
         self._empty_steps = 0
         self._keeps_prompts = any(part.prompt == "whole" for part in self.kv_policy.classes.values())
         logger.info(start_up_line(self))
@@ -419,27 +413,6 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
     def _residents_of(self, req_id: str) -> list[RequestBlocks]:
         return [manager.residents[req_id] for manager in self.kv_managers]
 
-    def _send_usage(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Put usage on the last outputs of requests, and on those that the front end may make the last, where it is
-        news to it.
-        """
-        for client in outputs.values():
-            for place, output in enumerate(client.outputs):
-                usage = self._ended.get(output.request_id) or self._news(output.request_id)
-                if usage is not None:
-                    client.outputs[place] = EvictionOutput.of(output, usage)
-
-    def _news(self, req_id: str) -> KVUsage | None:
-        """The usage so far of a request that the front end may end, if that does not know it."""
-        if req_id not in self._stoppable:
-            return None
-        residents = self._residents_of(req_id)
-        known = (residents[0].state.peak_blocks, *(resident.evicted_blocks for resident in residents))
-        if known == self._stoppable[req_id]:
-            return None
-        self._stoppable[req_id] = known
-        return KVUsage.of(residents)
-
     def _published_tokens(self, request: Request) -> int | None:
         """Tokens of a request that other requests can hit, evicted blocks included; None if it has all its blocks."""
         resident = self.residents.get(request.request_id)
@@ -473,9 +446,8 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
         params = super()._free_request(request, *args, **kwargs)
-        self._stoppable.pop(request.request_id, None)
         if request.request_id in self.residents:  # else it never came in through `add_request`
-            self._ended[request.request_id] = KVUsage.of(self._residents_of(request.request_id))
+            self._note_end(request.request_id)
             for manager in self.kv_managers:
                 manager.forget(request.request_id)
         if self.follower is not None:
@@ -493,16 +465,6 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin):
         if self.reconstructions is not None:
             self.reconstructions.reset()
         return super().reset_prefix_cache(*args, **kwargs)
-
-    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        stats = super().make_stats(*args, **kwargs)
-        if stats is not None:
-            first, *others = (manager.held for manager in self.kv_managers)
-            held = {policy: blocks + sum(each[policy] for each in others) for policy, blocks in first.items()}
-            if self.host_pool is not None:
-                self.tally.hold(self.kv_policy.name, self.host_pool.used, self._host_block_bytes)
-            stats = EvictionStats.of(stats, self.tally.take(held))
-        return stats
 
 
 def _accepted(scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> dict[str, int]:
