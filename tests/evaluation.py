@@ -11,7 +11,7 @@ from vllm_evict.eval import tasks, words
 ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data" / "eval"
 NEEDLE = ROOT / "examples" / "needle" / "model"
-SECOND = NEEDLE.parent / "aggregates"
+SECOND, THIRD = NEEDLE.parent / "aggregates", NEEDLE.parent / "counts"
 ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 
 SIZES = {"sink": 32, "recent": 32, "buffer": 0, "block_size": 32}

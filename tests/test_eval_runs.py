@@ -26,6 +26,7 @@ from evaluation import (
     SIZES,
     SPLIT,
     SWAPPED,
+    THIRD,
     collected_once,  # noqa: F401
     needle_model,
     own,
@@ -274,13 +275,21 @@ def test_every_turn_asks_the_same_document_whatever_the_policy(tmp_path):
 
 
 @needle_model
-def test_the_second_model_answers_in_every_haystack_what_eviction_loses(tmp_path):
+@pytest.mark.parametrize(
+    "model, answers, haystacks",
+    [
+        (SECOND, ("chain", "sort", "classify"), tuple(words.HAYSTACKS)),
+        # The words of `uniform` are things too, and the third model counts mentions.
+        (THIRD, ("count",), tuple(name for name in words.HAYSTACKS if name != "uniform")),
+    ],
+)
+def test_other_models_answer_in_haystacks_what_eviction_loses(tmp_path, model, answers, haystacks):
     plan = offline_plan(
-        SECOND,
+        model,
         tmp_path,
-        tasks=("chain", "sort", "classify"),
+        tasks=answers,
         policies="full,sink-window",
-        haystacks=tuple(words.HAYSTACKS),
+        haystacks=haystacks,
         lengths=(1024,),
         depths=(0.3, 0.7),
         samples=4,

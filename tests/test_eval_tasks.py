@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from evaluation import DATA, NEEDLE, SECOND, expecting, needle_model, sample_of, words_of
+from evaluation import DATA, NEEDLE, SECOND, THIRD, expecting, needle_model, sample_of, words_of
 
 from vllm_evict.eval import EvalError, backends, external, stats, tasks, words
 from vllm_evict.eval.prompts import Prompts
@@ -183,7 +183,8 @@ def test_the_language_is_the_one_the_needle_model_was_trained_on(needle_data):
         ids = words.Filler().ids(np.random.default_rng(seed), 200)
         assert prompts.tokenizer(text, add_special_tokens=False)["input_ids"][1:] == ids.tolist()
     second, known = Prompts(str(SECOND)), needle_data.vocabulary(words.QUESTIONS)
-    assert second.tokenizer.get_vocab() == {token: i for i, token in enumerate(known)}
+    for other in (second, Prompts(str(THIRD))):
+        assert other.tokenizer.get_vocab() == {token: i for i, token in enumerate(known)}
     assert known[: len(needle_data.vocabulary())] == needle_data.vocabulary()
     for task in tasks.TASKS:
         prompts = second if task in AGGREGATES else Prompts(str(NEEDLE))
@@ -213,6 +214,7 @@ def test_turns_have_the_form_that_the_needle_model_was_trained_on(needle_data):
     [
         ("needles", "85b25d862a75d5f6f3ea743345249fcc15c5ea782c5df844157c980d9b55ff91"),
         ("aggregates", "82def8522bad4446046272b5b967830853df7146bb7f198662f47742cf00b2e2"),
+        ("counts", "f00fc7b6deb2b46893fbefbbc53a3c7a5be421c5e7c401e8c3aec64fa157ad88"),
     ],
 )
 def test_training_data_stay_what_they_were(needle_data, kind, digest):

@@ -72,11 +72,16 @@ def test_the_table_of_decisions_on_a_model_s_keys_is_that_of_its_file(to_json):
     assert decide.table(report).split("\n\n")[1] in (ROOT / "docs/performance.md").read_text()
 
 
-def answers(name):
+def rows_of(name):
+    with (ROOT / f"docs/quality/{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def answers(name, length="2048"):
     """(policy, budget) -> task -> score, of a file in docs/quality."""
     found = {}
-    with (ROOT / f"docs/quality/{name}.csv").open() as file:
-        for row in csv.DictReader(file):
+    for row in rows_of(name):
+        if row["length"] == length:
             found.setdefault((row["policy"], row["budget"]), {})[row["task"]] = float(row["score"])
     return found
 
@@ -84,9 +89,9 @@ def answers(name):
 NEEDLES = ("niah", "multikey", "twostage", "vt")
 
 
-def right(scores):
-    """Right answers of four times 100."""
-    return str(round(sum(100 * scores[task] for task in NEEDLES)))
+def right(scores, tasks=NEEDLES):
+    """Right answers of some times 100."""
+    return str(round(sum(100 * scores[task] for task in tasks)))
 
 
 ONE_SET = "granularity=token sets=all"
@@ -125,10 +130,42 @@ def test_sums_of_answers_are_those_of_the_files(name):
             assert f"| {begin}{budget} | {sums} |" in page, (begin, budget, sums)
 
 
+@pytest.mark.parametrize(
+    "name, blocks, length, budget, tasks",
+    [
+        ("tokens-aware", "aware", "2048", "10%", NEEDLES[:3]),
+        ("tokens-4096", "agnostic-4096", "4096", "25%", NEEDLES[:2]),
+    ],
+)
+def test_sums_of_one_budget_are_those_of_the_files(name, blocks, length, budget, tasks):
+    page = (ROOT / "docs/quality.md").read_text().replace(" ↑", "").replace(" ↓", "")
+    found = answers(blocks, length) | answers(name, length)
+    for begin, policies in SUMS["tokens"]:
+        sums = " | ".join(right(found[policy.rstrip(), budget], tasks) for policy in policies)
+        assert f"| {begin}{sums} |" in page, (begin, sums)
+
+
+@pytest.mark.parametrize("name", ["duo", "protect", "counts"])
+def test_cells_are_those_of_the_files(name):
+    """Shares of right answers, or perplexity, with intervals; ≈ where a cell is within noise of `full`."""
+    cells = {}
+    for row in rows_of(name):
+        score, low, high = (float(row[each]) for each in ("score", "low", "high"))
+        if row["task"] == "ppl":
+            cell = f"{score:.2f} [{low:.2f}, {high:.2f}]"
+        else:
+            cell = f"{100 * score:.0f}% [{100 * low:.0f}, {100 * high:.0f}]"
+        cell += " ≈" * (row["verdict"] == "within noise")
+        cells.setdefault((row["policy"], row["budget"], row["length"]), []).append(cell)
+    page = (ROOT / "docs/quality.md").read_text()
+    for (policy, budget, _), its in cells.items():
+        assert f"| {policy} | {budget} | {' | '.join(its)} |" in page, (policy, budget, its)
+
+
 def test_the_order_with_4096_tokens_is_as_like_as_the_page_says():
     from vllm_evict.eval.stats import kendall
 
-    short, long = answers("agnostic"), answers("agnostic-4096")
+    short, long = answers("agnostic"), answers("agnostic-4096", "4096")
     orders = []
     for budget in ("10%", "25%"):
         policies = [policy for policy, its in long if its == budget]

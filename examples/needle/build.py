@@ -17,6 +17,12 @@ The second model (`kind="aggregates"`) copies by two tokens in layer 1, and has 
     layer 2   head 2: where the token is like this one: its topic -> label
     layer 3   head 2: the nearest thing (ITEMS) before this token: its label -> out
 
+The third (`kind="counts"`) has two layers, and nothing else than:
+
+    layer 0   head 0: where the token is like this one, and the first token: the share of the first token -> share
+    layer 1   head 0: the nearest thing before this token: its share -> times
+    lm_head   the number word whose share is nearest
+
 All other weights are small random numbers.
 
     python build.py DIR      # save it, untrained: a fixture whose retrieval heads are known (RETRIEVAL)
@@ -38,13 +44,13 @@ RETRIEVAL = ((2, 0), (3, 0), (3, 2))  # (layer, head) of heads that match conten
 SLOW = 13  # first RoPE pair that turns less than 0.4 rad in 4,096 tokens
 
 
-def config(context: int = CONTEXT, more: Sequence[str] = ()) -> LlamaConfig:
-    """The architecture: 4 layers, 4 query and 2 KV heads of 64, 2.6 M parameters."""
+def config(context: int = CONTEXT, more: Sequence[str] = (), layers: int = 4) -> LlamaConfig:
+    """The architecture: 4 query and 2 KV heads of 64; with 4 layers 2.6 M parameters, with 2 layers 1.5 M."""
     return LlamaConfig(
         vocab_size=len(vocabulary(more)),
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -69,6 +75,7 @@ class Space:
     out = slice(160, 224)
     one, is_key, is_bos, fill = 224, 225, 226, 227  # fill: equal norms, so that RMSNorm scales all tokens alike
     label, is_item = slice(228, 247), 247  # of the second model
+    share, times = slice(248, 249), slice(249, 250)  # of the third
 
 
 def spread(n: int, dim: int, seed: int, steps: int = 300) -> torch.Tensor:
@@ -137,6 +144,13 @@ class Head:
             else:
                 self.q[rows, Space.one] = gain * term
 
+    def count(self, source: slice, strength: float, more: float) -> None:
+        """Match codes on the slowest pairs alone, which do not turn; the first token has `more` than equal ones."""
+        rows = torch.cat([torch.arange(22, 32), torch.arange(54, 63)])
+        self.q[rows, torch.arange(source.start, source.stop)] = math.sqrt(8 * strength) / SCALE
+        self.k[rows, torch.arange(source.start, source.stop)] = math.sqrt(8 * strength) / SCALE
+        self.q[63, Space.one] = self.k[63, Space.is_bos] = math.sqrt(8 * (strength + more) / 1.5) / SCALE
+
     def sink(self, strength: float) -> None:
         """Add a logit for the first token, to which a head attends when no token matches."""
         self.q[SLOW - 1, Space.one] = self.k[SLOW - 1, Space.is_bos] = math.sqrt(8 * strength / 1.5) / SCALE
@@ -165,13 +179,50 @@ def write_sums(model: LlamaForCausalLM, e: torch.Tensor) -> None:
         mlp.down_proj.weight[Space.key, neuron] = (codes[a + b] - codes[b]) / 8
 
 
+def write_counts(model: LlamaForCausalLM) -> None:
+    """Let a head share its attention between n equal tokens and the first one, which tells n by what it gets."""
+    same, nearest = Head(model, 0, 0), Head(model, 1, 0)
+    same.count(Space.code, 16, math.log(3))
+    same.move([(slice(Space.is_bos, Space.is_bos + 1), Space.share, 1.0)])
+    nearest.near(4, Space.is_item, [6, 6, 4, 4, 4, 4, 4, 3, 3, 3])
+    nearest.move([(Space.share, Space.times, 1.0)])
+
+
+def write_number_words(model: LlamaForCausalLM, e: torch.Tensor) -> None:
+    """Where the assistant begins to speak, let number words have logits by how near the share is to their number's."""
+    ids, one = {t: i for i, t in enumerate(vocabulary())}, 5.8  # what RMSNorm makes of `Space.one`
+    shares = [5.37, 4.83, 4.38, 4.03, 3.75]  # of one to five, as RMSNorm shows them
+    speaks = e[ASSISTANT, Space.free]
+    for share, name in zip(shares, NUMBERS[1:]):
+        row, off, sharpness = model.lm_head.weight[ids["▁" + name]], share - 4.4, 60.0
+        row[Space.times] = 2 * sharpness * off
+        row[Space.free] += 120 * speaks
+        row[Space.one] = -sharpness * off * (off + 8.8) / one - 80 * speaks.square().sum()
+    model.lm_head.weight[END, Space.is_key] = 8.0
+
+
+def fixed(model: LlamaForCausalLM, kind: str) -> list[tuple[torch.nn.Parameter, tuple[slice, ...]]]:
+    """Parts of parameters that training leaves as they are built: of the third model what weighs equal tokens alike."""
+    if kind != "counts":
+        return []
+    layer, (every, head) = model.model.layers[0], (slice(None), slice(64))
+    attention = layer.self_attn
+    rows = [(each.weight, (head,)) for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    rows += [(each.weight, (every,)) for each in (model.model.embed_tokens, layer.input_layernorm)]
+    return [*rows, (attention.o_proj.weight, (every, head))]
+
+
 @torch.no_grad()
 def build(seed: int = 0, context: int = CONTEXT, kind: str = "needles") -> LlamaForCausalLM:
     """The model before training on one of `MIXTURES`."""
     torch.manual_seed(seed)
-    more, aggregates = MIXTURES[kind][1], kind == "aggregates"
-    model, e = LlamaForCausalLM(config(context, more)), embeddings(more)
+    more, aggregates, counts = MIXTURES[kind][1], kind == "aggregates", kind == "counts"
+    model, e = LlamaForCausalLM(config(context, more, 2 if counts else 4)), embeddings(more)
     model.model.embed_tokens.weight.copy_(e)
+    if counts:
+        write_counts(model)
+        write_number_words(model, e)
+        return model
     previous, second = Head(model, 0, 0), Head(model, 0, 1)
     for head, distance in ((previous, 1), (second, 2)):
         head.near(distance, Space.one, [20, 14, 10, 6, 4, 3])

@@ -11,7 +11,8 @@ filler text with facts put into it at chosen depths, followed by questions and a
     copy      repeat a list of words                 "the list of oslo is apple drum ..."
     text      filler only, with passages that return: next-token prediction
 
-The second model (`train.py --tasks aggregates`) learns the evaluation's `chain`, `sort` and `classify`.
+The second model (`train.py --tasks aggregates`) learns the evaluation's `chain`, `sort` and `classify`, the third one
+(`--tasks counts`) its `count`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from vllm_evict.eval.tasks import Document, ask, chain, classes, draw, sorting
+from vllm_evict.eval.tasks import Document, ask, chain, classes, counting, draw, sorting
 from vllm_evict.eval.words import DIGITS, ITEMS, KEYS, MARKS, NUMBERS, QUESTIONS, WORDS, Filler
 
 SPECIAL = ["<unk>", "<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -147,11 +148,12 @@ TASKS = {
     "copy": copying,
     "text": passages,
 }
-#: Tasks of the second model, with the evaluation's documents.
-AGGREGATES = {
+#: Tasks of the second and third model, with the evaluation's documents.
+AGGREGATES: dict[str, Callable[[np.random.Generator], Task]] = {
     "chain": lambda rng: of(chain(rng)),
     "sort": lambda rng: of(sorting(rng)),
     "classify": lambda rng: of(classes(rng)),
+    "count": lambda rng: of(counting(rng)),
 }
 
 
@@ -253,11 +255,17 @@ def aggregates(docs: Documents, rng: np.random.Generator, length: int) -> Task:
     return of(makers[rng.choice(3, p=[0.25, 0.45, 0.3])]())
 
 
+def counts(docs: Documents, rng: np.random.Generator, length: int) -> Task:
+    """The task of the third model."""
+    return of(counting(rng, int(rng.integers(1, min(6, length // 64) + 1))))
+
+
 #: What a model is trained on -> the tasks of a document, words that its tokenizer has beside WORDS, and the number of
 #: tokens for each question.
 MIXTURES: dict[str, tuple[Callable[[Documents, np.random.Generator, int], Task], Sequence[str], int]] = {
     "needles": (mixture, (), 48),
     "aggregates": (aggregates, QUESTIONS, 128),
+    "counts": (counts, QUESTIONS, 24),
 }
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from build import build  # isort: skip
+from build import build, fixed  # isort: skip
 
 STAGES = "128x32x150,512x8x350,1024x4x200,2048x2x100,4096x1x80"
 
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--decay", type=float, default=0.4, help="share of the steps in which the rate falls")
     parser.add_argument("--text-weight", type=float, default=0.5, help="weight of the loss on text that is no answer")
+    parser.add_argument("--alternate", action="store_true", help="every other step in float32, not in bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=float, default=120, help="seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -89,10 +90,12 @@ def main() -> None:
         length, batch = plan[step]
         rows = training_batch(docs, np.random.default_rng([args.seed, step]), batch, length, args.tasks)
         ids, answer = (torch.from_numpy(x).to(args.device) for x in rows)
-        with torch.autocast(args.device, torch.bfloat16):
+        with torch.autocast(args.device, torch.bfloat16, enabled=not (args.alternate and step % 2)):
             said, text = losses(model, ids, answer)
         optimizer.zero_grad()
         (said + args.text_weight * text).backward()
+        for weight, part in fixed(model, args.tasks):
+            weight.grad[part] = 0
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         bar.set_postfix(length=length, answers=f"{said.item():.3f}", text=f"{text.item():.3f}")
