@@ -60,9 +60,10 @@ SHARED = {80: 164, 90: 228, 100: 228}
 READERS = ("_attend", "_attend_classes", "_mass_from_lse", "_query_lse")
 PUBLISHED = Path(__file__).parents[1] / "docs/performance/compiled.json"
 #: A machine instruction, with its address and operands.
-INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 #: Slow conversions of one element each, loads of single bytes from shared memory, spills.
-KINDS = {"conversions": ("F2F.",), "bytes": ("LDS.U8",), "spills": ("LDL", "STL")}
+KINDS = {"conversions": ("F2F.",), "bytes": ("LDS.U8", "LDS.S8"), "spills": ("LDL", "STL")}
+LEAST_LOOP = 50
 #: A copy from global to shared memory beside the program, in PTX, with its bytes.
 COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)")
 
@@ -124,16 +125,24 @@ def dumped(cubin: bytes, option: str) -> str:
 
 
 def instructions(code: str) -> dict:
-    """How many machine instructions a kernel has: in all, in its longest loop, and of a kind in that loop."""
-    found = [(int(at, 16), word, rest) for at, word, rest in INSTRUCTION.findall(code) if word != "NOP"]
-    at = [each[0] for each in found]
-    loop = []
+    """How many machine instructions a kernel has: in all, in its longest innermost loop, and of a kind in all loops.
+
+    A loop is what lies between a branch back and its target, without an exit: code behind the exit belongs to others. A
+    loop of less than `LEAST_LOOP` instructions waits, and makes no loop around it an outer one.
+    """
+    every = [(int(at, 16), f"{condition}{word}", rest) for at, condition, word, rest in INSTRUCTION.findall(code)]
+    found = [each for each in every if each[1] != "NOP"]
+    at, loops = [each[0] for each in found], []
     for end, (here, word, rest) in enumerate(found):
-        target = int(rest.split("0x")[-1], 16) if word.startswith("BRA") and "0x" in rest else here
-        if target < here:
-            loop = max(loop, [each[1] for each in found[bisect_left(at, target) : end + 1]], key=len)
-    kinds = {kind: sum(word.startswith(start) for word in loop) for kind, start in KINDS.items()}
-    return {"instructions": len(found), "loop": len(loop)} | kinds
+        target = int(rest.split("0x")[-1], 16) if "BRA" in word and "0x" in rest else here
+        if target < here and "EXIT" not in (words := [each[1] for each in found[bisect_left(at, target) : end + 1]]):
+            loops.append((end - len(words), end, words))
+    long = [each for each in loops if len(each[2]) >= LEAST_LOOP]
+    inner = [its for its in long if not any(its[0] <= other[0] and other[1] < its[1] for other in long)]
+    looped = {number for begin, end, _ in loops for number in range(begin + 1, end + 1)}
+    words = [found[number][1].split()[-1] for number in looped]
+    kinds = {kind: sum(word.startswith(start) for word in words) for kind, start in KINDS.items()}
+    return {"instructions": len(found), "loop": max((len(each[2]) for each in inner), default=0)} | kinds
 
 
 def limits(found: list[dict], capability: int) -> dict[str, dict]:

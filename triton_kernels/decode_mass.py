@@ -154,7 +154,8 @@ def decode_mass(
     nothing is allocated or read on the host, so a CUDA graph can capture both launches.
 
     Args:
-        attention: D from 16 to 256, even over fp8 caches. The soft cap is a constant of the compiled kernel.
+        attention: D is 16 to 256. Over fp8 caches, where G > 1, D and the strides of values are even. The soft cap is a
+            constant of the compiled kernel.
         rows: int32 [n], rows of the requests to decode, of one token each; -1 for padding, which costs nothing.
         output: [T, H, D] of the query's dtype, last dimension contiguous. Other requests' rows keep their contents.
         lse: float32 [T, H] or None; gets the natural logarithm of each row's sum of exponentials, its sink's included.
@@ -205,8 +206,6 @@ def check_arguments(
     check_int32(rows=rows)
     query = attention.query
     require(query.shape[2] <= MAX_DIM, f"query must have heads of at most {MAX_DIM}")
-    even = attention.key_cache.dtype != FP8 or query.shape[2] % 2 == 0
-    require(even, "query must have heads of an even size, since caches are float8_e4m3fn")
     require(
         output.shape == query.shape and output.dtype == query.dtype and output.stride(2) == 1,
         "output must be like query",
@@ -244,6 +243,8 @@ def launch_of(
     if value_cache.dtype == FP8 and group > 1:
         # Tensor cores take the values of neighbouring tokens from one register. Shared memory is read that way by 16
         # bits, so a pair of dimensions travels as an int16.
+        even = not any(each % 2 for each in (head_dim, value_cache.storage_offset(), *value_cache.stride()[:3]))
+        require(even, "value_cache must have an even head size, offset and strides, since it is float8_e4m3fn")
         value_cache = value_cache.view(torch.int16)
     granules, out = (plan.granules, mass) if has_mass else (plan.partial, plan.partial)
     logs, own = (plan.stats if each is None else each for each in (lse, sinks))

@@ -203,7 +203,7 @@ def chunk(case: Case, queries: int) -> dict[str, Variant]:
 
 
 def latents(case: Case) -> dict[str, Variant]:
-    """What measures mass beside a backend's kernel: each reads the latents once."""
+    """What measures mass beside a backend's kernel. Each has to read the latents once."""
     from vllm_evict.triton_kernels.decode_classes import splits_of
     from vllm_evict.triton_kernels.decode_mass import programs_on
     from vllm_evict.triton_kernels.mass_from_lse import MAX_ROWS, mass_from_lse
@@ -411,7 +411,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         print("no GPU here: nothing was measured")
         sys.exit(0)
-    print(f"{torch.cuda.get_device_name()}, bfloat16, medians of {options.rounds} rounds; in brackets: of a copy")
+    print(f"{torch.cuda.get_device_name()}, bfloat16 where no row says fp8, medians of {options.rounds} rounds")
+    print("in brackets: of a copy")
     print("requests x heads/KV heads x head size, block | tokens")
     found = []
     for kind, shape, tokens, variants, said in cases(options.tokens, "cuda", tiny=False):

@@ -17,7 +17,7 @@ The second model (`kind="aggregates"`) copies by two tokens in layer 1, and has 
     layer 2   head 2: where the token is like this one: its topic -> label
     layer 3   head 2: the nearest thing (ITEMS) before this token: its label -> out
 
-The third (`kind="counts"`) has two layers, and nothing else than:
+The third (`kind="counts"`) has two layers, whose only circuits are these. Training leaves the first as it is (`fixed`):
 
     layer 0   head 0: where the token is like this one, and the first token: the share of the first token -> share
     layer 1   head 0: the nearest thing before this token: its share -> times

@@ -148,13 +148,14 @@ TASKS = {
     "copy": copying,
     "text": passages,
 }
-#: Tasks of the second and third model, with the evaluation's documents.
-AGGREGATES: dict[str, Callable[[np.random.Generator], Task]] = {
+#: Tasks of the second model, with the evaluation's documents.
+AGGREGATES = {
     "chain": lambda rng: of(chain(rng)),
     "sort": lambda rng: of(sorting(rng)),
     "classify": lambda rng: of(classes(rng)),
-    "count": lambda rng: of(counting(rng)),
 }
+#: The task of the third model.
+COUNTS = {"count": lambda rng: of(counting(rng))}
 
 
 # --- documents ------------------------------------------------------------------------------------------------------

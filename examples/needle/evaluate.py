@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data import AGGREGATES, TASKS, Documents
+from data import AGGREGATES, COUNTS, TASKS, Documents
 from tqdm import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -46,7 +46,7 @@ def answers_right(logits: torch.Tensor, ids: torch.Tensor, answer: torch.Tensor)
 
 def sample(docs: Documents, task: str, length: int, depth: float, seed: int, n: int) -> tuple[torch.Tensor, ...]:
     """n documents of one cell -> ids [n, length], answer [n, length]."""
-    own = TASKS if task in TASKS else AGGREGATES
+    own = next(tasks for tasks in (TASKS, AGGREGATES, COUNTS) if task in tasks)
     rng = np.random.default_rng([seed, sorted(own).index(task), length, int(1000 * depth)])
     rows = [docs.document(rng, own[task](rng), length, depth=depth) for _ in range(n)]
     return tuple(torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))

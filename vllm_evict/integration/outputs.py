@@ -1,4 +1,4 @@
-"""Sends what requests' caches came to with vLLM's outputs, and counts by policy with its statistics."""
+"""Adds each request's `KVUsage` to vLLM's outputs, and the counts by policy to its statistics."""
 
 from typing import TYPE_CHECKING, Any
 
