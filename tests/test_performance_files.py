@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,30 @@ def test_cells_are_those_of_the_files(name):
     page = (ROOT / "docs/quality.md").read_text()
     for (policy, budget, _), its in cells.items():
         assert f"| {policy} | {budget} | {' | '.join(its)} |" in page, (policy, budget, its)
+
+
+def test_sums_of_what_comes_back_are_those_of_the_file():
+    found, asked = Counter(), Counter()
+    for row in rows_of("papers"):
+        key = row["setting"], row["policy"], row["budget"]
+        found[key] += int(row["right"])
+        asked[key] += int(row["of"])
+    page = (ROOT / "docs/quality.md").read_text()
+    settings = ("agnostic", "aware", "turns")
+    asks = [f"{setting}, of {asked[setting, 'full', 'all']}" for setting in settings]
+    assert f"| policy | {' | '.join(asks)} |" in page
+    recalled = "evict=host recall=quest"
+    rows = {policy: [(policy, budget) for budget in ("0.1", "0.2", "0.3", "0.5")] for policy in ("h2o", "snapkv")}
+    rows |= {"`h2o`, recalled": [(f"h2o {recalled}", budget) for _, budget in rows["h2o"]]}
+    rows |= {
+        title: [
+            (f"full select={tokens} select_sink=32 select_recent=32 {rest}", "all") for tokens in (224, 416, 608, 1024)
+        ]
+        for title, rest in (("Quest", "dense_layers=0"), ("OmniKV", "filter_layers=[2]"))
+    }
+    for title, parts in rows.items():
+        cells = [" / ".join(str(found[(setting, *part)]) for part in parts) for setting in settings]
+        assert f" | {' | '.join(cells)} |" in page, (title, cells)
 
 
 def test_the_order_with_4096_tokens_is_as_like_as_the_page_says():
