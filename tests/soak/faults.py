@@ -19,6 +19,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from copy import copy
 from pathlib import Path
 
@@ -174,7 +175,8 @@ def _on_signal(held):
     def write(*_):
         gc.collect()
         path = Path(os.environ[CONTROL]).parent / f"{os.getpid()}.json"
-        path.with_suffix(".new").write_text(json.dumps({"objects": len(gc.get_objects()), **held()}))
+        types = Counter(type(each).__name__ for each in gc.get_objects())
+        path.with_suffix(".new").write_text(json.dumps({"types": types, **held()}))
         path.with_suffix(".new").rename(path)
 
     signal.signal(signal.SIGUSR1, write)
