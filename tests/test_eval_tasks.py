@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from evaluation import DATA, NEEDLE, SECOND, THIRD, expecting, needle_model, sample_of, words_of
 
 from vllm_evict.eval import EvalError, backends, external, stats, tasks, words
@@ -222,6 +223,20 @@ def test_training_data_stay_what_they_were(needle_data, kind, digest):
     documents = needle_data.Documents(needle_data.build_tokenizer(4608, needle_data.MIXTURES[kind][1]))
     ids, answers = needle_data.training_batch(documents, np.random.default_rng(0), 8, 512, kind)
     assert hashlib.sha256(ids.tobytes() + answers.tobytes()).hexdigest() == digest
+
+
+@needle_model
+def test_the_third_model_counts_before_its_training_which_leaves_what_weighs_mentions(needle_data):
+    build, evaluate = (importlib.import_module(name) for name in ("build", "evaluate"))
+    model, documents = build.build(kind="counts").eval(), needle_data.Documents(Prompts(str(THIRD)).tokenizer)
+    ids, answer = evaluate.sample(documents, "count", 512, 0.5, 0, 16)
+    assert evaluate.answers_right(evaluate.logits_of(model, ids, None), ids, answer).float().mean() >= 0.8
+    trained = build.LlamaForCausalLM.from_pretrained(THIRD, dtype=model.dtype)
+    parts = [build.fixed(each, "counts") for each in (model, trained)]
+    assert len(parts[0]) == 6 and not build.fixed(model, "aggregates")
+    for (built, part), (kept, _) in zip(*parts):
+        torch.testing.assert_close(kept[part], built[part], rtol=0, atol=0.02)
+    assert not torch.allclose(model.lm_head.weight, trained.lm_head.weight, atol=0.02)
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

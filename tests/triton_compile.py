@@ -63,6 +63,7 @@ PUBLISHED = Path(__file__).parents[1] / "docs/performance/compiled.json"
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 #: Slow conversions of one element each, loads of single bytes from shared memory, spills.
 KINDS = {"conversions": ("F2F.",), "bytes": ("LDS.U8", "LDS.S8"), "spills": ("LDL", "STL")}
+#: Instructions of the shortest loop that does more than wait.
 LEAST_LOOP = 50
 #: A copy from global to shared memory beside the program, in PTX, with its bytes.
 COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\s*\[[^]]*\],\s*\[[^]]*\],\s*(\w+)")
@@ -127,8 +128,8 @@ def dumped(cubin: bytes, option: str) -> str:
 def instructions(code: str) -> dict:
     """How many machine instructions a kernel has: in all, in its longest innermost loop, and of a kind in all loops.
 
-    A loop is what lies between a branch back and its target, without an exit: code behind the exit belongs to others. A
-    loop of less than `LEAST_LOOP` instructions waits, and makes no loop around it an outer one.
+    A loop lies between a branch back and its target, with no exit between them: code behind an exit belongs to other
+    loops. A loop is innermost if no other of `LEAST_LOOP` instructions lies in it.
     """
     every = [(int(at, 16), f"{condition}{word}", rest) for at, condition, word, rest in INSTRUCTION.findall(code)]
     found = [each for each in every if each[1] != "NOP"]

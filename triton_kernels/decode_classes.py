@@ -8,23 +8,19 @@ import triton.language as tl
 
 from ..compute.kernels.decode import decode_classes_reference  # noqa: F401  (the reference)
 from ..compute.kernels.paged import PagedAttention
+from .combine import COMBINE_OPTIONS, COMBINE_SIZES, MAX_SPLITS, combine_splits
 from .decode_mass import (
     ATTEND_SIZES,
-    COMBINE_OPTIONS,
-    COMBINE_SIZES,
-    LOG2_E,
-    MAX_SPLITS,
     MIN_SPLIT_TOKENS,
     STAGES,
     DecodePlan,
     attend_split,
     check_arguments,
-    combine_splits,
     launch_of,
     plan_decode,
     programs_on,
 )
-from .tiles import require
+from .tiles import LOG2_E, require
 
 
 def plan_classes(

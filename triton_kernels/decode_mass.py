@@ -9,17 +9,29 @@ import triton.language as tl
 
 from ..compute.kernels.decode import decode_mass_reference  # noqa: F401  (the reference)
 from ..compute.kernels.paged import PagedAttention
+from .combine import (
+    COMBINE_OPTIONS,
+    MASS_TILE,
+    MAX_MEMBERS,
+    MAX_SPLITS,
+    MAX_TOKEN_MEMBERS,
+    SPLIT_TILE,
+    TOKEN_TILE,
+    _combine,
+    padded_splits,
+)
 from .tiles import (
     FP8,
+    LOG2_E,
     MAX_DIM,
     MIN_ROWS,
     Tile,
     check_attention,
     check_int32,
+    granules_of,
     require,
     soft_capped,
     tile_of,
-    with_sinks,
 )
 
 HOPPER_SMS = 132  # H100 and H200 (SXM), for plans on a machine without a GPU
@@ -27,30 +39,13 @@ HOPPER_SMS = 132  # H100 and H200 (SXM), for plans on a machine without a GPU
 # short programs leave.
 PROGRAMS_PER_SM = 4
 MIN_SPLIT_TOKENS = 256  # a shorter split reads less than four tiles, and its fixed costs show
-MAX_SPLITS = 128
-SPLIT_TILE = 16  # splits that are combined at once
-# Padded numbers of splits. The number of splits differs between steps, and each padded number is a compiled variant.
-PADDED_SPLITS = (8, 32, MAX_SPLITS)
-# Blocks and heads that a program of the second launch adds up at once. Heads one by one would be a chain of loads.
-MASS_TILE = 128
-MAX_MEMBERS = 16
-# The same for tokens.
-TOKEN_TILE = 512
-MAX_TOKEN_MEMBERS = 4
 
 # Page numbers of a tile, its keys and values, and their use take three stages; two are left for tiles in flight.
 STAGES = 5
 
-# Launch options of the second launch. Without a limit of its own ptxas takes 40 registers where 54 are needed.
-COMBINE_OPTIONS = {"num_warps": 4, "maxnreg": 128}
-
 # Triton compiles a variant for an integer that is 1, one for multiples of 16, and one for all others. Sizes that differ
 # between steps or layers are not specialised, so that requests do not wait for the compiler.
 ATTEND_SIZES = ["stride_table", "kv_heads", "capacity", "splits"]
-COMBINE_SIZES = ["heads", "heads_out", "capacity", "splits", "measured", "chunks", "stride_mr", "stride_mh"]
-
-LOG2_E = 1.4426950408889634
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class DecodePlan(NamedTuple):
@@ -274,17 +269,6 @@ def launch_of(
     )  # fmt: skip
 
 
-def padded_splits(splits: int) -> int:
-    return next((size for size in PADDED_SPLITS if size >= splits), triton.next_power_of_2(splits))
-
-
-@triton.jit
-def _granules_of(seq_len, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr):
-    """Return the number of a request's granules with at least one token."""
-    blocks = tl.cdiv(seq_len, BLOCK_SIZE)
-    return (blocks - 1) * PARTS + tl.cdiv(seq_len - (blocks - 1) * BLOCK_SIZE, TOKENS)
-
-
 @triton.jit
 def elements_of(pairs, dtype: tl.constexpr):
     """Split int16 into two elements in fp8 each, of even and of odd dimensions."""
@@ -345,7 +329,7 @@ def attend_split(
 
         lane = tl.arange(0, GRANULES * TOKENS)
         granule = tl.arange(0, GRANULES)
-        count = _granules_of(seq_len, BLOCK_SIZE, TOKENS, PARTS)
+        count = granules_of(seq_len, BLOCK_SIZE, TOKENS, PARTS)
         tiles = tl.cdiv(count, GRANULES)
         share = tl.cdiv(tiles, splits)
         first = split * share
@@ -413,104 +397,3 @@ def attend_split(
         outputs = tl.interleave(acc, odd) if PAIRS else acc
         if first < end:
             tl.store(partial + where[:, None] * HEAD_DIM + dim[None, :], outputs, mask=here)
-
-
-@triton.jit
-def _lse_of(stats, at, valid, splits, sinks, head, HAS_SINKS: tl.constexpr, PADDED_SPLITS: tl.constexpr):
-    """Return the LSEs (log2) of rows `at` of the splits' statistics, of query heads `head`, with their sinks; -inf for
-    rows that are not `valid`."""
-    split = tl.arange(0, PADDED_SPLITS)
-    where = stats + (at[:, None] * splits + split[None, :]) * 2
-    there = valid[:, None] & (split < splits)[None, :]
-    top = tl.load(where, mask=there, other=float("-inf"))
-    total = tl.load(where + 1, mask=there, other=0.0)
-    highest = tl.max(top, 1)
-    # An empty split has the maximum -inf and the sum 0, and so has a row of empty splits. NaN stays.
-    parts = tl.where(total != 0, total * tl.exp2(top - highest[:, None]), 0.0)
-    log = highest + tl.log2(tl.sum(parts, 1))
-    if HAS_SINKS:
-        log = with_sinks(log, sinks, head, valid)
-    return log
-
-
-@triton.jit(do_not_specialize=COMBINE_SIZES)
-def _combine(
-    starts, rows, weights, value_scale,
-    lens, partial, stats, granule_logs, output, lse, out, sinks, stride_ot, stride_oh, stride_lt, stride_lh,
-    heads, heads_out, capacity, splits, measured, chunks, stride_mr, stride_mh,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr,
-    MEMBERS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    combine_splits(
-        tl.program_id(1), starts, rows, weights, value_scale,
-        lens, partial, stats, granule_logs, output, lse, out, sinks, stride_ot, stride_oh, stride_lt, stride_lh,
-        heads, heads_out, capacity, splits, measured, chunks, stride_mr, stride_mh,
-        HEAD_DIM, DIM, BLOCK_SIZE, TOKENS, PARTS, HAS_WEIGHTS, PADDED_SPLITS, SPLIT_TILE, MASS_TILE, MEMBERS, HAS_LSE,
-        HAS_SINKS,
-    )  # fmt: skip
-
-
-@triton.jit
-def combine_splits(
-    role, starts, rows, weights, value_scale,
-    lens, partial, stats, granule_logs, output, lse, out, sinks, stride_ot, stride_oh, stride_lt, stride_lh,
-    heads, heads_out, capacity, splits, measured, chunks, stride_mr, stride_mh,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, PADDED_SPLITS: tl.constexpr, SPLIT_TILE: tl.constexpr, MASS_TILE: tl.constexpr,
-    MEMBERS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """Combine the splits of one request. Roles below `heads` write output and LSE of a head, other roles the mass of
-    some blocks; a token is a block of one token."""
-    n = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + n).to(tl.int64)
-    if row >= 0:
-        token = tl.load(starts + row).to(tl.int64)
-        if role < heads:
-            at = n * heads + role
-            one = tl.arange(0, 1)
-            log = _lse_of(stats, at + one, one == 0, splits, sinks, role + one, HAS_SINKS, PADDED_SPLITS)
-            dim = tl.arange(0, DIM)
-            acc = tl.zeros([DIM], tl.float32)
-            for start in range(0, splits, SPLIT_TILE):
-                split = start + tl.arange(0, SPLIT_TILE)
-                where = at * splits + split
-                top = tl.load(stats + where * 2, mask=split < splits, other=float("-inf"))
-                used = top > float("-inf")  # an empty split has not written its output
-                part = tl.load(
-                    partial + where[:, None] * HEAD_DIM + dim[None, :],
-                    mask=used[:, None] & (dim < HEAD_DIM)[None, :],
-                    other=0.0,
-                )
-                acc += tl.sum(part * tl.where(used, tl.exp2(top - log), 0.0)[:, None], 0)
-            acc = tl.where(log == log, acc, log)  # a split of NaN alone has the maximum -inf too
-            where = output + token * stride_ot + role * stride_oh + dim
-            tl.store(where, (acc * value_scale).to(output.dtype.element_ty), mask=dim < HEAD_DIM)
-            if HAS_LSE:
-                tl.store(lse + token * stride_lt + role * stride_lh + one, log * LN_2)
-        else:
-            weight = tl.full([], 1.0, tl.float32)
-            if HAS_WEIGHTS:
-                weight = tl.load(weights + token)
-            out_head = (role - heads) // chunks
-            first = (role - heads) % chunks * MASS_TILE
-            block = first + tl.arange(0, MASS_TILE)
-            count = _granules_of(tl.load(lens + row), BLOCK_SIZE, TOKENS, PARTS)
-            if weight == 0.0:
-                count = 0
-            mine = (block < measured) & (block * PARTS < count)
-            if first * PARTS < count:
-                mass = tl.zeros([MASS_TILE], tl.float32)
-                for start in range(0, heads_out, MEMBERS):
-                    member = start + tl.arange(0, MEMBERS)
-                    head = out_head * heads_out + member
-                    at = n * heads + head
-                    log = _lse_of(stats, at, member < heads_out, splits, sinks, head, HAS_SINKS, PADDED_SPLITS)
-                    for part in range(PARTS):
-                        granule = block * PARTS + part
-                        there = (member < heads_out)[:, None] & (mine & (granule < count))[None, :]
-                        where = granule_logs + at[:, None] * capacity + granule[None, :]
-                        held = tl.load(where, mask=there, other=float("-inf"))
-                        mass += tl.sum(tl.where(there, tl.exp2(held - log[:, None]), 0.0), 0)
-                where = out + row * stride_mr + out_head * stride_mh + block
-                tl.store(where, tl.load(where, mask=mine) + mass * weight, mask=mine)

@@ -8,6 +8,7 @@ from ..compute.kernels.logits import soft_capped as capped
 from ..compute.kernels.mass import per_block
 from ..compute.kernels.paged import PagedAttention
 from .tiles import (
+    LOG2_E,
     MIN_ROWS,
     TILE_BYTES,
     capability_of,
@@ -26,7 +27,6 @@ FLOAT32_TILE_BYTES = 8 * 1024
 FLOAT32_WARPS = 8
 # On data-centre Blackwell a tile of 64 rows comes out of tensor memory, and takes all registers of four warps.
 BLACKWELL_WARPS = 8
-LOG2_E = 1.4426950408889634
 
 
 def mass_from_lse(

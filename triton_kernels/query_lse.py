@@ -6,8 +6,10 @@ import triton.language as tl
 
 from ..compute.kernels.logits import soft_capped as capped
 from ..compute.kernels.paged import PagedAttention
-from .mass_from_lse import FLOAT32_TILE_BYTES, FLOAT32_WARPS, LOG2_E, MAX_ROWS
+from .mass_from_lse import FLOAT32_TILE_BYTES, FLOAT32_WARPS, MAX_ROWS
 from .tiles import (
+    LN_2,
+    LOG2_E,
     MIN_ROWS,
     TILE_BYTES,
     check_attention,
@@ -18,8 +20,6 @@ from .tiles import (
     tile_of,
     with_sinks,
 )
-
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def query_lse(

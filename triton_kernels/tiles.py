@@ -17,6 +17,8 @@ MIN_TILE, MAX_TILE = 16, 128  # tokens; 16 is the least of tl.dot, and more than
 MAX_DIM, PART_DIM = 256, 64
 MIN_ROWS = 16  # query rows, the least of tl.dot
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
 FP8 = torch.float8_e4m3fn  # dtype that caches may have instead of the query's
 
 
@@ -99,6 +101,13 @@ def check_attention(attention: PagedAttention, *caches: torch.Tensor) -> None:
     require(attention.soft_cap >= 0, "soft_cap must be 0 (none) or positive")
     dense = sinks is None or (sinks.shape == (attention.query.shape[1],) and sinks.stride(0) == 1)
     require(dense, "sinks must be dense [H]")
+
+
+@triton.jit
+def granules_of(seq_len, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr):
+    """Return the number of a request's granules with at least one token."""
+    blocks = tl.cdiv(seq_len, BLOCK_SIZE)
+    return (blocks - 1) * PARTS + tl.cdiv(seq_len - (blocks - 1) * BLOCK_SIZE, TOKENS)
 
 
 @triton.jit

@@ -204,20 +204,15 @@ def chunk(case: Case, queries: int) -> dict[str, Variant]:
 
 def latents(case: Case) -> dict[str, Variant]:
     """What measures mass beside a backend's kernel. Each has to read the latents once."""
-    from vllm_evict.triton_kernels.decode_classes import splits_of
-    from vllm_evict.triton_kernels.decode_mass import programs_on
-    from vllm_evict.triton_kernels.mass_from_lse import MAX_ROWS, mass_from_lse
-    from vllm_evict.triton_kernels.query_lse import query_lse
+    from vllm_evict.compute.attention.latent import DeviceLatentOps
+    from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse
 
     query, lse = case.random(case.requests, case.heads, case.dim), case.zeros(case.requests, case.heads)
-    programs = case.requests * -(-case.heads // MAX_ROWS)
-    (splits,) = splits_of(programs, [1], [case.tokens], programs_on(case.device))
-    parts, blocks = case.zeros(splits, *lse.shape), case.zeros(case.requests, 1, case.width)
-    its = case.attentions(query, mass=blocks)
+    its, lse_of = case.attentions(query, mass=case.zeros(case.requests, 1, case.width)), DeviceLatentOps().lse_of
     return {
         "copy": case.copy(case.keys_bytes),
-        "query_lse": Variant([lambda it=it: query_lse(it, parts, longest=1) for it in its], case.keys_bytes, splits),
-        "mass_from_lse": Variant([lambda it=it: mass_from_lse(it, lse) for it in its], case.keys_bytes),
+        "query_lse": Variant([partial(lse_of, it, 1) for it in its], case.keys_bytes),
+        "mass_from_lse": Variant([partial(mass_from_lse, it, lse) for it in its], case.keys_bytes),
     }
 
 
@@ -374,8 +369,7 @@ def of_decode(times: Times) -> str:
 
 
 def of_latents(times: Times) -> str:
-    said = f"query_lse {times.bandwidth('query_lse')}, mass_from_lse {times.bandwidth('mass_from_lse')}"
-    return f"{times.variants['query_lse'].splits} splits: {said}"
+    return f"query_lse {times.bandwidth('query_lse')}, mass_from_lse {times.bandwidth('mass_from_lse')}"
 
 
 def of_chunk(times: Times, work: float) -> str:

@@ -74,6 +74,7 @@ def main() -> None:
     model = (start or build(args.seed, kind=args.tasks)).to(args.device)
     tokenizer = build_tokenizer(model.config.max_position_embeddings, MIXTURES[args.tasks][1])
     docs, plan = Documents(tokenizer), schedule(args.stages)
+    unchanged = fixed(model, args.tasks)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
     state, first, seconds = Path(f"{args.out}.state.pt"), 0, 0.0
     if state.exists():
@@ -94,7 +95,7 @@ def main() -> None:
             said, text = losses(model, ids, answer)
         optimizer.zero_grad()
         (said + args.text_weight * text).backward()
-        for weight, part in fixed(model, args.tasks):
+        for weight, part in unchanged:
             weight.grad[part] = 0
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

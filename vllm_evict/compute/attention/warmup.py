@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...triton_kernels.combine import padded_splits
 from ...triton_kernels.compact import compact
 from ...triton_kernels.decode_classes import decode_classes, splits_of
-from ...triton_kernels.decode_mass import decode_mass, padded_splits, plan_decode, programs_on
+from ...triton_kernels.decode_mass import decode_mass, plan_decode, programs_on
 from ...triton_kernels.mass_from_lse import MAX_ROWS
 from ...triton_kernels.tiles import MIN_ROWS
 from ..group import GroupRuntime
