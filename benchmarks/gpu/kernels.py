@@ -203,7 +203,10 @@ def chunk(case: Case, queries: int) -> dict[str, Variant]:
 
 
 def latents(case: Case) -> dict[str, Variant]:
-    """What measures mass beside a backend's kernel. Each has to read the latents once."""
+    """What measures mass beside a backend's kernel. Each has to read the latents once.
+
+    `query_lse` is timed with the sum of its splits.
+    """
     from vllm_evict.compute.attention.latent import DeviceLatentOps
     from vllm_evict.triton_kernels.mass_from_lse import mass_from_lse
 

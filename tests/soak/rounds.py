@@ -10,9 +10,9 @@ import httpx
 GROWTH = 16 << 20
 #: Open files, and threads, that a process may gain: thread pools grow on demand.
 FEW = 2
-#: Python objects that a process may gain.
+#: Python objects that a process may gain, beside a twentieth of what it has.
 OBJECTS = 100
-#: Objects of a connection. uvicorn remembers one until its keep-alive timer ends, whoever closed it.
+#: Objects of a connection. uvicorn remembers one that a client has reset until its keep-alive timer ends.
 OF_A_CONNECTION = 40
 #: Types of uvicorn: one object for each connection.
 CONNECTIONS = ("HttpToolsProtocol", "H11Protocol")
