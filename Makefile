@@ -16,7 +16,7 @@ BOTH_RUNNERS := $(shell grep -lF mark.both_runners tests/test_*.py)
 # What CI runs, a workflow each; `make test-all` runs all of it.
 LANES := unit engine compat long device peers
 DEVICE := cuda_builds cuda_kernels device device_backends device_work flashinfer fold full_graphs graphs memory put \
-	sliding_devices take triton_decode triton_kernels triton_latents triton_logits view views warmup
+	sliding_devices take triton_compiled triton_decode triton_kernels triton_latents triton_logits view views warmup
 # Files that run again with vLLM's Triton kernels on V1.
 TRITON := device_backends full_graphs graphs memory sliding_devices warmup
 PEERS  := decide demo eval_runs external gpu_benchmarks gpu_check heads_training host kvpress load needles peers \

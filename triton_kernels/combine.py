@@ -16,7 +16,7 @@ MAX_MEMBERS = 16
 TOKEN_TILE = 512
 MAX_TOKEN_MEMBERS = 4
 
-# Without a limit of its own ptxas takes 40 registers on sm_90, and `_combine` spills with 64/8 heads of 64.
+# Without `maxnreg` ptxas takes 40 registers on sm_90, and `_combine` spills with 64/8 heads of 64.
 COMBINE_OPTIONS = {"num_warps": 4, "maxnreg": 128}
 # As `decode_mass.ATTEND_SIZES`.
 COMBINE_SIZES = ["heads", "heads_out", "capacity", "splits", "measured", "chunks", "stride_mr", "stride_mh"]
