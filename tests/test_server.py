@@ -64,9 +64,12 @@ class Server:
         return {(name, policy): float(value) for name, _, policy, value in found if not name.endswith("_created")}
 
     def moved(self, before):
-        """How much each metric moved since `before`; waits for what the engine has yet to send."""
-        time.sleep(1)
-        return {key: value - before.get(key, 0) for key, value in self.metrics().items()}
+        """How much each metric moved since `before`; waits until none moves any more: the engine may have more to send."""
+        seen = None
+        while (now := self.metrics()) != seen:
+            seen = now
+            time.sleep(1)
+        return {key: value - before.get(key, 0) for key, value in now.items()}
 
 
 @contextmanager
