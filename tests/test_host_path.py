@@ -12,7 +12,7 @@ import torch
 from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.visible import assert_like_dense, visible
-from test_sessions import Sessions
+from streaming import Sessions
 
 from vllm_evict.compute import host_pages
 from vllm_evict.compute.host import HostBlocks

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import test_decode
+import test_decode_classes
 import test_mass
 import torch
 from test_mass import BF16, F16, F32, MIXED, each_isa
@@ -92,7 +93,7 @@ def test_decodes_on_a_cpu(isa, soft_cap, has_sinks, per_token, dtype):
         torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(mass.double(), expected_mass, rtol=1e-5, atol=1e-7)
         assert torch.equal(batch.run(isa=isa, rows_of_mass=0, **logits)[0], output)
-    layer = test_decode.Classes(dtype=dtype)
+    layer = test_decode_classes.Classes(dtype=dtype)
     sinks, out = sinks_of(sum(layer.heads), has_sinks), layer.new_out(per_token=per_token)
     output = layer.run(isa=isa, out=out, per_token=per_token, soft_cap=soft_cap, sinks=sinks)
     own = [None] * 2 if sinks is None else sinks.split(layer.heads)

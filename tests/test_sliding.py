@@ -4,10 +4,10 @@ import logging
 
 import numpy as np
 import pytest
+import streaming
 import test_async
 import test_poison
 import test_serving_cache
-import test_sessions
 import test_tokens
 import torch
 from engine import exactly, logprobs_of, random_prompt, random_requests
@@ -176,15 +176,15 @@ def test_a_request_that_pauses_keeps_its_holes(engine, models):
 
 @pytest.mark.parametrize("queued", [False, True], ids=["one-by-one", "queued"])
 def test_turns_of_a_session_go_on_with_holes_and_scores(engine, models, queued):
-    model, policy = models("in-turn"), test_sessions.POLICIES["h2o"]
-    server, dense = engine(policy, model=model, max_num_batched_tokens=test_sessions.CHUNK), DenseLlama(model)
-    sessions = test_sessions.Sessions(server)
-    test_sessions.talk(sessions, test_sessions.TURNS, queued=queued)
+    model, policy = models("in-turn"), streaming.POLICIES["h2o"]
+    server, dense = engine(policy, model=model, max_num_batched_tokens=streaming.CHUNK), DenseLlama(model)
+    sessions = streaming.Sessions(server)
+    streaming.talk(sessions, streaming.TURNS, queued=queued)
     tokens = sessions.tokens("s")
-    choices, logits = test_sessions.replay(dense, sessions, "s", tokens, [(0, policy)], random_prompt(150))
+    choices, logits = streaming.replay(dense, sessions, "s", tokens, [(0, policy)], random_prompt(150))
     assert len(choices) >= 4 and all(got == want for got, want in choices.values()), choices
-    turns = [length for length, _ in test_sessions.TURNS]
-    test_sessions.assert_like_oracle(sessions, "s", dense, logits, tokens, turns)
+    turns = [length for length, _ in streaming.TURNS]
+    streaming.assert_like_oracle(sessions, "s", dense, logits, tokens, turns)
     sessions.end("s")
 
 

@@ -56,7 +56,8 @@ from .double import Worker
 from .engines import make_hasher, make_scheduler
 from .host import HostTier
 from .invariants import Invariants
-from .program import STOP, Maker, Op, Program, shrink
+from .program import STOP, Maker, Op, Program
+from .shrink import shrink
 
 
 class Simulation(Invariants):
