@@ -1,6 +1,7 @@
 """Tiny models with multi-head latent attention (MLA), random weights, and transformers' own of the same weights."""
 
 import sys
+from contextlib import contextmanager
 from importlib import import_module
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -95,6 +96,14 @@ def mended_rotation():
     Stock's own answers then depend on what else a step computes.
     """
     return patch.object(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
+
+
+@contextmanager
+def reference_mla():
+    """Context of `mended_rotation` in which vLLM takes CPU_MLA on every CPU. On one with AMX it takes AMX_MLA, for drafts
+    even beside `attention_backend="CPU_MLA"`, and AMX_MLA has no float32."""
+    with mended_rotation(), patch("torch.cpu._is_amx_tile_supported", return_value=False):
+        yield
 
 
 def keep_what_is_asked(monkeypatch):

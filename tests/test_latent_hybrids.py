@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine import PLAN, after, assert_like_stock, logprobs_of, random_prompt
 from interpreter import in_place_of, use_kernels
-from latent import keep_what_is_asked, mended_rotation, take_large_tiles
+from latent import keep_what_is_asked, reference_mla, take_large_tiles
 from latent import stand_in as in_place_of_device
 from linear import stand_in, stand_in_for_kimi
 from oracle.latent_hybrids import LATENT_HYBRIDS, DenseLatentHybrid, make_latent_hybrid
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.since("0.32", "it splits blocks for backends in block t
 def linear(monkeypatch):
     stand_in(monkeypatch)
     keep_what_is_asked(monkeypatch)
-    with mended_rotation():
+    with reference_mla():
         yield
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine import assert_like_stock, logprobs_of, random_prompt
 from interpreter import in_place_of, use_kernels
-from latent import MODELS, keep_what_is_asked, make_latent, mended_rotation, stand_in, take_large_tiles
+from latent import MODELS, keep_what_is_asked, make_latent, reference_mla, stand_in, take_large_tiles
 from vllm.triton_utils import HAS_TRITON
 
 from vllm_evict.compute import sums
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.since("0.32", "its FLASH_ATTN_MLA can't be imported wit
 
 @pytest.fixture(autouse=True)
 def rotation():
-    with mended_rotation():
+    with reference_mla():
         yield
 
 

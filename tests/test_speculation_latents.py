@@ -3,7 +3,7 @@
 import pytest
 import torch
 from drafting import NGRAM, SERVED, VOCAB, Drafter, LayeredDrafter, prompt_of, serve, speculative
-from latent import DenseLatent, add_mtp, keep_what_is_asked, make_latent, mended_rotation
+from latent import DenseLatent, add_mtp, keep_what_is_asked, make_latent, reference_mla
 from parity import assert_like_oracle
 from safetensors.torch import load_file
 from test_drafters import assert_full_is_stock
@@ -35,7 +35,7 @@ DEEPSEEK, GLM, PLAIN = MODELS
 @pytest.fixture(autouse=True)
 def latents(monkeypatch):
     keep_what_is_asked(monkeypatch)
-    with mended_rotation():
+    with reference_mla():
         yield
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from drafting import MODEL, NGRAM, make_eagle, speculative
 from engine import V2, Engine
-from latent import make_latent, mended_rotation
+from latent import make_latent, reference_mla
 from oracle.hybrids import HYBRIDS, make_tiny_hybrid
 from oracle.tiny import make_tiny_llama
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -277,7 +277,7 @@ class Models:
 
     def _made(self, case, *policy, **options):
         """An engine of the case's model."""
-        with mended_rotation() if case.model == "latent" else nullcontext():
+        with reference_mla() if case.model == "latent" else nullcontext():
             return Engine(self.path(case.model), *policy, **options)
 
     def gates(self, sink, recent):
