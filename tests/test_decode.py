@@ -15,7 +15,7 @@ from vllm_evict.compute.kernels.decode import (
     decode_mass,
     decode_mass_reference,
 )
-from vllm_evict.compute.kernels.mass import block_mass, pack_keys
+from vllm_evict.compute.kernels.mass import block_mass, pack_keys, pack_values, unpack_keys, unpack_values
 from vllm_evict.compute.kernels.paged import PagedAttention
 
 
@@ -32,8 +32,9 @@ class Batch:
         self.layout, self.scale, self.heads = layout, dim**-0.5, heads
         blocks = [-(-length // block_size) for length in seq_lens]
         pages = torch.randn(sum(blocks) + 3, heads[1], 2 * block_size, dim, generator=random) * magnitude
-        pages[:, :, :block_size] = pack_keys(pages[:, :, :block_size].contiguous(), layout)
         pages = pages.to(dtype)
+        pages[:, :, :block_size] = pack_keys(pages[:, :, :block_size].contiguous(), layout)
+        pages[:, :, block_size:] = pack_values(pages[:, :, block_size:].contiguous(), layout)
         self.keys, self.values = pages[:, :, :block_size], pages[:, :, block_size:]
         queries = queries or [1 if row % 2 == 0 else min(length, 3) for row, length in enumerate(seq_lens)]
         self.starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
@@ -65,7 +66,7 @@ class Batch:
 LENGTHS = [1, 9, 31, 1, 64, 2, 333, 40, 1200]
 #: Of prompts: all queries of some, the last ones of others, in one pass over the keys and in several.
 QUERIES = [1, 2, 31, 1, 40, 2, 333, 3, 70]
-SHAPES = [  # heads, dim, block size, dtype
+SHAPES = [  # heads, dim, block size, dtype, layout
     ((4, 2), 64, 32, F32),
     ((4, 2), 64, 32, BF16),
     ((4, 2), 64, 32, F16),
@@ -77,6 +78,9 @@ SHAPES = [  # heads, dim, block size, dtype
     ((12, 4), 256, 64, F32),
     ((71, 1), 64, 64, BF16),
     ((2, 2), 16, 32, F32),
+    ((4, 2), 64, 32, BF16, "amx"),
+    ((5, 1), 112, 48, BF16, "amx"),
+    ((12, 4), 256, 64, BF16, "amx"),
 ]
 TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 8e-3}  # of the output: its own rounding
 
@@ -85,8 +89,8 @@ TOLERANCE = {F32: 3e-6, F16: 1e-3, BF16: 8e-3}  # of the output: its own roundin
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("sum_heads", [False, True])
 def test_matches_the_reference(isa, shape, sum_heads):
-    heads, dim, block_size, dtype = shape
-    batch = Batch(LENGTHS, heads, dim, block_size, dtype)
+    dtype = shape[3]
+    batch = Batch(LENGTHS, *shape)
     batch.weights = torch.rand(len(batch.query)) * (torch.rand(len(batch.query)) < 0.7)
     rows = 1 if sum_heads else None
     output, mass = batch.run(isa=isa, rows_of_mass=rows)
@@ -111,8 +115,8 @@ def test_the_mass_is_that_of_block_mass(isa):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prompts_match_the_reference(isa, shape):
     """By block and by token, where some queries have no weight; rows of one query beside them."""
-    heads, dim, block_size, dtype = shape
-    batch = Batch(LENGTHS, heads, dim, block_size, dtype, queries=QUERIES)
+    dtype = shape[3]
+    batch = Batch(LENGTHS, *shape, queries=QUERIES)
     batch.weights = torch.rand(len(batch.query)) * (torch.rand(len(batch.query)) < 0.7)
     batch.weights[: -len(batch.query) // 3] = 0
     for per_token in False, True:
@@ -152,16 +156,21 @@ def test_a_nan_key_shows_in_the_queries_that_see_it_and_in_no_mass_of_weight_0(i
 
 @each_isa
 @pytest.mark.parametrize("queries", [None, [1100, 1, 45], [200, 1, 30]], ids=["decodes", "all", "last"])
-def test_large_scores_and_foreign_nans(isa, queries):
+@pytest.mark.parametrize("layout", ["vec", "amx"])
+def test_large_scores_and_foreign_nans(isa, queries, layout):
     """Scores in the hundreds neither overflow nor vanish, and nothing behind the last token counts."""
-    batch = Batch([1100, 1, 45], magnitude=12.0, queries=queries)
+    dtype = BF16 if layout == "amx" else F32
+    batch = Batch([1100, 1, 45], magnitude=12.0, queries=queries, dtype=dtype, layout=layout)
     expected = batch.run(decode_mass_reference, None, torch.float64)
     for row, length in ((0, 1100), (2, 45)):
-        block, used = int(batch.table[row, length // 32]), length % 32
-        batch.values[block, :, used:] = torch.nan
-        batch.keys[block].view(2, 64, 32)[..., used:] = torch.nan
+        block, used = batch.table[row, length // 32 : length // 32 + 1].long(), length % 32
+        keys = unpack_keys(batch.keys[block], layout).clone()
+        values = unpack_values(batch.values[block], layout).clone()
+        keys[:, :, used:] = values[:, :, used:] = torch.nan
+        batch.keys[block], batch.values[block] = pack_keys(keys, layout), pack_values(values, layout)
     output, mass = batch.run(isa=isa)
-    torch.testing.assert_close(output, expected[0], rtol=1e-4, atol=4e-4 if queries else 1e-4)
+    apart = (TOLERANCE[BF16],) * 2 if layout == "amx" else (1e-4, 4e-4 if queries else 1e-4)
+    torch.testing.assert_close(output, expected[0], rtol=apart[0], atol=apart[1])
     torch.testing.assert_close(mass.double(), expected[1], rtol=1e-4, atol=1e-6)
 
 
@@ -219,8 +228,8 @@ def per_block(mass, block_size):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("sum_heads", [False, True])
 def test_each_tokens_mass_matches_the_reference(isa, shape, sum_heads):
-    heads, dim, block_size, dtype = shape
-    batch = Batch(LENGTHS, heads, dim, block_size, dtype)
+    heads, _, block_size = shape[:3]
+    batch = Batch(LENGTHS, *shape)
     batch.weights = torch.rand(len(batch.query)) * (torch.rand(len(batch.query)) < 0.7)
     rows = 1 if sum_heads else None
     output, mass = batch.run(isa=isa, rows_of_mass=rows, per_token=True)

@@ -80,7 +80,7 @@ def compare_keys_as_on_a_device(monkeypatch):
 class Ops:
     """Stand for a backend's: each query puts mass on every block, or token."""
 
-    decodes_measured, decodes_lacking, takes_prompts = False, True, False
+    decodes_measured = False
 
     def kv_heads(self, kv_cache):
         return HEADS
@@ -135,6 +135,7 @@ def steps(policy, wrap, in_graphs=False, rejected=None, **options):
         group.tokens._pages = wrap(group.tokens._pages)
     group._identity = wrap(group._identity)
     runtime = EvictionRuntime([group], Ops())
+    runtime.outruns = True
     table = torch.zeros(4, 17, dtype=torch.int32)
     table[0, :10], table[1, :2] = torch.arange(1, 11), torch.arange(11, 13)
     found = []

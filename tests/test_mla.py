@@ -215,8 +215,8 @@ def test_full_is_stock_to_the_byte(engine, truths, architecture):
     assert_like_stock(engine, [random_prompt(200)], model=folder)
 
 
-def importances(model, prompt):
-    """By transformers, of each block of a prompt: attention mass of all queries, and the mean norm of its keys.
+def importances(model, prompt, size=BLOCK):
+    """By transformers, of each block of `size` tokens of a prompt: attention mass of all queries, and the mean norm of its keys.
 
     A key is the normalised latent beside the shared key, whose norm no rotation changes.
     """
@@ -237,7 +237,7 @@ def importances(model, prompt):
     mass = sum(layer[0].double().sum((0, 1)) for layer in attentions)
     keys = zip(norms[::2], norms[1::2])
     norm = sum((latent + shared[:, 512:].square().sum(-1)).sqrt() for shared, latent in keys)
-    return ([float(part.sum()) for part in mass.split(BLOCK)], [-float(part.mean()) for part in norm.split(BLOCK)])
+    return ([float(part.sum()) for part in mass.split(size)], [-float(part.mean()) for part in norm.split(size)])
 
 
 @pytest.mark.oracle("latents")

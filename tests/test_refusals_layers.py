@@ -234,29 +234,34 @@ def test_requests_whose_blocks_others_read_keep_the_stock_kernel(backend, fields
     assert layers._is_exact(config, KVPolicyConfig.parse({**H2O, **fields}), ops_for(backend)) == expected
 
 
+#: Backend, whether heads are split, whether the plugin's kernel outruns the layers' -> requests that it attends for under
+#: a policy that measures attention, and under another one.
 WHO = {
-    ("CPU_ATTN", False): ("requests with holes and measured requests", "requests with holes"),
-    ("FLASH_ATTN", False): ("measured requests", ""),
-    ("FLASHINFER", False): ("measured requests", ""),
-    ("FLASH_ATTN", True): ("requests with holes and measured requests", "requests with holes"),
+    ("CPU_ATTN", False, True): ("requests with holes and measured requests", "requests with holes"),
+    ("CPU_ATTN", False, False): ("measured requests", ""),
+    ("FLASH_ATTN", False, False): ("measured requests", ""),
+    ("FLASHINFER", False, False): ("measured requests", ""),
+    ("FLASH_ATTN", True, False): ("requests with holes and measured requests", "requests with holes"),
 }
 
 
 @pytest.mark.parametrize("decodes", [True, False])
 @pytest.mark.parametrize("measured", [True, False])
-@pytest.mark.parametrize("backend, split", WHO)
-def test_the_log_says_which_kernels_attend_and_measure(backend, split, measured, decodes):
+@pytest.mark.parametrize("backend, split, outruns", WHO)
+def test_the_log_says_which_kernels_attend_and_measure(backend, split, outruns, measured, decodes):
     ops = ops_for(backend)
     group = SimpleNamespace(decodes=decodes, graph_tokens=4096, selection=None)
     policy = KVPolicyConfig.parse(H2O if measured else UNMEASURED)
 
     def line(mode, in_graphs=False):
         config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-        return kernels_line(config, policy, EvictionRuntime([group], ops, ["pages"] * split, in_graphs), backend)
+        runtime = EvictionRuntime([group], ops, ["pages"] * split, in_graphs)
+        runtime.settle(decodes, outruns, exact=False)
+        return kernels_line(config, policy, runtime, backend)
 
-    told, own = line(CUDAGraphMode.NONE), WHO[backend, split][not measured] if decodes else ""
+    told, own = line(CUDAGraphMode.NONE), WHO[backend, split, outruns][not measured] if decodes else ""
     assert f"{backend}'s own kernel" in told and "graphs" not in told
-    does = "attends for" if backend == "CPU_ATTN" else "decodes"
+    does = "attends for" if outruns else "decodes"
     assert (f"the plugin's kernel {does} {own}" in told) == bool(own)
     assert ("attends to all requests" in told) != bool(own)
     assert ("output and mass in one read" in told) == (bool(own) and measured)
@@ -276,7 +281,7 @@ def test_the_log_says_which_kernels_attend_and_measure(backend, split, measured,
 def test_the_log_says_what_exact_leaves_to_the_plugin(backend, own):
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE))
     runtime = EvictionRuntime([SimpleNamespace(decodes=True, graph_tokens=4096, selection=None)], ops_for(backend))
-    runtime.exact = True
+    runtime.exact, runtime.outruns = True, backend == "CPU_ATTN"
     told = kernels_line(config, KVPolicyConfig.parse({**H2O, "exact": True}), runtime, backend)
     assert f" {own}, output and mass in one read" in told
 

@@ -53,6 +53,12 @@ inline int64_t entries(const MassArgs& a, int64_t r, int64_t blocks) {
   return a.per_token ? a.lens[r] : blocks;
 }
 
+// Whether queries and keys are multiplied in pairs of bfloat16.
+inline bool dots_pairs(const MassArgs& a, const Kernel& kernel) {
+  const bool bf16 = a.packing == Packing::bf16 || a.packing == Packing::amx;
+  return kernel.dots_pairs && bf16 && a.query_type == Type::bf16;
+}
+
 // Rows as the kernel stores them in Tiles::powers.
 inline int64_t power_rows(const Kernel& kernel, int64_t rows) {
   const int64_t last = rows % kernel.rows;

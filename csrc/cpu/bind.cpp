@@ -177,8 +177,7 @@ void block_mass(const py::handle& attention, const optional<string>& isa) {
 DecodeArgs check_decode(const py::handle& attention, const Tensor& rows, const Tensor& output) {
   DecodeArgs d{};
   d.mass = check_attention(attention);
-  require(d.mass.packing != Packing::amx && d.mass.dim % 16 == 0,
-          "decode_mass needs layout vec or vec16 and D a multiple of 16");
+  require(d.mass.dim % 16 == 0, "decode_mass needs D a multiple of 16");
   const auto query = field<Tensor>(attention, "query");
   const auto key_cache = field<Tensor>(attention, "key_cache");
   const auto value_cache = field<optional<Tensor>>(attention, "value_cache");

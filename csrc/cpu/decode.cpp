@@ -104,8 +104,7 @@ void Decode::plan() {
 
 // Layout of `memory`: packed queries, then the tokens that each row sees, then weights, then sinks.
 Rows Decode::rows(const Item& item, void* memory, bool with_queries) {
-  const bool pairs =
-      kernel_.dots_pairs && a_.packing == Packing::bf16 && a_.query_type == Type::bf16;
+  const bool pairs = dots_pairs(a_, kernel_);
   float* q = static_cast<float*>(memory);
   int32_t* seen = reinterpret_cast<int32_t*>(q + columns_ * a_.dim);
   float* weights = q + columns_ * (a_.dim + 1);

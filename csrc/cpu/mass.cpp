@@ -157,8 +157,7 @@ Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const De
   const int32_t* tokens = plan.tokens.data() + unit.first_token + first;
   const int64_t rows = count * group;
   const int64_t columns = round_up(rows, kRowAlign);
-  const bool bf16 = a.packing == Packing::bf16 || a.packing == Packing::amx;
-  const bool pairs = kernel.dots_pairs && bf16 && a.query_type == Type::bf16;
+  const bool pairs = dots_pairs(a, kernel);
   pack_queries(a, kernel, tokens, unit.kv_head * group, rows, pairs, scratch.q(i));
   const int32_t before = a.lens[request] - a.starts[request + 1];
   bool measured = false;

@@ -9,7 +9,7 @@ namespace vllm_evict {
 
 enum class Type { f32, bf16, f16 };
 
-// Packing of a block's keys: "vec" of some type, or "amx" (bfloat16).
+// Packing of a block's keys and values: "vec" of some type, or "amx" (bfloat16).
 enum class Packing { f32, bf16, f16, amx };
 
 // One call of block_mass or decode_mass. Strides count elements.
@@ -70,7 +70,7 @@ struct Tiles {
 
 // Attention so far of rows: output = sums / mass.
 struct Output {
-  const void* values;  // block 0, this head: [block_size, dim], of the keys' type and strides
+  const void* values;  // block 0, this head, of the keys' type, packing and strides
   float* sums;         // [rows up to Kernel::padded, dim]
   float* peak;         // [rows + kRowAlign]
   float* mass;
@@ -89,7 +89,7 @@ struct Kernel {
   int64_t (*padded)(int64_t count);
   // Statistics of the tiles of blocks [begin, end).
   void (*score)(const Rows&, const Blocks&, int64_t begin, int64_t end, const Tiles&);
-  // Attends to blocks [begin, end), and stores statistics if there are `tiles`. Not for amx.
+  // Attends to blocks [begin, end), and stores statistics if there are `tiles`.
   void (*attend)(const Rows&, const Blocks&, int64_t begin, int64_t end, const Tiles&,
                  const Output&);
   // out[block] += sum over rows of weight * softmax mass; consumes the tiles.
@@ -108,7 +108,7 @@ extern const Kernel* const portable_kernel;
 // Arguments of decode_mass for one class of heads, or for all. `keys` and `values` have the same strides.
 struct DecodeArgs {
   MassArgs mass;        // out is null for no mass
-  const void* values;   // [blocks, kv_heads, block_size, dim]
+  const void* values;   // [blocks, kv_heads, block_size * dim]
   const int32_t* rows;  // [num_rows], requests
   int64_t num_rows;
   void* output;  // [tokens, heads, dim], of the query's type

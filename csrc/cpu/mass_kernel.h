@@ -175,8 +175,11 @@ struct Pairs {
 // Layout of keys in a block. offset() is the offset of a token's first element. read() loads
 // two dims of LANES tokens; the next two dims are a step() away. kBytes are the bytes of
 // LANES tokens in a cache line.
+// Layout of its values: kTokens tokens are interleaved. value_offset() is the offset of a token's
+// dim, with a token of 0 that of a dim from another one in as many aligned dims. read_values() loads
+// LANES dims of kTokens tokens; the next tokens are a value_step() away.
 
-// Tokens of one dim are adjacent.
+// Tokens of one dim are adjacent; values are [block_size, dim].
 template <class T>
 struct DimRows {
   typedef T Element;
@@ -196,9 +199,15 @@ struct DimRows {
     __builtin_prefetch(from);
     __builtin_prefetch(from + block_size);
   }
+  static constexpr int kTokens = 1;
+  static int64_t value_offset(int64_t token, int64_t at, int64_t, int64_t dim) {
+    return token * dim + at;
+  }
+  static int64_t value_step(int64_t dim) { return dim; }
+  static void read_values(const T* from, Vec (&value)[1]) { value[0] = widen(from); }
 };
 
-// Pairs of dims of 16 tokens are adjacent.
+// Pairs of dims of 16 tokens are adjacent. Of values, pairs of tokens of 16 dims are.
 struct PairRows {
   typedef Bf16 Element;
   static constexpr int kBytes = LANES * 2 * sizeof(Bf16);
@@ -215,6 +224,16 @@ struct PairRows {
   static void read(const Bf16* from, int64_t, Pairs& to) { to.pairs = load<WordVec>(from); }
 #endif
   static void prefetch(const Bf16* from, int64_t) { __builtin_prefetch(from); }
+  static constexpr int kTokens = 2;
+  static int64_t value_offset(int64_t token, int64_t at, int64_t block_size, int64_t) {
+    return at / 16 * 16 * block_size + token / 2 * 32 + at % 16 * 2;
+  }
+  static int64_t value_step(int64_t) { return 32; }
+  static void read_values(const Bf16* from, Vec (&value)[2]) {
+    const WordVec pairs = load<WordVec>(from);
+    value[0] = (Vec)(pairs << 16);
+    value[1] = (Vec)(pairs & 0xffff0000);
+  }
 };
 
 // ---- Scores
@@ -352,44 +371,61 @@ void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
 
 // ---- Values
 
+// Adds p[row][token] * value to M rows' sums over C vectors of dims, for kCount tokens that lie together.
+template <class Keys, int M, int C, int kCount>
+inline __attribute__((always_inline)) void add_tokens(const typename Keys::Element* values,
+                                                      const Blocks& blocks, int64_t next_block,
+                                                      const float* p, int64_t p_stride,
+                                                      Vec (&sum)[M][C]) {
+  constexpr int kBytes = LANES * Keys::kTokens * sizeof(typename Keys::Element);
+  Vec value[C][Keys::kTokens];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; ++c) {
+    const auto* from = values + Keys::value_offset(0, c * LANES, blocks.size, blocks.dim);
+    Keys::read_values(from, value[c]);
+    if (c * kBytes % 64 == 0) __builtin_prefetch(from + next_block);
+  }
+#pragma GCC unroll 2
+  for (int t = 0; t < kCount; ++t)
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sum[m][c] += p[m * p_stride + t] * value[c][t];
+}
+
 // M rows' sums over C vectors of dims, scaled by `factor`, plus p[row][token] * value.
-template <class Element, int M, int C>
-inline void add_values(const Element* values, int64_t dim, int64_t tokens, int64_t next_block,
+template <class Keys, int M, int C>
+inline void add_values(const Blocks& blocks, const Tile<typename Keys::Element>& tile,
+                       const typename Keys::Element* values, int64_t first_dim, int64_t tokens,
                        const float* p, int64_t p_stride, Vec factor, float* sums) {
+  const int64_t dim = blocks.dim, step = Keys::value_step(dim);
   Vec sum[M][C];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) sum[m][c] = load<Vec>(sums + m * dim + c * LANES) * factor[m];
-  for (int64_t token = 0; token < tokens; ++token, ++p, values += dim) {
-    Vec value[C];
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) {
-      value[c] = widen(values + c * LANES);
-      if (c * LANES * sizeof(Element) % 64 == 0)
-        __builtin_prefetch(values + next_block + c * LANES);
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) sum[m][c] += p[m * p_stride] * value[c];
-  }
+  values += Keys::value_offset(tile.token, first_dim, blocks.size, dim);
+  for (; tokens >= Keys::kTokens; tokens -= Keys::kTokens, p += Keys::kTokens, values += step)
+    add_tokens<Keys, M, C, Keys::kTokens>(values, blocks, tile.next_block, p, p_stride, sum);
+  // The slot beside a last token may hold NaN.
+  if constexpr (Keys::kTokens == 2)
+    if (tokens) add_tokens<Keys, M, C, 1>(values, blocks, tile.next_block, p, p_stride, sum);
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) store(sums + m * dim + c * LANES, sum[m][c]);
 }
 
-template <class Element, int M, int C>
-inline void add_all_values(const Element* values, int64_t first_dim, int64_t dim, int64_t tokens,
-                           int64_t next_block, const float* p, int64_t p_stride, Vec factor,
-                           float* sums) {
-  for (; first_dim + C * LANES <= dim; first_dim += C * LANES)
-    add_values<Element, M, C>(values + first_dim, dim, tokens, next_block, p, p_stride, factor,
-                              sums + first_dim);
+template <class Keys, int M, int C>
+inline void add_all_values(const Blocks& blocks, const Tile<typename Keys::Element>& tile,
+                           const typename Keys::Element* values, int64_t first_dim, int64_t tokens,
+                           const float* p, int64_t p_stride, Vec factor, float* sums) {
+  for (; first_dim + C * LANES <= blocks.dim; first_dim += C * LANES)
+    add_values<Keys, M, C>(blocks, tile, values, first_dim, tokens, p, p_stride, factor,
+                           sums + first_dim);
   if constexpr (C > 1)
-    add_all_values<Element, M, C / 2>(values, first_dim, dim, tokens, next_block, p, p_stride,
-                                      factor, sums);
+    add_all_values<Keys, M, C / 2>(blocks, tile, values, first_dim, tokens, p, p_stride, factor,
+                                   sums);
 }
 
 // One step of online softmax: the tile's share of M rows' outputs, and its statistics.
@@ -430,9 +466,8 @@ void attend_tile(const Rows& rows, int64_t first, const Blocks& blocks,
   // Slots behind the last token that a row sees may hold NaN, so they are skipped, not multiplied by 0.
   const int64_t last = first + M < rows.count ? first + M : rows.count;
   const int64_t left = rows.seen[last - 1] - tile.position;
-  add_all_values<typename Keys::Element, M, kDims>(
-      values + tile.token * blocks.dim, 0, blocks.dim, left < kTokens ? left : kTokens,
-      tile.next_block, p, kTokens, factor, output.sums + first * blocks.dim);
+  add_all_values<Keys, M, kDims>(blocks, tile, values, 0, left < kTokens ? left : kTokens, p,
+                                 kTokens, factor, output.sums + first * blocks.dim);
 }
 
 enum Task { kScore, kScoreTokens, kAttend };
@@ -525,7 +560,9 @@ void attend(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, 
             const Output& output) {
 #ifdef DOT_BF16
   if (rows.pairs)
-    return walk<DimRows<Bf16>, Pairs, kAttend>(rows, blocks, begin, end, tiles, &output);
+    return blocks.packing == Packing::amx
+               ? walk<PairRows, Pairs, kAttend>(rows, blocks, begin, end, tiles, &output)
+               : walk<DimRows<Bf16>, Pairs, kAttend>(rows, blocks, begin, end, tiles, &output);
 #endif
   switch (blocks.packing) {
     case Packing::f32:
@@ -535,7 +572,7 @@ void attend(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, 
     case Packing::f16:
       return walk<DimRows<F16>, Dims, kAttend>(rows, blocks, begin, end, tiles, &output);
     case Packing::amx:
-      return;  // unreachable: decode_mass refuses "amx", whose values are packed in pairs of tokens
+      return walk<PairRows, Dims, kAttend>(rows, blocks, begin, end, tiles, &output);
   }
 }
 

@@ -58,7 +58,7 @@ def watch_bytes(worker):
     return compared
 
 
-def assert_like_dense(dense, prompt, output, mask):
+def assert_like_dense(dense, prompt, output, mask, atol=2e-3):
     """Log-probabilities of an answer are those of a dense model that sees what the mask says.
 
     Tokens that were computed again have the keys and values of their last time; so does one masked pass.
@@ -67,4 +67,4 @@ def assert_like_dense(dense, prompt, output, mask):
     logits, _ = dense.forward(ids, dense.new_cache(), mask[: len(ids), : len(ids)] | torch.eye(len(ids)).bool())
     logprobs = torch.log_softmax(logits.double(), -1)[len(prompt) - 1 : -1]
     tokens = list(output.outputs[0].token_ids)
-    np.testing.assert_allclose(logprobs_of(output), logprobs[range(len(tokens)), tokens], atol=2e-3)
+    np.testing.assert_allclose(logprobs_of(output), logprobs[range(len(tokens)), tokens], atol=atol)

@@ -42,6 +42,7 @@ class EvictionRuntime:
     Attributes:
         numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
         exact: whether the backend's kernel attends for all requests without holes.
+        outruns: whether the plugin's kernel is faster than the layers' own (see `BackendOps.outruns`).
         trouble: what went wrong with host blocks in the last step; None: nothing.
         copied: event after which the contents of the last reports are valid (see `transfer`); None: they are valid.
         views: views of the groups.
@@ -68,18 +69,30 @@ class EvictionRuntime:
         self.plan: EvictionPlan | None = None
         self.batch = Batch()
         self.views = Views(groups, self.batch)
-        self.exact = False
+        self.exact = self.outruns = False
         self.copied: Any = None
         self.trouble: HostTrouble | None = None
         #: Whether a plan has come. After the first plan each step with requests has a plan.
         self._planned = False
         self._scheduler_output: Any = None
         self._graph: Any = _UNKNOWN
-        # Scores of drafts, and selections, are for decodes alone.
-        plain = not speculates and all(group.selection is None for group in groups)
-        self.batch.takes_prompts = plain and ops is not None and ops.takes_prompts
         for group in groups:
             group.batch, group.views = self.batch, self.views
+
+    def settle(self, decodes: bool, outruns: bool, exact: bool) -> None:
+        """Take what is known once layers have their kernels.
+
+        Args:
+            decodes: whether the plugin's kernel can attend in place of the layers' own.
+            outruns: see `BackendOps.outruns`.
+            exact: whether the layers' own kernels attend for all requests without holes.
+        """
+        for group in self.groups:
+            group.decodes = decodes
+        self.outruns, self.exact = outruns, exact
+        # Scores of drafts, and selections, are for decodes alone.
+        plain = not self.speculates and all(group.selection is None for group in self.groups)
+        self.batch.takes_prompts = plain and outruns
 
     @torch.inference_mode()  # as caches and sums are
     def begin(self, scheduler_output: Any) -> None:
@@ -149,7 +162,7 @@ class EvictionRuntime:
     @property
     def decodes_lacking(self) -> bool:
         """Whether the plugin's kernel attends for requests with holes, in layers that it supports."""
-        return bool(self.pages) or self.ops.decodes_lacking
+        return bool(self.pages) or self.outruns
 
     @property
     def decodes_measured(self) -> bool:

@@ -50,7 +50,11 @@ def working_latent(layer: type, ops: BackendOps, block_size: int) -> type:
                 nope, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
                 query = q.new_empty(*q.shape[:2], self.head_size)
                 absorbed, query[..., self.kv_lora_rank :] = query[..., : self.kv_lora_rank], rotated
-                torch.bmm(nope.transpose(0, 1), self.W_UK_T, out=absorbed.transpose(0, 1))
+                nope, absorbed = nope.transpose(0, 1), absorbed.transpose(0, 1)
+                if getattr(self.impl, "uses_amx_bmm", False):  # AMX_MLA keeps its weights packed
+                    torch.ops._C.bmm_cpu(absorbed, nope, self.impl._w_uk_packed, True, self.impl._w_scale)
+                else:
+                    torch.bmm(nope, self.W_UK_T, out=absorbed)
                 cache = whole_blocks(self.kv_cache, block_size)
                 work.do(ops, self, getattr(self.impl, PLACE), query, cache, metadata, output)
 

@@ -397,12 +397,10 @@ def settle(
     decodes &= all(map(ops.can_decode, layers.values()))
     if config.selects and not decodes:
         raise KVPolicyError(
-            "select: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, keys "
-            "packed for AMX, fp8 caches, ALiBi slopes): leave select out"
+            "select: the plugin's decode kernel does not run here (VLLM_EVICT_DECODE=stock, a CPU without AVX2, fp8 "
+            "caches, ALiBi slopes): leave select out"
         )
-    for group in runtime.groups:
-        group.decodes = decodes
-    runtime.exact = _is_exact(vllm_config, config, ops)
+    runtime.settle(decodes, all(map(ops.outruns, layers.values())), _is_exact(vllm_config, config, ops))
 
 
 def _is_exact(vllm_config: VllmConfig, config: KVPolicyConfig, ops: BackendOps) -> bool:

@@ -18,7 +18,7 @@ BACKENDS = tuple(name for name in OPS if name not in LATENT)
 #: Those of them that run on a GPU.
 DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 #: Attention backends of multi-head latent attention (MLA) that run on a GPU.
-LATENT_DEVICE_BACKENDS = LATENT[1:]
+LATENT_DEVICE_BACKENDS = LATENT[2:]
 #: Device -> KV cache dtypes that its backends' ops read.
 SCORED_DTYPES = {
     "cpu": ("auto", "float16", "bfloat16", "float32"),

@@ -26,7 +26,6 @@ class CPUOps(WithoutScratch):
     """
 
     decodes_measured = True
-    takes_prompts = True
     beside = "block_mass"
 
     @staticmethod
@@ -40,11 +39,15 @@ class CPUOps(WithoutScratch):
 
     @staticmethod
     def can_decode(layer: Any) -> bool:
-        """Whether `decode` computes the same as the layer's own kernel, at least as fast."""
+        """Whether `decode` computes the same as the layer's own kernel, and faster than that kernel and `mass`."""
         impl = layer.impl
-        # Layout "amx" packs values too, and vLLM's AMX kernel is faster in spite of a second read of the keys.
-        readable = KEY_LAYOUTS.get(layer.isa) == "vec" and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
+        readable = layer.isa in KEY_LAYOUTS and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
         return impl.alibi_slopes is None and readable and kernel_path() not in ("torch reference", "portable")
+
+    @staticmethod
+    def outruns(layer: Any) -> bool:
+        """See `BackendOps.outruns`. vLLM's kernels for AMX are faster, several times so for prompts."""
+        return KEY_LAYOUTS.get(layer.isa) == "vec"
 
     @staticmethod
     def compact(

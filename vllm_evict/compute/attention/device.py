@@ -42,7 +42,6 @@ class DeviceOps(WithStockMetadata):
 
     beside = "query_lse and mass_from_lse"
     decodes_measured = True
-    decodes_lacking = False
     compiles = True
 
     def __init__(self) -> None:

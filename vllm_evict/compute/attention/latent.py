@@ -27,7 +27,7 @@ class Latents:
     """
 
     heads_dim = 0
-    decodes_measured = decodes_lacking = takes_prompts = False
+    decodes_measured = False
     splits_blocks = True
     whole_blocks = "FLASH_ATTN_MLA or TRITON_MLA"
     mass: Callable[..., None]
@@ -42,6 +42,11 @@ class Latents:
     @staticmethod
     def can_decode(layer: Any) -> bool:
         """Return False: the backend's kernel decodes."""
+        return False
+
+    @staticmethod
+    def outruns(layer: Any) -> bool:
+        """Return False, as `can_decode`."""
         return False
 
     @staticmethod

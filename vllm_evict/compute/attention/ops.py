@@ -15,12 +15,13 @@ OPS = {
     "FLASHINFER": ("flashinfer", "FlashInferOps"),
     "TRITON_ATTN": ("triton", "TritonOps"),
     "CPU_MLA": ("latent", "LatentOps"),
+    "AMX_MLA": ("latent", "LatentOps"),
     "FLASHMLA": ("latent", "DeviceLatentOps"),
     "FLASH_ATTN_MLA": ("latent", "DeviceLatentOps"),
     "TRITON_MLA": ("latent", "DeviceLatentOps"),
 }
 #: Backends of multi-head latent attention (MLA), on a CPU and on a device.
-LATENT = ("CPU_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
+LATENT = ("CPU_MLA", "AMX_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
 #: Backends whose metadata is for all heads of a layer. They do not run policies that split heads.
 WHOLE_LAYERS = ("FLASHINFER",)
 #: vLLM's names of float8_e4m3fn caches, with one scale for a layer's keys and one for its values.
@@ -37,8 +38,6 @@ class BackendOps(Protocol):
         heads_dim: dimension of a layer's cache that counts its KV heads.
         beside: names of the kernels of `mass`, for the log.
         decodes_measured: whether `decode`, which reads keys once, attends for measured requests.
-        decodes_lacking: whether `decode` attends for requests with holes, measured or not.
-        takes_prompts: whether `decode` attends for requests with several queries too.
         compiles: whether kernels are compiled at their first launch (see `attention.warmup`). They run on a device.
         capturing: whether calls are captured in a full CUDA graph, or warm one up.
         scratch_bytes: bytes that `reserve` allocates.
@@ -49,8 +48,6 @@ class BackendOps(Protocol):
     heads_dim: int
     beside: str
     decodes_measured: bool
-    decodes_lacking: bool
-    takes_prompts: bool
     compiles: bool
     capturing: bool
     scratch_bytes: int
@@ -63,6 +60,13 @@ class BackendOps(Protocol):
 
     def can_decode(self, layer: Any) -> bool:
         """Whether `decode` replaces the layer's own kernel."""
+        ...
+
+    def outruns(self, layer: Any) -> bool:
+        """Whether `decode` is faster than the layer's own kernel where it measures nothing, and for several queries.
+
+        Then it attends for requests with holes, measured or not, and for prompts.
+        """
         ...
 
     def scratch_for(
@@ -154,7 +158,7 @@ class BackendOps(Protocol):
     ) -> None:
         """Attend for the requests `rows`, and add their mass (arguments as in `kernels.decode`).
 
-        Each of them has one token, unless `takes_prompts`.
+        Each of them has one token, unless the kernel `outruns` the layers' own.
         """
         ...
 
@@ -192,13 +196,16 @@ class WithStockMetadata:
     """Parts of `BackendOps` for backends whose own metadata has all that the operations read."""
 
     heads_dim = 1
-    takes_prompts = False
     splits_blocks = False
     whole_blocks = "FLASH_ATTN or TRITON_ATTN"
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:
         return stock()
+
+    @staticmethod
+    def outruns(layer: Any) -> bool:
+        return False
 
     @staticmethod
     def kv_heads(kv_cache: Any) -> int:
@@ -209,7 +216,6 @@ class WithoutScratch(WithStockMetadata):
     """Parts of `BackendOps` for backends whose kernels need no reserved scratch."""
 
     decodes_measured = False
-    decodes_lacking = True
     compiles = False
     capturing = False
     scratch_bytes = 0

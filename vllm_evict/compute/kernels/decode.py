@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from .logits import probabilities, soft_capped
-from .mass import _C_cpu, check, per_block, require, unpack_keys
+from .mass import _C_cpu, check, per_block, require, unpack_keys, unpack_values
 from .paged import PagedAttention
 
 
@@ -22,7 +22,7 @@ def decode_mass(attention: PagedAttention, rows: torch.Tensor, output: torch.Ten
     of query heads that see it NaN.
 
     Args:
-        attention: on the CPU, D a multiple of 16, layout "vec" or "vec16". A token of weight 0 gets its output.
+        attention: on the CPU, D a multiple of 16. A token of weight 0 gets its output.
         rows: int32 [n], rows of the requests to attend for. Each may have any number of tokens.
         output: [T, H, D], of the query's dtype. Other requests' rows keep their contents.
         isa: as for `block_mass`.
@@ -69,8 +69,7 @@ def decode_mass_reference(attention: PagedAttention, rows: torch.Tensor, output:
     """`decode_mass` in plain torch, computed in float32 (float64 if the mass is)."""
     check(attention)
     query, mass, weights, sinks = attention.query, attention.mass, attention.weights, attention.sinks
-    readable = attention.layout != "amx" and query.shape[2] % 16 == 0
-    require(readable, "decode_mass needs layout vec or vec16 and D a multiple of 16")
+    require(query.shape[2] % 16 == 0, "decode_mass needs D a multiple of 16")
     value_cache = attention.value_cache
     require(value_cache is not None, "decode_mass needs value_cache")
     assert value_cache is not None
@@ -85,9 +84,8 @@ def decode_mass_reference(attention: PagedAttention, rows: torch.Tensor, output:
         hidden = torch.arange(seq_len) > (seq_len - starts[row + 1] + tokens)[:, None]
         blocks = attention.block_table[row, : -(-seq_len // block_size)].long()
         keys = unpack_keys(attention.key_cache[blocks], attention.layout)
-        keys, values = (
-            each.transpose(0, 1).flatten(1, 2)[:, None, :seq_len].to(dtype) for each in (keys, value_cache[blocks])
-        )
+        values = unpack_values(value_cache[blocks], attention.layout)
+        keys, values = (each.transpose(0, 1).flatten(1, 2)[:, None, :seq_len].to(dtype) for each in (keys, values))
         heads = query[tokens].to(dtype).unflatten(1, (num_kv_heads, -1)).movedim(0, 2)  # [Hkv, group, n, D]
         logits = soft_capped(heads @ keys.transpose(2, 3) * attention.scale, attention.soft_cap)
         own = None if sinks is None else sinks.view(num_kv_heads, attention.group, 1, 1)

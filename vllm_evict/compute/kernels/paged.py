@@ -26,12 +26,13 @@ class PagedAttention:
         query_start_loc: int32 [R + 1], offsets of the requests in `query`.
         seq_lens: int32 [R], resident tokens, this step's queries included.
         scale: factor on products before the softmax, times the scale of quantised keys.
-        value_cache: as `key_cache`, for kernels that attend; on a CPU in rows of D, with the strides of `key_cache`.
+        value_cache: as `key_cache`, for kernels that attend; on a CPU with the strides of `key_cache`.
         value_scale: factor on quantised values.
         soft_cap: cap of scaled products before the softmax (see `logits.soft_capped`); 0: none.
         sinks: [H], logits of learned sinks (see `logits.probabilities`), float32 on a CPU; None: none.
-        layout: how vLLM's CPU kernels pack a block's keys. "vec" and "vec16": element (t, d) at d * bs + t. "amx"
-            (bfloat16): at t // 16 * 16 * D + d // 2 * 32 + t % 16 * 2 + d % 2.
+        layout: how vLLM's CPU kernels pack a block. "vec" and "vec16": element (t, d) of the keys at d * bs + t, of the
+            values at t * D + d. "amx" (bfloat16): of the keys at t // 16 * 16 * D + d // 2 * 32 + t % 16 * 2 + d % 2,
+            of the values at d // 16 * 16 * bs + t // 2 * 32 + d % 16 * 2 + t % 2.
         mass: float32 [R, Hkv or 1, Wout], last dimension contiguous, other strides arbitrary. Wout is at least the
             number of blocks (with `per_token`, of tokens) of the longest request. Entries past a request's end stay.
             None: no mass is measured.

@@ -1,0 +1,171 @@
+"""CPUs with AMX, where vLLM has kernels of its own for bfloat16: MLA on AMX_MLA, and caches packed for tiles of AMX."""
+
+import numpy as np
+import pytest
+import torch
+from drafting import NGRAM
+from engine import assert_like_stock, logprobs_of, random_prompt
+from latent import MODELS, make_latent, mended_rotation
+from oracle.model import DenseLlama
+from oracle.visible import assert_like_dense, visible
+from test_mla import POLICIES, expected, importances
+from test_recall import NEEDLE, needles
+
+from vllm_evict.compute import sums
+from vllm_evict.compute.attention import cpu
+from vllm_evict.eval.score import score
+
+BLOCK = 32
+SIZES = {"budget": 160, "sink": 32, "recent": 32, "buffer": 32}
+H2O = {"name": "h2o", **SIZES}
+#: Largest difference of a log-probability in bfloat16 from transformers' in float32: rounding here, and a block too many
+#: or too few of these models.
+NOISE, MATTERS = 0.08, 0.3
+pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")
+
+
+@pytest.fixture(autouse=True)
+def rotation():
+    with mended_rotation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory):
+    """Architecture -> directory, and transformers' model of the same weights, in float32."""
+    made = {}
+
+    def make(architecture="DeepseekV3ForCausalLM"):
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp("models") / architecture
+            made[architecture] = folder, make_latent(folder, architecture)
+        return made[architecture]
+
+    return make
+
+
+@pytest.fixture
+def serve(engine, truths):
+    """Makes engines on AMX_MLA, which vLLM chooses by itself."""
+
+    def make(policy=H2O, architecture="DeepseekV3ForCausalLM", **options):
+        folder, _ = truths(architecture)
+        server = engine(policy, model=folder, dtype="bfloat16", block_size=BLOCK, **options)
+        assert server.manager.kv_cache_spec.backend == "AMX_MLA" and server.manager.block_size == BLOCK
+        return server
+
+    return make
+
+
+@pytest.mark.oracle("latents")
+@pytest.mark.both_runners("DeepseekV3ForCausalLM")
+@pytest.mark.parametrize("architecture", MODELS)
+def test_logprobs_after_evictions_are_those_of_transformers(serve, truths, poisoned, architecture):
+    """Of requests under all policies in one batch, prompts in chunks beside decodes; freed blocks are full of NaN."""
+    _, model = truths(architecture)
+    server = serve(H2O, architecture, max_num_batched_tokens=200)
+    prompts = [random_prompt(230 + 10 * number, number) for number in range(len(POLICIES))]
+    asked = [{"max_tokens": 70, "logprobs": 0, "extra_args": {"kv_policy": policy}} for policy in POLICIES]
+    outputs, traces = server.traced(list(zip(prompts, asked)))
+    moved = 0
+    for policy, prompt, output, trace in zip(POLICIES, prompts, outputs, traces):
+        assert sum(map(len, trace.evicted)) > 3, policy
+        want = expected(model, prompt, output, trace, BLOCK)
+        np.testing.assert_allclose(logprobs_of(output), want, atol=NOISE, err_msg=policy)
+        trace.evicted = [[] for _ in trace.evicted]
+        moved = max(moved, abs(logprobs_of(output) - expected(model, prompt, output, trace, BLOCK)).max())
+    assert moved > MATTERS
+    server.assert_nothing_left()
+
+
+def test_later_requests_hit_pure_blocks(serve, truths):
+    _, model = truths()
+    server = serve(max_num_batched_tokens=96)
+    prompts = [random_prompt(n, n) for n in (40, 300, 350)]
+    asked = {"max_tokens": 30, "logprobs": 0}
+    server.traced([(prompt, asked) for prompt in prompts])
+    outputs, traces = server.traced([(prompt, asked) for prompt in prompts])
+    for prompt, output, trace in zip(prompts, outputs, traces):
+        assert BLOCK <= trace.start <= 288  # what was computed before the first eviction
+        trace.steps.insert(0, trace.start)
+        trace.evicted.insert(0, [])
+        np.testing.assert_allclose(logprobs_of(output), expected(model, prompt, output, trace, BLOCK), atol=NOISE)
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_full_is_stock_to_the_byte(engine, truths, architecture):
+    options = {"model": truths(architecture)[0], "dtype": "bfloat16", "block_size": BLOCK}
+    assert_like_stock(engine, [random_prompt(200)], {"name": "h2o", **SIZES, "budget": 512}, **options)
+
+
+def test_full_with_drafts_is_stock_to_the_byte(engine, truths):
+    options = {"model": truths()[0], "dtype": "bfloat16", "block_size": BLOCK, "speculative_config": NGRAM}
+    assert_like_stock(engine, [random_prompt(20) * 10], **options)
+
+
+@pytest.mark.oracle("latents")
+def test_mass_is_what_transformers_attends_to(serve, truths, monkeypatch):
+    reports, report = [], sums.RunningSums.report
+    monkeypatch.setattr(sums.RunningSums, "report", lambda *args: reports.append(report(*args)) or reports[-1])
+    _, model = truths()
+    server = serve({**H2O, "accumulate": "sum"})
+    prompt = random_prompt(250)
+    want, _ = importances(model, prompt, BLOCK)
+    server.generate([prompt], max_tokens=2)
+    (mass,) = (each.statistics["mass"] for found in reports for each in found.values())
+    np.testing.assert_allclose(mass / mass.sum(), np.divide(want, sum(want)), rtol=0.02)
+
+
+# --- caches packed for tiles of AMX -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Numbers of queries of the requests that the plugin's kernel attends for, in each call."""
+    seen, decode_mass = [], cpu.decode_mass
+
+    def watched(attention, rows, *args):
+        assert attention.layout == "amx"
+        seen.append(attention.query_start_loc.diff()[rows.long()].tolist())
+        return decode_mass(attention, rows, *args)
+
+    monkeypatch.setattr(cpu, "decode_mass", watched)
+    return seen
+
+
+@pytest.mark.oracle("full attention")
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", ["h2o", "sink-window"])
+def test_the_plugin_decodes_measured_requests_alone(engine, tiny, poisoned, decoded, name, exact):
+    """Prompts, and requests that nothing measures, stay with vLLM's kernel, which is faster there."""
+    policy = {**H2O, "name": name, "exact": exact}
+    server = engine(policy, dtype="bfloat16", block_size=BLOCK, max_num_batched_tokens=96, max_model_len=2048)
+    prompts, masks = [random_prompt(n, n) for n in (40, 300, 450)], visible(server)
+    asked = [(prompt, {"max_tokens": 100, "logprobs": 0}) for prompt in prompts]
+    dense = DenseLlama(tiny)
+    for (prompt, output, trace), mask in zip(server.answered(asked), masks.values(), strict=True):
+        assert_like_dense(dense, prompt, output, mask, atol=2 * NOISE)
+        if len(prompt) > 40:
+            assert sum(map(len, trace.evicted)) > 4
+            with pytest.raises(AssertionError):  # what was evicted matters to this model
+                assert_like_dense(dense, prompt, output, torch.ones_like(mask).tril(), atol=2 * MATTERS)
+    assert {length for lengths in decoded for length in lengths} == ({1} if name == "h2o" else set())
+    server.assert_nothing_left()
+
+
+def test_full_and_covering_budgets_are_stock_to_the_byte_where_exact(engine):
+    prompts = [random_prompt(n, n) for n in (40, 300)]
+    covering = {**H2O, "budget": 1024, "exact": True}
+    assert_like_stock(engine, prompts, covering, dtype="bfloat16", block_size=BLOCK)
+
+
+@pytest.mark.parametrize("select", [{"dense_layers": 0}, {"filter_layers": [2]}], ids=["quest", "omnikv"])
+def test_decodes_attend_to_selected_blocks(engine, decoded, select):
+    """A tenth of each context is read, and answers are right."""
+    samples, ids = needles()
+    policy = {"name": "full", "select": 224, "select_sink": 32, "select_recent": 32, **select}
+    server = engine(policy, model=NEEDLE, dtype="bfloat16", blocks=1500, max_model_len=2304, block_size=BLOCK)
+    outputs = server.generate(list(ids.values()), max_tokens=4)
+    right = [score(output.outputs[0].text, sample) for output, sample in zip(outputs, samples.values())]
+    assert sum(right) >= 9 and decoded
