@@ -20,7 +20,7 @@ def kernels() -> list[str]:
     if mass._C_cpu is None:
         return []
     found = []
-    for isa in ("avx512_bf16", "avx512", "avx2", "portable"):
+    for isa in ("amx_bf16", "avx512_bf16", "avx512", "avx2", "portable"):
         with contextlib.suppress(ValueError):
             found.append(mass.kernel_path(isa))
     return found
@@ -122,6 +122,9 @@ SHAPES = [  # heads, dim, block size, dtype, layout, batch
     ((6, 2), 256, 64, F32, "vec", PREFILL),
     ((4, 2), 256, 16, BF16, "amx", MIXED),
     ((71, 1), 64, 64, F32, "vec", MIXED),  # more heads than rows in a pass
+    ((71, 1), 64, 64, BF16, "amx", MIXED),
+    ((6, 1), 96, 48, BF16, "amx", PREFILL),  # one vector of tokens at a time, and rows that fill no tile
+    ((7, 1), 32, 32, BF16, "amx", MIXED),
     ((2, 2), 128, 32, F16, "vec", DECODE),
     ((8, 1), 128, 16, F16, "vec16", PREFILL),
 ]
@@ -139,8 +142,9 @@ def test_matches_reference(isa, shape, sum_heads):
 
 
 @each_isa
-def test_long_prefill_in_many_passes(isa):
-    batch = Batch([1500], [1700], heads=(4, 1), dim=32)
+@pytest.mark.parametrize("layout, dtype", [("vec", F32), ("amx", BF16)])
+def test_long_prefill_in_many_passes(isa, layout, dtype):
+    batch = Batch([1500], [1700], heads=(4, 1), dim=32, dtype=dtype, layout=layout)
     assert_close(batch.run(isa), batch.reference())
 
 
@@ -290,10 +294,11 @@ def test_a_nan_key_gives_nan_mass(isa, shape, per_token):
 
 
 @each_isa
-def test_same_bits_for_any_number_of_threads(isa, set_threads):
+@pytest.mark.parametrize("layout, dtype", [("vec", F32), ("amx", BF16)])
+def test_same_bits_for_any_number_of_threads(isa, layout, dtype, set_threads):
     long_decode = [1, 1], [5000, 300]
     for query_lens, seq_lens in (DECODE, PREFILL, MIXED, long_decode, ([300], [2000])):
-        batch = Batch(query_lens, seq_lens)
+        batch = Batch(query_lens, seq_lens, dtype=dtype, layout=layout)
         results = []
         for threads in (1, 2, 3, 8, 8):
             set_threads(threads)

@@ -53,10 +53,12 @@ inline int64_t entries(const MassArgs& a, int64_t r, int64_t blocks) {
   return a.per_token ? a.lens[r] : blocks;
 }
 
-// Whether queries and keys are multiplied in pairs of bfloat16.
-inline bool dots_pairs(const MassArgs& a, const Kernel& kernel) {
+// How a kernel takes `rows` rows. Fewer than half a tile are not worth one, and a tile has 32 dims.
+inline Queries queries_of(const MassArgs& a, const Kernel& kernel, int64_t rows, bool attends) {
   const bool bf16 = a.packing == Packing::bf16 || a.packing == Packing::amx;
-  return kernel.dots_pairs && bf16 && a.query_type == Type::bf16;
+  if (!bf16 || a.query_type != Type::bf16 || !kernel.dots_pairs) return Queries::floats;
+  const bool tiles = kernel.dots_tiles && a.packing == Packing::amx && a.dim % 32 == 0;
+  return tiles && !attends && 2 * rows >= kTileRows ? Queries::tiles : Queries::pairs;
 }
 
 // Rows as the kernel stores them in Tiles::powers.
@@ -121,8 +123,20 @@ inline void pack_pairs(const c10::BFloat16* from, int64_t dim, uint32_t* to, int
 
 // The layout of Rows::q, with zeros where a group is padded.
 inline void pack_queries(const MassArgs& a, const Kernel& kernel, const int32_t* tokens,
-                         int64_t first_head, int64_t rows, bool pairs, float* q) {
+                         int64_t first_head, int64_t rows, Queries queries, float* q) {
   const int64_t group = a.heads / a.kv_heads;
+  if (queries == Queries::tiles) {
+    auto to = reinterpret_cast<c10::BFloat16*>(q);
+    for (int64_t row = 0; row < rows; ++row, to += a.dim)
+      std::memcpy(to,
+                  static_cast<const c10::BFloat16*>(a.query) +
+                      tokens[row / group] * a.query_token_stride +
+                      (first_head + row % group) * a.query_head_stride,
+                  a.dim * sizeof(*to));
+    std::memset(to, 0, (round_up(rows, kTileRows) - rows) * a.dim * sizeof(*to));
+    return;
+  }
+  const bool pairs = queries == Queries::pairs;
   const int64_t words = pairs ? a.dim / 2 : a.dim;
   for (int64_t begin = 0; begin < rows; begin += kernel.rows) {
     const int64_t count = std::min(kernel.rows, rows - begin);

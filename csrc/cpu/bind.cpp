@@ -3,6 +3,11 @@
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/utils/pybind.h>
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <optional>
 #include <string>
@@ -56,6 +61,21 @@ Packing check_packing(const string& layout, Type type) {
   return type == Type::f32 ? Packing::f32 : type == Type::bf16 ? Packing::bf16 : Packing::f16;
 }
 
+#if defined(__x86_64__)
+// Whether the CPU has AMX for bfloat16, and Linux gives this process its registers.
+bool may_use_amx() {
+#if defined(__linux__)
+  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  unsigned a, b, c, d = 0;
+  __get_cpuid_count(7, 0, &a, &b, &c, &d);
+  return (d & kBf16) && (d & kTiles) && !syscall(SYS_arch_prctl, kRequestPermission, kTileData);
+#else
+  return false;
+#endif
+}
+#endif
+
 bool runs(const Kernel* kernel) {
   if (!kernel) return false;
 #if defined(__x86_64__)
@@ -65,7 +85,9 @@ bool runs(const Kernel* kernel) {
                       __builtin_cpu_supports("avx512vl");
   if (kernel == avx2_kernel) return avx2;
   if (kernel == avx512_kernel) return avx512;
-  if (kernel == avx512_bf16_kernel) return avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (kernel == avx512_bf16_kernel) return bf16;
+  if (kernel == amx_bf16_kernel) return bf16 && may_use_amx();
 #endif
   return true;
 }
@@ -74,7 +96,8 @@ const Kernel& choose_kernel(const optional<string>& isa) {
   // In the order of speed, the fastest first.
   static const std::vector<const Kernel*> kernels = [] {
     std::vector<const Kernel*> found;
-    for (const Kernel* kernel : {avx512_bf16_kernel, avx512_kernel, avx2_kernel, portable_kernel})
+    for (const Kernel* kernel : {amx_bf16_kernel, avx512_bf16_kernel, avx512_kernel, avx2_kernel,
+                                 portable_kernel})
       if (runs(kernel)) found.push_back(kernel);
     return found;
   }();
@@ -82,7 +105,7 @@ const Kernel& choose_kernel(const optional<string>& isa) {
   for (const Kernel* kernel : kernels)
     if (*isa == kernel->name) return *kernel;
   throw py::value_error(
-      "isa must be avx512_bf16, avx512, avx2 or portable, and one that this CPU runs");
+      "isa must be amx_bf16, avx512_bf16, avx512, avx2 or portable, and one that this CPU runs");
 }
 
 string kernel_path(const optional<string>& isa) { return choose_kernel(isa).name; }

@@ -104,18 +104,18 @@ void Decode::plan() {
 
 // Layout of `memory`: packed queries, then the tokens that each row sees, then weights, then sinks.
 Rows Decode::rows(const Item& item, void* memory, bool with_queries) {
-  const bool pairs = dots_pairs(a_, kernel_);
+  const Queries queries = queries_of(a_, kernel_, group_, true);
   float* q = static_cast<float*>(memory);
   int32_t* seen = reinterpret_cast<int32_t*>(q + columns_ * a_.dim);
   float* weights = q + columns_ * (a_.dim + 1);
   if (with_queries)
-    pack_queries(a_, kernel_, &item.token, item.kv_head * group_, group_, pairs, q);
+    pack_queries(a_, kernel_, &item.token, item.kv_head * group_, group_, queries, q);
   std::fill_n(seen, group_, a_.lens[item.request]);
   std::fill_n(weights, columns_, 0.f);
   std::fill_n(weights, group_, a_.weights ? a_.weights[item.token] : 1.f);
   float* sinks = weights + columns_;
   fill_sinks(a_, item.kv_head * group_, group_, columns_, sinks);
-  return {q, pairs, a_.scale * kLog2e, a_.soft_cap * kLog2e, seen, weights,
+  return {q, queries, a_.scale * kLog2e, a_.soft_cap * kLog2e, seen, weights,
           a_.sinks ? sinks : nullptr, group_};
 }
 

@@ -157,8 +157,8 @@ Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const De
   const int32_t* tokens = plan.tokens.data() + unit.first_token + first;
   const int64_t rows = count * group;
   const int64_t columns = round_up(rows, kRowAlign);
-  const bool pairs = dots_pairs(a, kernel);
-  pack_queries(a, kernel, tokens, unit.kv_head * group, rows, pairs, scratch.q(i));
+  const Queries queries = queries_of(a, kernel, rows, d != nullptr);
+  pack_queries(a, kernel, tokens, unit.kv_head * group, rows, queries, scratch.q(i));
   const int32_t before = a.lens[request] - a.starts[request + 1];
   bool measured = false;
   for (int64_t row = 0; row < rows; ++row) {
@@ -185,7 +185,7 @@ Pass prepare(const MassArgs& a, const Kernel& kernel, const Plan& plan, const De
     std::fill_n(output.peak, columns + kRowAlign, kUnseen);
     std::fill_n(output.mass, columns + kRowAlign, 0.f);
   }
-  return {{scratch.q(i), pairs, a.scale * kLog2e, a.soft_cap * kLog2e, scratch.seen(i),
+  return {{scratch.q(i), queries, a.scale * kLog2e, a.soft_cap * kLog2e, scratch.seen(i),
            scratch.weights(i), a.sinks ? scratch.sinks(i) : nullptr, rows},
           {static_cast<const char*>(a.keys) + head, a.packing, a.key_block_stride, a.block_size,
            a.dim, a.table + request * a.table_stride},

@@ -35,12 +35,15 @@ struct MassArgs {
   int64_t requests, tokens, heads, kv_heads, dim, block_size, num_blocks;
 };
 
-// Query rows (a token and a head each) that read the same keys, in the order of
-// their tokens. `q` holds groups of Kernel::rows rows: floats [dim, rows of the
-// group], or words of two bfloat16 [dim / 2, rows of the group] if `pairs`.
+// How Rows::q holds queries. In groups of Kernel::rows rows: floats [dim, rows of the group], or
+// words of two bfloat16 [dim / 2, rows of the group]. Or bfloat16 [rows up to a multiple of
+// kTileRows, dim].
+enum class Queries { floats, pairs, tiles };
+
+// Query rows (a token and a head each) that read the same keys, in the order of their tokens.
 struct Rows {
   const void* q;
-  bool pairs;
+  Queries queries;
   float scale;           // of q * k, to make exp2(score) the softmax weight
   float soft_cap;        // of scaled scores; 0: none
   const int32_t* seen;   // tokens that each row sees, ascending
@@ -77,12 +80,14 @@ struct Output {
 };
 
 constexpr int64_t kRowAlign = 16;
+constexpr int64_t kTileRows = 32;
 constexpr float kUnseen = -1e30f;  // peak of a tile that a row does not see; its mass is 0
 
 struct Kernel {
   const char* name;
   int64_t rows;     // rows scored together
-  bool dots_pairs;  // takes Rows::pairs if queries and keys are bfloat16
+  bool dots_pairs;  // takes Queries::pairs if queries and keys are bfloat16
+  bool dots_tiles;  // score() takes Queries::tiles if keys are packed for them
   // Tokens in a tile; divides block_size.
   int64_t (*tile_tokens)(int64_t block_size);
   // Rows that a group of `count` <= rows takes in Rows::q.
@@ -100,6 +105,7 @@ struct Kernel {
 };
 
 // Null if the compiler or the architecture lacks the instruction set.
+extern const Kernel* const amx_bf16_kernel;
 extern const Kernel* const avx512_bf16_kernel;
 extern const Kernel* const avx512_kernel;
 extern const Kernel* const avx2_kernel;

@@ -6,7 +6,8 @@
 // and, if there are instructions for them,
 //   WIDEN_U16   LANES uint16 to uint32,
 //   WIDEN_F16   LANES float16 to float32,
-//   DOT_BF16    float + dot product of two pairs of bfloat16, in each of LANES words.
+//   DOT_BF16    float + dot product of two pairs of bfloat16, in each of LANES words,
+//   AMX         that the CPU multiplies tiles of bfloat16.
 // Use only GCC vector extensions and always-inline intrinsics here. The linker could
 // replace a standard header's inline function by the copy of another source file, and
 // a lambda does not inherit the file's target.
@@ -277,6 +278,28 @@ inline void add_dims(const typename Keys::Element* (&from)[N], int64_t block_siz
   }
 }
 
+// Scales, caps and hides products of M rows and N vectors of tokens.
+template <int N, int M>
+inline __attribute__((always_inline)) void finish_scores(const Rows& rows, int64_t first,
+                                                         int64_t position, Vec (&score)[M][N]) {
+  const int64_t last = rows.count - 1;
+  const bool all_seen = rows.seen[first] >= position + N * LANES;
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      Vec s = score[m][n] * rows.scale;
+      if (rows.soft_cap != 0.f) s = soft_capped(s, rows.soft_cap);
+      if (!all_seen) {
+        const int64_t row = first + m < last ? first + m : last;
+        const int64_t seen = rows.seen[row] - (position + n * LANES);
+        s = lane_numbers(Lanes{}) < (int32_t)seen ? s : splat(-__builtin_inff());
+      }
+      score[m][n] = s;
+    }
+  }
+}
+
 // Scores of M rows against N vectors of tokens, in registers.
 template <class Keys, class Operand, int N, int M>
 inline __attribute__((always_inline)) void score_rows(const Rows& rows, int64_t first,
@@ -306,24 +329,12 @@ inline __attribute__((always_inline)) void score_rows(const Rows& rows, int64_t 
     if (pairs) add_dims<Keys, Operand>(from, blocks.size, tile.next_block, q, even, even);
   }
 
-  const int64_t last = rows.count - 1;
-  const bool all_seen = rows.seen[first] >= tile.position + N * LANES;
 #pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
+  for (int m = 0; m < M; ++m)
 #pragma GCC unroll 2
-    for (int n = 0; n < N; ++n) {
-      Vec s = sums[0][m][n];
-      if (kChains == 2) s += sums[1][m][n];
-      s *= rows.scale;
-      if (rows.soft_cap != 0.f) s = soft_capped(s, rows.soft_cap);
-      if (!all_seen) {
-        const int64_t row = first + m < last ? first + m : last;
-        const int64_t seen = rows.seen[row] - (tile.position + n * LANES);
-        s = lane_numbers(Lanes{}) < (int32_t)seen ? s : splat(-__builtin_inff());
-      }
-      score[m][n] = s;
-    }
-  }
+    for (int n = 0; n < N; ++n)
+      score[m][n] = kChains == 2 ? sums[0][m][n] + sums[1][m][n] : sums[0][m][n];
+  finish_scores<N, M>(rows, first, tile.position, score);
 }
 
 // Lane m: the greatest score of row m, kUnseen if it sees none.
@@ -345,14 +356,13 @@ inline float* powers_of(const Tiles& tiles, int64_t tile, int64_t first) {
   return tiles.powers ? tiles.powers + (tile * tiles.power_rows + first) * N * LANES : nullptr;
 }
 
-// Scores of a tile and their statistics, in registers. Only powers go to memory.
-template <class Keys, class Operand, int N, int M, bool kPowers>
-void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
-                const Tile<typename Keys::Element>& tile, const Tiles& tiles) {
-  Vec score[M][N];
-  score_rows<Keys, Operand, N, M>(rows, first, blocks, tile, score);
+// Statistics of M rows' scores of a tile, in registers. Only powers go to memory.
+template <int N, int M, bool kPowers>
+inline __attribute__((always_inline)) void keep_statistics(const Vec (&score)[M][N],
+                                                           int64_t first, int64_t index,
+                                                           const Tiles& tiles) {
   const Vec peak = peaks<N, M>(score);
-  [[maybe_unused]] float* powers = powers_of<N>(tiles, tile.index, first);
+  [[maybe_unused]] float* powers = powers_of<N>(tiles, index, first);
   Vec sum[M];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
@@ -364,9 +374,17 @@ void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
     }
   }
   const Vec mass = across<Sum, M>(sum);
-  const int64_t place = tile.index * tiles.stride + first;
+  const int64_t place = index * tiles.stride + first;
   __builtin_memcpy(tiles.peak + place, &peak, sizeof(float) * M);
   __builtin_memcpy(tiles.mass + place, &mass, sizeof(float) * M);
+}
+
+template <class Keys, class Operand, int N, int M, bool kPowers>
+void score_tile(const Rows& rows, int64_t first, const Blocks& blocks,
+                const Tile<typename Keys::Element>& tile, const Tiles& tiles) {
+  Vec score[M][N];
+  score_rows<Keys, Operand, N, M>(rows, first, blocks, tile, score);
+  keep_statistics<N, M, kPowers>(score, first, tile.index, tiles);
 }
 
 // ---- Values
@@ -531,11 +549,112 @@ void walk(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, co
   walk_blocks<Keys, Operand, 2, kTask>(rows, blocks, begin, end, tiles, output);
 }
 
+#ifdef AMX
+// ---- Products of tiles
+
+// All eight registers hold 16 rows of 64 bytes: palette, row to begin with, bytes of a row, rows.
+struct TileShapes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+alignas(64) const TileShapes tile_shapes;
+
+// Products of 32 rows (16 if kHalf) of queries and N groups of 16 tokens: [row][N * 16].
+template <int N, bool kHalf>
+inline void multiply_tiles(const Bf16* q, const Bf16* keys, int64_t dim, float* products) {
+  constexpr int64_t kRow = N * LANES;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t d = 0; d < dim; d += 32) {
+    _tile_loadd(4, q + d, 2 * dim);
+    _tile_loadd(6, keys + 16 * d, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (N == 2) {
+      _tile_loadd(7, keys + 16 * (dim + d), 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (!kHalf) {
+      _tile_loadd(5, q + 16 * dim + d, 2 * dim);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (N == 2) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, products, 4 * kRow);
+  if constexpr (N == 2) _tile_stored(1, products + 16, 4 * kRow);
+  if constexpr (!kHalf) {
+    _tile_stored(2, products + 16 * kRow, 4 * kRow);
+    if constexpr (N == 2) _tile_stored(3, products + 16 * kRow + 16, 4 * kRow);
+  }
+}
+
+template <int N, int M, bool kPowers>
+void score_products(const Rows& rows, int64_t first, int64_t position, int64_t index,
+                    const float* products, const Tiles& tiles) {
+  Vec score[M][N];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) score[m][n] = load<Vec>(products + (m * N + n) * LANES);
+  finish_scores<N, M>(rows, first, position, score);
+  keep_statistics<N, M, kPowers>(score, first, index, tiles);
+}
+
+// Scores the tiles of blocks [begin, end) for rows of Queries::tiles.
+template <int N, Task kTask>
+void score_tiles(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
+                 const Tiles& tiles) {
+  alignas(64) float products[32 * N * LANES];
+  _tile_loadconfig(&tile_shapes);
+  for (int64_t token = begin * blocks.size; token < end * blocks.size; token += N * LANES) {
+    const Bf16* keys = (const Bf16*)blocks.keys + blocks.table[token / blocks.size] * blocks.stride +
+                       PairRows::offset(token % blocks.size, blocks.dim);
+    for (int64_t first = 0; first < rows.count; first += 32) {
+      const int64_t end_row = first + 32 < rows.count ? first + 32 : rows.count;
+      if (rows.seen[end_row - 1] <= token) continue;
+      const Bf16* q = (const Bf16*)rows.q + first * blocks.dim;
+      if (end_row - first > 16)
+        multiply_tiles<N, false>(q, keys, blocks.dim, products);
+      else
+        multiply_tiles<N, true>(q, keys, blocks.dim, products);
+      for (int64_t row = first; row < end_row; row += ROWS) {
+        const int count = end_row - row < ROWS ? (int)(end_row - row) : ROWS;
+        if (rows.seen[row + count - 1] <= token) continue;
+        const float* from = products + (row - first) * N * LANES;
+        switch (padded_rows(count)) {
+#define VLLM_EVICT_CASE(M)                                                                  \
+  case M:                                                                                   \
+    score_products<N, M, kTask == kScoreTokens>(rows, row, token, token / (N * LANES), from, \
+                                                tiles);                                     \
+    break;
+          VLLM_EVICT_CASE(1)
+          VLLM_EVICT_CASE(2)
+          VLLM_EVICT_CASE(3)
+          VLLM_EVICT_CASE(4)
+          VLLM_EVICT_CASE(6)
+          VLLM_EVICT_CASE(8)
+#undef VLLM_EVICT_CASE
+        }
+      }
+    }
+  }
+  _tile_release();
+}
+#endif
+
 template <Task kTask>
 void score_as(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
               const Tiles& tiles) {
+#ifdef AMX
+  if (rows.queries == Queries::tiles)
+    return tile_tokens(blocks.size) == LANES
+               ? score_tiles<1, kTask>(rows, blocks, begin, end, tiles)
+               : score_tiles<2, kTask>(rows, blocks, begin, end, tiles);
+#endif
 #ifdef DOT_BF16
-  if (rows.pairs)
+  if (rows.queries == Queries::pairs)
     return blocks.packing == Packing::amx
                ? walk<PairRows, Pairs, kTask>(rows, blocks, begin, end, tiles, nullptr)
                : walk<DimRows<Bf16>, Pairs, kTask>(rows, blocks, begin, end, tiles, nullptr);
@@ -559,7 +678,7 @@ void score(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, c
 void attend(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end, const Tiles& tiles,
             const Output& output) {
 #ifdef DOT_BF16
-  if (rows.pairs)
+  if (rows.queries == Queries::pairs)
     return blocks.packing == Packing::amx
                ? walk<PairRows, Pairs, kAttend>(rows, blocks, begin, end, tiles, &output)
                : walk<DimRows<Bf16>, Pairs, kAttend>(rows, blocks, begin, end, tiles, &output);
@@ -671,7 +790,13 @@ constexpr bool kDotsPairs = true;
 constexpr bool kDotsPairs = false;
 #endif
 
-const Kernel kernel = {VLLM_EVICT_NAME(ISA), ROWS, kDotsPairs, tile_tokens,
+#ifdef AMX
+constexpr bool kDotsTiles = true;
+#else
+constexpr bool kDotsTiles = false;
+#endif
+
+const Kernel kernel = {VLLM_EVICT_NAME(ISA), ROWS, kDotsPairs, kDotsTiles, tile_tokens,
                        padded, score, attend, fold, fold_tokens};
 
 }  // namespace

@@ -56,7 +56,7 @@ class _Search:
 
     def __init__(self, units: torch.Tensor) -> None:
         self._units = units
-        quick = torch.bfloat16 if kernel_path() == "avx512_bf16" else torch.float32
+        quick = torch.bfloat16 if kernel_path() in ("amx_bf16", "avx512_bf16") else torch.float32
         self._quick = units.to(quick)
         # The bits of positive numbers, as integers, are in their order, and above those of negative ones. Reducing
         # integers is faster.

@@ -43,8 +43,9 @@ def block_mass(attention: PagedAttention, *, isa: str | None = None) -> None:
 
     Args:
         attention: on the CPU; its values are not read. Queries of weight 0 cost nothing.
-        isa: "avx512_bf16", "avx512", "avx2" or "portable" to force a kernel; None takes the fastest on this CPU.
-            "avx512_bf16" multiplies bfloat16 queries and keys by the CPU's own instruction, twice as fast.
+        isa: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "portable" to force a kernel; None takes the fastest on
+            this CPU. "avx512_bf16" multiplies bfloat16 queries and keys by the CPU's own instruction, twice as fast.
+            "amx_bf16" multiplies tiles of them where keys are packed for it and 16 query rows share a KV head.
 
     Raises:
         ValueError: a shape, stride, block id, length, layout or `isa` is wrong.
