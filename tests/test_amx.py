@@ -21,7 +21,10 @@ H2O = {"name": "h2o", **SIZES}
 #: Largest difference of a log-probability in bfloat16 from transformers' in float32: rounding here, and a block too many
 #: or too few of these models.
 NOISE, MATTERS = 0.08, 0.3
-pytestmark = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")
+pytestmark = [
+    pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX"),
+    pytest.mark.since("0.32", "no CPU with AMX has run these tests on it"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +60,6 @@ def serve(engine, truths):
     return make
 
 
-@pytest.mark.oracle("latents")
 @pytest.mark.both_runners("DeepseekV3ForCausalLM")
 @pytest.mark.parametrize("architecture", MODELS)
 def test_logprobs_after_evictions_are_those_of_transformers(serve, truths, poisoned, architecture):
@@ -104,7 +106,6 @@ def test_full_with_drafts_is_stock_to_the_byte(engine, truths):
     assert_like_stock(engine, [random_prompt(20) * 10], **options)
 
 
-@pytest.mark.oracle("latents")
 def test_mass_is_what_transformers_attends_to(serve, truths, monkeypatch):
     reports, report = [], sums.RunningSums.report
     monkeypatch.setattr(sums.RunningSums, "report", lambda *args: reports.append(report(*args)) or reports[-1])
@@ -134,7 +135,6 @@ def decoded(monkeypatch):
     return seen
 
 
-@pytest.mark.oracle("full attention")
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", ["h2o", "sink-window"])
 def test_the_plugin_decodes_measured_requests_alone(engine, tiny, poisoned, decoded, name, exact):

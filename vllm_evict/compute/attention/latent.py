@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.mass import block_mass, pack_keys
+from ..kernels.mass import AMX_TOKENS, block_mass, kernel_path, pack_keys
 from ..kernels.paged import PagedAttention
 from ..kernels.queries import Queries
 from .device import FP8, DeviceOps
@@ -105,9 +105,12 @@ class LatentOps(Latents, WithoutScratch):
         """See `BackendOps.mass`; runs `block_mass` on a packed copy of the latents."""
         rows = len(out)
         lens, starts = metadata.seq_lens[:rows], metadata.query_start_loc[: rows + 1]
-        keys, table = _packed(kv_cache, metadata.block_table[:rows], lens)
+        tiles = kv_cache.dtype == torch.bfloat16 and kernel_path() == "amx_bf16" and kv_cache.shape[1] % AMX_TOKENS == 0
+        layout = "amx" if tiles else "vec"
+        keys, table = _packed(kv_cache, metadata.block_table[:rows], lens, layout)
+        measured = {"mass": out, "weights": weights, "layout": layout}
         query = query[: metadata.num_actual_tokens]
-        block_mass(PagedAttention(query, keys, table, starts, lens, layer.impl.scale, mass=out, weights=weights))
+        block_mass(PagedAttention(query, keys, table, starts, lens, layer.impl.scale, **measured))
 
 
 class DeviceLatentOps(Latents, DeviceOps):
@@ -179,9 +182,11 @@ def _stored(kv_cache: torch.Tensor) -> torch.Tensor:
     return kv_cache.view(FP8) if kv_cache.dtype == torch.uint8 else kv_cache
 
 
-def _packed(kv_cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(
+    kv_cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys of a batch's resident blocks, packed for `block_mass`, and the block table that names them."""
     width = -(-int(lens.max()) // kv_cache.shape[1])
     used = torch.arange(width) * kv_cache.shape[1] < lens[:, None]
     blocks, places = torch.where(used, table[:, :width], 0).unique(return_inverse=True)
-    return pack_keys(kv_cache[blocks.long()].unsqueeze(1)), places.int()
+    return pack_keys(kv_cache[blocks.long()].unsqueeze(1), layout), places.int()
