@@ -173,7 +173,7 @@ def test_sums_of_what_comes_back_are_those_of_the_file():
         asked[key] += int(row["of"])
     page = (ROOT / "docs/quality.md").read_text()
     settings = ("agnostic", "aware", "turns")
-    asks = [f"{setting}, of {asked[setting, 'full', 'all']}" for setting in settings]
+    asks = [f"{setting}, of {asked[setting, 'full', 'all']:,}" for setting in settings]
     assert f"| policy | {' | '.join(asks)} |" in page
     recalled = "evict=host recall=quest"
     rows = {policy: [(policy, budget) for budget in ("0.1", "0.2", "0.3", "0.5")] for policy in ("h2o", "snapkv")}
@@ -185,7 +185,7 @@ def test_sums_of_what_comes_back_are_those_of_the_file():
         for title, rest in (("Quest", "dense_layers=0"), ("OmniKV", "filter_layers=[2]"))
     }
     for title, parts in rows.items():
-        cells = [" / ".join(str(found[(setting, *part)]) for part in parts) for setting in settings]
+        cells = [" / ".join(f"{found[(setting, *part)]:,}" for part in parts) for setting in settings]
         assert f" | {' | '.join(cells)} |" in page, (title, cells)
 
 
