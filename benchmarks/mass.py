@@ -124,7 +124,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
 
-    torch.cpu._init_amx()  # as engines do; without it AMX is an illegal instruction
+    torch.cpu._init_amx()  # vLLM's kernels need Linux's permission; engines ask for it, too
 
     print(f"hardware   {listed(hardware())}")
     print(

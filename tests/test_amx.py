@@ -1,5 +1,7 @@
 """CPUs with AMX, where vLLM has kernels of its own for bfloat16: MLA on AMX_MLA, and caches packed for tiles of AMX."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from latent import MODELS, make_latent, mended_rotation
 from oracle.model import DenseLlama
 from oracle.visible import assert_like_dense, visible
 from test_mla import POLICIES, expected, importances
-from test_recall import NEEDLE, needles
+from test_recall import NEEDLE, ROOT, needles
 
 from vllm_evict.compute import sums
 from vllm_evict.compute.attention import cpu
@@ -18,9 +20,10 @@ from vllm_evict.eval.score import score
 BLOCK = 32
 SIZES = {"budget": 160, "sink": 32, "recent": 32, "buffer": 32}
 H2O = {"name": "h2o", **SIZES}
-#: Largest difference of a log-probability in bfloat16 from transformers' in float32: rounding here, and a block too many
-#: or too few of these models.
-NOISE, MATTERS = 0.08, 0.3
+#: Largest difference of a log-probability in bfloat16 from the reference's in float32, by rounding.
+NOISE = 0.08
+#: Difference, of some token at least, if the reference saw what was evicted.
+MATTERS = 0.3
 pytestmark = [
     pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX"),
     pytest.mark.since("0.32", "no CPU with AMX has run these tests on it"),
@@ -123,15 +126,18 @@ def test_mass_is_what_transformers_attends_to(serve, truths, monkeypatch):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """Numbers of queries of the requests that the plugin's kernel attends for, in each call."""
-    seen, decode_mass = [], cpu.decode_mass
+    """(queries, resident tokens) of each request that the plugin's kernel attends for, in each call."""
+    seen = []
 
-    def watched(attention, rows, *args):
-        assert attention.layout == "amx"
-        seen.append(attention.query_start_loc.diff()[rows.long()].tolist())
-        return decode_mass(attention, rows, *args)
+    def watched(stock, attentions, rows, *args):
+        for attention in attentions if isinstance(attentions, list) else [attentions]:
+            assert attention.layout == "amx"
+            lens = attention.query_start_loc.diff(), attention.seq_lens
+            seen.extend(zip(*(each[rows.long()].tolist() for each in lens)))
+        return stock(attentions, rows, *args)
 
-    monkeypatch.setattr(cpu, "decode_mass", watched)
+    for name in ("decode_mass", "decode_classes"):
+        monkeypatch.setattr(cpu, name, partial(watched, getattr(cpu, name)))
     return seen
 
 
@@ -150,7 +156,7 @@ def test_the_plugin_decodes_measured_requests_alone(engine, tiny, poisoned, deco
             assert sum(map(len, trace.evicted)) > 4
             with pytest.raises(AssertionError):  # what was evicted matters to this model
                 assert_like_dense(dense, prompt, output, torch.ones_like(mask).tril(), atol=2 * MATTERS)
-    assert {length for lengths in decoded for length in lengths} == ({1} if name == "h2o" else set())
+    assert {queries for queries, _ in decoded} == ({1} if name == "h2o" else set())
     server.assert_nothing_left()
 
 
@@ -160,12 +166,27 @@ def test_full_and_covering_budgets_are_stock_to_the_byte_where_exact(engine):
     assert_like_stock(engine, prompts, covering, dtype="bfloat16", block_size=BLOCK)
 
 
-@pytest.mark.parametrize("select", [{"dense_layers": 0}, {"filter_layers": [2]}], ids=["quest", "omnikv"])
-def test_decodes_attend_to_selected_blocks(engine, decoded, select):
-    """A tenth of each context is read, and answers are right."""
+@pytest.mark.parametrize(
+    "select, sparse", [({"dense_layers": 0}, 1), ({"filter_layers": [2]}, 1 / 4)], ids=["quest", "omnikv"]
+)
+def test_decodes_attend_to_selected_blocks(engine, decoded, select, sparse):
+    """All layers, or the one behind the filter, read a tenth of each context. Answers are right."""
     samples, ids = needles()
     policy = {"name": "full", "select": 224, "select_sink": 32, "select_recent": 32, **select}
     server = engine(policy, model=NEEDLE, dtype="bfloat16", blocks=1500, max_model_len=2304, block_size=BLOCK)
     outputs = server.generate(list(ids.values()), max_tokens=4)
     right = [score(output.outputs[0].text, sample) for output, sample in zip(outputs, samples.values())]
-    assert sum(right) >= 9 and decoded
+    few = [tokens <= 224 for _, tokens in decoded]
+    assert sum(right) >= 9 and few and sum(few) == len(few) * sparse
+
+
+def test_split_heads_are_decoded_together(engine, decoded):
+    """Retrieval heads keep everything, and the others lose blocks."""
+    samples, ids = needles()
+    gates = str(ROOT / "configs/heads/needle")
+    policy = {"name": "duo", "gates": gates, "sparsity": 0.5, "sink": 32, "recent": 64}
+    server = engine(policy, model=NEEDLE, dtype="bfloat16", blocks=1500, max_model_len=2304, block_size=BLOCK)
+    outputs = server.generate(list(ids.values()), max_tokens=4)
+    right = [score(output.outputs[0].text, sample) for output, sample in zip(outputs, samples.values())]
+    assert sum(right) >= 9 and {queries for queries, _ in decoded} == {1}
+    assert all(output.kv_usage.evicted_blocks > 0 for output in outputs)

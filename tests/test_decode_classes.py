@@ -18,11 +18,11 @@ class Classes:
 
     outputs = 2
 
-    def __init__(self, kv_heads=(2, 3), group=2, dim=64, block_sizes=(32, 32), dtype=F32, queries=None):
+    def __init__(self, kv_heads=(2, 3), group=2, dim=64, block_sizes=(32, 32), dtype=F32, queries=None, layout="vec"):
         random = torch.Generator().manual_seed(1)
         lens = LENGTHS, [min(length, 5 + 70 * (length > 300)) for length in LENGTHS]
         self.classes = [
-            Batch(lengths, (group * heads, heads), dim, block_size, dtype, queries=queries)
+            Batch(lengths, (group * heads, heads), dim, block_size, dtype, layout, queries=queries)
             for lengths, heads, block_size in zip(lens, kv_heads, block_sizes)
         ]
         first = self.classes[0]
@@ -88,8 +88,9 @@ def test_heads_may_be_slices_of_what_others_use(isa, dtype):
 
 @each_isa
 @pytest.mark.parametrize("shape", [((2, 3), 2, 64, (32, 32), F32), ((1, 4), 7, 128, (64, 16), BF16)], ids=str)
-def test_classes_are_decoded_as_each_alone(isa, shape):
-    layer = Classes(*shape)
+@pytest.mark.parametrize("layout", ["vec", "amx"])
+def test_classes_are_decoded_as_each_alone(isa, shape, layout):
+    layer = Classes(*shape[:4], BF16 if layout == "amx" else shape[4], layout=layout)
     out = layer.new_out()
     output = layer.run(isa=isa, out=out)
     for each, part, mass in zip(layer.classes, output.split(layer.heads, 1), out):

@@ -19,6 +19,7 @@ F64 = torch.float64
 WAYS = pytest.mark.parametrize("soft_cap, has_sinks", [(1.5, False), (0.0, True), (30.0, True)])
 TOKENS = pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+PACKED = pytest.mark.parametrize("dtype, layout", [(F32, "vec"), (BF16, "vec"), (F16, "vec"), (BF16, "amx")], ids=str)
 
 
 def sinks_of(heads, has_sinks=True):
@@ -80,11 +81,11 @@ def test_mass_on_a_cpu(isa, soft_cap, has_sinks, per_token, dtype):
 @each_isa
 @WAYS
 @TOKENS
-@DTYPES
-def test_decodes_on_a_cpu(isa, soft_cap, has_sinks, per_token, dtype):
+@PACKED
+def test_decodes_on_a_cpu(isa, soft_cap, has_sinks, per_token, dtype, layout):
     """Pieces, threads and rows of few and many heads; classes are each alone, to the bit."""
     for heads in ((4, 2), (7, 1)):
-        batch = test_decode.Batch(test_decode.LENGTHS, heads, dtype=dtype, magnitude=3.0)
+        batch = test_decode.Batch(test_decode.LENGTHS, heads, dtype=dtype, layout=layout, magnitude=3.0)
         batch.weights = torch.rand(len(batch.query))
         logits = {"soft_cap": soft_cap, "sinks": sinks_of(heads[0], has_sinks), "per_token": per_token}
         output, mass = batch.run(isa=isa, **logits)
@@ -93,7 +94,7 @@ def test_decodes_on_a_cpu(isa, soft_cap, has_sinks, per_token, dtype):
         torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(mass.double(), expected_mass, rtol=1e-5, atol=1e-7)
         assert torch.equal(batch.run(isa=isa, rows_of_mass=0, **logits)[0], output)
-    layer = test_decode_classes.Classes(dtype=dtype)
+    layer = test_decode_classes.Classes(dtype=dtype, layout=layout)
     sinks, out = sinks_of(sum(layer.heads), has_sinks), layer.new_out(per_token=per_token)
     output = layer.run(isa=isa, out=out, per_token=per_token, soft_cap=soft_cap, sinks=sinks)
     own = [None] * 2 if sinks is None else sinks.split(layer.heads)

@@ -34,7 +34,7 @@ def test_tables_of_the_page_are_those_of_the_files(to_json, name, table):
     assert getattr(pressure, table)(report) in (ROOT / "docs/performance.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["mha", "small", "compile", "bfloat16", "prompt", "prompt-60000"])
+@pytest.mark.parametrize("name", ["mha", "small", "compile", "bfloat16", "amx", "amx-mla", "prompt", "prompt-60000"])
 def test_rows_of_other_loads_are_those_of_their_files(to_json, name):
     from reports import spread
 

@@ -149,7 +149,11 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     assert group.decodes is False
     found["layer.2"].isa = "vec"
     layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
-    assert group.decodes is (kernel_path() not in ("torch reference", "portable"))
+    decodes = kernel_path() not in ("torch reference", "portable")
+    assert group.decodes is decodes and runtime.outruns and runtime.batch.takes_prompts
+    found["layer.2"].isa = "amx"  # vLLM's kernel is faster for prompts, and where nothing is measured
+    layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
+    assert group.decodes is decodes and not runtime.outruns and not runtime.batch.takes_prompts
     for field, value in {
         "alibi_slopes": [1.0],
         "is_fp8_kv_cache": True,
@@ -275,6 +279,21 @@ def test_the_log_says_which_kernels_attend_and_measure(backend, split, outruns, 
     assert line(CUDAGraphMode.FULL_AND_PIECEWISE, True) == told + replayed + longest
 
 
+def test_the_log_says_that_decodes_which_select_are_the_plugins():
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
+        cache_config=SimpleNamespace(block_size=32),
+    )
+    group = SimpleNamespace(decodes=True, graph_tokens=4096, selection=SimpleNamespace(kept_bytes=3 << 20))
+    runtime = EvictionRuntime([group], ops_for("CPU_ATTN"))
+    runtime.settle(decodes=True, outruns=False, exact=False)
+    told = kernels_line(config, KVPolicyConfig.parse({"name": "full", "select": 256}), runtime, "CPU_ATTN")
+    assert (
+        "the plugin's kernel decodes requests that select blocks; CPU_ATTN's own kernel attends to all others" in told
+    )
+    assert "; decodes attend to 8 blocks at most" in told and "; bounds of keys take 3 MiB" in told
+
+
 @pytest.mark.parametrize(
     "backend, own", [("CPU_ATTN", "requests with holes"), ("FLASH_ATTN", "measured requests with holes")]
 )
@@ -327,10 +346,10 @@ def test_a_decode_kernel_for_gpus_is_said_to_have_no_effect_on_a_cpu(engine, mon
     if kernel is not None:
         monkeypatch.setenv("VLLM_EVICT_DECODE", kernel)
     own = engine(H2O).runtime.decodes
-    instead = "the plugin's kernel in C++ decodes" if own else "CPU_ATTN's own kernel decodes"
+    instead = "the plugin's kernel in C++ decodes for policies" if own else "CPU_ATTN's own kernel decodes"
     said = [line for line in lines if line.startswith("VLLM_EVICT_DECODE")]
     line = "VLLM_EVICT_DECODE=cuda has no effect behind CPU_ATTN: it names a kernel for GPU backends"
-    assert said == ([] if kernel is None else [f"{line}; {instead} requests with holes"])
+    assert said == ([] if kernel is None else [f"{line}; {instead}"])
 
 
 def test_a_decode_kernel_that_is_none_is_refused_before_anything_is_loaded(tiny, monkeypatch):

@@ -53,12 +53,12 @@ inline int64_t entries(const MassArgs& a, int64_t r, int64_t blocks) {
   return a.per_token ? a.lens[r] : blocks;
 }
 
-// How a kernel takes `rows` rows. Fewer than half a tile are not worth one, and a tile has 32 dims.
+// How a kernel takes `rows` rows. A register of AMX holds 32 dims of 16 rows; fewer rows waste it.
 inline Queries queries_of(const MassArgs& a, const Kernel& kernel, int64_t rows, bool attends) {
   const bool bf16 = a.packing == Packing::bf16 || a.packing == Packing::amx;
   if (!bf16 || a.query_type != Type::bf16 || !kernel.dots_pairs) return Queries::floats;
   const bool tiles = kernel.dots_tiles && a.packing == Packing::amx && a.dim % 32 == 0;
-  return tiles && !attends && 2 * rows >= kTileRows ? Queries::tiles : Queries::pairs;
+  return tiles && !attends && rows >= kTileRows / 2 ? Queries::tiles : Queries::pairs;
 }
 
 // Rows as the kernel stores them in Tiles::powers.

@@ -62,8 +62,9 @@ Packing check_packing(const string& layout, Type type) {
 }
 
 #if defined(__x86_64__)
-// Whether the CPU has AMX for bfloat16, and Linux gives this process its registers.
-bool may_use_amx() {
+// Asks Linux for AMX's registers, for all threads of the process. False if the CPU has no AMX for
+// bfloat16, or Linux refuses.
+bool request_amx() {
 #if defined(__linux__)
   constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -87,7 +88,7 @@ bool runs(const Kernel* kernel) {
   if (kernel == avx512_kernel) return avx512;
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   if (kernel == avx512_bf16_kernel) return bf16;
-  if (kernel == amx_bf16_kernel) return bf16 && may_use_amx();
+  if (kernel == amx_bf16_kernel) return bf16 && request_amx();
 #endif
   return true;
 }

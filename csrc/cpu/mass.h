@@ -80,7 +80,7 @@ struct Output {
 };
 
 constexpr int64_t kRowAlign = 16;
-constexpr int64_t kTileRows = 32;
+constexpr int64_t kTileRows = 32;  // of two registers of AMX
 constexpr float kUnseen = -1e30f;  // peak of a tile that a row does not see; its mass is 0
 
 struct Kernel {

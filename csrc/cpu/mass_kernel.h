@@ -177,8 +177,8 @@ struct Pairs {
 // two dims of LANES tokens; the next two dims are a step() away. kBytes are the bytes of
 // LANES tokens in a cache line.
 // Layout of its values: kTokens tokens are interleaved. value_offset() is the offset of a token's
-// dim, with a token of 0 that of a dim from another one in as many aligned dims. read_values() loads
-// LANES dims of kTokens tokens; the next tokens are a value_step() away.
+// dim. value_offset(0, d, ...) is also the distance from an aligned dim to the dim d behind it.
+// read_values() loads LANES dims of kTokens tokens; the next tokens are a value_step() away.
 
 // Tokens of one dim are adjacent; values are [block_size, dim].
 template <class T>

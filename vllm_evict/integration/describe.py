@@ -60,11 +60,7 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
     """One line: the kernels that attend and measure on a worker, after `layers.settle`."""
     kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
     line = f"KV policy {config.name}: {kernel} attends to all requests"
-    named = ["requests with holes"] if runtime.decodes_lacking else []
-    if measures and runtime.decodes_measured:
-        named.append("measured requests")
-    elif measures and runtime.ops.decodes_measured and not named:
-        named.append("measured requests with holes")
+    named = _decoded(runtime, measures)
     if runtime.groups[0].decodes and named:
         does = "attends for" if runtime.batch.takes_prompts else "decodes"
         line = f"KV policy {config.name}: the plugin's kernel {does} {' and '.join(named)}"
@@ -85,6 +81,18 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
     return line
 
 
+def _decoded(runtime: "EvictionRuntime", measures: bool) -> list[str]:
+    """Requests that the plugin's kernel attends for, where it can."""
+    named = ["requests with holes"] if runtime.decodes_lacking else []
+    if measures and runtime.decodes_measured:
+        named.append("measured requests")
+    elif measures and runtime.ops.decodes_measured and not named:
+        named.append("measured requests with holes")
+    if any(group.selection is not None for group in runtime.groups):
+        named.append("requests that select blocks")
+    return named
+
+
 def ignored_settings(runtime: "EvictionRuntime", backend: str) -> str | None:
     """A warning if VLLM_EVICT_DECODE names a kernel and another one decodes, after `layers.settle`; None if not.
 
@@ -95,8 +103,8 @@ def ignored_settings(runtime: "EvictionRuntime", backend: str) -> str | None:
     if kernel in (None, "stock") or (on_device and decodes):
         return None
     why = "the plugin's kernels do not support its layers" if on_device else "it names a kernel for GPU backends"
-    instead = "the plugin's kernel in C++ decodes" if decodes else f"{backend}'s own kernel decodes"
-    return f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}: {why}; {instead} requests with holes"
+    instead = "the plugin's kernel in C++ decodes for policies" if decodes else f"{backend}'s own kernel decodes"
+    return f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}: {why}; {instead}"
 
 
 def _rounded(config: KVPolicyConfig, block_size: int) -> str:

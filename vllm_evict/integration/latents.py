@@ -41,7 +41,7 @@ def working_latent(layer: type, ops: BackendOps, block_size: int) -> type:
     class Working(layer):
         @property
         def dtype(self) -> torch.dtype:
-            """Of absorbed queries."""
+            """Of absorbed queries on a device. AMX_MLA keeps no `W_UK_T`."""
             return self.W_UK_T.dtype
 
         def kv_evict_measure(self, q: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ def working_latent(layer: type, ops: BackendOps, block_size: int) -> type:
                 query = q.new_empty(*q.shape[:2], self.head_size)
                 absorbed, query[..., self.kv_lora_rank :] = query[..., : self.kv_lora_rank], rotated
                 nope, absorbed = nope.transpose(0, 1), absorbed.transpose(0, 1)
-                if getattr(self.impl, "uses_amx_bmm", False):  # AMX_MLA keeps its weights packed
+                if getattr(self.impl, "uses_amx_bmm", False):  # AMX_MLA: weights are packed; as in vLLM's forward_impl
                     torch.ops._C.bmm_cpu(absorbed, nope, self.impl._w_uk_packed, True, self.impl._w_scale)
                 else:
                     torch.bmm(nope, self.W_UK_T, out=absorbed)

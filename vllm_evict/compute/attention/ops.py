@@ -63,9 +63,9 @@ class BackendOps(Protocol):
         ...
 
     def outruns(self, layer: Any) -> bool:
-        """Whether `decode` is faster than the layer's own kernel where it measures nothing, and for several queries.
+        """Whether `decode` is at least as fast as the layer's own kernel, for prompts too and without mass.
 
-        Then it attends for requests with holes, measured or not, and for prompts.
+        If so, `decode` attends for requests with holes that are not measured, and for prompts.
         """
         ...
 

@@ -45,7 +45,8 @@ def block_mass(attention: PagedAttention, *, isa: str | None = None) -> None:
         attention: on the CPU; its values are not read. Queries of weight 0 cost nothing.
         isa: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "portable" to force a kernel; None takes the fastest on
             this CPU. "avx512_bf16" multiplies bfloat16 queries and keys by the CPU's own instruction, twice as fast.
-            "amx_bf16" multiplies tiles of them where keys are packed for it and 16 query rows share a KV head.
+            "amx_bf16" multiplies tiles of them if keys are packed for it, D is a multiple of 32, and a pass over the
+            keys of a KV head has 16 query rows or more.
 
     Raises:
         ValueError: a shape, stride, block id, length, layout or `isa` is wrong.
