@@ -174,6 +174,10 @@ def test_packing(layout, dtype):
     keys = keys.to(dtype)
     packed = pack_keys(keys, layout)
     assert torch.equal(unpack_keys(packed, layout), keys)
+    # A storage may begin anywhere, and tokens may be apart.
+    moved = torch.zeros(1 + keys.numel(), dtype=dtype)[1:].view(keys.shape).copy_(keys)
+    apart = torch.zeros(2, 3, block_size, dim + 1, dtype=dtype)[..., 1:].copy_(keys)
+    assert torch.equal(pack_keys(moved, layout), packed) and torch.equal(pack_keys(apart, layout), packed)
     flat = packed[1, 2].flatten()
     for t, d in itertools.product(range(block_size), range(dim)):
         place = d * block_size + t

@@ -125,9 +125,11 @@ def pack_keys(keys: torch.Tensor, layout: str = "vec") -> torch.Tensor:
     num_blocks, num_heads, block_size, head_dim = keys.shape
     if _is_vec(layout, keys.dtype):
         return keys.transpose(2, 3).reshape(keys.shape).contiguous()
-    groups = (block_size // AMX_TOKENS, AMX_TOKENS, head_dim // 2, 2)
-    tiles = keys.reshape(num_blocks, num_heads, *groups).transpose(3, 4)
-    return tiles.reshape(keys.shape)
+    # Pairs of elements stay together, and torch moves words several times faster.
+    words = (keys.clone() if keys.storage_offset() % 2 else keys).contiguous().view(torch.int32)
+    groups = (block_size // AMX_TOKENS, AMX_TOKENS, head_dim // 2)
+    tiles = words.view(num_blocks, num_heads, *groups).transpose(3, 4)
+    return tiles.reshape(words.shape).view(keys.dtype)
 
 
 def unpack_values(value_cache: torch.Tensor, layout: str = "vec") -> torch.Tensor:
