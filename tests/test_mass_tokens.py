@@ -167,9 +167,9 @@ def test_too_narrow_for_tokens(monkeypatch, built, change, match):
 # ---- Packing
 
 
+@pytest.mark.parametrize("block_size, dim", [(48, 6), (16, 16), (16, 2)])
 @pytest.mark.parametrize("layout,dtype", [("vec", F32), ("vec16", F16), ("amx", BF16)])
-def test_packing(layout, dtype):
-    block_size, dim = 48, 6
+def test_packing(layout, dtype, block_size, dim):
     keys = torch.arange(2 * 3 * block_size * dim).reshape(2, 3, block_size, dim) % 251
     keys = keys.to(dtype)
     packed = pack_keys(keys, layout)

@@ -129,7 +129,7 @@ def pack_keys(keys: torch.Tensor, layout: str = "vec") -> torch.Tensor:
     words = (keys.clone() if keys.storage_offset() % 2 else keys).contiguous().view(torch.int32)
     groups = (block_size // AMX_TOKENS, AMX_TOKENS, head_dim // 2)
     tiles = words.view(num_blocks, num_heads, *groups).transpose(3, 4)
-    return tiles.reshape(words.shape).view(keys.dtype)
+    return tiles.contiguous().view(words.shape).view(keys.dtype)
 
 
 def unpack_values(value_cache: torch.Tensor, layout: str = "vec") -> torch.Tensor:
