@@ -33,7 +33,7 @@ class Sessions:
     """
 
     def __init__(self, server, monkeypatch=None):
-        """With `monkeypatch` turns end as by a stop token, which nobody foresees: a step in flight goes on."""
+        """With `monkeypatch` turns end as by a stop token, which no plan foresees: a step in flight goes on."""
         self.ends = {}
         if monkeypatch is not None:
             monkeypatch.setattr("vllm.v1.core.sched.scheduler.check_stop", self._stops)

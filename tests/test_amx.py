@@ -7,10 +7,10 @@ import pytest
 import torch
 from drafting import NGRAM
 from engine import assert_like_stock, logprobs_of, random_prompt
-from latent import MODELS, make_latent, mended_rotation
+from latent import MODELS, mended_rotation
 from oracle.model import DenseLlama
 from oracle.visible import assert_like_dense, visible
-from test_mla import POLICIES, expected, importances
+from test_mla import POLICIES, expected, importances, truths  # noqa: F401
 from test_recall import NEEDLE, ROOT, needles
 
 from vllm_evict.compute import sums
@@ -36,22 +36,8 @@ def rotation():
         yield
 
 
-@pytest.fixture(scope="module")
-def truths(tmp_path_factory):
-    """Architecture -> directory, and transformers' model of the same weights, in float32."""
-    made = {}
-
-    def make(architecture="DeepseekV3ForCausalLM"):
-        if architecture not in made:
-            folder = tmp_path_factory.mktemp("models") / architecture
-            made[architecture] = folder, make_latent(folder, architecture)
-        return made[architecture]
-
-    return make
-
-
 @pytest.fixture
-def serve(engine, truths):
+def serve(engine, truths):  # noqa: F811
     """Makes engines on AMX_MLA, which vLLM chooses by itself."""
 
     def make(policy=H2O, architecture="DeepseekV3ForCausalLM", **options):
@@ -65,7 +51,7 @@ def serve(engine, truths):
 
 @pytest.mark.both_runners("DeepseekV3ForCausalLM")
 @pytest.mark.parametrize("architecture", MODELS)
-def test_logprobs_after_evictions_are_those_of_transformers(serve, truths, poisoned, architecture):
+def test_logprobs_after_evictions_are_those_of_transformers(serve, truths, poisoned, architecture):  # noqa: F811
     """Of requests under all policies in one batch, prompts in chunks beside decodes; freed blocks are full of NaN."""
     _, model = truths(architecture)
     server = serve(H2O, architecture, max_num_batched_tokens=200)
@@ -83,7 +69,7 @@ def test_logprobs_after_evictions_are_those_of_transformers(serve, truths, poiso
     server.assert_nothing_left()
 
 
-def test_later_requests_hit_pure_blocks(serve, truths):
+def test_later_requests_hit_pure_blocks(serve, truths):  # noqa: F811
     _, model = truths()
     server = serve(max_num_batched_tokens=96)
     prompts = [random_prompt(n, n) for n in (40, 300, 350)]
@@ -99,17 +85,17 @@ def test_later_requests_hit_pure_blocks(serve, truths):
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_full_is_stock_to_the_byte(engine, truths, architecture):
+def test_full_is_stock_to_the_byte(engine, truths, architecture):  # noqa: F811
     options = {"model": truths(architecture)[0], "dtype": "bfloat16", "block_size": BLOCK}
     assert_like_stock(engine, [random_prompt(200)], {"name": "h2o", **SIZES, "budget": 512}, **options)
 
 
-def test_full_with_drafts_is_stock_to_the_byte(engine, truths):
+def test_full_with_drafts_is_stock_to_the_byte(engine, truths):  # noqa: F811
     options = {"model": truths()[0], "dtype": "bfloat16", "block_size": BLOCK, "speculative_config": NGRAM}
     assert_like_stock(engine, [random_prompt(20) * 10], **options)
 
 
-def test_mass_is_what_transformers_attends_to(serve, truths, monkeypatch):
+def test_mass_is_what_transformers_attends_to(serve, truths, monkeypatch):  # noqa: F811
     reports, report = [], sums.RunningSums.report
     monkeypatch.setattr(sums.RunningSums, "report", lambda *args: reports.append(report(*args)) or reports[-1])
     _, model = truths()

@@ -241,6 +241,11 @@ struct PairRows {
 
 // Groups of 5 and 7 rows have no instances of their own, which would hardly be faster.
 constexpr int padded_rows(int count) { return count == 5 ? 6 : count == 7 ? 8 : count; }
+#if ROWS == 8
+#define VLLM_EVICT_EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(6) CASE(8)
+#else
+#define VLLM_EVICT_EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
+#endif
 
 // A tile of keys.
 template <class Element>
@@ -519,14 +524,7 @@ void walk_blocks(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t 
       score_tile<Keys, Operand, N, M, kTask == kScoreTokens>(rows, first, blocks, tile,       \
                                                              tiles);                          \
     break;
-          VLLM_EVICT_CASE(1)
-          VLLM_EVICT_CASE(2)
-          VLLM_EVICT_CASE(3)
-          VLLM_EVICT_CASE(4)
-#if ROWS == 8
-          VLLM_EVICT_CASE(6)
-          VLLM_EVICT_CASE(8)
-#endif
+          VLLM_EVICT_EACH_COUNT(VLLM_EVICT_CASE)
 #undef VLLM_EVICT_CASE
         }
       }
@@ -560,7 +558,7 @@ struct TileShapes {
 };
 alignas(64) const TileShapes tile_shapes;
 
-// Products of 32 rows (16 if kHalf) of queries and N groups of 16 tokens: [row][N * 16].
+// Products of kTileRows rows of queries, or half as many, and N groups of 16 tokens: [row][N * 16].
 template <int N, bool kHalf>
 inline void multiply_tiles(const Bf16* q, const Bf16* keys, int64_t dim, float* products) {
   constexpr int64_t kRow = N * LANES;
@@ -606,16 +604,16 @@ void score_products(const Rows& rows, int64_t first, int64_t position, int64_t i
 template <int N, Task kTask>
 void score_tiles(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t end,
                  const Tiles& tiles) {
-  alignas(64) float products[32 * N * LANES];
+  alignas(64) float products[kTileRows * N * LANES];
   _tile_loadconfig(&tile_shapes);
   for (int64_t token = begin * blocks.size; token < end * blocks.size; token += N * LANES) {
     const Bf16* keys = (const Bf16*)blocks.keys + blocks.table[token / blocks.size] * blocks.stride +
                        PairRows::offset(token % blocks.size, blocks.dim);
-    for (int64_t first = 0; first < rows.count; first += 32) {
-      const int64_t end_row = first + 32 < rows.count ? first + 32 : rows.count;
+    for (int64_t first = 0; first < rows.count; first += kTileRows) {
+      const int64_t end_row = first + kTileRows < rows.count ? first + kTileRows : rows.count;
       if (rows.seen[end_row - 1] <= token) continue;
       const Bf16* q = (const Bf16*)rows.q + first * blocks.dim;
-      if (end_row - first > 16)
+      if (end_row - first > kTileRows / 2)
         multiply_tiles<N, false>(q, keys, blocks.dim, products);
       else
         multiply_tiles<N, true>(q, keys, blocks.dim, products);
@@ -629,12 +627,7 @@ void score_tiles(const Rows& rows, const Blocks& blocks, int64_t begin, int64_t 
     score_products<N, M, kTask == kScoreTokens>(rows, row, token, token / (N * LANES), from, \
                                                 tiles);                                     \
     break;
-          VLLM_EVICT_CASE(1)
-          VLLM_EVICT_CASE(2)
-          VLLM_EVICT_CASE(3)
-          VLLM_EVICT_CASE(4)
-          VLLM_EVICT_CASE(6)
-          VLLM_EVICT_CASE(8)
+          VLLM_EVICT_EACH_COUNT(VLLM_EVICT_CASE)
 #undef VLLM_EVICT_CASE
         }
       }
