@@ -176,17 +176,24 @@ def test_sums_of_what_comes_back_are_those_of_the_file():
     asks = [f"{setting}, of {asked[setting, 'full', 'all']:,}" for setting in settings]
     assert f"| policy | {' | '.join(asks)} |" in page
     recalled = "evict=host recall=quest"
-    rows = {policy: [(policy, budget) for budget in ("0.1", "0.2", "0.3", "0.5")] for policy in ("h2o", "snapkv")}
-    rows |= {"`h2o`, recalled": [(f"h2o {recalled}", budget) for _, budget in rows["h2o"]]}
+    means = f"sink-window {recalled} recall_bounds=mean"
+    policies = {f"`{policy}`": policy for policy in ("h2o", "snapkv", "sink-window")}
+    policies |= {f"`{policy}`, recalled": f"{policy} {recalled}" for policy in ("h2o", "sink-window")}
+    policies |= {"`sink-window`, recalled by means": means}
+    rows = {title: [(policy, budget) for budget in ("0.1", "0.2", "0.3", "0.5")] for title, policy in policies.items()}
+    rows |= {"`full`": [("full", "all")]}
     rows |= {
         title: [
             (f"full select={tokens} select_sink=32 select_recent=32 {rest}", "all") for tokens in (224, 416, 608, 1024)
         ]
-        for title, rest in (("Quest", "dense_layers=0"), ("OmniKV", "filter_layers=[2]"))
+        for title, rest in (
+            ("Quest: `select` in each layer", "dense_layers=0"),
+            ("OmniKV: `select`, `filter_layers: [2]`", "filter_layers=[2]"),
+        )
     }
     for title, parts in rows.items():
         cells = [" / ".join(f"{found[(setting, *part)]:,}" for part in parts) for setting in settings]
-        assert f" | {' | '.join(cells)} |" in page, (title, cells)
+        assert f"| {title} | {' | '.join(cells)} |" in page, (title, cells)
 
 
 def test_sums_of_what_comes_back_with_4096_tokens_are_those_of_the_file():
