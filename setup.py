@@ -129,7 +129,8 @@ setup(
     ],
     package_dir={TRITON_KERNELS: "triton_kernels", CONFIGS: "configs"},
     package_data={"vllm_evict": ["py.typed"], "vllm_evict.integration": ["touched.json"], CONFIGS: ["*.yaml"]},
-    exclude_package_data={CONFIGS: ["duo*"]},
+    # A checkout alone has the first: in a wheel it would replace triton_kernels/__init__.py, and hide its modules.
+    exclude_package_data={"vllm_evict": ["triton_kernels/*"], CONFIGS: ["duo*"]},
     ext_modules=extensions(),
     cmdclass={"build_ext": OptionalBuild},
 )

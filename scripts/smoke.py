@@ -72,6 +72,8 @@ def main() -> None:
 
     modules = {path.stem for path in (package / "triton_kernels").glob("[!_]*.py")}
     check("Triton kernels, in the package", modules == KERNELS)
+    found = {importlib.util.find_spec(f"vllm_evict.triton_kernels.{name}") for name in modules}
+    check("Triton kernels can be imported", None not in found)
     check("no top-level triton_kernels", importlib.util.find_spec("triton_kernels") is None)
 
     found = importlib.util.find_spec("vllm_evict._C_cpu")

@@ -86,3 +86,17 @@ def test_nothing_in_a_checkout_is_a_link():
         pytest.skip("no git checkout")
     files = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert not [line for line in files.splitlines() if line.startswith("120000")]
+
+
+def test_a_built_package_finds_its_triton_kernels(tmp_path):
+    """With setuptools-scm each file that git tracks is data of its package, the checkout's `vllm_evict/triton_kernels` too."""
+    built, info = tmp_path / "built", tmp_path / "info"
+    info.mkdir()
+    build = ["-q", "egg_info", "--egg-base", str(info), "build_py", "--build-lib", str(built)]
+    environment = {**os.environ, "VLLM_EVICT_NO_EXT": "1", "PYTHONPATH": ""}
+    subprocess.run([sys.executable, "setup.py", *build], cwd=ROOT, env=environment, check=True, timeout=300)
+    find = "import importlib.util as u; print(u.find_spec('vllm_evict.triton_kernels.decode_mass').origin)"
+    command = [sys.executable, "-c", find]
+    environment["PYTHONPATH"] = str(built)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == str(built / "vllm_evict/triton_kernels/decode_mass.py"), done.stderr
