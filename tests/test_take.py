@@ -45,7 +45,7 @@ def expected(mass, layer, lens, maximise, tested, share):
             new = layer[row, :, block]
             if tested is not None and tested[row]:
                 tokens = min(length - block * BLOCK, BLOCK)
-                new = torch.tensor([float(share * drawn * length > tokens) for drawn in new.tolist()])
+                new = torch.tensor([float(share * drawn * length > tokens) for drawn in new.tolist()], device=DEVICE)
             new = new.sum()[None] if mass.shape[1] == 1 else new
             held = mass[row, :, block]
             want[row, :, block] = torch.maximum(held, new) if maximise else held + new
