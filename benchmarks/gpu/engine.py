@@ -18,12 +18,12 @@ latency   a decode step at growing context, of one request and of 8 (as far as t
 step      h2o, a decode step of 256 requests: device time of the plugin's launches beside attention (by torch's
           profiler), and calls that make the host wait for the device. Llama-3.1-8B.
 
-Each engine is a process of its own. Engines of a row stay up together if they fit into the GPU's memory, and run
-alternately; otherwise each is started for its turn and ended after it. Every other round has the reverse order, and a
-ratio compares two runs of one round. Stock runs without the plugin and with the CUDA graphs that vLLM chooses, unless
---cudagraph-mode sets one mode for all. A row is an error if a policy that should have evicted did not. Waits are those
-that torch reports. For reports, which come with a step's output, a step waits on an event, as vLLM does for its own
-output.
+Each engine is a process of its own. Engines of a row start and stay up together if they fit into the GPU's memory, and
+run alternately; otherwise each is started for its turn and ended after it. Every other round has the reverse order,
+and a ratio compares two runs of one round. Stock runs without the plugin and with the CUDA graphs that vLLM chooses,
+unless --cudagraph-mode sets one mode for all. A row is an error if a policy that should have evicted did not. Waits are
+those that torch reports. For reports, which come with a step's output, a step waits on an event, as vLLM does for its
+own output.
 
 Time, estimated and not measured: the first engine of a machine takes some 75 s to start (imports, torch.compile, graph
 capture), later ones some 35 s. With that the minutes of a row, and of each further round, are:
@@ -49,6 +49,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -197,22 +198,27 @@ def measure(plan: Plan, options: argparse.Namespace, clock: Clock, gpu: dict[str
     facts: dict[str, dict] = {}
     runs: Runs = {case: [] for case in plan.cases}
     row |= {"together": together, "engines": facts, "runs": runs}
+    in_this_process = options.dry_run and not options.processes
     with tempfile.TemporaryDirectory() as model, ExitStack() as up:
         write_config(model, replace(plan.shape, max_len=plan.tokens))
 
         @contextmanager
         def running(case: str) -> Iterator[Process | Here]:
             spec = specification(plan, case, model, options)
-            engine = Here(spec) if options.dry_run and not options.processes else Process(spec, clock, options.log)
+            engine = Here(spec) if in_this_process else Process(spec, clock, options.log)
             try:
                 facts.setdefault(case, engine.call("facts"))
-                check_facts(plan, facts, alone=isinstance(engine, Process))
+                check_facts(plan, dict(facts), alone=isinstance(engine, Process))
                 engine.call(plan.warm_up.method, **plan.warm_up.arguments)
                 yield engine
             finally:
                 engine.close()
 
-        engines = {case: up.enter_context(running(case)) for case in plan.cases} if together else {}
+        engines = {}
+        if together:
+            with ThreadPoolExecutor(1 if in_this_process else len(plan.cases)) as pool:
+                started = pool.map(lambda case: up.enter_context(running(case)), plan.cases)
+                engines = dict(zip(plan.cases, started))
         for number in range(options.rounds):
             start = time.monotonic()
             row["unfinished"] = answers = {case: {} for case in plan.cases}

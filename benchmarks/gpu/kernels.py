@@ -22,16 +22,22 @@ shapes, under Triton's interpreter too.
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
+
+sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+from machine import the_gpu
+from reports import command, to_json
 
 from vllm_evict.compute.kernels.paged import PagedAttention
 
@@ -394,7 +400,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], help="resident tokens of a request")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="file for all rounds")
+    parser.add_argument("--json", type=Path, help="file for all rounds")
     parser.add_argument("--head-major", action="store_true", help="a block has all tokens of a head side by side")
     parser.add_argument("--dry-run", action="store_true", help="run each variant once, on tiny shapes")
     options = parser.parse_args(arguments)
@@ -411,20 +417,19 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{torch.cuda.get_device_name()}, bfloat16 where no row says fp8, medians of {options.rounds} rounds")
     print("in brackets: of a copy")
     print("requests x heads/KV heads x head size, block | tokens")
-    found = []
+    report = {"gpu": the_gpu(), "torch": torch.__version__, "triton": triton.__version__, "command": command()}
+    report["rows"] = []
     for kind, shape, tokens, variants, said in cases(options.tokens, "cuda", tiny=False):
         times = Times(variants, options.rounds)
         moved = {name: variant.bytes for name, variant in variants.items()}
-        found.append({"kind": kind, "shape": shape, "tokens": tokens, "bytes": moved, "milliseconds": times.rounds})
+        row = {"kind": kind, "shape": shape, "tokens": tokens, "bytes": moved, "milliseconds": times.rounds}
+        report["rows"].append(row)
         requests, heads, kv_heads, dim, block_size = shape
         print(f"{kind} {requests} x {heads}/{kv_heads} x {dim}, {block_size} | {tokens} | {said(times)}", flush=True)
+        if options.json:  # after each case, so that a call that is ended keeps what it measured
+            options.json.write_text(to_json(report) + "\n")
         del times, variants, said
         torch.cuda.empty_cache()
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(
-                {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}, file, indent=1
-            )
 
 
 if __name__ == "__main__":
