@@ -15,6 +15,7 @@ from test_device_backends import BASE, BLOCK, POLICIES, check_split_heads, disti
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker import cpu_worker
+from waits import without_waits
 
 from vllm_evict.compute import tokens
 from vllm_evict.compute.attention import device
@@ -28,13 +29,17 @@ OWN = ["_attend", "_combine"]
 
 @pytest.fixture
 def replaying(server, graphs, poisoned):
-    """Engines with full CUDA graphs, which note each step; memory that was freed is full of NaN."""
+    """Engines with full CUDA graphs, which note each step; memory that was freed is full of NaN. Before and after the
+    model runs no call may wait for the device."""
 
     def make(policy=None, **kwargs):
         subject = server(policy, **{**graphs.options, "max_num_seqs": 4, "enable_prefix_caching": False, **kwargs})
         subject.steps = []
         look = lambda output, *_: subject.steps.append(sorted(output.num_scheduled_tokens.values()))  # noqa: E731
         after(subject.scheduler, "schedule", look)
+        if policy is not None:
+            for name in ("begin", "end"):
+                without_waits(subject.worker.kv_evict, name)
         return subject
 
     return make

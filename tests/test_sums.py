@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from waits import NoWaits
 
 from vllm_evict.compute import measure
 from vllm_evict.compute.sums import RunningSums
@@ -380,6 +381,15 @@ def test_last_is_empty_after_a_report():
     add_mass(sums, ["a", "b"], [10, 10], [24, 24])  # six blocks, four allowed: a decision at 23
     assert masses(sums, "a") == [4.0] * 6 and masses(sums, "b") == [10.0] * 6
     assert masses(sums, "a") == [0.0] * 6 and masses(sums, "b") == [10.0] * 6
+
+
+def test_a_window_is_emptied_without_a_wait_for_the_device():
+    sums = one_layer()
+    sums.start("a", scoring("last"))
+    add_mass(sums, ["a"], [2], [24])
+    with NoWaits():
+        (report,) = sums.report(["a"], [np.arange(3)], local).values()
+    assert report.statistics["mass"].any() and not sums._sums.any()
 
 
 def test_queries_before_the_first_that_counts_are_named():

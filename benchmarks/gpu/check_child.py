@@ -6,9 +6,11 @@ As a script: python check_child.py SPECIFICATION ANSWER, both of JSON.
 import argparse
 import json
 import math
+import os
 import sys
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,10 @@ class Checked:
         self.graphs: Counter[str] = Counter()
         if self.engine.plugin is not None:
             after(self.engine.plugin, "choose_graph", lambda chosen, *_: self.graphs.update([chosen and chosen.value]))
+            if os.environ.get("VLLM_GPU_SYNC_CHECK"):
+                # vLLM checks its runner alone; these run before and after it.
+                for name in ("begin", "rearrange", "end"):
+                    setattr(self.engine.plugin, name, without_waits(getattr(self.engine.plugin, name)))
         self.pool = scheduler_of(self.llm).kv_cache_manager.block_pool
         self.usable = self.pool.get_num_free_blocks()
         self.wrong = Wrong()
@@ -137,6 +143,21 @@ class Checked:
         least, most = self.spec["wanted"][name]
         counted = f"{name}: {found} of {len(self.batch)} needles"
         self.wrong.unless(least <= found <= most, f"{counted}, {least} to {most} are right")
+
+
+def without_waits(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call in which torch raises if the host waits for the device."""
+    import torch
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    return checked
 
 
 def logprobs(output: Any) -> list[float]:

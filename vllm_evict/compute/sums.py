@@ -186,7 +186,7 @@ class RunningSums:
             self._empty(sure)
 
     def _empty(self, slots: np.ndarray) -> None:
-        self._sums[self._to_device(slots)] = 0
+        self._sums.index_fill_(0, self._to_device(slots), 0.0)  # with `[…] = 0` torch waits for a GPU, to copy the 0
 
     def test(self, req_ids: Set[str]) -> bool:
         """Whether queries of any of these requests are tested for pivotal blocks."""
