@@ -138,8 +138,8 @@ def decode_mass(
     """`compute.kernels.decode.decode_mass` on caches with strides in place of packings, on a device.
 
     The first launch attends, with a program for each KV head, request and split. KV heads come first, since the heads
-    of a block lie side by side in memory. The query heads of a KV head are the rows of one tl.dot. For each block the
-    launch stores log_b, the logarithm of the tile's sum of exponentials, so that mass_b = 2 ** (log_b - lse) for any
+    of a block lie side by side in memory. The query heads of a KV head are the rows of one tl.dot, whose other rows are
+    padding: a single head has fifteen of these, and still reads at the speed of memory. For each block the launch stores log_b, the logarithm of the tile's sum of exponentials, so that mass_b = 2 ** (log_b - lse) for any
     later maximum. With `per_token` it stores scores: mass_t = 2 ** (score_t - lse). Queries in bfloat16 meet fp8 keys
     in float16, so their elements must be below 65,504.
 
@@ -149,8 +149,8 @@ def decode_mass(
     nothing is allocated or read on the host, so a CUDA graph can capture both launches.
 
     Args:
-        attention: D is 16 to 256. Over fp8 caches, where G > 1, D and the strides of values are even. The soft cap is a
-            constant of the compiled kernel.
+        attention: D is 16 to 256. Over fp8 caches D and the strides of values are even. The soft cap is a constant of
+            the compiled kernel.
         rows: int32 [n], rows of the requests to decode, of one token each; -1 for padding, which costs nothing.
         output: [T, H, D] of the query's dtype, last dimension contiguous. Other requests' rows keep their contents.
         lse: float32 [T, H] or None; gets the natural logarithm of each row's sum of exponentials, its sink's included.
@@ -235,7 +235,7 @@ def launch_of(
     out_heads = mass.shape[1] if has_mass else 0
     heads_out = heads // out_heads if out_heads else 1
     # Without mass, LSE or sinks their pointers are placeholders that no program reads.
-    if value_cache.dtype == FP8 and group > 1:
+    if value_cache.dtype == FP8:
         # Tensor cores take the values of neighbouring tokens from one register. Shared memory is read that way by 16
         # bits, so a pair of dimensions travels as an int16.
         even = not any(each % 2 for each in (head_dim, value_cache.storage_offset(), *value_cache.stride()[:3]))
@@ -253,7 +253,7 @@ def launch_of(
         (block_table.stride(0), kv_heads, capacity, plan.splits),
         (
             *dims, block_size, tile.tokens, tile.parts, attention.weights is not None,
-            group, max(triton.next_power_of_2(group), MIN_ROWS) if group > 1 else 1, tile.granules,
+            group, max(triton.next_power_of_2(group), MIN_ROWS), tile.granules,
             attention.soft_cap * LOG2_E, per_token, has_mass,
         ),
         (
@@ -361,22 +361,16 @@ def attend_split(
             else:
                 v = tl.load(values + slot[:, None] + dim[None, :], mask=there, other=0.0).to(q.dtype)
 
-            if ROWS > 1:
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            else:  # with one query head, fifteen of tl.dot's sixteen rows would be padding
-                scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             scores = tl.where(seen[None, :], soft_capped(scores * scale, SOFT_CAP), float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))  # finite: each tile has a token, unless all are NaN
             less = tl.exp2(top - higher)
             probs = tl.exp2(scores - higher[:, None])
             total = total * less + tl.sum(probs, 1)
             acc *= less[:, None]
-            if ROWS > 1:
-                acc += tl.dot(probs.to(v.dtype), v, input_precision="ieee")
-                if PAIRS:
-                    odd = odd * less[:, None] + tl.dot(probs.to(v.dtype), v_odd, input_precision="ieee")
-            else:
-                acc += tl.sum(tl.trans(probs) * v.to(tl.float32), 0)[None, :]
+            acc += tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+            if PAIRS:
+                odd = odd * less[:, None] + tl.dot(probs.to(v.dtype), v_odd, input_precision="ieee")
             top = higher
             if HAS_MASS:
                 if PER_TOKEN:
