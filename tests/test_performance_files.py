@@ -73,6 +73,18 @@ def test_the_table_of_decisions_on_a_model_s_keys_is_that_of_its_file(to_json):
     assert decide.table(report).split("\n\n")[1] in (ROOT / "docs/performance.md").read_text()
 
 
+@pytest.mark.parametrize(
+    "name, module, page",
+    [("check", "check", "limits"), ("kernels", "kernels", "kernels"), ("pressure", "engine_rows", "performance")],
+)
+def test_tables_of_a_gpu_are_those_of_their_files(to_json, monkeypatch, name, module, page):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/gpu"))
+    report = json.loads((ROOT / f"docs/performance/gpu-{name}.json").read_text())
+    assert report["gpu"]["name"] == "NVIDIA H200"
+    table = importlib.import_module(module).table(report["rows"]["pressure"] if name == "pressure" else report)
+    assert table in (ROOT / f"docs/{page}.md").read_text()
+
+
 def rows_of(name):
     with (ROOT / f"docs/quality/{name}.csv").open() as file:
         return list(csv.DictReader(file))

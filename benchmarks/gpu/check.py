@@ -17,7 +17,8 @@ h2o, snapkv, snapkv by token, keydiff, sink-window, duo
            held and given back, needles found, and a second pass with the prefix cache of the first.
 mixed      requests under full beside requests that lose blocks, on the same cached prefixes.
 pressure   h2o, `when: pressure`, in a pool for half of the requests: all end, none is preempted.
-waits      h2o, with vLLM told to fail a step that waits for the device or compiles a kernel.
+waits      h2o, with vLLM told to fail a step that waits for the device or compiles a kernel, the plugin's parts before
+           and after vLLM's runner included.
 kernels    the tests of the Triton and CUDA kernels, on the device (they need pytest and tests/).
 
 Freed blocks are full of NaN (VLLM_EVICT_POISON=1). The expected number of needles of a policy was measured on vLLM's
@@ -55,7 +56,7 @@ from reports import ENVIRONMENT, conditions, to_json
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("check_child.py")
 OK, FAIL, SKIPPED, LEFT_OUT = "OK", "FAIL", "skipped", "left out"
-EAGER, GRAPHS = "eager", "graphs"
+MODES = EAGER, GRAPHS = "eager", "graphs"
 #: Documents, tokens of each and of its answer: the last token is never computed, and the others fill 34 blocks.
 LOAD = {"requests": 12, "context": 1024, "output": 57, "chunk": 1056, "blocks": 1024, "cached": True}
 TOKENS = 1024 + 8 + 57
@@ -321,6 +322,20 @@ def line(outcome: dict[str, Any]) -> str:
     said = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
     reason = ": ".join(part for part in (outcome["reason"], said) if part)
     return f"{outcome['status']:<8} {outcome['case']:<34} {reason} ({outcome['seconds']:.0f} s)"
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return a Markdown table of the cases of engines in a report: what came of each, eager and with graphs."""
+    cases = [*report.get("earlier", {"cases": []})["cases"], *report["cases"]]
+    places = {outcome["case"]: outcome["status"] for outcome in cases}
+    titles = dict.fromkeys(
+        title.rpartition(f" {mode} ")[::2] for title in places for mode in MODES if f" {mode} " in title
+    )
+    lines = ["| backend | case | eager | CUDA graphs |", "|---|---|---|---|"]
+    for backend, name in titles:
+        cells = [places.get(f"{backend} {mode} {name}", LEFT_OUT) for mode in MODES]
+        lines.append(f"| {backend} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

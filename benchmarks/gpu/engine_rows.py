@@ -290,6 +290,22 @@ def check_acted(plan: Plan, case: str, counts: dict[str, Any]) -> None:
     require((sums > 0) == measures, f"{case}: running sums of {sums} requests")
 
 
+def table(row: dict[str, Any]) -> str:
+    """Return a Markdown table of a row of batches, from its entry in a report."""
+    lines = ["| case | tokens/s over stock | tokens/s | seconds | with prompts | requests at once | evicted blocks |"]
+    lines.append("|---" + "|---:" * 6 + "|")
+    for line in row["lines"]:
+        counts = line["counts"]
+        numbers = f"{line['value']:.2f}", f"{counts['tokens_per_second']:,.0f}", f"{counts['seconds']:.1f}"
+        numbers += (
+            f"{counts['prefill_seconds']:.1f}",
+            f"{counts['peak_requests']:.0f}",
+            f"{counts['evicted_blocks']:,.0f}",
+        )
+        lines.append(f"| {line['case']} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
 def of_latency(plan: Plan, runs: Runs) -> list[Line]:
     lines = []
     for name, work in plan.work.items():

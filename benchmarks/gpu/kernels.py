@@ -377,6 +377,26 @@ def of_decode(times: Times) -> str:
     )
 
 
+def table(report: dict[str, Any]) -> str:
+    """Return a Markdown table of decodes: bandwidth in GB/s, and its share of the read's."""
+    columns = {"decode": "alone", "of blocks": "mass of blocks", "of tokens": "mass of tokens"}
+    columns |= {f"{IN_CUDA}bulk": "CUDA C++", f"{IN_CUDA}bulk, of blocks": "CUDA C++, mass of blocks"}
+    lines = [f"| requests × heads/KV heads × size, block | tokens | read | {' | '.join(columns.values())} |"]
+    lines.append("|---" * 2 + "|---:" * (1 + len(columns)) + "|")
+    for row in report["rows"]:
+        if row["kind"] in ("decode", "fp8"):
+            speed = {
+                name: row["bytes"][name] / statistics.median(times) / 1e6 for name, times in row["milliseconds"].items()
+            }
+            cells = [
+                f"{speed[name]:,.0f} ({speed[name] / speed['read']:.0%})" if name in speed else "" for name in columns
+            ]
+            requests, heads, kv_heads, dim, block_size = row["shape"]
+            shape = f"{requests} × {heads}/{kv_heads} × {dim}, {block_size}{', fp8' if row['kind'] == 'fp8' else ''}"
+            lines.append(f"| {shape} | {row['tokens']:,} | {speed['read']:,.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def of_latents(times: Times) -> str:
     return f"query_lse {times.bandwidth('query_lse')}, mass_from_lse {times.bandwidth('mass_from_lse')}"
 
