@@ -15,14 +15,14 @@ REPLACED = {
         "integration.arguments:_with_flag.with_flag": "add_cli_args",
         "integration.arguments:_with_policy.with_policy": "create_engine_config",
     },
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": {
-        "integration.frontend:hook_protocol.noting.noted": "to_beam_search_params to_sampling_params",
+    "vllm.entrypoints.anthropic.serving:AnthropicServingMessages": {
+        "integration.frontend:hook_messages.checked": "create_messages",
     },
-    "vllm.entrypoints.openai.completion.protocol:CompletionRequest": {
-        "integration.frontend:hook_protocol.noting.noted": "to_beam_search_params to_sampling_params",
+    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": {
+        "integration.frontend:hook_beam_search.checked": "beam_search",
     },
-    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": {
-        "integration.frontend:hook_protocol.noting.noted": "to_sampling_params",
+    "vllm.entrypoints.serve.engine.serving:BaseServing": {
+        "integration.frontend:hook_serving.noted": "_check_model",
     },
     "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses": {
         "integration.frontend:hook_responses.checked": "_generate_with_builtin_tools",
