@@ -39,7 +39,9 @@ def plain_config(**changes):
         cache_config=SimpleNamespace(
             kv_sharing_fast_prefill=False, cache_dtype="auto", kv_cache_dtype_skip_layers=[], sliding_window=None
         ),
-        scheduler_config=SimpleNamespace(scheduler_cls=None, disable_hybrid_kv_cache_manager=False),
+        scheduler_config=SimpleNamespace(
+            scheduler_cls=None, disable_hybrid_kv_cache_manager=False, async_scheduling=False
+        ),
         device_config=SimpleNamespace(device_type="cpu"),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         speculative_config=None,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..config import KVPolicyConfig
 from . import connectors
+from .fallback import use_v1
 
 Refusal = tuple[bool, str, str]
 
@@ -113,7 +114,7 @@ def stages(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         (
             bool(vllm_config.use_v2_model_runner),
             f"{beside} on Model Runner V2, which no test runs",
-            f"set VLLM_USE_V2_MODEL_RUNNER=0, or {ranks}",
+            f"{use_v1(vllm_config)}, or {ranks}",
         ),
         (
             parallel.distributed_executor_backend == "external_launcher",
