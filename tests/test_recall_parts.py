@@ -189,7 +189,8 @@ def test_sizes_that_cannot_be_are_refused_at_start(engine, size, message):
 
 def test_a_host_larger_than_its_container_or_than_all_engines_have_is_refused(engine, monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(combinations, "CONTAINER_LIMITS", (str(limit), str(tmp_path / "not there")))
+    monkeypatch.setattr(combinations, "OWN_GROUPS", str(tmp_path / "not there"))
+    monkeypatch.setattr(combinations, "CONTROL_GROUPS", {"": (str(tmp_path), "memory.max")})
     machine = combinations.memory_bytes()
     limit.write_text("max\n")
     assert combinations.memory_bytes() == machine
@@ -209,6 +210,33 @@ def test_a_host_larger_than_its_container_or_than_all_engines_have_is_refused(en
     assert host_blocks(config, KVPolicyConfig.parse(HOST), 32768) == 1024
     with pytest.raises(KVPolicyError, match="hold no block of 32768 bytes on 2 ranks; expected at least 65536"):
         host_blocks(config, KVPolicyConfig.parse({**HOST, "host": 65535}), 32768)
+
+
+V2, V1 = "0::/a/b\n", "5:cpu,memory:/a/b\n3:pids:/c\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    "own, files",
+    [
+        (V2, {"a/b/memory.max": "{}", "a/memory.max": "max"}),
+        (V2, {"a/b/memory.max": "max", "a/memory.max": "{}"}),
+        (V2, {"a/b/memory.max": "{}", "a/memory.max": "9{}"}),
+        (V2, {"memory.max": "{}"}),
+        (V1, {"memory/a/b/memory.limit_in_bytes": "{}", "memory/a/memory.limit_in_bytes": "9223372036854771712"}),
+        (V1, {"memory/a/memory.limit_in_bytes": "{}", "memory/c/memory.limit_in_bytes": "1"}),
+        (V1, {"memory/memory.limit_in_bytes": "{}", "a/b/memory.max": "1"}),
+    ],
+)
+def test_the_least_limit_of_a_process_and_of_all_groups_around_it_counts(monkeypatch, tmp_path, own, files):
+    """Kubernetes and systemd nest control groups; of other groups no limit counts."""
+    for name, text in {**files, "own": own}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text.format(32 << 20))
+    groups = combinations.CONTROL_GROUPS.items()
+    moved = {name: (root.replace("/sys/fs/cgroup", str(tmp_path)), file) for name, (root, file) in groups}
+    monkeypatch.setattr(combinations, "CONTROL_GROUPS", moved)
+    monkeypatch.setattr(combinations, "OWN_GROUPS", str(tmp_path / "own"))
+    assert combinations.memory_bytes() == 32 << 20
 
 
 def test_memory_that_the_machine_does_not_give_is_one_message(engine, monkeypatch):
