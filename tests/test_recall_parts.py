@@ -1,6 +1,9 @@
 """Parts of recall, each alone: bounds of keys, what goes for a block, room in a full pool, and what is refused."""
 
+import mmap
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +14,9 @@ from oracle.model import DenseLlama
 from oracle.visible import BLOCK, assert_like_dense, visible
 from test_recall import HOST, QUEST
 
+from vllm_evict.compute import pinned
 from vllm_evict.compute.host import HostBlocks
+from vllm_evict.compute.host_pages import MemoryPages
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.actions import Swap
@@ -243,13 +248,69 @@ def test_memory_that_the_machine_does_not_give_is_one_message(engine, monkeypatc
     empty = torch.empty
 
     def refusing(shape, *args, **kwargs):
-        if isinstance(shape, tuple) and shape[:1] == (2048,) and "pin_memory" in kwargs:
+        if isinstance(shape, tuple) and shape[:1] == (2048,):
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
         return empty(shape, *args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", refusing)
     with pytest.raises(Exception, match="host: the machine has not 2048 blocks of 32768 bytes left; expected"):
         engine(HOST)
+
+
+@pytest.fixture
+def pins(monkeypatch):
+    """What the driver has pinned, address -> bytes, in a machine without one; its `error` is what it says."""
+
+    class Pins(dict):
+        error = None
+
+        def register(self, address, size):
+            self[address] = size
+            return self.error
+
+    held = Pins()
+    monkeypatch.setattr(pinned, "register", held.register)
+    monkeypatch.setattr(pinned, "unregister", held.pop)
+    return held
+
+
+def test_host_blocks_of_a_device_take_their_bytes_in_pinned_memory_and_no_more(pins):
+    """torch rounds pinned memory up to a power of two."""
+    caches = [torch.randn(4, 2, 16, 8), torch.randn(4, 3, 16, 8).bfloat16()]
+    pages = MemoryPages(caches, blocks=5, on_cpu=False)
+    assert [own.nbytes for own in pages.own] == list(pins.values()) == [5 * cache[0].nbytes for cache in caches]
+    assert list(pins) == [own.data_ptr() for own in pages.own] and not any(address % mmap.PAGESIZE for address in pins)
+    before = [cache.clone() for cache in caches]
+    pages.write(caches, [2, 0], [4, 1])
+    for cache in caches:
+        cache.zero_()
+    pages.read(caches, [2, 0], [4, 1])
+    for cache, was in zip(caches, before):
+        assert torch.equal(cache[[0, 2]], was[[0, 2]]) and not cache[[1, 3]].any()
+    some = pages.own[1][3]
+    del pages
+    assert list(pins) == [some.untyped_storage().data_ptr()]  # as long as anything shares it
+    del some
+    assert not pins
+
+
+def test_memory_is_unpinned_when_its_process_ends():
+    ends = """
+from vllm_evict.compute import pinned
+pinned.register, pinned.unregister = lambda address, size: None, lambda address: print("unpinned")
+import torch
+kept = pinned.pinned((3,), torch.float32)
+"""
+    assert subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True).stdout == "unpinned\n"
+
+
+def test_memory_that_is_not_there_or_not_pinned_is_said(pins):
+    pins.error = "operation not supported"
+    with pytest.raises(KVPolicyError, match="host: 24 bytes .* can't be pinned .operation not supported.*set host to"):
+        pinned.pinned((3,), torch.float64)
+    for blocks in (1 << 48, 1 << 62):
+        with pytest.raises(KVPolicyError, match=f"host: the machine has not {blocks} blocks of 8 bytes left"):
+            MemoryPages([torch.zeros(1, 2)], blocks, on_cpu=False)
 
 
 def test_blocks_that_cannot_come_back_are_warned_of(engine, complaints):
