@@ -10,6 +10,7 @@ from vllm_evict.integration.versions import MOVED
 REPLACED = {
     "vllm.config.vllm:VllmConfig": {
         "integration.fallback:hook.with_policy": "_get_v2_model_runner_unsupported_features",
+        "integration.fallback:hook.validated": "_validate_v1_model_runner",
     },
     "vllm.engine.arg_utils:EngineArgs": {
         "integration.arguments:_with_flag.with_flag": "add_cli_args",
@@ -88,16 +89,18 @@ REPLACED = {
         "initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
     },
     "vllm.v1.worker.gpu_worker:Worker": {
-        "integration.worker:EvictionWorkerMixin": "load_model reload_weights get_kv_cache_spec "
-        "determine_available_memory initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
+        "integration.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "
+        "initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
     },
     "vllm.v1.outputs:AsyncModelRunnerOutput": {"integration.worker:_Reporting": "get_output"},
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
+        "integration.reorder:guard_reload.checked": "reload_weights",
         "integration.runners:profiling": "profile_run",
         "integration.runners:_install_v1": "_update_states",
         "integration.graphs:install_v1": "_warmup_and_capture",
     },
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {
+        "integration.reorder:guard_reload.checked": "reload_weights",
         "integration.runners:profiling": "profile_run",
         "integration.runners:_install_v2": "update_requests prepare_attn",
         "integration.graphs:install_v2": "gather_batch_req_state initialize_kv_cache",
@@ -165,11 +168,15 @@ REPLACED = {
 CALLED = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions": "(...)",
     "vllm.config:get_layers_from_vllm_config": "(..., ...)",
+    "vllm.config.vllm:VllmConfig._get_v1_model_runner_unsupported_features": "()",
     "vllm.config.model:ModelConfig.get_and_verify_max_len": "(...)",
     "vllm.exceptions:VLLMValidationError.__init__": "(..., parameter=...)",
     "vllm.forward_context:get_forward_context": "()",
     "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec": "(...)",
     "vllm.model_executor.model_loader.reload:record_metadata_for_reloading": "(...)",
+    "vllm.platforms.interface:Platform.get_attn_backend_cls": "(..., ..., num_heads=...)",
+    "vllm.utils.torch_utils:resolve_kv_cache_dtype_string": "(..., ...)",
+    "vllm.v1.attention.backend:AttentionBackend.get_supported_kernel_block_sizes": "()",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update": "(layer, key, value, kv_cache, "
     "slot_mapping)",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update": "(layer, key, value, kv_cache, "
