@@ -168,15 +168,11 @@ REPLACED = {
 CALLED = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.handle_preemptions": "(...)",
     "vllm.config:get_layers_from_vllm_config": "(..., ...)",
-    "vllm.config.vllm:VllmConfig._get_v1_model_runner_unsupported_features": "()",
     "vllm.config.model:ModelConfig.get_and_verify_max_len": "(...)",
     "vllm.exceptions:VLLMValidationError.__init__": "(..., parameter=...)",
     "vllm.forward_context:get_forward_context": "()",
     "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec": "(...)",
     "vllm.model_executor.model_loader.reload:record_metadata_for_reloading": "(...)",
-    "vllm.platforms.interface:Platform.get_attn_backend_cls": "(..., ..., num_heads=...)",
-    "vllm.utils.torch_utils:resolve_kv_cache_dtype_string": "(..., ...)",
-    "vllm.v1.attention.backend:AttentionBackend.get_supported_kernel_block_sizes": "()",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update": "(layer, key, value, kv_cache, "
     "slot_mapping)",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update": "(layer, key, value, kv_cache, "
