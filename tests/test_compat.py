@@ -14,9 +14,9 @@ import sys
 import types
 
 import pytest
+import torch
 from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMValidationError
@@ -164,11 +164,15 @@ def hooked_functions(module):
     }
 
 
+#: Hooked modules in which no function is replaced: one class, and what a model of requests takes.
+WITHOUT_FUNCTIONS = ("vllm.v1.engine.core_client", "vllm.entrypoints.scale_out.token_in_token_out.protocol")
+
+
 @pytest.mark.parametrize("name", plugin.HOOKS)
 def test_hooks_are_applied_once(name):
     module = importlib.import_module(name)
     before = hooked_functions(module)
-    assert before or module.EngineCoreOutputs is EvictionOutputs
+    assert before or name in WITHOUT_FUNCTIONS
     plugin.HOOKS[name](module)
     plugin.register()
     assert hooked_functions(module) == before
@@ -177,17 +181,14 @@ def test_hooks_are_applied_once(name):
 #: Of each hooked module: its classes, and their methods that are replaced.
 HOOKED = {
     "vllm.entrypoints.anthropic.protocol": {"AnthropicUsage": ["__init__"]},
-    "vllm.entrypoints.openai.chat_completion.protocol": {
-        "ChatCompletionRequest": ["to_beam_search_params", "to_sampling_params"]
-    },
-    "vllm.entrypoints.openai.completion.protocol": {
-        "CompletionRequest": ["to_beam_search_params", "to_sampling_params"]
-    },
+    "vllm.entrypoints.anthropic.serving": {"AnthropicServingMessages": ["create_messages"]},
+    "vllm.entrypoints.generate.beam_search.online": {"BeamSearchOnlineMixin": ["beam_search"]},
     "vllm.entrypoints.openai.responses.serving": {
         "OpenAIServingResponses": ["_generate_with_builtin_tools"],
         "ResponseUsage": ["__init__"],
     },
     "vllm.entrypoints.serve.engine.protocol": {"UsageInfo": ["__init__"]},
+    "vllm.entrypoints.serve.engine.serving": {"BaseServing": ["_check_model"]},
     "vllm.v1.engine.async_llm": {"AsyncLLM": ["generate", "_add_streaming_input_request"]},
     "vllm.v1.engine.input_processor": {"InputProcessor": ["process_inputs"]},
     "vllm.v1.engine.output_processor": {
@@ -287,36 +288,67 @@ def test_without_a_policy_everything_is_vllms_own(configured):
 @pytest.mark.parametrize("extra_args", [{"kv_policy": "h2o"}, {"kv_budget": 64}, {"kv_usage": 1}, {"kv_policy": "x"}])
 def test_a_request_for_a_policy_where_there_is_none_is_said_once_and_served(configured, warned, extra_args):
     for _ in range(2):
-        frontend._check_request(configured(), SamplingParams(extra_args=extra_args), 100)
+        frontend._check_request(configured(), extra_args, 100)
     (line,) = warned()
     assert " or ".join(REQUEST_FIELDS) in line and "no KV policy" in line and "--kv-policy" in line
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {"kv_buget": 1}])
 def test_what_is_nothing_of_ours_is_not_said(configured, warned, extra_args):
-    frontend._check_request(configured(), SamplingParams(extra_args=extra_args), 100)
+    frontend._check_request(configured(), extra_args, 100)
     assert not warned()
 
 
 def test_a_request_for_a_policy_where_there_is_one_is_not_said(configured, warned):
-    frontend._check_request(configured(kv_policy="full"), SamplingParams(extra_args={"kv_policy": "h2o"}), 5000)
+    frontend._check_request(configured(kv_policy="full"), {"kv_policy": "h2o"}, 5000)
     assert not warned()
 
 
-@pytest.mark.parametrize("make", [CompletionRequest, ChatCompletionRequest])
-def test_beams_get_what_their_search_asks_of_the_policy_and_nothing_else(configured, make):
-    asks = {"prompt": "t1"} if make is CompletionRequest else {"messages": [{"role": "user", "content": "t1"}]}
-    prompt, params = {"prompt_token_ids": [1] * 100}, SamplingParams()
-    served = configured(kv_policy={"name": "h2o", "budget": 1024})
-    make(**asks, vllm_xargs={"kv_budget": 512, "other": 1}).to_beam_search_params(3, {})
-    assert frontend._of_beam(served, prompt, params).extra_args == {"kv_budget": 512} and not params.extra_args
-    assert frontend._of_beam(configured(), prompt, params) is params
-    make(**asks, vllm_xargs={"kv_buget": 512}).to_beam_search_params(3, {})
+def searched(vllm_config, prompt, xargs):
+    """Arguments of the requests that a beam search makes of a client's `xargs`: of the first one, and after it."""
+    given = []
+
+    class Search:
+        engine_client = types.SimpleNamespace(vllm_config=vllm_config)
+
+        async def beam_search(self, prompt):
+            given.append(frontend._of_beam(SamplingParams(extra_args={"of": "vLLM"})).extra_args)
+            yield prompt
+
+    module = types.SimpleNamespace(BeamSearchOnlineMixin=Search)
+    frontend.hook_beam_search(module)
+
+    async def answer():
+        frontend._answered.set(CompletionRequest(prompt="t1", vllm_xargs=xargs))
+        searches = [Search().beam_search(prompt=prompt), Search().beam_search(prompt)]
+        return [output for search in searches async for output in search]
+
+    assert asyncio.run(answer()) == [prompt, prompt]
+    assert frontend._of_beam(SamplingParams()).extra_args is None
+    return given
+
+
+def test_beams_get_what_their_search_asks_of_the_policy_and_nothing_else(configured):
+    prompt, served = {"prompt_token_ids": [1] * 1000}, configured(kv_policy={"name": "h2o", "budget": 1024})
+    assert searched(served, prompt, {"kv_budget": 512, "kv_usage": 1, "other": 1}) == [{"kv_budget": 512}] * 2
+    assert searched(configured(), prompt, {"kv_budget": 512}) == [{"of": "vLLM"}] * 2
+    assert searched(served, prompt, None) == [{"of": "vLLM"}] * 2
     with pytest.raises(VLLMValidationError, match="'kv_buget'"):
-        frontend._of_beam(served, prompt, params)
-    # What comes next in the same task is no beam.
-    make(**asks).to_sampling_params(3, {})
-    assert frontend._of_beam(served, prompt, params) is params
+        searched(served, prompt, {"kv_buget": 512})
+    with pytest.raises(VLLMValidationError, match="'kv_buget'"):
+        searched(served, {"prompt_embeds": torch.zeros(100, 8)}, {"kv_buget": 512})
+
+
+def test_a_share_of_the_prompt_is_one_budget_for_all_beams_of_a_search(configured):
+    """Their prompts grow: half of a longer one would exceed what the server grants, in the middle of a search."""
+    served = configured(kv_policy={"name": "h2o", "budget": 512})
+    size = served.cache_config.block_size
+    first, _ = searched(served, {"prompt_token_ids": [1] * 1000}, {"kv_budget": 0.5})
+    assert first == {"kv_budget": -(-500 // size) * size}
+    policy = KVPolicyConfig.parse(served.additional_config["kv_policy"])
+    with pytest.raises(KVPolicyError, match="above the server's"):
+        policy.for_request({"kv_budget": 0.5}, 1100, size)
+    assert policy.for_request(first, 1100, size).budget == first["kv_budget"]
 
 
 def test_a_policy_travels_in_the_configuration_and_names_the_worker(configured):

@@ -1,6 +1,7 @@
 """Retrieval and streaming heads on the engine: KV groups with block tables of their own, against per-head masks."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -145,9 +146,24 @@ def test_a_window_that_covers_the_sequence_is_stock(duo, engine, model, heads):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), atol=1e-4)
         assert one.kv_usage.evicted_blocks == 0
-    with pytest.raises(KVPolicyError, match="reload with is_checkpoint_format=True"):
-        split.llm.collective_rpc("reload_weights", kwargs={"is_checkpoint_format": False})
-    stock.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": [], "is_checkpoint_format": False})
+
+
+@pytest.mark.both_runners
+def test_weights_past_the_loaders_are_refused_whoever_reloads_them(duo, engine, model):
+    """vLLM's worker asks its model runner, and an extension of a worker may ask the runner itself."""
+    split, stock = duo(PATTERN), engine(model=model)
+    for server in (split, stock):
+        worker = server.worker
+        refused = lambda: pytest.raises(KVPolicyError, match="reload with is_checkpoint_format=True")  # noqa: E731
+        for reload_weights in (worker.reload_weights, worker.model_runner.reload_weights):
+            with refused() if server is split else nullcontext():
+                reload_weights([], is_checkpoint_format=False)
+            with refused() if server is split else nullcontext():
+                reload_weights([], None, False)
+    before = exactly(split.generate(PROMPTS, max_tokens=8, logprobs=0))
+    split.worker.model_runner.reload_weights()
+    split.llm.reset_prefix_cache()
+    assert exactly(split.generate(PROMPTS, max_tokens=8, logprobs=0)) == before
 
 
 @pytest.mark.parametrize("tokens", [200, 1500])

@@ -1,5 +1,7 @@
 """Wrong inputs over HTTP to one real server: each an answer of the client's fault, at little cost to all others."""
 
+import base64
+import io
 import itertools
 import json
 import os
@@ -10,8 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from loads import inputs
-from test_server import PROMPT, server  # noqa: F401
+from test_server import MESSAGES, PROMPT, TOKENS, server  # noqa: F401
 
 CASES = int(os.environ.get("VLLM_EVICT_INPUTS", "300"))
 #: CPU seconds of all of the server's processes for a wrong request, beyond those for a stock request of its size. The
@@ -173,3 +176,76 @@ def test_wrong_requests_are_the_clients_fault_and_cost_others_nothing(server):  
     assert "Traceback" not in server.log[log:] and "ERROR" not in server.log[log:], server.log[log:][-3000:]
     assert server.complete(PROMPT, max_tokens=20, xargs={"kv_policy": "full"}).choices[0].text == right
     assert server.metrics()["blocks_resident", "h2o"] == 0
+
+
+def embeddings(tokens):
+    """A prompt of embeddings, as clients send it."""
+    file = io.BytesIO()
+    torch.save(torch.zeros(tokens, 64), file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+BEAMS = {"use_beam_search": True, "n": 2}
+#: Every endpoint that asks the engine, and every form of a prompt: (path, body, whether it streams).
+ASKED = {
+    "completion": ("/v1/completions", {"prompt": PROMPT}, True),
+    "completion of tokens": ("/v1/completions", {"prompt": TOKENS["token_ids"]}, True),
+    "completion of embeddings": ("/v1/completions", {"prompt_embeds": embeddings(300)}, True),
+    "completion of text and embeddings": ("/v1/completions", {"prompt": "t1", "prompt_embeds": embeddings(300)}, True),
+    "completion of several": ("/v1/completions", {"prompt": ["t1", PROMPT]}, True),
+    "several completions": ("/v1/completions", {"prompt": PROMPT, "n": 2}, True),
+    "beams of a completion": ("/v1/completions", {"prompt": PROMPT, **BEAMS}, False),
+    "beams of embeddings": ("/v1/completions", {"prompt_embeds": embeddings(300), **BEAMS}, False),
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES}, True),
+    "several chats": ("/v1/chat/completions", {"messages": MESSAGES, "n": 2}, True),
+    "beams of a chat": ("/v1/chat/completions", {"messages": MESSAGES, **BEAMS}, True),
+    "response": ("/v1/responses", {"input": PROMPT}, True),
+    "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 40}, True),
+    "batch of chats": ("/v1/chat/completions/batch", {"messages": [MESSAGES, MESSAGES]}, False),
+    "tokens": ("/inference/v1/generate", TOKENS, True),
+    "invocation": ("/invocations", {"prompt": PROMPT}, True),
+}
+SCORES = {"query": "t1", "items": ["t2", "t3"], "label_token_ids": [1, 2]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_bad_request_is_http_400_before_its_answer_begins(server, asked, stream):  # noqa: F811
+    """Not HTTP 200 with an error in the stream."""
+    path, body, streams = ASKED[asked]
+    if stream and not streams:
+        pytest.skip("vLLM does not stream it")
+    body = {"model": "tiny", **body, "stream": stream}
+
+    def refusal(**fields):
+        answer = httpx.post(f"{server.address}{path}", json=body | fields, timeout=120)
+        assert answer.status_code == 400, answer.text
+        return answer.json()["error"]["message"]
+
+    in_place = "sampling_params" if "sampling_params" in body else "vllm_xargs"
+    for bad, reason in (({"kv_budget": 512}, "above the server's 256"), ({"kv_buget": 128}, "'kv_buget'")):
+        given = {**body["sampling_params"], "extra_args": bad} if in_place == "sampling_params" else bad
+        assert reason in refusal(**{in_place: given})
+    # What vLLM would drop unseen: clients forget `vllm_xargs`, or send what Python's client takes as arguments.
+    for bad, where in (
+        ({"kv_budget": 128}, "kv_budget"),
+        ({"kv_policy": "full", "vllm_xargs": {"kv_usage": True}}, "kv_policy"),
+        ({"extra_args": {"kv_budget": 128}}, "kv_budget in extra_args"),
+        ({"extra_body": {"vllm_xargs": {"kv_sink": 64}}}, "kv_sink in extra_body"),
+    ):
+        said = refusal(**bad)
+        assert f'{where} would be ignored: a request sets it as {{"{in_place}": {{' in said
+
+
+@pytest.mark.parametrize("bad", [{"kv_budget": 128}, {"vllm_xargs": {"kv_policy": "full"}}])
+def test_scores_take_no_policy_of_a_client(server, bad):  # noqa: F811
+    ask = lambda **fields: httpx.post(  # noqa: E731
+        f"{server.address}/generative_scoring", json={"model": "tiny", **SCORES, **fields}, timeout=120
+    )
+    answer = ask(**bad)
+    assert answer.status_code == 400 and "run under the server's policy; leave it out" in answer.text
+    assert ask(vllm_xargs={"other": 1}).status_code == 200
+
+
+def test_arguments_of_other_extensions_pass(server):  # noqa: F811
+    assert server.complete("t1 t2", max_tokens=2, xargs={"other": 1}).usage.completion_tokens == 2

@@ -1,6 +1,9 @@
 """Parts of recall, each alone: bounds of keys, what goes for a block, room in a full pool, and what is refused."""
 
+import mmap
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +14,9 @@ from oracle.model import DenseLlama
 from oracle.visible import BLOCK, assert_like_dense, visible
 from test_recall import HOST, QUEST
 
+from vllm_evict.compute import pinned
 from vllm_evict.compute.host import HostBlocks
+from vllm_evict.compute.host_pages import MemoryPages
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.actions import Swap
@@ -189,7 +194,8 @@ def test_sizes_that_cannot_be_are_refused_at_start(engine, size, message):
 
 def test_a_host_larger_than_its_container_or_than_all_engines_have_is_refused(engine, monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(combinations, "CONTAINER_LIMITS", (str(limit), str(tmp_path / "not there")))
+    monkeypatch.setattr(combinations, "OWN_GROUPS", str(tmp_path / "not there"))
+    monkeypatch.setattr(combinations, "CONTROL_GROUPS", {"": (str(tmp_path), "memory.max")})
     machine = combinations.memory_bytes()
     limit.write_text("max\n")
     assert combinations.memory_bytes() == machine
@@ -211,17 +217,100 @@ def test_a_host_larger_than_its_container_or_than_all_engines_have_is_refused(en
         host_blocks(config, KVPolicyConfig.parse({**HOST, "host": 65535}), 32768)
 
 
+V2, V1 = "0::/a/b\n", "5:cpu,memory:/a/b\n3:pids:/c\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    "own, files",
+    [
+        (V2, {"a/b/memory.max": "{}", "a/memory.max": "max"}),
+        (V2, {"a/b/memory.max": "max", "a/memory.max": "{}"}),
+        (V2, {"a/b/memory.max": "{}", "a/memory.max": "9{}"}),
+        (V2, {"memory.max": "{}"}),
+        (V1, {"memory/a/b/memory.limit_in_bytes": "{}", "memory/a/memory.limit_in_bytes": "9223372036854771712"}),
+        (V1, {"memory/a/memory.limit_in_bytes": "{}", "memory/c/memory.limit_in_bytes": "1"}),
+        (V1, {"memory/memory.limit_in_bytes": "{}", "a/b/memory.max": "1"}),
+    ],
+)
+def test_the_least_limit_of_a_process_and_of_all_groups_around_it_counts(monkeypatch, tmp_path, own, files):
+    """Kubernetes and systemd nest control groups; of other groups no limit counts."""
+    for name, text in {**files, "own": own}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text.format(32 << 20))
+    groups = combinations.CONTROL_GROUPS.items()
+    moved = {name: (root.replace("/sys/fs/cgroup", str(tmp_path)), file) for name, (root, file) in groups}
+    monkeypatch.setattr(combinations, "CONTROL_GROUPS", moved)
+    monkeypatch.setattr(combinations, "OWN_GROUPS", str(tmp_path / "own"))
+    assert combinations.memory_bytes() == 32 << 20
+
+
 def test_memory_that_the_machine_does_not_give_is_one_message(engine, monkeypatch):
     empty = torch.empty
 
     def refusing(shape, *args, **kwargs):
-        if isinstance(shape, tuple) and shape[:1] == (2048,) and "pin_memory" in kwargs:
+        if isinstance(shape, tuple) and shape[:1] == (2048,):
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
         return empty(shape, *args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", refusing)
     with pytest.raises(Exception, match="host: the machine has not 2048 blocks of 32768 bytes left; expected"):
         engine(HOST)
+
+
+@pytest.fixture
+def pins(monkeypatch):
+    """What the driver has pinned, address -> bytes, in a machine without one; its `error` is what it says."""
+
+    class Pins(dict):
+        error = None
+
+        def register(self, address, size):
+            self[address] = size
+            return self.error
+
+    held = Pins()
+    monkeypatch.setattr(pinned, "register", held.register)
+    monkeypatch.setattr(pinned, "unregister", held.pop)
+    return held
+
+
+def test_host_blocks_of_a_device_take_their_bytes_in_pinned_memory_and_no_more(pins):
+    """torch rounds pinned memory up to a power of two."""
+    caches = [torch.randn(4, 2, 16, 8), torch.randn(4, 3, 16, 8).bfloat16()]
+    pages = MemoryPages(caches, blocks=5, on_cpu=False)
+    assert [own.nbytes for own in pages.own] == list(pins.values()) == [5 * cache[0].nbytes for cache in caches]
+    assert list(pins) == [own.data_ptr() for own in pages.own] and not any(address % mmap.PAGESIZE for address in pins)
+    before = [cache.clone() for cache in caches]
+    pages.write(caches, [2, 0], [4, 1])
+    for cache in caches:
+        cache.zero_()
+    pages.read(caches, [2, 0], [4, 1])
+    for cache, was in zip(caches, before):
+        assert torch.equal(cache[[0, 2]], was[[0, 2]]) and not cache[[1, 3]].any()
+    some = pages.own[1][3]
+    del pages
+    assert list(pins) == [some.untyped_storage().data_ptr()]  # as long as anything shares it
+    del some
+    assert not pins
+
+
+def test_memory_is_unpinned_when_its_process_ends():
+    ends = """
+from vllm_evict.compute import pinned
+pinned.register, pinned.unregister = lambda address, size: None, lambda address: print("unpinned")
+import torch
+kept = pinned.pinned((3,), torch.float32)
+"""
+    assert subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True).stdout == "unpinned\n"
+
+
+def test_memory_that_is_not_there_or_not_pinned_is_said(pins):
+    pins.error = "operation not supported"
+    with pytest.raises(KVPolicyError, match="host: 24 bytes .* can't be pinned .operation not supported.*set host to"):
+        pinned.pinned((3,), torch.float64)
+    for blocks in (1 << 48, 1 << 62):
+        with pytest.raises(KVPolicyError, match=f"host: the machine has not {blocks} blocks of 8 bytes left"):
+            MemoryPages([torch.zeros(1, 2)], blocks, on_cpu=False)
 
 
 def test_blocks_that_cannot_come_back_are_warned_of(engine, complaints):

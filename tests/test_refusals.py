@@ -1,13 +1,21 @@
 """What cannot be served right is refused at start: by name, with what to do instead, and only with a policy."""
 
+import argparse
+import ast
 import json
+import re
+from pathlib import Path
 
 import pytest
+import vllm.envs as envs
 from oracle.tiny import make_tiny_llama
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.v1.executor.abstract import Executor
 
 from vllm_evict.config import KVPolicyError
+from vllm_evict.policies import POLICIES
+
+SOURCES = Path(__file__).parents[1] / "vllm_evict"
 
 #: vLLM 0.32 has one of this name, which cannot be made without Ray.
 RayDistributedExecutor = type("RayDistributedExecutor", (Executor,), {})
@@ -378,3 +386,26 @@ def test_a_policy_that_is_none_is_refused_by_every_way_in(tiny, policy):
         engine_config(tiny, policy)
     with pytest.raises(KVPolicyError):
         engine_config(tiny, None, additional_config={"kv_policy": policy})
+
+
+def strings(module):
+    """Text that a module has outside of docstrings."""
+    tree = ast.parse(Path(module).read_text())
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in said]
+
+
+def test_what_messages_advise_is_there():
+    """Flags and variables are vLLM's or the plugin's, and policies are there, one of them without scores."""
+    parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser())
+    flags = {option for action in parser._actions for option in action.option_strings}
+    modules = [*(SOURCES / "integration").glob("*.py"), *(SOURCES / "config").glob("*.py")]
+    texts = [text for module in modules for text in strings(module) if isinstance(text, str)]
+    named = {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)}
+    flags |= {flag.replace("--", "--no-", 1) for flag in flags} | {flag.replace("--no-", "--", 1) for flag in flags}
+    assert len(named) > 30 and named <= flags, named - flags
+    variables = {each for text in texts for each in re.findall(r"\bVLLM_[A-Z0-9_]+", text)}
+    assert {each for each in variables if "_EVICT_" not in each} <= envs.environment_variables.keys(), variables
+    for names in (names for text in texts for names in re.findall(r"whole layers, such as ([\w, -]+ or [\w-]+)", text)):
+        assert {*re.split(", | or ", names)} <= POLICIES.keys()
+    assert not POLICIES["sink-window"].measures

@@ -4,12 +4,14 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from test_refusals import H2O, UNMEASURED, RayDistributedExecutor, engine_config, refusal
+import torch
+from test_refusals import H2O, UNMEASURED, RayDistributedExecutor, engine_config, refusal, with_config
 from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration import refusals
+from vllm_evict.integration import advice, refusals
 
 
 def plain_config(**changes):
@@ -26,6 +28,8 @@ def plain_config(**changes):
             is_diffusion=False,
             rswa_window=None,
             get_sliding_window=lambda: None,
+            get_head_size=lambda: 64,
+            dtype=torch.bfloat16,
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
@@ -39,7 +43,9 @@ def plain_config(**changes):
         cache_config=SimpleNamespace(
             kv_sharing_fast_prefill=False, cache_dtype="auto", kv_cache_dtype_skip_layers=[], sliding_window=None
         ),
-        scheduler_config=SimpleNamespace(scheduler_cls=None, disable_hybrid_kv_cache_manager=False),
+        scheduler_config=SimpleNamespace(
+            scheduler_cls=None, disable_hybrid_kv_cache_manager=False, async_scheduling=False
+        ),
         device_config=SimpleNamespace(device_type="cpu"),
         attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         speculative_config=None,
@@ -260,7 +266,15 @@ def test_a_gpu_may_keep_fp8_with_one_scale_for_a_layer(backend):
 
     for name in ("auto", "bfloat16", "fp8", "fp8_e4m3"):
         check(name)
-    for name in ("fp8_e5m2", "fp8_inc", "fp8_per_token_head", "int8_per_token_head", "nvfp4", "turboquant_k8v4"):
+    for name in (
+        "float16",
+        "fp8_e5m2",
+        "fp8_inc",
+        "fp8_per_token_head",
+        "int8_per_token_head",
+        "nvfp4",
+        "turboquant_k8v4",
+    ):
         with pytest.raises(KVPolicyError, match=rf"'{name}'.* cuda engine: use --kv-cache-dtype auto or fp8 \("):
             check(name)
         check(name, UNMEASURED)
@@ -268,6 +282,123 @@ def test_a_gpu_may_keep_fp8_with_one_scale_for_a_layer(backend):
     check("fp8", UNMEASURED, ["0"])
     with pytest.raises(KVPolicyError, match="differ between layers: leave --kv-cache-dtype-skip-layers out"):
         check("fp8", skipped=["0", "sliding_window"])
+
+
+#: Parts of config.json by which checkpoints bring the dtype of their KV cache: resolved by vLLM's configuration, or
+#: by its layers.
+SCHEME = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor", "symmetric": True}
+BRINGING = {
+    "by the configuration": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME},
+    "by an older name": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+    "by layers": {
+        **dict(quant_method="compressed-tensors", format="dense", config_groups={}, ignore=[]),
+        "kv_cache_scheme": SCHEME,
+    },
+}
+
+
+@pytest.mark.parametrize("brought", BRINGING)
+@pytest.mark.parametrize("dtype, instead", {"bfloat16": "", "float32": "--dtype bfloat16 "}.items())
+def test_a_dtype_that_a_checkpoint_brings_is_refused_with_one_that_works(tmp_path, brought, dtype, instead):
+    """`auto` stands for it, before anything is loaded; and vLLM has no name for a cache in float32."""
+    if dtype == "float32" and brought != "by layers":
+        pytest.skip("vLLM takes such checkpoints in half precision alone")
+    model = with_config(tmp_path, quantization_config=BRINGING[brought])
+    for given in ("auto", "fp8"):
+        message = refusal(engine_config, model, dtype=dtype, kv_cache_dtype=given)
+        assert (
+            "which the plugin can't read on vLLM's cpu engine: use " + instead + "--kv-cache-dtype bfloat16, or"
+            in message
+        )
+    assert engine_config(model, dtype="bfloat16", kv_cache_dtype="bfloat16").scheduler_config.scheduler_cls
+    assert engine_config(model, UNMEASURED, dtype=dtype).scheduler_config.scheduler_cls
+
+
+def on_gpu(monkeypatch, capability, **backends):
+    """A GPU, and what vLLM says of its attention backends: name -> (why it is not taken, sizes of its kernels' blocks).
+
+    Without a name vLLM takes the first that it takes at all.
+    """
+
+    def made(name, reasons, sizes):
+        return SimpleNamespace(
+            get_name=lambda: name,
+            validate_configuration=lambda **_: reasons,
+            get_supported_kernel_block_sizes=lambda: sizes,
+        )
+
+    classes = {name: made(name, *backend) for name, backend in backends.items()}
+    platform = SimpleNamespace(
+        is_rocm=lambda: False,
+        is_cuda=lambda: True,
+        get_device_capability=lambda: DeviceCapability(*capability),
+        get_attn_backend_cls=lambda *_, **__: next(name for name, (reasons, _) in backends.items() if not reasons),
+    )
+    for module in (refusals, advice):
+        monkeypatch.setattr(module, "current_platform", platform)
+    enum = {name: SimpleNamespace(get_class=lambda made=made: made) for name, made in classes.items()}
+    monkeypatch.setattr(advice, "AttentionBackendEnum", enum)
+    monkeypatch.setattr(advice, "resolve_obj_by_qualname", classes.get)
+    monkeypatch.setattr(advice, "set_current_vllm_config", lambda _: nullcontext())
+
+
+MANY, FEW = [MultipleOf(16)], [16, 32, 64]
+SPLITTING = {"name": "duo", "pattern": ["10"]}
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("hd256", [False, True])
+def test_a_hybrid_on_flashinfer_is_refused_before_it_is_loaded(monkeypatch, named, hd256):
+    """vLLM takes FlashInfer on Blackwell by itself. FlashAttention reads blocks of 128 alone there with heads of 256."""
+    on_gpu(
+        monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=([], [128] if hd256 else MANY), TRITON_ATTN=([], MANY)
+    )
+    config = plain_config(device_config__device_type="cuda", model_config__is_hybrid=True)
+    config.attention_config.backend = AttentionBackendEnum.FLASHINFER if named else None
+    instead = "TRITON_ATTN" if hd256 else "FLASH_ATTN or TRITON_ATTN"
+    with pytest.raises(KVPolicyError, match=f"FLASHINFER beside states.*: set --attention-backend to {instead}$"):
+        refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    config.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
+    refusals.check_config(config, KVPolicyConfig.parse(H2O))
+
+
+def test_what_vllm_would_choose_is_refused_with_what_runs_on_the_gpu(monkeypatch):
+    config, h2o = plain_config(device_config__device_type="cuda"), KVPolicyConfig.parse(H2O)
+    why = ["compute capability not supported"]
+    backends = {"FLASHMLA": (why, [64]), "FLASH_ATTN_MLA": (why, MANY), "TRITON_MLA": ([], MANY)}
+    on_gpu(monkeypatch, (10, 0), FLASHINFER_MLA=([], [32, 64]), **backends)
+    config.model_config.use_mla = True
+    with pytest.raises(KVPolicyError, match="FLASHINFER_MLA: policies run MLA on CPU_MLA, AMX_MLA, TRITON_MLA .those"):
+        refusals.check_config(config, h2o)
+    on_gpu(monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=(why, MANY), TRITON_ATTN=([], MANY))
+    config.model_config.use_mla = False
+    with pytest.raises(KVPolicyError, match="FLASHINFER: it plans .* set --attention-backend to TRITON_ATTN$"):
+        refusals.check_config(config, KVPolicyConfig.parse(SPLITTING))
+    refusals.check_config(config, h2o)
+    on_gpu(monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=(why, MANY), TRITON_ATTN=(why, MANY))
+    with pytest.raises(KVPolicyError, match="set --attention-backend to another one, .* none: leave --kv-policy out$"):
+        refusals.check_config(config, KVPolicyConfig.parse(SPLITTING))
+
+
+@pytest.mark.parametrize("size, served", [(8, False), (16, True), (256, True), (512, False)])
+def test_sizes_of_heads_that_kernels_cannot_read_are_refused_before_anything_is_loaded(size, served):
+    config = plain_config(device_config__device_type="cuda", model_config__get_head_size=lambda: size)
+    gemma4 = plain_config(device_config__device_type="cuda")
+    gemma4.model_config.hf_text_config = SimpleNamespace(head_dim=64, global_head_dim=size)
+    for each in (config, gemma4):
+        with nullcontext() if served else pytest.raises(KVPolicyError, match=f"heads of {size} dim.*16 to 256.*sink-w"):
+            refusals.check_config(each, KVPolicyConfig.parse(H2O))
+        refusals.check_config(each, KVPolicyConfig.parse(UNMEASURED))
+    config.device_config.device_type = "cpu"
+    refusals.check_config(config, KVPolicyConfig.parse(H2O))
+
+
+def test_fp8_is_no_advice_where_it_does_not_run(monkeypatch):
+    config = plain_config(device_config__device_type="cuda", cache_config__cache_dtype="fp8_e5m2")
+    for capability, instead in (((8, 0), "auto, or a policy"), ((8, 9), r"auto or fp8 \(fp8_e4m3\), or a policy")):
+        on_gpu(monkeypatch, capability)
+        with pytest.raises(KVPolicyError, match=f"'fp8_e5m2'.*: use --kv-cache-dtype {instead}"):
+            refusals.check_config(config, KVPolicyConfig.parse(H2O))
 
 
 @pytest.mark.parametrize("capability, served", [((8, 0), False), ((8, 9), True), ((9, 0), True)])

@@ -21,7 +21,11 @@ from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration import drafters, layers, refusals
 from vllm_evict.integration.describe import ignored_settings, kernels_line
 
-SERVER = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True), kv_transfer_config=None)
+SERVER = SimpleNamespace(
+    cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="fp8"),
+    model_config=SimpleNamespace(use_mla=False, dtype=torch.bfloat16),
+    kv_transfer_config=None,
+)
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +167,9 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
         layers.settle(SERVER, KVPolicyConfig.parse(UNMEASURED), runtime, given)
         assert group.decodes is False
     found["layer.2"].impl = SimpleNamespace(**{**plain, "is_fp8_kv_cache": True})
-    with pytest.raises(KVPolicyError, match=r"layer.2 keeps its keys as fp8.*on a CPU.*sink-window"):
+    with pytest.raises(
+        KVPolicyError, match=r"layer.2 keeps its keys as fp8.*on a CPU: use --kv-cache-dtype auto, or .*sink-window"
+    ):
         layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
 
 

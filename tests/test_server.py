@@ -109,7 +109,8 @@ def running(model, log, *arguments):
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
     scale_out = ["--enable-scale-out"] * (Version(version("vllm")) >= Version("0.30"))  # before, always on
-    with running(tiny, tmp_path_factory.mktemp("server") / "log.txt", *scale_out) as server:
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    with running(tiny, log, "--enable-prompt-embeds", *scale_out) as server:
         yield server
 
 
@@ -225,46 +226,6 @@ def test_bad_requests_are_http_400_with_the_reason_and_the_server_goes_on(server
         server.complete(xargs=xargs)
     assert refused.value.status_code == 400 and reason in refused.value.message
     assert server.complete("t1 t2 t3", max_tokens=3).usage.completion_tokens == 3
-
-
-def test_a_bad_streamed_request_is_http_400_before_the_stream(server):
-    """Not HTTP 200 with an error in the stream."""
-    message = {"role": "user", "content": " ".join(WORDS[:300])}
-    for create in (
-        lambda **options: server.client.completions.create(prompt="t1", **options),
-        lambda **options: server.client.chat.completions.create(messages=[message], **options),
-        lambda **options: server.client.responses.create(input="t1", **options),
-    ):
-        with pytest.raises(openai.BadRequestError) as refused:
-            create(model="tiny", stream=True, extra_body={"vllm_xargs": {"kv_buget": 128}})
-        assert "'kv_buget'" in refused.value.message
-
-
-@pytest.mark.parametrize(
-    "body, where",
-    [
-        ({"kv_budget": 128}, "kv_budget"),
-        ({"kv_policy": "full", "vllm_xargs": {"kv_usage": True}}, "kv_policy"),
-        ({"extra_args": {"kv_budget": 128}}, "kv_budget in extra_args"),
-        ({"extra_body": {"vllm_xargs": {"kv_sink": 64}}}, "kv_sink in extra_body"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_vllm_would_drop_unseen_is_refused(server, body, where, stream):
-    """Clients forget `vllm_xargs`, or send what Python's client takes as arguments."""
-    message = {"role": "user", "content": "t1"}
-    for create in (
-        lambda: server.client.completions.create(model="tiny", prompt="t1", stream=stream, extra_body=body),
-        lambda: server.client.chat.completions.create(model="tiny", messages=[message], stream=stream, extra_body=body),
-        lambda: server.client.responses.create(model="tiny", input="t1", stream=stream, extra_body=body),
-    ):
-        with pytest.raises(openai.BadRequestError) as refused:
-            create()
-        field = where.split()[0]
-        assert f'{where} would be ignored: a request sets it as {{"vllm_xargs": {{"{field}": ...}}}}' in str(
-            refused.value
-        )
-    assert server.complete("t1 t2", max_tokens=2, xargs={"other": 1}).usage.completion_tokens == 2
 
 
 MESSAGES = [{"role": "user", "content": PROMPT}]

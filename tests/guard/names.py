@@ -10,19 +10,20 @@ from vllm_evict.integration.versions import MOVED
 REPLACED = {
     "vllm.config.vllm:VllmConfig": {
         "integration.fallback:hook.with_policy": "_get_v2_model_runner_unsupported_features",
+        "integration.fallback:hook.validated": "_validate_v1_model_runner",
     },
     "vllm.engine.arg_utils:EngineArgs": {
         "integration.arguments:_with_flag.with_flag": "add_cli_args",
         "integration.arguments:_with_policy.with_policy": "create_engine_config",
     },
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": {
-        "integration.frontend:hook_protocol.noting.noted": "to_beam_search_params to_sampling_params",
+    "vllm.entrypoints.anthropic.serving:AnthropicServingMessages": {
+        "integration.frontend:hook_messages.checked": "create_messages",
     },
-    "vllm.entrypoints.openai.completion.protocol:CompletionRequest": {
-        "integration.frontend:hook_protocol.noting.noted": "to_beam_search_params to_sampling_params",
+    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": {
+        "integration.frontend:hook_beam_search.checked": "beam_search",
     },
-    "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": {
-        "integration.frontend:hook_protocol.noting.noted": "to_sampling_params",
+    "vllm.entrypoints.serve.engine.serving:BaseServing": {
+        "integration.frontend:hook_serving.noted": "_check_model",
     },
     "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses": {
         "integration.frontend:hook_responses.checked": "_generate_with_builtin_tools",
@@ -88,16 +89,18 @@ REPLACED = {
         "initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
     },
     "vllm.v1.worker.gpu_worker:Worker": {
-        "integration.worker:EvictionWorkerMixin": "load_model reload_weights get_kv_cache_spec "
-        "determine_available_memory initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
+        "integration.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "
+        "initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
     },
     "vllm.v1.outputs:AsyncModelRunnerOutput": {"integration.worker:_Reporting": "get_output"},
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
+        "integration.reorder:guard_reload.checked": "reload_weights",
         "integration.runners:profiling": "profile_run",
         "integration.runners:_install_v1": "_update_states",
         "integration.graphs:install_v1": "_warmup_and_capture",
     },
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {
+        "integration.reorder:guard_reload.checked": "reload_weights",
         "integration.runners:profiling": "profile_run",
         "integration.runners:_install_v2": "update_requests prepare_attn",
         "integration.graphs:install_v2": "gather_batch_req_state initialize_kv_cache",

@@ -8,6 +8,7 @@ import torch
 
 from ..config import KVPolicyError
 from ..config.errors import place
+from .pinned import pinned
 
 
 class HostPages(Protocol):
@@ -43,7 +44,7 @@ class MemoryPages:
         on_cpu: whether the cache is in memory too.
 
     Raises:
-        KVPolicyError: the machine does not give so much memory.
+        KVPolicyError: the machine does not give so much memory, or does not pin it.
     """
 
     may_fail = False
@@ -51,11 +52,10 @@ class MemoryPages:
 
     def __init__(self, pages: Sequence[torch.Tensor], blocks: int, on_cpu: bool) -> None:
         self._on_cpu = on_cpu
+        allocate = torch.empty if on_cpu else pinned
         try:
-            self.own = [
-                torch.empty((blocks, *page.shape[1:]), dtype=page.dtype, pin_memory=not on_cpu) for page in pages
-            ]
-        except RuntimeError as error:
+            self.own = [allocate((blocks, *page.shape[1:]), dtype=page.dtype) for page in pages]
+        except (RuntimeError, MemoryError) as error:
             size = sum(page[0].nbytes for page in pages)
             raise KVPolicyError(
                 f"host: the machine has not {blocks} blocks of {size} bytes left; expected {blocks * size} bytes "

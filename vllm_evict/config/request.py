@@ -91,6 +91,19 @@ class Requests(Frozen):
             )
         return config
 
+    def lasting(self, extra_args: Mapping[str, Any], prompt_len: int, block_size: int) -> dict[str, Any]:
+        """Return the `REQUEST_FIELDS` that a request sets, such that longer prompts get what this one gets.
+
+        A budget that is a share of the prompt becomes tokens.
+        """
+        fields = given(extra_args)
+        config = self.for_request(fields, prompt_len, block_size)
+        config = config.retrieval or config if config.policy.splits == "classes" else config
+        if "kv_budget" in fields and isinstance(config.budget, float):
+            limits = config.limits(block_size, max(prompt_len, config.min_prompt))
+            fields["kv_budget"] = limits.budget * block_size
+        return fields
+
     def _with_retrieval(self: C, sizes: Mapping[str, int | float], prompt_len: int, block_size: int) -> C:
         """Return `duo` with another budget of its retrieval heads."""
         for field in sizes:

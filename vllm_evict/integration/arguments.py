@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import vllm.envs as envs
+from pydantic import ValidationError
 
 from ..config import REGISTRY, KVPolicyConfig, KVPolicyError, presets
 from ..config.errors import shown
@@ -107,7 +108,7 @@ def _with_policy(create_engine_config: Any) -> Any:
             given = shown(self.additional_config)
             raise KVPolicyError(f"additional_config got {given}; expected a dict, which carries the KV policy")
         self.additional_config = {**self.additional_config, "kv_policy": config.to_dict()}
-        with longer_than_the_model(config):
+        with longer_than_the_model(config), _own_errors():
             vllm_config = create_engine_config(self, *args, **kwargs)
         # Imported here: the module needs a vLLM whose platform is known.
         from .plugin import activate
@@ -116,6 +117,18 @@ def _with_policy(create_engine_config: Any) -> Any:
         return vllm_config
 
     return with_policy
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise a `KVPolicyError` as it is, which vLLM's configuration wraps into a `ValidationError`."""
+    try:
+        yield
+    except ValidationError as error:
+        for each in error.errors():
+            if isinstance(own := each.get("ctx", {}).get("error"), KVPolicyError):
+                raise own from None
+        raise
 
 
 @contextmanager

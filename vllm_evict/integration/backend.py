@@ -15,6 +15,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, replace_as
 from ..compute.attention.ops import BackendOps
 from ..compute.group import GroupRuntime
 from ..compute.kernel_blocks import KernelBlocks
+from ..config import KVPolicyError
+from . import advice
 from .spec import EVICTABLE
 from .versions import splits_in_builders
 
@@ -57,11 +59,13 @@ def resident_backend(
                 # No drafter runs beside states and latents: `build_for_drafting` has no kernel blocks.
                 served = ops.splits_blocks and self.vllm_config.model_config.is_hybrid and splits_in_builders()
                 if not served:
-                    raise ValueError(
+                    whole = partial(advice.reads_whole, runtime.block_size)
+                    others = advice.either(advice.working(self.vllm_config, ops.whole_blocks, whole))
+                    raise KVPolicyError(
                         f"{backend.get_name()} splits KV blocks of {runtime.block_size} tokens into kernel blocks of "
                         f"{kv_cache_spec.block_size}, which a KV policy can't evict: use --block-size "
                         f"{kv_cache_spec.block_size}, or, where vLLM chooses the size (hybrids), --attention-backend "
-                        f"{ops.whole_blocks}"
+                        f"{others}"
                     )
                 self.kernel_blocks = KernelBlocks(runtime, kv_cache_spec.block_size)
 

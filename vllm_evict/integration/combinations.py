@@ -6,25 +6,54 @@ A refusal is (whether it applies, what is refused, what to do instead).
 """
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ..config import KVPolicyConfig
 from . import connectors
+from .fallback import use_v1
 
 Refusal = tuple[bool, str, str]
 
-#: Files with the most bytes that a container may take: of control groups, version 2 and 1.
-CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+#: The control groups of this process.
+OWN_GROUPS = "/proc/self/cgroup"
+#: Controller of memory in `OWN_GROUPS` -> where its groups are, and the file with the most bytes that one may take. The
+#: groups of version 2 name no controller.
+CONTROL_GROUPS = {
+    "": ("/sys/fs/cgroup", "memory.max"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+}
 
 
 def memory_bytes() -> int:
-    """Bytes of memory that the machine has, or that its container may take."""
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in map(Path, CONTAINER_LIMITS):
-        limit = path.read_text().strip() if path.is_file() else ""
-        most = min(most, int(limit)) if limit.isdigit() else most
-    return most
+    """Bytes of memory that the machine has, or that this process may take of it."""
+    limits = (_read(path).strip() for path in _limits())
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def _limits() -> Iterator[Path]:
+    """Files with limits of this process's control groups and of all groups around them.
+
+    A container may see its own group as the root, under a name that it does not have there.
+    """
+    own = {"": "/", "memory": "/"}
+    for line in _read(Path(OWN_GROUPS)).splitlines():
+        _, controllers, group = line.split(":", 2)
+        own |= dict.fromkeys(controllers.split(","), group)
+    for controller, (root, file) in CONTROL_GROUPS.items():
+        place = PurePosixPath(own[controller])
+        for each in (place, *place.parents):
+            yield Path(f"{root}{each}", file)
+
+
+def _read(path: Path) -> str:
+    """Text of a file; "" if it can't be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def tier(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusal]:
@@ -113,7 +142,7 @@ def stages(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         (
             bool(vllm_config.use_v2_model_runner),
             f"{beside} on Model Runner V2, which no test runs",
-            f"set VLLM_USE_V2_MODEL_RUNNER=0, or {ranks}",
+            f"{use_v1(vllm_config)}, or {ranks}",
         ),
         (
             parallel.distributed_executor_backend == "external_launcher",

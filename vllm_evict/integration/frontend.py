@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -11,17 +11,17 @@ from ..config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyErro
 from .connectors import hands_on
 from .late import once
 from .metrics import PrometheusMetrics
-from .usage import show_usage, watch
+from .usage import show_usage, take_more, watch
 
 # Below vLLM's own, which says where lines go; its module can't be imported yet.
 logger = logging.getLogger("vllm.evict")
 
 #: Policy of the streaming session whose turns are being taken in, once its first turn has one: [name]. None outside.
 _session: ContextVar[list[str] | None] = ContextVar("kv_evict_session", default=None)
-#: What a client's beam search asks for, in the task that answers it; vLLM hands it to none of the requests it makes.
-_beam_xargs: ContextVar[dict[str, Any] | None] = ContextVar("kv_evict_beam_xargs", default=None)
-#: Where the request that a task answers has what belongs into its `vllm_xargs`; None: nowhere.
-_misplaced: ContextVar[str | None] = ContextVar("kv_evict_misplaced", default=None)
+#: The client's request that a task answers.
+_answered: ContextVar[Any] = ContextVar("kv_evict_answered", default=None)
+#: What a client's beam search asks of the policy, where the search runs; vLLM hands it to none of its requests.
+_beam_fields: ContextVar[dict[str, Any] | None] = ContextVar("kv_evict_beam_fields", default=None)
 
 
 def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
@@ -30,18 +30,21 @@ def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
     return None if value is None else KVPolicyConfig.parse(value)
 
 
-def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
-    """Refuse a request that asks for what it may not have: HTTP 400 on a server, `VLLMValidationError` offline."""
+def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int) -> KVPolicyConfig | None:
+    """Refuse a request that asks for what it may not have: HTTP 400 on a server, `VLLMValidationError` offline.
+
+    Returns:
+        The server's policy; None if there is none, or the request asks for nothing.
+    """
     from vllm.exceptions import VLLMValidationError
 
-    extra_args = getattr(params, "extra_args", None)
     if not extra_args:
-        return
+        return None
     config = _server_policy(vllm_config)
     if config is None:
         if not set(extra_args).isdisjoint(REQUEST_FIELDS):
             _warn_without_policy()
-        return
+        return None
     if vllm_config.kv_transfer_config is not None and hands_on(extra_args):
         raise VLLMValidationError(
             "kv_transfer_params: do_remote_decode asks for all blocks of the prompt, and this server evicts some; send "
@@ -52,6 +55,42 @@ def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
         config.for_request(extra_args, prompt_len, vllm_config.cache_config.block_size)
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+    return config
+
+
+def _tokens_of(prompt: Any) -> int | None:
+    """Tokens of a prompt of ids or embeddings; None for other forms, which vLLM makes into one of these first."""
+    if not isinstance(prompt, dict):
+        return None
+    ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+    if ids is not None:
+        return len(ids)
+    return None if embeds is None else int(embeds.shape[-2])
+
+
+def _check_prompt(vllm_config: Any, prompt: Any, extra_args: Any) -> None:
+    """Refuse what a request asks for once its prompt is known; `hook_input_processor` refuses it for the others."""
+    if (length := _tokens_of(prompt)) is not None:
+        _check_request(vllm_config, extra_args, length)
+
+
+def _check_places(vllm_config: Any, request: Any) -> None:
+    """Refuse a client's request with one of `REQUEST_FIELDS` that vLLM drops unseen: it stands in the wrong place."""
+    from vllm.exceptions import VLLMValidationError
+
+    if (to_chat := getattr(request, "to_chat_completion_request", None)) is not None:
+        request = to_chat(request.messages[0])  # a batch of chats hands all fields on to each of them
+    where = _misplaced_in(request)
+    if where is None or _server_policy(vllm_config) is None:
+        return
+    field = where.split()[0]
+    if "vllm_xargs" in type(request).model_fields:
+        instead = f'a request sets it as {{"vllm_xargs": {{"{field}": ...}}}}'
+    elif "sampling_params" in type(request).model_fields:
+        instead = f'a request sets it as {{"sampling_params": {{"extra_args": {{"{field}": ...}}}}}}'
+    else:
+        instead = "requests to this endpoint run under the server's policy; leave it out"
+    raise VLLMValidationError(f"{where} would be ignored: {instead}", parameter=where.split()[-1])
 
 
 def _misplaced_in(request: Any) -> str | None:
@@ -66,29 +105,13 @@ def _misplaced_in(request: Any) -> str | None:
     return None
 
 
-def _check_prompt(vllm_config: Any, prompt: Any, params: Any) -> None:
-    """The same for a prompt that is rendered; others are checked when they are."""
-    from vllm.exceptions import VLLMValidationError
-
-    if (where := _misplaced.get()) and _server_policy(vllm_config) is not None:
-        raise VLLMValidationError(
-            f'{where} would be ignored: a request sets it as {{"vllm_xargs": {{"{where.split()[0]}": ...}}}}',
-            parameter=where.split()[-1],
-        )
-    if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
-        _check_request(vllm_config, params, len(prompt["prompt_token_ids"]))
-
-
-def _of_beam(vllm_config: Any, prompt: Any, params: Any) -> Any:
+def _of_beam(params: Any) -> Any:
     """Parameters of a request that a beam search makes, with what its client asks of the policy; others as they are."""
-    xargs = _beam_xargs.get()
-    if not xargs or _server_policy(vllm_config) is None:
+    fields = _beam_fields.get()
+    if not fields:
         return params
     params = params.clone()
-    params.extra_args = xargs
-    _check_prompt(vllm_config, prompt, params)
-    # What else there is goes where vLLM lets it go: nowhere. An answer has no usage of each of its search's requests.
-    params.extra_args = {field: xargs[field] for field in REQUEST_FIELDS if field in xargs and field != "kv_usage"}
+    params.extra_args = fields
     return params
 
 
@@ -138,36 +161,83 @@ def hook_async_llm(module: ModuleType) -> None:
 
     @functools.wraps(generate)
     def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        sampling_params = _of_beam(self.vllm_config, prompt, sampling_params)
-        _check_prompt(self.vllm_config, prompt, sampling_params)
+        sampling_params = _of_beam(sampling_params)
+        _check_prompt(self.vllm_config, prompt, sampling_params.extra_args)
         return watch(generate(self, prompt, sampling_params, *args, **kwargs), sampling_params)
 
     cls.generate, cls._add_streaming_input_request = checked, add_known_session
 
 
-def hook_protocol(name: str) -> Callable[[ModuleType], None]:
-    """Of the module of the OpenAI request `name`: what it asks in the wrong place is noted, to be refused, and what its
-    beam search asks of the engine gets its `vllm_xargs`.
+def hook_serving(module: ModuleType) -> None:
+    """Note each client's request before it is answered, and refuse fields that vLLM would drop unseen.
+
+    Every endpoint asks `_check_model` first. Those that generate have a client of the engine.
     """
+    cls = module.BaseServing
+    check_model = cls._check_model
+    if not once(cls):
+        return
 
-    def noting(convert: Any, beams: bool) -> Any:
-        @functools.wraps(convert)
-        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            _beam_xargs.set(self.vllm_xargs if beams else None)
-            _misplaced.set(_misplaced_in(self))
-            return convert(self, *args, **kwargs)
+    @functools.wraps(check_model)
+    async def noted(self: Any, request: Any) -> Any:
+        error = await check_model(self, request)
+        if error is None and (engine_client := _engine_client(self)) is not None:
+            _check_places(engine_client.vllm_config, request)
+            _answered.set(request)
+        return error
 
-        return noted
+    cls._check_model = noted
 
-    def hook(module: ModuleType) -> None:
-        cls = getattr(module, name)
-        if not once(cls):
-            return
-        for method in ("to_beam_search_params", "to_sampling_params"):
-            if convert := getattr(cls, method, None):  # responses have no beams
-                setattr(cls, method, noting(convert, beams=method == "to_beam_search_params"))
 
-    return hook
+def _engine_client(serving: Any) -> Any:
+    """The engine's client of an endpoint that generates (structured decisions keep it in their strategy); else None."""
+    context = getattr(getattr(serving, "strategy", None), "context", None)
+    return getattr(serving, "engine_client", None) or getattr(context, "engine_client", None)
+
+
+def hook_messages(module: ModuleType) -> None:
+    """The same for /v1/messages, whose requests vLLM makes into chats that lack what it drops."""
+    cls = module.AnthropicServingMessages
+    create_messages = cls.create_messages
+    if not once(cls):
+        return
+
+    @functools.wraps(create_messages)
+    async def checked(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_places(self.engine_client.vllm_config, request)
+        return await create_messages(self, request, *args, **kwargs)
+
+    cls.create_messages = checked
+
+
+def hook_tokens(module: ModuleType) -> None:
+    """Let requests of tokens keep fields that are none of theirs, so that `hook_serving` sees them."""
+    take_more(module.GenerateRequest)
+
+
+def hook_beam_search(module: ModuleType) -> None:
+    """Give the requests of a beam search what its client asks of the policy, and check it before an answer begins."""
+    cls = module.BeamSearchOnlineMixin
+    beam_search = cls.beam_search
+    if not once(cls):
+        return
+
+    @functools.wraps(beam_search)
+    def checked(self: Any, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        vllm_config, fields = self.engine_client.vllm_config, {}
+        xargs, length = getattr(_answered.get(), "vllm_xargs", None), _tokens_of(prompt)
+        if length is not None and (config := _check_request(vllm_config, xargs, length)) is not None:
+            # Its requests have longer and longer prompts. An answer has no usage of each of them.
+            fields = config.lasting(xargs, length, vllm_config.cache_config.block_size)
+            fields.pop("kv_usage", None)
+        return searching(beam_search(self, prompt, *args, **kwargs), fields)
+
+    async def searching(outputs: AsyncGenerator[Any, None], fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        _beam_fields.set(fields)  # the tasks that ask the engine have a copy
+        async for output in outputs:
+            yield output
+
+    cls.beam_search = checked
 
 
 def hook_responses(module: ModuleType) -> None:
@@ -179,7 +249,7 @@ def hook_responses(module: ModuleType) -> None:
 
     @functools.wraps(generate)
     def checked(self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_prompt(self.engine_client.vllm_config, engine_input, sampling_params)
+        _check_prompt(self.engine_client.vllm_config, engine_input, sampling_params.extra_args)
         return generate(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
     cls._generate_with_builtin_tools = checked
@@ -197,12 +267,12 @@ def hook_input_processor(module: ModuleType) -> None:
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process_inputs(self, *args, **kwargs)
         if request.sampling_params is not None:
-            length = len(request.prompt_token_ids) if request.prompt_token_ids else len(request.prompt_embeds)
+            length = len(request.prompt_token_ids or request.prompt_embeds)
             if request.resumable or _session.get() is not None:
                 length = self.model_config.max_model_len  # its prompt grows; the scheduler knows how long it is
             if request.resumable:
                 _check_turn(self.vllm_config, request.sampling_params)
-            _check_request(self.vllm_config, request.sampling_params, length)
+            _check_request(self.vllm_config, request.sampling_params.extra_args, length)
         return request
 
     cls.process_inputs = checked

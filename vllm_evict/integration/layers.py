@@ -30,7 +30,7 @@ from ..core.arrange import arrange
 from ..core.layout import Layout
 from ..environment import decode_kernel
 from ..policies import RUNNING
-from . import combinations, drafters, refusals
+from . import advice, combinations, drafters, refusals
 from .backend import PLACE, resident_backend, working_impl
 from .latents import latent_types, name_as_others, working_latent
 from .positions import rotations
@@ -109,7 +109,7 @@ def install(
         refusals.check_beside(vllm_config, config, combinations.STATES, bool(layers))
         drafters.check_states(vllm_config, {name: every[name] for name in states})
     for name, layer in layers.items():
-        refusals.check_layer(name, layer, config)
+        refusals.check_layer(name, layer, config, vllm_config)
     drafters.check(drafting, next(iter(layers.values())))
     # The block size is final here; it may have changed since the configuration was checked.
     kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
@@ -393,7 +393,8 @@ def settle(
     read = config.statistics or config.context or config.recall != "none" or config.selects
     for name, layer in (layers | _evictable(vllm_config, drafting=True)).items():
         if read and (reason := ops.unreadable(layer)):
-            raise KVPolicyError(f'{name} {reason}: use sink-window with "allow": [], without a context')
+            own = "" if advice.is_own_dtype(vllm_config) else f"{advice.own_dtype(vllm_config)}, or "
+            raise KVPolicyError(f"{name} {reason}: use {own}{refusals.UNREAD}")
     decodes &= all(map(ops.can_decode, layers.values()))
     if config.selects and not decodes:
         raise KVPolicyError(
@@ -438,7 +439,7 @@ def bound_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int) -> 
     if config.evict != "host" or config.recall == "none":
         return 0
     # Two vectors of a block's keys, which are half of it; of fp8 caches in 16 bits.
-    wide = 2 if vllm_config.cache_config.cache_dtype in FP8_NAMES else 1
+    wide = 2 if advice.cache_dtype(vllm_config) in FP8_NAMES else 1
     boxes = wide * host_blocks(vllm_config, config, block) * block // vllm_config.cache_config.block_size
     dims = vllm_config.model_config.get_head_size()
     return boxes * bounds_width(config.recall_bounds, dims) // (2 * dims)

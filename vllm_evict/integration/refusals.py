@@ -11,7 +11,7 @@ from ..compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
 from ..policies import RUNNING
-from . import combinations, speculation
+from . import advice, combinations, speculation
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
 BACKENDS = tuple(name for name in OPS if name not in LATENT)
@@ -19,26 +19,20 @@ BACKENDS = tuple(name for name in OPS if name not in LATENT)
 DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 #: Attention backends of multi-head latent attention (MLA) that run on a GPU.
 LATENT_DEVICE_BACKENDS = LATENT[2:]
-#: Device -> KV cache dtypes that its backends' ops read.
+#: Those of them whose kernels read blocks of a few sizes; the others read any multiple of 16, or do so on most GPUs.
+FEW_SIZES = ("FLASHINFER",)
+#: Dimensions of heads that the plugin's kernels for GPUs read.
+HEADS = range(16, 257)
+#: Advice: a server on which the plugin reads no keys.
+UNREAD = 'a policy without scores, context, recall and select, with "allow": [] (sink-window)'
+#: Device -> KV cache dtypes that its backends' ops read, beside the model's own.
 SCORED_DTYPES = {
-    "cpu": ("auto", "float16", "bfloat16", "float32"),
-    "cuda": ("auto", "float16", "bfloat16", "float32", *FP8_NAMES),
+    "cpu": ("auto", "float16", "bfloat16"),
+    "cuda": ("auto", *FP8_NAMES),
 }
 #: The least compute capability that the plugin's kernels were compiled for (GPUs before Ampere have too little shared
 #: memory), and the least for which Triton compiles kernels that read float8_e4m3 (Ada).
 LEAST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
-_CHOOSE = (
-    f"policies run on CPU_ATTN, and on a GPU on {', '.join(DEVICE_BACKENDS[:-1])} and {DEVICE_BACKENDS[-1]} (tested "
-    "without a GPU only); set {setting} to one of these, or leave --kv-policy out"
-)
-_CHOOSE_LATENT = (
-    f"policies run MLA on {', '.join(LATENT)} (those of a GPU tested without one); set {{setting}} to one of these, or "
-    "leave --kv-policy out"
-)
-_WHOLE = (
-    "it plans for all heads of a layer, and this policy splits them; set {setting} to "
-    f"{' or '.join(backend for backend in DEVICE_BACKENDS if backend not in WHOLE_LAYERS)}"
-)
 
 
 def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
@@ -62,12 +56,13 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     without = "leave --kv-policy out for this model"
     # ROCm calls its device cuda too, and one of its backends FLASH_ATTN.
     platform = "rocm" if current_platform.is_rocm() else vllm_config.device_config.device_type
-    backend, setting = _named_backend(vllm_config.attention_config, model.use_mla)
+    splits = len(config.classes) > 1
+    dtype, reads = advice.cache_dtype(vllm_config), _reads_keys(config)
     text = model.hf_text_config
-    fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" else ""
     # The plugin's kernels compute scores, and decode split heads.
-    has_kernels = platform == "cuda" and bool(config.statistics or len(config.classes) > 1)
+    has_kernels = platform == "cuda" and bool(config.statistics or splits)
     capability = tuple((current_platform.get_device_capability() if has_kernels else None) or FP8_CAPABILITY)
+    fp8 = " or fp8 (fp8_e4m3)" if platform == "cuda" and capability >= FP8_CAPABILITY else ""
     gpu = f"a GPU of compute capability {'.'.join(map(str, capability))}"
     return [
         (
@@ -117,16 +112,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             if combinations.slides(model, cache)
             else ()
         ),
-        (
-            backend not in (None, *_backends(model.use_mla, platform)),
-            f"the attention backend {backend}",
-            (_CHOOSE_LATENT if model.use_mla else _CHOOSE).format(setting=setting),
-        ),
-        (
-            platform == "cuda" and backend in WHOLE_LAYERS and len(config.classes) > 1,
-            f"the attention backend {backend}",
-            _WHOLE.format(setting=setting),
-        ),
+        *_of_backend(vllm_config, config, platform),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism",
@@ -154,23 +140,25 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "leave --kv-sharing-fast-prefill out",
         ),
         (
-            (config.statistics or config.context or config.recall != "none" or config.selects)
-            and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
-            f"KV cache dtype {cache.cache_dtype!r}, which the plugin can't read on vLLM's {platform} engine",
-            f'use --kv-cache-dtype auto{fp8}, or a policy without scores and context with "allow": [] (sink-window)',
+            reads
+            and dtype not in SCORED_DTYPES.get(platform, ("auto",))
+            and not (dtype in advice.NAMED_DTYPES and advice.is_own_dtype(vllm_config)),
+            f"KV cache dtype {dtype!r}, which the plugin can't read on vLLM's {platform} engine",
+            f"use {advice.own_dtype(vllm_config)}{fp8}, or {UNREAD}",
         ),
+        *(_of_heads(model) if platform == "cuda" and (reads or splits) and not model.use_mla else ()),
         (
             capability < LEAST_CAPABILITY,
             gpu,
             'kernels that score or split heads need 8.0 (Ampere) or newer; use sink-window with "allow": []',
         ),
         (
-            cache.cache_dtype in FP8_NAMES and capability < FP8_CAPABILITY,
-            f"KV cache dtype {cache.cache_dtype!r} on {gpu}",
-            "Triton has its numbers from 8.9 on; use --kv-cache-dtype auto",
+            dtype in FP8_NAMES and capability < FP8_CAPABILITY,
+            f"KV cache dtype {dtype!r} on {gpu}",
+            f"Triton has its numbers from 8.9 on; use {advice.own_dtype(vllm_config)}",
         ),
         (
-            (config.statistics or config.context) and set(cache.kv_cache_dtype_skip_layers) - {"sliding_window"},
+            reads and set(cache.kv_cache_dtype_skip_layers) - {"sliding_window"},
             "KV cache dtypes that differ between layers",
             "leave --kv-cache-dtype-skip-layers out",
         ),
@@ -187,6 +175,63 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "leave --scheduler-cls out; eviction needs its own",
         ),
     ]
+
+
+def _of_backend(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[combinations.Refusal]:
+    """What is refused of the attention backend that is named for full attention or MLA.
+
+    If none is named, vLLM chooses one, which may be asked for already. Else `check_layer` looks at the layers' own.
+    """
+    model, splits = vllm_config.model_config, len(config.classes) > 1
+    backend, setting = _named_backend(vllm_config.attention_config, model.use_mla)
+    if backend is None and platform == "cuda" and (model.use_mla or model.is_hybrid or splits):
+        backend = advice.chosen(vllm_config)
+    what = f"the attention backend {backend}"
+    if backend is None:
+        return []
+    if backend not in _backends(model.use_mla, platform):
+        return [(True, what, _choose(vllm_config, model.use_mla, setting))]
+    if platform != "cuda":
+        return []
+    if backend in WHOLE_LAYERS and splits:
+        return [(True, what, _splitting(vllm_config, setting))]
+    if backend in FEW_SIZES and model.is_hybrid:
+        others = advice.either(advice.working(vllm_config, DEVICE_BACKENDS, advice.is_any))
+        why = "beside states, as large as which vLLM makes blocks: its kernels read blocks of a few sizes"
+        return [(True, f"{what} {why}", f"set {setting} to {others}")]
+    return []
+
+
+def _of_heads(model: Any) -> list[combinations.Refusal]:
+    """What is refused of the sizes of heads, where the plugin's kernels for GPUs read keys."""
+    size = advice.head_size(model)
+    read = f"{HEADS.start} to {HEADS.stop - 1}"
+    what = f"heads of {size} dimensions on a GPU, where the plugin's kernels read {read}"
+    return [(size not in HEADS, what, f"use {UNREAD}")]
+
+
+def _reads_keys(config: KVPolicyConfig) -> bool:
+    """Whether the plugin's kernels read keys of the cache."""
+    return bool(config.statistics or config.context or config.recall != "none" or config.selects)
+
+
+def _choose(vllm_config: Any, latent: bool, setting: str) -> str:
+    """Advice: backends on which policies run, of which those of a GPU are the ones that run on this one."""
+    on_gpu = list(LATENT_DEVICE_BACKENDS if latent else DEVICE_BACKENDS)
+    on_gpu = on_gpu if vllm_config is None else advice.working(vllm_config, on_gpu)
+    if latent:
+        names = ", ".join((*LATENT[: -len(LATENT_DEVICE_BACKENDS)], *on_gpu))
+        run = f"policies run MLA on {names} (those of a GPU tested without one)"
+    else:
+        run = f"policies run on CPU_ATTN, and on a GPU on {advice.all_of(on_gpu)} (tested without a GPU only)"
+    return f"{run}; set {setting} to one of these, or leave --kv-policy out"
+
+
+def _splitting(vllm_config: Any, setting: str) -> str:
+    """Advice: backends on which policies split heads."""
+    backends = [backend for backend in DEVICE_BACKENDS if backend not in WHOLE_LAYERS]
+    backends = backends if vllm_config is None else advice.working(vllm_config, backends)
+    return f"it plans for all heads of a layer, and this policy splits them; set {setting} to {advice.either(backends)}"
 
 
 def _past_the_worker(vllm_config: Any) -> bool:
@@ -245,8 +290,8 @@ def _named_backend(attention_config: Any, latent: bool) -> tuple[str | None, str
     return getattr(attention_config.backend, "name", None), "--attention-backend"
 
 
-def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
-    """Refuse full attention layers whose blocks cannot be evicted or scored.
+def check_layer(name: str, layer: Any, config: KVPolicyConfig, vllm_config: Any = None) -> None:
+    """Refuse full attention layers whose blocks cannot be evicted or scored; `vllm_config`: for what is advised.
 
     Raises:
         KVPolicyError: naming the layer.
@@ -254,9 +299,9 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
     backend = layer.attn_backend.get_name()
     what, setting = f"the attention backend {backend}, which {name} has", "--attention-backend"
     if backend not in OPS:
-        raise _refusal(config, what, (_CHOOSE_LATENT if "MLA" in backend else _CHOOSE).format(setting=setting))
+        raise _refusal(config, what, _choose(vllm_config, "MLA" in backend, setting))
     if backend in WHOLE_LAYERS and len(config.classes) > 1:
-        raise _refusal(config, what, _WHOLE.format(setting=setting))
+        raise _refusal(config, what, _splitting(vllm_config, setting))
     if not config.statistics & RUNNING:
         return
     if getattr(layer.impl, "alibi_slopes", None) is not None:

@@ -105,6 +105,21 @@ def reordering(vllm_config: VllmConfig, order: np.ndarray) -> Iterator[None]:
         )
 
 
+def guard_reload(runner: Any) -> None:
+    """Have a model runner, whose model has its heads in another order, refuse weights that bypass the weight loaders.
+
+    Workers reload weights by the runner's method, and so do extensions of workers.
+    """
+    reload_weights = runner.reload_weights
+
+    @wraps(reload_weights)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_reload(*args, **kwargs)
+        return reload_weights(*args, **kwargs)
+
+    runner.reload_weights = checked
+
+
 def check_reload(weights_iterator: Any = None, weights_path: Any = None, is_checkpoint_format: bool = True) -> None:
     """Check the arguments of vLLM's `reload_weights`, for a model whose heads are in another order.
 

@@ -5,6 +5,7 @@ from typing import Any
 from ..config import KVPolicyConfig
 from . import drafters
 from .combinations import Refusal, slides
+from .fallback import use_v1
 
 NGRAM = 'set "method": "ngram" in --speculative-config'
 #: What stands beside plain full attention, or in its place -> methods with layers to set in place of a refused one.
@@ -33,7 +34,7 @@ def refused(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         (
             bool(vllm_config.use_v2_model_runner),
             f"{beside} on Model Runner V2",
-            f"set VLLM_USE_V2_MODEL_RUNNER=0, or {without}",
+            f"{use_v1(vllm_config)}, or {without}",
         ),
         (
             model.is_hybrid and bool(vllm_config.cache_config.enable_prefix_caching),

@@ -144,9 +144,15 @@ def hook_usage(module: ModuleType) -> None:
     show_usage(module.UsageInfo)
 
 
+def take_more(cls: Any, *users: Any) -> None:
+    """Let a model of vLLM's server keep fields that it does not know; `users` are models with fields of its type."""
+    cls.model_config["extra"] = "allow"
+    for each in (cls, *users):
+        each.model_rebuild(force=True)
+
+
 def hook_anthropic(module: ModuleType) -> None:
-    """Messages, whose usage takes no further fields yet."""
-    module.AnthropicUsage.model_config["extra"] = "allow"
-    for cls in (module.AnthropicUsage, module.AnthropicMessagesResponse, module.AnthropicStreamEvent):
-        cls.model_rebuild(force=True)
+    """Messages, whose usage takes no further fields yet, and whose requests lose those that are none of theirs."""
+    take_more(module.AnthropicUsage, module.AnthropicMessagesResponse, module.AnthropicStreamEvent)
+    take_more(module.AnthropicMessagesRequest)
     show_usage(module.AnthropicUsage)

@@ -1,6 +1,5 @@
 """vLLM's workers with eviction."""
 
-from contextlib import nullcontext
 from copy import copy
 from time import perf_counter
 from typing import Any
@@ -16,7 +15,7 @@ from ..core.plan import REPORTS, TROUBLE, HostTrouble, Reports
 from . import layers, runners
 from .describe import ignored_settings, kernels_line
 from .ranks import Ranks
-from .reorder import check_reload, reordering
+from .reorder import guard_reload, reordering
 from .spec import host_blocks, policy_config
 
 logger = init_logger("vllm.evict")
@@ -30,19 +29,16 @@ class EvictionWorkerMixin:
     _reports: list[Reports] = []
     _trouble: HostTrouble | None = None
     _copied: Any = None
-    _reordered = False
     _ranks: Ranks
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         placed = layers.layout(self.vllm_config, policy_config(self.vllm_config))
-        self._reordered = placed is not None and placed.order is not None
-        with reordering(self.vllm_config, placed.order) if self._reordered else nullcontext():
+        if placed is None or placed.order is None:
             super().load_model(*args, **kwargs)
-
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        if self._reordered:
-            check_reload(*args, **kwargs)
-        super().reload_weights(*args, **kwargs)
+            return
+        guard_reload(self.model_runner)
+        with reordering(self.vllm_config, placed.order):
+            super().load_model(*args, **kwargs)
 
     def get_kv_cache_spec(self) -> Any:
         # vLLM calls this first after the model is loaded and the block size is final. Layers then change their specs.

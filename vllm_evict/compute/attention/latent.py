@@ -29,7 +29,7 @@ class Latents:
     heads_dim = 0
     decodes_measured = False
     splits_blocks = True
-    whole_blocks = "FLASH_ATTN_MLA or TRITON_MLA"
+    whole_blocks = ("FLASH_ATTN_MLA", "TRITON_MLA")
     mass: Callable[..., None]
 
     @staticmethod

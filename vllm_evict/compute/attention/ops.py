@@ -42,7 +42,7 @@ class BackendOps(Protocol):
         capturing: whether calls are captured in a full CUDA graph, or warm one up.
         scratch_bytes: bytes that `reserve` allocates.
         splits_blocks: whether the backend's kernels may read smaller blocks than the pool's (`kernel_blocks`).
-        whole_blocks: backends for the same layers whose kernels read the pool's blocks, for a message.
+        whole_blocks: backends for the same layers whose kernels read the pool's blocks on most devices, for a message.
     """
 
     heads_dim: int
@@ -52,7 +52,7 @@ class BackendOps(Protocol):
     capturing: bool
     scratch_bytes: int
     splits_blocks: bool
-    whole_blocks: str
+    whole_blocks: tuple[str, ...]
 
     def unreadable(self, layer: Any) -> str | None:
         """Return why the score pass cannot read a layer's keys, as the end of a sentence; None if it can."""
@@ -197,7 +197,7 @@ class WithStockMetadata:
 
     heads_dim = 1
     splits_blocks = False
-    whole_blocks = "FLASH_ATTN or TRITON_ATTN"
+    whole_blocks = ("FLASH_ATTN", "TRITON_ATTN")
 
     @staticmethod
     def metadata(builder: Any, stock: Callable[[], Any], common: Any, needed: bool, in_graph: bool) -> Any:

@@ -1,0 +1,115 @@
+"""What refusals advise: settings that work on this server, by what vLLM makes of its other settings."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+#: Dtypes of models that `--kv-cache-dtype` has a name for.
+NAMED_DTYPES = ("float16", "bfloat16")
+
+
+def cache_dtype(vllm_config: Any, given: str | None = None) -> str:
+    """The KV cache dtype of full attention layers; `given`: in the place of the one that the server was given.
+
+    Checkpoints may bring a dtype, which "auto" stands for: vLLM resolves it in the configuration or in the layers.
+    """
+    model = vllm_config.model_config
+    dtype = vllm_config.cache_config.cache_dtype if given is None else resolve_kv_cache_dtype_string(given, model)
+    scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None)
+    return "fp8" if dtype == "auto" and scheme is not None and not model.use_mla else dtype
+
+
+def is_own_dtype(vllm_config: Any) -> bool:
+    """Whether full attention layers keep keys in the model's dtype."""
+    return cache_dtype(vllm_config) in ("auto", _name_of_dtype(vllm_config))
+
+
+def own_dtype(vllm_config: Any) -> str:
+    """The setting with which a KV cache has the model's dtype."""
+    if cache_dtype(vllm_config, "auto") == "auto":
+        return "--kv-cache-dtype auto"
+    name = _name_of_dtype(vllm_config)
+    return f"--kv-cache-dtype {name}" if name in NAMED_DTYPES else "--dtype bfloat16 --kv-cache-dtype bfloat16"
+
+
+def _name_of_dtype(vllm_config: Any) -> str:
+    return str(vllm_config.model_config.dtype).removeprefix("torch.")
+
+
+def head_size(model: Any) -> int:
+    """Dimensions of a head of full attention. Layers with windows may have other heads than these (Gemma 4)."""
+    return getattr(model.hf_text_config, "global_head_dim", None) or model.get_head_size()
+
+
+def reads_whole(block_size: int, kernel_size: Any) -> bool:
+    """Whether kernels whose blocks have `kernel_size`, a size or multiples of one, read a pool's blocks whole."""
+    return (is_any(kernel_size) and block_size % kernel_size.base == 0) or block_size == kernel_size
+
+
+def is_any(kernel_size: Any) -> bool:
+    """Whether kernels read blocks of all multiples of a size."""
+    return isinstance(kernel_size, MultipleOf)
+
+
+def working(
+    vllm_config: Any, backends: Iterable[str], reads: Callable[[Any], bool] = lambda kernel_size: True
+) -> list[str]:
+    """Those of some attention backends that vLLM takes for the model's full attention on this GPU.
+
+    Args:
+        vllm_config: of the server.
+        backends: names.
+        reads: of which sizes the blocks of their kernels have to be.
+    """
+    capability = current_platform.get_device_capability()
+    return [name for name in backends if capability is None or _works(vllm_config, name, capability, reads)]
+
+
+def _works(vllm_config: Any, name: str, capability: Any, reads: Callable[[Any], bool]) -> bool:
+    try:
+        backend = AttentionBackendEnum[name].get_class()
+        with set_current_vllm_config(vllm_config):
+            sizes = backend.get_supported_kernel_block_sizes()
+            reasons = backend.validate_configuration(device_capability=capability, **_selector(vllm_config)._asdict())
+    except (ImportError, OSError):
+        return False
+    return not reasons and any(map(reads, sizes))
+
+
+def either(names: Sequence[str]) -> str:
+    """Names of which one may be set."""
+    return " or ".join(names) if names else "another one, of which this server has none: leave --kv-policy out"
+
+
+def all_of(names: Sequence[str]) -> str:
+    """Names in a sentence."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:]))) or "none that runs here"
+
+
+def chosen(vllm_config: Any) -> str | None:
+    """The attention backend that vLLM chooses on a GPU for full attention, if none is named; None: layers will tell."""
+    if not current_platform.is_cuda():
+        return None
+    with contextlib.suppress(Exception), set_current_vllm_config(vllm_config):
+        path = current_platform.get_attn_backend_cls(None, _selector(vllm_config), num_heads=None)
+        return str(resolve_obj_by_qualname(path).get_name())
+    return None
+
+
+def _selector(vllm_config: Any) -> AttentionSelectorConfig:
+    model = vllm_config.model_config
+    return AttentionSelectorConfig(
+        head_size=head_size(model),
+        dtype=model.dtype,
+        kv_cache_dtype=cache_dtype(vllm_config),
+        block_size=None,
+        use_mla=model.use_mla,
+    )
