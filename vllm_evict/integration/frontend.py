@@ -7,6 +7,8 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+from pydantic import BeforeValidator
+
 from ..config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyError
 from .connectors import hands_on
 from .late import once
@@ -59,11 +61,24 @@ def _misplaced_in(request: Any) -> str | None:
     for key, value in (request.model_extra or {}).items():
         inside = value.get("vllm_xargs", value) if isinstance(value, dict) else None
         for field in REQUEST_FIELDS:
-            if key == field:
+            if key == field and value is not None:
                 return field
-            if isinstance(inside, dict) and field in inside:
+            if isinstance(inside, dict) and inside.get(field) is not None:
                 return f"{field} in {key}"
     return None
+
+
+def _without_nulls(xargs: Any) -> Any:
+    """Drop those of `REQUEST_FIELDS` that are null, which count as not given. vLLM refuses a null in `vllm_xargs`."""
+    if not isinstance(xargs, dict):
+        return xargs
+    return {field: value for field, value in xargs.items() if value is not None or field not in REQUEST_FIELDS}
+
+
+def take_nulls(cls: Any) -> None:
+    """Let a model of requests take `vllm_xargs` in which some of `REQUEST_FIELDS` are null."""
+    cls.model_fields["vllm_xargs"].metadata.append(BeforeValidator(_without_nulls))
+    cls.model_rebuild(force=True)
 
 
 def _check_prompt(vllm_config: Any, prompt: Any, params: Any) -> None:
@@ -166,8 +181,19 @@ def hook_protocol(name: str) -> Callable[[ModuleType], None]:
         for method in ("to_beam_search_params", "to_sampling_params"):
             if convert := getattr(cls, method, None):  # responses have no beams
                 setattr(cls, method, noting(convert, beams=method == "to_beam_search_params"))
+        take_nulls(cls)
 
     return hook
+
+
+def hook_messages(module: ModuleType) -> None:
+    """Of Anthropic's messages: requests take nulls, and usage, which takes no further fields yet, has `kv_usage`."""
+    if once(module.AnthropicMessagesRequest):
+        take_nulls(module.AnthropicMessagesRequest)
+    module.AnthropicUsage.model_config["extra"] = "allow"
+    for cls in (module.AnthropicUsage, module.AnthropicMessagesResponse, module.AnthropicStreamEvent):
+        cls.model_rebuild(force=True)
+    show_usage(module.AnthropicUsage)
 
 
 def hook_responses(module: ModuleType) -> None:

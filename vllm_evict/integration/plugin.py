@@ -10,7 +10,7 @@ from .late import when_imported
 HOOKS = {
     "vllm.config.vllm": fallback.hook,
     "vllm.engine.arg_utils": arguments.hook,
-    "vllm.entrypoints.anthropic.protocol": usage.hook_anthropic,
+    "vllm.entrypoints.anthropic.protocol": frontend.hook_messages,
     "vllm.entrypoints.openai.chat_completion.protocol": frontend.hook_protocol("ChatCompletionRequest"),
     "vllm.entrypoints.openai.completion.protocol": frontend.hook_protocol("CompletionRequest"),
     "vllm.entrypoints.openai.responses.protocol": frontend.hook_protocol("ResponsesRequest"),

@@ -142,11 +142,3 @@ def show_usage(cls: Any) -> None:
 def hook_usage(module: ModuleType) -> None:
     """Chats, completions, tokens."""
     show_usage(module.UsageInfo)
-
-
-def hook_anthropic(module: ModuleType) -> None:
-    """Messages, whose usage takes no further fields yet."""
-    module.AnthropicUsage.model_config["extra"] = "allow"
-    for cls in (module.AnthropicUsage, module.AnthropicMessagesResponse, module.AnthropicStreamEvent):
-        cls.model_rebuild(force=True)
-    show_usage(module.AnthropicUsage)
