@@ -132,6 +132,7 @@ $(PEER_ENVS): $(VENV)-peers-%/.made: scripts/peers-env.sh packaging/peers-%.txt 
 GPU_PYTHON ?= python3
 ROWS       ?= armed paper pressure latency step
 bench-gpu:  ## kernels, then engines against stock vLLM, on a GPU; nothing without one (results in out/gpu)
+	@$(GPU_PYTHON) benchmarks/gpu/ready.py
 	@mkdir -p out/gpu
 	@$(GPU_PYTHON) benchmarks/gpu/kernels.py --json out/gpu/kernels.json
 	@for row in $(ROWS); do \

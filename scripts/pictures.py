@@ -159,7 +159,56 @@ def compaction() -> None:
     picture.save("compaction.svg")
 
 
+def plan_and_report() -> None:
+    """Draw one step: what scheduler and worker do, and what travels between them."""
+    picture = Picture(884, 416, "A step: the plan goes to the worker, and the report comes back")
+    scheduler, worker = 190, 690
+    for x, name in ((scheduler, "scheduler"), (worker, "worker")):
+        picture.box(x - 70, 20, name, KEPT, 140)
+        picture.line([(x, 54), (x, 374)], "#b3bac2", 1.2, dashed=True)
+    for x, y, text, width in (
+        (scheduler, 70, "schedule: vLLM plans the step", 240),
+        (worker, 156, "write holes into tables, build views", 280),
+        (worker, 200, "run the model, add scores to running sums", 310),
+        (scheduler, 288, "decide: evict the least important blocks", 310),
+        (scheduler, 332, "free them, note new holes", 240),
+    ):
+        picture.box(x - width / 2, y, text, width=width)
+    picture.arrow((scheduler, 132), (worker, 132))
+    picture.text((scheduler + worker) / 2, 124, "SchedulerOutput + plan", 14, "middle")
+    picture.text((scheduler + worker) / 2, 149, "new holes, requests to measure,", 12, "middle", FAINT)
+    picture.text((scheduler + worker) / 2, 165, "requests to report", 12, "middle", FAINT)
+    picture.arrow((worker, 264), (scheduler, 264))
+    picture.text((scheduler + worker) / 2, 256, "ModelRunnerOutput + report", 14, "middle")
+    picture.text((scheduler + worker) / 2, 281, "scores of the requests that the plan asked for", 12, "middle", FAINT)
+    picture.text(scheduler, 394, "holes travel with the next plan", 12, "middle", FAINT)
+    picture.save("plan-and-report.svg")
+
+
+def parts() -> None:
+    """Draw the folders of the code, from policies to vLLM."""
+    picture = Picture(884, 130, "Where the code is: policies, core, compute, integration")
+    for i, (folder, does, more) in enumerate(
+        (
+            ("policies", "what a block is worth", ""),
+            ("core", "decide: blocks, mechanisms,", "actions"),
+            ("compute", "measure and move: sums, views;", "kernels: triton_kernels, csrc"),
+            ("integration", "every import of vLLM", ""),
+        )
+    ):
+        x = 24 + 216 * i
+        picture.box(x, 24, folder, KEPT, 188)
+        picture.text(x + 94, 82, does, 13, "middle", FAINT)
+        picture.text(x + 94, 100, more, 13, "middle", FAINT)
+        if i:
+            picture.arrow((x - 28, 41), (x - 3, 41))
+    picture.save("parts.svg")
+
+
+def main() -> None:
+    for draw in (holes_and_view, residency, compaction, plan_and_report, parts):
+        draw()
+
+
 if __name__ == "__main__":
-    holes_and_view()
-    residency()
-    compaction()
+    main()

@@ -3,25 +3,70 @@
     python scripts/smoke.py                 the pure part, without torch and vLLM
     python scripts/smoke.py --extension     the C++ extension too, with torch
 
-A checkout on sys.path fails the first check.
+A checkout on sys.path fails the first check. What an installation has to have follows from the checkout of this script:
+its `pyproject.toml`, `configs/`, `triton_kernels/` and `vllm_evict/`.
 """
 
 import argparse
+import ast
 import importlib.util
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Container
 from importlib import metadata
 from pathlib import Path
 
-KERNELS = {
-    "combine", "compact", "decode_classes", "decode_mass", "fold", "mass_from_lse", "put", "query_lse", "resident_view",
-    "take", "tiles",
-}  # fmt: skip
-PRESETS = {"endless", "h2o-20", "h2o-last", "h2o-mean", "h2o-pressure", "snapkv-whole", "streaming-llm"}
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
 
-
+CHECKOUT = Path(__file__).resolve().parents[1]
 checked = 0
+
+
+def entry_points(checkout: Path) -> set[tuple[str, str, str]]:
+    """Return group, name and value of each entry point that a checkout's pyproject.toml declares."""
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    return {(group, name, value) for group, points in groups.items() for name, value in points.items()}
+
+
+def presets_of(checkout: Path, policies: Container[str]) -> set[str]:
+    """Return the names of a checkout's presets that a wheel has.
+
+    The file of a policy's own name is no preset, and a preset of `duo` names a file of gates that a wheel lacks.
+    """
+    names = {path.stem for path in (checkout / "configs").glob("*.yaml")}
+    return {name for name in names if name not in policies and not name.startswith("duo")}
+
+
+def kernels_of(checkout: Path) -> set[str]:
+    """Return the names of a checkout's Triton kernels."""
+    return {path.stem for path in (checkout / "triton_kernels").glob("[!_]*.py")}
+
+
+def files_of(package: Path) -> set[str]:
+    """Return the paths of a package's modules and data, relative to its folder, without the Triton kernels."""
+    found = [path.relative_to(package) for suffix in ("py", "json", "typed") for path in package.rglob(f"*.{suffix}")]
+    return {path.as_posix() for path in found if path.parts[0] != "triton_kernels"}
+
+
+def defines(value: str) -> bool:
+    """Return whether the module of an entry point (`module:name`) has that name. The module is not imported."""
+    module, _, name = value.partition(":")
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        names = [alias.asname or alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        if name in names or (isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name):
+            return True
+    return False
 
 
 def check(what: str, right: object) -> None:
@@ -57,22 +102,24 @@ def main() -> None:
     check(f"vllm_evict {version} in {package}", "site-packages" in package.parts)
     check("its version is the distribution's", vllm_evict.__version__ == version)
 
-    points = {(point.group, point.value) for point in metadata.distribution("vllm-evict").entry_points}
-    for group, function in (("vllm.general_plugins", "register"), ("vllm.platform_plugins", "platform")):
-        check(f"entry point of {group}", (group, f"vllm_evict.integration.plugin:{function}") in points)
-    check("the module of the entry points", importlib.util.find_spec("vllm_evict.integration.plugin"))
+    check("every module of the checkout", files_of(package) == files_of(CHECKOUT / "vllm_evict"))
+    points = {(point.group, point.name, point.value) for point in metadata.distribution("vllm-evict").entry_points}
+    check("the entry points of pyproject.toml", points == entry_points(CHECKOUT))
+    for group, name, value in sorted(points):
+        check(f"entry point {name} of {group}: {value}", defines(value))
 
-    check(f"{len(PRESETS)} presets, in the package", set(presets()) == PRESETS)
-    check("no preset that needs a file of a checkout", not list((package / "configs").glob("duo*")))
+    expected = presets_of(CHECKOUT, POLICIES)
+    check(f"{len(expected)} presets, in the package", set(presets()) == expected)
+    names = {path.name for path in (package / "configs").iterdir() if path.stem[:2] != "__"}
+    check("no file that only a checkout needs", names == {f"{name}.yaml" for name in {*expected, *POLICIES} - {"duo"}})
     check("every preset is valid", all(vllm_evict.KVPolicyConfig.parse(name).name for name in presets()))
     listed = command("policies")
-    check(f"{len(POLICIES)} policies and the presets are listed", all(n in listed for n in [*POLICIES, *PRESETS]))
+    check(f"{len(POLICIES)} policies and the presets are listed", all(n in listed for n in [*POLICIES, *expected]))
     check("a preset's fields are printed", "pressure" in command("policies", "h2o-pressure"))
     check("--version", command("--version") == f"vllm-evict {version}\n")
 
-    modules = {path.stem for path in (package / "triton_kernels").glob("[!_]*.py")}
-    check("Triton kernels, in the package", modules == KERNELS)
-    found = {importlib.util.find_spec(f"vllm_evict.triton_kernels.{name}") for name in modules}
+    check("Triton kernels, in the package", kernels_of(package) == kernels_of(CHECKOUT))
+    found = {importlib.util.find_spec(f"vllm_evict.triton_kernels.{name}") for name in kernels_of(package)}
     check("Triton kernels can be imported", None not in found)
     check("no top-level triton_kernels", importlib.util.find_spec("triton_kernels") is None)
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds an sdist and, from it, wheels (dist/), installs each in a clean environment and runs scripts/smoke.py there.
+# Builds an sdist and, from it, wheels (dist/), installs each in a clean environment and runs scripts/smoke.py there, and
+# on each Python the tests of the configuration, which needs neither torch nor vLLM.
 #
 #   scripts/wheel.sh              wheels with the C++ extension, by .venv (make wheel sets that up), and without
 #   scripts/wheel.sh --pure       the wheel without extension, which needs no .venv and no torch
@@ -35,6 +36,12 @@ smoke() {
     local python=$PWD/$1 script=$PWD/scripts/smoke.py; shift
     (cd "${TMPDIR:-/tmp}" && env -u PYTHONPATH "$python" "$script" "$@")
 }
+# The tests find the installed package: of the checkout, only their own folder is on the path.
+configuration() {
+    pip "$1" pytest hypothesis
+    quietly env -u PYTHONPATH "${1%/*}/pytest" -q --noconftest -p no:cacheprovider tests/test_config*.py
+    say "$(tail -n 1 "$LOG"): tests of the configuration"
+}
 # Requirements of the wheel without torch, which the pure part does not need.
 requirements() {
     "$1" -c 'from importlib.metadata import requires as r; print(*(d for d in r("vllm-evict") if ";" not in d and d != "torch"))'
@@ -56,6 +63,7 @@ for python in "${pythons[@]}"; do
     # shellcheck disable=SC2046
     pip "$clean" $(requirements "$clean")
     smoke "$clean"
+    configuration "$clean"
 done
 
 say "$sdist in a clean $("${pythons[0]}" -V)"

@@ -122,7 +122,11 @@ def test_what_else_is_missing_is_not_hidden(monkeypatch):
         cli.main()
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs/eval").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [path for folder in ("", "served") for path in sorted((ROOT / "configs/eval" / folder).glob("*.yaml"))],
+    ids=lambda file: file.stem,
+)
 def test_evaluations_of_the_docs_are_files_of_options(run, monkeypatch, tmp_path, file):
     """Each is an evaluation whose policies, tasks and settings exist; the command line wins over the file."""
     plans = []

@@ -164,8 +164,11 @@ def hooked_functions(module):
     }
 
 
-#: Hooked modules in which no function is replaced: one class, and what a model of requests takes.
-WITHOUT_FUNCTIONS = ("vllm.v1.engine.core_client", "vllm.entrypoints.scale_out.token_in_token_out.protocol")
+#: Hooked modules in which no function is replaced: one class, and what models of requests take.
+WITHOUT_FUNCTIONS = (
+    *("vllm.v1.engine.core_client", "vllm.entrypoints.scale_out.token_in_token_out.protocol"),
+    *(f"vllm.entrypoints.openai.{requests}.protocol" for requests in ("chat_completion", "completion", "responses")),
+)
 
 
 @pytest.mark.parametrize("name", plugin.HOOKS)

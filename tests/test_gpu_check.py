@@ -217,3 +217,17 @@ def test_as_a_command():
     command = [sys.executable, str(FOLDER / "gpu" / "check.py"), "--help"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert all(each.name in said for each in check.CASES)
+
+
+@pytest.mark.parametrize("target", ["check-gpu", "bench-gpu"])
+def test_a_python_without_the_plugin_is_told_what_to_install(tmp_path, target):
+    """As before any set-up: the Python that make finds has none of the packages."""
+    python = tmp_path / "bare"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", target, f"GPU_PYTHON={python}"], cwd=FOLDER.parent, capture_output=True, text=True, timeout=60
+    )
+    (line,) = [line for line in done.stderr.splitlines() if "GPU_PYTHON" in line]
+    assert done.returncode == 2 and "has no torch, vllm, rich, vllm_evict; expected the Python of your vLLM" in line
+    assert "Error" not in done.stderr.replace("make: ***", "").replace("Error 1", "")

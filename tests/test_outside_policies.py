@@ -88,7 +88,7 @@ print(json.dumps({
     "wrong": [refusal({"name": "toy", **more}) for more in ({"step": 1}, {"step": "3"}, {"stp": 3}, {"step": 13})],
     "unknown": refusal({"name": "h2o", "step": 3}),
     "meant": refusal("toi"),
-    "help": [line in HELP for line in ("step: every so many blocks stay", "toy")] + ["step" in FIELDS],
+    "help": [line in " ".join(HELP.split()) for line in ("step every so many blocks stay", "toy")] + ["step" in FIELDS],
     "table": [row for row in REGISTRY.table().splitlines() if "`step`" in row],
 }))
 """,

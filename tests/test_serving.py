@@ -9,9 +9,13 @@ import pytest
 import torch
 from engine import PLAN, V2, Engine, after, logprobs_of, random_prompt
 from parity import assert_like_oracle
+from pydantic import TypeAdapter, ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.metrics.stats import RequestStateStats
+
+from vllm_evict.config import REQUEST_FIELDS
+from vllm_evict.integration.frontend import _misplaced_in
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
@@ -360,6 +364,35 @@ BAD = {
     "a typo": ({"kv_buget": 128}, "'kv_buget'.*kv_budget"),
     "sinks that are the budget": ({"kv_sink": 160}, "budget 192 leaves nothing to choose.*160 . 64"),
 }
+
+
+def protocols():
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    messages = {"messages": [{"role": "user", "content": "x"}]}
+    yield AnthropicMessagesRequest, {**messages, "max_tokens": 1}
+    yield ChatCompletionRequest, messages
+    yield CompletionRequest, {"prompt": "x"}
+    yield ResponsesRequest, {"input": "x"}
+
+
+def test_a_null_of_a_client_counts_as_not_given():
+    """Of a field of the plugin alone: vLLM refuses any other null in `vllm_xargs`."""
+    for cls, body in protocols():
+        validate = TypeAdapter(cls).validate_python  # as the server does
+        nulls = dict.fromkeys(REQUEST_FIELDS)
+        request = validate({"model": "m", **body, "vllm_xargs": {**nulls, "kv_budget": 128, "mine": "1"}, **nulls})
+        assert request.vllm_xargs == {"kv_budget": 128, "mine": "1"}
+        assert validate({"model": "m", **body}).vllm_xargs is None
+        with pytest.raises(ValidationError, match="vllm_xargs"):
+            validate({"model": "m", **body, "vllm_xargs": {"mine": None}})
+        assert _misplaced_in(request) is None
+        elsewhere = validate({"model": "m", **body, "extra_body": {"vllm_xargs": {"kv_sink": 8, "kv_budget": None}}})
+        # Messages know no further fields, so the request does not have them.
+        assert _misplaced_in(elsewhere) == ("kv_sink in extra_body" if elsewhere.model_extra else None)
 
 
 def test_bad_requests_are_refused_with_the_reason_and_the_engine_goes_on(engine):

@@ -43,13 +43,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 sys.path += [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+import ready  # noqa: F401 - before what may be missing
 from machine import the_gpu
 from reports import ENVIRONMENT, conditions, to_json
 
@@ -354,8 +354,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    if not any(point.name == "vllm_evict" for point in entry_points(group="vllm.general_plugins")):
-        sys.exit("vllm_evict is not installed for this Python: pip install --no-build-isolation --no-deps .")
     where = places()
     on_gpu = where[0][0] != "CPU_ATTN"
     gpu = the_gpu() if on_gpu else None

@@ -145,9 +145,9 @@ class Registry(Mapping[str, Any]):
         """Return the names of policies with a field, as a list for a message."""
         return ", ".join(sorted(name for name in self if option in self[name].options))
 
-    def table(self) -> str:
-        """Return all fields as a Markdown table: field, policies, default, meaning."""
-        rows = ["| field | of | default | meaning |", "|---|---|---|---|", "| `name` | all | | the policy |"]
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Return all fields, each with its policies, its default and its meaning, in Markdown."""
+        rows = [("`name`", "all", "", "the policy")]
         every = [name for name, policy in self.items() if "budget" in policy.options]
         for field, option in self.fields().items():
             defaults: dict[str, list[str]] = {}
@@ -161,9 +161,13 @@ class Registry(Mapping[str, Any]):
             if len(missing := set(every) - set(whose)) <= 6 < len(whose):
                 of = "all that evict" + (f" but {_names(sorted(missing))}" if missing else "")
                 of += "".join(f", `{name}`" for name in whose if name not in every)
-            rows.append(f"| `{field}` | {of} | {first}{others} | {option.doc} |")
-        rows.append(f"| `allow` | all | none | {ALLOW.doc} |")
-        return "\n".join(rows)
+            rows.append((f"`{field}`", of, first + others, option.doc))
+        return [*rows, ("`allow`", "all", "none", ALLOW.doc)]
+
+    def table(self) -> str:
+        """Return all fields as a Markdown table."""
+        rows = [" | ".join(row).replace("|  |", "| |") for row in self.rows()]
+        return "\n".join(["| field | of | default | meaning |", "|---|---|---|---|", *(f"| {row} |" for row in rows)])
 
 
 def _names(names: Iterable[str]) -> str:

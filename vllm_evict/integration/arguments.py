@@ -8,6 +8,8 @@ import dataclasses
 import functools
 import inspect
 import re
+import shutil
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,17 +21,38 @@ from pydantic import ValidationError
 
 from ..config import REGISTRY, KVPolicyConfig, KVPolicyError, presets
 from ..config.errors import shown
-from ..config.fields import ALLOW
 
 #: vLLM takes a `max_model_len` above the model's own only if this is true.
 ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 #: Fields that users may give.
 FIELDS = ("name", *REGISTRY.fields(), "allow")
-_MEANINGS = "; ".join(f"{name}: {option.doc}" for name, option in (REGISTRY.fields() | {"allow": ALLOW}).items())
-HELP = f"""KV eviction policy: a name ({", ".join(sorted(REGISTRY))}), a preset ({", ".join(presets())}), a JSON object
-such as '{{"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}}' (or --kv-policy.name h2o --kv-policy.budget
-2048), or the path of a YAML file. Blocks above the budget go back to the pool while a request runs. Sizes are tokens;
-the budget may be a ratio of the prompt below 1. Fields: name: the policy; {_MEANINGS.replace("`", "")}."""
+#: Columns of argparse's help that its text leaves free at the left.
+INDENT = 26
+#: Columns of a field's name.
+NAMES = 16
+
+
+def _help(width: int) -> str:
+    """Return the text of `--help=kv-policy` for lines of this width: what the flag takes, and a row for each field.
+
+    vLLM joins lines that one line break separates, and drops empty ones; so rows end with two.
+    """
+    lines = [
+        f"KV eviction policy: a name, a preset, a JSON object such as '{EXAMPLE}' (or --kv-policy.name h2o "
+        "--kv-policy.budget 2048), or the path of a YAML file. Blocks above the budget go back to the pool while a "
+        "request runs. Sizes are tokens. `vllm-evict policies NAME` prints the fields of one policy.",
+        f"Policies: {', '.join(sorted(REGISTRY))}.",
+        f"Presets: {', '.join(presets())}.",
+    ]
+    for field, _, default, meaning in [("field", "", "default", "meaning"), *REGISTRY.rows()]:
+        said = f"{meaning} [{default}]" if default else meaning
+        left, *others = textwrap.wrap(said.replace("`", ""), max(width - NAMES, 20))
+        lines += [f"{field.strip('`'):<{NAMES}}{left}", *(" " * NAMES + line for line in others)]
+    return "\n\n".join(lines).replace("%", "%%")
+
+
+EXAMPLE = '{"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}'
+HELP = _help(shutil.get_terminal_size().columns - INDENT)
 
 
 @dataclass(kw_only=True)

@@ -2,16 +2,18 @@
 
 import functools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
+
+from pydantic import BeforeValidator
 
 from ..config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyError
 from .connectors import hands_on
 from .late import once
 from .metrics import PrometheusMetrics
-from .usage import show_usage, take_more, watch
+from .usage import show_messages_usage, show_usage, take_more, watch
 
 # Below vLLM's own, which says where lines go; its module can't be imported yet.
 logger = logging.getLogger("vllm.evict")
@@ -98,11 +100,24 @@ def _misplaced_in(request: Any) -> str | None:
     for key, value in (request.model_extra or {}).items():
         inside = value.get("vllm_xargs", value) if isinstance(value, dict) else None
         for field in REQUEST_FIELDS:
-            if key == field:
+            if key == field and value is not None:
                 return field
-            if isinstance(inside, dict) and field in inside:
+            if isinstance(inside, dict) and inside.get(field) is not None:
                 return f"{field} in {key}"
     return None
+
+
+def _without_nulls(xargs: Any) -> Any:
+    """Drop those of `REQUEST_FIELDS` that are null, which count as not given. vLLM refuses a null in `vllm_xargs`."""
+    if not isinstance(xargs, dict):
+        return xargs
+    return {field: value for field, value in xargs.items() if value is not None or field not in REQUEST_FIELDS}
+
+
+def take_nulls(cls: Any) -> None:
+    """Let a model of requests take `vllm_xargs` in which some of `REQUEST_FIELDS` are null."""
+    cls.model_fields["vllm_xargs"].metadata.append(BeforeValidator(_without_nulls))
+    cls.model_rebuild(force=True)
 
 
 def _of_beam(params: Any) -> Any:
@@ -238,6 +253,22 @@ def hook_beam_search(module: ModuleType) -> None:
             yield output
 
     cls.beam_search = checked
+
+
+def hook_requests(name: str) -> Callable[[ModuleType], None]:
+    """Have the requests `name` of a module take null in the place of fields that are not given."""
+
+    def hook(module: ModuleType) -> None:
+        if once(getattr(module, name)):
+            take_nulls(getattr(module, name))
+
+    return hook
+
+
+def hook_anthropic(module: ModuleType) -> None:
+    """The same for messages, whose answers get their usage too."""
+    hook_requests("AnthropicMessagesRequest")(module)
+    show_messages_usage(module)
 
 
 def hook_responses(module: ModuleType) -> None:

@@ -10,9 +10,12 @@ from .late import when_imported
 HOOKS = {
     "vllm.config.vllm": fallback.hook,
     "vllm.engine.arg_utils": arguments.hook,
-    "vllm.entrypoints.anthropic.protocol": usage.hook_anthropic,
+    "vllm.entrypoints.anthropic.protocol": frontend.hook_anthropic,
     "vllm.entrypoints.anthropic.serving": frontend.hook_messages,
     "vllm.entrypoints.generate.beam_search.online": frontend.hook_beam_search,
+    "vllm.entrypoints.openai.chat_completion.protocol": frontend.hook_requests("ChatCompletionRequest"),
+    "vllm.entrypoints.openai.completion.protocol": frontend.hook_requests("CompletionRequest"),
+    "vllm.entrypoints.openai.responses.protocol": frontend.hook_requests("ResponsesRequest"),
     "vllm.entrypoints.openai.responses.serving": frontend.hook_responses,
     "vllm.entrypoints.scale_out.token_in_token_out.protocol": frontend.hook_tokens,
     "vllm.entrypoints.serve.engine.protocol": usage.hook_usage,

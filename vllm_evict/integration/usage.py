@@ -151,7 +151,7 @@ def take_more(cls: Any, *users: Any) -> None:
         each.model_rebuild(force=True)
 
 
-def hook_anthropic(module: ModuleType) -> None:
+def show_messages_usage(module: ModuleType) -> None:
     """Messages, whose usage takes no further fields yet, and whose requests lose those that are none of theirs."""
     take_more(module.AnthropicUsage, module.AnthropicMessagesResponse, module.AnthropicStreamEvent)
     take_more(module.AnthropicMessagesRequest)
