@@ -138,10 +138,10 @@ def decode_mass(
     """`compute.kernels.decode.decode_mass` on caches with strides in place of packings, on a device.
 
     The first launch attends, with a program for each KV head, request and split. KV heads come first, since the heads
-    of a block lie side by side in memory. The query heads of a KV head are the rows of one tl.dot, whose other rows are
-    padding. For each block the launch stores log_b, the logarithm of the tile's sum of exponentials, so that
-    mass_b = 2 ** (log_b - lse) for any later maximum. With `per_token` it stores scores: mass_t = 2 ** (score_t - lse). Queries in bfloat16 meet fp8 keys
-    in float16, so their elements must be below 65,504.
+    of a block lie side by side in memory. The query heads of a KV head are the rows of one tl.dot, whose other rows
+    are padding. For each block the launch stores log_b, the logarithm of the tile's sum of exponentials, so that
+    mass_b = 2 ** (log_b - lse) for any later maximum. With `per_token` it stores scores: mass_t = 2 ** (score_t -
+    lse). Queries in bfloat16 meet fp8 keys in float16, so their elements must be below 65,504.
 
     The second launch combines splits, and sinks, into output and LSE, and blocks or tokens into mass.
 
