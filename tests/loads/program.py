@@ -13,7 +13,7 @@ from typing import Any
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.policies import POLICIES
 
-from .tier import ON_HOST, on_host
+from .tier import ON_HOST, on_host, selecting
 
 #: Layers and KV heads of the model that is not there.
 LAYERS, HEADS = 4, 4
@@ -244,6 +244,7 @@ class Maker:
             chunk, seqs = max(min(chunk, 2 * block), 8), max(seqs, 4)
             settings = replace(settings, extra=pick((64, 512)), length=length, chunk=chunk, seqs=seqs)
         alone = config.reconstructs or config.context is not None or config.evict == "host" or settings.drafter
+        alone = alone or config.selects
         if len(config.classes) == 1 and not alone and self._chance(0.25):
             settings = replace(settings, window=self.random.randint(1, 4 * block), sliding=self.random.randint(1, 3))
         return settings
@@ -313,6 +314,8 @@ class Maker:
             chosen["allow"] = [] if self._chance(0.5) else self.random.sample(others, 3)
             if policy.splits:
                 chosen["allow"] = pick(([], ["full"]))
+        if "select" in options and not self.drafts and self._chance(0.2):
+            chosen = selecting(self.random, chosen, block, LAYERS)
         return chosen
 
     def _ops(self, settings: Settings) -> Iterator[Op]:
