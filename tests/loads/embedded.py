@@ -176,8 +176,7 @@ class Run:
     def _params(self, item, tokens):
         options = {"logprobs": 0, "extra_args": item.get("extra")}
         if item.get("n", 1) > 1:
-            # No seed of its own: vLLM's CPU engine ends with one that is given beside chunks of a prompt.
-            options |= {"n": item["n"], "temperature": 1.0}
+            options |= {"n": item["n"], "temperature": 1.0, "seed": item["number"]}
         if item.get("stop"):
             options |= {"stop": ["t7 ", "t8 "]}
         if item.get("prompt_logprobs"):
