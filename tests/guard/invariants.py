@@ -35,26 +35,6 @@ class Invariant:
 
 INVARIANTS = [
     Invariant(
-        "a step's blocks are published where its slots are allocated",
-        "blocks of a step that reads less than all would be published before, or without, a note of the step",
-        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-        (
-            "num_local_computed_tokens = request.num_computed_tokens + num_new_computed_tokens",
-            "num_tokens_to_cache = min(total_computed_tokens + num_new_tokens, request.num_tokens)",
-            "self.coordinator.cache_blocks(request, num_tokens_to_cache)",
-        ),
-    ),
-    Invariant(
-        "generators are of rows of the batch, and set back where a token is dropped",
-        "the CPU engine would end with a request that has a seed, or draw twice for a token of an answer",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
-        (
-            "self.discard_request_mask.np[:num_reqs]",
-            "gen = self.input_batch.generators.get(int(i))",
-            "gen.set_offset(gen.get_offset() - 4)",
-        ),
-    ),
-    Invariant(
         "the null block is block 0",
         "holes are made of it, and workers know them by that id",
         "vllm.v1.core.block_pool:BlockPool.__init__",
