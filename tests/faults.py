@@ -95,6 +95,13 @@ MUTANTS = [
         ("residency",),
     ),
     Mutant(
+        "a step that selects ends no purity",
+        "core/blocks.py",
+        "            self.pure_tokens = first",
+        "            pass",
+        ("select", "load_scheduler"),
+    ),
+    Mutant(
         "a turn's purity is not clamped",
         "core/blocks.py",
         "self.pure_tokens = min(self.pure_tokens, computed_tokens)",

@@ -16,7 +16,7 @@ SIZE, PROGRAMS = (12, 1) if V2 else (56, 4)
 OF_KIND = {} if V2 else dict.fromkeys(("pressure", "bands", "duo", "windows"), 2)
 OF_KIND["latent"] = 1  # vLLM's reference kernel for latents is slow
 #: Number of a case of each kind.
-CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 12, 1, 1]
+CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 12, 1, 1, 1]
 
 
 @pytest.fixture(scope="module")

@@ -174,6 +174,10 @@ def published_impure(monkeypatch):
     monkeypatch.setattr(EvictableManager, "cache_blocks", FullAttentionManager.cache_blocks)
 
 
+def selects_purely(monkeypatch):
+    monkeypatch.setattr(RequestBlocks, "plan_step", lambda *_: None)
+
+
 def never_due(monkeypatch):
     monkeypatch.setattr(RequestBlocks, "over_trigger", lambda self, blocks: False)
 
@@ -252,6 +256,7 @@ def test_it_finds_what_is_wrong_with_host_blocks(monkeypatch, mutation, kinds):
         (freed_twice, ("books", "AssertionError", "reads", "tables"), ["sink-window", "h2o"]),
         (given_back_late, ("tables", "reads"), ["sink-window", "h2o"]),
         (published_impure, ("purity", "reads"), ["sink-window", "h2o"]),
+        (selects_purely, ("purity", "reads"), ["full", "sink-window", "duo"]),
         (never_due, ("bound", "stall"), ["sink-window"]),
         (one_too_many, ("floor",), ["sink-window", "h2o"]),
     ],

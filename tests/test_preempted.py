@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine import after, greedy, logprobs_of, random_prompt
+from engine import V2, after, greedy, logprobs_of, random_prompt
 from oracle.visible import BLOCK, assert_like_dense, visible
 
 from vllm_evict.compute.sums import RunningSums
@@ -80,6 +80,34 @@ def test_a_restored_request_answers_as_one_that_was_never_preempted(engine, pois
     for server in (subject, other):
         server.assert_nothing_left()
         assert server.scheduler.host_pool.used == 0
+
+
+@pytest.mark.both_runners
+@pytest.mark.parametrize("asked", ["prompt_logprobs", "prompt_logprob_token_ids"])
+def test_log_probabilities_of_a_prompt_are_complete(engine, asked):
+    """Preempted in the middle of its prompt, which it may take from the prefix cache: no row is lost."""
+    if asked == "prompt_logprob_token_ids" and not V2:
+        pytest.skip("vLLM serves it on Model Runner V2")
+    prompt = random_prompt(333)
+    params = {"prompt_logprobs": 0} if asked == "prompt_logprobs" else {asked: [[5, 7]] * 332}
+    params["skip_reading_prefix_cache"] = False
+    rows = []
+    for steps in ((), (3,)):
+        server = engine(HOST | {"budget": 1024}, max_num_batched_tokens=128, enable_prefix_caching=False)
+        (output,) = answer(server, [prompt], steps, max_tokens=4, **params).values()
+        assert not output.kv_usage.restored and (output.kv_usage.recomputed or 0) == len(steps)
+        if asked == "prompt_logprobs":
+            rows.append([row[token].logprob for row, token in zip(output.prompt_logprobs[1:], prompt[1:])])
+        else:
+            rows.append(np.array(output.prompt_token_id_logprobs))
+    assert len(rows[0]) == 332
+    np.testing.assert_allclose(rows[1], rows[0], atol=1e-4)
+
+
+def test_a_request_that_reads_no_prefix_cache_goes_on_with_its_own_blocks(engine):
+    server = engine(HOST, max_num_batched_tokens=128)
+    (output,) = answer(server, [random_prompt(333)], (3, 9), max_tokens=20, skip_reading_prefix_cache=True).values()
+    assert output.kv_usage.restored == 2 and not output.kv_usage.recomputed
 
 
 def test_under_async_scheduling(async_engine, dense):

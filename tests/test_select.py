@@ -2,18 +2,24 @@
 
 import math
 import re
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from engine import after, logprobs_of, random_prompt, random_requests
+from engine import Engine, after, logprobs_of, random_prompt, random_requests
+from loads.pages import Published, Stock
 from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
 from oracle.tiny import make_tiny_llama
+from streaming import Sessions, talk
 
 from vllm_evict.compute.select import Selection
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.eval.policies import contenders, servers
+from vllm_evict.integration.allocation import note_steps
 
 SELECT = {"select": 256, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
 OWN = {*SELECT, "select_every", "filter_layers", "select_bounds"}
@@ -163,6 +169,95 @@ def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch,
     assert any(output.num_cached_tokens for output in outputs.values())
     server.assert_nothing_left()
     assert not list(server.runtime.selection.requests)
+
+
+# --- what is published ------------------------------------------------------------------------------------------------
+
+#: Streaming heads whose windows are longer than all requests.
+SPLIT = {"name": "duo", "gates": "made up", "pattern": ["01", "11", "00", "10", "01"], "sink": 32, "recent": 600}
+PUBLISHING = {
+    "full": {"name": "full", **SELECT},
+    "filters": {"name": "full", **SELECT, "dense_layers": None, "filter_layers": [0, 2]},
+    "every": CASES["every"],
+    "split": SPLIT | {"retrieval": {"name": "full", **SELECT}},
+    "evicting": {"name": "sink-window", "budget": 448, "sink": 32, **SELECT},
+    "host": {"name": "keydiff", **EVICTING, "evict": "host", "host": "16MiB", "recall": "quest", **SELECT},
+}
+
+
+@pytest.fixture(scope="module")
+def stock(deep):
+    engine = Engine(
+        deep, block_size=BLOCK, max_model_len=1024, max_num_batched_tokens=1024, enable_prefix_caching=False
+    )
+    yield Stock(engine)
+    engine.close()
+
+
+@pytest.mark.both_runners("full-engine", "split-engine")
+@pytest.mark.parametrize("make", ["engine", "async_engine"])
+@pytest.mark.parametrize("name", PUBLISHING)
+def test_what_selecting_steps_compute_is_never_published(request, deep, stock, name, make):
+    """A later request hits the tokens up to the first step that selected, and each published block is stock vLLM's."""
+    server = request.getfixturevalue(make)(PUBLISHING[name], model=deep, max_num_batched_tokens=192)
+    published, prompts = Published(server, stock), [random_prompt(350), random_prompt(200, 1)]
+    outputs = server.generate(prompts, max_tokens=130)
+    later = [[*prompt, *output.outputs[0].token_ids, 1] for prompt, output in zip(prompts, outputs)]
+    assert [output.num_cached_tokens for output in server.generate(later, max_tokens=1)] == [320, 256]
+    published.compare(1e-4)
+    assert published.counts["pages"] > 20
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("make", ["engine", "async_engine"])
+def test_turns_after_one_that_selected_publish_nothing(request, deep, stock, make):
+    server = request.getfixturevalue(make)(PUBLISHING["full"], model=deep, max_num_batched_tokens=192)
+    published, sessions = Published(server, stock), Sessions(server)
+    talk(sessions, [(250, 90), (100, 40)])
+    tokens = sessions.tokens("s")
+    sessions.end("s")
+    (output,) = server.generate([tokens], max_tokens=1)
+    assert len(tokens) > 470 and output.num_cached_tokens == 256
+    published.compare(1e-4)
+
+
+@pytest.mark.parametrize("saved, pure", [(True, 256), (False, 384)])
+def test_after_a_preemption(engine, deep, stock, saved, pure):
+    """A request that goes on with its blocks from the host is as impure as before. One that is computed again attends to
+    all tokens that it had, 390, so it publishes them after all."""
+    policy = {"name": "quest", **EVICTING, "budget": 600, "evict": "host", "host": "16MiB", **SELECT}
+    server = engine({**policy, "preempt": "host" if saved else "recompute"}, model=deep, max_num_batched_tokens=512)
+    published, prompt = Published(server, stock), random_prompt(200)
+    server.add(prompt, max_tokens=250)
+
+    def preempted(_):
+        (request,) = server.scheduler.requests.values()
+        if request.num_tokens == 391 and not request.num_preemptions:
+            server.scheduler.running.remove(request)
+            server.scheduler._preempt_request(request, time.monotonic())
+
+    (output,) = server.run(lambda _: server.scheduler.requests and preempted(server)).values()
+    assert (output.kv_usage.restored or 0) == int(saved)
+    (later,) = server.generate([[*prompt, *output.outputs[0].token_ids, 1]], max_tokens=1)
+    assert later.num_cached_tokens == pure
+    published.compare(1e-4)
+
+
+def test_a_step_that_gets_no_blocks_ends_no_purity():
+    config = KVPolicyConfig.parse({"name": "full", **SELECT})
+    resident = RequestBlocks(config, None, BLOCK)
+    request = SimpleNamespace(request_id="a", num_computed_tokens=320)
+    cache = SimpleNamespace(allocate_slots=lambda *args, **kwargs: None)
+    note_steps(cache, lambda _: [resident])
+    assert cache.allocate_slots(request, 1) is None and resident.pure_tokens is None
+    cache = SimpleNamespace(allocate_slots=lambda *args, **kwargs: ())
+    note_steps(cache, lambda _: [resident])
+    cache.allocate_slots(request, 2)
+    assert resident.pure_tokens is None
+    cache.allocate_slots(request, 1)
+    request.num_computed_tokens = 321
+    cache.allocate_slots(request, 1)
+    assert resident.pure_tokens == 320
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

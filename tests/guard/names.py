@@ -59,6 +59,7 @@ REPLACED = {
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {
         "integration.allocation:before_giving_up": "allocate_slots",
+        "integration.allocation:note_steps": "allocate_slots",
         "integration.allocation:count_published": "estimate_cached_tokens",
     },
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
@@ -87,6 +88,7 @@ REPLACED = {
     "vllm.v1.worker.cpu_worker:CPUWorker": {
         "integration.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "
         "initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
+        "integration.cpu_worker:CPUEvictionWorker": "sample_tokens",
     },
     "vllm.v1.worker.gpu_worker:Worker": {
         "integration.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "

@@ -30,6 +30,7 @@ MODELS = {
 }
 BLOCK_POLICIES = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff"]
 BLOCK_POLICIES += ["pagedeviction", "quest", "random", "h2o"]
+SELECTING = ["sink-window", "strided", "knorm", "keydiff", "pagedeviction", "quest", "random"]
 TOKEN_POLICIES = ["h2o", "tova", "snapkv", "rkv", "knorm", "keydiff"]
 ADD_UP = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "h2o", "random"]
 #: Layers x KV heads: one layer has no retrieval head, one has nothing else.
@@ -87,6 +88,24 @@ def _host(rng, sizes):
     return policy | {"preempt": rng.choice(["host", "recompute"])}
 
 
+def _select(rng, sizes):
+    size = sizes["sink"]
+    select = {"select": size * rng.choice([4, 5, 6]), "select_sink": size, "select_recent": size}
+    select |= rng.choice([{"dense_layers": 0}, {"dense_layers": 1, "select_every": 3}, {"filter_layers": [0, 2]}])
+    kind = rng.choice(["full", "block", "host", "duo"])
+    if kind == "duo":
+        select = {field: value for field, value in select.items() if field != "filter_layers"}
+        retrieval = {"name": "full", **select}
+        return {"name": "duo", "gates": "HEADS", "sink": size, "recent": 3 * sizes["recent"], "retrieval": retrieval}
+    if kind == "full":
+        return {"name": "full", **select, "allow": ["sink-window", "keydiff"]}
+    policy = _host(rng, sizes) if kind == "host" else dict(sizes)
+    if kind == "host":
+        policy["host"] *= 4  # the model's blocks are as many times as large
+    name = rng.choice(SELECTING)
+    return {**policy, "name": name, **select, "allow": [*_others(SELECTING, name), "full"]}
+
+
 def _latent(rng, sizes):
     return _pressure(rng, sizes) if rng.random() < 0.3 else _blocks(rng, sizes)
 
@@ -111,6 +130,7 @@ KINDS = {
     "host": ("plain", _host),
     "latent": ("latent", _latent),
     "drafts": ("drafted", _blocks),
+    "select": ("heads", _select),
 }
 
 
@@ -141,6 +161,11 @@ class Case:
         """Tokens of the longest request."""
         return LONGEST * self.block_size
 
+    def reads_all(self, tokens):
+        """Whether each step of a request of so many tokens reads all of them."""
+        most = self.policy.get("select") or (self.policy.get("retrieval") or {}).get("select")
+        return not most or tokens <= most
+
 
 def make_case(number, kind=None, smallest=False):
     """The case of this number: kinds take turns unless one is named."""
@@ -162,7 +187,7 @@ def make_case(number, kind=None, smallest=False):
         # Room for the budget, the buffer, a block and two chunks in flight.
         policy["context"] = sizes["budget"] + sizes["buffer"] + size + 2 * chunk + size
     seqs = rng.choice([2, 4, 8, 8, 16])
-    groups = {"bands": 2, "duo": 2, "windows": 2, "hybrid": 2, "hybrid-tokens": 2, "gdn": 3}.get(kind, 1)
+    groups = {"bands": 2, "duo": 2, "windows": 2, "hybrid": 2, "hybrid-tokens": 2, "gdn": 3, "select": 2}.get(kind, 1)
     options = {
         "max_num_batched_tokens": chunk,
         "max_num_seqs": 16 if kind == "pressure" else seqs,

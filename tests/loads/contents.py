@@ -59,7 +59,7 @@ class Row:
         tables: physical blocks of each KV group; 0 is a hole.
         expected: what each group's logical blocks have to hold, uint64 [blocks, block].
         turned: positions by which keys of each group's logical blocks were rotated, int64 [blocks].
-        reduced: whether anything is missing, or was when anything that is read was computed.
+        reduced: whether anything is missing or was not read, or was when anything that is read was computed.
         nonce: what content that saw a reduced context differs by.
         tracked: of each group that may have holes, what is measured: "mass", "pivots" or nothing.
         active: whether its blocks are its own; False once it was preempted.
@@ -121,6 +121,7 @@ class Counts:
     saved: int = 0
     restored: int = 0
     still_there: int = 0
+    selected: int = 0
 
     def add(self, other: Any) -> None:
         for name, value in vars(other).items():

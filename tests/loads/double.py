@@ -34,6 +34,7 @@ class Worker:
         windows: of all KV groups, tokens that a query sees; 0: all of them.
         context: how far back a query may look, in tokens after keys were rotated; None: no limit.
         host: host memory; None: evicted blocks are dropped.
+        selected: of each of `groups`, blocks that a decode attends to; 0: all of them.
     """
 
     settings: Settings
@@ -42,6 +43,7 @@ class Worker:
     windows: list[int]
     context: int | None = None
     host: HostTier | None = None
+    selected: list[int] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     #: Requests whose sampled tokens are their own.
@@ -363,6 +365,8 @@ class Worker:
 
     def _write(self, req_id: str, start: int, count: int) -> None:
         row, bs, end = self.rows[req_id], self.block, start + count
+        if count == 1 and self._selects(row, end):
+            row.reduced, self.counts.selected = True, self.counts.selected + 1
         values = row.known[start:end].copy()
         values[row.computed - start :] = POISON + np.uint64(row.nonce)  # drafts that were rejected
         if row.reduced:
@@ -387,6 +391,10 @@ class Worker:
             self.memory[np.array(blocks)[at - first], place] = content
             row.expected[group][at, place] = content
             self.written.update(blocks)
+
+    def _selects(self, row: Row, end: int) -> bool:
+        held = [end - self.block * row.tables[group][: -(-end // self.block)].count(0) for group in self.groups]
+        return any(most and tokens > most * self.block for most, tokens in zip(self.selected, held))
 
     def _same(self, req_id: str, group: int, row: Row, at: list[int], blocks: list[int]) -> None:
         """Check that whole blocks hold what the request expects."""

@@ -14,7 +14,7 @@ After each step of a program these hold: each block of the pool is free or held;
 after every third step); the same of host blocks, and free ones hold nothing else (host_memory.py); workers' block tables
 equal the scheduler's; log-probabilities are finite. After each program: every request finished or was aborted; engine
 and workers remember no request; the pool is as full as before; each published block equals what stock vLLM computes for
-its hash (pages.py); requests without evicted blocks got stock vLLM's log-probabilities.
+its hash (pages.py); requests without evicted blocks, whose steps read all others, got stock vLLM's log-probabilities.
 """
 
 import argparse
@@ -176,8 +176,7 @@ class Run:
     def _params(self, item, tokens):
         options = {"logprobs": 0, "extra_args": item.get("extra")}
         if item.get("n", 1) > 1:
-            # No seed of its own: vLLM's CPU engine ends with one that is given beside chunks of a prompt.
-            options |= {"n": item["n"], "temperature": 1.0}
+            options |= {"n": item["n"], "temperature": 1.0, "seed": item["number"]}
         if item.get("stop"):
             options |= {"stop": ["t7 ", "t8 "]}
         if item.get("prompt_logprobs"):
@@ -271,8 +270,9 @@ class Run:
             self.counts.update({name.replace("_", " "): getattr(each, name) or 0 for name in on_host})
         lost = any(each.evicted_blocks for each in (usage if isinstance(usage, list) else [usage]))
         self.counts["evicted from"] += lost
+        tokens = output.outputs[0].token_ids
+        lost |= not self.case.reads_all(len(live.prompt) + len(tokens))
         if not lost and self.stock is not None and number % 4 == 0 and item.get("n", 1) == 1 and "stop" not in item:
-            tokens = output.outputs[0].token_ids
             got = [row[token].logprob for row, token in zip(output.outputs[0].logprobs, tokens)]
             want = self.stock.logprobs(live.prompt, tokens)
             np.testing.assert_allclose(

@@ -149,7 +149,8 @@ class HostInvariants:
         if held.items() - self.worker.host.held.items():
             raise Fault("host", f"the scheduler's host blocks are {held}, the worker's {self.worker.host.held}")
         for req_id, row in self.worker.rows.items():
-            for logical in row.recalled if row.active else ():
+            # A worker hears with the next step that a session starts over, whose blocks are free by then.
+            for logical in row.recalled if row.active and manager.req_to_blocks.get(req_id) else ():
                 block = self.pool.blocks[row.tables[self.worker.groups[0]][logical]]
                 if block.ref_cnt != 1 and block.block_hash is None:
                     raise Fault("host", f"{req_id}: block {logical} came back and is not private: {block}")

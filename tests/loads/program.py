@@ -13,7 +13,7 @@ from typing import Any
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.policies import POLICIES
 
-from .tier import ON_HOST, on_host
+from .tier import ON_HOST, on_host, selecting
 
 #: Layers and KV heads of the model that is not there.
 LAYERS, HEADS = 4, 4
@@ -183,12 +183,15 @@ class Maker:
     ) -> None:
         self.random, self.only, self.faithful, self.requests = random.Random(seed), only, faithful, requests
         self.drafts, self.host = drafts, host
+        #: Of its own, so that other programs of a seed stay what they were.
+        self.selects = random.Random(f"select {seed}")
 
     def program(self) -> Program:
         while True:
             settings = self._settings()
             if settings is not None:
-                return Program(settings, tuple(self._ops(settings)))
+                ops = tuple(self._ops(settings))
+                return Program(self._selecting(settings), ops)
 
     def _chance(self, share: float) -> bool:
         return self.random.random() < share
@@ -247,6 +250,18 @@ class Maker:
         if len(config.classes) == 1 and not alone and self._chance(0.25):
             settings = replace(settings, window=self.random.randint(1, 4 * block), sliding=self.random.randint(1, 3))
         return settings
+
+    def _selecting(self, settings: Settings) -> Settings:
+        """The same settings, or for some policies those of a server whose decodes select blocks."""
+        policy, beside = settings.policy, settings.drafts or settings.window
+        if policy is None or beside or self.selects.random() > 0.3:
+            return settings
+        own = policy.get("retrieval") or policy
+        if "select" not in POLICIES[own["name"]].options:
+            return settings
+        chosen = selecting(self.selects, own, settings.block, LAYERS)
+        chosen = replace(settings, policy=chosen if own is policy else {**policy, "retrieval": chosen})
+        return settings if parsed(chosen) is None else chosen
 
     def _policy(self, name: str, block: int, length: int) -> dict[str, Any]:
         """A policy in sizes that suit blocks and lengths; not all of them are allowed."""

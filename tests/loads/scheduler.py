@@ -82,7 +82,9 @@ class Simulation(Invariants):
         context = config.context if config is not None and config.context != "model" else None
         pool = getattr(self.scheduler, "host_pool", None)
         host = None if pool is None else HostTier(pool.blocks, settings.block)
-        self.worker = Worker(settings, self.pool.num_gpu_blocks, groups, windows, context, host)
+        parts = [config.of_class(manager.kv_cache_spec.head_class) for manager in self.evictable]
+        selected = [-(-part.select // settings.block) for part in parts]
+        self.worker = Worker(settings, self.pool.num_gpu_blocks, groups, windows, context, host, selected)
         self.counts: Counter[str] = Counter()
         self.live: dict[str, Request] = {}
         #: Steps in flight: the plan, what will come back, and the rows and turns that requests had.

@@ -1,4 +1,4 @@
-"""Policies that keep evicted blocks on the host, for programs (program.py)."""
+"""Policies that keep evicted blocks on the host, and policies whose decodes select blocks, for programs (program.py)."""
 
 from random import Random
 from typing import Any
@@ -36,4 +36,27 @@ def on_host(rand: Random, policy: dict[str, Any], block: int, token_bytes: int) 
         }
     if kept.get("allow"):
         kept["allow"] = rand.sample([*ON_HOST, "full"], 3)
+    return kept
+
+
+def selecting(rand: Random, policy: dict[str, Any], block: int, layers: int) -> dict[str, Any]:
+    """A policy whose decodes select blocks: one and more beside sinks and recent ones.
+
+    Args:
+        policy: of a server; fields and policies of requests that do not go with a selection are left out.
+        block: tokens.
+        layers: of the model.
+    """
+    refused = {"granularity", "merge", "context"}
+    kept = {field: value for field, value in policy.items() if field not in refused}
+    sink, recent = (rand.choice((0, 1, block, 2 * block)) for _ in range(2))
+    kept |= {
+        "select": sink + recent + rand.randint(2, 5) * block,
+        "select_sink": sink,
+        "select_recent": recent,
+        "select_every": rand.choice((1, 1, 3)),
+    }
+    kept |= rand.choice(({"dense_layers": rand.randrange(layers)}, {"filter_layers": [0, layers - 2]}))
+    if kept.get("allow"):
+        kept["allow"] = [name for name in kept["allow"] if "select" in POLICIES[name].options]
     return kept

@@ -56,7 +56,7 @@ class Selection:
         self, config: KVPolicyConfig, block_size: int, layers: Sequence[int], store: Store, device: torch.device
     ) -> None:
         self.blocks, self.sinks, self.recent = config.selected(block_size)
-        self._kind = config.select_bounds
+        self._config, self._kind = config, config.select_bounds
         self._every, self._block_size, self._store, self._device = config.select_every, block_size, store, device
         #: Places of layers that choose, and of layers that attend to a choice.
         self._choosers, self._sparse = (
@@ -99,7 +99,7 @@ class Selection:
             starts: int32 [R + 1], first query of each row.
             held: int32 [R], resident tokens.
         """
-        return np.flatnonzero((np.diff(starts) == 1) & (held > self.blocks * self._block_size))
+        return np.flatnonzero(self._config.reads_less(np.diff(starts), held, self._block_size))
 
     def filled(self, table: torch.Tensor, starts: np.ndarray, seq_lens: np.ndarray) -> torch.Tensor | None:
         """Return the physical blocks that the step fills: int64 [n]; None: it fills none.

@@ -131,6 +131,15 @@ class Sizes(Frozen):
             )
         return blocks, sinks, recent
 
+    def reads_less(self: C, tokens: Any, held: Any, block_size: int) -> Any:
+        """Whether a step attends to a part of a request's resident tokens: `select` names fewer, and it decodes.
+
+        Args:
+            tokens: that the step computes of the request, int; or of several requests, int array.
+            held: resident tokens, those of the step included; as `tokens`.
+        """
+        return (tokens == 1) & (held > self.selected(block_size)[0] * block_size) if self.select else False
+
     def selecting(self: C, layers: int) -> tuple[frozenset[int], frozenset[int]]:
         """Return the layers that choose under `select`, and the layers that attend to a choice, of so many layers."""
         if not self.filter_layers:

@@ -39,7 +39,8 @@ class RequestState:
 
     #: Arguments of the request, as `KVPolicyConfig.for_request` takes them; of a session, the arguments of all turns.
     asked: dict[str, Any] = field(default_factory=dict)
-    #: Leading tokens that were computed before the first eviction in any group. None: no block is evicted.
+    #: Leading tokens that were computed before the first eviction in any group, and before the first step that read
+    #: less than all. None: neither has happened.
     pure_tokens: int | None = None
     #: Blocks of all groups, the step in flight included: now, and the maximum so far.
     held_blocks: int = 0
@@ -220,6 +221,15 @@ class RequestBlocks:
         """
         self.resident, self.places, self.known = there, there, blocks
         self.pure_tokens = blocks * self.block_size
+
+    def plan_step(self, first: int, tokens: int) -> None:
+        """Note a step that computes `tokens` tokens from token `first` on, before vLLM publishes what it fills.
+
+        Tokens of a step that attends to a part of the resident ones are not pure, nor are those that see them later.
+        """
+        held = first + tokens - self.holes * self.block_size
+        if self.pure_tokens is None and self.config.reads_less(tokens, held, self.block_size):
+            self.pure_tokens = first
 
     def held(self, blocks: int) -> int:
         """Number of resident blocks in a table of `blocks` entries."""

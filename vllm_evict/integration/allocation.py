@@ -1,12 +1,15 @@
 """Patches of vLLM's `KVCacheManager`, whose class no configuration can name.
 
-vLLM has no hook between a failed allocation and the preemption or wait that follows. And it counts the published tokens
-of a request by the blocks that the request still holds.
+vLLM has no hook between a failed allocation and the preemption or wait that follows. It publishes the blocks that a
+step fills where it allocates their slots. And it counts the published tokens of a request by the blocks that the
+request still holds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
+
+from ..core.blocks import RequestBlocks
 
 
 def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
@@ -19,8 +22,6 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
             whether vLLM keeps its watermark free; returns whether there is room now.
     """
     allocate = cache.allocate_slots
-    if hasattr(allocate, "__wrapped__"):
-        return
 
     def chunk(request: Any, tokens: int, hit: Any, new_computed: int, lookahead: int) -> int:
         computed = request.num_computed_tokens + new_computed
@@ -43,6 +44,32 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
             watermark=kwargs.get("has_scheduled_reqs", True),
         ):
             pass
+        return blocks
+
+    cache.allocate_slots = allocate_slots
+
+
+def note_steps(cache: Any, residents_of: Callable[[str], Sequence[RequestBlocks]]) -> None:
+    """Note each step of a request before the blocks that it fills are published (`RequestBlocks.plan_step`).
+
+    A request that is admitted with the same step could hit them.
+
+    Args:
+        cache: vLLM's `KVCacheManager`, of one scheduler.
+        residents_of: request -> its blocks in each KV group that may have holes.
+    """
+    allocate = cache.allocate_slots
+
+    @wraps(allocate)
+    def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        hit = kwargs.get("num_new_computed_tokens", 0) + kwargs.get("num_external_computed_tokens", 0)
+        residents = residents_of(request.request_id)
+        before = residents[0].pure_tokens
+        for resident in residents:
+            resident.plan_step(request.num_computed_tokens + hit, num_new_tokens)
+        blocks = allocate(request, num_new_tokens, *args, **kwargs)
+        if blocks is None:  # there is no such step
+            residents[0].pure_tokens = before
         return blocks
 
     cache.allocate_slots = allocate_slots

@@ -56,7 +56,8 @@ def hole_aware(manager: type) -> type:
             self.allocate_new_blocks = noted
 
         def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-            # Blocks computed after the first eviction saw a reduced context, so they do not match their hash.
+            # Blocks computed after the first eviction, or by a decode that selects, saw a reduced context, so they do
+            # not match their hash.
             resident = self.residents.get(request.request_id)
             if resident is not None and resident.pure_tokens is not None:
                 num_tokens = min(num_tokens, resident.pure_tokens)

@@ -8,6 +8,7 @@ from vllm.v1.request import Request
 from ..config import KVPolicyConfig
 from ..core.blocks import RequestBlocks
 from ..core.host import HostPool
+from ..core.mechanisms.base import scores_prompt
 from ..core.plan import EvictionPlan
 from .managers import FROM_HOST
 from .metrics import Tally
@@ -41,11 +42,12 @@ class PreemptedMixin:
     def _save(self, request: Request) -> None:
         """Save the blocks of a request that is about to be preempted.
 
-        A step in flight may still write them. Workers copy them after it.
+        A step in flight may still write them. Workers copy them after it. Model Runner V2 forgets the log-probabilities
+        of the prompt so far, so a request that asks for some is computed again.
         """
         (manager,), req_id, saved = self.kv_managers, request.request_id, None
         resident = manager.residents[req_id]
-        if not (self._resets or resident.recalls.waits or request.skip_reading_prefix_cache):
+        if not (self._resets or resident.recalls.waits or scores_prompt(request)):
             computed, table = request.num_computed_tokens, manager.req_to_blocks[req_id]
             blocks = enumerate(table[: math.ceil(computed / manager.block_size)])
             physical = {index: block.block_id for index, block in blocks if not block.is_null}

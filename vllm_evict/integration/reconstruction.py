@@ -131,6 +131,19 @@ def parts(prompt: int, chunk: int, instruction: int, max_model_len: int) -> list
     return [(start, min(start + size, prompt)) for start in range(0, prompt, size)]
 
 
+def for_one_token(params: SamplingParams) -> SamplingParams:
+    """Parameters of a shadow: those of its original, for one token.
+
+    The front end has checked these, so logits processors can rely on them (`extra_args` above all). Left out is what
+    asks for more: tokens, scores of the prompt, a prompt that is computed anew, a grammar to wait for.
+    """
+    params = params.clone()
+    params.max_tokens, params.min_tokens, params.skip_reading_prefix_cache = 1, 0, False
+    params.prompt_logprobs = params.structured_outputs = None
+    params.prompt_logprob_token_ids = params.prompt_logprob_start = None  # since vLLM 0.31
+    return params
+
+
 @dataclass(slots=True)
 class Job:
     """One request's reconstruction."""
@@ -449,7 +462,7 @@ class Reconstructions(Mechanism):
         shadow = Request(
             f"reconstruct-{next(self._ids)}-{original.request_id}",
             prompt,
-            SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False),
+            for_one_token(original.sampling_params),
             None,
             client_index=original.client_index,
             lora_request=original.lora_request,
@@ -457,6 +470,9 @@ class Reconstructions(Mechanism):
             priority=sys.maxsize,
             block_hasher=original._block_hasher,
         )
+        # Arguments for connectors, and for events of the prefix cache, are about what the client sent.
+        shadow.kv_transfer_params = shadow.ec_transfer_params = None
+        shadow.kv_cache_report_mode = "incremental"
         config, repetition = job.resident.config, None
         if job.per_token:
             sink = job.resident.limits.sink * job.resident.block_size

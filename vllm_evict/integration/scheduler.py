@@ -25,7 +25,7 @@ from ..core.reports import Inbox
 from ..environment import poison_mode
 from . import connectors
 from .admission import AdmissionMixin
-from .allocation import count_published
+from .allocation import count_published, note_steps
 from .describe import start_up_line
 from .drafters import lookahead
 from .hits import HitsMixin
@@ -58,6 +58,8 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin, Output
         self._poison = poison_mode()
         self.kv_managers, self.other_managers = self._managers()
         count_published(self.kv_cache_manager, self._published_tokens)
+        if self.kv_policy.selects:
+            note_steps(self.kv_cache_manager, self._residents_of)
         self._plan, self._inbox = EvictionPlan.empty(len(self.kv_managers)), Inbox()
         #: None unless some KV group uses `when: pressure`.
         self.pressure = Pressure(self, self.kv_policy) if Pressure.serves(self.kv_policy) else None

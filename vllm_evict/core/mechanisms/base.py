@@ -156,6 +156,13 @@ def settled(request: Any) -> int:
     return request.num_computed_tokens - request.num_in_flight_tokens
 
 
+def scores_prompt(request: Any) -> bool:
+    """Whether log-probabilities of a request's prompt are collected, chunk by chunk, while it is computed."""
+    params = request.sampling_params
+    asked = (getattr(params, name, None) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
+    return any(each is not None for each in asked)
+
+
 def note(plan: GroupPlan, req_id: str, blocks: RequestBlocks, step: int) -> None:
     """Note a request as due after this step, and ask workers for the statistics that its decision needs."""
     plan.due[req_id] = blocks.incarnation

@@ -14,7 +14,7 @@ from ..actions import Action, Swap, back_to_budget
 from ..blocks import RequestBlocks
 from ..host import HostPool
 from ..plan import EvictionPlan, Reports, Waiting
-from .base import Host, Mechanism, Step, settled
+from .base import Host, Mechanism, Step, scores_prompt, settled
 
 #: The statistic that workers report of resident blocks and of host blocks: the attention that the last queries of a
 #: step may pay to a block, by bounds of its keys (`compute.kernels.bounds`), summed up over heads and layers. The
@@ -73,8 +73,7 @@ class Again(Mechanism):
         Images are forgotten once they are computed, log-probabilities of a prompt are collected chunk by chunk, and a
         grammar follows tokens as they are planned.
         """
-        params = request.sampling_params
-        if request.mm_features or request.use_structured_output or (params and params.prompt_logprobs is not None):
+        if request.mm_features or request.use_structured_output or scores_prompt(request):
             return False
         recalls = blocks.recalls
         return bool(blocks.host) and not recalls.answered and recalls.rounds < self._rounds
