@@ -172,6 +172,18 @@ def sparse(text: Any) -> list[Refusal]:
     ]
 
 
+def split(heads: list[int], config: KVPolicyConfig) -> list[Refusal]:
+    """Refusals for models whose layers differ in their numbers of KV heads, which are `heads`."""
+    return [
+        (
+            len(config.classes) > 1 and len(set(heads)) > 1,
+            f"layers of {' and '.join(map(str, sorted(set(heads))))} KV heads, because it deals equally many heads of "
+            "each layer to its pages",
+            "use a policy for whole layers, such as h2o, snapkv or sink-window",
+        )
+    ]
+
+
 def unlike(text: Any) -> list[Refusal]:
     """Refusals for models whose values have other dimensions than their keys (MiMo-V2)."""
     values = getattr(text, "v_head_dim", None)

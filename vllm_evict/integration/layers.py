@@ -30,7 +30,7 @@ from ..core.arrange import arrange
 from ..core.layout import Layout
 from ..environment import decode_kernel
 from ..policies import RUNNING
-from . import combinations, drafters, refusals
+from . import attending, combinations, drafters, refusals
 from .backend import PLACE, resident_backend, working_impl
 from .latents import latent_types, name_as_others, working_latent
 from .positions import rotations
@@ -67,10 +67,9 @@ def layout(vllm_config: VllmConfig, config: KVPolicyConfig) -> Layout | None:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if config.policy.splits == "classes":
         return Layout.of_classes(arrange(config.head_pattern.retrieval, ranks), names)
-    model = vllm_config.model_config
-    kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
+    heads = attending.kv_heads(vllm_config.model_config)  # of all layers alike (see `refusals`)
     make = Layout.of_layers if config.policy.splits == "bands" else Layout.of_heads
-    return make(names, model.get_total_num_hidden_layers(), kv_heads, ranks)
+    return make(names, len(heads), max(heads[0] // ranks, 1), ranks)
 
 
 def install(
@@ -112,17 +111,17 @@ def install(
         refusals.check_layer(name, layer, config)
     drafters.check(drafting, next(iter(layers.values())))
     # The block size is final here; it may have changed since the configuration was checked.
-    kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
+    heads, longest = attending.kv_heads(vllm_config.model_config), vllm_config.model_config.max_model_len
     names, block_bytes = [[name for name in every if name not in sharing]], 0
     block_size = vllm_config.cache_config.block_size
     if len(layers) + len(drafting) < len(every):
         names, block_size, block_bytes = _grouped(config, layers, dict(specs))
         drafters.check_groups(drafting, names)
-    config.check(block_size, len(layers), kv_heads, longest, vllm_config.max_in_flight_tokens)
+    config.check(block_size, len(layers), min(heads), longest, vllm_config.max_in_flight_tokens)
     placed = layout(vllm_config, config)
     ops = _ops(next(iter(layers.values())).attn_backend.get_name())
     if placed is not None:
-        refusals.check_alike(layers)
+        refusals.check_alike(layers, [sum(place.heads for place in places) for places in placed.places[0]])
         return _split(vllm_config, config, layers, placed, ops)
     in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
@@ -212,7 +211,7 @@ def _whole(
     at = {name: layers.index(layer) for name, layer in named.items() if layer in layers}
     places = [*enumerate(layers), *((at[name], layer) for layer, name in readers if name in at)]
     backends = {layer.attn_backend: None for layer in (*drafting, *(layer for _, layer in places))}
-    kv_heads, latent = layers[0].num_kv_heads, isinstance(layers[0], latent_types())
+    latent = isinstance(layers[0], latent_types())
 
     def caches(of: Sequence[Attention]) -> Iterator[tuple[Attention, Any]]:
         """Each layer and its cache, by the pool's blocks."""
@@ -220,7 +219,7 @@ def _whole(
             yield layer, whole_blocks(layer.kv_cache, block_size) if latent else layer.kv_cache
 
     store = LayerStore(ops, partial(caches, layers), turns, partial(caches, drafting))
-    group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs, block_size)
+    group = _group(vllm_config, part, store, [layer.num_kv_heads for layer in layers], in_graphs, block_size)
     backends = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
     for layer in drafting:
         layer.attn_backend = backends[layer.attn_backend]
@@ -260,7 +259,7 @@ def _split(
         pages.append(name)
     working = working_impl(type(first.impl), ops)
     counts: Counter[int] = Counter()
-    for layer, places in zip(layers.values(), rank):
+    for layer, places in zip(layers.values(), rank, strict=True):
         parts, head = [], 0
         for place in places:
             holder = vllm_config.compilation_config.static_forward_context[pages[place.group]]
@@ -324,18 +323,20 @@ def _group(
 ) -> GroupRuntime:
     """A runtime; `heads`: KV heads of each of its layers on this rank; `in_graphs` as returned by `_scratch`; `places`:
     numbers of the layers, if some layers of the model are not among them."""
-    heads, stages = heads or [1], vllm_config.parallel_config.pipeline_parallel_size
-    same = len(set(heads)) == 1
+    heads, parallel = heads or [1], vllm_config.parallel_config
+    of_stages = None
+    if parallel.pipeline_parallel_size > 1:
+        every = attending.kv_heads(vllm_config.model_config)
+        of_stages = [max(each // parallel.tensor_parallel_size, 1) for each in every]
     return GroupRuntime(
         config,
         block_size=block_size,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_model_len=vllm_config.model_config.max_model_len,
-        kv_heads=heads[0] if same else sum(heads),
-        layers=len(heads) if same else 1,
-        all_layers=vllm_config.model_config.get_total_num_hidden_layers() if stages > 1 else None,
+        kv_heads=max(heads),
+        layers=len(heads),
         store=store,
-        shape=(max(heads), len(heads)),
+        heads=of_stages or heads,
         places=places,
         device=vllm_config.device_config.device_type,
         graph_blocks=in_graphs,

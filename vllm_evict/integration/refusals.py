@@ -11,7 +11,7 @@ from ..compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
 from ..policies import RUNNING
-from . import combinations, speculation
+from . import attending, combinations, speculation
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
 BACKENDS = tuple(name for name in OPS if name not in LATENT)
@@ -87,6 +87,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         *combinations.sparse(text),
+        *combinations.split(attending.kv_heads(model), config),
         *(combinations.latent(vllm_config, config) if model.use_mla else combinations.unlike(text)),
         (
             model.is_attention_free,
@@ -276,12 +277,22 @@ def check_sharing(config: KVPolicyConfig) -> None:
             raise _refusal(config, what, instead)
 
 
-def check_alike(layers: dict[str, Any]) -> None:
+def check_alike(layers: dict[str, Any], heads: list[int]) -> None:
     """Refuse models whose heads can't be split, because layers differ or heads have values of their own.
 
+    Args:
+        layers: name -> layer.
+        heads: KV heads of each layer on a rank, by the configuration.
+
     Raises:
-        KVPolicyError: naming two layers.
+        KVPolicyError: naming two layers, or what differs from the configuration.
     """
+    found = [layer.num_kv_heads for layer in layers.values()]
+    if found != heads:
+        raise KVPolicyError(
+            f"heads can't be split: the model has attention layers of {found} KV heads; expected {heads} by its "
+            "configuration; use a policy for whole layers, such as h2o, snapkv or sink-window"
+        )
     for name, layer in layers.items():
         for attribute, what in (("alibi_slopes", "ALiBi slopes"), ("sinks", "learned attention sinks")):
             if getattr(layer.impl, attribute, None) is not None:
