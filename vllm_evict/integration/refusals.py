@@ -11,7 +11,7 @@ from ..compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
 from ..policies import RUNNING
-from . import attending, combinations, speculation
+from . import attending, combinations, speculation, windows
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
 BACKENDS = tuple(name for name in OPS if name not in LATENT)
@@ -103,7 +103,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         ),
         (model.is_diffusion, "models with non-causal attention", without),
         (
-            getattr(text, "attention_chunk_size", None) is not None,
+            windows.bounds(getattr(text, "attention_chunk_size", None), vllm_config),
             "chunked-local attention layers, which recycle their blocks themselves",
             without,
         ),
@@ -115,7 +115,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (model.rswa_window is not None, "layers that attend to their prompt and a sliding window", without),
         *(
             combinations.beside(vllm_config, config, combinations.WINDOWS, cache.sliding_window is None)
-            if combinations.slides(model, cache)
+            if combinations.slides(vllm_config)
             else ()
         ),
         (

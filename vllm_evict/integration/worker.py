@@ -13,7 +13,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from ..compute.memory import Needs, described, needs, put_aside
 from ..compute.runtime import EvictionRuntime
 from ..core.plan import REPORTS, TROUBLE, HostTrouble, Reports
-from . import layers, runners
+from . import layers, runners, windows
 from .describe import ignored_settings, kernels_line
 from .ranks import Ranks
 from .reorder import check_reload, reordering
@@ -47,6 +47,7 @@ class EvictionWorkerMixin:
     def get_kv_cache_spec(self) -> Any:
         # vLLM calls this first after the model is loaded and the block size is final. Layers then change their specs.
         if self.kv_evict is None:
+            windows.widen(self.vllm_config)
             specs = super().get_kv_cache_spec()
             self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
