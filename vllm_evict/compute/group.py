@@ -111,6 +111,8 @@ class GroupRuntime:
         self._graph_memory: GraphMemory | None = None
         self._viewed: tuple[Any, StepWork | None] | None = None
         self._rows: dict[str, Row] = {}
+        #: Layers of the model that attend in this group, with and without a cache of their own -> their names.
+        self.layers: dict[Any, str] = {}
 
     def begin(self, scheduler_output: Any, plan: GroupPlan, number: int) -> None:
         """See `EvictionRuntime.begin`. `number` is the index of the group among all of vLLM's KV groups."""
@@ -389,6 +391,15 @@ class GroupRuntime:
             metadata.seq_lens_cpu_upper_bound = bound - torch.from_numpy(self._lacking(self.batch.req_ids))
         metadata._num_computed_tokens_cache = None
         return metadata
+
+    def unattended(self) -> list[str]:
+        """Return the names of layers whose attention did not run in this step."""
+        return [name for layer, name in self.layers.items() if layer not in self.batch.attended]
+
+    @property
+    def works(self) -> bool:
+        """Whether the plugin's kernels have work in this step, in each layer."""
+        return self._viewed is not None and self._viewed[1] is not None
 
     def end(self, all_reduce: Any) -> Reports:
         """Add the step's mass to the running sums, and return the reports that the plan asks for.

@@ -118,16 +118,26 @@ def install(
         names, block_size, block_bytes = _grouped(config, layers, dict(specs))
         drafters.check_groups(drafting, names)
     config.check(block_size, len(layers), min(heads), longest, vllm_config.max_in_flight_tokens)
-    placed = layout(vllm_config, config)
+    placed, attended = layout(vllm_config, config), set[Any]()
     ops = _ops(next(iter(layers.values())).attn_backend.get_name())
     if placed is not None:
         refusals.check_alike(layers, [sum(place.heads for place in places) for places in placed.places[0]])
-        return _split(vllm_config, config, layers, placed, ops)
+        return _split(vllm_config, config, layers, placed, ops, attended)
     in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
     readers = [(layers[name], target) for name, target in sharing.items()]
     groups = [
-        _whole(vllm_config, config, {name: every[name] for name in group}, readers, ops, turns, in_graphs, block_size)
+        _whole(
+            vllm_config,
+            config,
+            {name: every[name] for name in group},
+            readers,
+            ops,
+            attended,
+            turns,
+            in_graphs,
+            block_size,
+        )
         for group in names
     ]
     return EvictionRuntime(
@@ -138,6 +148,7 @@ def install(
         block_bytes=block_bytes,
         speculates=vllm_config.speculative_config is not None,
         ahead=bool(vllm_config.scheduler_config.async_scheduling),
+        attended=attended,
     )
 
 
@@ -193,6 +204,7 @@ def _whole(
     named: dict[str, Attention],
     readers: Sequence[tuple[Attention, str]],
     ops: BackendOps,
+    attended: set[Any],
     turns: dict[Attention, Rotation],
     in_graphs: int,
     block_size: int,
@@ -202,6 +214,7 @@ def _whole(
     Args:
         named: name -> layer, of the layers whose caches are in the group.
         readers: layers without a cache, and the name of the layer whose cache they read. It may be in any group.
+        attended: gets each layer that has attended in a step.
         in_graphs: as returned by `_scratch`.
     """
     ((head_class, part),) = config.classes.items()
@@ -226,16 +239,22 @@ def _whole(
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
     attending = list(layers) if latent else [layer.impl for _, layer in places]
     make = partial(working_latent, block_size=block_size) if latent else working_impl
-    working = {each: make(each, ops) for each in set(map(type, attending))}
+    working = {each: make(each, ops, attended) for each in set(map(type, attending))}
     for (place, layer), attends in zip(places, attending):
         layer.attn_backend = backends[layer.attn_backend]
         attends.__class__ = working[type(attends)]
         setattr(layer.impl, PLACE, place)
+        group.layers[layer] = layer.layer_name
     return group
 
 
 def _split(
-    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout, ops: BackendOps
+    vllm_config: VllmConfig,
+    config: KVPolicyConfig,
+    layers: dict[str, Attention],
+    placed: Layout,
+    ops: BackendOps,
+    attended: set[Any],
 ) -> EvictionRuntime:
     """The runtime of layers whose heads lie in several KV groups; loading has put the heads in their order."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
@@ -257,7 +276,7 @@ def _split(
         vllm_config.compilation_config.static_forward_context[name] = slots
         groups.append(group)
         pages.append(name)
-    working = working_impl(type(first.impl), ops)
+    working = working_impl(type(first.impl), ops, attended)
     counts: Counter[int] = Counter()
     for layer, places in zip(layers.values(), rank, strict=True):
         parts, head = [], 0
@@ -268,13 +287,15 @@ def _split(
             parts[-1].impl.__class__ = working
             counts[place.group] += 1
             head += place.heads
+            groups[place.group].layers[layer] = layer.layer_name
         setattr(layer, PARTS, parts)
-        layer.impl.__class__ = split_impl(type(layer.impl), parts, ops)
+        layer.impl.__class__ = split_impl(type(layer.impl), parts, ops, attended)
         # vLLM sees a layer without a cache of its own, which reads the cache and metadata of its first part.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
     speculates = vllm_config.speculative_config is not None
-    return EvictionRuntime(groups, ops, pages, in_graphs > 0, [[page] for page in pages], speculates=speculates)
+    names = [[page] for page in pages]
+    return EvictionRuntime(groups, ops, pages, in_graphs > 0, names, speculates=speculates, attended=attended)
 
 
 def _scratch(

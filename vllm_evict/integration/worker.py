@@ -98,7 +98,10 @@ class EvictionWorkerMixin:
         # Before vLLM captures graphs, and before its monitor reports compilations.
         if self.kv_evict.ops.compiles and self.vllm_config.kernel_config.enable_jit_warmup:
             self._warm_up()
-        return super().compile_or_warm_up_model()
+        result = super().compile_or_warm_up_model()
+        if self.kv_evict.ops.compiles:
+            runners.check_paths(self.model_runner, self.kv_evict)
+        return result
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -130,7 +133,9 @@ class EvictionWorkerMixin:
             runners.fill_blocks(self.model_runner, plan.clean, 0.0)
         self._ranks.begin()
         try:
-            return super().execute_model(scheduler_output)
+            output = super().execute_model(scheduler_output)
+            self.kv_evict.check_attended()
+            return output
         finally:
             reports = self.kv_evict.end(self._ranks.over_all)
             self._reports = reports if self._ranks.are_last else []
