@@ -25,7 +25,13 @@ def plain_config(**changes):
             is_mm_prefix_lm=False,
             is_diffusion=False,
             rswa_window=None,
+            has_noops=False,
+            uses_alibi=False,
+            max_model_len=2048,
+            model_arch_config=SimpleNamespace(),
             get_sliding_window=lambda: None,
+            get_total_num_hidden_layers=lambda: 2,
+            get_total_num_kv_heads=lambda: 2,
         ),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,

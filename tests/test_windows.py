@@ -106,6 +106,7 @@ def test_backends_get_no_window(monkeypatch):
         for name, size, impl in [
             ("cpu", 100, dict(sliding_window=100)),
             ("flashinfer", 100, dict(sliding_window=(99, 0), window_left=99)),
+            ("triton", 100, dict(sliding_window=(99, 0), chunk_lookback=1)),
             ("short", 99, dict(sliding_window=(98, 0))),
             ("full", None, dict(sliding_window=(-1, -1))),
         ]
@@ -114,8 +115,9 @@ def test_backends_get_no_window(monkeypatch):
     windows.widen(SimpleNamespace(model_config=SimpleNamespace(max_model_len=100)))
     assert vars(made["cpu"].impl) == {"sliding_window": -1}
     assert vars(made["flashinfer"].impl) == {"sliding_window": (-1, -1), "window_left": -1}
+    assert vars(made["triton"].impl) == {"sliding_window": (-1, -1), "chunk_lookback": -1}
     assert vars(made["short"].impl) == {"sliding_window": (98, 0)} and made["short"].sliding_window == 99
-    assert [layer.sliding_window for layer in made.values()] == [None, None, 99, None]
+    assert [layer.sliding_window for layer in made.values()] == [None, None, None, 99, None]
 
 
 # --- by the configuration --------------------------------------------------------------------------------------------

@@ -184,6 +184,22 @@ def split(heads: list[int], config: KVPolicyConfig) -> list[Refusal]:
     ]
 
 
+def distances(config: KVPolicyConfig, *terms: str) -> list[Refusal]:
+    """Refusals for attention that counts how far back a token stands in the block table; empty `terms` do not apply.
+
+    Keys carry their rotation, which holes do not change. Such a term is the backend's: it would count tokens of a view,
+    and tokens in front of a hole would come nearer.
+    """
+    return [
+        (
+            bool(term) and config.allowed != {"full"},
+            f"{term}: how far back tokens stand would change where blocks between are evicted",
+            'use {"name": "full", "allow": []}, which evicts nothing, or leave --kv-policy out for this model',
+        )
+        for term in terms
+    ]
+
+
 def unlike(text: Any) -> list[Refusal]:
     """Refusals for models whose values have other dimensions than their keys (MiMo-V2)."""
     values = getattr(text, "v_head_dim", None)

@@ -10,7 +10,6 @@ from vllm.v1.executor.abstract import Executor
 from ..compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
-from ..policies import RUNNING
 from . import attending, combinations, speculation, windows
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
@@ -88,6 +87,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         *combinations.sparse(text),
         *combinations.split(attending.kv_heads(model), config),
+        *combinations.distances(config, "ALiBi" if model.uses_alibi else ""),
         *(combinations.latent(vllm_config, config) if model.use_mla else combinations.unlike(text)),
         (
             model.is_attention_free,
@@ -258,12 +258,13 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig) -> None:
         raise _refusal(config, what, (_CHOOSE_LATENT if "MLA" in backend else _CHOOSE).format(setting=setting))
     if backend in WHOLE_LAYERS and len(config.classes) > 1:
         raise _refusal(config, what, _WHOLE.format(setting=setting))
-    if not config.statistics & RUNNING:
-        return
-    if getattr(layer.impl, "alibi_slopes", None) is not None:
-        raise KVPolicyError(
-            f'{name} has ALiBi slopes, which the score pass does not know: use sink-window with "allow": []'
-        )
+    for refused, what, instead in combinations.distances(
+        config,
+        f"ALiBi, which {name} has" if getattr(layer.impl, "alibi_slopes", None) is not None else "",
+        f"chunks of positions, which {name} has" if getattr(layer.impl, "chunk_lookback", -1) >= 0 else "",
+    ):
+        if refused:
+            raise _refusal(config, what, instead)
 
 
 def check_sharing(config: KVPolicyConfig) -> None:

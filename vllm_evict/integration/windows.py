@@ -23,7 +23,7 @@ def widen(vllm_config: VllmConfig) -> None:
         if layer.sliding_window is None or bounds(layer.sliding_window, vllm_config):
             continue
         layer.sliding_window = None
-        # What backends pass to their kernels where a layer has no window.
-        for name in ("sliding_window", "window_left"):
+        # What backends pass to their kernels where a layer has no window, and no chunks in its place (Rnj-1).
+        for name in ("sliding_window", "window_left", "chunk_lookback"):
             if (before := getattr(layer.impl, name, None)) is not None:
                 setattr(layer.impl, name, (-1,) * len(before) if isinstance(before, tuple) else -1)
