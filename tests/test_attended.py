@@ -62,7 +62,7 @@ STEPS = {
 }
 
 
-@pytest.mark.both_runners("one-layer-decodes")
+@pytest.mark.both_runners("decodes-one-layer")
 @pytest.mark.parametrize("numbers", [(1,), (0, 1)], ids=["one-layer", "all-layers"])
 @pytest.mark.parametrize("steps", STEPS)
 def test_the_cpu_engine_ends_before_it_answers_wrong(engine, bypassing, steps, numbers):

@@ -197,10 +197,6 @@ CALLED = {
     "vllm.v1.request:Request.__init__": "(..., ..., ..., ..., client_index=0, lora_request=None, cache_salt=None, "
     "priority=0, block_hasher=None)",
     "vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor.stage_write": "(index, start, x)",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run": "(..., force_attention=True, skip_eplb=True, "
-    "uniform_decode=True, create_mixed_batch=True)",
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run": "(..., force_attention=True, skip_eplb=True, "
-    "uniform_decode=True, create_mixed_batch=True)",
     "vllm.v1.worker.gpu_worker:Worker.get_model": "()",
 }
 
