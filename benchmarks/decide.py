@@ -162,7 +162,7 @@ def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: lis
         )
     if policy.measures & CACHED:
         read = lambda physical, values: (CPUOps.read(layer, layer.kv_cache, physical, values) for layer in layers)  # noqa: E731
-        cached = CachedStatistics(read, shape.kv_heads, shape.layers, config.heads, config.layers)
+        cached = CachedStatistics(read, [shape.kv_heads] * shape.layers, config.heads, config.layers)
         length = (held - 1) * block_size + 1
         rows = [Row(resident, table, length) for table in tables]
         reporting["cached"] = cpu_seconds(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
+import graphs
 import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
@@ -90,7 +91,8 @@ class Engine:
         # They freeze it with themselves in it (that they thaw it again is off: conftest.py), and scan all modules for
         # kernels, which does nothing the second time.
         register = patch.object(CpuPlatform, REGISTER, _register_kernels_once, create=True)
-        with patch("gc.collect"), patch("gc.freeze"), register:
+        # Dummy steps at start are of requests that are made up.
+        with patch("gc.collect"), patch("gc.freeze"), register, patch.object(graphs, "made_up", True):
             self.llm = LLM(str(model), **{**defaults, **kwargs}, **policy)
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler

@@ -161,14 +161,14 @@ def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
     monkeypatch.setattr(split, "do_together", lambda ops, layer, query, shares, output: seen.append(query.dtype))
     query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
     output = torch.zeros(3, 2, 16)
-    split.split_impl(Impl, parts, TritonOps())().forward(layer, query, query, query, None, context, output)
+    split.split_impl(Impl, parts, TritonOps(), set())().forward(layer, query, query, query, None, context, output)
     assert seen == [torch.float32, query.dtype, query.dtype] and torch.equal(output, query.float() / 3)
 
 
 def test_split_heads_put_zeros_out_where_no_request_is_served():
     """As stock backends do while vLLM profiles: outputs are memory that no kernel has written."""
     output = torch.full((3, 2, 16), torch.nan)
-    impl = split.split_impl(object, [], TritonOps())()
+    impl = split.split_impl(object, [], TritonOps(), set())()
     assert impl.forward(None, output, output, output, None, None, output) is output and not output.any()
 
 
@@ -186,7 +186,7 @@ def test_own_work_is_done_with_queries_in_the_model_s_dtype():
 
     metadata = SimpleNamespace(**{STEP_WORK: SimpleNamespace(is_all=False, measures=False, do=do)})
     query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
-    working_impl(Impl, TritonOps())().forward(layer, query, None, None, None, metadata, None)
+    working_impl(Impl, TritonOps(), set())().forward(layer, query, None, None, None, metadata, None)
     stock, own = seen
     assert stock is query and torch.equal(own, query.float() * 0.5)
 

@@ -371,7 +371,7 @@ def test_prefixes_may_be_hashed_finer_than_blocks(duo, dense):
 
 def test_a_rank_may_have_no_heads_of_a_group():
     """Its scores are none, and those of the others count."""
-    statistics = CachedStatistics(lambda blocks, values: iter(()), 2, 1, "sum", "sum")
+    statistics = CachedStatistics(lambda blocks, values: iter(()), [2], "sum", "sum")
     rows = {"a": Row(np.arange(3), torch.arange(3), 96)}
     reports = statistics.report({"a": frozenset({"key_diff"})}, rows, lambda values, maximise: values + 5)
     assert reports["a"].statistics["key_diff"].tolist() == [5, 5, 5]

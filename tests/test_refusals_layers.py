@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine import exactly
 from oracle.tiny import write_tokenizer
 from test_refusals import H2O, UNMEASURED, engine_config, refusal, with_config
 from test_refusals_backends import PER_KIND, RUN_ON, SERVED, plain_config
 from transformers import AutoConfig
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -53,14 +54,23 @@ def layer(backend="CPU_ATTN", **impl):
     )
 
 
-def test_attention_that_the_score_pass_does_not_know_is_refused_by_layer():
-    slopes = {"alibi_slopes": [0.5]}
-    message = refusal(refusals.check_layer, "model.layers.3.attn", layer(**slopes), KVPolicyConfig.parse(H2O))
-    assert "model.layers.3.attn" in message and "ALiBi" in message and '"allow": []' in message
-    refusals.check_layer("model.layers.3.attn", layer(**slopes), KVPolicyConfig.parse(UNMEASURED))
+KEEPS_ALL = {"name": "full", "allow": []}
 
 
-@pytest.mark.parametrize("impl", [{}, dict(alibi_slopes=None), dict(logits_soft_cap=50.0), dict(sinks=[0.1])])
+@pytest.mark.parametrize(
+    "impl, what", [({"alibi_slopes": [0.5]}, "ALiBi"), ({"chunk_lookback": 1}, "chunks of positions")]
+)
+def test_attention_that_counts_places_of_the_table_is_refused_by_layer(impl, what):
+    """Policies that evict, and servers whose requests may pick one, measure or not."""
+    for policy in (H2O, UNMEASURED, {"name": "full"}):
+        message = refusal(refusals.check_layer, "model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(policy))
+        assert f"{what}, which model.layers.3.attn has" in message and '{"name": "full", "allow": []}' in message
+    refusals.check_layer("model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(KEEPS_ALL))
+
+
+@pytest.mark.parametrize(
+    "impl", [{}, dict(alibi_slopes=None), dict(logits_soft_cap=50.0), dict(sinks=[0.1]), dict(chunk_lookback=-1)]
+)
 def test_attention_that_it_knows_is_served(impl):
     refusals.check_layer("attn", layer(**impl), KVPolicyConfig.parse(H2O))
 
@@ -365,13 +375,35 @@ def test_a_decode_kernel_that_is_none_is_refused_before_anything_is_loaded(tiny,
     engine_config(tiny, None)
 
 
-def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):
-    """Nothing in the configuration says so; its layers do."""
-    model = with_config(tmp_path, architectures=["BloomForCausalLM"], model_type="bloom", num_attention_heads=2)
-    with pytest.raises(KVPolicyError, match="ALiBi slopes"):
-        engine(H2O, model, load_format="dummy")
-    server = engine(UNMEASURED, model, load_format="dummy")
-    assert server.generate([list(range(200)) * 4], max_tokens=4)[0].kv_usage.evicted_blocks > 0
+ALIBI = {
+    "bloom": dict(architectures=["BloomForCausalLM"], model_type="bloom", num_attention_heads=2),
+    "by-name": dict(alibi=True),  # as Falcon's configurations have it
+    "by-encoding": dict(position_encoding_type="alibi"),
+}
+
+
+@pytest.mark.parametrize("kind", ALIBI)
+@pytest.mark.parametrize("policy", [H2O, UNMEASURED, {**H2O, "name": "keydiff"}, {"name": "full"}, "quest"], ids=str)
+def test_policies_that_evict_are_refused_with_alibi_before_anything_is_loaded(tmp_path, kind, policy):
+    """Over holes biases would count other distances than those of the text, under `full` once a request evicts."""
+    model = with_config(tmp_path, **ALIBI[kind])
+    with pytest.raises(KVPolicyError, match=r'with ALiBi: how far back.*use \{"name": "full", "allow": \[\]\}'):
+        engine_config(model, policy, block_size=32)
+    engine_config(model, KEEPS_ALL)
+
+
+def test_a_model_with_alibi_is_refused_by_its_layers_where_the_configuration_is_silent(engine, tmp_path, monkeypatch):
+    """Baichuan's does not say so. `full` alone runs, to the byte."""
+    model = with_config(tmp_path, **ALIBI["bloom"])
+    monkeypatch.setattr(ModelConfig, "uses_alibi", False)
+    with pytest.raises(KVPolicyError, match="with ALiBi, which .* has: how far back"):
+        engine(UNMEASURED, model, load_format="dummy")
+    prompts = [list(range(200)) * 2]
+    stock, kept = (
+        exactly(engine(each, model, load_format="dummy").generate(prompts, max_tokens=4, logprobs=0))
+        for each in (None, KEEPS_ALL)
+    )
+    assert stock == kept
 
 
 def test_blocks_that_the_backend_does_not_have_are_refused(engine):

@@ -1,5 +1,7 @@
 """The batch of one step, as all KV groups of a worker see it."""
 
+from typing import Any
+
 import numpy as np
 
 from .graphs import Attends
@@ -8,7 +10,7 @@ from .graphs import Attends
 class Batch:
     """The step's batch, shared by all KV groups of a worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, attended: set[Any] | None = None) -> None:
         #: Requests of the step, in row order.
         self.req_ids: list[str] = []
         #: Requests that the plugin's kernel attends for, in all groups: decodes, and prompts if `takes_prompts`.
@@ -23,6 +25,8 @@ class Batch:
         #: Request -> drafts of it in the step before that may have been rejected, which the host does not know: its
         #: length on the host is too large by those. Empty: the host knows lengths.
         self.unsure: dict[str, int] = {}
+        #: Layers whose attention has run in this step, or since this was last emptied (see `GroupRuntime.layers`).
+        self.attended: set[Any] = set() if attended is None else attended
         self._rows: tuple[list[str], set[str], np.ndarray] = ([], set(), np.empty(0, bool))
 
     def own_rows(self) -> np.ndarray:

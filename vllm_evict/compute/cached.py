@@ -1,6 +1,6 @@
 """Statistics of resident keys and values, read from the KV cache when a request reports."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from ..core.plan import Report, Reports
 from ..policies import CACHED
 from .kernels.keys import key_scores
+from .reduction import Reduction
 from .transfer import to_device, to_host
 
 #: (physical blocks, int64 [n]; whether to read values) -> for each layer keys, and values or None,
@@ -45,18 +46,13 @@ class CachedStatistics:
 
     Args:
         read: reads the KV cache of this rank and KV group.
-        kv_heads, layers: of this rank and KV group.
+        heads: KV heads of each layer (see `Reduction`).
         reduce_heads, reduce_layers: "sum", "mean" or "max".
     """
 
-    def __init__(self, read: ReadBlocks, kv_heads: int, layers: int, reduce_heads: str, reduce_layers: str) -> None:
+    def __init__(self, read: ReadBlocks, heads: Sequence[int], reduce_heads: str, reduce_layers: str) -> None:
         self._read = read
-        self._maximise_heads, self._maximise_layers = reduce_heads == "max", reduce_layers == "max"
-        self._scale = 1.0
-        if reduce_heads == "mean":
-            self._scale /= kv_heads
-        if reduce_layers == "mean":
-            self._scale /= layers
+        self._reduction = Reduction(heads, reduce_heads, reduce_layers)
 
     def report(
         self,
@@ -78,8 +74,9 @@ class CachedStatistics:
         scores = {req_id: self._scores(rows[req_id], asked[req_id] & CACHED) for req_id, _ in wanted}
         flat = torch.cat([scores[req_id][name] for req_id, name in wanted])
         lengths = [len(rows[req_id].logical) for req_id, _ in wanted]
-        factors = [-self._scale if name in LESS_IS_MORE else self._scale for _, name in wanted]
-        flat = all_reduce(flat, self._maximise_heads)
+        scale = self._reduction.scale
+        factors = [-scale if name in LESS_IS_MORE else scale for _, name in wanted]
+        flat = all_reduce(flat, self._reduction.maximises_heads)
         flat = to_host(flat * to_device(np.repeat(factors, lengths), flat.device))
         ends = np.cumsum(lengths)
         reports = {req_id: Report(rows[req_id].logical, {}) for req_id, _ in wanted}
@@ -91,17 +88,19 @@ class CachedStatistics:
         """Return this rank's scores, where higher is more important: name -> float64 [n]."""
         # A rank without heads of the KV group reports zeros.
         total: dict[str, torch.Tensor] = {}
+        reduction = self._reduction
         none = torch.zeros(1, len(row.logical), dtype=torch.float64, device=row.physical.device)
         for keys, values in self._read(row.physical.long(), bool(names & OF_VALUES)):
             for name, score in key_scores(keys, values, row.length, names, row.settled).items():
                 score = -score.double() if name in LESS_IS_MORE else score.double()
-                if not (self._maximise_heads or self._maximise_layers):
-                    score = score.sum(0, keepdim=True)  # layers may differ in their numbers of heads
-                if name not in total:
-                    total[name] = score
-                elif self._maximise_layers:
-                    torch.maximum(total[name], score, out=total[name])
+                if not reduction.is_by_head:
+                    score = score.sum(0, keepdim=True)
+                before = total.get(name, score[:0])
+                # Layers may differ in their numbers of heads.
+                both = min(len(before), len(score))
+                if reduction.maximises_layers:
+                    torch.maximum(before[:both], score[:both], out=before[:both])
                 else:
-                    total[name] += score
-        scores = {name: total.get(name, none) for name in names}
-        return {name: score.amax(0) if self._maximise_heads else score.sum(0) for name, score in scores.items()}
+                    before[:both] += score[:both]
+                total[name] = before if both == len(score) else torch.cat((before, score[both:]))
+        return {name: reduction.of_heads(total.get(name, none)) for name in names}

@@ -34,15 +34,15 @@ class GroupRuntime:
         block_size: tokens.
         max_requests: most requests at once.
         max_model_len: tokens.
-        kv_heads, layers: of this rank and KV group. If heads are split, layers may differ in heads. Then the group
-            counts as one layer of all its heads.
+        kv_heads: most KV heads of a layer, on this rank and in this KV group.
+        layers: of this rank and KV group.
         store: KV cache of the group.
-        shape: (most KV heads of a layer, layers); None: (kv_heads, layers).
+        heads: KV heads of each layer whose values add up, those of other stages of a pipeline included; None:
+            `kv_heads` in each of `layers`.
         places: for each place in the group the layer of the model; None: one for each of `layers`.
         device: device of block tables and KV cache.
         graph_blocks: resident blocks of the longest request in a full graph that measures.
         held_blocks: most blocks that a request holds; None: the blocks of `max_model_len` tokens.
-        all_layers: of all stages of a pipeline, whose values are added up; None: `layers`.
     """
 
     def __init__(
@@ -54,15 +54,14 @@ class GroupRuntime:
         kv_heads: int,
         layers: int,
         store: Store,
-        shape: tuple[int, int] | None = None,
+        heads: Sequence[int] | None = None,
         places: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
         graph_blocks: int = 0,
         held_blocks: int | None = None,
-        all_layers: int | None = None,
     ) -> None:
-        reduced = all_layers or layers
-        self.block_size, self.shape = block_size, shape or (kv_heads, layers)
+        heads = heads or [kv_heads] * layers
+        self.block_size, self.shape = block_size, (kv_heads, layers)
         #: Statistics that requests may need, and whether decisions are by token.
         self.statistics, self.by_token = config.statistics, config.granularity == "token"
         self.merges = bool(config.merge)
@@ -77,9 +76,8 @@ class GroupRuntime:
         self.plan: GroupPlan | None = None
         self.sums: RunningSums | None = None
         if config.statistics & RUNNING:
-            self.sums = RunningSums(
-                max_requests, kv_heads, reduced, max_blocks, block_size, config.heads, config.layers, self.device
-            )
+            reduced = config.heads, config.layers
+            self.sums = RunningSums(max_requests, *self.shape, max_blocks, block_size, *reduced, self.device, heads)
         self.tokens: TokenSums | None = None
         if config.granularity == "token" and config.statistics & RUNNING:
             self.tokens = TokenSums(max_requests, *self.shape, block_size, max_blocks, self.device)
@@ -100,7 +98,7 @@ class GroupRuntime:
             self.selection = Selection(config, block_size, places or range(layers), store, self.device)
         #: Request -> its merger, of requests that merge tokens.
         self.mergers: dict[str, Merger] = {}
-        self.cached = CachedStatistics(store.read, kv_heads, reduced, config.heads, config.layers)
+        self.cached = CachedStatistics(store.read, heads, config.heads, config.layers)
         #: Whether the plugin's kernel can decode all layers of the group (see `StepWork`).
         self.decodes = False
         #: Request -> its holes, logical blocks.
@@ -113,6 +111,8 @@ class GroupRuntime:
         self._graph_memory: GraphMemory | None = None
         self._viewed: tuple[Any, StepWork | None] | None = None
         self._rows: dict[str, Row] = {}
+        #: Layers of the model that attend in this group, with and without a cache of their own -> their names.
+        self.layers: dict[Any, str] = {}
 
     def begin(self, scheduler_output: Any, plan: GroupPlan, number: int) -> None:
         """See `EvictionRuntime.begin`. `number` is the index of the group among all of vLLM's KV groups."""
@@ -391,6 +391,15 @@ class GroupRuntime:
             metadata.seq_lens_cpu_upper_bound = bound - torch.from_numpy(self._lacking(self.batch.req_ids))
         metadata._num_computed_tokens_cache = None
         return metadata
+
+    def unattended(self) -> list[str]:
+        """Return the names of layers whose attention did not run in this step."""
+        return [name for layer, name in self.layers.items() if layer not in self.batch.attended]
+
+    @property
+    def works(self) -> bool:
+        """Whether the plugin's kernels have work in this step, in each layer."""
+        return self._viewed is not None and self._viewed[1] is not None
 
     def end(self, all_reduce: Any) -> Reports:
         """Add the step's mass to the running sums, and return the reports that the plan asks for.

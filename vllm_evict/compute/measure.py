@@ -56,13 +56,15 @@ class MassBuffers(NamedTuple):
 
     def take(self, measure: Callable[[torch.Tensor], None], kv_heads: int, group: int) -> None:
         """Add one layer, whose mass `measure` adds to the tensor that it gets."""
+        # Layers may differ in their numbers of heads.
+        mass = self.mass if self.mass.shape[1] == 1 else self.mass[:, :kv_heads]
         if self.layer is None:
-            measure(self.mass)
+            measure(mass)
             return
         layer = self.layer[:, :kv_heads]
         measure(layer)
         options = {"maximise": self.maximise, "tested": self.tested, "share": 1 / group}
-        take(self.mass, layer, self.lens, self.block_size, **options)
+        take(mass, layer, self.lens, self.block_size, **options)
 
 
 class MassStep:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..config import KVPolicyError
 from ..core.plan import PLAN, EvictionPlan, HostTrouble, Reports
 from .batch import Batch
 from .graphs import Attends
@@ -15,6 +16,15 @@ from .merge import Merger
 from .tokens import compact
 from .transfer import copied
 from .views import Views
+
+
+def _bypassed(names: Sequence[str]) -> str:
+    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"{some} got past by the model's own attention kernel; expected the model to call each layer's attention in "
+        "every step, where the KV policy's kernels do their part: leave --kv-policy out for this model"
+    )
+
 
 #: `EvictionRuntime._graph` before the step's graph is chosen.
 _UNKNOWN = object()
@@ -38,6 +48,7 @@ class EvictionRuntime:
         block_bytes: bytes of a block of the pool, if other groups share the pool.
         speculates: whether requests may have drafts.
         ahead: whether steps are planned before the drafts of the step before are verified.
+        attended: to which layers add themselves (see `Batch`); None: no layer does.
 
     Attributes:
         numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
@@ -58,6 +69,7 @@ class EvictionRuntime:
         block_bytes: int = 0,
         speculates: bool = False,
         ahead: bool = False,
+        attended: set[Any] | None = None,
     ) -> None:
         self.groups, self.ops, self.pages = groups, ops, list(pages)
         self.names, self.block_bytes = [list(each) for each in names], block_bytes
@@ -67,7 +79,7 @@ class EvictionRuntime:
         #: Request -> its drafts in the last step.
         self._drafts: dict[str, int] = {}
         self.plan: EvictionPlan | None = None
-        self.batch = Batch()
+        self.batch = Batch(attended)
         self.views = Views(groups, self.batch)
         self.exact = self.outruns = False
         self.copied: Any = None
@@ -76,6 +88,7 @@ class EvictionRuntime:
         self._planned = False
         self._scheduler_output: Any = None
         self._graph: Any = _UNKNOWN
+        self._tries = False
         for group in groups:
             group.batch, group.views = self.batch, self.views
 
@@ -113,6 +126,7 @@ class EvictionRuntime:
         for number, group, plan in zip(self.numbers, self.groups, self.plan.groups, strict=True):
             group.begin(scheduler_output, plan, number)
         self.batch.graph = None
+        self.batch.attended.clear()
         self.views.begin()
         if self.speculates:
             tokens, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
@@ -135,6 +149,38 @@ class EvictionRuntime:
                 "an executor gave a step to the model runner past the worker, which applies the KV policy's plan: "
                 "leave --kv-policy out, or use another --distributed-executor-backend"
             )
+
+    def check_attended(self) -> None:
+        """Check, once the layers of a step have run, that the plugin's kernels did their work in each.
+
+        A replayed full graph calls no layer; its capture was checked (see `trying`).
+
+        Raises:
+            RuntimeError: a model's own kernel read the cache past its layer's attention. The rows that the plugin
+                attends for would have wrong outputs.
+        """
+        for group in self.groups if self.batch.graph is None else ():
+            if group.works and (names := group.unattended()):
+                raise RuntimeError(_bypassed(names))
+
+    @contextmanager
+    def trying(self, graph: bool = False) -> Iterator[None]:
+        """Context of a dummy step, before the server takes requests, that has to call each layer's attention.
+
+        Args:
+            graph: whether the dummy step is of a full graph's capture. Others replay none.
+
+        Raises:
+            KVPolicyError: it called no attention of some layer.
+        """
+        self.batch.attended.clear()
+        self._tries = not graph
+        try:
+            yield
+        finally:
+            self._tries = False
+        if names := [name for group in self.groups for name in group.unattended()]:
+            raise KVPolicyError(_bypassed(names))
 
     def reserve(self) -> None:
         """Allocate memory that stays, before vLLM measures what is left for its pool."""
@@ -198,7 +244,7 @@ class EvictionRuntime:
     def graph(self) -> Attends | None:
         """The full CUDA graph that fits this step of decodes; None: no full graph fits."""
         if self.plan is None:
-            return Attends.STOCK  # a dummy step
+            return None if self._tries else Attends.STOCK  # a dummy step
         if self._graph is _UNKNOWN:
             self._graph = self._fitting()
         return self._graph

@@ -14,6 +14,7 @@ from .kernels.fold import fold
 from .kernels.queries import Queries
 from .kernels.take import take
 from .measure import MassBuffers, MassStep
+from .reduction import Reduction
 from .transfer import to_device, to_host
 
 
@@ -44,11 +45,13 @@ class RunningSums:
 
     Args:
         requests: most requests at once.
-        kv_heads, layers: of this rank and KV group.
+        kv_heads: most KV heads of a layer on this rank.
+        layers: of this rank and KV group.
         blocks: most logical blocks of a request.
         block_size: tokens.
         reduce_heads, reduce_layers: "sum", "mean" or "max".
         device: device of the sums.
+        heads: as for `Reduction`; None: `kv_heads` in each of `layers`.
     """
 
     def __init__(
@@ -61,16 +64,13 @@ class RunningSums:
         reduce_heads: str,
         reduce_layers: str,
         device: torch.device | str = "cpu",
+        heads: Sequence[int] | None = None,
     ) -> None:
         self.block_size, self.kv_heads = block_size, kv_heads
-        self.maximise_heads, self.maximise_layers = reduce_heads == "max", reduce_layers == "max"
+        self._reduction = Reduction(heads or [kv_heads] * layers, reduce_heads, reduce_layers)
+        self.maximise_heads, self.maximise_layers = self._reduction.maximises_heads, self._reduction.maximises_layers
         # The kernel adds up heads, so a sum takes one row. A maximum over heads or layers takes a row for each head.
-        self.heads = kv_heads if self.maximise_heads or self.maximise_layers else 1
-        self._scale = 1.0
-        if reduce_heads == "mean":
-            self._scale /= kv_heads
-        if reduce_layers == "mean":
-            self._scale /= layers
+        self.heads = kv_heads if self._reduction.is_by_head else 1
         self._sums = torch.zeros(requests, self.heads, blocks, device=device)
         self._slots: dict[str, int] = {}
         self._free = list(range(requests))
@@ -313,9 +313,9 @@ class RunningSums:
         lengths = [len(index) for index in resident]
         slot, block = self._to_device(np.repeat(slots, lengths)), self._to_device(np.concatenate(resident))
         mass = self._sums.transpose(0, 1)[:, slot, block].double()
-        mass = mass.amax(0) if self.maximise_heads else mass.sum(0)
+        mass = self._reduction.of_heads(mass)
         self._end_windows(slots)
-        mass = np.split(to_host(all_reduce(mass, self.maximise_heads) * self._scale), np.cumsum(lengths)[:-1])
+        mass = np.split(to_host(all_reduce(mass, self.maximise_heads) * self._reduction.scale), np.cumsum(lengths)[:-1])
         names = np.where(self._pivots[slots], "pivots", "mass").tolist()
         return {
             req_id: Report(index, {name: values}) for req_id, index, name, values in zip(req_ids, resident, names, mass)

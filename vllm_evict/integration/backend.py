@@ -104,10 +104,10 @@ def resident_backend(
     return ResidentBackend
 
 
-def working_impl(impl: type, ops: BackendOps) -> type:
+def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
     """A subclass of an `AttentionImpl` that does the step's `StepWork`; the stock kernel attends to all other rows.
 
-    Its instances have a `PLACE`.
+    Its instances have a `PLACE`. Each layer that it attends for is added to `attended`.
     """
 
     class WorkingImpl(impl):
@@ -127,6 +127,8 @@ def working_impl(impl: type, ops: BackendOps) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
+            if attn_metadata is not None:  # None: a dummy step without attention
+                attended.add(layer)
             work = getattr(attn_metadata, STEP_WORK, None)
             if work is None:
                 return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ..config import KVPolicyConfig
-from . import connectors
+from . import connectors, windows
 from .fallback import use_v1
 
 Refusal = tuple[bool, str, str]
@@ -67,7 +67,7 @@ def tier(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusa
         needed += config.host // vllm_config.cache_config.block_size
     return [
         (
-            slides(vllm_config.model_config, vllm_config.cache_config),
+            slides(vllm_config),
             "evict: host and layers with sliding windows, whose blocks are gone when tokens are computed again",
             drop,
         ),
@@ -97,7 +97,7 @@ def selection(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[R
     return [
         (platform != "cpu", "select on a GPU, where no kernel selects blocks yet", dense),
         (
-            slides(vllm_config.model_config, vllm_config.cache_config),
+            slides(vllm_config),
             "select and layers with sliding windows, among which the first layers are not counted",
             dense,
         ),
@@ -128,7 +128,7 @@ def stages(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         (config.evict == "host", f"evict: host and {beside}", f"set evict: drop, or {ranks}"),
         (config.selects, f"select and {beside}", f"leave select out, or {ranks}"),
         (
-            slides(model, vllm_config.cache_config) or model.is_hybrid,
+            slides(vllm_config) or model.is_hybrid,
             f"{beside} and layers with sliding windows or states, which vLLM groups over all stages",
             ranks,
         ),
@@ -160,7 +160,7 @@ def connected(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
     return [
         *connectors.check(vllm_config, config),
         (
-            slides(vllm_config.model_config, vllm_config.cache_config),
+            slides(vllm_config),
             f"the KV connector {name} and layers with sliding windows, which no test runs",
             "leave --kv-transfer-config and --kv-offloading-size out",
         ),
@@ -198,6 +198,34 @@ def sparse(text: Any) -> list[Refusal]:
             f"block-sparse attention (MSA), {why}",
             reads,
         ),
+    ]
+
+
+def split(heads: list[int], config: KVPolicyConfig) -> list[Refusal]:
+    """Refusals for models whose layers differ in their numbers of KV heads, which are `heads`."""
+    return [
+        (
+            len(config.classes) > 1 and len(set(heads)) > 1,
+            f"layers of {' and '.join(map(str, sorted(set(heads))))} KV heads, because it deals equally many heads of "
+            "each layer to its pages",
+            "use a policy for whole layers, such as h2o, snapkv or sink-window",
+        )
+    ]
+
+
+def distances(config: KVPolicyConfig, *terms: str) -> list[Refusal]:
+    """Refusals for attention that counts how far back a token stands in the block table; empty `terms` do not apply.
+
+    Keys carry their rotation, which holes do not change. Such a term is the backend's: it would count tokens of a view,
+    and tokens in front of a hole would come nearer.
+    """
+    return [
+        (
+            bool(term) and config.allowed != {"full"},
+            f"{term}: how far back tokens stand would change where blocks between are evicted",
+            'use {"name": "full", "allow": []}, which evicts nothing, or leave --kv-policy out for this model',
+        )
+        for term in terms
     ]
 
 
@@ -346,8 +374,9 @@ def beside_states(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
     ]
 
 
-def slides(model: Any, cache: Any) -> bool:
-    """Whether some layers have sliding windows by the configuration; all have if the cache's configuration has one."""
+def slides(vllm_config: Any) -> bool:
+    """Whether some layers have windows that hide tokens, by the configuration; all have if the cache's has one."""
+    model = vllm_config.model_config
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    some = "sliding_attention" in kinds and model.get_sliding_window() is not None
-    return some or cache.sliding_window is not None
+    some = model.get_sliding_window() if "sliding_attention" in kinds else None
+    return windows.bounds(some, vllm_config) or windows.bounds(vllm_config.cache_config.sliding_window, vllm_config)

@@ -10,6 +10,7 @@ can run. Each rank chooses by itself which of the two graphs of that size it rep
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any
@@ -56,7 +57,8 @@ def install_v1(runner: Any, runtime: EvictionRuntime) -> None:
     def _warmup_and_capture(
         desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode, *args: Any, **kwargs: Any
     ) -> None:
-        with runtime.capturing(_captured(cudagraph_runtime_mode, type(desc) is OwnBatch)):
+        attends = _captured(cudagraph_runtime_mode, type(desc) is OwnBatch)
+        with runtime.capturing(attends), runtime.trying(graph=True) if attends else nullcontext():
             capture(desc, cudagraph_runtime_mode, *args, **kwargs)
 
     runner._warmup_and_capture = _warmup_and_capture
@@ -81,7 +83,7 @@ def install_v2(runner: Any, runtime: EvictionRuntime) -> None:
                     forward = create_forward_fn(desc, *args, **kwargs)
 
                 def captured(mode: CUDAGraphMode) -> None:
-                    with runtime.capturing(attends):
+                    with runtime.capturing(attends), runtime.trying(graph=True) if attends else nullcontext():
                         forward(mode)
 
                 return captured

@@ -31,11 +31,15 @@ def name_as_others(layer: Any) -> None:
         layer.num_heads, layer.num_kv_heads, layer.sliding_window = layer.num_local_heads, 1, None
 
 
-def working_latent(layer: type, ops: BackendOps, block_size: int) -> type:
+def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size: int) -> type:
     """A subclass of one of vLLM's MLA layers that does the step's `StepWork` after the stock kernels, with absorbed
     queries.
 
-    `block_size`: tokens of a block of the pool; kernels may read smaller ones.
+    Args:
+        layer: vLLM's layer.
+        ops: of the backend.
+        attended: gets each layer that has attended.
+        block_size: tokens of a block of the pool; kernels may read smaller ones.
     """
 
     class Working(layer):
@@ -45,6 +49,8 @@ def working_latent(layer: type, ops: BackendOps, block_size: int) -> type:
             return self.W_UK_T.dtype
 
         def kv_evict_measure(self, q: torch.Tensor, metadata: Any, output: torch.Tensor) -> None:
+            if metadata is not None:  # None: a dummy step without attention
+                attended.add(self)
             work = getattr(metadata, STEP_WORK, None)
             if work is not None and (work.measures or work.bounds is not None):
                 nope, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)

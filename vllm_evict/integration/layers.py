@@ -30,7 +30,7 @@ from ..core.arrange import arrange
 from ..core.layout import Layout
 from ..environment import decode_kernel
 from ..policies import RUNNING
-from . import advice, combinations, drafters, refusals
+from . import advice, attending, combinations, drafters, refusals
 from .backend import PLACE, resident_backend, working_impl
 from .latents import latent_types, name_as_others, working_latent
 from .positions import rotations
@@ -67,10 +67,9 @@ def layout(vllm_config: VllmConfig, config: KVPolicyConfig) -> Layout | None:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if config.policy.splits == "classes":
         return Layout.of_classes(arrange(config.head_pattern.retrieval, ranks), names)
-    model = vllm_config.model_config
-    kv_heads = model.get_num_kv_heads(vllm_config.parallel_config)
+    heads = attending.kv_heads(vllm_config.model_config)  # of all layers alike (see `refusals`)
     make = Layout.of_layers if config.policy.splits == "bands" else Layout.of_heads
-    return make(names, model.get_total_num_hidden_layers(), kv_heads, ranks)
+    return make(names, len(heads), max(heads[0] // ranks, 1), ranks)
 
 
 def install(
@@ -112,23 +111,33 @@ def install(
         refusals.check_layer(name, layer, config, vllm_config)
     drafters.check(drafting, next(iter(layers.values())))
     # The block size is final here; it may have changed since the configuration was checked.
-    kv_heads, longest = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.model_config.max_model_len
+    heads, longest = attending.kv_heads(vllm_config.model_config), vllm_config.model_config.max_model_len
     names, block_bytes = [[name for name in every if name not in sharing]], 0
     block_size = vllm_config.cache_config.block_size
     if len(layers) + len(drafting) < len(every):
         names, block_size, block_bytes = _grouped(config, layers, dict(specs))
         drafters.check_groups(drafting, names)
-    config.check(block_size, len(layers), kv_heads, longest, vllm_config.max_in_flight_tokens)
-    placed = layout(vllm_config, config)
+    config.check(block_size, len(layers), min(heads), longest, vllm_config.max_in_flight_tokens)
+    placed, attended = layout(vllm_config, config), set[Any]()
     ops = _ops(next(iter(layers.values())).attn_backend.get_name())
     if placed is not None:
-        refusals.check_alike(layers)
-        return _split(vllm_config, config, layers, placed, ops)
+        refusals.check_alike(layers, [sum(place.heads for place in places) for places in placed.places[0]])
+        return _split(vllm_config, config, layers, placed, ops, attended)
     in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
     readers = [(layers[name], target) for name, target in sharing.items()]
     groups = [
-        _whole(vllm_config, config, {name: every[name] for name in group}, readers, ops, turns, in_graphs, block_size)
+        _whole(
+            vllm_config,
+            config,
+            {name: every[name] for name in group},
+            readers,
+            ops,
+            attended,
+            turns,
+            in_graphs,
+            block_size,
+        )
         for group in names
     ]
     return EvictionRuntime(
@@ -139,6 +148,7 @@ def install(
         block_bytes=block_bytes,
         speculates=vllm_config.speculative_config is not None,
         ahead=bool(vllm_config.scheduler_config.async_scheduling),
+        attended=attended,
     )
 
 
@@ -194,6 +204,7 @@ def _whole(
     named: dict[str, Attention],
     readers: Sequence[tuple[Attention, str]],
     ops: BackendOps,
+    attended: set[Any],
     turns: dict[Attention, Rotation],
     in_graphs: int,
     block_size: int,
@@ -203,6 +214,7 @@ def _whole(
     Args:
         named: name -> layer, of the layers whose caches are in the group.
         readers: layers without a cache, and the name of the layer whose cache they read. It may be in any group.
+        attended: gets each layer that has attended in a step.
         in_graphs: as returned by `_scratch`.
     """
     ((head_class, part),) = config.classes.items()
@@ -212,7 +224,7 @@ def _whole(
     at = {name: layers.index(layer) for name, layer in named.items() if layer in layers}
     places = [*enumerate(layers), *((at[name], layer) for layer, name in readers if name in at)]
     backends = {layer.attn_backend: None for layer in (*drafting, *(layer for _, layer in places))}
-    kv_heads, latent = layers[0].num_kv_heads, isinstance(layers[0], latent_types())
+    latent = isinstance(layers[0], latent_types())
 
     def caches(of: Sequence[Attention]) -> Iterator[tuple[Attention, Any]]:
         """Each layer and its cache, by the pool's blocks."""
@@ -220,23 +232,29 @@ def _whole(
             yield layer, whole_blocks(layer.kv_cache, block_size) if latent else layer.kv_cache
 
     store = LayerStore(ops, partial(caches, layers), turns, partial(caches, drafting))
-    group = _group(vllm_config, part, store, [kv_heads] * len(layers), in_graphs, block_size)
+    group = _group(vllm_config, part, store, [layer.num_kv_heads for layer in layers], in_graphs, block_size)
     backends = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
     for layer in drafting:
         layer.attn_backend = backends[layer.attn_backend]
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
     attending = list(layers) if latent else [layer.impl for _, layer in places]
     make = partial(working_latent, block_size=block_size) if latent else working_impl
-    working = {each: make(each, ops) for each in set(map(type, attending))}
+    working = {each: make(each, ops, attended) for each in set(map(type, attending))}
     for (place, layer), attends in zip(places, attending):
         layer.attn_backend = backends[layer.attn_backend]
         attends.__class__ = working[type(attends)]
         setattr(layer.impl, PLACE, place)
+        group.layers[layer] = layer.layer_name
     return group
 
 
 def _split(
-    vllm_config: VllmConfig, config: KVPolicyConfig, layers: dict[str, Attention], placed: Layout, ops: BackendOps
+    vllm_config: VllmConfig,
+    config: KVPolicyConfig,
+    layers: dict[str, Attention],
+    placed: Layout,
+    ops: BackendOps,
+    attended: set[Any],
 ) -> EvictionRuntime:
     """The runtime of layers whose heads lie in several KV groups; loading has put the heads in their order."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
@@ -258,9 +276,9 @@ def _split(
         vllm_config.compilation_config.static_forward_context[name] = slots
         groups.append(group)
         pages.append(name)
-    working = working_impl(type(first.impl), ops)
+    working = working_impl(type(first.impl), ops, attended)
     counts: Counter[int] = Counter()
-    for layer, places in zip(layers.values(), rank):
+    for layer, places in zip(layers.values(), rank, strict=True):
         parts, head = [], 0
         for place in places:
             holder = vllm_config.compilation_config.static_forward_context[pages[place.group]]
@@ -269,13 +287,15 @@ def _split(
             parts[-1].impl.__class__ = working
             counts[place.group] += 1
             head += place.heads
+            groups[place.group].layers[layer] = layer.layer_name
         setattr(layer, PARTS, parts)
-        layer.impl.__class__ = split_impl(type(layer.impl), parts, ops)
+        layer.impl.__class__ = split_impl(type(layer.impl), parts, ops, attended)
         # vLLM sees a layer without a cache of its own, which reads the cache and metadata of its first part.
         layer.kv_sharing_target_layer_name = parts[0].pages
         layer.attn_backend = vllm_config.compilation_config.static_forward_context[parts[0].pages].backend
     speculates = vllm_config.speculative_config is not None
-    return EvictionRuntime(groups, ops, pages, in_graphs > 0, [[page] for page in pages], speculates=speculates)
+    names = [[page] for page in pages]
+    return EvictionRuntime(groups, ops, pages, in_graphs > 0, names, speculates=speculates, attended=attended)
 
 
 def _scratch(
@@ -324,18 +344,20 @@ def _group(
 ) -> GroupRuntime:
     """A runtime; `heads`: KV heads of each of its layers on this rank; `in_graphs` as returned by `_scratch`; `places`:
     numbers of the layers, if some layers of the model are not among them."""
-    heads, stages = heads or [1], vllm_config.parallel_config.pipeline_parallel_size
-    same = len(set(heads)) == 1
+    heads, parallel = heads or [1], vllm_config.parallel_config
+    of_stages = None
+    if parallel.pipeline_parallel_size > 1:
+        every = attending.kv_heads(vllm_config.model_config)
+        of_stages = [max(each // parallel.tensor_parallel_size, 1) for each in every]
     return GroupRuntime(
         config,
         block_size=block_size,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_model_len=vllm_config.model_config.max_model_len,
-        kv_heads=heads[0] if same else sum(heads),
-        layers=len(heads) if same else 1,
-        all_layers=vllm_config.model_config.get_total_num_hidden_layers() if stages > 1 else None,
+        kv_heads=max(heads),
+        layers=len(heads),
         store=store,
-        shape=(max(heads), len(heads)),
+        heads=of_stages or heads,
         places=places,
         device=vllm_config.device_config.device_type,
         graph_blocks=in_graphs,

@@ -55,16 +55,20 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     """
     from vllm import __version__ as vllm_version
 
-    from . import positions, refusals, versions
+    from . import attending, positions, refusals, versions
 
     versions.check(vllm_version)
     refusals.check_config(vllm_config, config)
     model = vllm_config.model_config
-    layers, kv_heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
-    config = config.for_model(layers, kv_heads, vllm_config.parallel_config.tensor_parallel_size)
+    heads = attending.kv_heads(model)
+    config = config.for_model(len(heads), min(heads), vllm_config.parallel_config.tensor_parallel_size)
     config = positions.in_tokens(vllm_config, config)
     config.check(
-        vllm_config.cache_config.block_size, layers, kv_heads, model.max_model_len, vllm_config.max_in_flight_tokens
+        vllm_config.cache_config.block_size,
+        len(heads),
+        min(heads),
+        model.max_model_len,
+        vllm_config.max_in_flight_tokens,
     )
     config.check_instruction(model.get_vocab_size())
     vllm_config.additional_config["kv_policy"] = config.to_dict()

@@ -10,8 +10,7 @@ from vllm.v1.executor.abstract import Executor
 from ..compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
-from ..policies import RUNNING
-from . import advice, combinations, speculation
+from . import advice, attending, combinations, speculation, windows
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
 BACKENDS = tuple(name for name in OPS if name not in LATENT)
@@ -82,6 +81,8 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         ),
         (model.runner_type == "pooling", "pooling models", "they keep no cache between steps; leave --kv-policy out"),
         *combinations.sparse(text),
+        *combinations.split(attending.kv_heads(model), config),
+        *combinations.distances(config, "ALiBi" if model.uses_alibi else ""),
         *(combinations.latent(vllm_config, config) if model.use_mla else combinations.unlike(text)),
         (
             model.is_attention_free,
@@ -97,7 +98,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         ),
         (model.is_diffusion, "models with non-causal attention", without),
         (
-            getattr(text, "attention_chunk_size", None) is not None,
+            windows.bounds(getattr(text, "attention_chunk_size", None), vllm_config),
             "chunked-local attention layers, which recycle their blocks themselves",
             without,
         ),
@@ -109,7 +110,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
         (model.rswa_window is not None, "layers that attend to their prompt and a sliding window", without),
         *(
             combinations.beside(vllm_config, config, combinations.WINDOWS, cache.sliding_window is None)
-            if combinations.slides(model, cache)
+            if combinations.slides(vllm_config)
             else ()
         ),
         *_of_backend(vllm_config, config, platform),
@@ -302,12 +303,13 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig, vllm_config: Any 
         raise _refusal(config, what, _choose(vllm_config, "MLA" in backend, setting))
     if backend in WHOLE_LAYERS and len(config.classes) > 1:
         raise _refusal(config, what, _splitting(vllm_config, setting))
-    if not config.statistics & RUNNING:
-        return
-    if getattr(layer.impl, "alibi_slopes", None) is not None:
-        raise KVPolicyError(
-            f'{name} has ALiBi slopes, which the score pass does not know: use sink-window with "allow": []'
-        )
+    for refused, what, instead in combinations.distances(
+        config,
+        f"ALiBi, which {name} has" if getattr(layer.impl, "alibi_slopes", None) is not None else "",
+        f"chunks of positions, which {name} has" if getattr(layer.impl, "chunk_lookback", -1) >= 0 else "",
+    ):
+        if refused:
+            raise _refusal(config, what, instead)
 
 
 def check_sharing(config: KVPolicyConfig) -> None:
@@ -321,12 +323,22 @@ def check_sharing(config: KVPolicyConfig) -> None:
             raise _refusal(config, what, instead)
 
 
-def check_alike(layers: dict[str, Any]) -> None:
+def check_alike(layers: dict[str, Any], heads: list[int]) -> None:
     """Refuse models whose heads can't be split, because layers differ or heads have values of their own.
 
+    Args:
+        layers: name -> layer.
+        heads: KV heads of each layer on a rank, by the configuration.
+
     Raises:
-        KVPolicyError: naming two layers.
+        KVPolicyError: naming two layers, or what differs from the configuration.
     """
+    found = [layer.num_kv_heads for layer in layers.values()]
+    if found != heads:
+        raise KVPolicyError(
+            f"heads can't be split: the model has attention layers of {found} KV heads; expected {heads} by its "
+            "configuration; use a policy for whole layers, such as h2o, snapkv or sink-window"
+        )
     for name, layer in layers.items():
         for attribute, what in (("alibi_slopes", "ALiBi slopes"), ("sinks", "learned attention sinks")):
             if getattr(layer.impl, attribute, None) is not None:

@@ -9,9 +9,13 @@ from functools import wraps
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 from ..compute.runtime import EvictionRuntime
+from ..config import KVPolicyError
 from . import graphs
+
+logger = init_logger("vllm.evict")
 
 
 def install(runner: Any, runtime: EvictionRuntime, v2: bool) -> None:
@@ -103,6 +107,27 @@ def profiling(runner: Any, step: int, between: int, device: torch.device) -> Ite
         yield
     finally:
         del runner.profile_run
+
+
+def check_paths(runner: Any, runtime: EvictionRuntime) -> None:
+    """Check by dummy steps that the model calls each layer's attention: in steps of decodes, and beside a prompt.
+
+    Raises:
+        KVPolicyError: it does not, so the plugin's kernels could not do their part.
+    """
+    scheduling, model = runner.scheduler_config, runner.model_config
+    tokens = min(scheduling.max_num_seqs + 1, scheduling.max_num_batched_tokens, model.max_model_len)
+    decode = getattr(runner, "uniform_decode_query_len", None) or runner.decode_query_len
+    for count, how in ((decode, {"uniform_decode": True}), (tokens, {"create_mixed_batch": True})):
+        try:
+            with runtime.trying():
+                runner._dummy_run(count, force_attention=True, skip_eplb=True, **how)
+        except KVPolicyError:
+            raise
+        except Exception:
+            logger.warning(
+                "KV policies could not try a step of %d tokens at start: each step checks it", count, exc_info=True
+            )
 
 
 def block_tables(runner: Any, runtime: EvictionRuntime, v2: bool) -> list[torch.Tensor]:

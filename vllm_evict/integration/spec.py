@@ -8,6 +8,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttent
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ..config import KVPolicyConfig, KVPolicyError
+from .attending import kv_heads
 from .drafters import lookahead
 from .managers import EvictableManager
 
@@ -105,9 +106,9 @@ OWN_FIELDS = ("backend", "head_class", "part", "sink", "window")
 
 def policy_config(vllm_config: VllmConfig) -> KVPolicyConfig:
     """The server's policy, from vLLM's configuration."""
-    model, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    heads, ranks = kv_heads(vllm_config.model_config), vllm_config.parallel_config.tensor_parallel_size
     config = KVPolicyConfig.parse(vllm_config.additional_config["kv_policy"])
-    return config.for_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), ranks)
+    return config.for_model(len(heads), min(heads), ranks)
 
 
 # A spec reaches the engine core by pickle, which imports this module: so every process with a spec has it registered.

@@ -119,4 +119,4 @@ def _other(vllm_config: Any) -> str | None:
     model = vllm_config.model_config
     if model.use_mla or model.is_hybrid:
         return "latents (MLA)" if model.use_mla else "states"
-    return "sliding windows" if slides(model, vllm_config.cache_config) else None
+    return "sliding windows" if slides(vllm_config) else None

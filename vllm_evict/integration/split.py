@@ -12,6 +12,7 @@ from vllm.forward_context import get_forward_context
 
 from ..compute.attention.ops import BackendOps
 from ..compute.work import HeadSlice, do_together
+from ..config import KVPolicyError
 from .backend import PLACE, STEP_WORK
 
 
@@ -58,8 +59,11 @@ def part_of(layer: Any, pages: str, holder: Any, heads_dim: int, first: int, hea
     return Part(pages, slice(first, first + heads), query_heads, slots, impl, holder, heads_dim)
 
 
-def split_impl(impl: type, parts: list[Part], ops: BackendOps) -> type:
-    """A subclass of an `AttentionImpl` for one layer, which calls the `impl` of each part."""
+def split_impl(impl: type, parts: list[Part], ops: BackendOps, attended: set[Any]) -> type:
+    """A subclass of an `AttentionImpl` for one layer, which calls the `impl` of each part.
+
+    The layer is added to `attended` when it attends.
+    """
 
     class SplitImpl(impl):
         def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -77,8 +81,15 @@ def split_impl(impl: type, parts: list[Part], ops: BackendOps) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> torch.Tensor:
+            if key is None or value is None:
+                raise KVPolicyError(
+                    f"{layer.layer_name} got no keys and values, because the model writes them into its cache itself; "
+                    "expected both, since heads are split over several caches; use a policy for whole layers, such as "
+                    "h2o, snapkv or sink-window"
+                )
             if attn_metadata is None:  # a dummy step: zeros, so that a router of experts gets defined numbers
                 return output.fill_(0)
+            attended.add(layer)
             of_group, shares = get_forward_context().attn_metadata, []
             own_query = ops.dequantised(layer, query)
             for part in parts:
@@ -93,10 +104,10 @@ def split_impl(impl: type, parts: list[Part], ops: BackendOps) -> type:
                 return output
             for part, share in zip(parts, shares):
                 # Kernels write contiguous outputs.
-                attended = torch.empty(share.query.shape, dtype=output.dtype, device=output.device)
+                its_output = torch.empty(share.query.shape, dtype=output.dtype, device=output.device)
                 its_query = query[:, part.query_heads]
-                part.impl.forward(layer, its_query, None, None, part.kv_cache, share.metadata, attended)
-                output[:, part.query_heads] = attended
+                part.impl.forward(layer, its_query, None, None, part.kv_cache, share.metadata, its_output)
+                output[:, part.query_heads] = its_output
             return output
 
     return SplitImpl

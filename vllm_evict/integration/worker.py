@@ -12,7 +12,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 from ..compute.memory import Needs, described, needs, put_aside
 from ..compute.runtime import EvictionRuntime
 from ..core.plan import REPORTS, TROUBLE, HostTrouble, Reports
-from . import layers, runners
+from . import layers, runners, windows
 from .describe import ignored_settings, kernels_line
 from .ranks import Ranks
 from .reorder import guard_reload, reordering
@@ -43,6 +43,7 @@ class EvictionWorkerMixin:
     def get_kv_cache_spec(self) -> Any:
         # vLLM calls this first after the model is loaded and the block size is final. Layers then change their specs.
         if self.kv_evict is None:
+            windows.widen(self.vllm_config)
             specs = super().get_kv_cache_spec()
             self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
             runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
@@ -93,7 +94,10 @@ class EvictionWorkerMixin:
         # Before vLLM captures graphs, and before its monitor reports compilations.
         if self.kv_evict.ops.compiles and self.vllm_config.kernel_config.enable_jit_warmup:
             self._warm_up()
-        return super().compile_or_warm_up_model()
+        result = super().compile_or_warm_up_model()
+        if self.kv_evict.ops.compiles:
+            runners.check_paths(self.model_runner, self.kv_evict)
+        return result
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -125,7 +129,9 @@ class EvictionWorkerMixin:
             runners.fill_blocks(self.model_runner, plan.clean, 0.0)
         self._ranks.begin()
         try:
-            return super().execute_model(scheduler_output)
+            output = super().execute_model(scheduler_output)
+            self.kv_evict.check_attended()
+            return output
         finally:
             reports = self.kv_evict.end(self._ranks.over_all)
             self._reports = reports if self._ranks.are_last else []

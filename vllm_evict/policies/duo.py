@@ -55,7 +55,8 @@ PATTERN = Option(
     "pattern",
     entries(ROW),
     (),
-    "a row for each layer, with `1` for each retrieval and `0` for each streaming head; if left out, from `gates`",
+    "a row for each layer with attention, of `1` for each retrieval and `0` for each streaming head; if left out, from "
+    "`gates`",
     _as_many_heads_in_each_layer,
 )
 

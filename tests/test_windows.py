@@ -1,0 +1,146 @@
+"""Windows, and chunks of local attention, that no request of the server can outgrow are full attention."""
+
+from types import SimpleNamespace
+
+import pytest
+import test_device_backends
+from engine import random_requests
+from oracle.model import DenseLlama
+from oracle.tiny import make_tiny_llama
+from parity import assert_like_oracle
+from test_device_backends import on
+from test_refusals import LLAMA4, engine_config, with_config
+from test_sliding_devices import check_evictions
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
+from vllm.model_executor.models import llama
+
+from vllm_evict.config import KVPolicyError
+from vllm_evict.integration import combinations, windows
+
+backend, server = test_device_backends.backend, test_device_backends.server
+LONGEST, SHORT = 1024, 48
+H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """A model with a window of 1,024 tokens in all three layers, and 2,048 tokens of context."""
+    return make_tiny_llama(tmp_path_factory.mktemp("windows") / "long", layers=3, windows=[LONGEST] * 3)
+
+
+@pytest.fixture
+def layers_of(monkeypatch):
+    """Makes the next model's layers with windows of these sizes, or with chunks: negative sizes."""
+
+    def make(sizes):
+        def layer(*args, prefix, per_layer_sliding_window=None, attn_type=None, **kwargs):
+            size = sizes[int(prefix.split(".")[2])]
+            if size < 0:
+                return ChunkedLocalAttention(*args, attention_chunk_size=-size, prefix=prefix, **kwargs)
+            return Attention(*args, per_layer_sliding_window=size or None, prefix=prefix, **kwargs)
+
+        monkeypatch.setattr(llama, "Attention", layer)
+
+    return make
+
+
+def dense_of(path, seen):
+    """The oracle, in whose layers queries see so many tokens; None: all."""
+    dense = DenseLlama(path)
+    dense.windows = list(seen)
+    dense.full = [layer for layer, window in enumerate(seen) if window is None]
+    return dense
+
+
+def check_like_oracle(server, dense):
+    answered = server.answered(random_requests((500, 80), (90, 220)))
+    assert sum(assert_like_oracle(dense, *request, H2O) for request in answered) > 12
+    server.assert_nothing_left()
+
+
+@pytest.mark.both_runners
+def test_a_model_whose_window_covers_the_servers_length_loses_blocks(engine, long):
+    """As Phi-4-mini has one; the user has lowered the server's length to it here."""
+    server = engine(H2O, model=long, max_model_len=LONGEST)
+    assert [len(group.layer_names) for group in server.scheduler.kv_cache_config.kv_cache_groups] == [3]
+    check_like_oracle(server, dense_of(long, [None] * 3))
+    with pytest.raises(KVPolicyError, match="sliding-window attention in all layers.*nothing to evict"):
+        engine(H2O, model=long, max_model_len=LONGEST + 1)
+
+
+MIXED = {
+    "longer-and-shorter": ([LONGEST, SHORT, 4096, SHORT], [None, SHORT, None, SHORT]),
+    "longer-beside-full": ([LONGEST, 0, 0, SHORT], [None, None, None, SHORT]),
+    "chunks": ([-LONGEST, 0, -4096, 0], [None] * 4),
+    "chunks-beside-windows": ([-LONGEST, SHORT, 0, SHORT], [None, SHORT, None, SHORT]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_each_layer_counts_by_its_own_window(engine, tmp_path, layers_of, name):
+    sizes, seen = MIXED[name]
+    model = make_tiny_llama(tmp_path / "model", layers=4)
+    layers_of(sizes)
+    server = engine(H2O, model=model, max_model_len=LONGEST, max_num_batched_tokens=192)
+    names = sorted(layer for group in server.worker.kv_evict.names for layer in group)
+    assert [int(layer.split(".")[2]) for layer in names] == [i for i, window in enumerate(seen) if window is None]
+    if len(server.worker.kv_evict.groups) == 1:
+        check_like_oracle(server, dense_of(model, seen))
+
+
+def test_shorter_chunks_are_refused(engine, tmp_path, layers_of):
+    layers_of([-SHORT, 0])
+    with pytest.raises(KVPolicyError, match=r"is a ChunkedLocalAttention layer"):
+        engine(H2O, model=make_tiny_llama(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("backend", [on("triton"), on("fa3")], indirect=True)
+def test_the_plugins_kernels_decode_such_layers(server, backend, long):
+    check_evictions(lambda policy, **options: server(policy, max_model_len=LONGEST, **options), long, "h2o")
+
+
+def test_backends_get_no_window(monkeypatch):
+    """Those of FlashInfer plan for one window of all layers."""
+    made = {
+        name: SimpleNamespace(sliding_window=size, impl=SimpleNamespace(**impl))
+        for name, size, impl in [
+            ("cpu", 100, dict(sliding_window=100)),
+            ("flashinfer", 100, dict(sliding_window=(99, 0), window_left=99)),
+            ("triton", 100, dict(sliding_window=(99, 0), chunk_lookback=1)),
+            ("short", 99, dict(sliding_window=(98, 0))),
+            ("full", None, dict(sliding_window=(-1, -1))),
+        ]
+    }
+    monkeypatch.setattr(windows, "get_layers_from_vllm_config", lambda *_: made)
+    windows.widen(SimpleNamespace(model_config=SimpleNamespace(max_model_len=100)))
+    assert vars(made["cpu"].impl) == {"sliding_window": -1}
+    assert vars(made["flashinfer"].impl) == {"sliding_window": (-1, -1), "window_left": -1}
+    assert vars(made["triton"].impl) == {"sliding_window": (-1, -1), "chunk_lookback": -1}
+    assert vars(made["short"].impl) == {"sliding_window": (98, 0)} and made["short"].sliding_window == 99
+    assert [layer.sliding_window for layer in made.values()] == [None, None, None, 99, None]
+
+
+# --- by the configuration --------------------------------------------------------------------------------------------
+
+
+def test_windows_that_hide_nothing_refuse_nothing(tmp_path):
+    """Not in all layers, not in some, and not what is refused beside windows."""
+    every = with_config(
+        tmp_path / "every", architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=512
+    )
+    kinds = ["sliding_attention", "full_attention"]
+    some = with_config(tmp_path / "some", sliding_window=512, layer_types=kinds)
+    for model in (every, some):
+        for policy in ({"name": "adakv"}, {"name": "kvzip"}, {**H2O, "evict": "host", "host": "64MiB"}):
+            config = engine_config(model, policy, max_model_len=512, block_size=32)
+            assert not combinations.slides(config)
+    with pytest.raises(KVPolicyError, match="sliding-window attention beside full attention"):
+        engine_config(some, {"name": "adakv"}, max_model_len=513)
+
+
+def test_chunks_that_hide_nothing_are_served(tmp_path):
+    changes = dict(architectures=["Llama4ForCausalLM"], model_type="llama4_text", attention_chunk_size=512, **LLAMA4)
+    model = with_config(tmp_path, **changes)
+    engine_config(model, max_model_len=512)
+    with pytest.raises(KVPolicyError, match="chunked-local attention layers"):
+        engine_config(model, max_model_len=513)
