@@ -81,10 +81,10 @@ def test_one_policy_is_shown_with_what_was_left_out(run, tmp_path):
 
 def test_sizes_that_follow_the_budget_are_shown_as_they_came_out(run):
     shown = fields(run("policies", '{"name": "h2o", "budget": 288}')[1])
-    assert shown["sink"].strip() == "32 (at most an eighth of the budget, in whole blocks)"
-    assert shown["recent"].strip() == "144 (at most half of the budget, in whole blocks)"
+    assert shown["sink"].strip() == "32 (at most 1/8 of the budget, in whole blocks)"
+    assert shown["recent"].strip() == "64 (at most 1/4 of the budget, in whole blocks)"
     shown = fields(run("policies", '{"name": "h2o", "budget": 288, "sink": 20}')[1])
-    assert shown["sink"].strip() == "20" and shown["recent"].startswith("144 (")
+    assert shown["sink"].strip() == "20" and shown["recent"].startswith("64 (")
 
 
 @pytest.mark.parametrize("policy", ["h3o", '{"name": "h2o", "buget": 1}', "nowhere.yaml", '{"name": h2o}'])

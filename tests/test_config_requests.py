@@ -209,12 +209,12 @@ def test_another_scoring_policy_takes_over_what_was_changed():
 
 def test_a_window_that_is_the_budget_is_no_recent_window():
     assert asked({"name": "sink-window", "sink": 64, "recent": 1024}, {"kv_policy": "h2o"}).recent == 256
-    # A smaller budget leaves half of it, beside sinks and one block.
-    for budget, recent in ((320, 160), (128, 32), (96, 0), (97, 32)):
+    # A smaller budget leaves a quarter of it, and one block at least, within what the server grants.
+    for budget, blocks, recent in ((320, 10, 64), (128, 4, 32), (96, 4, 32), (97, 4, 32)):
         config = asked({"name": "sink-window", "sink": 64, "budget": budget}, {"kv_policy": "h2o"})
-        assert config.limits(32, 5000) == Limits(math.ceil(budget / 32), math.ceil(budget / 32), 2, recent)
+        assert config.limits(32, 5000) == Limits(blocks, blocks, 2, recent)
     config = asked({"name": "sink-window", "recent": 1024}, {"kv_policy": "tova", "kv_budget": 128})
-    assert config.limits(32, 5000) == Limits(4, 4, 0, 64)
+    assert config.limits(32, 5000) == Limits(4, 4, 1, 32)
     assert asked({"name": "sink-window"}, {"kv_policy": "pagedeviction"}).recent == 0
 
 

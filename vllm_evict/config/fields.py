@@ -44,7 +44,8 @@ BUDGET = Option(
     "budget",
     Any,
     None,
-    "tokens that a request keeps, or a ratio of its prompt below 1; null: `sink`, `recent` and one block",
+    "tokens that a request keeps, or a ratio of its prompt below 1, in whole blocks with room for `sink`, `recent` "
+    "and a block to choose; if left out, at least 8 blocks; null: `sink`, `recent` and one block",
     _budget,
 )
 BUFFER = Option(
@@ -58,13 +59,13 @@ SINK = Option(
     "sink",
     whole(),
     0,
-    "leading tokens that always stay; if left out, at most an eighth of a budget in tokens, in whole blocks",
+    "leading tokens that always stay; if left out, at most an eighth of the budget's blocks, and at least one block",
 )
 RECENT = Option(
     "recent",
     whole(),
     0,
-    "trailing tokens that always stay; if left out, at most half of a budget in tokens, in whole blocks",
+    "trailing tokens that always stay; if left out, at most a quarter of the budget's blocks, and at least one block",
 )
 PROTECT = Option(
     "protect",

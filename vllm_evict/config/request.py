@@ -79,6 +79,9 @@ class Requests(Frozen):
         options = self._resized(REGISTRY[name], sizes, granted, prompt_len, block_size)
         config: C = self.parse({**options, "name": name}).replace(_depth=self._depth)
         asked = config.limits(block_size, prompt_len)
+        if granted is not None and asked is not None and asked.budget > granted.budget:
+            config = config.replace(_granted=granted.budget)
+            asked = config.limits(block_size, prompt_len)
         if (
             granted is not None
             and asked is not None
@@ -129,10 +132,7 @@ class Requests(Frozen):
         options |= asked
         if self.context is not None and isinstance(asked.get("budget"), float):
             options["budget"] = math.ceil(asked["budget"] * prompt_len)
-        options = {field: value for field, value in options.items() if field in policy.options}
-        if granted is not None and not isinstance(options.get("budget"), int):
-            options = _within(self, policy, options, granted.budget, block_size) | options
-        return options
+        return {field: value for field, value in options.items() if field in policy.options}
 
     def _handed_to(self: C, policy: Declaration, block_size: int, prompt_len: int) -> dict[str, Any]:
         """Return the fields that this configuration hands to another policy; see `for_request`."""
@@ -147,7 +147,7 @@ class Requests(Frozen):
             "budget": limits.budget * block_size,
             "buffer": self.buffer if self.when == "pressure" else (limits.trigger - limits.budget) * block_size,
             **{field: getattr(self, field) for field in (*HANDED, *names_of(PER_TOKEN), *names_of(TIER))},
-            **{size: getattr(self, size) for size in {"sink", "recent"} - self.unsaid},
+            **{size: getattr(self, size) for size in {"sink", "recent"} & self.given},
             **self._selection(),
         }
         if policy.window_is_the_budget or self.policy.window_is_the_budget:
@@ -191,31 +191,6 @@ def given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     values = {field: (extra_args or {}).get(field) for field in REQUEST_FIELDS}
     return {field: value for field, value in values.items() if value is not None}
-
-
-def _within(
-    config: Frozen, policy: Declaration, options: Mapping[str, Any], granted: int, block_size: int
-) -> dict[str, int]:
-    """Shrink sizes that are not given to what the server grants, for a request whose budget is a ratio or left out.
-
-    Args:
-        config: the server's configuration.
-        policy: the request's policy.
-        options: fields of the request.
-        granted: blocks that the server grants the request.
-        block_size: tokens.
-
-    Returns:
-        Name of a size that shrinks -> tokens.
-    """
-    window = {"recent"} if policy.window_is_the_budget else set()
-    unsaid = (policy.options & {"sink", "recent"}) - options.keys() - window
-    if not unsaid or not options.get("protect", True):
-        return {}
-    others = {field: value for field, value in options.items() if field != "recent" or not policy.window_is_the_budget}
-    config = config.parse({**others, "name": policy.name, "budget": granted * block_size})
-    sizes = config._fitted(block_size)
-    return {size: sizes[size] for size in unsaid if sizes[size] < policy.defaults[size]}
 
 
 def _number(field: str, value: Any) -> int | float:

@@ -39,6 +39,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     _depth: int | None
     #: A band's budget over the mean of all bands; None if this is not a band. Set by `classes`.
     _share: float | None
+    #: Blocks above which no size of a request that nobody gave raises its budget; None: any. Set by `for_request`.
+    _granted: int | None
 
     def __init__(self, /, **fields: Any) -> None:
         """Validate the fields. Raises KVPolicyError with one message for all mistakes."""
@@ -59,7 +61,10 @@ class KVPolicyConfig(Sizes, Groups, Requests):
             if policy.window_is_the_budget and values["budget"] is not None and "recent" not in fields:
                 values["recent"] = 0
             vars(self).update(policy.fixed, **values, name=policy.name, given=frozenset(fields))
-            vars(self).update(self._fitted(SMALLEST_BLOCK), _depth=None, _share=None)
+            vars(self).update(_depth=None, _share=None, _granted=None)
+            if isinstance(self.budget, int):
+                _, sizes = self._resolved(SMALLEST_BLOCK, 0)
+                vars(self).update({size: sizes[size] for size in sizes.keys() & self.unsaid})
             for rule in (*RULES, policy.check):
                 rule(self)
         except ValueError as error:
@@ -93,11 +98,6 @@ class KVPolicyConfig(Sizes, Groups, Requests):
             if all(isinstance(field, str) for field in fields):
                 raise
             raise KVPolicyError(f"{source}field names must be strings: {shown(list(fields))}") from None
-
-    @property
-    def unsaid(self) -> frozenset[str]:
-        """Names of `sink` and `recent` that the user did not give, and that follow a budget in tokens."""
-        return frozenset({"sink", "recent"} & self.policy.options) - self.given
 
     def to_dict(self) -> dict[str, Any]:
         """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes.
@@ -208,10 +208,11 @@ def _warn_of_old_name(policy: str, old: str, new: str) -> None:
 
 
 def _room_to_choose(config: KVPolicyConfig) -> None:
-    if config.protect and isinstance(config.budget, int) and config.budget <= config.sink + config.recent:
+    sizes = {size: getattr(config, size) for size in ("sink", "recent") if size in config.given}
+    if config.protect and isinstance(config.budget, int) and config.budget <= sum(sizes.values()):
         raise ValueError(
-            f"budget {config.budget} leaves nothing to choose: it must be at least sink + recent + one block "
-            f"= {config.sink} + {config.recent} + block size"
+            f"budget {config.budget} leaves nothing to choose: it must be at least {' + '.join(sizes)} + one block = "
+            f"{' + '.join(map(str, sizes.values()))} + block size"
         )
 
 
