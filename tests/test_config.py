@@ -227,11 +227,26 @@ def test_broken_json_is_refused():
     )
 
 
+def test_a_preset_may_have_other_fields(tmp_path):
+    """In a dict, JSON and a file. Sinks and recent tokens, which the preset leaves out, follow the other budget."""
+    asked = {"name": "h2o-pressure", "budget": 4096}
+    (tmp_path / "mine.yaml").write_text("name: h2o-pressure\nbudget: 4096\n")
+    for form in (asked, json.dumps(asked), tmp_path / "mine.yaml"):
+        config = parse(form)
+        assert config == parse("h2o-pressure").replace(budget=4096) and config.given >= {"when", "accumulate", "budget"}
+    assert parse({**asked, "budget": 96}).limits(16, 5000).budget == 6
+    assert parse({"name": "streaming-llm", "sink": 8}).to_dict() == parse("streaming-llm").to_dict() | {"sink": 8}
+    retrieval = parse({"name": "duo", "pattern": ["10"], "retrieval": {"name": "h2o-20", "budget": 0.3}}).retrieval
+    assert (retrieval.name, retrieval.budget) == ("h2o", 0.3)
+    assert "budget: must be a whole number of tokens" in refusal({"name": "h2o-pressure", "budget": -1})
+    assert "policy 'h2o' has no field 'kernel'" in refusal({"name": "h2o-pressure", "kernel": 3})
+
+
 @pytest.mark.parametrize("name", ["h2o-pressure", "streaming-llm"])
-def test_a_preset_is_no_name_of_a_policy(name):
-    """Not in a file or a request either: it has fields of its own."""
+def test_a_preset_is_no_name_of_a_requests_policy(name):
+    """Nor of one that `allow` lists: a preset has fields that only a server sets."""
     words = f"'{name}' is a preset, which stands for a whole policy (--kv-policy {name})"
-    assert words in refusal({"name": name, "budget": 512})
+    assert words in refusal({**H2O, "allow": [name]})
     assert words in request_refusal(H2O, {"kv_policy": name})
 
 

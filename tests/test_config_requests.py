@@ -167,9 +167,28 @@ def test_it_does_so_with_yes_or_no(value):
 
 
 def test_a_policy_that_is_not_enabled_is_refused_with_those_that_are():
-    assert "'full' is not enabled here: expected one of: " in request_refusal(H2O, {"kv_policy": "full"})
     message = request_refusal({**H2O, "allow": []}, {"kv_policy": "sink-window"})
-    assert "'sink-window' is not enabled here: expected one of: h2o" in message
+    assert (
+        "'sink-window' is not enabled here: expected one of: h2o; the server's field allow may name others" in message
+    )
+    for server in (H2O, "h2o", "h2o-pressure", {"name": "pyramidkv"}, {"name": "sink-window", "select": 512}):
+        assert asked(server, {"kv_policy": "full"}).name == "full"
+    for server in ({"name": "h2o", "context": 4096}, {**H2O, "allow": ["tova"]}):
+        assert "'full' is not enabled here" in request_refusal(server, {"kv_policy": "full"})
+
+
+def test_a_request_that_keeps_everything_has_to_fit_into_the_pool():
+    """The pool of a server that evicts is not planned for it: it would wait for ever."""
+    for server in (parse(H2O), parse("h2o-pressure")):
+        full = server.for_request({"kv_policy": "full"}, 2000, 32)
+        server.check_room(full, 3200, 8192, 32, 100)
+        with pytest.raises(
+            KVPolicyError, match="may grow to 3201 tokens, and the cache holds 3200: ask for fewer max_"
+        ):
+            server.check_room(full, 3201, 8192, 32, 100)
+        server.check_room(server.for_request({"kv_policy": "tova"}, 2000, 32), 8192, 8192, 32, 100)
+    for server in (parse("full"), parse({**H2O, "prompt": "whole"})):
+        server.check_room(server.for_request({"kv_policy": "full"}, 2000, 32), 8192, 8192, 32, 100)
 
 
 def test_full_takes_no_budget():

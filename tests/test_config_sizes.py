@@ -42,13 +42,17 @@ def test_bound_is_the_largest_trigger_or_none():
     assert parse(H2O).bound(32, 4096) == 34
     assert parse({**H2O, "budget": 0.5}).bound(32, 4096) == 2048 // 32 + 2
     assert parse("full").bound(32, 4096) is None
-    assert parse({**H2O, "allow": ["full"]}).bound(32, 4096) is None
+    # What `full` beside it takes is not planned for.
+    assert parse({**H2O, "allow": ["full"]}).bound(32, 4096) == 34
     assert parse({**H2O, "allow": ["sink-window"]}).bound(32, 4096) == 34
 
 
 def test_allowed():
     assert parse("full").allowed == set(WHOLE) - {"kvzip"}
-    assert parse("h2o").allowed == set(WHOLE) - {"full", "kvzip"}
+    assert parse("h2o").allowed == set(WHOLE) - {"kvzip"}
+    assert parse({"name": "h2o", "context": 4096}).allowed == set(WHOLE) - {"full", "kvzip"}
+    assert parse({"name": "adakv"}).allowed == {"adakv", "full"}
+    assert parse({"name": "adakv", "allow": []}).allowed == {"adakv"}
     assert parse({"name": "h2o", "allow": []}).allowed == {"h2o"}
     assert parse({"name": "sink-window", "allow": ["full"]}).allowed == {"sink-window", "full"}
 

@@ -252,8 +252,8 @@ ALLOW = Option(
     "allow",
     entries(text) | None,
     None,
-    "policies that requests may pick; null: all that evict except `kvzip` and those that make KV groups, and `full` if "
-    "it is the server's; under pressure `full` and all that support it",
+    "policies that requests may pick; null: `full`, and all except `kvzip` and those that make KV groups; none that "
+    "lacks the server's `when`, `select` or `context`; beside a policy that makes KV groups `full` alone",
 )
 
 #: Values that `KVPolicyConfig` returns for fields that its policy does not have.

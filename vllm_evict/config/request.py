@@ -64,7 +64,10 @@ class Requests(Frozen):
             raise KVPolicyError(f"kv_usage must be true or false (1 or 0), not {shown(usage)}")
         name = extra_args.get("kv_policy", self.name)
         if policy_named(name).name not in self.allowed:
-            raise KVPolicyError(f"kv_policy {name!r} is not enabled here: {instead(name, self.allowed)}")
+            raise KVPolicyError(
+                f"kv_policy {name!r} is not enabled here: {instead(name, self.allowed)}; the server's "
+                "field allow may name others"
+            )
         sizes = {field: _number(field, extra_args[field]) for field in REQUEST_SIZES if field in extra_args}
         if not sizes and name == self.name:
             return self
@@ -93,6 +96,28 @@ class Requests(Frozen):
                 f"{granted.budget * block_size}"
             )
         return config
+
+    def check_room(self: C, granted: C, longest: int, max_model_len: int, block_size: int, blocks: int) -> None:
+        """Refuse a request that keeps everything, if it may outgrow a pool that was not planned for such requests.
+
+        It would wait for ever, and all requests behind it.
+
+        Args:
+            granted: the request's configuration.
+            longest: tokens that the request may grow to.
+            max_model_len: tokens.
+            block_size: tokens.
+            blocks: of the pool, in each KV group.
+
+        Raises:
+            KVPolicyError: naming both sizes.
+        """
+        outgrows = granted.limits(block_size, longest) is None and longest > blocks * block_size
+        if outgrows and self.bound(block_size, max_model_len) is not None:
+            raise KVPolicyError(
+                f"kv_policy {granted.name!r}: the request may grow to {longest} tokens, and the cache holds "
+                f"{blocks * block_size}: ask for fewer max_tokens, or for a policy that evicts"
+            )
 
     def _with_retrieval(self: C, sizes: Mapping[str, int | float], prompt_len: int, block_size: int) -> C:
         """Return `duo` with another budget of its retrieval heads."""

@@ -13,7 +13,7 @@ from .options import Option, names_of
 from .registry import REGISTRY
 from .request import Requests
 from .sizes import SMALLEST_BLOCK, Sizes
-from .sources import policy_named, read
+from .sources import completed, policy_named, read
 
 logger = logging.getLogger("vllm.evict")
 
@@ -29,8 +29,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
 
     Attributes:
         name: name of the policy.
-        allow: policies that requests may pick. None: all policies that evict without reconstruction or split heads, and
-            `full` if the policy is `full`; under pressure `full` and the policies of these that support it.
+        allow: policies that requests may pick. None: all policies without reconstruction or split heads that support
+            the server's `when`, `select` and `context`; `full` alone if this policy splits heads or layers.
         given: names of fields that the user gave.
     """
 
@@ -76,7 +76,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
 
         Args:
             value: a configuration, a dict of fields, the name of a policy or preset, a JSON object, or the path of a
-                YAML or JSON file.
+                YAML or JSON file. The field `name` may name a preset, whose fields the others change.
 
         Raises:
             KVPolicyError: the value is not a valid policy.
@@ -91,7 +91,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         if len(fields) > MOST_FIELDS:
             raise KVPolicyError(f"{source}got a KV policy of {len(fields)} fields; expected at most {MOST_FIELDS}")
         try:
-            return cls(**fields)
+            return cls(**completed(fields))
         except KVPolicyError as error:
             raise KVPolicyError(f"{source}{error}") from None
         except TypeError:
@@ -128,18 +128,13 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         """Names of the policies that requests may pick."""
         if self.allow is not None:
             return frozenset(self.allow) | {self.name}
-        if self.policy.splits:
-            return frozenset({self.name})
         # A reconstruction costs a second pass and room for the whole prompt, so only the server can enable it.
-        names = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.splits}
-        names.add(self.name)
-        if self.select:
-            names = {name for name in names if "select" in REGISTRY[name].options}
-        if self.name == "full":
-            return frozenset(names)
-        if self.when == "pressure":  # `full` included: it takes no more room than the pool has
-            return frozenset(name for name in names if "pressure" in REGISTRY[name].triggers)
-        return frozenset(names - {"full"})
+        whole = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.splits}
+        names = {"full"} if self.policy.splits else whole
+        needed = {field for field in ("select", "context") if getattr(self, field)}
+        return frozenset(
+            name for name in names if needed <= REGISTRY[name].options and self.when in REGISTRY[name].triggers
+        ) | {self.name}
 
     @property
     def reconstructs(self) -> bool:

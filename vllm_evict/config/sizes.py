@@ -164,10 +164,12 @@ class Sizes(Frozen):
         return filters, frozenset(range(min(filters), layers)) - filters
 
     def bound(self: C, block_size: int, max_model_len: int) -> int | None:
-        """Return the most blocks that any request holds between steps; None if a request may keep everything."""
-        profiles = any(REGISTRY[name].profiles for name in self.allowed | {self.name})
-        whole = self.prompt == "whole" or self.min_prompt > 1
-        if "full" in self.allowed or self.reconstructs or profiles or whole:
+        """Return the most blocks that a request holds between steps; None if it may hold all of its blocks.
+
+        Requests under `full` beside another policy do not count: they get what the pool has.
+        """
+        profiles = any(REGISTRY[name].profiles for name in self.allowed)
+        if self.reconstructs or profiles or self.prompt == "whole" or self.min_prompt > 1:
             return None
         limits = self.limits(block_size, max_model_len)
         return None if limits is None else limits.bound

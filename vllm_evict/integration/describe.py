@@ -50,6 +50,7 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
         + f"; requests may use {', '.join(sorted(scheduler.kv_policy.allowed))}"
         + (f" and hold {bound} blocks of {spec.block_size} tokens" if bound else " and hold all their blocks")
         + (" when the pool runs out" if bound and scheduler.pressure else "")
+        + (", under full all their blocks" if bound and "full" in scheduler.kv_policy.allowed else "")
         + f"; model runner V{2 if scheduler.use_v2_model_runner else 1}"
         + f"{', async scheduling' if scheduler.scheduler_config.async_scheduling else ''}"
         + f"; attention backend {spec.backend}; {what}"

@@ -48,8 +48,12 @@ def _check_request(vllm_config: Any, params: Any, prompt_len: int) -> None:
             "prefills to a server without --kv-policy",
             parameter="kv_transfer_params",
         )
+    cache, most = vllm_config.cache_config, vllm_config.model_config.max_model_len
     try:
-        config.for_request(extra_args, prompt_len, vllm_config.cache_config.block_size)
+        granted = config.for_request(extra_args, prompt_len, cache.block_size)
+        if cache.num_gpu_blocks:  # of all KV groups and engines, so the scheduler checks it once more
+            longest = min(prompt_len + (params.max_tokens or most), most)
+            config.check_room(granted, longest, most, cache.block_size, cache.num_gpu_blocks - 1)
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
