@@ -142,7 +142,8 @@ def test_evaluations_of_the_docs_are_files_of_options(run, monkeypatch, tmp_path
     assert list(plan.tasks) == written["tasks"] and set(plan.tasks) <= set(TASKS)
     assert list(plan.haystacks) == written.get("haystacks", ["grammar"]) and set(plan.haystacks) <= set(HAYSTACKS)
     assert list(plan.lengths) == written.get("lengths") and plan.seed == written.get("seed", 0)
-    found = contenders(plan.policies, plan.budgets, sink=32, recent=32, buffer=0, block_size=32)
+    assert (plan.sink, plan.recent, plan.buffer, plan.block_size) == (32, 32, 0, 32), "those of the published figures"
+    found = contenders(plan.policies, plan.budgets, sink=plan.sink, recent=plan.recent, buffer=plan.buffer)
     assert {each.config.name for each in found} == {KVPolicyConfig.parse(policy).name for policy in written["policies"]}
 
 
