@@ -11,6 +11,7 @@ from test_refusals_backends import PER_KIND, RUN_ON, SERVED, plain_config
 from transformers import AutoConfig
 from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.compute.attention.ops import ops_for
@@ -359,12 +360,16 @@ def test_a_decode_kernel_that_is_none_is_refused_before_anything_is_loaded(tiny,
     engine_config(tiny, None)
 
 
-def test_a_model_with_alibi_is_refused_when_it_is_loaded(engine, tmp_path):
-    """Nothing in the configuration says so; its layers do."""
+def test_a_model_with_alibi_is_refused_under_policies_that_score(engine, tmp_path):
+    """A policy without scores runs, though nobody said that requests may pick no other."""
     model = with_config(tmp_path, architectures=["BloomForCausalLM"], model_type="bloom", num_attention_heads=2)
     with pytest.raises(KVPolicyError, match="ALiBi slopes"):
         engine(H2O, model, load_format="dummy")
-    server = engine(UNMEASURED, model, load_format="dummy")
+    server = engine({"name": "sink-window", "budget": 512}, model, load_format="dummy")
+    allowed = server.scheduler.kv_policy.allowed
+    assert allowed >= {"full", "strided", "keydiff"} and not allowed & {"h2o", "tova", "snapkv", "rkv", "scissorhands"}
+    with pytest.raises(VLLMValidationError, match="kv_policy 'h2o' is not enabled here"):
+        server.generate([[1, 2]], extra_args={"kv_policy": "h2o"})
     assert server.generate([list(range(200)) * 4], max_tokens=4)[0].kv_usage.evicted_blocks > 0
 
 

@@ -29,8 +29,8 @@ _MEANINGS = "; ".join(f"{name}: {option.doc}" for name, option in (REGISTRY.fiel
 HELP = f"""KV eviction policy: a name ({", ".join(sorted(REGISTRY))}), a preset ({", ".join(presets())}), a JSON object
 such as '{{"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}}', or the path of a YAML file. Further flags change
 fields: --kv-policy h2o-pressure --kv-policy.budget 4096. Blocks above the budget go back to the pool while a request
-runs. Sizes are tokens; the budget may be a ratio of the prompt below 1. Fields: name: the policy;
-{_MEANINGS.replace("`", "")}."""
+runs. Sizes are tokens; the budget may be a ratio of the prompt below 1. Fields:
+name: the policy; {_MEANINGS.replace("`", "")}."""
 
 
 @dataclass(kw_only=True)

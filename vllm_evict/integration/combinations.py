@@ -9,7 +9,9 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..compute.attention.ops import READ_HEADS
 from ..config import KVPolicyConfig
+from ..policies import RUNNING
 from . import connectors
 
 Refusal = tuple[bool, str, str]
@@ -147,6 +149,43 @@ def connected(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         ),
         (config.selects, f"select and the KV connector {name}", "leave select out"),
     ]
+
+
+#: What to do where attention can't be measured.
+UNSCORED = 'use sink-window, and leave policies that score out of "allow"'
+
+
+def unscored(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Refusal]:
+    """Refusals for models whose attention the plugin's kernels do not compute, as far as their configuration says so.
+
+    `refusals.check_layer` and `layers.settle` look at loaded layers.
+    """
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    heads = max(model.get_head_size(), getattr(text, "global_head_dim", None) or 0)
+    reads = config.statistics or config.context or config.recall != "none" or config.selects
+    return [
+        (
+            bool(config.statistics & RUNNING) and slopes(text),
+            "ALiBi slopes, which the score pass does not know",
+            UNSCORED,
+        ),
+        (
+            platform == "cuda" and bool(reads) and not model.use_mla and heads not in READ_HEADS,
+            f"heads of {heads} dimensions, of which the plugin's kernels read {READ_HEADS[0]} to {READ_HEADS[-1]}",
+            UNSCORED,
+        ),
+    ]
+
+
+def slopes(text: Any) -> bool:
+    """Whether a model has ALiBi slopes by its configuration: Bloom, Falcon RW, MPT, Jais and Baichuan 13B."""
+    attention = getattr(text, "attn_config", None)
+    of_mpt = attention.get("alibi") if isinstance(attention, dict) else getattr(attention, "alibi", False)
+    kind = getattr(text, "model_type", "")
+    baichuan = kind == "baichuan" and text.hidden_size != 4096
+    named = getattr(text, "position_embedding_type", None) == "alibi" or kind == "bloom"
+    return bool(of_mpt or baichuan or named or getattr(text, "alibi", False))
 
 
 def sparse(text: Any) -> list[Refusal]:

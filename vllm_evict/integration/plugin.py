@@ -54,7 +54,7 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     from . import positions, refusals, versions
 
     versions.check(vllm_version)
-    refusals.check_config(vllm_config, config)
+    config = refusals.check_config(vllm_config, config)
     model = vllm_config.model_config
     layers, kv_heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     config = config.for_model(layers, kv_heads, vllm_config.parallel_config.tensor_parallel_size)

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 import vllm.envs as envs
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 
@@ -12,6 +13,8 @@ from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
 from ..policies import RUNNING
 from . import combinations, speculation
+
+logger = init_logger("vllm.evict")
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
 BACKENDS = tuple(name for name in OPS if name not in LATENT)
@@ -41,16 +44,34 @@ _WHOLE = (
 )
 
 
-def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
+def check_config(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
     """Refuse engines that a policy cannot run in.
+
+    Returns:
+        The configuration. If its user did not say what requests may pick, it lists the policies that can run here, and
+        a line of the log names the others.
 
     Raises:
         KVPolicyError: naming the model or setting, and what to do instead.
     """
     decode_kernel()
-    for refused, what, instead in _settings(vllm_config, config):
-        if refused:
-            raise _refusal(config, what, instead)
+    asked = config if config.allow is not None else config.replace(allow=())
+    if (refusal := _first(vllm_config, asked)) is not None:
+        raise _refusal(config, *refusal)
+    left_out: dict[str, list[str]] = {}
+    for name in sorted(config.allowed) if config.allow is None else ():
+        if (refusal := _first(vllm_config, config.replace(allow=(name,)))) is not None:
+            left_out.setdefault(refusal[0], []).append(name)
+    if not left_out:
+        return config
+    reasons = "; ".join(f"{', '.join(names)}, which can't be used with {what}" for what, names in left_out.items())
+    logger.info("KV policy %s: requests may not pick %s", config.name, reasons)
+    return config.replace(allow=tuple(sorted(config.allowed.difference(*left_out.values()))))
+
+
+def _first(vllm_config: Any, config: KVPolicyConfig) -> tuple[str, str] | None:
+    """What the first refusal of a configuration names, and what to do instead; None if there is none."""
+    return next(((what, instead) for refused, what, instead in _settings(vllm_config, config) if refused), None)
 
 
 def _refusal(config: KVPolicyConfig, what: str, instead: str) -> KVPolicyError:
@@ -157,12 +178,12 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             (config.statistics or config.context or config.recall != "none" or config.selects)
             and cache.cache_dtype not in SCORED_DTYPES.get(platform, ("auto",)),
             f"KV cache dtype {cache.cache_dtype!r}, which the plugin can't read on vLLM's {platform} engine",
-            f'use --kv-cache-dtype auto{fp8}, or a policy without scores and context with "allow": [] (sink-window)',
+            f"use --kv-cache-dtype auto{fp8}, or {combinations.UNSCORED} and without a context",
         ),
         (
             capability < LEAST_CAPABILITY,
             gpu,
-            'kernels that score or split heads need 8.0 (Ampere) or newer; use sink-window with "allow": []',
+            f"kernels that score or split heads need 8.0 (Ampere) or newer; {combinations.UNSCORED}",
         ),
         (
             cache.cache_dtype in FP8_NAMES and capability < FP8_CAPABILITY,
@@ -174,6 +195,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "KV cache dtypes that differ between layers",
             "leave --kv-cache-dtype-skip-layers out",
         ),
+        *combinations.unscored(vllm_config, config, platform),
         (
             config.reconstructs and not cache.enable_prefix_caching,
             "prefix caching off while requests may use kvzip, which reconstructs prompts from it",
