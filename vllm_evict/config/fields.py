@@ -176,8 +176,18 @@ SELECT = (
     ),
     Option("select_every", whole(1), 1, "with `select`: steps that attend to one choice"),
     Option("select_bounds", Literal["box", "sphere", "mean"], "box", "with `select`: see `recall_bounds`"),
-    Option("select_sink", whole(), 64, "with `select`: leading tokens that are always attended to"),
-    Option("select_recent", whole(), 128, "with `select`: trailing tokens that are always attended to"),
+    Option(
+        "select_sink",
+        whole(),
+        64,
+        "with `select`: leading tokens that are always attended to; follows `select` as `sink` the budget",
+    ),
+    Option(
+        "select_recent",
+        whole(),
+        128,
+        "with `select`: trailing tokens that are always attended to; follows `select` as `recent` the budget",
+    ),
     Option(
         "dense_layers",
         whole() | None,

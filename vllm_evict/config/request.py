@@ -181,7 +181,8 @@ class Requests(Frozen):
 
     def _selection(self) -> dict[str, Any]:
         """Return the fields of a selection; {} if decodes attend to all resident blocks."""
-        return {field: getattr(self, field) for field in names_of(SELECT)} if self.select else {}
+        given = names_of(SELECT) - ({"select_sink", "select_recent"} - self.given)
+        return {field: getattr(self, field) for field in given} if self.select else {}
 
 
 def _mistaken(extra_args: Mapping[str, Any]) -> str | None:

@@ -103,10 +103,10 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes.
 
         Fields of blocks on the host are left out where evicted blocks are dropped, and fields of a selection where
-        decodes attend to all resident blocks.
+        decodes attend to all resident blocks; sizes of a selection that nobody gave, too.
         """
         unsaid = self.unsaid | (names_of(TIER) if self.evict == "drop" else set())
-        unsaid |= set() if self.select else names_of(SELECT)
+        unsaid |= {"select_sink", "select_recent"} - self.given if self.select else names_of(SELECT)
         fields = {field: value for field, value in self.effective().items() if field not in unsaid}
         return {
             field: self.retrieval.to_dict() if field == "retrieval" and value else value

@@ -140,20 +140,17 @@ class Sizes(Frozen):
     def selected(self: C, block_size: int) -> tuple[int, int, int]:
         """Return the blocks that a decode attends to under `select`, and the sinks and recent blocks of them.
 
-        Recent blocks hold `select_recent` tokens wherever the newest one lies in its block.
-
-        Raises:
-            KVPolicyError: `select` leaves no block to choose.
+        Recent blocks hold `select_recent` tokens wherever the newest one lies in its block. The rule of `Sizes` holds:
+        `select` is the budget.
         """
         recent = -(-(max(self.select_recent, 1) - 1) // block_size) + 1
         blocks, sinks = -(-self.select // block_size), -(-self.select_sink // block_size)
-        if blocks <= sinks + recent:
-            raise KVPolicyError(
-                f"select: {self.select} tokens leave nothing to choose: blocks of {block_size} tokens with select_sink "
-                f"{self.select_sink} and select_recent {self.select_recent} need at least "
-                f"{(sinks + recent + 1) * block_size}"
-            )
-        return blocks, sinks, recent
+        if "select_recent" not in self.given:
+            recent = min(recent, max(blocks // SHARES["recent"], 1))
+        if "select_sink" not in self.given:
+            sinks = min(sinks, max(blocks // SHARES["sink"], 1))
+        choice = 1 if "select_recent" in self.given else LEAST_CHOICE
+        return max(blocks, sinks + recent + choice), sinks, recent
 
     def selecting(self: C, layers: int) -> tuple[frozenset[int], frozenset[int]]:
         """Return the layers that choose under `select`, and the layers that attend to a choice, of so many layers."""
@@ -185,14 +182,13 @@ class Sizes(Frozen):
 
         Raises:
             KVPolicyError: the context has no room for a budget; the pattern of heads has another shape than the model;
-                `select` leaves no block or no layer to choose.
+                `select` leaves no layer to choose.
         """
         if self.pattern and self.head_pattern.retrieval.shape != (layers, kv_heads):
             shape = self.head_pattern.retrieval.shape
             has = f"{self.gates or 'pattern'} has {shape[0]} layers x {shape[1]} KV heads"
             raise KVPolicyError(f"{has}, the model has {layers} x {kv_heads}")
         for part in (part for part in self.classes.values() if part.select):
-            part.selected(block_size)
             choosing, sparse = part.selecting(layers)
             if not sparse or max(choosing) >= layers:
                 field = "filter_layers" if part.filter_layers else "dense_layers"
