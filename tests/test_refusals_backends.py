@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 from test_refusals import H2O, UNMEASURED, RayDistributedExecutor, engine_config, refusal
+from transformers import AutoConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration import refusals
+from vllm_evict.integration import combinations, refusals
 
 
 def plain_config(**changes):
@@ -278,6 +279,33 @@ def test_what_nobody_asked_for_refuses_no_server(monkeypatch, what):
         with pytest.raises(KVPolicyError, match=what):
             refusals.check_config(plain, KVPolicyConfig.parse(policy))
     assert not lines
+
+
+def test_gemma_4s_full_attention_has_heads_that_no_kernel_scores_on_a_gpu():
+    """The configuration of another layer has 256 dimensions. Plain sink-window starts; on a CPU all policies do."""
+    kinds = ["sliding_attention", "full_attention"]
+    text = AutoConfig.for_model("gemma4_text", num_hidden_layers=2, layer_types=kinds)
+    plain = {"model_config__hf_text_config": text, "model_config__get_head_size": lambda: 256}
+    policy = KVPolicyConfig.parse("sink-window")
+    assert "h2o" not in refusals.check_config(plain_config(**plain, **CUDA), policy).allowed
+    assert refusals.check_config(plain_config(**plain), policy) is policy
+    with pytest.raises(KVPolicyError, match="heads of 512 dimensions, of which the plugin's kernels read 16 to 256"):
+        refusals.check_config(plain_config(**plain, **CUDA), KVPolicyConfig.parse("h2o"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "found"),
+    [
+        ("bloom", {}, True),
+        ("mpt", {"attn_config": {"alibi": True}}, True),
+        ("mpt", {"attn_config": {"alibi": False}}, False),
+        ("falcon", {"alibi": True}, True),
+        ("falcon", {}, False),
+        ("llama", {}, False),
+    ],
+)
+def test_slopes_are_seen_in_a_models_configuration(kind, fields, found):
+    assert combinations.slopes(AutoConfig.for_model(kind, **fields)) is found
 
 
 def test_a_server_that_can_run_all_policies_leaves_the_default_alone():

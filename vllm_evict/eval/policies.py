@@ -208,7 +208,7 @@ def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
     config = contender.config
     if config.name == "full" or config.policy.splits == "classes":
         return config
-    budget = None if config.budget is None else max_len
+    budget = {} if config.budget is None else {"budget": max_len}
     # Reconstruction needs an engine with a prefix cache; KV groups are made at start.
     allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits)
     if config.policy.splits:
@@ -217,7 +217,7 @@ def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
         allow = []
     if config.select:
         allow = [name for name in allow if "select" in POLICIES[name].options]
-    return KVPolicyConfig.parse(config.to_dict() | {"budget": budget, "allow": allow})
+    return KVPolicyConfig.parse(config.to_dict() | budget | {"allow": allow})
 
 
 def _serves(server: KVPolicyConfig, contender: Contender, max_len: int, block_size: int) -> bool:

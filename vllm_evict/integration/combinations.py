@@ -162,7 +162,7 @@ def unscored(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Re
     """
     model = vllm_config.model_config
     text = model.hf_text_config
-    heads = max(model.get_head_size(), getattr(text, "global_head_dim", None) or 0)
+    heads = _largest_head(model, text)
     reads = config.statistics or config.context or config.recall != "none" or config.selects
     return [
         (
@@ -176,6 +176,15 @@ def unscored(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list[Re
             UNSCORED,
         ),
     ]
+
+
+def _largest_head(model: Any, text: Any) -> int:
+    """Dimensions of the largest heads. Full attention of Gemma 4 has larger ones than the model's other layers."""
+    # transformers 5 has what differs between layers in `per_layer_config`; older releases have a field for Gemma 4.
+    kinds, of_layer = getattr(text, "layer_types", None) or (), getattr(text, "per_layer_config", None)
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"] if of_layer is not None else []
+    sizes = (getattr(of_layer[i], "head_dim", None) or 0 for i in full)
+    return max(model.get_head_size(), getattr(text, "global_head_dim", None) or 0, *sizes)
 
 
 def slopes(text: Any) -> bool:
