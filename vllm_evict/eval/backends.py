@@ -436,10 +436,10 @@ def check_model(model: str) -> None:
 
 def block_size_of(model: str, engine_args: dict[str, Any]) -> int:
     """Tokens of a KV block in an engine whose user names none."""
-    from vllm import EngineArgs
+    import vllm
 
     try:
-        return int(EngineArgs(model=model, **engine_args).create_engine_config().cache_config.block_size)
+        return int(vllm.EngineArgs(model=model, **engine_args).create_engine_config().cache_config.block_size)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise EvalError(f"vLLM does not start on {model}: {_one_line(error)}") from None
 
