@@ -14,7 +14,7 @@ NEEDLE = ROOT / "examples" / "needle" / "model"
 SECOND, THIRD = NEEDLE.parent / "aggregates", NEEDLE.parent / "counts"
 ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
 
-SIZES = {"sink": 32, "recent": 32, "buffer": 0, "block_size": 32}
+SIZES = {"sink": 32, "recent": 32, "buffer": 0}
 
 needle_model = pytest.mark.skipif(not (NEEDLE / "model.safetensors").exists(), reason=f"no model in {NEEDLE}")
 

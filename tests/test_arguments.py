@@ -173,6 +173,7 @@ def parser():
 
 
 H2O = KVPolicyConfig(name="h2o", budget=2048)
+PRESSURE = KVPolicyConfig.parse("h2o-pressure").replace(budget=4096)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +190,15 @@ H2O = KVPolicyConfig(name="h2o", budget=2048)
             KVPolicyConfig(name="tova", protect=False, min_prompt=99),
         ),
         (["--kv-policy", "h2o.yaml"], H2O),
+        # Fields beside a policy change it, wherever they stand.
+        (["--kv-policy", "h2o", "--kv-policy.budget", "2048"], H2O),
+        (["--kv-policy.budget=2048", "--kv-policy=h2o"], H2O),
+        (["--kv-policy", "h2o.yaml", "--kv-policy.budget", "512"], KVPolicyConfig(name="h2o", budget=512)),
+        (["--kv-policy", '{"name": "h2o", "budget": 1}', "--kv-policy.budget", "2048"], H2O),
+        (["--kv-policy", "h2o-pressure", "--kv-policy.budget", "4096"], PRESSURE),
+        (["--kv-policy.name", "h2o-pressure", "--kv-policy.budget", "4096"], PRESSURE),
+        (["--kv-policy", '{"name": "h2o-pressure", "budget": 4096}'], PRESSURE),
+        (["--kv-policy", "tova", "--kv-policy.name", "h2o", "--kv-policy.budget", "2048"], H2O),
     ],
 )
 def test_the_flag_takes_what_users_write(parser, tmp_path, monkeypatch, arguments, policy):
@@ -209,6 +219,7 @@ def test_vllms_config_file_may_hold_it(parser, tmp_path, monkeypatch, key, writt
     assert parser.parse_args(["--config", "serve.yaml"]).kv_policy == H2O
     # The command line comes after the file.
     assert parser.parse_args(["--config", "serve.yaml", "--kv-policy", "tova"]).kv_policy.name == "tova"
+    assert parser.parse_args(["--config", "serve.yaml", "--kv-policy.budget", "512"]).kv_policy.budget == 512
 
 
 @pytest.mark.parametrize("none", [None, "", "None"])
@@ -238,6 +249,8 @@ def test_a_policy_under_another_key_of_additional_config_is_refused(configured, 
         ),
         (["--kv-policy.name", "h2o", "--kv-policy.budget", "-1"], "budget: must be a whole number of tokens above 0"),
         (["--kv-policy", '{"name": h2o}'], "not a JSON object"),
+        (["--kv-policy.budget", "512"], "a KV policy needs a name: one of "),
+        (["--kv-policy", "h2o", "--kv-policy.kernel", "3"], "policy 'h2o' has no field 'kernel'"),
         (["--kv-policy", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
     ],
 )

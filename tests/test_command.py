@@ -81,10 +81,10 @@ def test_one_policy_is_shown_with_what_was_left_out(run, tmp_path):
 
 def test_sizes_that_follow_the_budget_are_shown_as_they_came_out(run):
     shown = fields(run("policies", '{"name": "h2o", "budget": 288}')[1])
-    assert shown["sink"].strip() == "32 (at most an eighth of the budget, in whole blocks)"
-    assert shown["recent"].strip() == "144 (at most half of the budget, in whole blocks)"
+    assert shown["sink"].strip() == "32 (at most 1/8 of the budget, in whole blocks)"
+    assert shown["recent"].strip() == "64 (at most 1/4 of the budget, in whole blocks)"
     shown = fields(run("policies", '{"name": "h2o", "budget": 288, "sink": 20}')[1])
-    assert shown["sink"].strip() == "20" and shown["recent"].startswith("144 (")
+    assert shown["sink"].strip() == "20" and shown["recent"].startswith("64 (")
 
 
 @pytest.mark.parametrize("policy", ["h3o", '{"name": "h2o", "buget": 1}', "nowhere.yaml", '{"name": h2o}'])
@@ -146,7 +146,8 @@ def test_evaluations_of_the_docs_are_files_of_options(run, monkeypatch, tmp_path
     assert list(plan.tasks) == written["tasks"] and set(plan.tasks) <= set(TASKS)
     assert list(plan.haystacks) == written.get("haystacks", ["grammar"]) and set(plan.haystacks) <= set(HAYSTACKS)
     assert list(plan.lengths) == written.get("lengths") and plan.seed == written.get("seed", 0)
-    found = contenders(plan.policies, plan.budgets, sink=32, recent=32, buffer=0, block_size=32)
+    assert (plan.sink, plan.recent, plan.buffer, plan.block_size) == (32, 32, 0, 32), "those of the published figures"
+    found = contenders(plan.policies, plan.budgets, sink=plan.sink, recent=plan.recent, buffer=plan.buffer)
     assert {each.config.name for each in found} == {KVPolicyConfig.parse(policy).name for policy in written["policies"]}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from configuration import H2O, WHOLE, parse, refusal, request_refusal
 
-from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.config import KVPolicyConfig
 from vllm_evict.config.errors import instead
 from vllm_evict.config.fields import SELECT, TIER
 from vllm_evict.config.options import names_of
@@ -46,7 +46,7 @@ def test_sink_windows_recent_window_is_what_the_budget_leaves():
     assert parse("sink-window").recent == 1024
     assert parse({"name": "sink-window", "budget": 300}).recent == 0
     assert parse({"name": "sink-window", "recent": 500}).limits(32, 10**4).budget == 2 + 16 + 1
-    assert parse({"name": "h2o", "budget": 1000}).recent == 256
+    assert parse({"name": "h2o", "budget": 1000}).recent == 240
 
 
 def test_configs_cannot_be_changed():
@@ -87,7 +87,7 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
         left_out |= set() if "select" in extra else names_of(SELECT)
         assert set(carried) == (policy.options | {"name", "allow"}) - config.unsaid - left_out
         assert set(config.effective()) == policy.options | {"name", "allow"}
-        assert config.unsaid == (set() if extra == values else policy.options & {"sink", "recent"})
+        assert config.unsaid == (set() if extra == values else policy.options & {"budget", "sink", "recent"})
 
 
 def test_every_config_of_the_repository_parses(monkeypatch):
@@ -164,13 +164,6 @@ def test_a_budget_is_rounded_up_before_it_is_measured(budget, fits):
     assert parse({**H2O, "budget": budget}).limits(32, 1000).budget == math.ceil(budget / 32)
 
 
-def test_blocks_too_large_for_a_budget_are_refused_by_size():
-    config = parse({**H2O, "budget": 320})
-    assert config.limits(32, 1000).budget == 10
-    with pytest.raises(KVPolicyError, match=r"budget 320 .*blocks of 128 .*at least 512"):
-        config.limits(128, 1000)
-
-
 @pytest.mark.parametrize(
     "field, value, words",
     [
@@ -234,11 +227,26 @@ def test_broken_json_is_refused():
     )
 
 
+def test_a_preset_may_have_other_fields(tmp_path):
+    """In a dict, JSON and a file. Sinks and recent tokens, which the preset leaves out, follow the other budget."""
+    asked = {"name": "h2o-pressure", "budget": 4096}
+    (tmp_path / "mine.yaml").write_text("name: h2o-pressure\nbudget: 4096\n")
+    for form in (asked, json.dumps(asked), tmp_path / "mine.yaml"):
+        config = parse(form)
+        assert config == parse("h2o-pressure").replace(budget=4096) and config.given >= {"when", "accumulate", "budget"}
+    assert parse({**asked, "budget": 96}).limits(16, 5000).budget == 6
+    assert parse({"name": "streaming-llm", "sink": 8}).to_dict() == parse("streaming-llm").to_dict() | {"sink": 8}
+    retrieval = parse({"name": "duo", "pattern": ["10"], "retrieval": {"name": "h2o-20", "budget": 0.3}}).retrieval
+    assert (retrieval.name, retrieval.budget) == ("h2o", 0.3)
+    assert "budget: must be a whole number of tokens" in refusal({"name": "h2o-pressure", "budget": -1})
+    assert "policy 'h2o' has no field 'kernel'" in refusal({"name": "h2o-pressure", "kernel": 3})
+
+
 @pytest.mark.parametrize("name", ["h2o-pressure", "streaming-llm"])
-def test_a_preset_is_no_name_of_a_policy(name):
-    """Not in a file or a request either: it has fields of its own."""
+def test_a_preset_is_no_name_of_a_requests_policy(name):
+    """Nor of one that `allow` lists: a preset has fields that only a server sets."""
     words = f"'{name}' is a preset, which stands for a whole policy (--kv-policy {name})"
-    assert words in refusal({"name": name, "budget": 512})
+    assert words in refusal({**H2O, "allow": [name]})
     assert words in request_refusal(H2O, {"kv_policy": name})
 
 

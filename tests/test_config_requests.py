@@ -167,9 +167,28 @@ def test_it_does_so_with_yes_or_no(value):
 
 
 def test_a_policy_that_is_not_enabled_is_refused_with_those_that_are():
-    assert "'full' is not enabled here: expected one of: " in request_refusal(H2O, {"kv_policy": "full"})
     message = request_refusal({**H2O, "allow": []}, {"kv_policy": "sink-window"})
-    assert "'sink-window' is not enabled here: expected one of: h2o" in message
+    assert (
+        "'sink-window' is not enabled here: expected one of: h2o; the server's field allow may name others" in message
+    )
+    for server in (H2O, "h2o", "h2o-pressure", {"name": "pyramidkv"}, {"name": "sink-window", "select": 512}):
+        assert asked(server, {"kv_policy": "full"}).name == "full"
+    for server in ({"name": "h2o", "context": 4096}, {**H2O, "allow": ["tova"]}):
+        assert "'full' is not enabled here" in request_refusal(server, {"kv_policy": "full"})
+
+
+def test_a_request_that_keeps_everything_has_to_fit_into_the_pool():
+    """The pool of a server that evicts is not planned for it: it would wait for ever."""
+    for server in (parse(H2O), parse("h2o-pressure")):
+        full = server.for_request({"kv_policy": "full"}, 2000, 32)
+        server.check_room(full, 3200, 8192, 32, 100)
+        with pytest.raises(
+            KVPolicyError, match="may grow to 3201 tokens, and the cache holds 3200: ask for fewer max_"
+        ):
+            server.check_room(full, 3201, 8192, 32, 100)
+        server.check_room(server.for_request({"kv_policy": "tova"}, 2000, 32), 8192, 8192, 32, 100)
+    for server in (parse("full"), parse({**H2O, "prompt": "whole"})):
+        server.check_room(server.for_request({"kv_policy": "full"}, 2000, 32), 8192, 8192, 32, 100)
 
 
 def test_full_takes_no_budget():
@@ -209,12 +228,12 @@ def test_another_scoring_policy_takes_over_what_was_changed():
 
 def test_a_window_that_is_the_budget_is_no_recent_window():
     assert asked({"name": "sink-window", "sink": 64, "recent": 1024}, {"kv_policy": "h2o"}).recent == 256
-    # A smaller budget leaves half of it, beside sinks and one block.
-    for budget, recent in ((320, 160), (128, 32), (96, 0), (97, 32)):
+    # A smaller budget leaves a quarter of it, and one block at least, within what the server grants.
+    for budget, blocks, recent in ((320, 10, 64), (128, 4, 32), (96, 4, 32), (97, 4, 32)):
         config = asked({"name": "sink-window", "sink": 64, "budget": budget}, {"kv_policy": "h2o"})
-        assert config.limits(32, 5000) == Limits(math.ceil(budget / 32), math.ceil(budget / 32), 2, recent)
+        assert config.limits(32, 5000) == Limits(blocks, blocks, 2, recent)
     config = asked({"name": "sink-window", "recent": 1024}, {"kv_policy": "tova", "kv_budget": 128})
-    assert config.limits(32, 5000) == Limits(4, 4, 0, 64)
+    assert config.limits(32, 5000) == Limits(4, 4, 1, 32)
     assert asked({"name": "sink-window"}, {"kv_policy": "pagedeviction"}).recent == 0
 
 

@@ -6,7 +6,8 @@ import math
 import pytest
 from configuration import H2O, WHOLE, asked, parse, refusal
 
-from vllm_evict.config import KVPolicyError, Limits
+from vllm_evict.config import KVPolicyError, Limits, presets
+from vllm_evict.config.sizes import LEAST_BUDGET, LEAST_CHOICE
 from vllm_evict.policies import CACHED, MASS_OPTIONS, POLICIES, QUERIED, REDUCTIONS, RUNNING
 
 # --- in blocks -------------------------------------------------------------------------------------------------------
@@ -21,7 +22,9 @@ from vllm_evict.policies import CACHED, MASS_OPTIONS, POLICIES, QUERIED, REDUCTI
         (dict(budget=200, buffer=40, sink=20, recent=50), 32, 5000, Limits(7, 8, 1, 50)),
         # budget + buffer is rounded once, not each: 200 + 20 = 220 -> 7 blocks.
         (dict(budget=200, buffer=20, sink=20, recent=50), 32, 5000, Limits(7, 7, 1, 50)),
-        (dict(budget=200, buffer=20, sink=20, recent=50), 128, 5000, None),
+        # At least sinks, recent tokens and one block, whatever the size of blocks: 1 + 1 + 1.
+        (dict(budget=200, buffer=20, sink=20, recent=50), 128, 5000, Limits(3, 4, 1, 50)),
+        ({}, 2096, 5000, Limits(3, 4, 1, 256)),
         (dict(budget=512, buffer=1, sink=0, recent=0), 128, 5000, Limits(4, 5, 0, 0)),
         # A quarter of 5000 = 1250 -> 40 blocks, and the buffer from there.
         (dict(budget=0.25), 32, 5000, Limits(40, 42, 1, 256)),
@@ -32,25 +35,24 @@ from vllm_evict.policies import CACHED, MASS_OPTIONS, POLICIES, QUERIED, REDUCTI
     ],
 )
 def test_limits(options, block, prompt, expected):
-    config = parse({**H2O, **options})
-    if expected is None:
-        with pytest.raises(KVPolicyError, match="blocks of 128"):
-            config.limits(block, prompt)
-    else:
-        assert config.limits(block, prompt) == expected
+    assert parse({**H2O, **options}).limits(block, prompt) == expected
 
 
 def test_bound_is_the_largest_trigger_or_none():
     assert parse(H2O).bound(32, 4096) == 34
     assert parse({**H2O, "budget": 0.5}).bound(32, 4096) == 2048 // 32 + 2
     assert parse("full").bound(32, 4096) is None
-    assert parse({**H2O, "allow": ["full"]}).bound(32, 4096) is None
+    # What `full` beside it takes is not planned for.
+    assert parse({**H2O, "allow": ["full"]}).bound(32, 4096) == 34
     assert parse({**H2O, "allow": ["sink-window"]}).bound(32, 4096) == 34
 
 
 def test_allowed():
     assert parse("full").allowed == set(WHOLE) - {"kvzip"}
-    assert parse("h2o").allowed == set(WHOLE) - {"full", "kvzip"}
+    assert parse("h2o").allowed == set(WHOLE) - {"kvzip"}
+    assert parse({"name": "h2o", "context": 4096}).allowed == set(WHOLE) - {"full", "kvzip"}
+    assert parse({"name": "adakv"}).allowed == {"adakv", "full"}
+    assert parse({"name": "adakv", "allow": []}).allowed == {"adakv"}
     assert parse({"name": "h2o", "allow": []}).allowed == {"h2o"}
     assert parse({"name": "sink-window", "allow": ["full"]}).allowed == {"sink-window", "full"}
 
@@ -132,8 +134,6 @@ def test_short_prompts_have_no_limits():
     # They may decode up to the model's length, and the pool has to hold that.
     assert config.bound(32, 4096) is None
     assert parse({**H2O, "min_prompt": 1}).bound(32, 4096) == 34
-    with pytest.raises(KVPolicyError, match="at least 512"):  # seen at start, whatever the prompt
-        parse({**H2O, "budget": 320, "min_prompt": 300}).limits(128, 1)
     assert "greater than or equal to 0" in refusal({**H2O, "min_prompt": -1})
 
 
@@ -170,55 +170,100 @@ def test_policies_of_the_last_queries_fix_how_mass_adds_up(name, window):
 SIZED = sorted(name for name, policy in POLICIES.items() if "budget" in policy.options)
 
 
-def test_defaults_fit_a_budget_of_288():
-    """It was refused, as sinks of 64 and a window of 256 do not fit."""
-    config = parse({"name": "h2o", "budget": 288})
-    assert (config.sink, config.recent) == (32, 144)
-    assert config.limits(32, 5000) == Limits(9, 13, 1, 128) and config.limits(16, 5000) == Limits(18, 26, 2, 144)
-    assert config.limits(128, 5000) == Limits(3, 4, 0, 128)
-    large = parse({"name": "h2o", "budget": 2048}).limits(128, 5000)
-    assert large == parse({"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}).limits(128, 5000)
+#: Tokens of blocks: of vLLM's, and of hybrids, whose blocks are as large as a state.
+BLOCKS = (16, 32, 64, 128, 256, 528, 1056, 2096, 4176)
+PROMPT = 20_000
 
 
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("name", SIZED)
-def test_any_budget_of_three_blocks_works_with_nothing_else_said(name, block):
-    server = parse({"name": name, "allow": ["full"]}) if POLICIES[name].splits else parse(name)
-    default = POLICIES[name].defaults
-    for blocks in (*range(3, 40), 100):
-        for budget in (blocks * block, (blocks - 1) * block + 1):
-            config = parse({"name": name, "budget": budget})
-            for each in (config, server.for_request({"kv_budget": budget}, 10**5, block) if budget < 1000 else config):
-                limits, window = each.limits(block, 10**5), each.policy.window_is_the_budget
-                assert limits.budget == blocks
-                assert limits.sink <= blocks / 8 and limits.sink * block <= default["sink"] + block
-                assert limits.recent <= blocks * block / 2 and limits.recent <= default["recent"] * (not window)
-                assert limits.sink + math.ceil(limits.recent / block) < blocks
-                if blocks == 100:
-                    assert limits.sink == math.ceil(default["sink"] / block)
-                    assert window or limits.recent == default["recent"]
+def test_sizes_that_nobody_gave_follow_the_budget_at_any_size_of_blocks(name, block):
+    """They leave sinks, recent tokens and several blocks to choose, for servers and for requests' own budgets."""
+    own, window = POLICIES[name].defaults, POLICIES[name].window_is_the_budget
+    splits = POLICIES[name].splits or POLICIES[name].reconstructs
+    server = parse({"name": name, "allow": ["full"]} if splits else {"name": "full"})
+    budgets = [None, 0.01, 0.1, 0.25, 0.5, 0.9, 1, 100, 288, 1024, 2048, 8192]
+    for budget in [*budgets, *(count * block for count in (1, 2, 3, 4, 5, 8, 9, 16, 100))]:
+        given = {} if budget is None else {"budget": budget}
+        configs = [parse({"name": name, **given})]
+        if not splits:
+            asked = {} if budget is None else {"kv_budget": budget}
+            configs.append(server.for_request({"kv_policy": name, **asked}, PROMPT, block))
+        for config in configs:
+            limits = config.limits(block, PROMPT)
+            tokens = 0 if budget is None else math.ceil(budget * (PROMPT if isinstance(budget, float) else 1))
+            recent = math.ceil(limits.recent / block)
+            # What was given becomes no more than it has to.
+            if budget is not None:
+                least = bool(own["sink"]) + bool(own["recent"] and not window) + LEAST_CHOICE
+                assert limits.budget == max(math.ceil(tokens / block), least)
+            # An eighth and a quarter at most, and one block at least, if the policy has any.
+            assert limits.sink == min(math.ceil(own["sink"] / block), max(limits.budget // 8, 1)) or budget is None
+            assert bool(limits.sink) == bool(own["sink"])
+            assert limits.recent <= own["recent"] and bool(limits.recent) == bool(
+                own["recent"] and not (window and given)
+            )
+            if not (window and budget is None):
+                assert recent <= max(limits.budget // 4, 1)
+                assert limits.budget - limits.sink - recent >= LEAST_CHOICE
+            if budget is None and not window:
+                assert limits.budget == max(math.ceil(2048 / block), LEAST_BUDGET)
+                assert 8 * limits.sink <= limits.budget and 4 * recent <= limits.budget
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("preset", sorted(presets()))
+def test_presets_keep_sinks_and_leave_a_choice_at_any_size_of_blocks(preset, block):
+    config = parse(preset)
+    if config.name == "full":
+        return
+    limits = config.limits(block, PROMPT)
+    assert limits.sink >= 1
+    assert limits.budget - limits.sink - math.ceil(limits.recent / block) >= 1
+    assert limits.recent >= 1 or config.policy.window_is_the_budget
+
+
+def test_a_tenth_of_a_prompt_keeps_a_tenth():
+    """Sinks of 64 and recent tokens of 256 made 352 tokens of it, with one block to choose."""
+    config = parse({"name": "h2o", "budget": 0.1, "evict": "host", "host": "1GiB", "recall": "quest"})
+    assert config.limits(32, 2048) == Limits(7, 11, 1, 32)
+    assert config.limits(16, 2048) == Limits(13, 21, 1, 48)
+
+
+def test_small_blocks_leave_the_policys_own_sizes():
+    for block in (16, 32, 64, 128):
+        own = parse("h2o").limits(block, 5000)
+        assert own == parse({"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}).limits(block, 5000)
+    config = parse({"name": "h2o", "budget": 288})
+    assert (config.sink, config.recent) == (32, 64)
 
 
 def test_sizes_that_were_given_are_never_changed():
     config = parse({"name": "h2o", "budget": 320, "sink": 128})
-    # 10 blocks: 4 of sinks, at most 5 for the window, one that can go.
-    assert config.sink == 128 and config.limits(32, 5000) == Limits(10, 14, 4, 160)
+    # 10 blocks: 4 of sinks, 2 for the window, 4 that can go.
+    assert config.sink == 128 and config.limits(32, 5000) == Limits(10, 14, 4, 64)
     config = parse({"name": "h2o", "budget": 320, "sink": 224})
     assert config.limits(32, 5000) == Limits(10, 14, 7, 64)
+    # 9 blocks of recent tokens, sinks, and one that can go.
     config = parse({"name": "h2o", "budget": 320, "recent": 288})
-    assert config.limits(32, 5000) == Limits(10, 14, 0, 288)
-    assert "32 + 256" in refusal({**H2O, "budget": 280})
-    with pytest.raises(KVPolicyError, match="need at least 512"):
-        parse({"name": "h2o", "budget": 321, "sink": 320}).limits(128, 5000)
-    # A ratio has a floor, which is sinks, recent window and one block.
-    assert parse({"name": "h2o", "budget": 0.1}).limits(32, 100) == Limits(11, 15, 2, 256)
+    assert config.limits(32, 5000) == Limits(11, 15, 1, 288)
+    assert "sink + recent + one block = 32 + 256" in refusal({**H2O, "budget": 280})
+    assert "at least recent + one block = 256" in refusal({"name": "h2o", "budget": 256, "recent": 256})
+    # A ratio has the same floor.
+    assert parse({"name": "h2o", "budget": 0.1, "recent": 288}).limits(32, 100) == Limits(11, 15, 1, 288)
+    # A budget that was given grows to whole blocks beside them.
+    assert parse({"name": "h2o", "budget": 321, "sink": 320}).limits(128, 5000) == Limits(6, 7, 3, 128)
 
 
 def test_a_policy_chosen_for_a_group_of_heads_has_its_sizes():
     config = parse({"name": "fastgen", "budget": 384})
-    assert config.limits(128, 5000) == Limits(3, 4, 0, 128)
-    assert config.profiled("h2o", 128).limits(128, 5000) == Limits(3, 4, 0, 128)
-    assert config.profiled("sink-window", 128).limits(128, 5000) == Limits(2, 3, 0, 128)
+    assert config.limits(128, 5000) == Limits(4, 5, 1, 128)
+    assert config.profiled("h2o", 128, 5000).limits(128, 5000) == Limits(4, 5, 1, 128)
+    assert config.profiled("sink-window", 128, 5000).limits(128, 5000) == Limits(3, 4, 1, 128)
+    for block in BLOCKS:
+        for given in ({}, {"budget": 0.1}, {"budget": 100}):
+            config = parse({"name": "fastgen", **given})
+            assert config.profiled("h2o", block, 5000).limits(block, 5000) == config.limits(block, 5000)
 
 
 @pytest.mark.parametrize(
@@ -228,17 +273,16 @@ def test_a_policy_chosen_for_a_group_of_heads_has_its_sizes():
         *({"name": "h2o", "budget": 300}, {"name": "h2o", "budget": 0.3}, {"name": "sink-window", "budget": 400}),
     ],
 )
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_what_a_servers_user_did_not_give_follows_a_requests_budget(server, block):
     server = parse(server)
     granted, picked = server.limits(block, 2000), 0
     for name in server.allowed - {"full"}:
         for budget in (3 * block, 5 * block, 200, 288, 0.1, 0.01):
-            if isinstance(budget, int) and (budget < 3 * block or (granted and budget > granted.budget * block)):
+            if granted and isinstance(budget, int) and budget > granted.budget * block:
                 continue
-            if server.unsaid != {"sink", "recent"} and budget in (3 * block, 5 * block, 200, 288):
-                continue  # what was given may be too large
             limits = server.for_request({"kv_policy": name, "kv_budget": budget}, 2000, block).limits(block, 2000)
             assert not granted or (limits.budget <= granted.budget and limits.trigger <= granted.trigger)
             picked += 1
+            assert limits.sink or not POLICIES[name].defaults["sink"]
     assert picked > 5

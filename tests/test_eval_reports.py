@@ -19,6 +19,7 @@ from evaluation import (
     row_of,
 )
 
+from vllm_evict.config import KVPolicyConfig
 from vllm_evict.eval import EvalError, cli, report, rows, summary
 from vllm_evict.eval.pictures import draw_all
 from vllm_evict.eval.policies import contenders, parse_budgets, servers, split_list
@@ -123,11 +124,50 @@ def test_a_difference_within_noise_is_shown_as_such():
     worse = [row_of("sink-window", 128, index=i, score=float(i > 8)) for i in range(12)]
     lines = {line.policy: line for line in summary.summarise(full + noisy + worse)}
     assert (lines["full"].verdict, lines["full"].quality) == ("", "100% [76, 100]")
-    assert (lines["h2o"].verdict, lines["h2o"].delta) == ("within noise", "-25")
+    assert (lines["h2o"].verdict, lines["h2o"].delta) == ("too few prompts (12) to tell", "-25")
     assert lines["h2o"].p == pytest.approx(0.25)
     assert lines["sink-window"].verdict == "worse" and lines["sink-window"].score == 0.25
     (alone,) = summary.summarise(noisy)
     assert alone.verdict == "no full to compare" and alone.difference is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "lost", "won", "verdict"),
+    [
+        (10, 5, 0, "too few prompts (10) to tell"),
+        (59, 0, 0, "too few prompts (59) to tell"),
+        (60, 0, 0, "within noise"),
+        (60, 5, 0, "within noise"),
+        (60, 6, 0, "worse"),
+        (60, 16, 9, "too few prompts (60) to tell"),
+    ],
+)
+def test_few_prompts_show_no_absence_of_a_difference(prompts, lost, won, verdict):
+    """A loss of 50 points in 10 prompts was shown as within noise."""
+    full = [row_of(index=i, score=float(i >= won)) for i in range(prompts)]
+    own = [row_of("h2o", 128, index=i, score=float(i < prompts - lost)) for i in range(prompts)]
+    (line,) = [line for line in summary.summarise(full + own) if line.policy == "h2o"]
+    assert line.verdict == verdict and line.difference == pytest.approx((won - lost) / prompts)
+
+
+def test_tables_show_how_many_tokens_were_kept():
+    """0.25 of a prompt is what it says, or the table says that it is more."""
+    sizes = {"prompt_tokens": 1040, "block_size": 32}
+    found = [row_of(**sizes), row_of("h2o", 0.25, **sizes | {"budget_tokens": 288})]
+    found += [row_of("tova", 0.25, **sizes | {"budget_tokens": 384}), row_of("knorm", 512, **sizes)]
+    kept = {line.policy: summary.words(line)["tokens kept"] for line in summary.summarise(found)}
+    assert kept == {"full": "all", "h2o": "288 (28%)", "tova": "384 (37%, raised)", "knorm": "512"}
+
+
+def test_a_name_means_the_same_as_in_the_flag():
+    """Sizes that nobody gave are the policy's; those that were given are said in the label where policies differ."""
+    by_name, by_fields = contenders('h2o,{"name": "h2o"}', [0.25])[:1], contenders('{"name": "h2o"}', [0.25])
+    flag = KVPolicyConfig.parse({"name": "h2o", "budget": 0.25})
+    assert by_name[0].config == by_fields[0].config == flag and by_name[0].config.given == flag.given
+    given = contenders("h2o", [0.25], sink=32, recent=32, buffer=0)[0].config
+    assert (given.sink, given.recent, given.buffer) == (32, 32, 0) and given.given >= {"sink", "recent", "buffer"}
+    (own,) = contenders("h2o", [])
+    assert own.xargs == {"kv_policy": "h2o"}, "a budget that nobody gave is the server's"
 
 
 def test_perplexity_is_worse_when_it_is_more():
@@ -189,7 +229,7 @@ def test_a_share_stands_where_a_budget_would():
         "duo sparsity=0.5": "56%",
         "duo sparsity=0.5 retrieval=h2o accumulate=last": "31%",
     }
-    assert not lines["duo sparsity=0.5"].is_full and lines["duo sparsity=0.5"].verdict == "within noise"
+    assert not lines["duo sparsity=0.5"].is_full and lines["duo sparsity=0.5"].verdict == "too few prompts (1) to tell"
     assert summary.columns(lines["duo sparsity=0.5"])["budget"] == "56%"
     said = report.headlines(list(lines.values()))
     assert "duo sparsity=0.5 100% [21, 100] at a budget of 56%, which 1 prompts do not tell from full" in said[0]
@@ -347,7 +387,7 @@ def test_damage_elsewhere_is_left_to_the_user(tmp_path):
         (["--settings", "turns", "--tasks", "vt", "--url", "http://127.0.0.1:9/v1"], "turns needs sessions"),
         (["--tasks", "ruler=/no/file", "--settings", "served"], "/no/file: no such file"),
         (["--policies", "full,h20"], "unknown KV policy 'h20': did you mean 'h2o'?"),
-        (["--policies", "h2o", "--budgets", "64"], "budget 64 leaves nothing to choose"),
+        (["--policies", "h2o", "--budgets", "64", "--recent", "64"], "budget 64 leaves nothing to choose"),
         (["--policies", "full,duo"], "--policies duo: policy 'duo' needs gates: the path of a file of gates"),
         (["--policies", SPLIT[0], "--block-size", "16"], "configs/heads/needle has 4 layers x 2 KV heads, the model"),
         (["--budgets", "much"], "budget 'much' is no number"),

@@ -42,7 +42,7 @@ from vllm_evict.eval.run import Plan, run
 
 def offline_plan(model, out, **changes):
     plan = {"tasks": ("niah", "ppl"), "policies": "full,h2o,sink-window", "budgets": (128,), "lengths": (512,)}
-    plan |= {"depths": (0.0, 1.0), "samples": 1, "engine_args": ENGINE}
+    plan |= {"depths": (0.0, 1.0), "samples": 1, "engine_args": ENGINE, "block_size": 32, **SIZES}
     return Plan(model=str(model), out=out, **(plan | changes))
 
 
@@ -424,7 +424,13 @@ def test_over_http(server, tmp_path):
     assert lines["ppl", "full", None].score < lines["ppl", "sink-window", 128].score
     row = next(r for r in found if r["task"] == "niah")
     assert row["ttft_s"] > 0 and row["tokens_per_s"] > 0 and row["prompt_tokens"] > 512
-    assert (row["peak_blocks"], row["evicted_tokens"], row["backend"]) == (None, None, "http")
+    # What the server says of each request.
+    assert (row["budget_tokens"], row["evicted_tokens"], row["block_size"], row["backend"]) == (None, 0, 32, "http")
+    assert row["peak_blocks"] == -(-(row["prompt_tokens"] + row["output_tokens"] - 1) // 32)
+    kept = {budget: lines["niah", "sink-window", budget] for budget in (128, 0.25)}
+    assert {budget: line.budget_tokens for budget, line in kept.items()} == {128: 128, 0.25: 160}
+    assert min(line.evicted_tokens for line in kept.values()) > 300 and not any(line.raised for line in kept.values())
+    assert kept[128].peak_blocks < row["peak_blocks"]
     assert row["versions"]["vllm"].startswith("0.")
     # The server's chunks are of 128 tokens, as is said here, so the question comes after the context was evicted.
     known = {"settings": ("agnostic",), "chunk": 128, "tokenizer": str(NEEDLE), "tasks": ("niah",)}

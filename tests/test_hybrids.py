@@ -213,4 +213,5 @@ def test_the_start_up_line_says_whose_groups_are_whose_and_what_a_budget_rounds_
     engine({**H2O, "budget": 600}, **hybrids("granitemoehybrid"), block_size=128, enable_prefix_caching=False)
     (line,) = [line for line in lines if "model runner" in line]
     assert "; 1 KV group of 1 layers, beside 3 with states, managed by vLLM" in line
-    assert line.endswith("; a budget of 600 tokens is 640 in whole blocks; granularity: token would keep it as it is")
+    became = "640 tokens, 5 blocks of 128: 1 of sinks, 1 of recent tokens, 3 to choose"
+    assert line.endswith(f"; a budget of 600 tokens becomes {became}")

@@ -354,11 +354,6 @@ def test_no_kv_connector_beside_sliding_windows(tmp_path):
         engine_config(windows, H2O, **connected())
 
 
-def test_a_budget_too_small_for_the_blocks_is_refused_at_start(tiny):
-    with pytest.raises(KVPolicyError, match="budget 512 is too small for blocks of 512"):
-        engine_config(tiny, block_size=512)
-
-
 def test_an_instruction_that_the_model_does_not_know_is_refused_at_start(tiny):
     """The engine would end with the first prompt that is repeated."""
     policy = {"name": "kvzip", "budget": 512, "instruction": [7, 255]}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_refusals import H2O, UNMEASURED, RayDistributedExecutor, engine_config, refusal, with_config
+from transformers import AutoConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -252,9 +253,60 @@ def test_every_entry_refuses_on_its_own(monkeypatch):
 
 
 def test_a_policy_without_scores_may_have_any_kv_dtype(tiny):
-    assert engine_config(tiny, UNMEASURED, kv_cache_dtype="fp8_e5m2").scheduler_config.scheduler_cls
-    with pytest.raises(KVPolicyError, match='"allow": \\[\\]'):
-        engine_config(tiny, {"name": "sink-window", "budget": 512}, kv_cache_dtype="fp8_e5m2")
+    for policy in (UNMEASURED, {"name": "sink-window", "budget": 512}):
+        assert engine_config(tiny, policy, kv_cache_dtype="fp8_e5m2").scheduler_config.scheduler_cls
+    with pytest.raises(KVPolicyError, match='or a policy without scores.*leave others out of "allow"'):
+        engine_config(tiny, {"name": "sink-window", "allow": ["h2o"]}, kv_cache_dtype="fp8_e5m2")
+
+
+CUDA = {"device_config__device_type": "cuda"}
+#: What keeps policies that score from a server -> changes of `plain_config`.
+UNSCORED = {
+    "KV cache dtype 'nvfp4'": {**CUDA, "cache_config__cache_dtype": "nvfp4"},
+    "KV cache dtypes that differ between layers": {**CUDA, "cache_config__kv_cache_dtype_skip_layers": ["0"]},
+    "heads of 512 dimensions": {**CUDA, "model_config__hf_text_config": SimpleNamespace(global_head_dim=512)},
+    "heads of 8 dimensions": {**CUDA, "model_config__get_head_size": lambda: 8},
+}
+
+
+@pytest.mark.parametrize("what", UNSCORED)
+def test_what_nobody_asked_for_refuses_no_server(monkeypatch, what):
+    """A server whose requests might pick what cannot run leaves it out, and says so in one line."""
+    lines = []
+    monkeypatch.setattr(refusals.logger, "info", lambda words, *values: lines.append(words % values))
+    plain, scored = plain_config(**UNSCORED[what]), {"h2o", "tova", "snapkv", "rkv", "scissorhands"}
+    for name in ("sink-window", "strided", "full"):
+        policy = KVPolicyConfig.parse(name)
+        served = refusals.check_config(plain, policy)
+        (line,), lines[:] = list(lines), []
+        assert served.allowed >= {"full", "sink-window", "strided", "random"} and not served.allowed & scored
+        assert line.startswith(f"KV policy {name}: requests may not pick h2o, ") and what in line
+        assert KVPolicyConfig.parse(served.to_dict()).allowed == served.allowed
+        with pytest.raises(KVPolicyError, match="kv_policy 'h2o' is not enabled here"):
+            served.for_request({"kv_policy": "h2o"}, 1000, 32)
+    # What was asked for is refused by name.
+    for policy in ("h2o", {"name": "sink-window", "allow": ["h2o"]}, {"name": "full", "allow": ["tova", "random"]}):
+        with pytest.raises(KVPolicyError, match=what):
+            refusals.check_config(plain, KVPolicyConfig.parse(policy))
+    assert not lines
+
+
+def test_gemma_4s_full_attention_has_heads_that_no_kernel_scores_on_a_gpu():
+    """The configuration of another layer has 256 dimensions. Plain sink-window starts; on a CPU all policies do."""
+    kinds = ["sliding_attention", "full_attention"]
+    text = AutoConfig.for_model("gemma4_text", num_hidden_layers=2, layer_types=kinds)
+    plain = {"model_config__hf_text_config": text, "model_config__get_head_size": lambda: 256}
+    policy = KVPolicyConfig.parse("sink-window")
+    assert "h2o" not in refusals.check_config(plain_config(**plain, **CUDA), policy).allowed
+    assert refusals.check_config(plain_config(**plain), policy) is policy
+    with pytest.raises(KVPolicyError, match="heads of 512 dimensions, of which the plugin's kernels read 16 to 256"):
+        refusals.check_config(plain_config(**plain, **CUDA), KVPolicyConfig.parse("h2o"))
+
+
+def test_a_server_that_can_run_all_policies_leaves_the_default_alone():
+    for policy in ("sink-window", "h2o", "full", "h2o-pressure", {"name": "h2o", "allow": ["tova"]}):
+        config = KVPolicyConfig.parse(policy)
+        assert refusals.check_config(plain_config(), config) is config
 
 
 @pytest.mark.parametrize("backend", [None, *SERVED])

@@ -383,13 +383,15 @@ ALIBI = {
 
 
 @pytest.mark.parametrize("kind", ALIBI)
-@pytest.mark.parametrize("policy", [H2O, UNMEASURED, {**H2O, "name": "keydiff"}, {"name": "full"}, "quest"], ids=str)
+@pytest.mark.parametrize("policy", [H2O, UNMEASURED, {**H2O, "name": "keydiff"}, "quest"], ids=str)
 def test_policies_that_evict_are_refused_with_alibi_before_anything_is_loaded(tmp_path, kind, policy):
-    """Over holes biases would count other distances than those of the text, under `full` once a request evicts."""
+    """Over holes biases would count other distances than those of the text. `full` leaves the others to no request."""
     model = with_config(tmp_path, **ALIBI[kind])
     with pytest.raises(KVPolicyError, match=r'with ALiBi: how far back.*use \{"name": "full", "allow": \[\]\}'):
         engine_config(model, policy, block_size=32)
-    engine_config(model, KEEPS_ALL)
+    for keeps_all in (KEEPS_ALL, "full"):
+        (config,) = engine_config(model, keeps_all).additional_config.values()
+        assert KVPolicyConfig.parse(config).allowed == {"full"}
 
 
 def test_a_model_with_alibi_is_refused_by_its_layers_where_the_configuration_is_silent(engine, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from vllm_evict.integration.allocation import note_steps
 
 SELECT = {"select": 256, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
 OWN = {*SELECT, "select_every", "filter_layers", "select_bounds"}
-SIZES = {"sink": 32, "recent": 32, "buffer": 0, "block_size": BLOCK}
+SIZES = {"sink": 32, "recent": 32, "buffer": 0}
 EVICTING = {"budget": 384, "buffer": 64, "sink": 32, "recent": 64}
 
 
@@ -288,7 +288,6 @@ def test_fields_that_do_not_go_together_are_refused_by_name(fields, message):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"select": 128}, "select: 128 tokens leave nothing to choose"),
         ({"select": 1024, "filter_layers": [1, 7]}, "filter_layers of a model with 5 layers, from 0 on, got (1, 7)"),
         ({"select": 1024, "filter_layers": [4]}, "filter_layers of a model with 5 layers, from 0 on, got (4,)"),
         ({"select": 1024, "dense_layers": 5}, "dense_layers of a model with 5 layers, from 0 on, got 5"),
@@ -297,6 +296,21 @@ def test_fields_that_do_not_go_together_are_refused_by_name(fields, message):
 def test_a_selection_has_to_fit_the_model(fields, message):
     with pytest.raises(KVPolicyError, match=re.escape(message)):
         KVPolicyConfig.parse({"name": "full", **fields}).check(BLOCK, 5, 2, 4096)
+
+
+@pytest.mark.parametrize("size", [16, 32, 128, 528, 2096])
+@pytest.mark.parametrize("select", [100, 512, 2048])
+def test_sizes_of_a_selection_that_nobody_gave_follow_it(size, select):
+    """As sinks and recent tokens follow a budget: a choice is left, and what was given stays."""
+    config = KVPolicyConfig.parse({"name": "full", "select": select})
+    blocks, sinks, recent = config.selected(size)
+    assert blocks == max(-(-select // size), 4) and blocks - sinks - recent >= 2
+    assert sinks == min(-(-64 // size), max(blocks // 8, 1)) and recent == min(-(-127 // size) + 1, max(blocks // 4, 1))
+    carried = KVPolicyConfig.parse(config.to_dict())
+    assert carried.selected(size) == (blocks, sinks, recent) == carried.for_request({}, 100, size).selected(size)
+    given = KVPolicyConfig.parse({"name": "full", "select": select, "select_sink": 96, "select_recent": 96})
+    assert given.selected(size)[1:] == (-(-96 // size), -(-95 // size) + 1)
+    assert given.selected(size)[0] == max(-(-select // size), sum(given.selected(size)[1:]) + 1)
 
 
 def test_requests_of_a_server_that_selects_measure_no_attention():

@@ -250,6 +250,27 @@ def test_a_bounded_request_finds_room_beside_those_of_a_server_that_evicts_nothi
     server.assert_nothing_left()
 
 
+@pytest.mark.both_runners
+def test_a_request_may_keep_everything_if_the_pool_has_room_for_it(engine):
+    """A server that evicts starts in a pool for less than its longest request, which would wait for ever under `full`."""
+    server = engine(H2O, blocks=20, max_model_len=1024, max_num_batched_tokens=128)
+    prompt = [random_prompt(400, 1)]
+    (whole,) = server.generate(prompt, max_tokens=40, extra_args={"kv_policy": "full"})
+    (bounded,) = server.generate(prompt, max_tokens=40)
+    assert (whole.kv_usage.policy, whole.kv_usage.evicted_blocks) == ("full", 0) and bounded.kv_usage.evicted_blocks > 0
+    with pytest.raises(
+        VLLMValidationError, match="may grow to 700 tokens, and the cache holds 608: ask for fewer max_"
+    ):
+        server.add(random_prompt(600, 2), max_tokens=100, extra_args={"kv_policy": "full"})
+    # What the front end did not see does not stop the engine.
+    server.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks, blocks = 0, 20
+    unseen = server.add(random_prompt(600, 2), max_tokens=100, extra_args={"kv_policy": "full"})
+    server.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks = blocks
+    output = server.run()[unseen]
+    assert output.kv_usage.policy == "h2o" and len(output.outputs[0].token_ids) == 100
+    server.assert_nothing_left()
+
+
 def test_streamed_tokens_add_up_to_the_finished_output(engine):
     server = engine({**H2O, "allow": ["sink-window"]}, enable_prefix_caching=False)
     requests = [(random_prompt(300, 1), {}), (random_prompt(280, 2), on("sink-window"))]
@@ -351,7 +372,10 @@ def test_usage_so_far_is_sent_when_it_is_news(engine):
 
 BAD = {
     "unknown policy": ({"kv_policy": "h2"}, "unknown KV policy 'h2'.*h2o"),
-    "policy that is not enabled": ({"kv_policy": "full"}, "'full' is not enabled here: expected one of: .*h2o"),
+    "policy that is not enabled": (
+        {"kv_policy": "full"},
+        "'full' is not enabled here: .*h2o, sink-window; the server's field allow",
+    ),
     "too large a budget": ({"kv_budget": 256}, "above the server's 192"),
     "too small a budget": ({"kv_budget": 96}, "budget 96 leaves nothing to choose.*32 . 64"),
     "zero": ({"kv_budget": 0}, "above 0"),

@@ -119,8 +119,7 @@ def needles(names: list[str], spec: dict) -> Iterator[dict[str, Any]]:
     sizes = Sizes(**{**spec["sizes"], "depths": tuple(spec["sizes"]["depths"])})
     for setting in sorted({NEEDLES[name][0] for name in names}):
         here = {name: json.dumps(NEEDLES[name][1]) for name in names if NEEDLES[name][0] == setting}
-        common = {"sink": 32, "recent": 32, "buffer": 0, "block_size": spec["block"]}
-        labels = {name: contenders(policy, (), **common)[0].label for name, policy in here.items()}
+        labels = {name: contenders(policy, ())[0].label for name, policy in here.items()}
         with tempfile.TemporaryDirectory() as folder:
             plan = replace(
                 sizes.plan,

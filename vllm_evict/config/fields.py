@@ -44,7 +44,8 @@ BUDGET = Option(
     "budget",
     Any,
     None,
-    "tokens that a request keeps, or a ratio of its prompt below 1; null: `sink`, `recent` and one block",
+    "tokens that a request keeps, or a ratio of its prompt below 1, in whole blocks with room for `sink`, `recent` "
+    "and a block to choose; if left out, at least 8 blocks; null: `sink`, `recent` and one block",
     _budget,
 )
 BUFFER = Option(
@@ -58,13 +59,13 @@ SINK = Option(
     "sink",
     whole(),
     0,
-    "leading tokens that always stay; if left out, at most an eighth of a budget in tokens, in whole blocks",
+    "leading tokens that always stay; if left out, at most an eighth of the budget's blocks, and at least one block",
 )
 RECENT = Option(
     "recent",
     whole(),
     0,
-    "trailing tokens that always stay; if left out, at most half of a budget in tokens, in whole blocks",
+    "trailing tokens that always stay; if left out, at most a quarter of the budget's blocks, and at least one block",
 )
 PROTECT = Option(
     "protect",
@@ -175,8 +176,18 @@ SELECT = (
     ),
     Option("select_every", whole(1), 1, "with `select`: steps that attend to one choice"),
     Option("select_bounds", Literal["box", "sphere", "mean"], "box", "with `select`: see `recall_bounds`"),
-    Option("select_sink", whole(), 64, "with `select`: leading tokens that are always attended to"),
-    Option("select_recent", whole(), 128, "with `select`: trailing tokens that are always attended to"),
+    Option(
+        "select_sink",
+        whole(),
+        64,
+        "with `select`: leading tokens that are always attended to; follows `select` as `sink` the budget",
+    ),
+    Option(
+        "select_recent",
+        whole(),
+        128,
+        "with `select`: trailing tokens that are always attended to; follows `select` as `recent` the budget",
+    ),
     Option(
         "dense_layers",
         whole() | None,
@@ -251,8 +262,8 @@ ALLOW = Option(
     "allow",
     entries(text) | None,
     None,
-    "policies that requests may pick; null: all that evict except `kvzip` and those that make KV groups, and `full` if "
-    "it is the server's; under pressure `full` and all that support it",
+    "policies that requests may pick; null: `full`, and all except `kvzip` and those that make KV groups; none that "
+    "lacks the server's `when`, `select` or `context`; beside a policy that makes KV groups `full` alone",
 )
 
 #: Values that `KVPolicyConfig` returns for fields that its policy does not have.

@@ -1,5 +1,6 @@
 """Configurations of the KV groups of a policy that splits layers or heads: bands, classes of heads, profiles."""
 
+import math
 from functools import cached_property
 
 import numpy as np
@@ -74,11 +75,14 @@ class Groups(Frozen):
             raise KVPolicyError(f"bands: {self.name!r} can't make {self.bands} of {what}, at most {most}")
         return self.replace(bands=self.bands or min(DEFAULT_BANDS, most), _depth=layers)
 
-    def profiled(self: C, name: str, block_size: int) -> C:
+    def profiled(self: C, name: str, block_size: int, prompt_len: int) -> C:
         """Return the configuration of a KV group whose policy is chosen: that policy with this one's sizes."""
-        fields = {**self._fitted(block_size), "protect": self.protect, "buffer": self.buffer}
+        budget, sizes = self._resolved(block_size, prompt_len)
+        fields = {**sizes, "protect": self.protect, "buffer": self.buffer}
         if name == "h2o":
-            fields |= {"budget": self.budget, "accumulate": "last", "window": self.window, "heads": self.heads}
+            as_given = isinstance(self.budget, int) and budget == math.ceil(self.budget / block_size)
+            fields["budget"] = self.budget if as_given else budget * block_size
+            fields |= {"accumulate": "last", "window": self.window, "heads": self.heads}
         config: C = self.parse({"name": name} if name == "full" else {"name": name, **fields})
         return config
 

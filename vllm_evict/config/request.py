@@ -64,7 +64,10 @@ class Requests(Frozen):
             raise KVPolicyError(f"kv_usage must be true or false (1 or 0), not {shown(usage)}")
         name = extra_args.get("kv_policy", self.name)
         if policy_named(name).name not in self.allowed:
-            raise KVPolicyError(f"kv_policy {name!r} is not enabled here: {instead(name, self.allowed)}")
+            raise KVPolicyError(
+                f"kv_policy {name!r} is not enabled here: {instead(name, self.allowed)}; the server's "
+                "field allow may name others"
+            )
         sizes = {field: _number(field, extra_args[field]) for field in REQUEST_SIZES if field in extra_args}
         if not sizes and name == self.name:
             return self
@@ -79,6 +82,9 @@ class Requests(Frozen):
         options = self._resized(REGISTRY[name], sizes, granted, prompt_len, block_size)
         config: C = self.parse({**options, "name": name}).replace(_depth=self._depth)
         asked = config.limits(block_size, prompt_len)
+        if granted is not None and asked is not None and asked.budget > granted.budget:
+            config = config.replace(_granted=granted.budget)
+            asked = config.limits(block_size, prompt_len)
         if (
             granted is not None
             and asked is not None
@@ -103,6 +109,28 @@ class Requests(Frozen):
             limits = config.limits(block_size, max(prompt_len, config.min_prompt))
             fields["kv_budget"] = limits.budget * block_size
         return fields
+
+    def check_room(self: C, granted: C, longest: int, max_model_len: int, block_size: int, blocks: int) -> None:
+        """Refuse a request that keeps everything, if it may outgrow a pool that was not planned for such requests.
+
+        It would wait for ever, and all requests behind it.
+
+        Args:
+            granted: the request's configuration.
+            longest: tokens that the request may grow to.
+            max_model_len: tokens.
+            block_size: tokens.
+            blocks: of the pool, in each KV group.
+
+        Raises:
+            KVPolicyError: naming both sizes.
+        """
+        outgrows = granted.limits(block_size, longest) is None and longest > blocks * block_size
+        if outgrows and self.bound(block_size, max_model_len) is not None:
+            raise KVPolicyError(
+                f"kv_policy {granted.name!r}: the request may grow to {longest} tokens, and the cache holds "
+                f"{blocks * block_size}: ask for fewer max_tokens, or for a policy that evicts"
+            )
 
     def _with_retrieval(self: C, sizes: Mapping[str, int | float], prompt_len: int, block_size: int) -> C:
         """Return `duo` with another budget of its retrieval heads."""
@@ -142,10 +170,7 @@ class Requests(Frozen):
         options |= asked
         if self.context is not None and isinstance(asked.get("budget"), float):
             options["budget"] = math.ceil(asked["budget"] * prompt_len)
-        options = {field: value for field, value in options.items() if field in policy.options}
-        if granted is not None and not isinstance(options.get("budget"), int):
-            options = _within(self, policy, options, granted.budget, block_size) | options
-        return options
+        return {field: value for field, value in options.items() if field in policy.options}
 
     def _handed_to(self: C, policy: Declaration, block_size: int, prompt_len: int) -> dict[str, Any]:
         """Return the fields that this configuration hands to another policy; see `for_request`."""
@@ -160,7 +185,7 @@ class Requests(Frozen):
             "budget": limits.budget * block_size,
             "buffer": self.buffer if self.when == "pressure" else (limits.trigger - limits.budget) * block_size,
             **{field: getattr(self, field) for field in (*HANDED, *names_of(PER_TOKEN), *names_of(TIER))},
-            **{size: getattr(self, size) for size in {"sink", "recent"} - self.unsaid},
+            **{size: getattr(self, size) for size in {"sink", "recent"} & self.given},
             **self._selection(),
         }
         if policy.window_is_the_budget or self.policy.window_is_the_budget:
@@ -169,7 +194,8 @@ class Requests(Frozen):
 
     def _selection(self) -> dict[str, Any]:
         """Return the fields of a selection; {} if decodes attend to all resident blocks."""
-        return {field: getattr(self, field) for field in names_of(SELECT)} if self.select else {}
+        given = names_of(SELECT) - ({"select_sink", "select_recent"} - self.given)
+        return {field: getattr(self, field) for field in given} if self.select else {}
 
 
 def _mistaken(extra_args: Mapping[str, Any]) -> str | None:
@@ -204,31 +230,6 @@ def given(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     values = {field: (extra_args or {}).get(field) for field in REQUEST_FIELDS}
     return {field: value for field, value in values.items() if value is not None}
-
-
-def _within(
-    config: Frozen, policy: Declaration, options: Mapping[str, Any], granted: int, block_size: int
-) -> dict[str, int]:
-    """Shrink sizes that are not given to what the server grants, for a request whose budget is a ratio or left out.
-
-    Args:
-        config: the server's configuration.
-        policy: the request's policy.
-        options: fields of the request.
-        granted: blocks that the server grants the request.
-        block_size: tokens.
-
-    Returns:
-        Name of a size that shrinks -> tokens.
-    """
-    window = {"recent"} if policy.window_is_the_budget else set()
-    unsaid = (policy.options & {"sink", "recent"}) - options.keys() - window
-    if not unsaid or not options.get("protect", True):
-        return {}
-    others = {field: value for field, value in options.items() if field != "recent" or not policy.window_is_the_budget}
-    config = config.parse({**others, "name": policy.name, "budget": granted * block_size})
-    sizes = config._fitted(block_size)
-    return {size: sizes[size] for size in unsaid if sizes[size] < policy.defaults[size]}
 
 
 def _number(field: str, value: Any) -> int | float:

@@ -13,7 +13,7 @@ from .options import Option, names_of
 from .registry import REGISTRY
 from .request import Requests
 from .sizes import SMALLEST_BLOCK, Sizes
-from .sources import policy_named, read
+from .sources import completed, policy_named, read
 
 logger = logging.getLogger("vllm.evict")
 
@@ -29,8 +29,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
 
     Attributes:
         name: name of the policy.
-        allow: policies that requests may pick. None: all policies that evict without reconstruction or split heads, and
-            `full` if the policy is `full`; under pressure `full` and the policies of these that support it.
+        allow: policies that requests may pick. None: all policies without reconstruction or split heads that support
+            the server's `when`, `select` and `context`; `full` alone if this policy splits heads or layers.
         given: names of fields that the user gave.
     """
 
@@ -39,6 +39,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     _depth: int | None
     #: A band's budget over the mean of all bands; None if this is not a band. Set by `classes`.
     _share: float | None
+    #: Blocks above which no size of a request that nobody gave raises its budget; None: any. Set by `for_request`.
+    _granted: int | None
 
     def __init__(self, /, **fields: Any) -> None:
         """Validate the fields. Raises KVPolicyError with one message for all mistakes."""
@@ -59,7 +61,10 @@ class KVPolicyConfig(Sizes, Groups, Requests):
             if policy.window_is_the_budget and values["budget"] is not None and "recent" not in fields:
                 values["recent"] = 0
             vars(self).update(policy.fixed, **values, name=policy.name, given=frozenset(fields))
-            vars(self).update(self._fitted(SMALLEST_BLOCK), _depth=None, _share=None)
+            vars(self).update(_depth=None, _share=None, _granted=None)
+            if isinstance(self.budget, int):
+                _, sizes = self._resolved(SMALLEST_BLOCK, 0)
+                vars(self).update({size: sizes[size] for size in sizes.keys() & self.unsaid})
             for rule in (*RULES, policy.check):
                 rule(self)
         except ValueError as error:
@@ -71,7 +76,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
 
         Args:
             value: a configuration, a dict of fields, the name of a policy or preset, a JSON object, or the path of a
-                YAML or JSON file.
+                YAML or JSON file. The field `name` may name a preset, whose fields the others change.
 
         Raises:
             KVPolicyError: the value is not a valid policy.
@@ -86,7 +91,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         if len(fields) > MOST_FIELDS:
             raise KVPolicyError(f"{source}got a KV policy of {len(fields)} fields; expected at most {MOST_FIELDS}")
         try:
-            return cls(**fields)
+            return cls(**completed(fields))
         except KVPolicyError as error:
             raise KVPolicyError(f"{source}{error}") from None
         except TypeError:
@@ -94,19 +99,14 @@ class KVPolicyConfig(Sizes, Groups, Requests):
                 raise
             raise KVPolicyError(f"{source}field names must be strings: {shown(list(fields))}") from None
 
-    @property
-    def unsaid(self) -> frozenset[str]:
-        """Names of `sink` and `recent` that the user did not give, and that follow a budget in tokens."""
-        return frozenset({"sink", "recent"} & self.policy.options) - self.given
-
     def to_dict(self) -> dict[str, Any]:
         """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes.
 
         Fields of blocks on the host are left out where evicted blocks are dropped, and fields of a selection where
-        decodes attend to all resident blocks.
+        decodes attend to all resident blocks; sizes of a selection that nobody gave, too.
         """
         unsaid = self.unsaid | (names_of(TIER) if self.evict == "drop" else set())
-        unsaid |= set() if self.select else names_of(SELECT)
+        unsaid |= {"select_sink", "select_recent"} - self.given if self.select else names_of(SELECT)
         fields = {field: value for field, value in self.effective().items() if field not in unsaid}
         return {
             field: self.retrieval.to_dict() if field == "retrieval" and value else value
@@ -128,18 +128,13 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         """Names of the policies that requests may pick."""
         if self.allow is not None:
             return frozenset(self.allow) | {self.name}
-        if self.policy.splits:
-            return frozenset({self.name})
         # A reconstruction costs a second pass and room for the whole prompt, so only the server can enable it.
-        names = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.splits}
-        names.add(self.name)
-        if self.select:
-            names = {name for name in names if "select" in REGISTRY[name].options}
-        if self.name == "full":
-            return frozenset(names)
-        if self.when == "pressure":  # `full` included: it takes no more room than the pool has
-            return frozenset(name for name in names if "pressure" in REGISTRY[name].triggers)
-        return frozenset(names - {"full"})
+        whole = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.splits}
+        names = {"full"} if self.policy.splits else whole
+        needed = {field for field in ("select", "context") if getattr(self, field)}
+        return frozenset(
+            name for name in names if needed <= REGISTRY[name].options and self.when in REGISTRY[name].triggers
+        ) | {self.name}
 
     @property
     def reconstructs(self) -> bool:
@@ -208,10 +203,11 @@ def _warn_of_old_name(policy: str, old: str, new: str) -> None:
 
 
 def _room_to_choose(config: KVPolicyConfig) -> None:
-    if config.protect and isinstance(config.budget, int) and config.budget <= config.sink + config.recent:
+    sizes = {size: getattr(config, size) for size in ("sink", "recent") if size in config.given}
+    if config.protect and isinstance(config.budget, int) and config.budget <= sum(sizes.values()):
         raise ValueError(
-            f"budget {config.budget} leaves nothing to choose: it must be at least sink + recent + one block "
-            f"= {config.sink} + {config.recent} + block size"
+            f"budget {config.budget} leaves nothing to choose: it must be at least {' + '.join(sizes)} + one block = "
+            f"{' + '.join(map(str, sizes.values()))} + block size"
         )
 
 

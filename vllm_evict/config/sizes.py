@@ -1,7 +1,6 @@
 """Sizes of a policy in blocks, and the bound of a request."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,12 @@ NEVER = 1 << 40
 SMALLEST_BLOCK = 16
 #: Default of `dense_layers`.
 DENSE = 2
-#: Size that follows the budget -> (the other size, blocks of the budget for each block of this size).
-FOLLOWING = {"sink": ("recent", 8), "recent": ("sink", 2)}
+#: Blocks of the least budget that nobody gave: sinks of one block are an eighth of them.
+LEAST_BUDGET = 8
+#: Blocks that a decision chooses among at least, where the user gave no recent tokens.
+LEAST_CHOICE = 2
+#: Size that follows the budget -> how many times it fits into the budget at least. In this order they get their blocks.
+SHARES = {"recent": 4, "sink": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,95 +44,114 @@ class Limits:
         return self.budget if self.trigger == NEVER else self.trigger
 
 
-def fitted(budget: Any, sizes: Mapping[str, int], unsaid: frozenset[str], block_size: int) -> dict[str, int]:
-    """Fit sizes that are not given to a budget.
-
-    Sinks get at most an eighth of the budget's blocks, the recent window at most half of them. Beside a given size they
-    leave one block that can be evicted, if the given size does.
-
-    Args:
-        budget: tokens as int. For any other budget sizes stay.
-        sizes: tokens of `sink` and `recent`, given or the policy's defaults.
-        unsaid: names of sizes that are not given.
-        block_size: tokens.
-
-    Returns:
-        Tokens of `sink` and `recent`; fitted sizes are whole blocks if they shrink.
-    """
-    found = dict(sizes)
-    blocks = math.ceil(budget / block_size) if isinstance(budget, int) else 0
-    for size in unsaid if blocks else ():
-        other, share = FOLLOWING[size]
-        beside = 0 if other in unsaid else math.ceil(sizes[other] / block_size)
-        found[size] = min(sizes[size], max(min(blocks // share, blocks - beside - 1), 0) * block_size)
-    return found
-
-
 class Sizes(Frozen):
-    """The part of `KVPolicyConfig` about sizes."""
+    """The part of `KVPolicyConfig` about sizes.
 
-    def _fitted(self: C, block_size: int) -> dict[str, int]:
-        return fitted(self.budget, {"sink": self.sink, "recent": self.recent}, self.unsaid, block_size)
+    Sizes become whole blocks, which may have thousands of tokens. One rule serves all block sizes (`_resolved`):
 
-    def minimum(self: C, block_size: int) -> int:
-        """Return the smallest budget with a block that can be evicted, in blocks."""
-        return self._sinks_and_recent(block_size) + 1 if self.protect else 1
+    - Sizes that the user gave stay. A budget grows to the fewest blocks that hold sinks, recent tokens and one block to
+      choose; `LEAST_CHOICE` blocks, if the user gave no recent tokens.
+    - A budget that nobody gave has at least `LEAST_BUDGET` blocks.
+    - Sinks and recent tokens that nobody gave are the policy's, but at most an eighth and a quarter of the budget's
+      blocks, and at least one block each.
+    """
 
-    def _sinks_and_recent(self: C, block_size: int) -> int:
-        return sum(math.ceil(size / block_size) for size in self._fitted(block_size).values())
+    @property
+    def unsaid(self) -> frozenset[str]:
+        """Names of `budget`, `sink` and `recent` that the user did not give, and that follow the size of blocks."""
+        return frozenset({"budget", "sink", "recent"} & self.policy.options) - self.given
+
+    def _most(self, size: str) -> int:
+        """Return the tokens of `sink` or `recent` as given, or as the policy has them in a budget of any size."""
+        if size not in self.unsaid:
+            return int(getattr(self, size))
+        if size == "recent" and self.policy.window_is_the_budget and self.budget is not None:
+            return 0
+        return int(self.policy.defaults[size])
+
+    def _least(self, block_size: int) -> int:
+        """Return the fewest blocks with sinks, recent tokens and blocks to choose."""
+        blocks = {size: math.ceil(self._most(size) / block_size) for size in SHARES}
+        said = sum(count for size, count in blocks.items() if size not in self.unsaid)
+        least = said + sum(min(blocks[size], 1) for size in SHARES.keys() & self.unsaid)
+        least += LEAST_CHOICE if "recent" in self.unsaid else 1
+        return least if self._granted is None else max(min(least, self._granted), said + 1)
+
+    def _resolved(self, block_size: int, prompt_len: int) -> tuple[int, dict[str, int]]:
+        """Return the budget in blocks, and tokens of `sink` and `recent`."""
+        sizes = {size: self._most(size) for size in SHARES}
+        if self.budget is None and self._granted is None:
+            # Without `protect` too, so that ablations compare equal budgets.
+            return sum(math.ceil(tokens / block_size) for tokens in sizes.values()) + 1, sizes
+        if self.budget is None:
+            blocks = self._granted
+        else:
+            tokens = math.ceil(self.budget * prompt_len) if isinstance(self.budget, float) else self.budget
+            blocks, least = math.ceil(tokens / block_size), self._least(block_size) if self.protect else 1
+            blocks = max(blocks, least, LEAST_BUDGET if "budget" in self.unsaid else 1)
+        room = blocks - 1 - sum(math.ceil(sizes[size] / block_size) for size in SHARES.keys() - self.unsaid)
+        for size, share in SHARES.items():
+            if size in self.unsaid:
+                most = max(min(max(blocks // share, 1), room), 0)
+                sizes[size] = min(sizes[size], most * block_size)
+                room -= math.ceil(sizes[size] / block_size)
+        if self.budget is None:
+            blocks = sum(math.ceil(tokens / block_size) for tokens in sizes.values()) + 1
+        return blocks, sizes
+
+    def minimum(self: C, block_size: int, prompt_len: int = 0) -> int:
+        """Return the blocks of sinks and recent tokens, and one that can be evicted: 1 if nothing is protected."""
+        _, sizes = self._resolved(block_size, prompt_len)
+        return sum(math.ceil(tokens / block_size) for tokens in sizes.values()) + 1 if self.protect else 1
 
     def limits(self: C, block_size: int, prompt_len: int) -> Limits | None:
-        """Return the limits of a request with a prompt of this length; None if it keeps everything.
-
-        Raises:
-            KVPolicyError: the budget is smaller than `minimum`.
-        """
-        if self.name == "full":
+        """Return the limits of a request with a prompt of this length; None if it keeps everything."""
+        if self.name == "full" or prompt_len < self.min_prompt:
             return None
-        limits = self._limits(block_size, prompt_len)
-        return None if prompt_len < self.min_prompt else limits
+        return self._limits(block_size, prompt_len)
 
     def _limits(self: C, block_size: int, prompt_len: int) -> Limits:
-        minimum = self.minimum(block_size)
-        if self.budget is None:
-            # Without `protect` too, so that ablations compare equal budgets.
-            budget = self._sinks_and_recent(block_size) + 1
-        elif isinstance(self.budget, float):
-            budget = max(math.ceil(math.ceil(self.budget * prompt_len) / block_size), minimum)
-        else:
-            budget = math.ceil(self.budget / block_size)
-            if budget < minimum:
-                raise KVPolicyError(
-                    f"budget {self.budget} is too small for blocks of {block_size} tokens: sink {self.sink} + recent "
-                    f"{self.recent} + one block need at least {minimum * block_size}"
-                )
-        tokens = self.budget if isinstance(self.budget, int) else budget * block_size
+        budget, sizes = self._resolved(block_size, prompt_len)
         if self._share not in (None, 1):
+            minimum = self.minimum(block_size, prompt_len)
             budget = max(minimum, minimum - 1 + round(self._share * (budget - minimum + 1)))
-            tokens = budget * block_size
+        tokens = budget * block_size
+        if isinstance(self.budget, int) and budget == math.ceil(self.budget / block_size):
+            tokens = self.budget
         trigger = NEVER if self.when == "pressure" else math.ceil((tokens + self.buffer) / block_size)
         if not self.protect:
             return Limits(budget, trigger, 0, 0)
-        sizes = self._fitted(block_size)
         return Limits(budget, trigger, math.ceil(sizes["sink"] / block_size), sizes["recent"])
+
+    def became(self: C, block_size: int) -> str:
+        """Return what the budget comes to in blocks of this size, in words; "" if that is the budget as it stands."""
+        if self.name == "full" or self.budget is None:
+            return ""
+        limits = self._limits(block_size, 1)
+        tokens, recent = limits.budget * block_size, math.ceil(limits.recent / block_size)
+        if tokens == self.budget:
+            return ""
+        ratio = isinstance(self.budget, float)
+        budget = f"{100 * self.budget:g} % of a prompt is at least" if ratio else f"{self.budget} tokens becomes"
+        return (
+            f"a budget of {budget} {tokens} tokens, {limits.budget} blocks of {block_size}: {limits.sink} of sinks, "
+            f"{recent} of recent tokens, {limits.budget - limits.sink - recent} to choose"
+        )
 
     def selected(self: C, block_size: int) -> tuple[int, int, int]:
         """Return the blocks that a decode attends to under `select`, and the sinks and recent blocks of them.
 
-        Recent blocks hold `select_recent` tokens wherever the newest one lies in its block.
-
-        Raises:
-            KVPolicyError: `select` leaves no block to choose.
+        Recent blocks hold `select_recent` tokens wherever the newest one lies in its block. The rule of `Sizes` holds:
+        `select` is the budget.
         """
         recent = -(-(max(self.select_recent, 1) - 1) // block_size) + 1
         blocks, sinks = -(-self.select // block_size), -(-self.select_sink // block_size)
-        if blocks <= sinks + recent:
-            raise KVPolicyError(
-                f"select: {self.select} tokens leave nothing to choose: blocks of {block_size} tokens with select_sink "
-                f"{self.select_sink} and select_recent {self.select_recent} need at least "
-                f"{(sinks + recent + 1) * block_size}"
-            )
-        return blocks, sinks, recent
+        if "select_recent" not in self.given:
+            recent = min(recent, max(blocks // SHARES["recent"], 1))
+        if "select_sink" not in self.given:
+            sinks = min(sinks, max(blocks // SHARES["sink"], 1))
+        choice = 1 if "select_recent" in self.given else LEAST_CHOICE
+        return max(blocks, sinks + recent + choice), sinks, recent
 
     def reads_less(self: C, tokens: Any, held: Any, block_size: int) -> Any:
         """Whether a step attends to a part of a request's resident tokens: `select` names fewer, and it decodes.
@@ -149,10 +171,12 @@ class Sizes(Frozen):
         return filters, frozenset(range(min(filters), layers)) - filters
 
     def bound(self: C, block_size: int, max_model_len: int) -> int | None:
-        """Return the most blocks that any request holds between steps; None if a request may keep everything."""
-        profiles = any(REGISTRY[name].profiles for name in self.allowed | {self.name})
-        whole = self.prompt == "whole" or self.min_prompt > 1
-        if "full" in self.allowed or self.reconstructs or profiles or whole:
+        """Return the most blocks that a request holds between steps; None if it may hold all of its blocks.
+
+        Requests under `full` beside another policy do not count: they get what the pool has.
+        """
+        profiles = any(REGISTRY[name].profiles for name in self.allowed)
+        if self.reconstructs or profiles or self.prompt == "whole" or self.min_prompt > 1:
             return None
         limits = self.limits(block_size, max_model_len)
         return None if limits is None else limits.bound
@@ -167,15 +191,14 @@ class Sizes(Frozen):
             ahead: most tokens of a request in flight.
 
         Raises:
-            KVPolicyError: a budget is below `minimum`; the context has no room for a budget; the pattern of heads has
-                another shape than the model; `select` leaves no block or no layer to choose.
+            KVPolicyError: the context has no room for a budget; the pattern of heads has another shape than the model;
+                `select` leaves no layer to choose.
         """
         if self.pattern and self.head_pattern.retrieval.shape != (layers, kv_heads):
             shape = self.head_pattern.retrieval.shape
             has = f"{self.gates or 'pattern'} has {shape[0]} layers x {shape[1]} KV heads"
             raise KVPolicyError(f"{has}, the model has {layers} x {kv_heads}")
         for part in (part for part in self.classes.values() if part.select):
-            part.selected(block_size)
             choosing, sparse = part.selecting(layers)
             if not sparse or max(choosing) >= layers:
                 field = "filter_layers" if part.filter_layers else "dense_layers"

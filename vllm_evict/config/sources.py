@@ -63,6 +63,15 @@ def read(text: str) -> tuple[Any, str]:
     return value, f"{name}: "
 
 
+def completed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fill in the fields of a preset that `name` names; the given ones win."""
+    name = fields.get("name")
+    if not isinstance(name, str) or name not in presets():
+        return fields
+    preset, _ = read(name)
+    return {**preset, **fields, "name": preset["name"]}
+
+
 def read_text(path: Path) -> str:
     """Read a file of text.
 

@@ -191,7 +191,7 @@ class RequestBlocks:
         mass = report.statistics["mass"]
         name = self.config.policy.choose(mass, protected, self.limits.budget, self.config.recovery)
         self.unprofiled = (self.config, self.limits)
-        self.config = self.config.profiled(name, self.block_size)
+        self.config = self.config.profiled(name, self.block_size, prompt_len)
         self.limits = self.config.limits(self.block_size, prompt_len)
 
     def renew(self, config: KVPolicyConfig, prompt_len: int, computed_tokens: int) -> None:
@@ -209,7 +209,7 @@ class RequestBlocks:
             self.pure_tokens = min(self.pure_tokens, computed_tokens)
         if self.unprofiled is not None:
             self.unprofiled = (config, config.limits(self.block_size, prompt_len))
-            config = config.profiled(self.config.name, self.block_size)
+            config = config.profiled(self.config.name, self.block_size, prompt_len)
         self.config, self.limits = config, config.limits(self.block_size, prompt_len)
 
     def adopt(self, there: np.ndarray, blocks: int) -> None:

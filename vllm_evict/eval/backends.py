@@ -53,9 +53,11 @@ class Answer:
         text: the answer.
         nll: nats per token over the second half of the prompt, for the metric of that name.
         prompt_tokens, output_tokens: of this request.
-        budget_tokens: the request's budget; None if it kept all blocks, and over HTTP.
-        peak_blocks: most KV blocks held at once, where heads are split the mean over KV groups; None over HTTP.
-        evicted_tokens: tokens whose blocks were evicted; None over HTTP.
+        budget_tokens: the request's budget in whole blocks; None if it kept all blocks. Of a server without a KV policy
+            this and the following three are None.
+        peak_blocks: most KV blocks held at once, where heads are split the mean over KV groups.
+        evicted_tokens: tokens whose blocks were evicted.
+        block_size: tokens of a KV block; None if heads are split, over HTTP.
         ttft_s: seconds from the request's arrival to its first token, waiting included.
         tokens_per_s: prompt and answer tokens per second of the batch that the request ran in.
         later: answers to a session's later turns. Tokens and times are those of a turn; budget, blocks and evicted
@@ -69,6 +71,7 @@ class Answer:
     budget_tokens: int | None = None
     peak_blocks: float | None = None
     evicted_tokens: int | None = None
+    block_size: int | None = None
     ttft_s: float | None = None
     tokens_per_s: float | None = None
     later: tuple["Answer", ...] = ()
@@ -258,6 +261,7 @@ class Offline:
             budget_tokens=usage and usage.budget_tokens,
             peak_blocks=usage and usage.peak_resident_tokens / self.block_size,
             evicted_tokens=usage and usage.evicted_tokens,
+            block_size=self.block_size,
             ttft_s=output.metrics and output.metrics.first_token_latency,
         )
 
@@ -342,26 +346,36 @@ class Http:
         self.client.close()
 
     def _one(self, sample: Sample, contender: Contender) -> Answer:
-        body: dict[str, Any] = {"vllm_xargs": contender.xargs, "cache_salt": uuid.uuid4().hex}
+        body: dict[str, Any] = {"vllm_xargs": contender.xargs | {"kv_usage": 1}, "cache_salt": uuid.uuid4().hex}
         common = {"model": self.model, "temperature": 0, "max_tokens": sample.max_tokens}
-        if sample.metric == NLL:
-            return self._ask(lambda: self._measure(sample, common, body), str(contender))
-        return self._ask(lambda: self._generate(sample, common, body), str(contender))
+        ask = self._measure if sample.metric == NLL else self._generate
+        answer, usage = self._ask(lambda: ask(sample, common, body), str(contender))
+        kv_usage = getattr(usage, "kv_usage", None)
+        if kv_usage is None:  # of a server without a policy
+            return answer
+        if kv_usage["policy"] != contender.config.name:
+            raise EvalError(f"{self.url} ran {contender} under {kv_usage['policy']!r}: its log says why")
+        blocks, tokens = kv_usage["peak_resident_blocks"], kv_usage["peak_resident_tokens"]
+        # Blocks of all KV groups, and tokens as the mean over them: with one group a block has their quotient.
+        alone = contender.config.policy.splits == "" and blocks
+        return replace(
+            answer,
+            budget_tokens=kv_usage["budget_tokens"],
+            peak_blocks=blocks,
+            evicted_tokens=kv_usage["evicted_tokens"],
+            block_size=tokens // blocks if alone else None,
+        )
 
-    def _measure(self, sample: Sample, common: dict[str, Any], body: dict[str, Any]) -> Answer:
+    def _measure(self, sample: Sample, common: dict[str, Any], body: dict[str, Any]) -> tuple[Answer, Any]:
         reply = self.client.completions.create(**common, prompt=sample.text, echo=True, logprobs=1, extra_body=body)
         logprobs = reply.choices[0].logprobs
         if logprobs is None or not logprobs.token_logprobs:
             raise EvalError(f"{self.url} gives no probabilities of prompts: leave ppl out")
         usage = reply.usage
-        return Answer(
-            text="",
-            nll=second_half_nll(logprobs.token_logprobs[: usage.prompt_tokens]),
-            prompt_tokens=usage.prompt_tokens,
-            output_tokens=usage.completion_tokens,
-        )
+        nll = second_half_nll(logprobs.token_logprobs[: usage.prompt_tokens])
+        return Answer("", nll, usage.prompt_tokens, usage.completion_tokens), usage
 
-    def _generate(self, sample: Sample, common: dict[str, Any], body: dict[str, Any]) -> Answer:
+    def _generate(self, sample: Sample, common: dict[str, Any], body: dict[str, Any]) -> tuple[Answer, Any]:
         start, first, text, usage = time.perf_counter(), None, "", None
         streamed = common | {"stream": True, "stream_options": {"include_usage": True}}
         if self.chat:
@@ -380,12 +394,8 @@ class Http:
                 if piece and first is None:
                     first = time.perf_counter() - start
                 text += piece or ""
-        return Answer(
-            text=text,
-            prompt_tokens=usage and usage.prompt_tokens,
-            output_tokens=usage and usage.completion_tokens,
-            ttft_s=first,
-        )
+        tokens = (usage.prompt_tokens, usage.completion_tokens) if usage else (None, None)
+        return Answer(text, None, *tokens, ttft_s=first), usage
 
     def _ask(self, call: Callable[[], Any], what: str) -> Any:
         """The result of a call; its errors become one message."""
@@ -422,6 +432,16 @@ def check_model(model: str) -> None:
         AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise EvalError(f"no model at {model}: {_one_line(error)}") from None
+
+
+def block_size_of(model: str, engine_args: dict[str, Any]) -> int:
+    """Tokens of a KV block in an engine whose user names none."""
+    import vllm
+
+    try:
+        return int(vllm.EngineArgs(model=model, **engine_args).create_engine_config().cache_config.block_size)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise EvalError(f"vLLM does not start on {model}: {_one_line(error)}") from None
 
 
 def model_length(model: str) -> int | None:

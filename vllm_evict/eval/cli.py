@@ -114,11 +114,15 @@ def evaluate(
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if it is not the model's.")] = None,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template, if it has one.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    sink: Annotated[int, typer.Option(help="Sink tokens of policies given by name.")] = 32,
-    recent: Annotated[int, typer.Option(help="Recent tokens of policies given by name.")] = 32,
-    buffer: Annotated[int, typer.Option(help="Hysteresis of policies given by name.")] = 0,
+    sink: Annotated[int | None, typer.Option(help="Sink tokens of policies given by name; default: their own.")] = None,
+    recent: Annotated[
+        int | None, typer.Option(help="Recent tokens of policies given by name; default: their own.")
+    ] = None,
+    buffer: Annotated[
+        int | None, typer.Option(help="Hysteresis of policies given by name; default: their own.")
+    ] = None,
     chunk: Annotated[int, typer.Option(help="Prefill chunk in the agnostic setting; divides all lengths.")] = 256,
-    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 32,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block; default: vLLM's.")] = None,
     batch: Annotated[int, typer.Option(help="Requests at once.")] = 8,
     limit: Annotated[int | None, typer.Option(help="Most rows of each benchmark file.")] = None,
     engine_args: Annotated[str, typer.Option(help='More arguments of LLM, as JSON: {"dtype": "float32"}.')] = "{}",

@@ -7,10 +7,8 @@ from rich.text import Text
 from ..config import REGISTRY, KVPolicyConfig, presets
 from ..config.fields import KEEPING, MASS, PER_TOKEN, SELECT
 from ..config.options import names_of
+from ..config.sizes import SHARES
 from ..policies import POLICIES
-
-#: Sizes that follow the budget if they are not given.
-FOLLOW = {"sink": "an eighth", "recent": "half"}
 
 
 def show_all(console: Console) -> None:
@@ -42,8 +40,8 @@ def show_one(policy: str, console: Console) -> None:
     config = KVPolicyConfig.parse(policy)
     for field, value in config.effective().items():
         text = str(value)
-        if field in config.unsaid and 0 < value < config.policy.defaults[field]:
-            text = f"{value} (at most {FOLLOW[field]} of the budget, in whole blocks)"
+        if field in SHARES and field in config.unsaid and 0 < value < config.policy.defaults[field]:
+            text = f"{value} (at most 1/{SHARES[field]} of the budget, in whole blocks)"
         _add(table, field, text)
     console.print(table)
 

@@ -43,8 +43,9 @@ class Contender:
 
     @property
     def xargs(self) -> dict[str, Any]:
-        """The arguments of a request."""
-        return {"kv_policy": self.config.name} | ({} if self.budget is None else {"kv_budget": self.budget})
+        """The arguments of a request. A budget that nobody gave is the server's."""
+        own = {} if self.budget is None or "budget" in self.config.unsaid else {"kv_budget": self.budget}
+        return {"kv_policy": self.config.name} | own
 
     def share(self, tokens: int, block_size: int, ranks: int = 1) -> float | None:
         """Share of the cache that a policy which splits heads keeps after a decision; None for all others.
@@ -124,10 +125,9 @@ def contenders(
     policies: str,
     budgets: Sequence[int | float],
     *,
-    sink: int,
-    recent: int,
-    buffer: int,
-    block_size: int,
+    sink: int | None = None,
+    recent: int | None = None,
+    buffer: int | None = None,
     pattern: tuple[str, ...] = (),
 ) -> list[Contender]:
     """Every policy at every budget; `full`, and policies that split heads, once.
@@ -135,15 +135,15 @@ def contenders(
     Args:
         policies: names, YAML or JSON files, or JSON objects, separated by commas.
         budgets: for each policy that evicts; if empty, the policies' own.
-        sink, recent, buffer: options of policies given by name; files and objects have their own.
-        block_size: tokens; a budget has to leave a block to choose.
+        sink, recent, buffer: options of policies given by name; None: their own, as those of files and objects.
         pattern: heads of policies given by name that split heads; if empty, these need a pattern of their own.
 
     Raises:
         EvalError: a policy or budget is wrong.
     """
     found: list[Contender] = []
-    shared = {"sink": sink, "recent": recent, "buffer": buffer} | ({"pattern": pattern} if pattern else {})
+    shared = {"sink": sink, "recent": recent, "buffer": buffer, "pattern": pattern or None}
+    shared = {field: value for field, value in shared.items() if value is not None}
     for entry in split_list(policies):
         try:
             if entry in POLICIES:
@@ -160,8 +160,6 @@ def contenders(
                 if budget is not None and policy.window_is_the_budget:
                     at = {k: v for k, v in at.items() if k != "recent"}
                 contender = Contender(label, KVPolicyConfig.parse(at))
-                for part in contender.config.classes.values():
-                    part.limits(block_size, prompt_len=1)
                 if contender not in found:
                     found.append(contender)
         except KVPolicyError as error:
@@ -210,7 +208,7 @@ def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
     config = contender.config
     if config.name == "full" or config.policy.splits == "classes":
         return config
-    budget = None if config.budget is None else max_len
+    budget = {} if config.budget is None else {"budget": max_len}
     # Reconstruction needs an engine with a prefix cache; KV groups are made at start.
     allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits)
     if config.policy.splits:
@@ -219,7 +217,7 @@ def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
         allow = []
     if config.select:
         allow = [name for name in allow if "select" in POLICIES[name].options]
-    return KVPolicyConfig.parse(config.to_dict() | {"budget": budget, "allow": allow})
+    return KVPolicyConfig.parse(config.to_dict() | budget | {"allow": allow})
 
 
 def _serves(server: KVPolicyConfig, contender: Contender, max_len: int, block_size: int) -> bool:

@@ -14,13 +14,17 @@ from rich.table import Table
 from . import EvalError
 from .pictures import draw_all
 from .rows import FILE, Row, read
+from .stats import FEWEST, MATTERS
 from .summary import Line, columns, conditions, rankings, setting_of, settings_of, summarise, words
 
 NOTES = [
     "Brackets are 95 % intervals: Wilson's for shares of right answers, bootstrap for others. "
     "The difference from full is taken on the same prompts. Within noise means that a paired sign-flip test "
     "(McNemar's exact test for right and wrong answers) cannot tell the difference from chance, p ≥ 0.05. A real "
-    "difference may still exist: more prompts show smaller ones.",
+    "difference may still exist: more prompts show smaller ones. Too few prompts to tell means the same of fewer than "
+    f"{FEWEST} prompts, or of a difference of {MATTERS:.0%} and more, which such a test could not exclude.",
+    "Tokens kept is the budget of a request in whole blocks, and of a ratio its share of the prompt. A raised ratio is "
+    "more than its own blocks: a budget has at least the blocks of sinks, recent tokens and a choice.",
     "Peak blocks and evicted tokens are per request. Tokens/s counts prompt and answer tokens of the batch that a "
     "request ran in; first token is the time from a request's arrival, waiting included. Means over requests.",
     "Tokens/s are measured in a pool that is never short, where eviction gains nothing. × full is the throughput at "
@@ -83,25 +87,29 @@ def write(rows: Sequence[Row], folder: Path, console: Console) -> list[Path]:
 
 
 #: Columns that are left out in a narrow terminal; the files have them.
-WIDE = ("n", "evicted tokens", "first token s", "tokens/s")
+WIDE = ("n", "peak blocks", "evicted tokens", "first token s", "tokens/s")
 
 
 def terminal_table(setting: str, lines: Sequence[Line], width: int) -> Table:
     """Lines of one setting, for a terminal of `width` columns."""
     table = Table(title=f"Quality, {setting}", title_justify="left", header_style="bold", pad_edge=False)
-    hidden = WIDE if width < 140 else ()
+    hidden = WIDE if width < 190 else ()
     shown = [{k: v for k, v in words(line).items() if k not in hidden} for line in lines]
     for name in shown[0]:
         side: Literal["left", "right"] = "left" if name in ("task", "policy", "") else "right"
-        # Policies with options have long names.
-        table.add_column(name, justify=side, no_wrap=name != "policy", overflow="fold")
-    marks = {"worse": "red", "better": "green", "within noise": "dim"}
+        # Policies with options have long names, and verdicts several words.
+        wraps = name in ("policy", "")
+        table.add_column(name, justify=side, no_wrap=not wraps, min_width=11 if wraps else None, overflow="fold")
+    marks = {"worse": "red", "better": "green"}
     last = None
     for line, row in zip(lines, shown, strict=True):
         if last and (line.task, line.length) != last:
             table.add_section()
         last = line.task, line.length
-        table.add_row(*row.values(), style="bold" if line.is_full else marks.get(line.verdict, ""))
+        table.add_row(
+            *row.values(),
+            style="bold" if line.is_full else marks.get(line.verdict, "dim" if line.p is not None else ""),
+        )
     return table
 
 
@@ -200,7 +208,7 @@ def _html(rows: Sequence[Row], parts: Sequence[tuple[str, list[Line], dict[str, 
 
 def _html_table(lines: Sequence[Line]) -> str:
     left = ("task", "policy", "")
-    kinds = {"worse": "worse", "better": "better", "within noise": "noise"}
+    kinds = {"worse": "worse", "better": "better"}
     shown = [words(line) for line in lines]
 
     def cells(tag: str, values: Sequence[str]) -> str:
@@ -211,6 +219,6 @@ def _html_table(lines: Sequence[Line]) -> str:
 
     text = ["<table><thead><tr>", cells("th", list(shown[0])), "</tr></thead><tbody>"]
     for line, row in zip(lines, shown, strict=True):
-        kind = "full" if line.is_full else kinds.get(line.verdict, "")
+        kind = "full" if line.is_full else kinds.get(line.verdict, "noise" * line.tested)
         text.append(f'<tr class="{kind}">{cells("td", list(row.values()))}</tr>')
     return "".join(text) + "</tbody></table>"

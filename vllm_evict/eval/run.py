@@ -5,7 +5,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ..config import KVPolicyConfig
 from . import EvalError, external
-from .backends import SETTINGS, Answer, Http, Offline, check_model, model_length
+from .backends import SETTINGS, Answer, Http, Offline, block_size_of, check_model, model_length
 from .policies import Contender, contenders, servers
 from .prompts import Prompts
 from .rows import Row, Rows, key_of
@@ -41,11 +41,11 @@ class Plan:
     tokenizer: str | None = None
     chat: bool = True
     seed: int = 0
-    sink: int = 32
-    recent: int = 32
-    buffer: int = 0
+    sink: int | None = None
+    recent: int | None = None
+    buffer: int | None = None
     chunk: int = 256
-    block_size: int = 32
+    block_size: int | None = None
     batch: int = 8
     limit: int | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -111,13 +111,9 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
     check(plan, settings)
     if plan.url:
         _only_names(plan.policies)
-    # Over HTTP all options but name and budget are the server's, also block size and classes of heads.
-    options = (
-        dict(sink=0, recent=0, buffer=0, block_size=1, pattern=("1",))
-        if plan.url
-        else dict(sink=plan.sink, recent=plan.recent, buffer=plan.buffer, block_size=plan.block_size)
-    )
-    wanted = contenders(plan.policies, plan.budgets, **options)
+    # Over HTTP all options but name and budget are the server's, also classes of heads.
+    sizes = {} if plan.url else {"sink": plan.sink, "recent": plan.recent, "buffer": plan.buffer}
+    wanted = contenders(plan.policies, plan.budgets, **sizes, pattern=("1",) if plan.url else ())
     if "turns" in settings and (shadows := [each for each in wanted if each.config.policy.reconstructs]):
         raise EvalError(f"turns got {shadows[0]}, which does not score sessions: leave it out, or take other settings")
     if plan.url:
@@ -126,6 +122,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Row]:
         count = Prompts(plan.tokenizer, plan.chat).count if plan.tokenizer else connect().count
     else:
         check_model(plan.model)
+        plan = replace(plan, block_size=plan.block_size or block_size_of(plan.model, plan.engine_args))
         prompts = Prompts(plan.tokenizer or plan.model, plan.chat)
         max_len = plan.engine_args.get("max_model_len") or model_length(plan.model) or 1 << 20
         jobs, count = offline_jobs(plan, settings, wanted, prompts, max_len), prompts.count
@@ -354,7 +351,7 @@ def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
                 "index": case.index,
                 "seed": plan.seed,
                 "policy": contender.label,
-                "budget": contender.budget,
+                "budget": contender.xargs.get("kv_budget") if plan.url else contender.budget,
                 # Over HTTP the other options are the server's, and not known.
                 "policy_config": {"name": contender.config.name} if plan.url else contender.options,
                 "model": plan.model,
@@ -406,6 +403,7 @@ def _filled(row: Row, sample: Sample, answer: Answer, share: float | None) -> Ro
         "share": share,
         "peak_blocks": answer.peak_blocks,
         "evicted_tokens": answer.evicted_tokens,
+        "block_size": answer.block_size,
         "ttft_s": answer.ttft_s,
         "tokens_per_s": answer.tokens_per_s,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

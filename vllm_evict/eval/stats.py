@@ -10,6 +10,10 @@ import numpy as np
 Z = 1.959964
 ALPHA = 0.05
 RESAMPLES = 4000
+#: Share of right answers, or of a perplexity, from which on a difference matters.
+MATTERS = 0.1
+#: Fewest prompts in which a test can tell such a difference: 6 of them, all one way, have p = 0.03, and 5 have 0.06.
+FEWEST = 60
 #: Up to this number of differences all sign patterns are tried.
 EXACT = 12
 

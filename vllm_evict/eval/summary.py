@@ -10,7 +10,7 @@ from typing import Any
 from . import EvalError
 from .policies import Budget, budget_words
 from .rows import Row
-from .stats import ALPHA, interval, kendall, p_value
+from .stats import ALPHA, FEWEST, MATTERS, interval, kendall, p_value
 from .tasks import NLL
 
 
@@ -24,6 +24,8 @@ class Line:
         p: p-value of the difference, paired by prompt.
         share: mean share of the cache that a policy which splits heads keeps; None for all others.
         budget_tokens, peak_blocks, evicted_tokens, ttft_s, tokens_per_s: means; None where they are not known.
+        prompt_tokens: their mean, for the share of a prompt that a budget is.
+        raised: whether a ratio became more than whole blocks of it, for sinks, recent tokens and blocks to choose.
         pool_tokens_per_s, pool_full_tokens_per_s: throughput of policy and budget, and of `full`, at equal memory: in a
             pool that the budgets fill. Measured once for each length; None where it was not.
     """
@@ -46,6 +48,8 @@ class Line:
     evicted_tokens: float | None = None
     ttft_s: float | None = None
     tokens_per_s: float | None = None
+    prompt_tokens: float | None = None
+    raised: bool = False
     pool_tokens_per_s: float | None = None
     pool_full_tokens_per_s: float | None = None
 
@@ -66,11 +70,29 @@ class Line:
         return memory_words(self.policy, self.budget, self.share)
 
     @property
+    def kept(self) -> str:
+        """The budget in tokens, and for a ratio its share of the prompt, in words."""
+        if self.budget_tokens is None:
+            return "all" if self.is_full else ""
+        words = f"{self.budget_tokens:,.0f}"
+        if not isinstance(self.budget, float) or not self.prompt_tokens:
+            return words
+        return f"{words} ({self.budget_tokens / self.prompt_tokens:.0%}{', raised' if self.raised else ''})"
+
+    @property
+    def tested(self) -> bool:
+        """Whether `full` ran on some of the prompts."""
+        return self.p is not None
+
+    @property
     def verdict(self) -> str:
         """The difference from `full` in words."""
         if self.p is None:
             return "" if self.is_full else "no full to compare"
         if self.p >= ALPHA or not self.difference:
+            share = abs(self.difference) / (abs(self.score - self.difference) if self.perplexity else 1)
+            if self.n < FEWEST or share >= MATTERS:
+                return f"too few prompts ({self.n}) to tell"
             return "within noise"
         return "worse" if (self.difference > 0) == self.perplexity else "better"
 
@@ -213,11 +235,12 @@ def _line(key: tuple, rows: list[Row], full: dict[tuple, float], pools: list[dic
         low=low,
         high=high if len(rows) > 1 or not perplexity else math.inf,
         share=mean_share(rows),
+        raised=any(map(_raised, rows)),
         pool_tokens_per_s=_mean([pool["tokens_per_s"] for pool in pools]),
         pool_full_tokens_per_s=_mean([pool["full_tokens_per_s"] for pool in pools]),
         **{
             name: _mean([row[name] for row in rows if row.get(name) is not None])
-            for name in ("budget_tokens", "peak_blocks", "evicted_tokens", "ttft_s", "tokens_per_s")
+            for name in ("budget_tokens", "peak_blocks", "evicted_tokens", "ttft_s", "tokens_per_s", "prompt_tokens")
         },
     )
     pairs = [(row["score"], full[_prompt(row)]) for row in rows if _prompt(row) in full]
@@ -226,6 +249,14 @@ def _line(key: tuple, rows: list[Row], full: dict[tuple, float], pools: list[dic
     own, reference = zip(*pairs, strict=True)
     difference = scale(_mean(own)) - scale(_mean(reference))
     return replace(line, difference=difference, p=p_value([a - b for a, b in pairs]))
+
+
+def _raised(row: Row) -> bool:
+    """Whether a ratio became more than a block above its share of the prompt."""
+    budget, kept, block = row["budget"], row.get("budget_tokens"), row.get("block_size")
+    if not isinstance(budget, float) or kept is None or not block or not row.get("prompt_tokens"):
+        return False
+    return bool(kept >= budget * row["prompt_tokens"] + block)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -305,6 +336,7 @@ def words(line: Line) -> dict[str, str]:
         "length": number(line.length, ","),
         "policy": line.policy,
         "budget": line.memory,
+        "tokens kept": line.kept,
         "n": str(line.n),
         "quality [95 %]": line.quality,
         "vs full": line.delta,

@@ -112,7 +112,7 @@ def show(
 def wide_console() -> Console:
     """Standard output; if it is no terminal, wide enough for every column."""
     console = Console()
-    return console if console.is_terminal else Console(width=160)
+    return console if console.is_terminal else Console(width=200)
 
 
 def _tell(gates: HeadGates, out: Path) -> None:

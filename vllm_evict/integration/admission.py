@@ -65,7 +65,11 @@ class AdmissionMixin:
         """The policy of a request with these arguments and this prompt so far."""
         block_size = self.kv_managers[0].block_size
         try:
-            return self.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
+            config = self.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
+            longest = self.max_model_len if request.resumable else self._longest(request)
+            blocks = self._room_for(longest) // len(self.kv_managers)
+            self.kv_policy.check_room(config, longest, self.max_model_len, block_size, blocks)
+            return config
         except KVPolicyError as error:
             # The front end refuses wrong arguments. One that it did not see must not end the engine. A session's sizes
             # may be valid only once its prompt has grown.

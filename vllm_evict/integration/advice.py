@@ -45,8 +45,13 @@ def _name_of_dtype(vllm_config: Any) -> str:
 
 
 def head_size(model: Any) -> int:
-    """Dimensions of a head of full attention. Layers with windows may have other heads than these (Gemma 4)."""
-    return getattr(model.hf_text_config, "global_head_dim", None) or model.get_head_size()
+    """Dimensions of the largest heads. Full attention of Gemma 4 has larger ones than the model's other layers."""
+    text = model.hf_text_config
+    # transformers 5 has what differs between layers in `per_layer_config`; older releases have a field for Gemma 4.
+    kinds, of_layer = getattr(text, "layer_types", None) or (), getattr(text, "per_layer_config", None)
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"] if of_layer is not None else []
+    sizes = (getattr(of_layer[i], "head_dim", None) or 0 for i in full)
+    return max(model.get_head_size(), getattr(text, "global_head_dim", None) or 0, *sizes)
 
 
 def reads_whole(block_size: int, kernel_size: Any) -> bool:

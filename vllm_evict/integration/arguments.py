@@ -10,7 +10,7 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from ..config import REGISTRY, KVPolicyConfig, KVPolicyError, presets
 from ..config.errors import shown
+from ..config.sources import read
 
 #: vLLM takes a `max_model_len` above the model's own only if this is true.
 ALLOW_LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
@@ -39,7 +40,8 @@ def _help(width: int) -> str:
     """
     lines = [
         f"KV eviction policy: a name, a preset, a JSON object such as '{EXAMPLE}' (or --kv-policy.name h2o "
-        "--kv-policy.budget 2048), or the path of a YAML file. Blocks above the budget go back to the pool while a "
+        "--kv-policy.budget 2048), or the path of a YAML file. Further flags change fields: --kv-policy h2o-pressure "
+        "--kv-policy.budget 4096. Blocks above the budget go back to the pool while a "
         "request runs. Sizes are tokens. `vllm-evict policies NAME` prints the fields of one policy.",
         f"Policies: {', '.join(sorted(REGISTRY))}.",
         f"Presets: {', '.join(presets())}.",
@@ -106,19 +108,37 @@ def _with_flag(add_cli_args: Any) -> Any:
     def with_flag(parser: Any) -> Any:
         parser = add_cli_args(parser)
         group = parser.add_argument_group("KV policy", "Eviction of KV cache blocks while serving (vllm_evict).")
-        group.add_argument("--kv-policy", type=_argument, default=None, metavar="POLICY", help=HELP)
+        group.add_argument("--kv-policy", action=_Policy, default=None, metavar="POLICY", help=HELP)
         return parser
 
     return with_flag
 
 
-def _argument(text: str) -> KVPolicyConfig | None:
-    if text in ("", "None"):  # vLLM's flags take both for none; null in its --config file arrives as "None"
-        return None
-    try:
-        return KVPolicyConfig.parse(text)
-    except KVPolicyError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+class _Policy(argparse.Action):
+    """Parses the flag. Fields without a name change the policy that an earlier flag gave.
+
+    vLLM's parser gathers all `--kv-policy.FIELD` in one JSON object, and puts it behind all other flags.
+    """
+
+    #: The last policy, and its fields as they were written.
+    _last: tuple[KVPolicyConfig | None, Mapping[str, Any]] = (None, {})
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if values in ("", "None"):  # vLLM's flags take both for none; null in its --config file arrives as "None"
+            setattr(namespace, self.dest, None)
+            return
+        source = ""
+        try:
+            fields, source = read(values.strip())
+            before, written = self._last
+            if isinstance(fields, Mapping) and "name" not in fields and before is not None:
+                # A parser may parse several command lines.
+                fields = {**written, **fields} if getattr(namespace, self.dest) is before else fields
+            config = KVPolicyConfig.parse(fields)
+        except KVPolicyError as error:
+            raise argparse.ArgumentError(self, f"{source}{error}") from None
+        self._last = (config, fields)
+        setattr(namespace, self.dest, config)
 
 
 def _with_policy(create_engine_config: Any) -> Any:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from ..compute.attention.ops import READ_HEADS
 from ..config import KVPolicyConfig
-from . import connectors, windows
+from . import advice, connectors, windows
 from .fallback import use_v1
 
 Refusal = tuple[bool, str, str]
@@ -176,6 +177,29 @@ def connected(vllm_config: Any, config: KVPolicyConfig) -> list[Refusal]:
         ),
         (config.selects, f"select and the KV connector {name}", "leave select out"),
     ]
+
+
+#: What to do where attention can't be measured.
+UNSCORED = 'use sink-window, and leave policies that score out of "allow"'
+#: What to do where the plugin can't read keys.
+UNREAD = 'a policy without scores, context, recall and select (sink-window), and leave others out of "allow"'
+
+
+def reads_keys(config: KVPolicyConfig) -> bool:
+    """Whether the plugin's kernels read keys of the cache."""
+    return bool(config.statistics or config.context or config.recall != "none" or config.selects)
+
+
+def heads(model: Any, config: KVPolicyConfig, platform: str) -> list[Refusal]:
+    """Refusals for heads that the plugin's kernels for GPUs do not read, as far as the configuration says their size.
+
+    `layers.settle` looks at loaded layers.
+    """
+    if platform != "cuda" or model.use_mla or not (reads_keys(config) or len(config.classes) > 1):
+        return []
+    size, read = advice.head_size(model), f"{READ_HEADS[0]} to {READ_HEADS[-1]}"
+    what = f"heads of {size} dimensions, of which the plugin's kernels read {read}"
+    return [(size not in READ_HEADS, what, f"use {UNREAD}")]
 
 
 def sparse(text: Any) -> list[Refusal]:

@@ -26,6 +26,9 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
         for group in groups
     ]
     bound = None if None in bounds else sum(bounds)
+    # Bands of one policy share its budget; classes of heads have policies of their own.
+    split = scheduler.kv_policy.policy.splits == "classes"
+    parts = scheduler.kv_policy.classes.values() if split else [scheduler.kv_policy]
     if len(groups) == 1:
         stages = scheduler.vllm_config.parallel_config.pipeline_parallel_size
         what = f"1 KV group of {len(groups[0].layer_names)} layers"
@@ -47,12 +50,13 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
         + f"; requests may use {', '.join(sorted(scheduler.kv_policy.allowed))}"
         + (f" and hold {bound} blocks of {spec.block_size} tokens" if bound else " and hold all their blocks")
         + (" when the pool runs out" if bound and scheduler.pressure else "")
+        + (", under full all their blocks" if bound and "full" in scheduler.kv_policy.allowed else "")
         + f"; model runner V{2 if scheduler.use_v2_model_runner else 1}"
         + f"{', async scheduling' if scheduler.scheduler_config.async_scheduling else ''}"
         + f"; attention backend {spec.backend}; {what}"
         + (f"; {scheduler.host_pool.blocks} host blocks for what is evicted" if scheduler.host_pool else "")
         + (" and for preempted requests" if scheduler.kv_policy.preempt == "host" else "")
-        + (_rounded(scheduler.kv_policy, spec.block_size) if "states" in kinds else "")
+        + "".join(f"; {words}" for part in parts if (words := part.became(spec.block_size)))
     )
 
 
@@ -105,17 +109,6 @@ def ignored_settings(runtime: "EvictionRuntime", backend: str) -> str | None:
     why = "the plugin's kernels do not support its layers" if on_device else "it names a kernel for GPU backends"
     instead = "the plugin's kernel in C++ decodes for policies" if decodes else f"{backend}'s own kernel decodes"
     return f"VLLM_EVICT_DECODE={kernel} has no effect behind {backend}: {why}; {instead}"
-
-
-def _rounded(config: KVPolicyConfig, block_size: int) -> str:
-    """What the budget comes to in blocks; blocks that are as large as a state may have 2,000 tokens."""
-    budget = config.budget
-    if not isinstance(budget, int):
-        return ""
-    if config.granularity == "token":
-        return f"; each head keeps {budget} tokens"
-    line = f"; a budget of {budget} tokens is {-(-budget // block_size) * block_size} in whole blocks"
-    return line + ("; granularity: token would keep it as it is" if "granularity" in config.policy.options else "")
 
 
 def _described(config: KVPolicyConfig) -> str:

@@ -32,7 +32,7 @@ def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
     return None if value is None else KVPolicyConfig.parse(value)
 
 
-def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int) -> KVPolicyConfig | None:
+def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_tokens: int | None) -> KVPolicyConfig | None:
     """Refuse a request that asks for what it may not have: HTTP 400 on a server, `VLLMValidationError` offline.
 
     Returns:
@@ -53,8 +53,12 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int) -> KVPoli
             "prefills to a server without --kv-policy",
             parameter="kv_transfer_params",
         )
+    cache, most = vllm_config.cache_config, vllm_config.model_config.max_model_len
     try:
-        config.for_request(extra_args, prompt_len, vllm_config.cache_config.block_size)
+        granted = config.for_request(extra_args, prompt_len, cache.block_size)
+        if cache.num_gpu_blocks:  # of all KV groups and engines, so the scheduler checks it once more
+            longest = min(prompt_len + (max_tokens or most), most)
+            config.check_room(granted, longest, most, cache.block_size, cache.num_gpu_blocks - 1)
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
     return config
@@ -70,10 +74,10 @@ def _tokens_of(prompt: Any) -> int | None:
     return None if embeds is None else int(embeds.shape[-2])
 
 
-def _check_prompt(vllm_config: Any, prompt: Any, extra_args: Any) -> None:
+def _check_prompt(vllm_config: Any, prompt: Any, params: Any) -> None:
     """Refuse what a request asks for once its prompt is known; `hook_input_processor` refuses it for the others."""
     if (length := _tokens_of(prompt)) is not None:
-        _check_request(vllm_config, extra_args, length)
+        _check_request(vllm_config, params.extra_args, length, params.max_tokens)
 
 
 def _check_places(vllm_config: Any, request: Any) -> None:
@@ -177,7 +181,7 @@ def hook_async_llm(module: ModuleType) -> None:
     @functools.wraps(generate)
     def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         sampling_params = _of_beam(sampling_params)
-        _check_prompt(self.vllm_config, prompt, sampling_params.extra_args)
+        _check_prompt(self.vllm_config, prompt, sampling_params)
         return watch(generate(self, prompt, sampling_params, *args, **kwargs), sampling_params)
 
     cls.generate, cls._add_streaming_input_request = checked, add_known_session
@@ -240,8 +244,9 @@ def hook_beam_search(module: ModuleType) -> None:
     @functools.wraps(beam_search)
     def checked(self: Any, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         vllm_config, fields = self.engine_client.vllm_config, {}
-        xargs, length = getattr(_answered.get(), "vllm_xargs", None), _tokens_of(prompt)
-        if length is not None and (config := _check_request(vllm_config, xargs, length)) is not None:
+        xargs, most = (getattr(_answered.get(), name, None) for name in ("vllm_xargs", "max_tokens"))
+        length = _tokens_of(prompt)
+        if length is not None and (config := _check_request(vllm_config, xargs, length, most)) is not None:
             # Its requests have longer and longer prompts. An answer has no usage of each of them.
             fields = config.lasting(xargs, length, vllm_config.cache_config.block_size)
             fields.pop("kv_usage", None)
@@ -280,7 +285,7 @@ def hook_responses(module: ModuleType) -> None:
 
     @functools.wraps(generate)
     def checked(self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_prompt(self.engine_client.vllm_config, engine_input, sampling_params.extra_args)
+        _check_prompt(self.engine_client.vllm_config, engine_input, sampling_params)
         return generate(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
     cls._generate_with_builtin_tools = checked
@@ -303,7 +308,8 @@ def hook_input_processor(module: ModuleType) -> None:
                 length = self.model_config.max_model_len  # its prompt grows; the scheduler knows how long it is
             if request.resumable:
                 _check_turn(self.vllm_config, request.sampling_params)
-            _check_request(self.vllm_config, request.sampling_params.extra_args, length)
+            params = request.sampling_params
+            _check_request(self.vllm_config, params.extra_args, length, params.max_tokens)
         return request
 
     cls.process_inputs = checked

@@ -69,10 +69,7 @@ class HitsMixin:
         # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
         longest = min(longest + self.num_spec_tokens + self.num_lookahead_tokens, self.max_model_len)
         block_size, residents = self.kv_managers[0].block_size, self._residents_of(request.request_id)
-        # One block is vLLM's null block.
-        pool = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        pool -= sum(manager.most_blocks(longest) for manager in self.other_managers)
-        whole = math.ceil(longest / block_size)
+        pool, whole = self._room_for(longest), math.ceil(longest / block_size)
 
         def most_held(hit: int) -> int:
             """Blocks that the request holds at most, in all KV groups, if it takes `hit` blocks in each."""
@@ -82,6 +79,12 @@ class HitsMixin:
             )
 
         return max(bisect.bisect_right(range(whole + 1), pool, key=most_held) - 1, 0) * block_size
+
+    def _room_for(self, longest: int) -> int:
+        """Blocks of an otherwise empty pool for the KV groups with holes of a request of so many tokens."""
+        # One block is vLLM's null block.
+        pool = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        return pool - sum(manager.most_blocks(longest) for manager in self.other_managers)
 
     def _longest(self, request: Request) -> int:
         """Tokens that a request may grow to."""

@@ -412,11 +412,11 @@ def settle(
             "leave --kv-policy out for this model"
         )
     ops, decodes = runtime.ops, decode_kernel() != "stock"
-    read = config.statistics or config.context or config.recall != "none" or config.selects
+    read = combinations.reads_keys(config)
     for name, layer in (layers | _evictable(vllm_config, drafting=True)).items():
         if read and (reason := ops.unreadable(layer)):
             own = "" if advice.is_own_dtype(vllm_config) else f"{advice.own_dtype(vllm_config)}, or "
-            raise KVPolicyError(f"{name} {reason}: use {own}{refusals.UNREAD}")
+            raise KVPolicyError(f"{name} {reason}: use {own}{combinations.UNREAD}")
     decodes &= all(map(ops.can_decode, layers.values()))
     if config.selects and not decodes:
         raise KVPolicyError(

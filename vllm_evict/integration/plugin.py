@@ -58,7 +58,7 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     from . import attending, positions, refusals, versions
 
     versions.check(vllm_version)
-    refusals.check_config(vllm_config, config)
+    config = refusals.check_config(vllm_config, config)
     model = vllm_config.model_config
     heads = attending.kv_heads(model)
     config = config.for_model(len(heads), min(heads), vllm_config.parallel_config.tensor_parallel_size)

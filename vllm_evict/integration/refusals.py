@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 import vllm.envs as envs
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 
@@ -11,6 +12,8 @@ from ..compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
 from ..config import KVPolicyConfig, KVPolicyError
 from ..environment import decode_kernel
 from . import advice, attending, combinations, speculation, windows
+
+logger = init_logger("vllm.evict")
 
 #: Attention backends that work behind a view, except those of MLA (`LATENT`).
 BACKENDS = tuple(name for name in OPS if name not in LATENT)
@@ -20,10 +23,6 @@ DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 LATENT_DEVICE_BACKENDS = LATENT[2:]
 #: Those of them whose kernels read blocks of a few sizes; the others read any multiple of 16, or do so on most GPUs.
 FEW_SIZES = ("FLASHINFER",)
-#: Dimensions of heads that the plugin's kernels for GPUs read.
-HEADS = range(16, 257)
-#: Advice: a server on which the plugin reads no keys.
-UNREAD = 'a policy without scores, context, recall and select, with "allow": [] (sink-window)'
 #: Device -> KV cache dtypes that its backends' ops read, beside the model's own.
 SCORED_DTYPES = {
     "cpu": ("auto", "float16", "bfloat16"),
@@ -34,16 +33,34 @@ SCORED_DTYPES = {
 LEAST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
 
-def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
+def check_config(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
     """Refuse engines that a policy cannot run in.
+
+    Returns:
+        The configuration. If its user did not say what requests may pick, it lists the policies that can run here, and
+        a line of the log names the others.
 
     Raises:
         KVPolicyError: naming the model or setting, and what to do instead.
     """
     decode_kernel()
-    for refused, what, instead in _settings(vllm_config, config):
-        if refused:
-            raise _refusal(config, what, instead)
+    asked = config if config.allow is not None else config.replace(allow=())
+    if (refusal := _first(vllm_config, asked)) is not None:
+        raise _refusal(config, *refusal)
+    left_out: dict[str, list[str]] = {}
+    for name in sorted(config.allowed) if config.allow is None else ():
+        if (refusal := _first(vllm_config, config.replace(allow=(name,)))) is not None:
+            left_out.setdefault(refusal[0], []).append(name)
+    if not left_out:
+        return config
+    reasons = "; ".join(f"{', '.join(names)}, which can't be used with {what}" for what, names in left_out.items())
+    logger.info("KV policy %s: requests may not pick %s", config.name, reasons)
+    return config.replace(allow=tuple(sorted(config.allowed.difference(*left_out.values()))))
+
+
+def _first(vllm_config: Any, config: KVPolicyConfig) -> tuple[str, str] | None:
+    """What the first refusal of a configuration names, and what to do instead; None if there is none."""
+    return next(((what, instead) for refused, what, instead in _settings(vllm_config, config) if refused), None)
 
 
 def _refusal(config: KVPolicyConfig, what: str, instead: str) -> KVPolicyError:
@@ -56,7 +73,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
     # ROCm calls its device cuda too, and one of its backends FLASH_ATTN.
     platform = "rocm" if current_platform.is_rocm() else vllm_config.device_config.device_type
     splits = len(config.classes) > 1
-    dtype, reads = advice.cache_dtype(vllm_config), _reads_keys(config)
+    dtype, reads = advice.cache_dtype(vllm_config), combinations.reads_keys(config)
     text = model.hf_text_config
     # The plugin's kernels compute scores, and decode split heads.
     has_kernels = platform == "cuda" and bool(config.statistics or splits)
@@ -145,13 +162,12 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             and dtype not in SCORED_DTYPES.get(platform, ("auto",))
             and not (dtype in advice.NAMED_DTYPES and advice.is_own_dtype(vllm_config)),
             f"KV cache dtype {dtype!r}, which the plugin can't read on vLLM's {platform} engine",
-            f"use {advice.own_dtype(vllm_config)}{fp8}, or {UNREAD}",
+            f"use {advice.own_dtype(vllm_config)}{fp8}, or {combinations.UNREAD}",
         ),
-        *(_of_heads(model) if platform == "cuda" and (reads or splits) and not model.use_mla else ()),
         (
             capability < LEAST_CAPABILITY,
             gpu,
-            'kernels that score or split heads need 8.0 (Ampere) or newer; use sink-window with "allow": []',
+            f"kernels that score or split heads need 8.0 (Ampere) or newer; {combinations.UNSCORED}",
         ),
         (
             dtype in FP8_NAMES and capability < FP8_CAPABILITY,
@@ -163,6 +179,7 @@ def _settings(vllm_config: Any, config: KVPolicyConfig) -> list[tuple[bool, str,
             "KV cache dtypes that differ between layers",
             "leave --kv-cache-dtype-skip-layers out",
         ),
+        *combinations.heads(model, config, platform),
         (
             config.reconstructs and not cache.enable_prefix_caching,
             "prefix caching off while requests may use kvzip, which reconstructs prompts from it",
@@ -201,19 +218,6 @@ def _of_backend(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list
         why = "beside states, as large as which vLLM makes blocks: its kernels read blocks of a few sizes"
         return [(True, f"{what} {why}", f"set {setting} to {others}")]
     return []
-
-
-def _of_heads(model: Any) -> list[combinations.Refusal]:
-    """What is refused of the sizes of heads, where the plugin's kernels for GPUs read keys."""
-    size = advice.head_size(model)
-    read = f"{HEADS.start} to {HEADS.stop - 1}"
-    what = f"heads of {size} dimensions on a GPU, where the plugin's kernels read {read}"
-    return [(size not in HEADS, what, f"use {UNREAD}")]
-
-
-def _reads_keys(config: KVPolicyConfig) -> bool:
-    """Whether the plugin's kernels read keys of the cache."""
-    return bool(config.statistics or config.context or config.recall != "none" or config.selects)
 
 
 def _choose(vllm_config: Any, latent: bool, setting: str) -> str:

@@ -17,7 +17,7 @@ from ..kernels.queries import Queries
 from ..kernels.take import take
 from ..transfer import to_device
 from ..work import HeadSlice
-from .ops import FP8_NAMES, WithStockMetadata
+from .ops import FP8_NAMES, READ_HEADS, WithStockMetadata
 
 FP8 = torch.float8_e4m3fn
 #: Bytes of the decode kernels' scratch for mass, or more if one request needs more. Enough for 256 requests with 32
@@ -65,8 +65,9 @@ class DeviceOps(WithStockMetadata):
         elif layer.kv_cache_torch_dtype != layer.dtype:
             readable = f"the model's own dtype, {', '.join(FP8_NAMES)}"
             return f"keeps its keys as {layer.kv_cache_dtype}, which the score pass can't read (it reads {readable})"
-        if not 16 <= layer.impl.head_size <= 256:
-            return f"has heads of size {layer.impl.head_size}, which the score pass can't read (it reads 16 to 256)"
+        if layer.impl.head_size not in READ_HEADS:
+            sizes = f"{READ_HEADS[0]} to {READ_HEADS[-1]}"
+            return f"has heads of size {layer.impl.head_size}, which the score pass can't read (it reads {sizes})"
         return None
 
     def can_decode(self, layer: Any) -> bool:

@@ -24,6 +24,8 @@ OPS = {
 LATENT = ("CPU_MLA", "AMX_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
 #: Backends whose metadata is for all heads of a layer. They do not run policies that split heads.
 WHOLE_LAYERS = ("FLASHINFER",)
+#: Sizes of heads that the kernels for a device read.
+READ_HEADS = range(16, 257)
 #: vLLM's names of float8_e4m3fn caches, with one scale for a layer's keys and one for its values.
 FP8_NAMES = ("fp8", "fp8_e4m3")
 
