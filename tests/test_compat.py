@@ -291,19 +291,19 @@ def test_without_a_policy_everything_is_vllms_own(configured):
 @pytest.mark.parametrize("extra_args", [{"kv_policy": "h2o"}, {"kv_budget": 64}, {"kv_usage": 1}, {"kv_policy": "x"}])
 def test_a_request_for_a_policy_where_there_is_none_is_said_once_and_served(configured, warned, extra_args):
     for _ in range(2):
-        frontend._check_request(configured(), extra_args, 100)
+        frontend._check_request(configured(), extra_args, 100, None)
     (line,) = warned()
     assert " or ".join(REQUEST_FIELDS) in line and "no KV policy" in line and "--kv-policy" in line
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {"kv_buget": 1}])
 def test_what_is_nothing_of_ours_is_not_said(configured, warned, extra_args):
-    frontend._check_request(configured(), extra_args, 100)
+    frontend._check_request(configured(), extra_args, 100, None)
     assert not warned()
 
 
 def test_a_request_for_a_policy_where_there_is_one_is_not_said(configured, warned):
-    frontend._check_request(configured(kv_policy="full"), {"kv_policy": "h2o"}, 5000)
+    frontend._check_request(configured(kv_policy="full"), {"kv_policy": "h2o"}, 5000, None)
     assert not warned()
 
 

@@ -441,7 +441,7 @@ def test_what_vllm_would_choose_is_refused_with_what_runs_on_the_gpu(monkeypatch
 @pytest.mark.parametrize("size, served", [(8, False), (16, True), (256, True), (512, False)])
 def test_sizes_of_heads_that_kernels_cannot_read_are_refused_before_anything_is_loaded(size, served):
     config = plain_config(device_config__device_type="cuda", model_config__get_head_size=lambda: size)
-    gemma4 = plain_config(device_config__device_type="cuda")
+    gemma4 = plain_config(device_config__device_type="cuda", model_config__get_head_size=lambda: min(size, 64))
     gemma4.model_config.hf_text_config = SimpleNamespace(head_dim=64, global_head_dim=size)
     for each in (config, gemma4):
         with nullcontext() if served else pytest.raises(KVPolicyError, match=f"heads of {size} dim.*16 to 256.*sink-w"):

@@ -50,7 +50,9 @@ def _help(width: int) -> str:
         said = f"{meaning} [{default}]" if default else meaning
         left, *others = textwrap.wrap(said.replace("`", ""), max(width - NAMES, 20))
         lines += [f"{field.strip('`'):<{NAMES}}{left}", *(" " * NAMES + line for line in others)]
-    return "\n\n".join(lines).replace("%", "%%")
+    head, *rows = (line.replace("%", "%%") for line in lines)
+    # argparse appends a default that the text does not name, which would break the last row.
+    return "\n\n".join([f"{head} Default: %(default)s.", *rows])
 
 
 EXAMPLE = '{"name": "h2o", "budget": 2048, "sink": 64, "recent": 256}'
