@@ -5,6 +5,7 @@ The hooks are run; no engine is started. What the plugin relies on in vLLM is te
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
@@ -21,7 +22,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -307,14 +308,42 @@ def test_a_request_for_a_policy_where_there_is_one_is_not_said(configured, warne
     assert not warned()
 
 
-def searched(vllm_config, prompt, xargs):
+#: Engines, KV groups, tokens of each draft, and the blocks that vLLM's front end knows of -> whether 3,200 tokens fit.
+ROOM = [
+    ((1, 1, 0, 101), True),
+    ((1, 1, 0, 100), False),
+    ((1, 1, 3, 101), False),
+    ((1, 1, 3, 102), True),
+    ((2, 1, 0, 202), True),
+    ((2, 1, 0, 201), False),
+    ((1, 2, 0, 201), True),
+    ((1, 2, 0, 199), False),
+]
+
+
+@pytest.mark.parametrize("server, fits", ROOM, ids=str)
+def test_room_for_a_request_that_keeps_everything_counts_engines_groups_and_drafts(
+    configured, monkeypatch, server, fits
+):
+    engines, groups, drafts, blocks = server
+    config = configured(kv_policy={"name": "h2o", "budget": 256}, block_size=32)
+    config.model_config.max_model_len, config.cache_config.num_gpu_blocks = 8192, blocks
+    config.parallel_config.data_parallel_size = engines
+    config.speculative_config = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+    laid = None if groups == 1 else types.SimpleNamespace(groups=("full",) * groups)
+    monkeypatch.setattr("vllm_evict.integration.layers.layout", lambda *_: laid)
+    with contextlib.nullcontext() if fits else pytest.raises(VLLMValidationError, match="ask for fewer max_tokens"):
+        frontend._check_request(config, {"kv_policy": "full"}, 3000, 200)
+
+
+def searched(vllm_config, prompt, xargs, max_tokens=8):
     """Arguments of the requests that a beam search makes of a client's `xargs`: of the first one, and after it."""
-    given = []
+    given, params = [], BeamSearchParams(beam_width=2, max_tokens=max_tokens)
 
     class Search:
         engine_client = types.SimpleNamespace(vllm_config=vllm_config)
 
-        async def beam_search(self, prompt):
+        async def beam_search(self, prompt, request_id, params):
             given.append(frontend._of_beam(SamplingParams(extra_args={"of": "vLLM"})).extra_args)
             yield prompt
 
@@ -323,7 +352,10 @@ def searched(vllm_config, prompt, xargs):
 
     async def answer():
         frontend._answered.set(CompletionRequest(prompt="t1", vllm_xargs=xargs))
-        searches = [Search().beam_search(prompt=prompt), Search().beam_search(prompt)]
+        searches = [
+            Search().beam_search(prompt=prompt, request_id="0", params=params),
+            Search().beam_search(prompt, "1", params),
+        ]
         return [output for search in searches async for output in search]
 
     assert asyncio.run(answer()) == [prompt, prompt]
@@ -340,6 +372,16 @@ def test_beams_get_what_their_search_asks_of_the_policy_and_nothing_else(configu
         searched(served, prompt, {"kv_buget": 512})
     with pytest.raises(VLLMValidationError, match="'kv_buget'"):
         searched(served, {"prompt_embeds": torch.zeros(100, 8)}, {"kv_buget": 512})
+
+
+def test_a_search_that_keeps_everything_grows_by_its_own_tokens(configured):
+    """Chats have no `max_tokens` where they have `max_completion_tokens`."""
+    served = configured(kv_policy={"name": "h2o", "budget": 256}, block_size=32)
+    served.cache_config.num_gpu_blocks = 41
+    prompt = {"prompt_token_ids": [1] * 1000}
+    assert searched(served, prompt, {"kv_policy": "full"}, 200) == [{"kv_policy": "full"}] * 2
+    with pytest.raises(VLLMValidationError, match="may grow to 1300 tokens, and the cache holds 1280"):
+        searched(served, prompt, {"kv_policy": "full"}, 300)
 
 
 def test_a_share_of_the_prompt_is_one_budget_for_all_beams_of_a_search(configured):

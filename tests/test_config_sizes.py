@@ -266,6 +266,15 @@ def test_a_policy_chosen_for_a_group_of_heads_has_its_sizes():
             assert config.profiled("h2o", block, 5000).limits(block, 5000) == config.limits(block, 5000)
 
 
+def test_a_selection_that_grows_is_said():
+    select = {"name": "full", "select": 64}
+    assert parse(select).became(16) == ""
+    grown = "a select of 64 tokens becomes 512 tokens, 4 blocks of 128: 1 of sinks, 1 of recent tokens, 2 to choose"
+    assert parse(select).became(128) == grown
+    both = parse({**select, "name": "knorm", "budget": 100}).became(128)
+    assert both.startswith("a budget of 100 tokens becomes ") and both.endswith(f"; {grown}")
+
+
 @pytest.mark.parametrize(
     "server",
     [

@@ -287,7 +287,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("backend", ["FLASHINFER_MLA", "CUTLASS_MLA"])
 def test_backends_that_nothing_shows_are_refused_by_name(engine, truths, backend):
-    with pytest.raises(KVPolicyError, match=f"{backend}: policies run MLA on CPU_MLA, AMX_MLA, FLASHMLA"):
+    with pytest.raises(
+        KVPolicyError, match=f"{backend}: policies run MLA on CPU_MLA and AMX_MLA, and on a GPU on FLASHMLA"
+    ):
         engine(H2O, model=truths()[0], attention_backend=backend)
 
 

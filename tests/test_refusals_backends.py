@@ -203,7 +203,7 @@ def test_the_rust_front_end_is_refused(tiny, monkeypatch):
     assert engine_config(tiny, None).scheduler_config.scheduler_cls is None
 
 
-RUN_ON = "policies run on CPU_ATTN, and on a GPU on FLASH_ATTN, FLASHINFER and TRITON_ATTN (tested without a GPU only)"
+RUN_ON = "policies run on CPU_ATTN, and on a GPU on FLASH_ATTN, FLASHINFER and TRITON_ATTN"
 PER_KIND = "--attention-config.backend_per_kind.full_attention"
 
 
@@ -426,7 +426,9 @@ def test_what_vllm_would_choose_is_refused_with_what_runs_on_the_gpu(monkeypatch
     backends = {"FLASHMLA": (why, [64]), "FLASH_ATTN_MLA": (why, MANY), "TRITON_MLA": ([], MANY)}
     on_gpu(monkeypatch, (10, 0), FLASHINFER_MLA=([], [32, 64]), **backends)
     config.model_config.use_mla = True
-    with pytest.raises(KVPolicyError, match="FLASHINFER_MLA: policies run MLA on CPU_MLA, AMX_MLA, TRITON_MLA .those"):
+    with pytest.raises(
+        KVPolicyError, match="FLASHINFER_MLA: policies run MLA on CPU_MLA and AMX_MLA, and on a GPU on TRITON_MLA; set"
+    ):
         refusals.check_config(config, h2o)
     on_gpu(monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=(why, MANY), TRITON_ATTN=([], MANY))
     config.model_config.use_mla = False

@@ -117,8 +117,7 @@ def server(tiny, tmp_path_factory):
 def test_the_log_says_what_the_server_does(server):
     (line,) = re.findall(r"KV policy h2o .*", server.log)
     assert "budget=256" in line and "model runner V1" in line and "backend CPU_ATTN" in line
-    # `full` may be picked, so nothing bounds what requests hold.
-    assert "hold all their blocks" in line
+    assert re.search(r"and hold \d+ blocks of 32 tokens, under full all their blocks", line)
     assert "requests may use full, h2o, sink-window" in line
 
 

@@ -117,7 +117,7 @@ class Requests(Frozen):
 
         Args:
             granted: the request's configuration.
-            longest: tokens that the request may grow to.
+            longest: tokens that the request may grow to, drafts included.
             max_model_len: tokens.
             block_size: tokens.
             blocks: of the pool, in each KV group.
@@ -129,7 +129,8 @@ class Requests(Frozen):
         if outgrows and self.bound(block_size, max_model_len) is not None:
             raise KVPolicyError(
                 f"kv_policy {granted.name!r}: the request may grow to {longest} tokens, and the cache holds "
-                f"{blocks * block_size}: ask for fewer max_tokens, or for a policy that evicts"
+                f"{blocks * block_size}: ask for fewer max_tokens (a session may grow to --max-model-len), or for a "
+                "policy that evicts"
             )
 
     def _with_retrieval(self: C, sizes: Mapping[str, int | float], prompt_len: int, block_size: int) -> C:

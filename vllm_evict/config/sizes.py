@@ -124,7 +124,21 @@ class Sizes(Frozen):
         return Limits(budget, trigger, math.ceil(sizes["sink"] / block_size), sizes["recent"])
 
     def became(self: C, block_size: int) -> str:
-        """Return what the budget comes to in blocks of this size, in words; "" if that is the budget as it stands."""
+        """Return what the budget and `select` come to in blocks of this size, in words; "" if they stay."""
+        return "; ".join(filter(None, (self._budget_became(block_size), self._selection_became(block_size))))
+
+    def _selection_became(self: C, block_size: int) -> str:
+        if not self.select:
+            return ""
+        blocks, sinks, recent = self.selected(block_size)
+        if blocks * block_size - self.select < block_size:
+            return ""
+        return (
+            f"a select of {self.select} tokens becomes {blocks * block_size} tokens, {blocks} blocks of {block_size}: "
+            f"{sinks} of sinks, {recent} of recent tokens, {blocks - sinks - recent} to choose"
+        )
+
+    def _budget_became(self: C, block_size: int) -> str:
         if self.name == "full" or self.budget is None:
             return ""
         limits = self._limits(block_size, 1)

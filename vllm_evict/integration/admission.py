@@ -66,7 +66,7 @@ class AdmissionMixin:
         block_size = self.kv_managers[0].block_size
         try:
             config = self.kv_policy.for_request(asked, request.num_prompt_tokens, block_size)
-            longest = self.max_model_len if request.resumable else self._longest(request)
+            longest = self._longest_table(request)
             blocks = self._room_for(longest) // len(self.kv_managers)
             self.kv_policy.check_room(config, longest, self.max_model_len, block_size, blocks)
             return config

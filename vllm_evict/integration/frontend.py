@@ -56,12 +56,29 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_token
     cache, most = vllm_config.cache_config, vllm_config.model_config.max_model_len
     try:
         granted = config.for_request(extra_args, prompt_len, cache.block_size)
-        if cache.num_gpu_blocks:  # of all KV groups and engines, so the scheduler checks it once more
-            longest = min(prompt_len + (max_tokens or most), most)
-            config.check_room(granted, longest, most, cache.block_size, cache.num_gpu_blocks - 1)
+        if cache.num_gpu_blocks:
+            # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
+            drafts = vllm_config.speculative_config and vllm_config.speculative_config.num_speculative_tokens
+            longest = min(prompt_len + (max_tokens or most) + 2 * (drafts or 0), most)
+            config.check_room(granted, longest, most, cache.block_size, _blocks(vllm_config, config))
     except KVPolicyError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
     return config
+
+
+def _blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
+    """Blocks that a request may hold at most in each KV group with holes.
+
+    The engine takes off what groups of windows or states hold, and checks once more.
+    """
+    from .layers import layout
+
+    parallel = vllm_config.parallel_config
+    alone = getattr(parallel, "local_engines_only", False)
+    engines = parallel.data_parallel_size_local if alone else parallel.data_parallel_size
+    laid = layout(vllm_config, config)
+    # vLLM adds up the pools of its engines. One block of each is its null block.
+    return (vllm_config.cache_config.num_gpu_blocks // max(engines, 1) - 1) // (1 if laid is None else len(laid.groups))
 
 
 def _tokens_of(prompt: Any) -> int | None:
@@ -84,10 +101,12 @@ def _check_places(vllm_config: Any, request: Any) -> None:
     """Refuse a client's request with one of `REQUEST_FIELDS` that vLLM drops unseen: it stands in the wrong place."""
     from vllm.exceptions import VLLMValidationError
 
+    if _server_policy(vllm_config) is None:
+        return
     if (to_chat := getattr(request, "to_chat_completion_request", None)) is not None:
         request = to_chat(request.messages[0])  # a batch of chats hands all fields on to each of them
     where = _misplaced_in(request)
-    if where is None or _server_policy(vllm_config) is None:
+    if where is None:
         return
     field = where.split()[0]
     if "vllm_xargs" in type(request).model_fields:
@@ -242,15 +261,16 @@ def hook_beam_search(module: ModuleType) -> None:
         return
 
     @functools.wraps(beam_search)
-    def checked(self: Any, prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    def checked(
+        self: Any, prompt: Any, request_id: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
         vllm_config, fields = self.engine_client.vllm_config, {}
-        xargs, most = (getattr(_answered.get(), name, None) for name in ("vllm_xargs", "max_tokens"))
-        length = _tokens_of(prompt)
+        xargs, length, most = getattr(_answered.get(), "vllm_xargs", None), _tokens_of(prompt), params.max_tokens
         if length is not None and (config := _check_request(vllm_config, xargs, length, most)) is not None:
             # Its requests have longer and longer prompts. An answer has no usage of each of them.
             fields = config.lasting(xargs, length, vllm_config.cache_config.block_size)
             fields.pop("kv_usage", None)
-        return searching(beam_search(self, prompt, *args, **kwargs), fields)
+        return searching(beam_search(self, prompt, request_id, params, *args, **kwargs), fields)
 
     async def searching(outputs: AsyncGenerator[Any, None], fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
         _beam_fields.set(fields)  # the tasks that ask the engine have a copy

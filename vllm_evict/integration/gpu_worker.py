@@ -1,4 +1,4 @@
-"""The CUDA engine's worker. No GPU has run it yet."""
+"""The CUDA engine's worker."""
 
 from vllm.v1.worker.gpu_worker import Worker
 

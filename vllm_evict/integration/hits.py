@@ -65,9 +65,7 @@ class HitsMixin:
 
     def _longest_hit(self, request: Request) -> int:
         """Tokens of a cached prefix that an otherwise empty pool has room for beside the request's other blocks."""
-        longest = self.max_model_len if request.resumable else self._longest(request)
-        # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
-        longest = min(longest + self.num_spec_tokens + self.num_lookahead_tokens, self.max_model_len)
+        longest = self._longest_table(request)
         block_size, residents = self.kv_managers[0].block_size, self._residents_of(request.request_id)
         pool, whole = self._room_for(longest), math.ceil(longest / block_size)
 
@@ -85,6 +83,12 @@ class HitsMixin:
         # One block is vLLM's null block.
         pool = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
         return pool - sum(manager.most_blocks(longest) for manager in self.other_managers)
+
+    def _longest_table(self, request: Request) -> int:
+        """Tokens for which a request may have slots at most."""
+        longest = self.max_model_len if request.resumable else self._longest(request)
+        # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
+        return min(longest + self.num_spec_tokens + self.num_lookahead_tokens, self.max_model_len)
 
     def _longest(self, request: Request) -> int:
         """Tokens that a request may grow to."""

@@ -135,11 +135,11 @@ def for_one_token(params: SamplingParams) -> SamplingParams:
     """Parameters of a shadow: those of its original, for one token.
 
     The front end has checked these, so logits processors can rely on them (`extra_args` above all). Left out is what
-    asks for more: tokens, scores of the prompt, a prompt that is computed anew, a grammar to wait for.
+    asks for more: tokens, log-probabilities, a prompt that is computed anew, a grammar to wait for.
     """
     params = params.clone()
     params.max_tokens, params.min_tokens, params.skip_reading_prefix_cache = 1, 0, False
-    params.prompt_logprobs = params.structured_outputs = None
+    params.logprobs = params.prompt_logprobs = params.structured_outputs = None
     params.prompt_logprob_token_ids = params.prompt_logprob_start = None  # since vLLM 0.31
     return params
 

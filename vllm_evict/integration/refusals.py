@@ -224,12 +224,8 @@ def _choose(vllm_config: Any, latent: bool, setting: str) -> str:
     """Advice: backends on which policies run, of which those of a GPU are the ones that run on this one."""
     on_gpu = list(LATENT_DEVICE_BACKENDS if latent else DEVICE_BACKENDS)
     on_gpu = on_gpu if vllm_config is None else advice.working(vllm_config, on_gpu)
-    if latent:
-        names = ", ".join((*LATENT[: -len(LATENT_DEVICE_BACKENDS)], *on_gpu))
-        run = f"policies run MLA on {names} (those of a GPU tested without one)"
-    else:
-        run = f"policies run on CPU_ATTN, and on a GPU on {advice.all_of(on_gpu)} (tested without a GPU only)"
-    return f"{run}; set {setting} to one of these, or leave --kv-policy out"
+    run = f"policies run MLA on {advice.all_of(LATENT[:2])}" if latent else "policies run on CPU_ATTN"
+    return f"{run}, and on a GPU on {advice.all_of(on_gpu)}; set {setting} to one of these, or leave --kv-policy out"
 
 
 def _splitting(vllm_config: Any, setting: str) -> str:
