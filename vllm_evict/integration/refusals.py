@@ -35,16 +35,29 @@ SCORED_DTYPES = {
 LEAST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
 
+class Refused(KVPolicyError):
+    """What a policy cannot be used with. The first refusal is the message; `messages` has all of them."""
+
+    def __init__(self, *messages: str) -> None:
+        super().__init__(messages[0])
+        self.messages = messages
+
+
 def check_config(vllm_config: Any, config: KVPolicyConfig) -> None:
     """Refuse engines that a policy cannot run in.
 
     Raises:
-        KVPolicyError: naming the model or setting, and what to do instead.
+        Refused: naming each model or setting, and what to do instead.
     """
     decode_kernel()
-    for refused, what, instead in _settings(vllm_config, config):
-        if refused:
-            raise _refusal(config, what, instead)
+    _refuse(config, _settings(vllm_config, config))
+
+
+def _refuse(config: KVPolicyConfig, refusals: list[combinations.Refusal]) -> None:
+    """Raise one error for all refusals that apply."""
+    messages = [str(_refusal(config, what, instead)) for refused, what, instead in refusals if refused]
+    if messages:
+        raise Refused(*dict.fromkeys(messages))
 
 
 def _refusal(config: KVPolicyConfig, what: str, instead: str) -> KVPolicyError:
@@ -183,7 +196,7 @@ def _of_backend(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list
     If none is named, vLLM chooses one, which may be asked for already. Else `check_layer` looks at the layers' own.
     """
     model, splits = vllm_config.model_config, len(config.classes) > 1
-    backend, setting = _named_backend(vllm_config.attention_config, model.use_mla)
+    backend, setting = named_backend(vllm_config.attention_config, model.use_mla)
     if backend is None and platform == "cuda" and (model.use_mla or model.is_hybrid or splits):
         backend = advice.chosen(vllm_config)
     what = f"the attention backend {backend}"
@@ -254,9 +267,7 @@ def check_beside(vllm_config: Any, config: KVPolicyConfig, kind: combinations.Ki
     Raises:
         KVPolicyError: naming the reason.
     """
-    for refused, what, instead in combinations.beside(vllm_config, config, kind, others):
-        if refused:
-            raise _refusal(config, what, instead)
+    _refuse(config, combinations.beside(vllm_config, config, kind, others))
 
 
 def check_blocks(config: KVPolicyConfig, block_sizes: Collection[int]) -> int:
@@ -279,7 +290,7 @@ def check_blocks(config: KVPolicyConfig, block_sizes: Collection[int]) -> int:
     return next(iter(block_sizes))
 
 
-def _named_backend(attention_config: Any, latent: bool) -> tuple[str | None, str]:
+def named_backend(attention_config: Any, latent: bool) -> tuple[str | None, str]:
     """The backend that the configuration names for full attention, or MLA, and the setting; None if vLLM chooses one.
 
     vLLM chooses when it makes the layers, which `check_layer` checks. Layers of other kinds may have any backend.
@@ -296,12 +307,7 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig, vllm_config: Any 
     Raises:
         KVPolicyError: naming the layer.
     """
-    backend = layer.attn_backend.get_name()
-    what, setting = f"the attention backend {backend}, which {name} has", "--attention-backend"
-    if backend not in OPS:
-        raise _refusal(config, what, _choose(vllm_config, "MLA" in backend, setting))
-    if backend in WHOLE_LAYERS and len(config.classes) > 1:
-        raise _refusal(config, what, _splitting(vllm_config, setting))
+    check_backend(layer.attn_backend.get_name(), f"which {name} has", config, vllm_config)
     if not config.statistics & RUNNING:
         return
     if getattr(layer.impl, "alibi_slopes", None) is not None:
@@ -310,15 +316,26 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig, vllm_config: Any 
         )
 
 
+def check_backend(backend: str, whose: str, config: KVPolicyConfig, vllm_config: Any = None) -> None:
+    """Refuse attention backends on which the policy does not run; `whose`: where the backend was found.
+
+    Raises:
+        KVPolicyError: naming the backend.
+    """
+    what, setting = f"the attention backend {backend}, {whose}", "--attention-backend"
+    if backend not in OPS:
+        raise _refusal(config, what, _choose(vllm_config, "MLA" in backend, setting))
+    if backend in WHOLE_LAYERS and len(config.classes) > 1:
+        raise _refusal(config, what, _splitting(vllm_config, setting))
+
+
 def check_sharing(config: KVPolicyConfig) -> None:
     """Refuse policies that do not work where layers read other layers' caches.
 
     Raises:
         KVPolicyError: naming what of the policy does not.
     """
-    for refused, what, instead in combinations.sharing(config):
-        if refused:
-            raise _refusal(config, what, instead)
+    _refuse(config, combinations.sharing(config))
 
 
 def check_alike(layers: dict[str, Any]) -> None:
