@@ -1,5 +1,6 @@
 """The command `vllm-evict`. Its packages come with the extra `eval`, and may be missing."""
 
+import os
 import sys
 
 #: Packages of the extra `eval`.
@@ -7,7 +8,16 @@ PACKAGES = frozenset({"datasets", "httpx", "matplotlib", "openai", "rich", "tqdm
 
 
 def main() -> None:
-    """Run `eval.cli.main`; one line on stderr and exit status 2 if a package is missing."""
+    """Run a command; one line on stderr and exit status 2 if a package is missing.
+
+    `check` needs vLLM and none of `PACKAGES`. `eval.cli` has the other commands.
+    """
+    if sys.argv[1:2] == ["check"]:
+        from .integration.check import main as check
+
+        status = check(sys.argv[2:])
+        sys.stdout.flush()
+        os._exit(status)  # without a teardown of what vLLM imports, which takes a second
     try:
         from .eval.cli import main as command
 

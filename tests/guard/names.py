@@ -3,6 +3,7 @@
 Names that the plugin only imports are no entries: `check` finds them in the plugin's sources.
 """
 
+from vllm_evict.integration.stand_in import COMPILED
 from vllm_evict.integration.versions import MOVED
 
 #: Class or module of vLLM -> ours -> the methods and functions that ours takes the place of. `ours` holds one of the
@@ -221,4 +222,4 @@ COMPLETE = {
 }
 
 #: Strings in vllm_evict that look like names of vLLM and are none.
-NO_NAMES = {"vllm.evict", *MOVED, *MOVED.values()}
+NO_NAMES = {"vllm.evict", *COMPILED, *MOVED, *MOVED.values()}

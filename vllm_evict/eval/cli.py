@@ -1,4 +1,4 @@
-"""`vllm-evict eval`, `plot`, `policies`, and the group `heads`."""
+"""`vllm-evict eval`, `plot`, `policies`, `check`, and the group `heads`."""
 
 import json
 import os
@@ -190,6 +190,14 @@ def policies(
         listing.show_one(policy, wide_console())
     else:
         listing.show_all(wide_console())
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def check(context: typer.Context, device: Annotated[str, typer.Option(help="The device of the server.")] = "") -> None:
+    """Say whether vllm serve MODEL [FLAGS] starts under a KV policy on a device, without the device."""
+    from ..integration.check import main as run
+
+    raise typer.Exit(run(["--device", device, *context.args]))
 
 
 def _tell(files: list[Path], console: Console) -> None:

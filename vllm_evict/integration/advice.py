@@ -103,10 +103,25 @@ def chosen(vllm_config: Any) -> str | None:
     """The attention backend that vLLM chooses on a GPU for full attention, if none is named; None: layers will tell."""
     if not current_platform.is_cuda():
         return None
-    with contextlib.suppress(Exception), set_current_vllm_config(vllm_config):
-        path = current_platform.get_attn_backend_cls(None, _selector(vllm_config), num_heads=None)
-        return str(resolve_obj_by_qualname(path).get_name())
+    with contextlib.suppress(Exception):
+        return taken(vllm_config, None)
     return None
+
+
+def taken(vllm_config: Any, named: str | None) -> str:
+    """The attention backend that vLLM takes on this device for full attention, as far as its configuration tells.
+
+    Args:
+        vllm_config: of the server.
+        named: the backend that the configuration names; None: vLLM chooses one.
+
+    Raises:
+        ValueError: vLLM has none, or does not take the named one.
+    """
+    selected = None if named is None else AttentionBackendEnum[named]
+    with set_current_vllm_config(vllm_config):
+        path = current_platform.get_attn_backend_cls(selected, _selector(vllm_config), num_heads=None)
+    return str(resolve_obj_by_qualname(path).get_name())
 
 
 def _selector(vllm_config: Any) -> AttentionSelectorConfig:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 from ..config import KVPolicyConfig
 from ..config.fields import TIER
 from ..config.options import names_of
+from ..core.mechanisms.pressure import Pressure
 from ..environment import decode_kernel
 from ..policies import RUNNING
+from . import combinations
 from .managers import StateManager
 from .refusals import DEVICE_BACKENDS
 from .spec import EvictableSpec
@@ -46,18 +48,52 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
         beside = " and ".join(f"{count} with {kind}" for kind, count in kinds.items())
         what += f", beside {beside}, managed by vLLM"
     return (
-        f"KV policy {_described(scheduler.kv_policy)}"
-        + f"; requests may use {', '.join(sorted(scheduler.kv_policy.allowed))}"
-        + (f" and hold {bound} blocks of {spec.block_size} tokens" if bound else " and hold all their blocks")
-        + (" when the pool runs out" if bound and scheduler.pressure else "")
-        + (", under full all their blocks" if bound and "full" in scheduler.kv_policy.allowed else "")
-        + f"; model runner V{2 if scheduler.use_v2_model_runner else 1}"
-        + f"{', async scheduling' if scheduler.scheduler_config.async_scheduling else ''}"
+        facts(
+            scheduler.kv_policy,
+            _held(scheduler.kv_policy, bound, spec.block_size, bool(scheduler.pressure)),
+            scheduler.vllm_config,
+        )
         + f"; attention backend {spec.backend}; {what}"
         + (f"; {scheduler.host_pool.blocks} host blocks for what is evicted" if scheduler.host_pool else "")
         + (" and for preempted requests" if scheduler.kv_policy.preempt == "host" else "")
         + "".join(f"; {words}" for part in parts if (words := part.became(spec.block_size)))
     )
+
+
+def facts(config: KVPolicyConfig, held: str, vllm_config: Any) -> str:
+    """What the start-up line says first, which a configuration tells without layers.
+
+    Args:
+        config: the server's policy.
+        held: what requests hold, by `_held` or `held_before_layers`.
+        vllm_config: the server's.
+    """
+    return (
+        f"KV policy {_described(config)}; requests may use {', '.join(sorted(config.allowed))}{held}"
+        f"; model runner V{2 if vllm_config.use_v2_model_runner else 1}"
+        f"{', async scheduling' if vllm_config.scheduler_config.async_scheduling else ''}"
+    )
+
+
+def held_before_layers(config: KVPolicyConfig, vllm_config: Any) -> str | None:
+    """What requests hold, where a configuration tells it; None where that takes layers.
+
+    Layers tell the number of KV groups of split heads and beside other layers, and on a GPU the size of blocks, if the
+    user did not.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    sized = cache.user_specified_block_size or vllm_config.device_config.device_type == "cpu"
+    if len(config.classes) > 1 or model.is_hybrid or combinations.slides(vllm_config) or not sized:
+        return None
+    bound = config.bound(cache.block_size, model.max_model_len)
+    return _held(config, bound, cache.block_size, Pressure.serves(config))
+
+
+def _held(config: KVPolicyConfig, bound: int | None, block_size: int, pressure: bool) -> str:
+    if not bound:
+        return " and hold all their blocks"
+    held = f" and hold {bound} blocks of {block_size} tokens" + " when the pool runs out" * pressure
+    return held + ", under full all their blocks" * ("full" in config.allowed)
 
 
 def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRuntime", backend: str) -> str:

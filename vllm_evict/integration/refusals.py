@@ -33,6 +33,14 @@ SCORED_DTYPES = {
 LEAST_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
 
+class Refused(KVPolicyError):
+    """What a policy cannot be used with. The first refusal is the message; `messages` has all of them."""
+
+    def __init__(self, *messages: str) -> None:
+        super().__init__(messages[0])
+        self.messages = messages
+
+
 def check_config(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
     """Refuse engines that a policy cannot run in.
 
@@ -41,12 +49,11 @@ def check_config(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
         a line of the log names the others.
 
     Raises:
-        KVPolicyError: naming the model or setting, and what to do instead.
+        Refused: naming each model or setting, and what to do instead.
     """
     decode_kernel()
     asked = config if config.allow is not None else config.replace(allow=())
-    if (refusal := _first(vllm_config, asked)) is not None:
-        raise _refusal(config, *refusal)
+    _refuse(config, _settings(vllm_config, asked))
     left_out: dict[str, list[str]] = {}
     for name in sorted(config.allowed) if config.allow is None else ():
         if (refusal := _first(vllm_config, config.replace(allow=(name,)))) is not None:
@@ -56,6 +63,13 @@ def check_config(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
     reasons = "; ".join(f"{', '.join(names)}, which can't be used with {what}" for what, names in left_out.items())
     logger.info("KV policy %s: requests may not pick %s", config.name, reasons)
     return config.replace(allow=tuple(sorted(config.allowed.difference(*left_out.values()))))
+
+
+def _refuse(config: KVPolicyConfig, refusals: list[combinations.Refusal]) -> None:
+    """Raise one error for all refusals that apply."""
+    messages = [str(_refusal(config, what, instead)) for refused, what, instead in refusals if refused]
+    if messages:
+        raise Refused(*dict.fromkeys(messages))
 
 
 def _first(vllm_config: Any, config: KVPolicyConfig) -> tuple[str, str] | None:
@@ -201,7 +215,7 @@ def _of_backend(vllm_config: Any, config: KVPolicyConfig, platform: str) -> list
     If none is named, vLLM chooses one, which may be asked for already. Else `check_layer` looks at the layers' own.
     """
     model, splits = vllm_config.model_config, len(config.classes) > 1
-    backend, setting = _named_backend(vllm_config.attention_config, model.use_mla)
+    backend, setting = named_backend(vllm_config.attention_config, model.use_mla)
     if backend is None and platform == "cuda" and (model.use_mla or model.is_hybrid or splits):
         backend = advice.chosen(vllm_config)
     what = f"the attention backend {backend}"
@@ -255,9 +269,7 @@ def check_beside(vllm_config: Any, config: KVPolicyConfig, kind: combinations.Ki
     Raises:
         KVPolicyError: naming the reason.
     """
-    for refused, what, instead in combinations.beside(vllm_config, config, kind, others):
-        if refused:
-            raise _refusal(config, what, instead)
+    _refuse(config, combinations.beside(vllm_config, config, kind, others))
 
 
 def check_blocks(config: KVPolicyConfig, block_sizes: Collection[int]) -> int:
@@ -280,7 +292,7 @@ def check_blocks(config: KVPolicyConfig, block_sizes: Collection[int]) -> int:
     return next(iter(block_sizes))
 
 
-def _named_backend(attention_config: Any, latent: bool) -> tuple[str | None, str]:
+def named_backend(attention_config: Any, latent: bool) -> tuple[str | None, str]:
     """The backend that the configuration names for full attention, or MLA, and the setting; None if vLLM chooses one.
 
     vLLM chooses when it makes the layers, which `check_layer` checks. Layers of other kinds may have any backend.
@@ -297,19 +309,28 @@ def check_layer(name: str, layer: Any, config: KVPolicyConfig, vllm_config: Any 
     Raises:
         KVPolicyError: naming the layer.
     """
-    backend = layer.attn_backend.get_name()
-    what, setting = f"the attention backend {backend}, which {name} has", "--attention-backend"
+    check_backend(layer.attn_backend.get_name(), f"which {name} has", config, vllm_config)
+    _refuse(
+        config,
+        combinations.distances(
+            config,
+            f"ALiBi, which {name} has" if getattr(layer.impl, "alibi_slopes", None) is not None else "",
+            f"chunks of positions, which {name} has" if getattr(layer.impl, "chunk_lookback", -1) >= 0 else "",
+        ),
+    )
+
+
+def check_backend(backend: str, whose: str, config: KVPolicyConfig, vllm_config: Any = None) -> None:
+    """Refuse attention backends on which the policy does not run; `whose`: where the backend was found.
+
+    Raises:
+        KVPolicyError: naming the backend.
+    """
+    what, setting = f"the attention backend {backend}, {whose}", "--attention-backend"
     if backend not in OPS:
         raise _refusal(config, what, _choose(vllm_config, "MLA" in backend, setting))
     if backend in WHOLE_LAYERS and len(config.classes) > 1:
         raise _refusal(config, what, _splitting(vllm_config, setting))
-    for refused, what, instead in combinations.distances(
-        config,
-        f"ALiBi, which {name} has" if getattr(layer.impl, "alibi_slopes", None) is not None else "",
-        f"chunks of positions, which {name} has" if getattr(layer.impl, "chunk_lookback", -1) >= 0 else "",
-    ):
-        if refused:
-            raise _refusal(config, what, instead)
 
 
 def check_sharing(config: KVPolicyConfig) -> None:
@@ -318,9 +339,7 @@ def check_sharing(config: KVPolicyConfig) -> None:
     Raises:
         KVPolicyError: naming what of the policy does not.
     """
-    for refused, what, instead in combinations.sharing(config):
-        if refused:
-            raise _refusal(config, what, instead)
+    _refuse(config, combinations.sharing(config))
 
 
 def check_alike(layers: dict[str, Any], heads: list[int]) -> None:

