@@ -316,7 +316,13 @@ MUTANTS = [
     Mutant("ended turns", "core/mechanisms/budget.py", "*self._ended_turns(plan)", "*()", ("sessions -k within",)),
     Mutant("blind first", "core/mechanisms/recall.py", "(blocks.host or is_first)", "blocks.host", ("recall -k fact",)),
     Mutant("reports of drafts", "core/plan.py", "if end is None:", "if True:", ("drafters_async -k h2o",)),
-    Mutant("windows never end", "compute/sums.py", "self._sums[self._to_device(slots)] = 0", "pass", ("sums",)),
+    Mutant(
+        "windows never end",
+        "compute/sums.py",
+        "self._sums.index_fill_(0, self._to_device(slots), 0.0)",
+        "pass",
+        ("sums",),
+    ),
     Mutant(
         "queries of the pattern all count",
         "compute/sums.py",

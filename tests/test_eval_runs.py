@@ -126,6 +126,17 @@ def offline(model, server, setting, prompts):
     return closing(backends.Offline(str(model), server, setting, prompts, **sizes, engine_args=ENGINE))
 
 
+@pytest.mark.parametrize("setting", ["agnostic", "turns"])
+def test_a_request_that_the_engine_refuses_is_one_message(tiny, setting):
+    (known,), (above,) = (contenders("h2o", [budget], **SIZES) for budget in (128, 512))
+    prompts, server = Prompts(str(tiny)), known.config
+    samples = [sample_of("niah", 512, 0.5, i, count=prompts.count) for i in range(2)]
+    with offline(tiny, server, setting, prompts) as backend:
+        with pytest.raises(EvalError, match="h2o at 512: kv_budget 512 comes to 512 tokens .* above the server's 128"):
+            backend.answer(samples, above)
+        assert len(backend.answer(samples, known)) == 2, "the refused request left something behind"
+
+
 def recorded_steps(backend):
     """Request -> tokens of each of its steps, as the scheduler plans them."""
     steps = {}

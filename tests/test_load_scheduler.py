@@ -50,7 +50,7 @@ def test_random_programs_hold_on_servers_that_speculate(name):
     counts = held(Maker(seed=23, only=[name], drafts=True), 6)
     assert counts["finished"] > 30 and counts["drafts"] > counts["accepted"] > 50
     if name != "stock":
-        assert counts["holes"] > 30
+        assert counts["holes"] > 20
 
 
 @pytest.mark.parametrize("name", ["sink-window", "h2o", "quest", "keydiff"])
@@ -58,7 +58,7 @@ def test_random_programs_hold_on_servers_that_keep_evicted_blocks_on_the_host(na
     """Host pools of one block and more; blocks come back, ends of prompts are computed again."""
     counts = held(Maker(seed=31, only=[name], host=True), 30)
     assert counts["finished"] > 50 and counts["spilled"] > 100
-    assert counts["fetched"] > 20 and counts["rewound"] > 0 and counts["saved"] >= counts["restored"]
+    assert counts["fetched"] > 10 and counts["rewound"] > 0 and counts["saved"] >= counts["restored"]
 
 
 #: Programs that failed once, as the load printed them, shortened.
@@ -112,6 +112,14 @@ FAILED = {
                          "evict": "host", "host": 2881, "recall": "quest", "recall_every": 3, "recall_blocks": 4,
                          "again": 256, "again_rounds": 1}, "block": 1, "length": 68},
  "ops": [{"at": 8, "id": "r19", "length": 66, "shared": 3, "tokens": 6}]}
+""",
+    # Steps of one token settled blocks that the request already had, and no decision followed them.
+    "a prompt's end again, a token at a time": """
+{"settings": {"policy": {"name": "keydiff", "sink": 0, "recent": 0, "buffer": 0, "budget": 1, "min_prompt": 0,
+                         "evict": "host", "host": 10306, "preempt": "recompute", "recall": "quest", "recall_every": 1,
+                         "recall_blocks": 1, "again": 6, "again_rounds": 1}, "chunk": 10, "extra": 3, "long": 1},
+ "ops": [{"at": 3, "id": "r1", "length": 20, "family": 2, "shared": 10},
+         {"at": 5, "id": "r3", "length": 13, "shared": 6, "tokens": 8}]}
 """,
     "a session with a context in the smallest pool": """
 {"settings": {"policy": {"name": "random", "sink": 0, "recent": 0, "buffer": 0, "budget": 1, "context": 24},
@@ -203,6 +211,11 @@ def released_late(monkeypatch):
     monkeypatch.setattr(HostPool, "release", lambda self, plan, blocks: None)
 
 
+def forgotten_early(monkeypatch):
+    """Requests are over their trigger with the step that takes their table over it, or not at all."""
+    monkeypatch.setattr(EvictionMixin, "_reaches_later", lambda self, manager, req_id: bool(self.num_spec_tokens))
+
+
 def back_in_front(monkeypatch):
     """Blocks come back before those that go for them are copied."""
     fetch = HostPool.fetch
@@ -238,6 +251,7 @@ def back_and_published(monkeypatch):
         (back_in_front, ("reads", "host")),
         (back_into_others, ("recall", "AssertionError", "ValueError")),
         (back_and_published, ("host", "books")),
+        (forgotten_early, ("bound",)),
     ],
 )
 def test_it_finds_what_is_wrong_with_host_blocks(monkeypatch, mutation, kinds):

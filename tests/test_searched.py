@@ -76,6 +76,17 @@ def test_every_mechanism_serves_layers_that_differ(serve, poisoned, name):
     server.assert_nothing_left()
 
 
+def test_a_host_block_has_the_heads_of_all_layers(serve, poisoned):
+    """Scheduler and worker have as many blocks, also where the host is full and blocks are dropped."""
+    size = sum(KV_HEADS) * 32 * 2 * 32 * 4  # tokens of a block, keys and values, dimensions, bytes
+    server = serve({**H2O, "evict": "host", "host": 5 * size, "recall": "quest"})
+    scheduler, (page, *_) = server.scheduler, server.runtime.host.pages.own
+    assert scheduler.host_pool.blocks == len(page) == 5 and scheduler._host_block_bytes == size
+    (output,) = server.generate([random_prompt(900)], max_tokens=40, logprobs=0)
+    assert output.kv_usage.dropped_blocks > 4 and np.isfinite(logprobs_of(output)).all()
+    server.assert_nothing_left()
+
+
 def test_requests_may_pick_every_policy_of_the_default_allow(serve, poisoned):
     server = serve({**H2O, "granularity": "token"})
     names = sorted(server.scheduler.kv_policy.allowed - {"full"})

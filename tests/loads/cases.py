@@ -12,6 +12,7 @@ from drafting import MODEL, NGRAM, make_eagle, speculative
 from engine import V2, Engine
 from latent import make_latent, reference_mla
 from oracle.hybrids import HYBRIDS, make_tiny_hybrid
+from oracle.searched import make_searched
 from oracle.tiny import make_tiny_llama
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -28,6 +29,8 @@ MODELS = {
     "latent": {},
     "drafted": MODEL,
 }
+#: Models in which layers differ: KV heads of each layer, 0 for a layer without attention.
+SEARCHED = {"searched": (2, 4, 0, 1), "gaps": (4, 0, 4, 4, 0, 4)}
 BLOCK_POLICIES = ["sink-window", "strided", "scissorhands", "tova", "snapkv", "rkv", "knorm", "keydiff"]
 BLOCK_POLICIES += ["pagedeviction", "quest", "random", "h2o"]
 SELECTING = ["sink-window", "strided", "knorm", "keydiff", "pagedeviction", "quest", "random"]
@@ -131,6 +134,13 @@ KINDS = {
     "latent": ("latent", _latent),
     "drafts": ("drafted", _blocks),
     "select": ("heads", _select),
+    "searched": ("searched", None),
+    "gaps": ("gaps", None),
+}
+#: Kinds whose cases are like those of other kinds, on another model. Heads are split only where all layers have as many.
+LIKE = {
+    "searched": ["blocks", "tokens", "pressure", "kvzip", "context", "host"],
+    "gaps": ["bands", "duo", "select"],
 }
 
 
@@ -171,7 +181,8 @@ def make_case(number, kind=None, smallest=False):
     """The case of this number: kinds take turns unless one is named."""
     rng = random.Random(f"case {number}")
     kind = kind or list(KINDS)[number % len(KINDS)]
-    model, make_policy = {**KINDS, **BY_NAME}[kind]
+    like = random.Random(f"like {number}").choice(LIKE.get(kind, [kind]))
+    model, (_, make_policy) = {**KINDS, **BY_NAME}[kind][0], {**KINDS, **BY_NAME}[like]
     size = 32 if V2 else rng.choice([32, 32, 32, 64])
     sizes = {"budget": size * rng.choice([4, 5, 6]), "sink": size, "recent": size, "buffer": rng.choice([0, size])}
     if model == "windows":
@@ -184,18 +195,20 @@ def make_case(number, kind=None, smallest=False):
     if "gates" not in policy and random.Random(f"unsaid {number}").random() < 0.25:
         # What nobody gave follows the budget, and may raise it.
         policy = {field: value for field, value in policy.items() if field not in ("sink", "recent")}
+    if model == "searched" and "host" in policy:
+        policy["host"] *= 2  # a block of the model is 1.75 times as large
     asynchronous = rng.random() < 0.4
     chunk = size * rng.choice([2, 3, 5, 8])
-    if kind == "context":
+    if like == "context":
         # Room for the budget, the buffer, a block and two chunks in flight.
         policy["context"] = sizes["budget"] + sizes["buffer"] + size + 2 * chunk + size
     seqs = rng.choice([2, 4, 8, 8, 16])
-    groups = {"bands": 2, "duo": 2, "windows": 2, "hybrid": 2, "hybrid-tokens": 2, "gdn": 3, "select": 2}.get(kind, 1)
+    groups = {"bands": 2, "duo": 2, "windows": 2, "hybrid": 2, "hybrid-tokens": 2, "gdn": 3, "select": 2}.get(like, 1)
     options = {
         "max_num_batched_tokens": chunk,
-        "max_num_seqs": 16 if kind == "pressure" else seqs,
+        "max_num_seqs": 16 if like == "pressure" else seqs,
         # vLLM's CPU engine has none for latents.
-        "enable_prefix_caching": kind == "kvzip" or (rng.random() < 0.85 and kind != "latent"),
+        "enable_prefix_caching": like == "kvzip" or (rng.random() < 0.85 and kind != "latent"),
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
         "async_scheduling": asynchronous,
     }
@@ -203,7 +216,7 @@ def make_case(number, kind=None, smallest=False):
         # vLLM proposes n-grams on the host, so not under async scheduling.
         options["speculative_config"] = rng.choice(["EAGLE", "SAME"] if asynchronous else ["EAGLE", "SAME", NGRAM])
     # Room for the longest request whole; for two of them where small pools are known to stall.
-    roomy = kind in ("tokens", "pressure", "kvzip", "duo")
+    roomy = like in ("tokens", "pressure", "kvzip", "duo")
     blocks = (
         None if smallest else 1 + int(groups * LONGEST * rng.choice([2, 2.5, 3, 4] if roomy else [1.25, 1.5, 2, 3]))
     )
@@ -281,8 +294,10 @@ def _extra(rng, case, allowed):
     return extra
 
 
-def _dtype(model):
-    """The dtype that a hybrid needs, as an engine argument."""
+def _arguments(model):
+    """Engine arguments that a model needs."""
+    if model in SEARCHED:
+        return {"trust_remote_code": True}
     return {"dtype": str(HYBRIDS[model][1]).removeprefix("torch.")} if model in HYBRIDS else {}
 
 
@@ -293,9 +308,11 @@ class Models:
         self.folder, self._stocks = Path(folder), {}
 
     def path(self, name):
-        path = self.folder / name
+        path = self.folder / name / ("searched" if name in SEARCHED else "")
         if not (path / "config.json").exists():
-            if name == "latent":
+            if name in SEARCHED:
+                make_searched(path.parent, SEARCHED[name])
+            elif name == "latent":
                 make_latent(path, "DeepseekV3ForCausalLM")
             elif name in HYBRIDS:
                 make_tiny_hybrid(path, name)
@@ -332,7 +349,7 @@ class Models:
                 max_num_batched_tokens=longest,
                 enable_prefix_caching=False,
                 async_scheduling=False,
-                **_dtype(case.model),
+                **_arguments(case.model),
             )
             self._stocks[key] = Stock(engine)
         return self._stocks[key]
@@ -344,7 +361,12 @@ class Models:
         policy = dict(case.policy)
         if policy.get("gates") == "HEADS":
             policy["gates"] = self.gates(policy.pop("sink"), policy.pop("recent"))
-        options = {"max_model_len": case.longest, "block_size": case.block_size, **_dtype(case.model), **case.options}
+        options = {
+            "max_model_len": case.longest,
+            "block_size": case.block_size,
+            **_arguments(case.model),
+            **case.options,
+        }
         if options.get("speculative_config") == "EAGLE":
             options["speculative_config"] = speculative("eagle", self._eagle(case.model))
         if options.get("speculative_config") == "SAME":

@@ -5,6 +5,7 @@ program always runs the same way, so a failing one can be printed as JSON, kept 
 """
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -184,14 +185,14 @@ class Maker:
         self.random, self.only, self.faithful, self.requests = random.Random(seed), only, faithful, requests
         self.drafts, self.host = drafts, host
         #: Of its own, so that other programs of a seed stay what they were.
-        self.selects = random.Random(f"select {seed}")
+        self.selects, self.meets = random.Random(f"select {seed}"), random.Random(f"meet {seed}")
 
     def program(self) -> Program:
         while True:
             settings = self._settings()
             if settings is not None:
                 ops = tuple(self._ops(settings))
-                return Program(self._selecting(settings), ops)
+                return self._meeting(Program(self._selecting(settings), ops))
 
     def _chance(self, share: float) -> bool:
         return self.random.random() < share
@@ -262,6 +263,22 @@ class Maker:
         chosen = selecting(self.selects, own, settings.block, LAYERS)
         chosen = replace(settings, policy=chosen if own is policy else {**policy, "retrieval": chosen})
         return settings if parsed(chosen) is None else chosen
+
+    def _meeting(self, program: Program) -> Program:
+        """The same program, or for some on servers that compute ends of prompts again one where requests meet there.
+
+        vLLM cuts the prompt of a request that runs alone by `chunk` only. So the step after its end is known. Another
+        request arrives in that step, or the next. Then the prompt's end is computed again in steps of less than a block.
+        """
+        settings, rand, ops, at = program.settings, self.meets, [], 0
+        if not (settings.policy or {}).get("again") or rand.random() > 0.25:
+            return program
+        for op in [op for op in program.ops if op.do == "add" and not op.session][:10]:
+            steps = math.ceil((op.length - 1) / settings.chunk)
+            other = replace(op, at=at + steps + rand.randint(0, 1), id=f"{op.id}+", tokens=1, n=1)
+            ops += [replace(op, at=at, n=1), other]
+            at += 4 * (steps + op.tokens)
+        return Program(replace(settings, long=max(settings.block // 4, 1)), tuple(ops))
 
     def _policy(self, name: str, block: int, length: int) -> dict[str, Any]:
         """A policy in sizes that suit blocks and lengths; not all of them are allowed."""

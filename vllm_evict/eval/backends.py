@@ -176,6 +176,7 @@ class Offline:
             EvalError: the engine refuses a request.
         """
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
 
         if self.setting in ("agnostic", "turns") and len(samples) == 1:
             # vLLM does not cut the prompt of a single request into chunks.
@@ -198,7 +199,7 @@ class Offline:
                 prompts = [self._reconstructed(*each, contender) for each in zip(samples, prompts, strict=True)]
             start = time.perf_counter()
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:  # vLLM 0.32: no ValueError
             raise EvalError(f"{contender}: {_one_line(error)}") from None
         return timed([self._read(output) for output in outputs], time.perf_counter() - start)
 

@@ -323,6 +323,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         """Forget a request that ends; a connector may still read its blocks."""
         resident = self.residents.pop(request_id)
         self._count(resident, 0)
+        self._over_trigger.pop(request_id, None)
         return resident
 
     def published_tokens(self, request_id: str) -> int:

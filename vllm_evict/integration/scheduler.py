@@ -1,7 +1,7 @@
 """vLLM's schedulers with eviction: workers measure, the scheduler decides, and its plan tells the workers."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -142,8 +142,7 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin, Output
         self._end_stall(bool(tokens))
         if self._keeps_prompts:
             self._note_prompts(tokens)
-        over = [[each for each in noted if each in tokens] for noted in self._take_over_trigger()]
-        step = Step(tokens, over, self._is_short())
+        step = Step(tokens, self._take_over_trigger(tokens), self._is_short())
         for mechanism in self.mechanisms:
             mechanism.plan(plan, step)
         if self._poison:
@@ -170,17 +169,27 @@ class EvictionMixin(PreemptedMixin, AdmissionMixin, HitsMixin, TierMixin, Output
                     # The limits of a session's next turn may have changed. Blocks that a connector loaded came before.
                     manager.note(req_id)
 
-    def _take_over_trigger(self) -> list[list[str]]:
-        """For each KV group, the requests that may be over their trigger after the step being planned, or a later one.
+    def _take_over_trigger(self, tokens: Container[str]) -> list[list[str]]:
+        """For each KV group, the requests of a step that may be over their trigger once it is done.
 
-        Drafts may begin the block that takes a request over its trigger, and settled tokens reach it some steps later.
-        So on servers that speculate a request stays noted as long as its table is over the trigger.
+        Args:
+            tokens: requests of the step being planned.
         """
         over = [manager.take_over_trigger() for manager in self.kv_managers]
-        for manager, noted in zip(self.kv_managers, over) if self.num_spec_tokens else ():
+        for manager, noted in zip(self.kv_managers, over):
             for req_id in noted:
-                manager.note(req_id)
-        return over
+                if req_id not in tokens or self._reaches_later(manager, req_id):
+                    manager.note(req_id)
+        return [[req_id for req_id in noted if req_id in tokens] for noted in over]
+
+    def _reaches_later(self, manager: EvictableManager, req_id: str) -> bool:
+        """Whether settled tokens of a request reach the end of its table with a later step, for which it need not grow.
+
+        That is so of a request whose last tokens are computed again in several steps. Where the server speculates, the
+        step may begin blocks with drafts that are rejected.
+        """
+        reached = -(-self.requests[req_id].num_computed_tokens // manager.block_size)
+        return bool(self.num_spec_tokens) or reached < len(manager.req_to_blocks[req_id])
 
     def _note_prompts(self, tokens: Iterable[str]) -> None:
         """Note the requests of a step that computes the end of their prompt, under `prompt: whole`.

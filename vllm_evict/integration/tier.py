@@ -14,6 +14,7 @@ from ..core.blocks import RequestBlocks
 from ..core.host import HostPool
 from ..core.mechanisms import Again
 from ..core.plan import EvictionPlan, HostTrouble
+from .attending import kv_heads
 from .metrics import Tally
 from .spec import host_blocks
 
@@ -50,12 +51,15 @@ class TierMixin:
                 "evict: 'host' got recall: 'none'; expected 'quest'; evicted blocks are copied to the host and never "
                 "come back; set recall: quest or evict: drop"
             )
-        group = self.kv_cache_config.kv_cache_groups[self.kv_managers[0].kv_cache_group_id]
-        size = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        # vLLM's scheduler knows the spec of one layer, and layers may differ in KV heads.
+        spec = self.kv_cache_config.kv_cache_groups[self.kv_managers[0].kv_cache_group_id].kv_cache_spec
+        ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        heads = sum(max(of_layer // ranks, 1) for of_layer in kv_heads(self.vllm_config.model_config))
+        size = spec.page_size_bytes // spec.num_kv_heads * heads
         #: Evicted block that the pool has not handed out since -> whose it was, and the logical block. No more entries
         #: than the pool has blocks.
         self._lingering: dict[int, tuple[RequestBlocks, int]] = {}
-        self._host_block_bytes = size * self.vllm_config.parallel_config.tensor_parallel_size
+        self._host_block_bytes = size * ranks
         return HostPool(host_blocks(self.vllm_config, self.kv_policy, size), self._poison)
 
     def _may_linger(self) -> bool:
