@@ -27,9 +27,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 BLOCK = 16
 
 
+class Layer(SimpleNamespace):
+    """Has an identity, as modules have."""
+
+    __hash__ = object.__hash__
+
+
 def fp8_layer():
     scales = {"_q_scale_float": 0.5, "_k_scale_float": 0.3, "_v_scale_float": 1.7}
-    return SimpleNamespace(dtype=torch.float32, impl=SimpleNamespace(scale=0.2), **scales)
+    return Layer(dtype=torch.float32, impl=SimpleNamespace(scale=0.2), **scales)
 
 
 def fp8_pages(layer, heads, dim=32, blocks=7):
