@@ -129,15 +129,15 @@ class Worker:
             if [table[at] for at in resident[: len(each.resident)]] != each.resident:
                 raise Fault("compaction", f"{each.req_id} holds {table}, the plan says {each.resident}")
             places = resident[each.first : each.first + each.count]
-            source = [table[at] for at in places]
-            self._same(each.req_id, group, row, places, source)
+            self._same(each.req_id, group, row, places, source := [table[at] for at in places])
             keep = len(each.target)
             if keep >= each.count or len(set(each.target)) < keep or 0 in each.target:
                 raise Fault("compaction", f"{each.req_id}: {each.count} blocks into {each.target}")
             if places[-1] * bs + bs - 1 > each.position:
                 raise Fault("compaction", f"{each.req_id}: block {places[-1]} has tokens after {each.position}")
-            recent = (each.position + 1 - each.config.recent) // bs
-            if each.config.protect and (places[0] * bs < each.config.sink or places[-1] >= recent):
+            # Sizes that nobody gave follow the budget, and may be less than the policy's.
+            sink, recent = (getattr(each.config, size) * (size in each.config.given) for size in ("sink", "recent"))
+            if each.config.protect and (places[0] * bs < sink or places[-1] >= (each.position + 1 - recent) // bs):
                 raise Fault("compaction", f"{each.req_id}: {places} have sinks or recent tokens")
             if row.tracked[each.group] and each.judged not in row.judged:
                 raise Fault("compaction", f"{each.req_id}: no scores were copied for decision {each.judged}")
