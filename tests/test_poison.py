@@ -22,7 +22,12 @@ SERVERS = {
         {"h2o": (128, 160)},
         36,
     ),
-    "sink-window": ({"name": "sink-window", "budget": 160, "sink": 32}, {"sink-window": (64, 160)}, 14),
+    # A pool for requests at their budgets: none may keep everything.
+    "sink-window": (
+        {"name": "sink-window", "budget": 160, "sink": 32, "allow": []},
+        {"sink-window": (64, 160)},
+        14,
+    ),
     "h2o-pressure": (
         {"name": "h2o", "when": "pressure", **MASS, "allow": ["full", "sink-window"]},
         {"sink-window": (96, 160), "h2o": (128, 160)},
