@@ -15,6 +15,6 @@ if __name__ == "__main__":
     policy = {"name": "h2o", "budget": 512, "sink": 32, "recent": 128}
     llm = LLM(MODEL, kv_policy=policy, max_model_len=2048, kv_cache_memory_bytes=256 << 20)
     server_wide = SamplingParams(max_tokens=64, temperature=0)
-    its_own = SamplingParams(max_tokens=64, temperature=0, extra_args={"kv_policy": "sink-window", "kv_budget": 256})
+    its_own = SamplingParams(max_tokens=64, temperature=0, extra_args={"kv_policy": "sink-window", "kv_budget": 384})
     for output in llm.generate([STORY, STORY[1000:]], [server_wide, its_own]):
         print(f"{len(output.prompt_token_ids)} + {len(output.outputs[0].token_ids)} tokens: {output.kv_usage}")

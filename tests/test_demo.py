@@ -43,7 +43,7 @@ def test_the_offline_example():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert not done.returncode, done.stderr
     first, second = (line for line in done.stdout.splitlines() if "KVUsage" in line)
-    assert "policy='h2o', budget_tokens=512" in first and "policy='sink-window', budget_tokens=256" in second
+    assert "policy='h2o', budget_tokens=512" in first and "policy='sink-window', budget_tokens=384" in second
     assert "evicted_blocks=0" not in done.stdout
 
 
