@@ -160,14 +160,14 @@ def test_tables_show_how_many_tokens_were_kept():
 
 
 def test_a_name_means_the_same_as_in_the_flag():
-    """Sizes that nobody gave are the policy's; those that were given are said in the label where policies differ."""
+    """Sizes that are not given are the policy's; those that were given are said in the label where policies differ."""
     by_name, by_fields = contenders('h2o,{"name": "h2o"}', [0.25])[:1], contenders('{"name": "h2o"}', [0.25])
     flag = KVPolicyConfig.parse({"name": "h2o", "budget": 0.25})
     assert by_name[0].config == by_fields[0].config == flag and by_name[0].config.given == flag.given
     given = contenders("h2o", [0.25], sink=32, recent=32, buffer=0)[0].config
     assert (given.sink, given.recent, given.buffer) == (32, 32, 0) and given.given >= {"sink", "recent", "buffer"}
     (own,) = contenders("h2o", [])
-    assert own.xargs == {"kv_policy": "h2o"}, "a budget that nobody gave is the server's"
+    assert own.xargs == {"kv_policy": "h2o"}, "a budget that is not given is the server's"
 
 
 def test_perplexity_is_worse_when_it_is_more():

@@ -193,7 +193,7 @@ def make_case(number, kind=None, smallest=False):
         sizes = {"budget": 16 * rng.choice([4, 5, 6]), "sink": 16, "recent": 16, "buffer": rng.choice([0, 16])}
     policy = make_policy(rng, sizes)
     if "gates" not in policy and random.Random(f"unsaid {number}").random() < 0.25:
-        # What nobody gave follows the budget, and may raise it.
+        # What is not given follows the budget, and may raise it.
         policy = {field: value for field, value in policy.items() if field not in ("sink", "recent")}
     if model == "searched" and "host" in policy:
         policy["host"] *= 2  # a block of the model is 1.75 times as large

@@ -135,7 +135,7 @@ class Worker:
                 raise Fault("compaction", f"{each.req_id}: {each.count} blocks into {each.target}")
             if places[-1] * bs + bs - 1 > each.position:
                 raise Fault("compaction", f"{each.req_id}: block {places[-1]} has tokens after {each.position}")
-            # Sizes that nobody gave follow the budget, and may be less than the policy's.
+            # Sizes that are not given follow the budget, and may be less than the policy's.
             sink, recent = (getattr(each.config, size) * (size in each.config.given) for size in ("sink", "recent"))
             if each.config.protect and (places[0] * bs < sink or places[-1] >= (each.position + 1 - recent) // bs):
                 raise Fault("compaction", f"{each.req_id}: {places} have sinks or recent tokens")

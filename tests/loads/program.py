@@ -340,7 +340,7 @@ class Maker:
                 chosen["budget"] = sink + recent + 2 * block
         if chosen.get("prompt") == "whole":
             chosen["when"] = "budget"
-        if self._chance(0.2):  # what nobody gives follows the budget
+        if self._chance(0.2):  # what is not given follows the budget
             chosen = {option: value for option, value in chosen.items() if option not in ("sink", "recent")}
         if self._chance(0.5):
             others = [each for each in POLICIES if not POLICIES[each].splits]

@@ -39,7 +39,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     _depth: int | None
     #: A band's budget over the mean of all bands; None if this is not a band. Set by `classes`.
     _share: float | None
-    #: Blocks above which no size of a request that nobody gave raises its budget; None: any. Set by `for_request`.
+    #: Blocks above which no size of a request that is not given raises its budget; None: any. Set by `for_request`.
     _granted: int | None
 
     def __init__(self, /, **fields: Any) -> None:
@@ -103,7 +103,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes.
 
         Fields of blocks on the host are left out where evicted blocks are dropped, and fields of a selection where
-        decodes attend to all resident blocks; sizes of a selection that nobody gave, too.
+        decodes attend to all resident blocks; sizes of a selection that are not given, too.
         """
         unsaid = self.unsaid | (names_of(TIER) if self.evict == "drop" else set())
         unsaid |= {"select_sink", "select_recent"} - self.given if self.select else names_of(SELECT)

@@ -14,7 +14,7 @@ NEVER = 1 << 40
 SMALLEST_BLOCK = 16
 #: Default of `dense_layers`.
 DENSE = 2
-#: Blocks of the least budget that nobody gave: sinks of one block are an eighth of them.
+#: Blocks of the least budget that is not given: sinks of one block are an eighth of them.
 LEAST_BUDGET = 8
 #: Blocks that a decision chooses among at least, where the user gave no recent tokens.
 LEAST_CHOICE = 2
@@ -51,8 +51,8 @@ class Sizes(Frozen):
 
     - Sizes that the user gave stay. A budget grows to the fewest blocks that hold sinks, recent tokens and one block to
       choose; `LEAST_CHOICE` blocks, if the user gave no recent tokens.
-    - A budget that nobody gave has at least `LEAST_BUDGET` blocks.
-    - Sinks and recent tokens that nobody gave are the policy's, but at most an eighth and a quarter of the budget's
+    - A budget that is not given has at least `LEAST_BUDGET` blocks.
+    - Sinks and recent tokens that are not given are the policy's, but at most an eighth and a quarter of the budget's
       blocks, and at least one block each.
     """
 

@@ -43,7 +43,7 @@ class Contender:
 
     @property
     def xargs(self) -> dict[str, Any]:
-        """The arguments of a request. A budget that nobody gave is the server's."""
+        """The arguments of a request. A budget that is not given is the server's."""
         own = {} if self.budget is None or "budget" in self.config.unsaid else {"kv_budget": self.budget}
         return {"kv_policy": self.config.name} | own
 

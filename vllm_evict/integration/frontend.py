@@ -56,7 +56,8 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_token
     cache, most = vllm_config.cache_config, vllm_config.model_config.max_model_len
     try:
         granted = config.for_request(extra_args, prompt_len, cache.block_size)
-        if cache.num_gpu_blocks:
+        # Blocks are counted for requests that keep everything alone: split heads have to be laid out for that.
+        if cache.num_gpu_blocks and granted.limits(cache.block_size, prompt_len) is None:
             # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
             drafts = vllm_config.speculative_config and vllm_config.speculative_config.num_speculative_tokens
             longest = min(prompt_len + (max_tokens or most) + 2 * (drafts or 0), most)
