@@ -12,7 +12,7 @@ from test_refusals import engine_config, refusal
 from test_sliding_models import GEMMA4, SIZES, WINDOWS
 from transformers import AutoConfig
 
-from vllm_evict.integration.stand_in import DEVICES
+from vllm_evict.integration.start.stand_in import DEVICES
 
 #: Asks about many servers in one process, whose imports take most of the time: flags on standard input, answers out.
 ASK = """

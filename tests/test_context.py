@@ -21,8 +21,8 @@ from vllm_evict.compute import memory
 from vllm_evict.compute.kernels.rotate import Rotation
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import NO_BLOCKS, RequestBlocks
-from vllm_evict.integration import positions
-from vllm_evict.integration.arguments import ALLOW_LONG, longer_than_the_model
+from vllm_evict.integration.start.arguments import ALLOW_LONG, longer_than_the_model
+from vllm_evict.integration.worker import positions
 from vllm_evict.policies import POLICIES as NAMED
 
 BLOCK, CHUNK, CONTEXT = 32, 64, 384

@@ -22,7 +22,7 @@ from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.plan import EvictionPlan, GroupPlan, KeyRotation
-from vllm_evict.integration import positions
+from vllm_evict.integration.worker import positions
 
 short, server, vllm_config = test_context.short, test_context.server, test_context.vllm_config
 

@@ -28,7 +28,7 @@ from vllm.model_executor.models import llama
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_evict.integration import refusals
+from vllm_evict.integration.start import refusals
 
 # numpy's, where a masked row divides 0 by 0.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

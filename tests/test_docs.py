@@ -17,8 +17,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser, SortedHelpFormatte
 
 from vllm_evict.config import REGISTRY, KVPolicyConfig
 from vllm_evict.eval import cli
-from vllm_evict.integration import arguments
-from vllm_evict.integration.arguments import FIELDS, HELP
+from vllm_evict.integration.start import arguments
+from vllm_evict.integration.start.arguments import FIELDS, HELP
 from vllm_evict.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent

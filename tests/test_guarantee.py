@@ -6,7 +6,7 @@ import pytest
 from engine import after, random_prompt
 from vllm.v1.request import RequestStatus
 
-from vllm_evict.integration.pressure import MOST_TAKINGS
+from vllm_evict.integration.engine.pressure import MOST_TAKINGS
 
 BLOCK, CHUNK = 32, 256
 SIZES = {"budget": 512, "buffer": 0, "sink": 32, "recent": 64, "allow": []}

@@ -15,7 +15,7 @@ from guard.names import CALLED, COMPLETE, REPLACED
 from guard.snapshot import OURS
 from guard.source import Edited, Sources
 
-from vllm_evict.integration import versions
+from vllm_evict.integration.start import versions
 
 #: Modules of vLLM that can't be imported without its CUDA libraries.
 NEEDS_A_GPU = ("vllm.v1.attention.backends.flashinfer", "vllm.vllm_flash_attn.flash_attn_interface")
@@ -145,7 +145,7 @@ EDITS = {
         "vllm.v1.core.kv_cache_utils",
         "def resolve_block_hashes(",
         "def hashes_of_blocks(",
-        "vllm.v1.core.kv_cache_utils:resolve_block_hashes: it is not there, and vllm_evict.integration.managers",
+        "vllm.v1.core.kv_cache_utils:resolve_block_hashes: it is not there, and vllm_evict.integration.engine.managers",
     ),
     "a class gets slots": (
         "vllm.v1.core.sched.output",

@@ -18,7 +18,7 @@ from vllm_evict.compute import host_pages
 from vllm_evict.compute.host import HostBlocks
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.plan import Copy, HostTrouble
-from vllm_evict.integration import combinations
+from vllm_evict.integration.start import combinations
 
 QUEST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "16MiB"}
 QUEST |= {"recall": "quest", "recall_every": 2}

@@ -10,7 +10,7 @@ import torch
 from engine import after, greedy, logprobs_of, random_prompt
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration.reconstruction import LONGEST_WAIT, OVERLAP, Job, Reconstructions
+from vllm_evict.integration.engine.reconstruction import LONGEST_WAIT, OVERLAP, Job, Reconstructions
 
 SERVER = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 SIZE = 32

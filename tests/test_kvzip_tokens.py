@@ -14,7 +14,7 @@ from vllm_evict.compute import prompts as worker_prompts
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import GroupPlan, Repetition
-from vllm_evict.integration.reconstruction import Reconstructions, parts
+from vllm_evict.integration.engine.reconstruction import Reconstructions, parts
 
 BLOCK, VOCAB, TIE = 32, 4096, 2e-6
 SERVER = {"name": "kvzip", "budget": 224, "buffer": 64, "sink": 32, "recent": 64, "granularity": "token"}

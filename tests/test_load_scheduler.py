@@ -16,8 +16,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.host import HostPool
 from vllm_evict.core.plan import PLAN
-from vllm_evict.integration.managers import EvictableManager
-from vllm_evict.integration.scheduler import EvictionMixin
+from vllm_evict.integration.engine.managers import EvictableManager
+from vllm_evict.integration.engine.scheduler import EvictionMixin
 
 #: Policies that hold what they hold for different reasons; the others differ from one of them in their scores alone.
 KINDS = ["sink-window", "h2o", "snapkv", "keydiff", "kvzip", "duo", "pyramidkv", "adakv", "fastgen", "full"]

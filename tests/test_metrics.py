@@ -3,7 +3,8 @@
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from vllm_evict.integration.metrics import PrometheusMetrics, Tally
+from vllm_evict.integration.engine.tally import Tally
+from vllm_evict.integration.frontend.metrics import PrometheusMetrics
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.host import HostPool
 from vllm_evict.core.mechanisms import Recall
 from vllm_evict.core.plan import Copy, EvictionPlan, GroupPlan
-from vllm_evict.integration import combinations
-from vllm_evict.integration.spec import host_blocks
-from vllm_evict.integration.tier import TierMixin
+from vllm_evict.integration.engine.spec import host_blocks
+from vllm_evict.integration.engine.tier import TierMixin
+from vllm_evict.integration.start import combinations
 
 
 def test_scores_are_those_of_the_reference_and_bound_the_keys():

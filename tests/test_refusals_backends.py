@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration import advice, refusals
+from vllm_evict.integration.start import advice, refusals
 
 
 def plain_config(**changes):

@@ -19,8 +19,9 @@ from vllm_evict.compute.graphs import Attends
 from vllm_evict.compute.kernels.mass import kernel_path
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration import drafters, layers, refusals
-from vllm_evict.integration.describe import ignored_settings, kernels_line
+from vllm_evict.integration.start import drafters, refusals
+from vllm_evict.integration.start.describe import ignored_settings, kernels_line
+from vllm_evict.integration.worker import layers
 
 SERVER = SimpleNamespace(
     cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="fp8"),

@@ -7,7 +7,7 @@ from test_refusals import H2O, NGRAM, engine_config, refusal, with_config
 from test_refusals_backends import plain_config
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration import refusals
+from vllm_evict.integration.start import refusals
 
 #: Policy, arguments, changes of the model's configuration, what to change.
 STAGED = {

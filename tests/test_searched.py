@@ -227,7 +227,7 @@ def test_layers_without_attention_count_for_nothing(gaps, what):
 
 def test_layers_that_the_configuration_does_not_name_are_refused(engine, gaps, monkeypatch):
     """Bands by a wrong count would cut layers off."""
-    monkeypatch.setattr("vllm_evict.integration.attending.kv_heads", lambda model: [2] * 7)
+    monkeypatch.setattr("vllm_evict.integration.start.attending.kv_heads", lambda model: [2] * 7)
     with pytest.raises(
         KVPolicyError, match=r"attention layers of \[2, 2, 2, 2\] KV heads; expected \[2, 2, 2, 2, 2, 2, 2\]"
     ):

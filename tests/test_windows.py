@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.models import llama
 
 from vllm_evict.config import KVPolicyError
-from vllm_evict.integration import combinations, windows
+from vllm_evict.integration.start import combinations, windows
 
 backend, server = test_device_backends.backend, test_device_backends.server
 LONGEST, SHORT = 1024, 48

@@ -28,9 +28,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_evict.integration import layers
-from vllm_evict.integration.scheduler import AsyncEvictionScheduler, EvictionScheduler
-from vllm_evict.integration.spec import EvictableSpec, policy_config
+from vllm_evict.integration.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from vllm_evict.integration.engine.spec import EvictableSpec, policy_config
+from vllm_evict.integration.worker import layers
 
 from .program import HEADS, LAYERS, VOCABULARY, Settings
 

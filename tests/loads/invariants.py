@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_evict.core.plan import PLAN
-from vllm_evict.integration.reconstruction import OVERLAP, parts
+from vllm_evict.integration.engine.reconstruction import OVERLAP, parts
 
 from .contents import SALTS, Fault, Row
 from .double import Worker

@@ -73,10 +73,10 @@ def register():
     if CONTROL not in os.environ or getattr(register, "done", False):
         return
     register.done = True
-    from vllm_evict.integration.late import when_imported
+    from vllm_evict.integration.start.late import when_imported
 
     fault = Fault(os.environ[CONTROL])
-    when_imported("vllm_evict.integration.scheduler", lambda module: _break_scheduler(module, fault))
+    when_imported("vllm_evict.integration.engine.scheduler", lambda module: _break_scheduler(module, fault))
     when_imported("vllm_evict.compute.group", lambda module: _break_worker(module.GroupRuntime, fault))
     when_imported("vllm_evict.compute.runtime", lambda module: _show_worker(module.EvictionRuntime, fault))
     when_imported("vllm.v1.engine.core", lambda module: _show_core(module.EngineCoreProc, fault))

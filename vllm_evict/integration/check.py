@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ..config import KVPolicyError
 from ..config.errors import shown
-from . import stand_in
+from .start import stand_in
 
 #: The policy of a server that names none.
 DEFAULT = "h2o-pressure"
@@ -107,8 +107,8 @@ def accepted(flags: Sequence[str]) -> list[str]:
     _look_for_model(arguments.model, arguments.revision)
     vllm_config = _tried(_configured, arguments)
     # Imported here: the modules need a vLLM whose platform is known.
-    from . import advice, describe, refusals
-    from .spec import policy_config
+    from .engine.spec import policy_config
+    from .start import advice, describe, refusals
 
     config = policy_config(vllm_config)
     named, _ = refusals.named_backend(vllm_config.attention_config, vllm_config.model_config.use_mla)
@@ -138,7 +138,7 @@ def _parse(flags: Sequence[str]) -> _Parsed:
     """Parse flags by the parser of `vllm serve`, and give them a policy if they name none."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from .versions import import_moved
+    from .start.versions import import_moved
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
