@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
 from vllm_evict.core.plan import PLAN
+from vllm_evict.integration.engine.reconstruction import Reconstructions
 
 #: Whether this run is on Model Runner V2 (see conftest.py).
 V2 = os.environ.get("VLLM_EVICT_TEST_RUNNER") == "v2"
@@ -167,7 +168,7 @@ class Engine:
             assert not group.with_holes and not group.mergers
             assert group.originals is None or group.originals.is_empty
             if group.prompts is not None:
-                known = self.scheduler.reconstructions.scores
+                known = self.scheduler.part(Reconstructions).scores
                 assert group.prompts.is_empty and len(group.prompts.numbers) == len(known._prompts)
             if group.sums is not None:
                 assert not group.sums._slots

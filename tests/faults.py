@@ -76,15 +76,15 @@ MUTANTS = [
     Mutant(
         "a restart keeps its holes",
         "core/blocks.py",
-        "self.started, self.scoring, self.prompted = False, None, False",
-        "self.started, self.scoring, self.prompted = False, None, False\n        return",
+        "self.residence, self.favoured, self._of_mechanisms = Residence(self.block_size), {}, {}",
+        "pass",
         ("residency",),
     ),
     Mutant(
         "a restart is not counted",
         "core/blocks.py",
-        "self.incarnation += 1\n        if self.saved",
-        "if self.saved",
+        "self.incarnation += 1\n        if self.residence.saved",
+        "if self.residence.saved",
         ("residency",),
     ),
     Mutant(
@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         "admission counts the whole prompt",
         "integration/engine/managers.py",
-        "num_tokens = min(num_tokens, (held + self.in_flight) * self.block_size)",
+        "num_tokens = min(num_tokens, most * self.block_size)",
         "pass",
         ("load_scheduler", "serving"),
     ),
@@ -190,8 +190,8 @@ MUTANTS = [
     Mutant(
         "admission is never bounded",
         "integration/engine/scheduler.py",
-        "admits = self.room is not None or (self._may_bound and any_waits(self))",
-        "admits = self.room is not None",
+        "admits = self._reads_allocations or (self.admission.bounds and any_waits(self))",
+        "admits = self._reads_allocations",
         ("load_scheduler", "serving", "known_bugs"),
     ),
     Mutant(
@@ -218,8 +218,8 @@ MUTANTS = [
     ),
     Mutant(
         "plans of a request that ended stay",
-        "integration/engine/scheduler.py",
-        "orders[:] = [order for order in orders if order.req_id != request.request_id]",
+        "core/plan.py",
+        "self.compactions = [order for order in self.compactions if order.req_id != req_id]",
         "pass",
         ("load_scheduler", "tokens", "context"),
     ),
@@ -240,7 +240,7 @@ MUTANTS = [
     Mutant(
         "missing reports are waited for without end",
         "core/mechanisms/base.py",
-        "patient = blocks.misses < MOST_MISSES and",
+        "patient = misses.count < MOST_MISSES and",
         "patient =",
         ("missing_reports", "guarantee", "load_scheduler"),
     ),
@@ -314,7 +314,7 @@ MUTANTS = [
     ),
     Mutant("keys of rejected drafts", "compute/cached.py", ", row.settled)", ")", ("drafters_async -k keydiff",)),
     Mutant("ended turns", "core/mechanisms/budget.py", "*self._ended_turns(plan)", "*()", ("sessions -k within",)),
-    Mutant("blind first", "core/mechanisms/recall.py", "(blocks.host or is_first)", "blocks.host", ("recall -k fact",)),
+    Mutant("blind first", "core/mechanisms/recall.py", "(host or is_first)", "host", ("recall -k fact",)),
     Mutant("reports of drafts", "core/plan.py", "if end is None:", "if True:", ("drafters_async -k h2o",)),
     Mutant(
         "windows never end",
@@ -382,21 +382,21 @@ MUTANTS = [
     # What KV connectors load and store.
     Mutant(
         "a connector stores blocks computed over holes",
-        "integration/start/connectors.py",
+        "integration/engine/followers.py",
         "status.max_offload_tokens = pure_tokens if asked is None else min(asked, pure_tokens)",
         "status.max_offload_tokens = asked",
         ("offloading -k hits",),
     ),
     Mutant(
         "a connector stores evicted blocks by their old numbers",
-        "integration/start/connectors.py",
+        "integration/engine/followers.py",
         "state.block_ids[chunk.start : chunk.stop] = [0] * len(chunk)",
         "pass",
         ("offloading -k stored_late",),
     ),
     Mutant(
         "a connector's blocks are written before they are stored",
-        "integration/start/connectors.py",
+        "integration/engine/followers.py",
         "self._fence(status, set(blocks.values()))",
         "pass",
         ("offloading -k stored",),
@@ -432,14 +432,14 @@ MUTANTS = [
     ),
     Mutant(
         "a block is taken for one that is still there",
-        "integration/engine/tier.py",
-        "            return block if whose is resident and which == logical else None",
+        "integration/engine/offloading.py",
+        "            return block if whose is blocks and which == logical else None",
         "            return block",
         ("still_there",),
     ),
     Mutant(
         "blocks that take turns are looked at as often as others",
-        "core/host.py",
+        "core/mechanisms/recall.py",
         "        return min(1 << max(self.in_a_row - 1, 0), LONGEST_PAUSE)",
         "        return 1",
         ("recall -k turns",),

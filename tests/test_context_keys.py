@@ -290,8 +290,8 @@ def test_originals_are_of_the_blocks_that_have_moved(rounds, chance):
             moves, holes = [], []
     step(runtime, moves, holes)
     turn = Rotation(frequencies, neox=True)
-    for block, place in zip(resident.resident.tolist(), resident.places.tolist()):
+    for block, place in zip(resident.residence.pool.tolist(), resident.residence.places.tolist()):
         want = turn(made[block][None, ..., :4], torch.tensor([(place - block) * BLOCK]))[0]
         torch.testing.assert_close(cache[table[block]][..., :4], want, atol=0, rtol=0)
-    moved = resident.resident[resident.places > resident.resident].tolist()
+    moved = resident.residence.pool[resident.residence.places > resident.residence.pool].tolist()
     assert group.originals.blocks("r") == set(moved)

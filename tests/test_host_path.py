@@ -117,7 +117,7 @@ def test_a_block_that_failed_in_the_last_step_of_a_turn_is_a_hole_in_the_next(en
     sessions = Sessions(server)
     sessions.send("s", random_prompt(600), 20)
     sessions.run()
-    block = int(server.manager.residents["s"].resident[2])
+    block = int(server.manager.residents["s"].residence.pool[2])
     assert not server.manager.req_to_blocks["s"][block].is_null and not server.scheduler.running_request("s")
     server.scheduler._lose_host(HostTrouble("a disk that fails", [("s", block)]))
     assert server.manager.req_to_blocks["s"][block].is_null

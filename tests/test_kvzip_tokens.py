@@ -249,7 +249,7 @@ def test_load_beyond_the_pool(request, poisoned, model, shadows, make):
     aborted = []
 
     def on_step(server):
-        shadow = server.scheduler.reconstructions._shadow
+        shadow = server.scheduler.part(Reconstructions)._shadow
         if shadow is not None and not aborted and len(shadows) == 3:
             aborted.append(shadow.job.request.request_id.split("-")[0])
             server.llm.llm_engine.abort_request(aborted)
@@ -260,7 +260,7 @@ def test_load_beyond_the_pool(request, poisoned, model, shadows, make):
     assert any(not req_id.startswith("reconstruct") for req_id in preempted)
     assert sum(output.kv_usage.evicted_blocks > 0 for output in done.values()) >= 6
     server.assert_nothing_left()
-    numbered = next(server.scheduler.reconstructions._numbers)
+    numbered = next(server.scheduler.part(Reconstructions)._numbers)
     assert numbered > len(server.runtime.prompts.numbers) >= 1, "some were dropped for others"
 
 
@@ -287,7 +287,7 @@ def test_a_reset_forgets_scores_on_both_sides(engine, model, dense, shadows):
     assert len(server.runtime.prompts.numbers) == 1
 
     def on_step(server):
-        shadow = server.scheduler.reconstructions._shadow
+        shadow = server.scheduler.part(Reconstructions)._shadow
         if shadow is not None and not resets and shadow.request.num_computed_tokens > 650:
             resets.append(server.scheduler.reset_prefix_cache(reset_running_requests=True))
 

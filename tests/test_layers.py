@@ -33,7 +33,7 @@ NO_TORCH = ("config", "policies", "core")
 
 
 #: Rooms that still have circles.
-CIRCLES = {"config", "core", "integration.engine", "triton_kernels"}
+CIRCLES = {"config", "triton_kernels"}
 
 
 def room_of(module):

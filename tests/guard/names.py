@@ -49,18 +49,14 @@ REPLACED = {
         "integration.frontend.entrypoints:hook_loggers.recorded": "record",
     },
     "vllm.v1.core.sched.scheduler:Scheduler": {
-        "integration.engine.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks _free_request "
-        "finish_requests reset_prefix_cache _build_kv_connector_meta _handle_invalid_blocks",
-        "integration.engine.outputs:OutputsMixin": "make_stats",
-        "integration.engine.admission:AdmissionMixin": "add_request _update_request_as_session",
-        "integration.engine.hits:HitsMixin": "_get_local_prefix_cache_hit",
-        "integration.engine.tier:TierMixin": "_reserve_prefill_lookahead",
-        "integration.engine.preempted:PreemptedMixin": "_preempt_request _get_local_prefix_cache_hit reset_prefix_cache "
-        "_update_request_as_session",
+        "integration.engine.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks "
+        "_free_request finish_requests reset_prefix_cache _build_kv_connector_meta _handle_invalid_blocks make_stats "
+        "add_request _update_request_as_session _get_local_prefix_cache_hit _reserve_prefill_lookahead "
+        "_preempt_request",
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {
         "integration.engine.allocation:before_giving_up": "allocate_slots",
-        "integration.engine.allocation:note_steps": "allocate_slots",
+        "integration.engine.allocation:Reads.__init__.allocate_slots": "allocate_slots",
         "integration.engine.allocation:count_published": "estimate_cached_tokens",
     },
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
@@ -68,16 +64,16 @@ REPLACED = {
         "add_local_computed_blocks allocate_external_computed_blocks pop_blocks_for_free "
         "_cache_partial_tail_block _has_partial_local_hit",
         "integration.engine.managers:hole_aware.HoleAware": "cache_blocks",
-        "integration.engine.managers:hole_aware.HoleAware.note_allocated.noted": "allocate_new_blocks",
+        "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:MambaManager": {
         "integration.engine.managers:StateManager": "cache_blocks",
         "integration.engine.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate",
-        "integration.engine.managers:hole_aware.HoleAware.note_allocated.noted": "allocate_new_blocks",
+        "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": {
         "integration.engine.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate cache_blocks",
-        "integration.engine.managers:hole_aware.HoleAware.note_allocated.noted": "allocate_new_blocks",
+        "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.kv_cache_interface:FullAttentionSpec": {
         "integration.engine.spec:_Evictable": "max_memory_usage_bytes merge is_uniform_with_collection",

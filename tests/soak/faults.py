@@ -23,6 +23,8 @@ from collections import Counter
 from copy import copy
 from pathlib import Path
 
+from vllm_evict.integration.engine.reconstruction import Reconstructions
+
 CONTROL = "VLLM_EVICT_SOAK_CONTROL"
 #: A fault strikes each time it has been asked for so often.
 EVERY = 2
@@ -205,12 +207,12 @@ def books(core):
     found["residents"] = sum(len(manager.residents) for manager in evictable)
     found["held"] = sum(sum(manager.held.values()) for manager in evictable)
     found["over trigger"] = sum(len(manager._over_trigger) for manager in evictable)
-    found["stoppable"] = len(scheduler._stoppable)
+    found["stoppable"] = len(scheduler.usages._stoppable)
     found["plan"] = sum(
         len(getattr(group, name)) for group in scheduler._plan.groups for name in ("holes", "moved", "track")
     )
-    if scheduler.reconstructions is not None:
-        found["prompts known"] = len(scheduler.reconstructions.scores._prompts)
+    for reconstructions in scheduler.mechanisms.of(Reconstructions):
+        found["prompts known"] = len(reconstructions.scores._prompts)
     return {"books": found}
 
 

@@ -5,11 +5,12 @@ step fills where it allocates their slots. And it counts the published tokens of
 request still holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from ...core.blocks import RequestBlocks
+from ...config import KVPolicyConfig
+from ...core.mechanisms import Mechanism
 
 
 def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
@@ -49,30 +50,37 @@ def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
     cache.allocate_slots = allocate_slots
 
 
-def note_steps(cache: Any, residents_of: Callable[[str], Sequence[RequestBlocks]]) -> None:
-    """Note each step of a request before the blocks that it fills are published (`RequestBlocks.plan_step`).
+class Reads(Mechanism):
+    """Notes each step of a request before the blocks that it fills are published (`RequestBlocks.plan_step`).
 
     A request that is admitted with the same step could hit them.
 
     Args:
-        cache: vLLM's `KVCacheManager`, of one scheduler.
-        residents_of: request -> its blocks in each KV group that may have holes.
+        scheduler: an `EvictionMixin`.
     """
-    allocate = cache.allocate_slots
 
-    @wraps(allocate)
-    def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        hit = kwargs.get("num_new_computed_tokens", 0) + kwargs.get("num_external_computed_tokens", 0)
-        residents = residents_of(request.request_id)
-        before = residents[0].pure_tokens
-        for resident in residents:
-            resident.plan_step(request.num_computed_tokens + hit, num_new_tokens)
-        blocks = allocate(request, num_new_tokens, *args, **kwargs)
-        if blocks is None:  # there is no such step
-            residents[0].pure_tokens = before
-        return blocks
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        cache = scheduler.kv_cache_manager
+        allocate = cache.allocate_slots
 
-    cache.allocate_slots = allocate_slots
+        @wraps(allocate)
+        def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            hit = kwargs.get("num_new_computed_tokens", 0) + kwargs.get("num_external_computed_tokens", 0)
+            groups = scheduler.blocks_of(request.request_id)
+            before = groups[0].pure_tokens
+            for blocks in groups:
+                blocks.plan_step(request.num_computed_tokens + hit, num_new_tokens)
+            allocated = allocate(request, num_new_tokens, *args, **kwargs)
+            if allocated is None:  # there is no such step
+                groups[0].pure_tokens = before
+            return allocated
+
+        cache.allocate_slots = allocate_slots
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return config.selects
 
 
 def count_published(cache: Any, published: Callable[[Any], int | None]) -> None:

@@ -4,46 +4,72 @@ Blocks that a connector loads are whole and pure, like blocks of a prefix hit. B
 and stay as they are until they are stored.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from ...config import KVPolicyConfig
+from ...core.actions import Applied
+from ...core.blocks import RequestBlocks
+from ...core.mechanisms import Mechanism
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Follower:
+class Follower(Mechanism):
     """Tells a connector what requests lose. This one tells nothing: its connector stores nothing.
 
     Args:
-        scheduler: whose connector it is.
+        scheduler: an `EvictionMixin`, whose connector it is.
     """
 
     def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
         self._scheduler = scheduler
 
-    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int) -> None:
-        """Blocks of a request are holes now, or are about to be written.
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return True
+
+    def on_applied(self, applied: Applied) -> None:
+        action, blocks = applied.action, applied.blocks
+        assert blocks.pure_tokens is not None  # the request has lost blocks
+        group = self._scheduler.kv_managers[action.group].kv_cache_group_id
+        self.lost(action.req_id, group, applied.before, blocks.pure_tokens)
+
+    def on_turn(self, req_id: str, blocks: Sequence[RequestBlocks]) -> None:
+        if (pure_tokens := blocks[0].pure_tokens) is not None:
+            self.stay_pure(req_id, pure_tokens)
+
+    def on_free(self, request: "Request") -> None:
+        if not request.is_finished():
+            self.starts_over(request)
+
+    def before_metadata(self, poisoned: Iterable[int]) -> None:
+        """Note that the connector is about to plan a step.
 
         Args:
+            poisoned: blocks that workers write beside new ones, and beside those of actions.
+        """
+
+    def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int) -> None:
+        """Note that blocks of a request are holes now, or are about to be written.
+
+        Args:
+            req_id: the request.
             group: number of vLLM's KV group.
             blocks: logical block -> the physical block that it was.
             pure_tokens: of the request.
         """
 
     def stay_pure(self, req_id: str, pure_tokens: int) -> None:
-        """No more than so many tokens of a request are pure."""
+        """Note that no more than so many tokens of a request are pure."""
 
     def starts_over(self, request: "Request") -> None:
-        """A request has no blocks any more, and is computed again."""
-
-    def forget(self, req_id: str) -> None:
-        """A request ends."""
-
-    def before_metadata(self, written: Iterable[int]) -> None:
-        """The connector is about to plan a step in which workers write these blocks, beside new ones."""
+        """Note that a request has no blocks any more, and is computed again."""
 
 
-class Offloading(Follower):
+class OffloadingFollower(Follower):
     """Follows vLLM's `OffloadingConnector`, which stores what a request computed by its hashes, published or not.
 
     - It stores a request's first `max_offload_tokens` tokens: no more than are pure.
@@ -53,9 +79,16 @@ class Offloading(Follower):
     """
 
     def __init__(self, scheduler: Any) -> None:
-        self._scheduler, self._stores = scheduler, scheduler.connector.scheduler
+        super().__init__(scheduler)
+        self._stores = scheduler.connector.scheduler
         #: Request -> the tokens to store that its client asked for.
         self._asked: dict[str, int | None] = {}
+        #: Blocks that workers write by the next plan.
+        self._written: set[int] = set()
+
+    def on_applied(self, applied: Applied) -> None:
+        super().on_applied(applied)
+        self._written.update(applied.written)
 
     def lost(self, req_id: str, group: int, blocks: Mapping[int, int], pure_tokens: int) -> None:
         if (status := self._stores._req_status.get(req_id)) is None:
@@ -91,16 +124,17 @@ class Offloading(Follower):
         req_id = request.request_id
         if req_id in self._asked and (status := self._stores._req_status.get(req_id)) is not None:
             status.max_offload_tokens = self._asked[req_id]
-        self.forget(req_id)
+        self.on_end(req_id)
 
-    def forget(self, req_id: str) -> None:
+    def on_end(self, req_id: str) -> None:
         self._asked.pop(req_id, None)
 
-    def before_metadata(self, written: Iterable[int]) -> None:
-        self._stores._current_batch_allocated_block_ids.update(written)
+    def before_metadata(self, poisoned: Iterable[int]) -> None:
+        self._stores._current_batch_allocated_block_ids.update(self._written, poisoned)
+        self._written.clear()
 
 
-class SimpleOffloading(Follower):
+class SimpleFollower(Follower):
     """Follows vLLM's `SimpleCPUOffloadConnector`.
 
     It stores blocks that are published, under their own hashes, and holds them until they are stored. But it says of a
@@ -117,9 +151,9 @@ class SimpleOffloading(Follower):
                     table[index] = 0
 
 
-def follow(scheduler: Any) -> Follower | None:
-    """What follows the connector of a scheduler; None if it has none."""
+def follow(scheduler: Any) -> Follower:
+    """Make what follows the connector of a scheduler; where it has none, what does nothing."""
     if scheduler.connector is None:
-        return None
-    followers = {"OffloadingConnector": Offloading, "SimpleCPUOffloadConnector": SimpleOffloading}
+        return Follower(scheduler)
+    followers = {"OffloadingConnector": OffloadingFollower, "SimpleCPUOffloadConnector": SimpleFollower}
     return followers.get(scheduler.vllm_config.kv_transfer_config.kv_connector, Follower)(scheduler)

@@ -19,7 +19,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from ...core.blocks import RequestBlocks
-from ...core.host import Saved
+from ...core.residence import Saved
 from ..start import versions
 
 #: In what vLLM takes for a hit of the prefix cache: a block that comes from the host, into one that is free.
@@ -42,18 +42,6 @@ def hole_aware(manager: type) -> type:
         def get_num_blocks_to_allocate(self, *args: Any, **kwargs: Any) -> int:
             self.wanted = super().get_num_blocks_to_allocate(*args, **kwargs)
             return self.wanted
-
-        def note_allocated(self) -> None:
-            """Poison mode: note the blocks that `allocate_new_blocks` gives to requests."""
-            self.allocated: list[int] = []
-            allocate: Callable[..., list[KVCacheBlock]] = self.allocate_new_blocks  # type: ignore[has-type]
-
-            def noted(request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-                new_blocks = allocate(request_id, num_tokens, num_tokens_main_model)
-                self.allocated.extend(block.block_id for block in new_blocks)
-                return new_blocks
-
-            self.allocate_new_blocks = noted
 
         def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
             # Blocks computed after the first eviction, or by a decode that selects, saw a reduced context, so they do
@@ -127,18 +115,15 @@ class SlidingManager(hole_aware(SlidingWindowManager)):
 BESIDE: dict[type, type] = {SlidingWindowManager: SlidingManager, MambaManager: StateManager}
 
 
-def put_beside(manager: SingleTypeKVCacheManager, residents: dict[str, RequestBlocks], poison: bool) -> None:
+def put_beside(manager: SingleTypeKVCacheManager, residents: dict[str, RequestBlocks]) -> None:
     """Turn one of vLLM's managers into the plugin's, with vLLM's own spec.
 
     Args:
         manager: of a type in `BESIDE`.
         residents: of a group with holes.
-        poison: whether allocated blocks are noted.
     """
     manager.__class__ = BESIDE[type(manager)]
     manager.residents = residents
-    if poison:
-        manager.note_allocated()
 
 
 class EvictableManager(hole_aware(FullAttentionManager)):
@@ -159,17 +144,20 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         #: Requests that were noted over their trigger since the last `take_over_trigger`, in this order.
         self._over_trigger: dict[str, None] = {}
 
-    def bind(
-        self, number: int, max_in_flight_tokens: int, poison: bool, give_back: Callable[[list[KVCacheBlock]], None]
-    ) -> None:
+    def bind(self, number: int, max_in_flight_tokens: int, give_back: Callable[[list[KVCacheBlock]], None]) -> None:
         """Set values that the scheduler knows and vLLM does not pass to managers.
 
         Args:
+            number: of the group, in plans and reports.
+            max_in_flight_tokens: most tokens of a request in flight, those of drafts included.
             give_back: frees blocks that a request lost, the last one first.
         """
         self.number, self.max_in_flight_tokens, self._give_back = number, max_in_flight_tokens, give_back
-        if poison:
-            self.note_allocated()
+        self._use(FullAttentionManager._has_partial_local_hit)
+
+    def expect_saved(self) -> None:
+        """Expect hits with blocks of preempted requests that come from the host."""
+        vars(self).pop(FullAttentionManager._has_partial_local_hit.__name__, None)
 
     def bound_admissions(self, admits: bool) -> None:
         """Choose whose `get_num_blocks_to_allocate` answers in the next step: this class', or vLLM's own.
@@ -184,10 +172,6 @@ class EvictableManager(hole_aware(FullAttentionManager)):
             vars(self).pop("get_num_blocks_to_allocate", None)
         else:
             self._use(FullAttentionManager.get_num_blocks_to_allocate)
-
-    def spare_saved(self) -> None:
-        """Let vLLM's own method look at hits, where no preempted request's blocks come back from the host."""
-        self._use(FullAttentionManager._has_partial_local_hit)
 
     def _use(self, method: Callable) -> None:
         """Put a method of vLLM's class in the place of this class' own."""
@@ -249,9 +233,9 @@ class EvictableManager(hole_aware(FullAttentionManager)):
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **kwargs: Any
     ) -> None:
-        resident = self.residents.get(request_id)
-        if resident is not None and resident.saved is not None:
-            self._go_on(request_id, resident.saved, new_computed_blocks)
+        blocks = self.residents.get(request_id)
+        if blocks is not None and (saved := blocks.residence.saved) is not None:
+            self._go_on(request_id, saved, new_computed_blocks)
             return
         super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
         there = np.flatnonzero([not block.is_null for block in new_computed_blocks])
@@ -283,13 +267,13 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        resident = self.residents.get(request_id) if apply_admission_cap else None
-        if resident and resident.bounded:
-            # A request with a longer prompt loses blocks chunk by chunk, so it never holds more than this. A cached
-            # prefix, or one that a connector loads, may be longer than the bound; the first chunk comes on top.
-            there = 0 if resident.started else math.ceil(total_computed_tokens / self.block_size)
-            held = max(resident.limits.bound, len(new_computed_blocks), there)
-            num_tokens = min(num_tokens, (held + self.in_flight) * self.block_size)
+        blocks = self.residents.get(request_id) if apply_admission_cap else None
+        if blocks is not None:
+            # A cached prefix, or one that a connector loads, may be longer than the bound.
+            there = 0 if blocks.started else math.ceil(total_computed_tokens / self.block_size)
+            whole = math.ceil(num_tokens / self.block_size)
+            most = blocks.most(whole, self.in_flight, max(len(new_computed_blocks), there))
+            num_tokens = min(num_tokens, most * self.block_size)
         # By name, since a search through the bases takes a while, and vLLM asks for each request of each step.
         self.wanted = FullAttentionManager.get_num_blocks_to_allocate(
             self,
@@ -336,6 +320,10 @@ class EvictableManager(hole_aware(FullAttentionManager)):
         # Drafts may take the table of a request over its trigger that cannot outgrow it.
         if resident.may_outgrow and resident.over_trigger(len(self.req_to_blocks[request_id])):
             self._over_trigger[request_id] = None
+
+    def exceeds(self, request_id: str) -> bool:
+        """Return whether a request holds more blocks than its trigger."""
+        return self.residents[request_id].exceeds(len(self.req_to_blocks[request_id]))
 
     def take_over_trigger(self) -> list[str]:
         """Return, and forget, the requests that may be over their trigger when their step is done."""

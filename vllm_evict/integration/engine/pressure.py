@@ -1,21 +1,20 @@
 """Makes room in the pool, after a failed allocation and before a preemption, from blocks that requests can spare."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
+from ...core.actions import Action
 from ...core.mechanisms import Pressure
 from ...core.mechanisms.pressure import SCORES_STAY_FRESH
+from ...core.plan import EvictionPlan, Reports
 from ..start.versions import waiting_with_blocks
 from .allocation import before_giving_up
 from .managers import EvictableManager
-
-if TYPE_CHECKING:
-    from .scheduler import EvictionMixin
 
 logger = init_logger("vllm.evict")
 
@@ -23,25 +22,28 @@ logger = init_logger("vllm.evict")
 MOST_TAKINGS = 2
 
 
-class RoomMaker:
+class RoomMaker(Pressure):
     """Frees blocks where vLLM's `KVCacheManager.allocate_slots` finds too few.
 
     Args:
-        scheduler: its requests hold the blocks.
-        pressure: chooses the blocks.
+        scheduler: an `EvictionMixin`, whose requests hold the blocks.
     """
 
-    def __init__(self, scheduler: "EvictionMixin", pressure: Pressure) -> None:
-        self._scheduler, self._pressure, self._cache = scheduler, pressure, scheduler.kv_cache_manager
+    reads_allocations = True
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
         before_giving_up(self._cache, self.make_room)
         self._warned = False
         #: The waiting request that tried last to find room, how many others held blocks then, and the step.
         self._tried: tuple[str, int, int] | None = None
         self._tried_at = 0
 
-    def scores_came(self) -> None:
-        """Note that offers may have changed: the waiting request may try again."""
-        self._tried = None
+    def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Sequence[Action]:
+        if super().keep(plan, reports):
+            self._tried = None  # offers may have changed: the waiting request may try again
+        return ()
 
     def make_room(
         self,
@@ -82,7 +84,7 @@ class RoomMaker:
         return False
 
     def _may_succeed(self, request: Request) -> bool:
-        """Whether a waiting request may find more room than when it tried last.
+        """Return whether a waiting request may find more room than when it tried last.
 
         It may if requests have ended, begun or reported since, or after `SCORES_STAY_FRESH` steps.
         """
@@ -112,7 +114,7 @@ class RoomMaker:
             givers = [giver for giver in givers if giver.priority >= request.priority]
         # A waiting request can wait for scores, too.
         unscored = request.status == RequestStatus.RUNNING
-        actions = self._pressure.choose(givers, missing, frees, unscored=unscored, by_priority=by_priority)
+        actions = self.choose(givers, missing, frees, unscored=unscored, by_priority=by_priority)
         for action in actions:
             scheduler.apply(action)
         return bool(actions)

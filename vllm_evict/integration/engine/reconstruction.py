@@ -14,7 +14,7 @@ import itertools
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,12 +144,18 @@ def for_one_token(params: SamplingParams) -> SamplingParams:
     return params
 
 
+class Scored:
+    """State of a request: scores of its prompt's leading blocks; an empty report if there are none."""
+
+    scores: Report | None = None
+
+
 @dataclass(slots=True)
 class Job:
     """One request's reconstruction."""
 
     request: Request
-    resident: RequestBlocks
+    blocks: RequestBlocks
     incarnation: int
     #: The scheduler's step in which the job was made, or in which its last part was done.
     since: int
@@ -163,20 +169,20 @@ class Job:
     @property
     def alive(self) -> bool:
         """Whether its request still runs, without having started over."""
-        return self.request.status == RequestStatus.RUNNING and self.resident.incarnation == self.incarnation
+        return self.request.status == RequestStatus.RUNNING and self.blocks.incarnation == self.incarnation
 
     @property
     def per_token(self) -> bool:
-        return self.resident.config.granularity == "token"
+        return self.blocks.config.granularity == "token"
 
     @property
     def hashes(self) -> list[Any]:
-        return self.request.block_hashes[: self.blocks]
+        return self.request.block_hashes[: self.count]
 
     @property
-    def blocks(self) -> int:
+    def count(self) -> int:
         """Number of whole blocks of the prompt."""
-        return self.request.num_prompt_tokens // self.resident.block_size
+        return self.request.num_prompt_tokens // self.blocks.block_size
 
 
 @dataclass(slots=True)
@@ -224,16 +230,16 @@ class Reconstructions(Mechanism):
         """Number of requests that wait for scores."""
         return len(self._jobs)
 
-    def is_shadow(self, request_id: str) -> bool:
-        return request_id in self._hidden
-
-    def measure(self, plan: GroupPlan) -> None:
+    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
         """Add to the plan how workers measure the shadow that starts."""
-        req_id = self._shadow.request.request_id
-        if self._shadow.repetition is None:
-            plan.track[req_id] = self._shadow.scoring
+        shadow = self._shadow
+        if shadow is None or shadow.request.request_id != req_id:
+            return False
+        if shadow.repetition is None:
+            plan.groups[0].track[req_id] = shadow.scoring
         else:
-            plan.repeats[req_id] = self._shadow.repetition
+            plan.groups[0].repeats[req_id] = shadow.repetition
+        return True
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
         """Ask for a report of blocks with the last step of a shadow."""
@@ -241,27 +247,26 @@ class Reconstructions(Mechanism):
             return
         shadow = self._shadow.request
         if shadow.request_id in step.tokens and shadow.num_computed_tokens >= shadow.num_prompt_tokens:
-            plan.groups[0].report[shadow.request_id] = self._shadow.job.resident.config.policy.measures
+            plan.groups[0].report[shadow.request_id] = self._shadow.job.blocks.config.policy.measures
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterator[Action]:
         """Evict blocks of requests over their trigger that have scores; make jobs for the others."""
-        for _, request, resident in self.due(plan):
-            if not resident.config.policy.reconstructs:
+        for _, request, blocks in self.due(plan):
+            if not blocks.config.policy.reconstructs:
                 continue
-            if resident.prompt_scores is None:
-                self._look_up(request, resident)
-            if resident.prompt_scores is not None:
-                yield from self._evict(request, resident)
+            if blocks.of(Scored).scores is None:
+                self._look_up(request, blocks)
+            if blocks.of(Scored).scores is not None:
+                yield from self._evict(request, blocks)
             elif request.request_id not in self._jobs:
-                self._jobs[request.request_id] = Job(
-                    request, resident, resident.incarnation, since=self._scheduler.current_step
-                )
+                now = self._scheduler.current_step
+                self._jobs[request.request_id] = Job(request, blocks, blocks.incarnation, since=now)
         yield from self._take(reports[0])
 
-    def _evict(self, request: Request, resident: RequestBlocks) -> Iterator[Action]:
-        """The action that brings a request back to its budget by the scores of its prompt."""
-        group, scores = self._manager.number, resident.prompt_scores
-        action = back_to_budget(request.request_id, group, resident, settled(request), scores)
+    def _evict(self, request: Request, blocks: RequestBlocks) -> Iterator[Action]:
+        """Yield the action that brings a request back to its budget by the scores of its prompt."""
+        group, scores = self._manager.number, blocks.of(Scored).scores
+        action = back_to_budget(request.request_id, group, blocks, settled(request), scores)
         if action is not None:
             yield action
 
@@ -287,7 +292,7 @@ class Reconstructions(Mechanism):
         if self._shadow is not None and not self._waits(self._shadow.job):
             self._withdraw()
 
-    def reset(self) -> None:
+    def on_reset(self) -> None:
         """Forget all scores, complete and incomplete."""
         self.scores.clear()
         if self._shadow is not None:
@@ -304,27 +309,27 @@ class Reconstructions(Mechanism):
             self._shadow = None
             self._add_up(shadow.job, reports.get(shadow.request.request_id))
         for req_id, job in list(self._jobs.items()):
-            if job.resident.prompt_scores is not None:
+            if job.blocks.of(Scored).scores is not None:
                 self._give_up(self._jobs.pop(req_id))
-                yield from self._evict(job.request, job.resident)
+                yield from self._evict(job.request, job.blocks)
 
     def _add_up(self, job: Job, report: Report | None) -> None:
         """Add the scores of a finished shadow to its job."""
         if not job.per_token:
             # The inbox could not check its blocks: the shadow has ended, so the scheduler does not know them.
-            if report is None or flaw(report, frozenset({"mass"}), np.arange(job.blocks)):
-                self._scheduler.miss(job.request.request_id, job.resident)
+            if report is None or flaw(report, frozenset({"mass"}), np.arange(job.count)):
+                self._scheduler.miss(job.request.request_id, job.blocks)
                 return self._do_without(job)
-            job.scores += report.statistics["mass"][: job.blocks]
+            job.scores += report.statistics["mass"][: job.count]
         job.parts.pop(0)
         job.since, job.crowded = self._scheduler.current_step, 0
         if not job.parts:
             self.scores.put(job.hashes, job.scores)
             job.scores = None
             for other in self._jobs.values():
-                self._look_up(other.request, other.resident)
+                self._look_up(other.request, other.blocks)
 
-    def hide(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+    def after_output(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Remove shadows from the outputs that clients get."""
         if not self._hidden:
             return
@@ -335,21 +340,21 @@ class Reconstructions(Mechanism):
         # vLLM names a finished request once, so earlier shadows need no hiding any more.
         self._hidden &= {self._shadow.request.request_id} if self._shadow else set()
 
-    def visible(self, requests: Iterable[Request]) -> list[Request]:
-        return [request for request in requests if request.request_id not in self._hidden]
+    def on_finish(self, finished: list[Request]) -> list[Request]:
+        self.tidy()
+        return [request for request in finished if request.request_id not in self._hidden]
 
-    def _look_up(self, request: Request, resident: RequestBlocks) -> None:
+    def _look_up(self, request: Request, blocks: RequestBlocks) -> None:
         """Give a request the scores of the same prompt, or of one that differs in recent tokens only, if known."""
-        blocks = request.num_prompt_tokens // resident.block_size
-        found = self.scores.get(request.block_hashes[:blocks], resident.limits.recent // resident.block_size)
+        hashes = request.block_hashes[: request.num_prompt_tokens // blocks.block_size]
+        found = self.scores.get(hashes, blocks.limits.recent // blocks.block_size)
         if found is None:
             return
         scores, known = found
-        if resident.config.granularity == "token":
-            self._plan.scored[request.request_id] = (scores, known * resident.block_size)
-            resident.prompt_scores = Report(np.arange(known), {})
-        else:
-            resident.prompt_scores = Report(np.arange(known), {"mass": scores[:known]})
+        by_token = blocks.config.granularity == "token"
+        if by_token:
+            self._plan.scored[request.request_id] = (scores, known * blocks.block_size)
+        blocks.of(Scored).scores = Report(np.arange(known), {} if by_token else {"mass": scores[:known]})
 
     def _waits(self, job: Job) -> bool:
         return self._jobs.get(job.request.request_id) is job
@@ -374,11 +379,11 @@ class Reconstructions(Mechanism):
             self._said.add(why)
             logger.warning(
                 "KV policy %s got %s. The oldest blocks of request %s go first. Said once for this reason.",
-                job.resident.policy,
+                job.blocks.policy,
                 WITHOUT[why].format(**numbers),
                 job.request.request_id,
             )
-        job.resident.prompt_scores = Report(np.arange(0), {"mass": np.empty(0)})
+        job.blocks.of(Scored).scores = Report(np.arange(0), {"mass": np.empty(0)})
 
     def _give_up(self, job: Job) -> None:
         """Drop the scores that a job has so far."""
@@ -393,12 +398,12 @@ class Reconstructions(Mechanism):
     @property
     def _plan(self) -> GroupPlan:
         """The next plan of the KV group."""
-        return self._scheduler._plan.groups[self._manager.number]
+        return self.view.next_plan.groups[self._manager.number]
 
     def _begin(self, job: Job) -> bool:
         """Add the next shadow of a job if it fits and has its turn. Returns whether it was added."""
-        scheduler, request, config = self._scheduler, job.request, job.resident.config
-        if job.resident.prompt_scores is not None:
+        scheduler, request, config = self._scheduler, job.request, job.blocks.config
+        if job.blocks.of(Scored).scores is not None:
             return False  # the decision is taken with this step's output
         if request.num_computed_tokens - request.num_in_flight_tokens < request.num_prompt_tokens:
             job.since = scheduler.current_step
@@ -409,17 +414,17 @@ class Reconstructions(Mechanism):
                 self._do_without(job, why, prompt=size, least=self._manager.block_size)
                 return False
             job.parts = parts(size, config.chunk, len(config.instruction), longest)
-            job.scores = next(self._numbers) if job.per_token else np.zeros(job.blocks)
+            job.scores = next(self._numbers) if job.per_token else np.zeros(job.count)
         if not job.parts:
             least = math.ceil(min(size, config.chunk) / 8) + OVERLAP + len(config.instruction)
             self._do_without(job, "length", prompt=size, room=longest - 1 - size, longest=longest, least=least)
             return False
         prompt, start = self._prompt(job, config)
-        needed = math.ceil(len(prompt) / job.resident.block_size) - job.blocks
+        needed = math.ceil(len(prompt) / job.blocks.block_size) - job.count
         if scheduler.max_num_running_reqs < 2:
             self._do_without(job, "seats")
             return False
-        pool, held = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1, job.resident.held_blocks
+        pool, held = scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1, job.blocks.held_blocks
         if held + needed >= pool:  # it would not fit in an otherwise empty pool
             self._do_without(job, "pool", pool=pool, least=held + needed)
             return False
@@ -473,16 +478,16 @@ class Reconstructions(Mechanism):
         # Arguments for connectors, and for events of the prefix cache, are about what the client sent.
         shadow.kv_transfer_params = shadow.ec_transfer_params = None
         shadow.kv_cache_report_mode = "incremental"
-        config, repetition = job.resident.config, None
+        config, repetition = job.blocks.config, None
         if job.per_token:
-            sink = job.resident.limits.sink * job.resident.block_size
+            sink = job.blocks.limits.sink * job.blocks.block_size
             repetition = Repetition(job.scores, original.num_prompt_tokens, *job.parts[0], sink)
-        resident = RequestBlocks(config, None, job.resident.block_size, config.name)
-        # It publishes blocks of the prompt only: no request can hit the others.
-        resident.pure_tokens = job.blocks * resident.block_size
+        blocks = RequestBlocks(config, None, job.blocks.block_size, config.name)
+        # It hits and publishes blocks of the prompt only: no request can hit the others.
+        blocks.pure_tokens = job.count * blocks.block_size
         self._hidden.add(shadow.request_id)
         self._shadow = Shadow(shadow, job, Scoring("sum", 0.0, 1, 1, NEVER, start=start), repetition, needed)
-        self._manager.residents[shadow.request_id] = resident
+        self._manager.residents[shadow.request_id] = blocks
         scheduler.add_request(shadow)
         scheduler.waiting.remove_request(shadow)
         scheduler.waiting.prepend_request(shadow)

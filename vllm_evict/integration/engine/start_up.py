@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from ...core.mechanisms import Pressure
 from ..start.describe import facts, what_is_held
 from .managers import StateManager
 from .spec import EvictableSpec
@@ -39,11 +40,10 @@ def start_up_line(scheduler: Any) -> str:
     return (
         facts(
             scheduler.kv_policy,
-            what_is_held(scheduler.kv_policy, bound, spec.block_size, bool(scheduler.pressure)),
+            what_is_held(scheduler.kv_policy, bound, spec.block_size, Pressure.serves(scheduler.kv_policy)),
             scheduler.vllm_config,
         )
         + f"; attention backend {spec.backend}; {what}"
-        + (f"; {scheduler.host_pool.blocks} host blocks for what is evicted" if scheduler.host_pool else "")
-        + (" and for preempted requests" if scheduler.kv_policy.preempt == "host" else "")
+        + "".join(f"; {words}" for mechanism in scheduler.mechanisms if (words := mechanism.described))
         + "".join(f"; {words}" for part in parts if (words := part.became(spec.block_size)))
     )

@@ -48,25 +48,18 @@ class Tally:
         counts["requests"] += first
         counts["copied"] += copied
 
-    def move(self, policy: str, copied: int) -> None:
-        """What a request keeps moved up; so many of its blocks were copied for it."""
-        self._counts[policy]["moved"] += 1
-        self._counts[policy]["copied"] += copied
-
-    def miss(self, policy: str) -> None:
-        """A report that did not come."""
-        self._counts[policy]["missing"] += 1
-
-    def host(self, policy: str, **counts: int) -> None:
-        """Add to `HOST_COUNTERS` of a policy."""
-        of_policy = self._host.setdefault(policy, dict.fromkeys(HOST_COUNTERS, 0))
+    def add(self, policy: str, **counts: int) -> None:
+        """Add to `COUNTERS` and `HOST_COUNTERS` of a policy."""
         for key, count in counts.items():
-            of_policy[key] += count
+            if key in COUNTERS:
+                self._counts[policy][key] += count
+            else:
+                self._host.setdefault(policy, dict.fromkeys(HOST_COUNTERS, 0))[key] += count
 
     def hold(self, policy: str, used: int, block_bytes: int) -> None:
         """Set `HOST_GAUGES` of a policy: host blocks that hold something now, and bytes of each."""
-        self.host(policy)
-        self._host[policy] |= {"used": used, "bytes": used * block_bytes}
+        counts = self._host.setdefault(policy, dict.fromkeys(HOST_COUNTERS, 0))
+        counts |= {"used": used, "bytes": used * block_bytes}
 
     def take(self, resident: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """The counts since last time, and the blocks that running requests hold now, of policies that had requests.

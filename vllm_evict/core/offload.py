@@ -2,71 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from .blocks import RequestBlocks
 from .plan import Copy, EvictionPlan
-
-if TYPE_CHECKING:
-    from .blocks import RequestBlocks
-
-#: Of blocks that came back: below so many nothing is said of a request; then recall ends for it if more than half of
-#: them left again at once.
-FEW_RETURNS = 32
-#: Most periods of `recall_every` decodes from one look to the next.
-LONGEST_PAUSE = 32
+from .residence import Offloaded, Saved, offloaded_numbers
 
 
-@dataclass(slots=True)
-class Recalls:
-    """What recall has done for one request since it started, or since its turn began.
-
-    Attributes:
-        rounds: times that the last tokens of its prompt were computed again.
-        waits: whether the last token of its prompt waits for scores of host blocks.
-        answered: whether the last token of its prompt was computed, or is in flight.
-        steps: decodes since its host blocks were looked at.
-        is_due: whether they are looked at with the step that computes the last token of its prompt.
-        returned, bounced: blocks that came back in decodes, and those of them that left again while they were to stay.
-        in_a_row: looks of decodes that brought blocks back, since the last one that brought none.
-    """
-
-    rounds: int = 0
-    waits: bool = False
-    answered: bool = False
-    steps: int = 0
-    is_due: bool = False
-    returned: int = 0
-    bounced: int = 0
-    in_a_row: int = 0
-
-    @property
-    def pause(self) -> int:
-        """Periods of `recall_every` decodes to the next look: blocks that come back look after look may take turns."""
-        return min(1 << max(self.in_a_row - 1, 0), LONGEST_PAUSE)
-
-    @property
-    def is_vain(self) -> bool:
-        """Whether blocks leave again about as soon as they come back."""
-        return self.returned >= FEW_RETURNS and 2 * self.bounced > self.returned
-
-
-@dataclass(slots=True)
-class Saved:
-    """Where the blocks of a preempted request wait.
-
-    Attributes:
-        computed_tokens: tokens that they hold.
-        numbers: logical block -> host block, ascending.
-        coming: of these, logical block -> block of the device, once the request goes on and until workers hear of it.
-    """
-
-    computed_tokens: int
-    numbers: dict[int, int]
-    coming: dict[int, int] = field(default_factory=dict)
-
-
-class HostPool:
+class OffloadPool:
     """Host blocks of one engine, by number; all requests share them.
 
     A block that leaves a request takes a free host block. If none is free, the host block goes that was filled, or
@@ -91,9 +33,9 @@ class HostPool:
         return len(self._held) + len(self._saved)
 
     def spill(
-        self, plan: EvictionPlan, req_id: str, group: int, blocks: "RequestBlocks", logical: Sequence[int],
+        self, plan: EvictionPlan, req_id: str, group: int, blocks: RequestBlocks, logical: Sequence[int],
         physical: Sequence[int], coming: Collection[int] = (),
-    ) -> "list[RequestBlocks]":  # fmt: skip
+    ) -> list[RequestBlocks]:  # fmt: skip
         """Keep blocks that a request loses.
 
         Args:
@@ -113,36 +55,36 @@ class HostPool:
             if not self._free:
                 oldest = next((number for number in self._held if number not in coming), None)
                 if oldest is None:
-                    blocks.state.dropped_blocks += 1
+                    blocks.state.counts["dropped"] += 1
                     dropped.append(blocks)
                     continue
                 dropped.append(self._drop(oldest))
             number = self._free.pop()
             self._held[number] = blocks, index
-            blocks.host[index] = number
+            blocks.residence.host[index] = Offloaded(number)
             plan.copies.append(Copy(req_id, group, "spill", block, number))
-            blocks.state.spilled_blocks += 1
+            blocks.state.counts["spilled"] += 1
         return dropped
 
     def fetch(
-        self, plan: EvictionPlan, req_id: str, group: int, blocks: "RequestBlocks", logical: Sequence[int],
+        self, plan: EvictionPlan, req_id: str, group: int, blocks: RequestBlocks, logical: Sequence[int],
         physical: Sequence[int], intact: Collection[int] = (),
     ) -> None:  # fmt: skip
         """Bring blocks back into `physical` blocks of the device; arguments as for `spill`.
 
         `intact`: of `logical`, blocks that are not copied, as their content is still in the device's block.
         """
-        numbers = [blocks.host.pop(index) for index in logical]
+        numbers = [blocks.residence.host.pop(index).number for index in logical]
         for index, block, number in zip(logical, physical, numbers):
             if index not in intact:
                 plan.copies.append(Copy(req_id, group, "fetch", block, number))
-        blocks.state.recalled_blocks += len(logical)
+        blocks.state.counts["recalled"] += len(logical)
         self._give_back(plan, numbers)
 
     def save(
-        self, plan: EvictionPlan, req_id: str, group: int, blocks: "RequestBlocks", physical: dict[int, int],
+        self, plan: EvictionPlan, req_id: str, group: int, blocks: RequestBlocks, physical: dict[int, int],
         computed_tokens: int,
-    ) -> "list[RequestBlocks] | None":  # fmt: skip
+    ) -> list[RequestBlocks] | None:  # fmt: skip
         """Keep all blocks of a request that is preempted, if they fit beside those of other preempted requests.
 
         Evicted blocks of other requests are dropped for them, those first that were wanted longest ago.
@@ -160,21 +102,20 @@ class HostPool:
         if missing > len(others):
             return None
         dropped = [self._drop(number) for number in others[:missing]]
-        blocks.saved = Saved(computed_tokens, {index: self._free.pop() for index in physical})
-        self._saved.update(blocks.saved.numbers.values())
-        for index, number in blocks.saved.numbers.items():
+        saved = blocks.residence.saved = Saved(computed_tokens, {index: self._free.pop() for index in physical})
+        self._saved.update(saved.numbers.values())
+        for index, number in saved.numbers.items():
             plan.copies.append(Copy(req_id, group, "save", physical[index], number))
         return dropped
 
-    def restore(self, plan: EvictionPlan, req_id: str, group: int, blocks: "RequestBlocks") -> None:
-        """Bring the blocks of a preempted request back into `Saved.coming`. Its other blocks came from elsewhere."""
-        assert blocks.saved is not None
-        saved, blocks.saved = blocks.saved, None
+    def restore(self, plan: EvictionPlan, req_id: str, group: int, blocks: RequestBlocks, saved: Saved) -> None:
+        """Bring the saved blocks of a request back into `Saved.coming`. Its other blocks came from elsewhere."""
+        blocks.residence.saved = None
         for index, block in saved.coming.items():
             plan.copies.append(Copy(req_id, group, "fetch", block, saved.numbers[index]))
         self._give_back(plan, list(saved.numbers.values()))
 
-    def close(self) -> list["RequestBlocks"]:
+    def close(self) -> list[RequestBlocks]:
         """Keep nothing any more.
 
         Returns:
@@ -182,30 +123,29 @@ class HostPool:
         """
         losers = [blocks for blocks, _ in self._held.values()]
         for blocks, logical in self._held.values():
-            del blocks.host[logical]
-            blocks.left.pop(logical, None)
-            blocks.state.dropped_blocks += 1
+            del blocks.residence.host[logical]
+            blocks.state.counts["dropped"] += 1
         self._held.clear()
         self._free, self.blocks = [], 0
         return losers
 
-    def want(self, blocks: "RequestBlocks", logical: Sequence[int]) -> None:
+    def want(self, blocks: RequestBlocks, logical: Sequence[int]) -> None:
         """Queries want these host blocks of a request: they are dropped last."""
         for index in logical:
-            self._held.move_to_end(blocks.host[index])
+            self._held.move_to_end(blocks.residence.host[index].number)
 
-    def release(self, plan: EvictionPlan, blocks: "RequestBlocks") -> None:
+    def release(self, plan: EvictionPlan, blocks: RequestBlocks) -> None:
         """A request has ended, or starts over: nothing of it is kept."""
-        saved = () if blocks.saved is None else blocks.saved.numbers.values()
-        self._give_back(plan, [*blocks.host.values(), *saved])
-        blocks.host, blocks.left, blocks.saved = {}, {}, None
+        residence = blocks.residence
+        saved = () if residence.saved is None else residence.saved.numbers.values()
+        self._give_back(plan, [*offloaded_numbers(residence.host), *saved])
+        residence.host, residence.saved = {}, None
 
-    def _drop(self, number: int) -> "RequestBlocks":
+    def _drop(self, number: int) -> RequestBlocks:
         """Drop the content of a host block; returns the blocks of the request that loses it."""
         loser, lost = self._held.pop(number)
-        del loser.host[lost]
-        loser.left.pop(lost, None)
-        loser.state.dropped_blocks += 1
+        del loser.residence.host[lost]
+        loser.state.counts["dropped"] += 1
         self._free.append(number)
         return loser
 
