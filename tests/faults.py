@@ -382,21 +382,21 @@ MUTANTS = [
     # What KV connectors load and store.
     Mutant(
         "a connector stores blocks computed over holes",
-        "integration/start/connectors.py",
+        "integration/engine/followers.py",
         "status.max_offload_tokens = pure_tokens if asked is None else min(asked, pure_tokens)",
         "status.max_offload_tokens = asked",
         ("offloading -k hits",),
     ),
     Mutant(
         "a connector stores evicted blocks by their old numbers",
-        "integration/start/connectors.py",
+        "integration/engine/followers.py",
         "state.block_ids[chunk.start : chunk.stop] = [0] * len(chunk)",
         "pass",
         ("offloading -k stored_late",),
     ),
     Mutant(
         "a connector's blocks are written before they are stored",
-        "integration/start/connectors.py",
+        "integration/engine/followers.py",
         "self._fence(status, set(blocks.values()))",
         "pass",
         ("offloading -k stored",),
