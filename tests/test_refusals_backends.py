@@ -21,6 +21,7 @@ def plain_config(**changes):
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(),
+            architectures=["LlamaForCausalLM"],
             runner_type="generate",
             use_mla=False,
             is_hybrid=False,

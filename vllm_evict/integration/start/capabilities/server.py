@@ -20,6 +20,8 @@ LATENT_DEVICE_BACKENDS = LATENT[2:]
 READ_DTYPES = {"cpu": ("auto", "float16", "bfloat16"), "cuda": ("auto", *FP8_NAMES)}
 #: The least compute capability for which Triton compiles kernels that read float8_e4m3 (Ada).
 FP8_CAPABILITY = (8, 9)
+#: Architectures with ALiBi of which vLLM's configuration does not say so.
+ALIBI = ("Step1ForCausalLM",)
 #: What stands beside plain full attention, or in its place -> methods with layers to set in place of a refused one.
 LAYERED = {"latents (MLA)": "mtp", "states": "mtp", "sliding windows": "eagle or eagle3"}
 NGRAM = 'set "method": "ngram" in --speculative-config'
@@ -132,7 +134,9 @@ class Server:
     @property
     def counts(self) -> str:
         """What counts how far back a token stands in the block table, where holes would bring it nearer; or ""."""
-        return self.layers.counts if self.layers else "ALiBi" * self.model.uses_alibi
+        if self.layers:
+            return self.layers.counts
+        return "ALiBi" * (self.model.uses_alibi or not {*ALIBI}.isdisjoint(self.model.architectures))
 
     @property
     def beside(self) -> str | None:
