@@ -267,6 +267,18 @@ MANY_DRAFTS = Environment(
     {ANY: ""},
     'set "num_speculative_tokens" in --speculative-config to less than {cache.block_size}',
 )
+DRAFT_MODEL_BESIDE = Environment(
+    "a draft model beside {beside}",
+    lambda server: server.drafts and server.drafts.method == "draft_model" and server.beside,
+    {ANY: "which vLLM 0.32.0 gives lengths or blocks that are not its own"},
+    "{other_drafter}",
+)
+EAGLE_BESIDE_LATENTS = Environment(
+    "speculative decoding by {drafts.method!r} beside {beside}",
+    lambda server: server.drafts and server.drafts.method in ("eagle", "eagle3") and server.model.use_mla,
+    {ANY: UNTRIED},
+    "{other_drafter}",
+)
 DRAFTER = Environment(
     "speculative decoding by {drafts.method!r}",
     lambda server: server.drafter,
@@ -288,18 +300,6 @@ DRAFTER_BESIDE = Environment(
     lambda server: server.drafter and server.beside,
     {TOKENS: UNTRIED},
     "{ngram_by_token}",
-)
-DRAFT_MODEL_BESIDE = Environment(
-    "a draft model beside {beside}",
-    lambda server: server.drafts and server.drafts.method == "draft_model" and server.beside,
-    {ANY: "which vLLM 0.32.0 gives lengths or blocks that are not its own"},
-    "{other_drafter}",
-)
-EAGLE_BESIDE_LATENTS = Environment(
-    "speculative decoding by {drafts.method!r} beside {beside}",
-    lambda server: server.drafts and server.drafts.method in ("eagle", "eagle3") and server.model.use_mla,
-    {ANY: UNTRIED},
-    "{other_drafter}",
 )
 PARALLEL_DRAFTER = Environment(
     "speculative decoding by {drafts.method!r} in parallel",
