@@ -13,12 +13,13 @@ from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.visible import assert_like_dense, visible
 from streaming import Sessions
+from test_refusals_backends import plain_config
 
 from vllm_evict.compute import host_pages
 from vllm_evict.compute.host import HostBlocks
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.plan import Copy, HostTrouble
-from vllm_evict.integration.start import combinations
+from vllm_evict.integration.start.capabilities import refuse
 
 QUEST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "16MiB"}
 QUEST |= {"recall": "quest", "recall_every": 2}
@@ -186,14 +187,9 @@ def test_where_there_is_no_file_it_is_refused_by_name():
         KVPolicyConfig.parse({"name": "h2o", "evict": "host", "host_path": "/disk/blocks"})
 
 
-def test_no_file_behind_a_gpu(monkeypatch):
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size_local=1, tensor_parallel_size=1),
-        model_config=SimpleNamespace(is_hybrid=False),
-        cache_config=SimpleNamespace(block_size=4096),
-    )
-    monkeypatch.setattr(combinations, "slides", lambda *args: False)
+def test_no_file_behind_a_gpu():
     # A file may be larger than memory.
     policy = KVPolicyConfig.parse({**QUEST, "host": 1 << 42, "host_path": "/disk/blocks"})
-    refused = {p: [what for no, what, _ in combinations.tier(config, policy, p) if no] for p in ("cpu", "cuda")}
-    assert refused == {"cpu": [], "cuda": ["host_path on a GPU, whose copies would wait for a disk"]}
+    refuse.check_config(plain_config(cache_config__block_size=4096), policy)
+    with pytest.raises(KVPolicyError, match="host_path and a GPU, whose copies would wait for a disk: leave host_path"):
+        refuse.check_config(plain_config(device_config__device_type="cuda", cache_config__block_size=4096), policy)

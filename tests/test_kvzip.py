@@ -57,7 +57,7 @@ def test_bad_values_say_what_is_allowed(field, value, message):
 
 def test_without_a_prefix_cache_it_is_refused(engine):
     for policy in (SERVER, {"name": "h2o", "allow": ["kvzip"]}):
-        with pytest.raises(KVPolicyError, match="prefix caching off .* kvzip"):
+        with pytest.raises(KVPolicyError, match="kvzip and prefix caching off"):
             engine(policy, enable_prefix_caching=False)
 
 

@@ -13,6 +13,7 @@ from engine import PLAN, after, random_prompt
 from oracle.model import DenseLlama
 from oracle.visible import BLOCK, assert_like_dense, visible
 from test_recall import HOST, QUEST
+from test_refusals_backends import plain_config
 
 from vllm_evict.compute import pinned
 from vllm_evict.compute.host import HostBlocks
@@ -28,7 +29,8 @@ from vllm_evict.core.offload import OffloadPool
 from vllm_evict.core.plan import Copy, EvictionPlan, GroupPlan
 from vllm_evict.integration.engine.offloading import Offloading
 from vllm_evict.integration.engine.spec import host_blocks
-from vllm_evict.integration.start import combinations
+from vllm_evict.integration.start import machine
+from vllm_evict.integration.start.capabilities import refuse
 
 
 def test_scores_are_those_of_the_reference_and_bound_the_keys():
@@ -210,24 +212,20 @@ def test_sizes_that_cannot_be_are_refused_at_start(engine, size, message):
 
 def test_a_host_larger_than_its_container_or_than_all_engines_have_is_refused(engine, monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(combinations, "OWN_GROUPS", str(tmp_path / "not there"))
-    monkeypatch.setattr(combinations, "CONTROL_GROUPS", {"": (str(tmp_path), "memory.max")})
-    machine = combinations.memory_bytes()
+    monkeypatch.setattr(machine, "OWN_GROUPS", str(tmp_path / "not there"))
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", {"": (str(tmp_path), "memory.max")})
+    whole = machine.memory_bytes()
     limit.write_text("max\n")
-    assert combinations.memory_bytes() == machine
+    assert machine.memory_bytes() == whole
     limit.write_text(f"{32 << 20}\n")
     with pytest.raises(Exception, match=f"host: {64 << 20} bytes on a machine of {32 << 20}: set less than the mach"):
         engine(HOST)
     # Ranks of an engine share the bytes.
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size_local=3, tensor_parallel_size=2),
-        model_config=SimpleNamespace(is_hybrid=False),
-        cache_config=None,
-    )
-    monkeypatch.setattr(combinations, "slides", lambda *args: False)
+    config = plain_config(parallel_config__data_parallel_size_local=3, parallel_config__tensor_parallel_size=2)
     limit.write_text(f"{150 << 20}\n")
-    refused = [what for refused, what, _ in combinations.tier(config, KVPolicyConfig.parse(HOST), "cpu") if refused]
-    assert refused == [f"host: {64 << 20} bytes on a machine of {150 << 20} with 3 engines"]
+    message = f"host: {64 << 20} bytes on a machine of {150 << 20} with 3 engines: set less"
+    with pytest.raises(KVPolicyError, match=message):
+        refuse.check_config(config, KVPolicyConfig.parse(HOST))
     assert host_blocks(config, KVPolicyConfig.parse(HOST), 32768) == 1024
     with pytest.raises(KVPolicyError, match="hold no block of 32768 bytes on 2 ranks; expected at least 65536"):
         host_blocks(config, KVPolicyConfig.parse({**HOST, "host": 65535}), 32768)
@@ -253,11 +251,11 @@ def test_the_least_limit_of_a_process_and_of_all_groups_around_it_counts(monkeyp
     for name, text in {**files, "own": own}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text.format(32 << 20))
-    groups = combinations.CONTROL_GROUPS.items()
+    groups = machine.CONTROL_GROUPS.items()
     moved = {name: (root.replace("/sys/fs/cgroup", str(tmp_path)), file) for name, (root, file) in groups}
-    monkeypatch.setattr(combinations, "CONTROL_GROUPS", moved)
-    monkeypatch.setattr(combinations, "OWN_GROUPS", str(tmp_path / "own"))
-    assert combinations.memory_bytes() == 32 << 20
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", moved)
+    monkeypatch.setattr(machine, "OWN_GROUPS", str(tmp_path / "own"))
+    assert machine.memory_bytes() == 32 << 20
 
 
 def test_memory_that_the_machine_does_not_give_is_one_message(engine, monkeypatch):

@@ -108,12 +108,14 @@ def accepted(flags: Sequence[str]) -> list[str]:
     vllm_config = _tried(_configured, arguments)
     # Imported here: the modules need a vLLM whose platform is known.
     from .engine.spec import policy_config
-    from .start import advice, describe, refusals
+    from .start import advice, describe
+    from .start.capabilities.refuse import check_layers
+    from .start.capabilities.server import Layers, named_backend
 
     config = policy_config(vllm_config)
-    named, _ = refusals.named_backend(vllm_config.attention_config, vllm_config.model_config.use_mla)
+    named, _ = named_backend(vllm_config)
     backend = _tried(advice.taken, vllm_config, named)
-    refusals.check_backend(backend, "which vLLM takes", config, vllm_config)
+    check_layers(vllm_config, config, Layers(backend=backend, whose=", which vLLM takes"))
     held = describe.held_before_layers(config, vllm_config)
     unknown = "KV groups, and backends and sizes of single layers"
     return [

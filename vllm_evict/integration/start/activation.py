@@ -5,7 +5,8 @@ from typing import Any
 from vllm.logger import init_logger
 
 from ...config import KVPolicyConfig, KVPolicyError
-from . import attending, refusals, versions
+from . import attending, versions
+from .capabilities import refuse
 
 logger = init_logger("vllm.evict")
 
@@ -19,7 +20,7 @@ def activate(vllm_config: Any, config: KVPolicyConfig) -> None:
     from vllm import __version__
 
     versions.check(__version__)
-    config = refusals.check_config(vllm_config, config)
+    config = refuse.check_config(vllm_config, config)
     model = vllm_config.model_config
     heads = attending.kv_heads(model)
     config = config.for_model(len(heads), min(heads), vllm_config.parallel_config.tensor_parallel_size)

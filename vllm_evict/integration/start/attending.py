@@ -35,6 +35,6 @@ def layout(vllm_config: Any, config: KVPolicyConfig) -> Layout | None:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if config.policy.splits == "classes":
         return Layout.of_classes(arrange(config.head_pattern.retrieval, ranks), names)
-    heads = kv_heads(vllm_config.model_config)  # of all layers alike (see `refusals`)
+    heads = kv_heads(vllm_config.model_config)  # of all layers alike (see `capabilities`)
     make = Layout.of_layers if config.policy.splits == "bands" else Layout.of_heads
     return make(names, len(heads), max(heads[0] // ranks, 1), ranks)

@@ -8,8 +8,8 @@ from ...config.options import names_of
 from ...core.mechanisms.pressure import Pressure
 from ...environment import decode_kernel
 from ...policies import RUNNING
-from . import combinations
-from .refusals import DEVICE_BACKENDS
+from . import windows
+from .capabilities.server import DEVICE_BACKENDS
 
 if TYPE_CHECKING:
     from ...compute.runtime import EvictionRuntime
@@ -38,7 +38,7 @@ def held_before_layers(config: KVPolicyConfig, vllm_config: Any) -> str | None:
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     sized = cache.user_specified_block_size or vllm_config.device_config.device_type == "cpu"
-    if len(config.classes) > 1 or model.is_hybrid or combinations.slides(vllm_config) or not sized:
+    if len(config.classes) > 1 or model.is_hybrid or windows.slide(vllm_config) or not sized:
         return None
     bound = config.bound(cache.block_size, model.max_model_len)
     return what_is_held(config, bound, cache.block_size, Pressure.serves(config))

@@ -42,8 +42,8 @@ def hook(module: ModuleType) -> None:
 def on_v1_alone(vllm_config: Any) -> list[str]:
     """Features of a server because of which vLLM chooses Model Runner V1 under its KV policy.
 
-    There are none if VLLM_USE_V2_MODEL_RUNNER is set: vLLM obeys it, and `combinations` and `speculation` refuse the
-    feature on V2 by name.
+    There are none if VLLM_USE_V2_MODEL_RUNNER is set: vLLM obeys it, and `capabilities` refuses the feature on V2 by
+    name.
     """
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return []
@@ -72,7 +72,7 @@ def use_v1(vllm_config: Any) -> str:
 
 
 def _drafts(speculative_config: Any) -> bool:
-    """Whether the server drafts by a method that is served; `speculation` refuses the others by name."""
+    """Whether the server drafts by a method that is served; `capabilities` refuses the others by name."""
     from . import drafters  # imports vLLM's layers, and `vllm.config` comes before them
 
     served = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)

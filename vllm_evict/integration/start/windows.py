@@ -11,6 +11,14 @@ def bounds(tokens: int | None, vllm_config: Any) -> bool:
     return tokens is not None and tokens < vllm_config.model_config.max_model_len
 
 
+def slide(vllm_config: Any) -> bool:
+    """Whether some layers have windows that hide tokens, by the configuration; all have if the cache's has one."""
+    model = vllm_config.model_config
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    some = model.get_sliding_window() if "sliding_attention" in kinds else None
+    return bounds(some, vllm_config) or bounds(vllm_config.cache_config.sliding_window, vllm_config)
+
+
 def widen(vllm_config: VllmConfig) -> None:
     """Make full attention layers of layers whose window or chunk hides nothing, before vLLM asks for their specs.
 

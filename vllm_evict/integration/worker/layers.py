@@ -30,7 +30,10 @@ from ...core.layout import Layout
 from ...environment import decode_kernel
 from ...policies import RUNNING
 from ..engine.spec import EvictableSpec, host_blocks, most_blocks
-from ..start import advice, attending, combinations, drafters, refusals
+from ..start import advice, attending, drafters
+from ..start.capabilities import of_layers, refuse
+from ..start.capabilities.features import UNREAD, reads_keys
+from ..start.capabilities.server import Layers
 from ..start.versions import import_moved
 from .backend import PLACE, resident_backend, working_impl
 from .latents import latent_types, name_as_others, working_latent
@@ -75,7 +78,7 @@ def install(
         specs: vLLM's own specs of all layers, by which it groups them; needed if some layers have no full attention.
 
     Raises:
-        KVPolicyError: a layer cannot be served (see `refusals`).
+        KVPolicyError: a layer cannot be served (see `capabilities`).
     """
     every = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     states = [name for name, layer in every.items() if isinstance(layer, MambaBase)]
@@ -86,15 +89,12 @@ def install(
             raise KVPolicyError(f"{name} is a {type(layer).__name__} layer: KV policies need plain attention layers")
     drafting = drafters.mark(vllm_config, model, every)
     layers = _evictable(vllm_config)
-    if sharing := {name: layer.kv_sharing_target_layer_name for name, layer in layers.items() if _shares(layer)}:
-        refusals.check_sharing(config)
-    if len(layers) + len(states) + len(drafting) < len(every):
-        refusals.check_beside(vllm_config, config, combinations.WINDOWS, bool(layers))
-    if states:
-        refusals.check_beside(vllm_config, config, combinations.STATES, bool(layers))
-        drafters.check_states(vllm_config, {name: every[name] for name in states})
+    sharing = {name: layer.kv_sharing_target_layer_name for name, layer in layers.items() if _shares(layer)}
+    windows = len(layers) + len(states) + len(drafting) < len(every)
+    refuse.check_layers(vllm_config, config, Layers(bool(layers), windows, bool(states), bool(sharing)))
+    drafters.check_states(vllm_config, {name: every[name] for name in states})
     for name, layer in layers.items():
-        refusals.check_layer(name, layer, config, vllm_config)
+        of_layers.check_layer(name, layer, config, vllm_config)
     drafters.check(drafting, next(iter(layers.values())))
     # The block size is final here; it may have changed since the configuration was checked.
     heads, longest = attending.kv_heads(vllm_config.model_config), vllm_config.model_config.max_model_len
@@ -107,7 +107,7 @@ def install(
     placed, attended = attending.layout(vllm_config, config), set[Any]()
     ops = _ops(next(iter(layers.values())).attn_backend.get_name())
     if placed is not None:
-        refusals.check_alike(layers, [sum(place.heads for place in places) for places in placed.places[0]])
+        of_layers.check_alike(layers, [sum(place.heads for place in places) for places in placed.places[0]])
         return _split(vllm_config, config, layers, placed, ops, attended)
     in_graphs = _scratch(vllm_config, config, layers, ops, block_size)
     turns = {} if config.context is None else rotations(vllm_config, model, layers)
@@ -179,7 +179,7 @@ def _grouped(
     specs = unify_kv_cache_spec_page_size(specs)
     groups = _get_kv_cache_groups_uniform_page_size(specs)
     names = [group.layer_names for group in groups if group.layer_names[0] in layers]
-    block_size = refusals.check_blocks(config, {specs[name].block_size for name in layers.keys() & specs.keys()})
+    block_size = of_layers.check_blocks(config, {specs[name].block_size for name in layers.keys() & specs.keys()})
     page = next(iter(specs.values())).page_size_bytes
     return names, block_size, max(len(group.layer_names) for group in groups) * page
 
@@ -398,11 +398,11 @@ def settle(
             "leave --kv-policy out for this model"
         )
     ops, decodes = runtime.ops, decode_kernel() != "stock"
-    read = combinations.reads_keys(config)
+    read = reads_keys(config)
     for name, layer in (layers | _evictable(vllm_config, drafting=True)).items():
         if read and (reason := ops.unreadable(layer)):
             own = "" if advice.is_own_dtype(vllm_config) else f"{advice.own_dtype(vllm_config)}, or "
-            raise KVPolicyError(f"{name} {reason}: use {own}{combinations.UNREAD}")
+            raise KVPolicyError(f"{name} {reason}: use {own}{UNREAD}")
     decodes &= all(map(ops.can_decode, layers.values()))
     if config.selects and not decodes:
         raise KVPolicyError(

@@ -49,7 +49,7 @@ class Ranks:
         Args:
             values: float64, of this stage's layers.
             maximise: whether tensor-parallel ranks are reduced by the maximum. A server with several stages has no
-                such values (`combinations.stages`).
+                such values (`capabilities`).
 
         Returns:
             On the last stage the values of all stages, on every rank. On other stages the values of the first stage up
