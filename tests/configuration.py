@@ -8,7 +8,7 @@ from vllm_evict.policies import POLICIES
 H2O = {"name": "h2o", "budget": 1024, "sink": 32, "recent": 256, "buffer": 64}
 parse = KVPolicyConfig.parse
 #: Policies of all heads alike.
-WHOLE = sorted(name for name, policy in POLICIES.items() if not policy.splits)
+WHOLE = sorted(name for name, policy in POLICIES.items() if not policy.allocator.splits)
 
 
 def refusal(value):

@@ -48,7 +48,7 @@ def columns(config: Any, policy: str, speculates: bool) -> set[str]:
 
     found = {
         "tokens": config.granularity == "token",
-        "split heads": bool(config.policy.splits),
+        "split heads": bool(config.allocator.splits),
         "kvzip": policy == "kvzip",
         "pressure": config.when == "pressure",
         "context": bool(config.context),

@@ -11,6 +11,7 @@ import pytest
 from configuration import H2O, WHOLE, parse, refusal, request_refusal
 
 from vllm_evict.config import KVPolicyConfig
+from vllm_evict.config.allocators import ALLOCATION
 from vllm_evict.config.errors import instead
 from vllm_evict.config.fields import SELECT, TIER
 from vllm_evict.config.options import names_of
@@ -72,19 +73,25 @@ def test_to_dict_is_what_parse_takes_and_json_carries(name):
     }
     selecting = {"select": 900, "select_every": 2, "select_sink": 32, "select_recent": 60, "filter_layers": [1, 3]}
     selecting |= {"dense_layers": None, "select_bounds": "sphere"}
+    pyramid = {"allocate": "pyramid", "bands": 2, "beta": 4.0}
+    ada = {"allocate": "ada", "bands": 3, "floor": 0.5}
     if "prompt" in policy.options:
         values["when"] = "budget"
-    assert {*values, *waiting, *selecting} == frozenset().union(*(POLICIES[other].options for other in WHOLE))
+    assert {*values, *waiting, *selecting, *pyramid, *ada} == frozenset().union(
+        *(POLICIES[other].options for other in WHOLE)
+    )
     values = {field: value for field, value in values.items() if field in policy.options}
     waiting = waiting if "evict" in policy.options else {}
     selecting = selecting if "select" in policy.options else {}
     context = {"context": 4096} if "context" in policy.options else {}
-    for extra in ({}, values, {"allow": ["h2o"]}, context, waiting, selecting):
+    pyramid, ada = (pyramid, ada) if "allocate" in policy.options else ({}, {})
+    for extra in ({}, values, {"allow": ["h2o"]}, context, waiting, selecting, pyramid, ada):
         config = parse({"name": name, **extra})
         carried = json.loads(json.dumps(config.to_dict()))
         assert parse(carried) == config and parse(carried).unsaid == config.unsaid
         left_out = set() if "evict" in extra else names_of(TIER)
         left_out |= set() if "select" in extra else names_of(SELECT)
+        left_out |= names_of(ALLOCATION) - extra.keys()
         assert set(carried) == (policy.options | {"name", "allow"}) - config.unsaid - left_out
         assert set(config.effective()) == policy.options | {"name", "allow"}
         assert config.unsaid == (set() if extra == values else policy.options & {"budget", "sink", "recent"})

@@ -86,7 +86,7 @@ def test_infinity_and_nan_are_refused_by_field_at_start(number):
     """In every field of every policy that is a number."""
     seen = 0
     for name, policy in POLICIES.items():
-        own = {"pattern": ["10", "01"]} if policy.splits == "classes" else {}
+        own = {"pattern": ["10", "01"]} if policy.allocator.splits == "classes" else {}
         for field in policy.options:
             if isinstance(POLICIES[name].defaults[field], bool | str):
                 continue

@@ -180,7 +180,7 @@ PROMPT = 20_000
 def test_sizes_that_nobody_gave_follow_the_budget_at_any_size_of_blocks(name, block):
     """They leave sinks, recent tokens and several blocks to choose, for servers and for requests' own budgets."""
     own, window = POLICIES[name].defaults, POLICIES[name].window_is_the_budget
-    splits = POLICIES[name].splits or POLICIES[name].reconstructs
+    splits = POLICIES[name].allocator.splits or POLICIES[name].reconstructs
     server = parse({"name": name, "allow": ["full"]} if splits else {"name": "full"})
     budgets = [None, 0.01, 0.1, 0.25, 0.5, 0.9, 1, 100, 288, 1024, 2048, 8192]
     for budget in [*budgets, *(count * block for count in (1, 2, 3, 4, 5, 8, 9, 16, 100))]:

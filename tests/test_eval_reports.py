@@ -104,7 +104,7 @@ def test_policies_of_one_granularity_share_an_engine_and_each_number_of_bands_ha
             assert granted.to_dict() | {"allow": None} == contender.config.to_dict() | {"allow": None}
             assert contender.share(2048, 32) is None
     # Groups are made when a server starts: other policies are not for its requests, all of its budgets are.
-    assert {name: server.allowed for name, server in ((s.name, s) for s, _ in plan) if server.policy.splits} == {
+    assert {name: server.allowed for name, server in ((s.name, s) for s, _ in plan) if server.allocator.splits} == {
         name: {name, "full"} for name in ("pyramidkv", "adakv")
     }
     assert contenders("pyramidkv", [128], **SIZES)[0].xargs == {"kv_policy": "pyramidkv", "kv_budget": 128}

@@ -37,11 +37,25 @@ class SnapKV(kvpress.SnapKVPress):
         super().__init__(ratio, window_size=32, kernel_size=kernel)
 
 
-class SnapKVByBlock(SnapKV):
+class ByBlock:
     """A token scores what its block does on average."""
 
     def score(self, *args):
         return super().score(*args).unflatten(-1, (-1, BLOCK)).mean(-1).repeat_interleave(BLOCK, -1)
+
+
+class SnapKVByBlock(ByBlock, SnapKV):
+    pass
+
+
+class KnormByBlock(ByBlock, KnormPress):
+    pass
+
+
+class KnormPyramid(kvpress.PyramidKVPress):
+    """kvpress' pyramid is not a wrapper: a subclass has other scores."""
+
+    score = KnormPress.score
 
 
 class Duo(kvpress.DuoAttentionPress):
@@ -100,10 +114,20 @@ SAME = {
     "sink-window": Case(lambda ratio: StreamingLLMPress(ratio, 32), {"name": "sink-window", **BUDGET, "sink": 32}),
     # There the window is part of what falls with depth: 384, 256 and 128 tokens either way.
     "pyramidkv": Case(pyramid(2), {"name": "pyramidkv", **POOLED, "bands": 3, "beta": 7 / 3}, budgets=(256,)),
+    "knorm, pyramid": Case(
+        lambda ratio: KnormPyramid(ratio, window_size=1, beta=2),
+        {"name": "knorm", **TOKENS, "allocate": "pyramid", "bands": 3, "beta": 2},
+        budgets=(256,),
+    ),
     # There heads of each layer share its budget; groups of heads of all layers here.
     "adakv": Case(
         lambda ratio: kvpress.AdaKVPress(SnapKVByBlock(ratio), 0.25),
         {"name": "adakv", **WINDOW, "bands": 4, "floor": 0.25},
+        "one layer",
+    ),
+    "knorm, ada": Case(
+        lambda ratio: kvpress.AdaKVPress(KnormByBlock(ratio), 0.25),
+        {"name": "knorm", **BARE, "allocate": "ada", "bands": 4, "floor": 0.25},
         "one layer",
     ),
     # Heads share a budget there. The instruction is five words that the model does not know.

@@ -20,7 +20,10 @@ from vllm_evict.integration.managers import EvictableManager
 from vllm_evict.integration.scheduler import EvictionMixin
 
 #: Policies that hold what they hold for different reasons; the others differ from one of them in their scores alone.
-KINDS = ["sink-window", "h2o", "snapkv", "keydiff", "kvzip", "duo", "pyramidkv", "adakv", "fastgen", "full"]
+KINDS = [
+    *("sink-window", "h2o", "snapkv", "keydiff", "kvzip", "duo", "pyramidkv", "adakv", "fastgen", "full"),
+    *("h2o+pyramid", "tova+ada", "keydiff+ada"),
+]
 
 
 def held(maker, programs):

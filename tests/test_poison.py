@@ -39,11 +39,17 @@ SERVERS = {
         dict.fromkeys(("rkv", "keydiff", "pagedeviction", "scissorhands", "snapkv"), (128, 160)),
         36,
     ),
+    # Two KV groups, so twice the pool.
+    "tova-ada": (
+        {"name": "tova", **MASS, "allocate": "ada", "bands": 2, "allow": ["full"]},
+        {"tova": (128, 160)},
+        72,
+    ),
 }
 # With a prefix cache only blocks that were never published are poisoned, without one all that are freed.
 CACHING = {"prefix-cache": True, "no-prefix-cache": False}
 CASES = [(name, caching) for name in ("h2o", "rkv") for caching in CACHING]
-CASES += [("full", "prefix-cache"), ("sink-window", "prefix-cache")]
+CASES += [("full", "prefix-cache"), ("sink-window", "prefix-cache"), ("tova-ada", "prefix-cache")]
 CASES += [("h2o-last", "no-prefix-cache"), ("h2o-pressure", "no-prefix-cache")]
 REQUESTS = 12 if V2 else 40
 
@@ -92,7 +98,9 @@ class Crowd:
         return len(self.prompts) < REQUESTS or self.server.llm.llm_engine.has_unfinished_requests()
 
 
-@pytest.mark.nightly(push=("h2o-prefix-cache", "h2o-pressure-no-prefix-cache", "rkv-no-prefix-cache"))
+@pytest.mark.nightly(
+    push=("h2o-prefix-cache", "h2o-pressure-no-prefix-cache", "rkv-no-prefix-cache", "tova-ada-prefix-cache")
+)
 @pytest.mark.both_runners("h2o-prefix-cache")
 @pytest.mark.parametrize("name, caching", CASES)
 def test_freed_blocks_are_never_read_and_all_come_back(engine, tiny, monkeypatch, name, caching):
@@ -113,6 +121,8 @@ def check_crowd(engine, model, monkeypatch, policy, budgets, blocks, caching, de
     )
     layers = server.core.vllm_config.compilation_config.static_forward_context.values()
     caches = [layer.kv_cache for layer in layers if isinstance(layer, Attention)]
+    if server.scheduler.kv_policy.allocator.splits:  # pages hold heads of many layers, which read parts of them
+        caches = server.worker.model_runner.kv_caches
     # States are their own memory's only reader, and not of the pages' dtype.
     assert len(caches) == len(server.worker.model_runner.kv_caches) or dense is not None
     plans, preempted = [], []

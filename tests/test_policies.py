@@ -12,7 +12,7 @@ from vllm_evict.policies.random import _splitmix
 
 SERVER = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 #: What any request may pick.
-EVICTING = [name for name, policy in POLICIES.items() if name not in ("full", "kvzip") and not policy.splits]
+EVICTING = [name for name, policy in POLICIES.items() if name not in ("full", "kvzip") and not policy.allocator.splits]
 
 
 def granted(server, prompt, name):

@@ -71,6 +71,13 @@ def _bands(rng, sizes):
     return {"name": rng.choice(["adakv", "pyramidkv", "fastgen"]), "bands": 2, **sizes, "allow": ["full"]}
 
 
+def _allocated(rng, sizes):
+    scores = {"name": rng.choice(["h2o", "tova", "keydiff", "quest", "rkv", "pagedeviction"]), **sizes}
+    if scores["name"] in ADD_UP and rng.random() < 0.3:
+        scores["when"] = "pressure"
+    return {**scores, "allocate": rng.choice(["ada", "pyramid"]), "bands": 2, "allow": ["full"]}
+
+
 def _duo(rng, sizes):
     retrieval = rng.choice([None, {"name": "h2o", **sizes}, {"name": "snapkv", "granularity": "token", **sizes}])
     policy = {"name": "duo", "gates": "HEADS", "sink": sizes["sink"], "recent": 3 * sizes["recent"]}
@@ -136,6 +143,7 @@ KINDS = {
     "select": ("heads", _select),
     "searched": ("searched", None),
     "gaps": ("gaps", None),
+    "allocated": ("plain", _allocated),
 }
 #: Kinds whose cases are like those of other kinds, on another model. Heads are split only where all layers have as many.
 LIKE = {
@@ -203,7 +211,16 @@ def make_case(number, kind=None, smallest=False):
         # Room for the budget, the buffer, a block and two chunks in flight.
         policy["context"] = sizes["budget"] + sizes["buffer"] + size + 2 * chunk + size
     seqs = rng.choice([2, 4, 8, 8, 16])
-    groups = {"bands": 2, "duo": 2, "windows": 2, "hybrid": 2, "hybrid-tokens": 2, "gdn": 3, "select": 2}.get(like, 1)
+    groups = {
+        "bands": 2,
+        "allocated": 2,
+        "duo": 2,
+        "windows": 2,
+        "hybrid": 2,
+        "hybrid-tokens": 2,
+        "gdn": 3,
+        "select": 2,
+    }.get(like, 1)
     options = {
         "max_num_batched_tokens": chunk,
         "max_num_seqs": 16 if like == "pressure" else seqs,

@@ -43,6 +43,7 @@ CHOICES = {
     "evict": ("drop", "host"),
     "recall": ("none", "quest"),
     "preempt": ("recompute", "host"),
+    "allocate": ("uniform", "pyramid", "ada"),
     **dict.fromkeys(("recall_bounds", "select_bounds"), ("box", "sphere", "mean")),
 }
 #: Field -> least and most of a whole number.

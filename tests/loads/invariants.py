@@ -117,7 +117,7 @@ class Invariants(HostInvariants):
         """
         due = [group.due.keys() for group in getattr(output, PLAN).groups]
         decisions = sum(map(len, due))
-        pools = self.scheduler.kv_policy.policy.pools
+        pools = self.scheduler.kv_policy.allocator.pools
         for req_id, (row, turns) in rows.items():
             request = self.scheduler.requests.get(req_id)
             if request is None or request.status != RequestStatus.RUNNING:
@@ -152,7 +152,7 @@ class Invariants(HostInvariants):
 
         It leaves what the policy keeps.
         """
-        block, pools = self.settings.block, self.scheduler.kv_policy.policy.pools
+        block, pools = self.settings.block, self.scheduler.kv_policy.allocator.pools
         for manager, group in zip(self.evictable, plan.groups):
             for req_id, holes in group.holes.items():
                 request, resident = self.scheduler.requests[req_id], manager.residents[req_id]

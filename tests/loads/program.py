@@ -12,6 +12,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
+from vllm_evict.config.allocators import ALLOCATION, ALLOCATORS
+from vllm_evict.config.options import names_of
 from vllm_evict.policies import POLICIES
 
 from .tier import ON_HOST, on_host, selecting
@@ -166,7 +168,8 @@ class Maker:
 
     Args:
         seed: of all that is made up.
-        only: names of the policies that servers may run, "stock" for none; None: all policies.
+        only: names of the policies that servers may run, "stock" for none, "tova+ada" with an allocator; None: all
+            policies, some with an allocator.
         faithful: whether workers send every report, at once.
         requests: of a program, at most.
         drafts: whether servers speculate.
@@ -186,6 +189,7 @@ class Maker:
         self.drafts, self.host = drafts, host
         #: Of its own, so that other programs of a seed stay what they were.
         self.selects, self.meets = random.Random(f"select {seed}"), random.Random(f"meet {seed}")
+        self.allocates = random.Random(f"allocate {seed}")
 
     def program(self) -> Program:
         while True:
@@ -203,8 +207,13 @@ class Maker:
         length = block * self.random.randint(6, 48) - self.random.randrange(block)
         chunk = max(block * pick((1, 2, 3, 4, 6, 8, 12)) + self.random.choice((0, 0, 0, -1, 1, block // 2)), seqs)
         name = pick(self.only or (ON_HOST if self.host else sorted(POLICIES)))
+        name, _, allocate = name.partition("+")
         policy = None if name == "stock" else self._policy(name, block, length)
-        if name in ON_HOST and not self.drafts and (self.host or self._chance(0.2)):
+        if policy and not self.only and "allocate" in POLICIES[name].options and self.allocates.random() < 0.2:
+            allocate = self.allocates.choice(("ada", "pyramid"))
+        if allocate:
+            policy = self._allocating(policy, allocate)
+        elif name in ON_HOST and not self.drafts and (self.host or self._chance(0.2)):
             policy = on_host(self.random, policy, block, TOKEN_BYTES)
         ahead = self._chance(0.4)
         whole = self.random.random()
@@ -252,13 +261,25 @@ class Maker:
             settings = replace(settings, window=self.random.randint(1, 4 * block), sliding=self.random.randint(1, 3))
         return settings
 
+    def _allocating(self, policy: dict[str, Any], allocate: str) -> dict[str, Any]:
+        """The same policy with an allocator, without fields that do not go with it."""
+        rand, lacks = self.allocates, ALLOCATORS[allocate].lacks
+        kept = {field: value for field, value in policy.items() if field not in lacks}
+        kept |= {"allocate": allocate, "bands": rand.randint(1, 4)}
+        kept |= (
+            {"floor": rand.choice((0.0, 0.2, 1.0))} if allocate == "ada" else {"beta": rand.choice((1.0, 4.0, 20.0))}
+        )
+        if "allow" in kept:
+            kept["allow"] = rand.choice(([], ["full"]))
+        return kept
+
     def _selecting(self, settings: Settings) -> Settings:
         """The same settings, or for some policies those of a server whose decodes select blocks."""
         policy, beside = settings.policy, settings.drafts or settings.window
         if policy is None or beside or self.selects.random() > 0.3:
             return settings
         own = policy.get("retrieval") or policy
-        if "select" not in POLICIES[own["name"]].options:
+        if "select" not in POLICIES[own["name"]].options or "allocate" in own:
             return settings
         chosen = selecting(self.selects, own, settings.block, LAYERS)
         chosen = replace(settings, policy=chosen if own is policy else {**policy, "retrieval": chosen})
@@ -289,16 +310,18 @@ class Maker:
 
         chosen: dict[str, Any] = {"name": name}
         sink, recent = tokens(2), tokens(3)
-        if policy.splits == "classes":
+        if policy.allocator.splits == "classes":
             rows = [[pick("01") for _ in range(HEADS)] for _ in range(LAYERS)]
             pattern = ["".join(row) for row in rows]
             chosen |= {"gates": "made up", "pattern": pattern, "sink": sink, "recent": max(recent, 1)}
             if self._chance(0.7):
-                names = [each for each in POLICIES if not POLICIES[each].splits and not POLICIES[each].reconstructs]
+                names = [
+                    each for each in POLICIES if not POLICIES[each].allocator.splits and not POLICIES[each].reconstructs
+                ]
                 chosen["retrieval"] = self._policy(pick(sorted(names)), block, length)
                 chosen["retrieval"].pop("allow", None)
             return chosen
-        options = policy.options
+        options = policy.options - (names_of(ALLOCATION) if "allocate" in policy.options else set())
         values: dict[str, Any] = {
             "sink": sink,
             "recent": recent,
@@ -343,9 +366,9 @@ class Maker:
         if self._chance(0.2):  # what is not given follows the budget
             chosen = {option: value for option, value in chosen.items() if option not in ("sink", "recent")}
         if self._chance(0.5):
-            others = [each for each in POLICIES if not POLICIES[each].splits]
+            others = [each for each in POLICIES if not POLICIES[each].allocator.splits]
             chosen["allow"] = [] if self._chance(0.5) else self.random.sample(others, 3)
-            if policy.splits:
+            if policy.allocator.splits:
                 chosen["allow"] = pick(([], ["full"]))
         return chosen
 

@@ -4,8 +4,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ..config import KVPolicyConfig
-from ..config.fields import TIER
-from ..config.options import names_of
 from ..core.mechanisms.pressure import Pressure
 from ..environment import decode_kernel
 from ..policies import RUNNING
@@ -29,7 +27,7 @@ def start_up_line(scheduler: "EvictionMixin") -> str:
     ]
     bound = None if None in bounds else sum(bounds)
     # Bands of one policy share its budget; classes of heads have policies of their own.
-    split = scheduler.kv_policy.policy.splits == "classes"
+    split = scheduler.kv_policy.allocator.splits == "classes"
     parts = scheduler.kv_policy.classes.values() if split else [scheduler.kv_policy]
     if len(groups) == 1:
         stages = scheduler.vllm_config.parallel_config.pipeline_parallel_size
@@ -149,7 +147,7 @@ def ignored_settings(runtime: "EvictionRuntime", backend: str) -> str | None:
 
 def _described(config: KVPolicyConfig) -> str:
     """Its name and options, for the start-up line."""
-    hidden = {"pattern", "retrieval"} | (names_of(TIER) if config.evict == "drop" else set())
+    hidden = {"pattern", "retrieval"} | config.idle
     options = {field: getattr(config, field) for field in sorted(config.policy.options - hidden)}
     text = config.name + "".join(f" {field}={value}" for field, value in options.items() if value is not None)
     return text if config.retrieval is None else f"{text} retrieval=({_described(config.retrieval)})"
