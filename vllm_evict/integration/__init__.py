@@ -21,6 +21,6 @@
 | `versions` | version numbers | only tested releases are touched | |
 
 `scheduler`, `managers`, `spec`, `cpu_worker` and `gpu_worker` subclass what a configuration of vLLM can name, or what
-vLLM registers. tests/test_guard.py holds what is replaced and called against the sources of every release in
+vLLM registers. tests/compat/test_guard.py holds what is replaced and called against the sources of every release in
 `versions`.
 """

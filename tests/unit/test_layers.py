@@ -1,0 +1,83 @@
+"""Rooms of the package and what each may import, inside functions too; only `integration` knows vLLM."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "vllm_evict"
+TRITON = PACKAGE.parent / "triton_kernels"
+
+#: Room -> rooms that it may import. Modules beside the rooms belong to `config`.
+MAY_IMPORT = {
+    "config": set(),
+    "policies": {"config"},
+    "core": {"config", "policies"},
+    "compute": {"config", "policies", "core", "triton_kernels"},
+    "triton_kernels": {"compute"},
+    "integration": {"config", "policies", "core", "compute"},
+    "heads": {"config", "core", "eval"},
+    "eval": {"config", "policies", "core", "heads", "integration"},
+}
+BESIDE = {"": "config", "__init__": "integration", "cli": "eval", "plugin": "integration", "__main__": "eval"}
+#: Who may import vLLM, and torch.
+KNOW_VLLM = {"integration", "eval/backends.py"}
+NO_TORCH = ("config", "policies", "core")
+
+
+def room_of(module):
+    first = module.split(".")[0]
+    return first if first in MAY_IMPORT else BESIDE.get(first, "config")
+
+
+def files():
+    for path in PACKAGE.rglob("*.py"):
+        yield path, ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in TRITON.glob("*.py"):
+        yield path, f"triton_kernels.{path.stem}"
+
+
+def imports(path, module):
+    """Modules that a file imports anywhere: (absolute name without the package's, whether it is ours)."""
+    package = module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            ours = node.module.split(".")[0] == "vllm_evict"
+            yield node.module.removeprefix("vllm_evict").lstrip("."), ours
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1]
+            for alias in node.names:
+                yield ".".join([*base, *filter(None, [node.module or alias.name])]), True
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_rooms_import_only_what_they_may(room):
+    seen = 0
+    for path, module in files():
+        if room_of(module) != room:
+            continue
+        for name, ours in imports(path, module):
+            seen += 1
+            if ours:
+                other = room_of(name)
+                assert other == room or other in MAY_IMPORT[room], f"{module} imports {name}"
+            elif name.split(".")[0] == "vllm":
+                assert {room, path.relative_to(PACKAGE).as_posix()} & KNOW_VLLM, f"{module} imports {name}"
+            elif name.split(".")[0] == "torch":
+                assert room not in NO_TORCH, f"{module} imports {name}"
+    assert seen > 10
+
+
+def test_core_runs_without_torch_and_vllm():
+    """What decides is tested, and can be read, without what computes."""
+    check = (
+        "import sys; sys.modules['torch'] = sys.modules['vllm'] = None\n"
+        "import vllm_evict.core.mechanisms, vllm_evict.core.actions, vllm_evict.core.usage, vllm_evict.core.layout\n"
+        "from vllm_evict import KVPolicyConfig; print(KVPolicyConfig.parse('h2o').limits(16, 4096).budget)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "128", done.stderr
