@@ -290,16 +290,16 @@ MUTANTS = [
     ),
     Mutant(
         "holes of a finished request stay",
-        "compute/group.py",
-        "for req_id in gone | cached.resumed_req_ids:\n            self.with_holes.pop(req_id, None)\n            ",
-        "for req_id in gone | cached.resumed_req_ids:\n            ",
+        "compute/holes.py",
+        "for req_id in gone | resumed:\n            self._forget(req_id)",
+        "for req_id in gone | resumed:\n            self._withheld.pop(req_id, None)",
         ("pressure", "oracle_parity", "sessions", "load_engine"),
     ),
     Mutant(
         "resident tokens off by a block",
-        "compute/group.py",
-        "return seq_lens - self._lacking(self.batch.req_ids) if self.with_holes else seq_lens",
-        "return seq_lens - self._lacking(self.batch.req_ids) - self.block_size if self.with_holes else seq_lens",
+        "compute/holes.py",
+        "return seq_lens - self.lacking(req_ids) if self.of_request else seq_lens",
+        "return seq_lens - self.lacking(req_ids) - self._block_size if self.of_request else seq_lens",
         ("oracle_parity",),
     ),
     Mutant(
@@ -425,9 +425,9 @@ MUTANTS = [
     # Preempted requests on the host, layers without a cache.
     Mutant(
         "the sums of a request that goes on are lost",
-        "compute/group.py",
-        "                sums.unpark(req_id, len(self.with_holes.get(req_id, ())))",
-        "                sums.stop(req_id)",
+        "compute/mass.py",
+        "            sums.unpark(req_id, holes.count(req_id))",
+        "            sums.stop(req_id)",
         ("preempted",),
     ),
     Mutant(

@@ -12,10 +12,11 @@ import torch
 from engine import PLAN, after, random_prompt
 from oracle.model import DenseLlama
 from oracle.visible import BLOCK, assert_like_dense, visible
+from parts import part_of
 from test_recall import HOST, QUEST
 
 from vllm_evict.compute import pinned
-from vllm_evict.compute.host import HostBlocks
+from vllm_evict.compute.host import HostBlocks, Offload
 from vllm_evict.compute.host_pages import MemoryPages
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
@@ -331,6 +332,8 @@ def test_without_a_host_nothing_is_planned_for_it(engine):
 
     server.scheduler.schedule = recorded
     (output,) = server.generate([random_prompt(400)], max_tokens=5)
-    assert server.runtime.host is None and not any(name.startswith("host") for name, *_ in server.metrics())
+    assert part_of(server.runtime, Offload) is None and not any(
+        name.startswith("host") for name, *_ in server.metrics()
+    )
     assert all(not plan.copies and not plan.rewound and not plan.groups[0].waiting for plan in plans)
     assert output.kv_usage.spilled_blocks is None and "spilled_blocks" not in output.kv_usage.as_dict()

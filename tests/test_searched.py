@@ -6,9 +6,11 @@ import torch
 from engine import logprobs_of, random_prompt, random_requests
 from oracle.searched import make_searched
 from parity import assert_like_oracle
+from parts import Drawn, part_of
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_evict.compute.cached import CachedStatistics, Row
+from vllm_evict.compute.host import Offload
 from vllm_evict.compute.kernels.keys import key_scores
 from vllm_evict.compute.reduction import Reduction
 from vllm_evict.compute.sums import RunningSums
@@ -80,7 +82,7 @@ def test_a_host_block_has_the_heads_of_all_layers(serve, poisoned):
     """Scheduler and worker have as many blocks, also where the host is full and blocks are dropped."""
     size = sum(KV_HEADS) * 32 * 2 * 32 * 4  # tokens of a block, keys and values, dimensions, bytes
     server = serve({**H2O, "evict": "host", "host": 5 * size, "recall": "quest"})
-    scheduler, (page, *_) = server.scheduler, server.runtime.host.pages.own
+    scheduler, (page, *_) = server.scheduler, part_of(server.runtime, Offload).blocks.pages.own
     assert scheduler.host_pool.blocks == len(page) == 5 and scheduler._host_block_bytes == size
     (output,) = server.generate([random_prompt(900)], max_tokens=40, logprobs=0)
     assert output.kv_usage.dropped_blocks > 4 and np.isfinite(logprobs_of(output)).all()
@@ -137,9 +139,8 @@ def test_mass_is_reduced_over_the_heads_that_layers_have(of_heads, of_layers):
         ["a"], np.array([0, 1]), np.array([160], np.int32), logical, torch.tensor([160], dtype=torch.int32)
     )
     for layer in numbers:
-        step.add(
-            lambda weights, out, layer=layer: out.add_(layer.sum(0) if out.shape[1] == 1 else layer), len(layer), 2
-        )
+        mass = lambda weights, out, layer=layer: out.add_(layer.sum(0) if out.shape[1] == 1 else layer)  # noqa: E731
+        Drawn(mass, len(layer), 2 * len(layer)).on(step)
     sums.fold(step)
     report = sums.report(["a"], [np.arange(blocks)], lambda values, maximise: values)["a"]
     want = reduced([layer.double() for layer in numbers], of_heads, of_layers)

@@ -1,8 +1,11 @@
 """Running sums of attention mass against a rewrite that takes one query at a time. A made-up mass pass is enough."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from parts import Drawn
 from waits import NoWaits
 
 from vllm_evict.compute import measure
@@ -127,7 +130,7 @@ class Batch:
                 out[row, :, : mass.shape[1]] += torch.from_numpy(mass).float()
 
         for layer in range(LAYERS):
-            step.add(lambda weights, out, layer=layer: mass_pass(layer, weights, out), HEADS, 2)
+            Drawn(partial(mass_pass, layer), HEADS, 2 * HEADS).on(step)
         self.subject.fold(step)
 
     def check(self, req_ids):
@@ -185,7 +188,7 @@ def add_mass(sums, req_ids, lens, seq_lens, value=1.0, width=6):
         for row in range(len(req_ids)):
             out[row] += value * weights[starts[row] : starts[row + 1]].sum()
 
-    step.add(mass_pass, HEADS, 2)
+    Drawn(mass_pass, HEADS, 2 * HEADS).on(step)
     sums.fold(step)
     return step
 
@@ -243,7 +246,7 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
         first = torch.tensor([0.45, 0.44, 0.11]).expand(3, width)
         return torch.stack([first, torch.tensor([[0.41, 0.41, 0.18], [0.41, 0.39, 0.2], [0.39, 0.39, 0.22]])])
 
-    step.add(weigh, HEADS, 2, weigh_each)
+    Drawn(weigh, HEADS, 2 * HEADS, weigh_each).on(step)
     sums.fold(step)
     reports = sums.report(["a", "b"], [np.array([0, 2, 3]), np.array([0, 1])], local)
     assert reports["a"].statistics.keys() == {"pivots"} and reports["b"].statistics.keys() == {"mass"}
@@ -279,7 +282,7 @@ def test_pivots_of_one_query_each_follow_from_its_own_mass(layers, accumulate):
         out[1, :, :2] += 2.0
 
     for _ in range(2):  # layers
-        step.add(weigh, HEADS, 2, None)
+        Drawn(weigh, HEADS, 2 * HEADS).on(step)
     sums.fold(step)
     reports = sums.report(["a", "b"], [np.array([0, 2, 3]), np.array([0, 1])], local)
     times = 2 if layers == "sum" else 1
@@ -300,7 +303,7 @@ def test_pivots_are_counted_some_queries_at_a_time(monkeypatch):
         asked.append(len(queries.tokens))
         return torch.ones(len(queries.tokens), HEADS, width)
 
-    step.add(lambda weights, out: None, HEADS, 2, weigh_each)
+    Drawn(lambda weights, out: None, HEADS, 2 * HEADS, weigh_each).on(step)
     assert counts > 3 and asked == [2] * (counts // 2) + [1] * (counts % 2)
     assert step.mass[0, 0, 0] == counts * HEADS
 

@@ -10,8 +10,10 @@ from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
 from parity import TOKEN_TIE, assert_logprobs, assert_tokens_like_oracle, token_config
+from parts import Drawn
 
-from vllm_evict.compute.tokens import TokenSums, compact
+from vllm_evict.compute.compaction import compact
+from vllm_evict.compute.tokens import TokenSums
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.arrange import arrange
 from vllm_evict.core.plan import Compaction, Scoring
@@ -354,7 +356,7 @@ def test_sums_by_token_are_those_of_one_request_at_a_time(seed):
                     if name in known:
                         out[row, :, : lens[row]] += torch.from_numpy(mass[row, :, : lens[row]])
 
-            step.add(weigh, heads, layer)
+            Drawn(weigh, heads, heads, place=layer).on(step)
             for row, name in enumerate(batch):
                 if name in known:
                     known[name][0][layer] += mass[row, :, : lens[row]]

@@ -37,21 +37,21 @@ class Batch:
             self._rows = (list(self.req_ids), set(self.own), rows)
         return rows
 
-    def own_now(self, query_start_loc: np.ndarray) -> np.ndarray:
-        """Return the rows that the plugin's kernel attends for in this step: int64 [n].
+    def own_now(self, queries: np.ndarray) -> np.ndarray:
+        """Return the rows that the plugin's kernel attends for in this step, whose rows have `queries`: int64 [n].
 
         vLLM's kernel cannot skip the queries of a prompt. So prompts are among them only if all rows are.
         """
         own = self.own_rows()
         if self.takes_prompts and own.all():
             return np.arange(len(own))
-        return np.flatnonzero(own & (np.diff(query_start_loc) == 1))
+        return np.flatnonzero(own & (queries == 1))
 
-    def settled_queries(self, query_start_loc: np.ndarray) -> np.ndarray | None:
-        """Return the leading queries of each row that are of settled tokens: int64 [R]; None: all of them are."""
+    def settled_queries(self, queries: np.ndarray) -> np.ndarray | None:
+        """Return how many leading queries of each row are of settled tokens: int64 [R]; None: all of them are."""
         if self.settled is None:
             return None
-        queries = np.diff(query_start_loc).astype(np.int64)
+        queries = queries.astype(np.int64)
         for row, req_id in enumerate(self.req_ids if self.settled else ()):
             queries[row] = min(queries[row], self.settled.get(req_id, queries[row]))
         return queries

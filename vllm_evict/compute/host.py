@@ -1,24 +1,19 @@
-"""Host memory of a worker for evicted blocks: their bytes as the cache has them, and scores by bounds of keys."""
+"""Host memory of a worker for evicted blocks: their bytes as the cache has them, and bounds of their keys."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.mechanisms.recall import BOUND
-from ..core.plan import Copy, Report, Reports, Waiting
-from ..policies import KEY_BOUND
-from .cached import AllReduce
+from ..core.plan import Copy, GroupPlan, HostTrouble
+from .holes import Holes, Start
 from .host_pages import FilePages, HostPages, MemoryPages
-from .kernels.bounds import bound_scores, bounds_width, key_bounds
-from .kernels.logits import logits_of
+from .kernels.bounds import bounds_width, key_bounds
+from .parts import AllReduce, Mover, Room
+from .source import Source
 from .store import Store
-from .transfer import to_device, to_host
-
-#: Queries of a request, the last ones of a step, that say which host blocks are wanted.
-WINDOW = 32
+from .transfer import to_device
 
 
 class HostBlocks:
@@ -41,7 +36,7 @@ class HostBlocks:
     def __init__(
         self, store: Store, blocks: int, device: torch.device, bounds: str | None, path: str | None = None
     ) -> None:
-        self._store, self._device, self._kind = store, device, bounds
+        self._store, self._device, self._kind = store, device, bounds or "box"
         pages = store.pages()
         self.pages: HostPages = (
             MemoryPages(pages, blocks, device.type == "cpu") if path is None else FilePages(path, pages, blocks)
@@ -73,7 +68,7 @@ class HostBlocks:
         return self._failed_anywhere(copies, failed, all_reduce) if self.pages.may_fail else failed
 
     def _failed_anywhere(self, copies: Sequence[Copy], failed: list[Copy], all_reduce: AllReduce) -> list[Copy]:
-        """The copies that failed on any rank, on every rank: all ranks have to see the same blocks."""
+        """Return the copies that failed on any rank. All ranks have to see the same blocks."""
         marks = [copy in failed for copy in copies] + [self.pages.error is not None]
         *marks, erred = all_reduce(torch.tensor(marks, dtype=torch.float64), True).tolist()
         if erred and self.pages.error is None:
@@ -97,99 +92,52 @@ class HostBlocks:
         return [copy for copy in copies if copy.physical in failed]
 
     def bounds(self, layer: int, numbers: torch.Tensor) -> torch.Tensor:
-        """Of some host blocks (int64 [n]) in one layer; [n, Hkv, X]."""
+        """Return the bounds of host blocks `numbers` (int64 [n]) in one layer: [n, Hkv, X]."""
         return self._bounds[layer][numbers]
 
     def bounds_beside(self, keys: torch.Tensor, length: int, layer: int, numbers: torch.Tensor) -> torch.Tensor:
-        """Of resident blocks with these keys, of so many tokens, and then of some host blocks: [n, Hkv, X]."""
-        return torch.cat((key_bounds(keys, length, self._kind or "box"), self.bounds(layer, numbers)))
+        """Return bounds of resident blocks with `length` tokens of keys, then those of host blocks: [n, Hkv, X]."""
+        return torch.cat((key_bounds(keys, length, self._kind), self.bounds(layer, numbers)))
 
 
 def empty_bounds(store: Store, blocks: int, device: torch.device, kind: str) -> list[torch.Tensor]:
-    """Memory for bounds of so many blocks, of this kind: for each layer [blocks, Hkv, X]."""
+    """Allocate the bounds of `blocks` blocks: for each layer [blocks, Hkv, X]."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
     shapes = [(keys.shape[1], bounds_width(kind, keys.shape[3]), keys.dtype) for keys, _ in store.read(none, False)]
     return [torch.zeros((blocks, heads, dims), dtype=dtype, device=device) for heads, dims, dtype in shapes]
 
 
-class _Look:
-    """One request whose blocks are scored in a step. `waiting`: its host blocks; None: resident blocks alone."""
-
-    def __init__(self, row: Any, waiting: Waiting | None, queries: slice, device: torch.device) -> None:
-        self.queries, self.length, self.settled = queries, row.length, row.settled
-        self.resident = row.physical.long()
-        self.numbers = None if waiting is None else to_device(np.array(waiting.numbers, np.int64), device)
-        index = np.concatenate((row.logical, np.array(() if waiting is None else waiting.logical, np.int64)))
-        self._order = np.argsort(index)
-        self.index = index[self._order]
-        self.scores = torch.zeros(len(index), device=device)
-
-    def ordered(self, scores: np.ndarray) -> np.ndarray:
-        """Scores of resident blocks and then of host blocks, in the order of `index`."""
-        return scores[self._order]
-
-
-class BoundStep:
-    """Scores of one step by bounds of keys, over all layers of a KV group.
-
-    The last `WINDOW` queries of a request that waits for host blocks score its resident blocks and its host blocks
-    alike. The last query of a request that reports `KEY_BOUND` scores its resident blocks.
+class Offload(Mover):
+    """Copies blocks of one KV group between the device and the host.
 
     Args:
-        host: host blocks of the group; None: no request has host blocks.
-        waiting: request -> its host blocks.
-        asked: request -> statistics that it reports.
-        rows: request -> its resident blocks (`cached.Row`).
-        places: request -> row of the batch.
-        starts: int32 [R], first query of each row.
-        ends: [R], end of each row's queries of settled tokens; drafts follow them.
-        device: where the cache is.
+        store: KV cache of the group.
+        holes: of the group; a block that does not come back stays a hole.
+        source: of the group; it hears of blocks that come back.
+        bounds: see `HostBlocks`.
+        device: device of the cache.
+
+    Attributes:
+        blocks: host blocks; they are there from `hold` on.
     """
 
-    def __init__(
-        self,
-        host: HostBlocks | None,
-        waiting: Mapping[str, Waiting],
-        asked: Mapping[str, frozenset[str]],
-        rows: Mapping[str, Any],
-        places: Mapping[str, int],
-        starts: np.ndarray,
-        ends: np.ndarray,
-        device: torch.device,
-    ) -> None:
-        self._host = host
-        self._looks: dict[tuple[str, str], _Look] = {}
-        for req_id in sorted(rows):  # ranks have to agree on what is where
-            first, end = int(starts[places[req_id]]), int(ends[places[req_id]])
-            if KEY_BOUND in asked.get(req_id, ()):
-                self._looks[req_id, KEY_BOUND] = _Look(rows[req_id], None, slice(end - 1, end), device)
-            if req_id in waiting:
-                queries = slice(max(first, end - WINDOW), end)
-                self._looks[req_id, BOUND] = _Look(rows[req_id], waiting[req_id], queries, device)
+    kind = Copy
+    blocks: HostBlocks
 
-    def add(self, ops: Any, layer: Any, place: int, query: torch.Tensor, kv_cache: Any) -> None:
-        """Take in one layer, the `place`-th, whose queries are [T, H, D]."""
-        for look in self._looks.values():
-            keys, _ = ops.read(layer, kv_cache, look.resident, False)
-            there = None
-            if look.settled is not None:
-                there = torch.arange(len(keys), device=keys.device) * keys.shape[2] < look.settled
-            if look.numbers is None:
-                bounds = key_bounds(keys, look.length, settled=look.settled)
-            else:  # on no server whose lengths the device alone knows
-                bounds = self._host.bounds_beside(keys, look.length, place, look.numbers)
-            look.scores += bound_scores(query[look.queries], bounds, layer.impl.scale, **logits_of(layer), there=there)
+    def __init__(self, store: Store, holes: Holes, source: Source, bounds: str | None, device: torch.device) -> None:
+        self._store, self._holes, self._source = store, holes, source
+        self._kind, self._device = bounds, device
+        self._plan = GroupPlan()
 
-    def report(self, reports: Reports, all_reduce: AllReduce) -> None:
-        """Put the scores into reports, over all of a request's blocks; other statistics of host blocks are 0."""
-        if not self._looks:
-            return
-        flat = torch.cat([look.scores for look in self._looks.values()]).double()
-        flat = to_host(all_reduce(flat, False))
-        ends = np.cumsum([len(look.index) for look in self._looks.values()])
-        for ((req_id, name), look), scores in zip(self._looks.items(), np.split(flat, ends[:-1])):
-            before, statistics = reports.get(req_id), {name: look.ordered(scores)}
-            for other, values in before.statistics.items() if before is not None else ():
-                statistics[other] = np.zeros(len(look.index))
-                statistics[other][look.index.searchsorted(before.index)] = values
-            reports[req_id] = Report(look.index, statistics)
+    def hold(self, room: Room) -> None:
+        self.blocks = HostBlocks(self._store, room.host_blocks, self._device, self._kind, room.path)
+
+    def begin(self, start: Start) -> None:
+        self._plan = start.plan
+
+    def obey(self, orders: Sequence[Copy], all_reduce: AllReduce) -> HostTrouble | None:
+        missing = self._holes.withhold(self.blocks.obey(orders, all_reduce), self._plan)
+        why, self.blocks.pages.error = self.blocks.pages.error, None
+        if fetched := [copy.physical for copy in orders if copy.kind == "fetch"]:
+            self._source.refresh(fetched)
+        return None if why is None and not missing else HostTrouble(why or "", missing)

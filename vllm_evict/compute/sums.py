@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from ..core.plan import Report, Reports, Scoring
-from .cached import AllReduce
 from .counting import Counting, all_of
 from .kernels.fold import fold
 from .kernels.queries import Queries
 from .kernels.take import take
 from .measure import MassBuffers, MassStep
+from .parts import AllReduce
 from .reduction import Reduction
 from .transfer import to_device, to_host
 
@@ -104,6 +104,11 @@ class RunningSums:
     def requests(self) -> Set[str]:
         """Measured requests."""
         return self._slots.keys()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the sums."""
+        return self._sums.device
 
     @property
     def kept_bytes(self) -> int:
@@ -240,7 +245,8 @@ class RunningSums:
             return None
         lens = np.diff(query_start_loc)
         plain = not (by_place or decays or batch.tests) and (settled is None or bool((settled == lens).all()))
-        given = kept = None
+        weights = given = kept = queries = tested = None
+        weighs = True
         if plain:
             counted = lens[rows].astype(np.int64)
             weights = None if len(rows) == len(req_ids) else all_of(rows, lens)
@@ -255,25 +261,23 @@ class RunningSums:
             elif decays:
                 kept = self._to_device((counting.base**counted).astype(np.float32))
             counted = counted[rows]
-        queries = tested = None
-        if batch.tests:
-            tested = np.zeros(len(req_ids), np.int32)
-            tested[rows] = self._pivots[slots]
-            if len(weights) == len(req_ids):  # one query in each row
-                weights[tested > 0] = weights[tested > 0] > 0
-                if given is not None:
-                    given = torch.where(self._to_device(tested) > 0, (given > 0).float(), given)
-            else:
-                queries = self._queries(weights, tested, lens, query_start_loc, resident, given)
-                tested = None
-        weighs = queries is None or bool(weights.any())
+            if batch.tests:
+                tested = np.zeros(len(req_ids), np.int32)
+                tested[rows] = self._pivots[slots]
+                if len(weights) == len(req_ids):  # one query in each row
+                    weights[tested > 0] = weights[tested > 0] > 0
+                    if given is not None:
+                        given = torch.where(self._to_device(tested) > 0, (given > 0).float(), given)
+                else:
+                    queries = self._queries(weights, tested, lens, query_start_loc, resident, given)
+                    weighs, tested = queries is None or bool(weights.any()), None
         if given is None:
             given = None if weights is None else self._to_device(weights)
         if memory is None:
             memory = self.buffers(*logical.shape, resident, given, tested is not None)
         else:
             memory.mass.zero_()
-            memory.weights.fill_(1.0) if given is None else memory.weights.copy_(given)
+            _fill(memory.weights, given)
         if memory.tested is not None:
             memory.tested.zero_() if tested is None else memory.tested.copy_(self._to_device(tested))
         last = self._last(weights, query_start_loc)
@@ -400,3 +404,8 @@ class RunningSums:
         measured = np.zeros(len(lens), np.int64)
         measured[rows] = settled[rows]
         return Counting.of(*scoring, limit, of(self._decay, 0.0), lens, settled, measured)
+
+
+def _fill(weights: torch.Tensor, given: torch.Tensor | None) -> None:
+    """Set the weights of a graph's memory, float32 [R]; None: 1."""
+    weights.fill_(1.0) if given is None else weights.copy_(given)
