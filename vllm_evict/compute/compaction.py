@@ -186,12 +186,12 @@ def _merged(
     """Merge evicted tokens into kept ones: for each layer keys and values, float32 [Hkv, kept, D] each."""
     merged = []
     for layer, (keys, values) in enumerate(store.read(source, True)):
-        tokens = [_in_order(x) for x in (keys, values)]
-        merged.append(merger.merge(plan.config, layer, *tokens, scores[layer], keep[layer]))
+        keys, values = _in_order(keys), _in_order(values)
+        merged.append(merger.merge(plan.config, layer, keys, values, scores[layer], keep[layer]))
     return merged
 
 
-def _in_order(blocks: torch.Tensor) -> torch.Tensor:
+def _in_order(blocks: Any) -> torch.Tensor:
     """Reshape [n, Hkv, block_size, D] to [Hkv, n * block_size, D]."""
     return blocks.transpose(0, 1).flatten(1, 2)
 

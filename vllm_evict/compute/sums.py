@@ -274,7 +274,8 @@ class RunningSums:
         if given is None:
             given = None if weights is None else self._to_device(weights)
         if memory is None:
-            memory = self.buffers(*logical.shape, resident, given, tested is not None)
+            requests, blocks = logical.shape
+            memory = self.buffers(requests, blocks, resident, given, tested is not None)
         else:
             memory.mass.zero_()
             _fill(memory.weights, given)

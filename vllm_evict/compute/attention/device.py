@@ -292,7 +292,7 @@ class DeviceOps(WithStockMetadata):
             decode_classes(classes, some, outputs, plans=plans)
 
     def _decode_mass(self, attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor) -> None:
-        if self.decodes_in_cuda(attention):
+        if self._cuda is not None and self._cuda.takes(attention):
             plan, at_once = self._cuda_plan(attention, len(rows))
             for some in rows.split(at_once):
                 self._cuda(attention, some, output, plan)
@@ -321,8 +321,8 @@ class DeviceOps(WithStockMetadata):
     def _cuda_plan(self, attention: PagedAttention, rows: int) -> tuple[Any, int]:
         """Return the plan of the CUDA C++ kernel, and the requests of a launch (see `_plan`)."""
         query, (_, kv_heads, block_size, _) = attention.query, attention.key_cache.shape
-        shape = query.shape[1], kv_heads, query.shape[2], block_size, *self._rounded(attention.block_table.shape[1])
-        mass = attention.mass is not None
+        (width,), mass = self._rounded(attention.block_table.shape[1]), attention.mass is not None
+        shape = query.shape[1], kv_heads, query.shape[2], block_size, width
 
         def make(rows: int, take: Callable[..., torch.Tensor]) -> Any:
             return plan_decode(rows, *shape, query.dtype, query.device, mass=mass, take=take)
