@@ -310,7 +310,11 @@ MUTANTS = [
         ("sums",),
     ),
     Mutant(
-        "weights by bounds of lengths", "compute/sums.py", "if slack is not None and by_place:", "if 0:", ("unsure",)
+        "weights by bounds of lengths",
+        "compute/sums.py",
+        "if slack is not None and measured.by_place:",
+        "if 0:",
+        ("unsure",),
     ),
     Mutant("keys of rejected drafts", "compute/cached.py", ", row.settled)", ")", ("drafters_async -k keydiff",)),
     Mutant("ended turns", "core/mechanisms/budget.py", "*self._ended_turns(plan)", "*()", ("sessions -k within",)),
@@ -326,15 +330,15 @@ MUTANTS = [
     Mutant(
         "queries of the pattern all count",
         "compute/sums.py",
-        "        last = self._last(weights, query_start_loc)\n        return MassStep(",
+        "        last = self._last(weights, batch.starts)\n        return MassStep(",
         "        last, memory = None, memory._replace(weights=None)\n        return MassStep(",
         ("oracle_parity", "sums"),
     ),
     Mutant(
         "the newest token is not counted",
         "compute/tokens.py",
-        "self._newest[slots] = lens[rows], seq_lens[rows] - 1",
-        "self._newest[slots] = lens[rows], seq_lens[rows]",
+        "self._newest[slots] = batch.held[rows], batch.seq_lens[rows] - 1",
+        "self._newest[slots] = batch.held[rows], batch.seq_lens[rows]",
         ("tokens",),
     ),
     Mutant(

@@ -1,5 +1,8 @@
 """The parts of a KV group's runtime, by their classes."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import torch
 
 from vllm_evict.compute.mass import BlockMass, TokenMass
@@ -21,6 +24,14 @@ def tokens_of(group):
     """Running sums by token; None if there are none."""
     probe = part_of(group, TokenMass)
     return None if probe is None else probe.sums
+
+
+def batch_of(req_ids, starts, seq_lens, lens, logical=None, held=None, **more):
+    """What running sums read of a step's `StepBatch`; `lens` are on the device, and `held` the same on the host."""
+    known = {"settled": None, "lengths": None, "slack": None, "held": held, **more}
+    return SimpleNamespace(
+        req_ids=req_ids, starts=starts, queries=np.diff(starts), seq_lens=seq_lens, lens=lens, logical=logical, **known
+    )
 
 
 class Drawn:

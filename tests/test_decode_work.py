@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from parts import batch_of
 from test_mass import needs_extension
 
 from vllm_evict.compute.attention import cpu
@@ -22,7 +23,7 @@ def work_of(rows, q_lens, weights=None, lens=None):
     if weights is not None:
         for name in weights:
             sums.start(name, Scoring("sum", 0.9, 1, 1, 100))
-        mass = sums.step([f"r{i}" for i in range(len(q_lens))], starts, lens.numpy(), logical, lens)
+        mass = sums.step(batch_of([f"r{i}" for i in range(len(q_lens))], starts, lens.numpy(), lens, logical))
     return StepWork([] if mass is None else [mass], np.array(rows, np.int64), np.diff(starts), lens)
 
 

@@ -9,7 +9,7 @@ import pytest
 import test_device_backends
 import torch
 from engine import random_prompt
-from parts import part_of, sums_of, tokens_of
+from parts import batch_of, part_of, sums_of, tokens_of
 from test_device_backends import BASE, POLICIES, distinct_prompt, on
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -235,7 +235,7 @@ def test_pages_that_run_out_are_added():
     starts = torch.arange(3).numpy()
     for length in (16, 48):
         lens = torch.full((2,), length, dtype=torch.int32).numpy()
-        sums.token_step(["a", "b"], starts, lens, lens, torch.from_numpy(lens))
+        sums.token_step(batch_of(["a", "b"], starts, lens, torch.from_numpy(lens), held=lens))
         assert sums.outgrown == (length > 16)
     assert 6 <= sums.pages <= 3 + 16 + 16
 

@@ -6,7 +6,7 @@ import torch
 from engine import logprobs_of, random_prompt, random_requests
 from oracle.searched import make_searched
 from parity import assert_like_oracle
-from parts import Drawn, part_of
+from parts import Drawn, batch_of, part_of
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_evict.compute.cached import CachedStatistics, Row
@@ -135,9 +135,8 @@ def test_mass_is_reduced_over_the_heads_that_layers_have(of_heads, of_layers):
     sums = RunningSums(1, max(heads), len(heads), 8, 32, of_heads, of_layers, heads=heads)
     sums.start("a", Scoring("sum", 0.0, 0, 1, 99))
     logical = torch.arange(blocks, dtype=torch.int32)[None]
-    step = sums.step(
-        ["a"], np.array([0, 1]), np.array([160], np.int32), logical, torch.tensor([160], dtype=torch.int32)
-    )
+    length = torch.tensor([160], dtype=torch.int32)
+    step = sums.step(batch_of(["a"], np.array([0, 1]), length.numpy(), length, logical))
     for layer in numbers:
         mass = lambda weights, out, layer=layer: out.add_(layer.sum(0) if out.shape[1] == 1 else layer)  # noqa: E731
         Drawn(mass, len(layer), 2 * len(layer)).on(step)

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from parts import Drawn
+from parts import Drawn, batch_of
 from waits import NoWaits
 
 from vllm_evict.compute import measure
@@ -110,7 +110,7 @@ class Batch:
         probabilities = [rng.random((LAYERS, HEADS, count, len(blocks))) for count, blocks in zip(lens, resident)]
 
         lens = [len_ - BLOCK * len(self.gone[req_id]) for req_id, len_ in zip(batch, seq_lens)]
-        step = self.subject.step(batch, starts, seq_lens, logical, torch.tensor(lens, dtype=torch.int32))
+        step = self.subject.step(batch_of(batch, starts, seq_lens, torch.tensor(lens, dtype=torch.int32), logical))
         counted = {
             req_id: self.slow[req_id].step(first, p, blocks, self.layers)
             for req_id, first, p, blocks in zip(batch, firsts, probabilities, resident)
@@ -179,7 +179,7 @@ def add_mass(sums, req_ids, lens, seq_lens, value=1.0, width=6):
     starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
     logical = torch.arange(width, dtype=torch.int32).expand(len(req_ids), width)
     seq_lens = np.array(seq_lens, np.int32)
-    step = sums.step(req_ids, starts, seq_lens, logical, torch.from_numpy(seq_lens))
+    step = sums.step(batch_of(req_ids, starts, seq_lens, torch.from_numpy(seq_lens), logical))
     if step is None:
         return None
 
@@ -235,7 +235,7 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
     logical = torch.tensor([[0, 2, 3], [0, 1, -1]], dtype=torch.int32)
     # Request a: positions 11 to 13, one hole of 4 tokens; the last two count and see 9 and 10 tokens.
     lens = torch.tensor([10, 6], dtype=torch.int32)
-    step = sums.step(["a", "b"], np.array([0, 3, 5], np.int32), np.array([14, 6], np.int32), logical, lens)
+    step = sums.step(batch_of(["a", "b"], np.array([0, 3, 5], np.int32), np.array([14, 6], np.int32), lens, logical))
     assert [values.tolist() for values in step.queries[:3]] == [[1, 2], [0, 0], [9, 10]]
     assert step.buffers.weights.tolist() == [0, 0, 0, 1, 1]
 
@@ -259,7 +259,7 @@ def test_pivots_may_be_counted_over_all_queries():
     sums.start("a", scoring("sum", statistic="pivots"))
     logical = torch.arange(3, dtype=torch.int32)[None]
     resident = torch.tensor([9], dtype=torch.int32)
-    step = sums.step(["a"], np.array([0, 9], np.int32), np.array([9], np.int32), logical, resident)
+    step = sums.step(batch_of(["a"], np.array([0, 9], np.int32), np.array([9], np.int32), resident, logical))
     assert step.queries.tokens.tolist() == list(range(9)) and step.counted.tolist() == [9]
 
 
@@ -273,7 +273,7 @@ def test_pivots_of_one_query_each_follow_from_its_own_mass(layers, accumulate):
     sums.count_holes("a", 1)
     logical = torch.tensor([[0, 2, 3], [0, 1, -1]], dtype=torch.int32)
     lens = torch.tensor([10, 6], dtype=torch.int32)
-    step = sums.step(["a", "b"], np.arange(3, dtype=np.int32), np.array([14, 6], np.int32), logical, lens)
+    step = sums.step(batch_of(["a", "b"], np.arange(3, dtype=np.int32), np.array([14, 6], np.int32), lens, logical))
     assert step.queries is None and step.buffers.tested.tolist() == [1, 0]
 
     def weigh(weights, out):
@@ -296,7 +296,7 @@ def test_pivots_are_counted_some_queries_at_a_time(monkeypatch):
     sums.start("a", scoring("last", window=5, trigger=0, statistic="pivots"))
     logical = torch.arange(3, dtype=torch.int32)[None]
     resident = torch.tensor([9], dtype=torch.int32)
-    step = sums.step(["a"], np.array([0, 9], np.int32), np.array([9], np.int32), logical, resident)
+    step = sums.step(batch_of(["a"], np.array([0, 9], np.int32), np.array([9], np.int32), resident, logical))
     counts, asked = len(step.queries.tokens), []
 
     def weigh_each(queries, width):

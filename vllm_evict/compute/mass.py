@@ -86,12 +86,10 @@ class BlockMass(SumsProbe):
     def step(self, batch: StepBatch) -> MassStep | None:
         if not self.is_active:
             return None
-        where = batch.req_ids, batch.starts, batch.seq_lens, batch.logical, batch.lens
         if not batch.in_graph:
-            about = {"settled": batch.settled, "lengths": batch.lengths, "slack": batch.slack}
-            self._step = self.sums.step(*where, **about)
+            self._step = self.sums.step(batch)
         elif self.memory is not None:
-            self._step = self.sums.step(*where, self.memory.part(*batch.logical.shape))
+            self._step = self.sums.step(batch, self.memory.part(*batch.logical.shape))
         return self._step
 
     def fits_graph(self, requests: Set[str]) -> bool:
@@ -171,10 +169,9 @@ class TokenMass(SumsProbe):
             self.sums.hold(min(room.blocks, self._most_blocks))
 
     def step(self, batch: StepBatch) -> TokenStep | None:
-        where = batch.req_ids, batch.starts, batch.seq_lens, batch.held, batch.lens
         if not batch.in_graph:
-            return self.sums.token_step(*where, settled=batch.settled) if self.is_active else None
-        return None if self.memory is None else self.sums.token_step(*where, self.memory.part(*batch.logical.shape))
+            return self.sums.token_step(batch) if self.is_active else None
+        return None if self.memory is None else self.sums.token_step(batch, self.memory.part(*batch.logical.shape))
 
     def fits_graph(self, requests: Set[str]) -> bool:
         return self.sums.fit_graphs(requests)

@@ -10,6 +10,7 @@ import torch
 from ..core.plan import Scoring
 from .kernels.put import put
 from .probes import LayerCall, StepProbe
+from .step_batch import StepBatch
 from .sums import RunningSums
 
 logger = logging.getLogger("vllm.evict")
@@ -166,40 +167,29 @@ class TokenSums(RunningSums):
         memory.weights.zero_()
         return TokenStep(self._pages, memory, lens)
 
-    def token_step(
-        self,
-        req_ids: list[str],
-        query_start_loc: np.ndarray,
-        seq_lens: np.ndarray,
-        lens: np.ndarray,
-        resident: torch.Tensor,
-        memory: TokenBuffers | None = None,
-        settled: np.ndarray | None = None,
-    ) -> TokenStep | None:
+    def token_step(self, batch: StepBatch, memory: TokenBuffers | None = None) -> TokenStep | None:
         """Return what layers measure in this step; None if nothing.
 
         Args:
-            req_ids, query_start_loc, seq_lens, settled: as for `RunningSums.step`.
-            lens: int32 [R], resident tokens.
-            resident: the same on the device of the sums.
+            batch: of the step.
             memory: memory of a graph, of R rows and W blocks; None allocates.
         """
         if memory is not None:
             memory.table.zero_()
             memory.weights.zero_()
-        batch = self._batch_of(req_ids)
-        rows, slots = batch.rows, batch.slots
+        measured = self._measured(batch.req_ids)
+        rows, slots = measured.rows, measured.slots
         if not len(rows):
             return None
-        _, weights, counted = self._weigh(rows, slots, np.diff(query_start_loc), seq_lens, settled)
-        self._lengths[slots], self._newest[slots] = lens[rows], seq_lens[rows] - 1
+        _, weights, counted = self._weigh(measured, batch, None)
+        self._lengths[slots], self._newest[slots] = batch.held[rows], batch.seq_lens[rows] - 1
         self._hold(slots, -(-self._lengths[slots] // self.block_size))
         self._fade(slots, counted[rows])
         if not counted.any():
             return None
-        table = np.zeros((len(req_ids), -(-int(lens.max()) // self.block_size)), np.int32)
+        table = np.zeros((len(batch.req_ids), -(-int(batch.held.max()) // self.block_size)), np.int32)
         table[rows] = self._table[slots, : table.shape[1]]
-        last = self._last(weights, query_start_loc)
+        last = self._last(weights, batch.starts)
         table, weights = self._to_device(table), self._to_device(weights)
         if memory is None:
             mass = torch.zeros(len(table), self._pages.shape[2], table.shape[1] * self.block_size, device=table.device)
@@ -207,7 +197,7 @@ class TokenSums(RunningSums):
         else:
             memory.table.copy_(table)
             memory.weights.copy_(weights)
-        return TokenStep(self._pages, memory, resident, last)
+        return TokenStep(self._pages, memory, batch.lens, last)
 
     def judge(self, req_id: str, number: int) -> None:
         """Copy the sums of a request for the decision of that number, which is due after this step."""
