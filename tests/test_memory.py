@@ -19,6 +19,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict.compute import cached, compaction, measure, memory, originals
 from vllm_evict.compute.attention import device
+from vllm_evict.compute.compaction import Compactor
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.mass import BlockMass
 from vllm_evict.compute.memory import Needs
@@ -143,7 +144,7 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
         assert taken <= most, f"{taken} bytes beside {kept}, at most {most}"
         held.append(taken)
 
-    prompt = distinct_prompt if group.by_token else random_prompt
+    prompt = distinct_prompt if part_of(group, Compactor) else random_prompt
     requests = [(prompt(length, seed), {"max_tokens": 8}) for seed, length in enumerate((100, 70, 20))]
     _, traces = subject.traced(requests, note)
     assert any(map(len, traces[0].evicted))

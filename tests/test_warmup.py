@@ -12,7 +12,7 @@ import test_device_backends
 import torch
 from engine import random_prompt
 from interpreter import use_kernels
-from parts import sums_of, tokens_of
+from parts import part_of, sums_of, tokens_of
 from test_device_backends import BASE, POLICIES, distinct_prompt, on
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
@@ -25,6 +25,7 @@ from vllm_evict.compute.attention.flash import FlashOps
 from vllm_evict.compute.attention.latent import DeviceLatentOps
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.attention.warmup import Heads, warm_up
+from vllm_evict.compute.compaction import Compactor
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.kernels.queries import Queries
 from vllm_evict.compute.runtime import EvictionRuntime
@@ -212,7 +213,7 @@ class Work:
         for rows, count in ((1, 1), (1, 5), (2, 9), (3, 100), (16, 512)):
             self.chunks(rows, count)
         for part, group in zip(self.parts, self.groups):
-            if group.by_token:
+            if part_of(group, Compactor):
                 self.compactions(part)
 
     def compactions(self, part):

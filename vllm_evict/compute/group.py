@@ -44,7 +44,6 @@ class GroupRuntime:
     def __init__(self, config: KVPolicyConfig, shape: Shape, store: Store) -> None:
         self.shape, self.store, self.holes = shape, store, Holes(shape.block_size)
         self.block_size, self.device = shape.block_size, shape.device
-        self.by_token = config.granularity == "token"
         self.batch = Batch()
         self.views = Views([self], self.batch)
         self.source, self.probes, self.movers = compose(config, shape, store, self.holes)

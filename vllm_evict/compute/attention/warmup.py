@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.plan import Compaction
 from ...triton_kernels.combine import padded_splits
 from ...triton_kernels.compact import compact
 from ...triton_kernels.decode_classes import decode_classes, splits_of
@@ -100,7 +101,7 @@ class _Launches:
             for mass in _measured(group, part):
                 if mass.heads:
                     self._beside(part, mass)
-            if group.by_token:
+            if any(mover.kind is Compaction for mover in group.movers):
                 self._compact(part)
         if self.decodes:
             for splits, way in product(self._splits(rows, widths), self._ways()):
