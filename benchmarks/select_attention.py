@@ -44,7 +44,7 @@ def measure(heads: int, kv_heads: int, tokens: int, select: int, repeats: int) -
     layer = SimpleNamespace(isa="vec", impl=SimpleNamespace(scale=DIM**-0.5))
     config = KVPolicyConfig.parse({"name": "full", "select": select, "dense_layers": 0})
     selection = Selection(config, BLOCK, [0], LayerStore(CPUOps, lambda: [(layer, cache)]), torch.device("cpu"))
-    selection.hold(Room(blocks + 1))
+    selection.allocate(Room(blocks + 1))
     selection.refresh(range(1, blocks + 1))
     table = 1 + torch.randperm(blocks).int()[None]
     starts, held = np.array([0, 1], np.int32), np.array([tokens], np.int32)
@@ -57,7 +57,7 @@ def measure(heads: int, kv_heads: int, tokens: int, select: int, repeats: int) -
 
     def selected() -> None:
         batch = SimpleNamespace(
-            req_ids=["r"], starts=starts, seq_lens=held + 1, held=held, lens=lens, written=table, table=table
+            req_ids=["r"], starts=starts, seq_lens=held + 1, resident_tokens=held, lens=lens, written=table, table=table
         )
         work = StepWork([], np.zeros(1, np.int64), np.ones(1, np.int32), lens, selection.step(batch))
         work.do(LayerCall(CPUOps, layer, 0, query, cache, metadata, output))

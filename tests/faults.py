@@ -316,7 +316,7 @@ MUTANTS = [
         "if 0:",
         ("unsure",),
     ),
-    Mutant("keys of rejected drafts", "compute/cached.py", ", row.settled)", ")", ("drafters_async -k keydiff",)),
+    Mutant("keys of rejected drafts", "compute/cached.py", ", row.verified)", ")", ("drafters_async -k keydiff",)),
     Mutant("ended turns", "core/mechanisms/budget.py", "*self._ended_turns(plan)", "*()", ("sessions -k within",)),
     Mutant("blind first", "core/mechanisms/recall.py", "(blocks.host or is_first)", "blocks.host", ("recall -k fact",)),
     Mutant("reports of drafts", "core/plan.py", "if end is None:", "if True:", ("drafters_async -k h2o",)),
@@ -337,8 +337,8 @@ MUTANTS = [
     Mutant(
         "the newest token is not counted",
         "compute/tokens.py",
-        "self._newest[slots] = batch.held[rows], batch.seq_lens[rows] - 1",
-        "self._newest[slots] = batch.held[rows], batch.seq_lens[rows]",
+        "self._newest[slots] = batch.resident_tokens[rows], batch.seq_lens[rows] - 1",
+        "self._newest[slots] = batch.resident_tokens[rows], batch.seq_lens[rows]",
         ("tokens",),
     ),
     Mutant(

@@ -167,7 +167,7 @@ def steps(policy, wrap, in_graphs=False, rejected=None, **options):
         over = torch.zeros(2, dtype=torch.int32)
         if rejected is not None:
             over[0] = rejected if step else 0
-            runtime.batch.settled, runtime.batch.unsure = {}, {"r": int(over[0])}
+            runtime.batch.verified, runtime.batch.unsure = {}, {"r": int(over[0])}
         if in_graphs and step:
             runtime.batch.graph = Attends.OWN
         padding = 2 * (runtime.batch.graph is not None)

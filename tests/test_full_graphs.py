@@ -230,8 +230,8 @@ class TestNotInAGraph:
     @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_sums_by_token_that_had_to_grow(self, replaying, graphs, dense, backend, monkeypatch):
         """From then on; the log says so once."""
-        hold, said = tokens.TokenSums.hold, []
-        monkeypatch.setattr(tokens.TokenSums, "hold", lambda sums, blocks: hold(sums, 6))
+        hold, said = tokens.TokenSums.allocate, []
+        monkeypatch.setattr(tokens.TokenSums, "allocate", lambda sums, blocks: hold(sums, 6))
         monkeypatch.setattr(tokens.logger, "warning", said.append)
         policy = {**POLICIES["h2o"], "granularity": "token"}
         subject = replaying(policy)

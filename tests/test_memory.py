@@ -229,7 +229,7 @@ def test_vllm_is_told_before_it_sizes_its_pool(server, monkeypatch):
 def test_pages_that_run_out_are_added():
     """Requests that share blocks have sums of their own for each, so there may be more than the pool has blocks."""
     sums = TokenSums(2, 1, 1, 16, 100)
-    sums.hold(3)
+    sums.allocate(3)
     assert sums.pages == 3 and not sums.outgrown
     for req_id in ("a", "b"):
         sums.start(req_id, Scoring("sum", 0.0, 0, 1, 9, per_token=True))

@@ -16,9 +16,9 @@ from parts import part_of
 from test_recall import HOST, QUEST
 
 from vllm_evict.compute import pinned
-from vllm_evict.compute.host import HostBlocks, Offload
-from vllm_evict.compute.host_pages import MemoryPages
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
+from vllm_evict.compute.offload import Offload, OffloadedBlocks
+from vllm_evict.compute.offload_pages import MemoryPages
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.actions import Swap
 from vllm_evict.core.blocks import RequestBlocks
@@ -75,7 +75,7 @@ def test_what_goes_for_a_block_does_not_take_its_place_on_the_host():
 
 def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():
     page, written = torch.arange(32.0).view(8, 4), []
-    host = HostBlocks(SimpleNamespace(pages=lambda: [page]), 2, torch.device("cpu"), None)
+    host = OffloadedBlocks(SimpleNamespace(pages=lambda: [page]), 2, torch.device("cpu"), None)
     write = host.pages.write
     host.pages.write = lambda pages, physical, numbers: written.append(numbers) or write(pages, physical, numbers)
     host.obey([Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1), Copy("b", 0, "spill", 5, 0)], None)

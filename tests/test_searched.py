@@ -10,8 +10,8 @@ from parts import Drawn, batch_of, part_of
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_evict.compute.cached import CachedStatistics, Row
-from vllm_evict.compute.host import Offload
 from vllm_evict.compute.kernels.keys import key_scores
+from vllm_evict.compute.offload import Offload
 from vllm_evict.compute.reduction import Reduction
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.config import KVPolicyError

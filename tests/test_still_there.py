@@ -7,7 +7,7 @@ from engine import PLAN, random_prompt
 from oracle.visible import BLOCK, assert_like_dense, visible
 from parts import part_of
 
-from vllm_evict.compute.host import Offload
+from vllm_evict.compute.offload import Offload
 from vllm_evict.core.actions import Swap
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.mechanisms import Mechanism

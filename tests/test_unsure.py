@@ -60,7 +60,7 @@ def test_the_same_queries_count(names):
         starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
         resident = torch.from_numpy(true - BLOCK * np.array([holes[each] for each in batch])).int()
         logical = torch.zeros(len(batch), 60, dtype=torch.int32)
-        given = dict(settled=leading, lengths=torch.from_numpy(true).int())
+        given = dict(verified=leading, lengths=torch.from_numpy(true).int())
         steps = [
             sums.step(batch_of(batch, starts, (true + more).astype(np.int32), resident, logical, slack=unsure, **given))
             for sums, more, unsure in zip(subjects, (0, over), (None, slack if slack.any() else None))

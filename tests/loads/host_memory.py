@@ -3,7 +3,7 @@
 import torch
 from parts import part_of
 
-from vllm_evict.compute.host import Offload
+from vllm_evict.compute.offload import Offload
 
 
 class HostMemory:

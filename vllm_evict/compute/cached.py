@@ -86,7 +86,7 @@ class CachedStatistics(Probe):
         reduction = self._reduction
         none = torch.zeros(1, len(row.logical), dtype=torch.float64, device=row.physical.device)
         for keys, values in self._read(row.physical.long(), bool(names & OF_VALUES)):
-            for name, score in key_scores(keys, values, row.length, names, row.settled).items():
+            for name, score in key_scores(keys, values, row.length, names, row.verified).items():
                 score = -score.double() if name in LESS_IS_MORE else score.double()
                 if not reduction.is_by_head:
                     score = score.sum(0, keepdim=True)

@@ -7,9 +7,9 @@ from ..policies import CACHED, QUERIED, RUNNING
 from .cached import CachedStatistics
 from .compaction import Compactor, Judge
 from .holes import Holes
-from .host import Offload
 from .looks import LastQuery, Looks
 from .mass import BlockMass, TokenMass
+from .offload import Offload
 from .originals import Originals
 from .parts import Mover
 from .probes import Probe

@@ -80,9 +80,9 @@ class GroupRuntime:
             for req_id, length in lengths.items()
         )
 
-    def held(self, seq_lens: np.ndarray) -> np.ndarray:
+    def resident_tokens(self, seq_lens: np.ndarray) -> np.ndarray:
         """Return the resident tokens of the batch's requests, int32 [R], from their lengths with holes."""
-        return self.holes.held(self.batch.req_ids, seq_lens)
+        return self.holes.resident_tokens(self.batch.req_ids, seq_lens)
 
     def reserve(self, in_graphs: bool = True) -> None:
         """Allocate the memory of views and of `Attends.OWN` graphs, once."""
@@ -92,10 +92,10 @@ class GroupRuntime:
             for probe in self.probes:
                 probe.reserve(self.shape.max_requests, self.shape.graph_tokens // self.block_size)
 
-    def hold(self, room: Room) -> None:
+    def allocate(self, room: Room) -> None:
         """Allocate memory that depends on the pool."""
         for part in self.parts:
-            part.hold(room)
+            part.allocate(room)
 
     def begin(self, scheduler_output: Any, plan: GroupPlan, number: int) -> None:
         """See `EvictionRuntime.begin`. `number` is the index of the group among all of vLLM's KV groups."""
@@ -158,7 +158,7 @@ class GroupRuntime:
         view = self.views.of(self, metadata)
         batch.see(*view.of_rows(live), self.block_size)
         self._rows, padded = batch.rows, np.zeros(rows, np.int32)
-        padded[:live] = batch.held
+        padded[:live] = batch.resident_tokens
         metadata = with_table(metadata, view.table, view.lens, padded, batch.longest)
         if self.batch.graph is Attends.STOCK:
             return metadata, None
@@ -174,16 +174,16 @@ class GroupRuntime:
         if self.with_holes:
             table, lens, logical = self.views.of(self, metadata)
         else:
-            table, lens, logical = batch.written, batch.lengths, self.identity.expand(len(batch.held), -1)
+            table, lens, logical = batch.written, batch.lengths, self.identity.expand(len(batch.queries), -1)
         longest = batch.longest if self.with_holes else None
         if not works:
-            return with_table(metadata, table, lens, batch.held, longest), None
+            return with_table(metadata, table, lens, batch.resident_tokens, longest), None
         batch.see(table, lens, logical, self.block_size)
         self._rows, read = batch.rows, self.source.step(batch)
         # The plugin's kernel attends for a request in all groups or in none.
         own = self.batch.own_now(batch.queries) if self.batch.own else NO_ROWS
         own = np.union1d(own, read.rows) if len(read.rows) else own
-        measured, work, held = self._measured(batch), None, batch.held
+        measured, work, held = self._measured(batch), None, batch.resident_tokens
         if len(own) or measured or not read.is_plain:
             work = StepWork(measured, own, batch.queries, lens, read)
         if work is not None and len(own):

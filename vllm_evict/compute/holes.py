@@ -96,7 +96,7 @@ class Holes:
             self._lacks = list(req_ids), np.fromiter(tokens, np.int32, len(req_ids))
         return self._lacks[1]
 
-    def held(self, req_ids: list[str], seq_lens: np.ndarray) -> np.ndarray:
+    def resident_tokens(self, req_ids: list[str], seq_lens: np.ndarray) -> np.ndarray:
         """Return the resident tokens of each row, int32 [R], from the lengths with holes."""
         return seq_lens - self.lacking(req_ids) if self.of_request else seq_lens
 

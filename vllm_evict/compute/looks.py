@@ -9,10 +9,10 @@ from ..core.mechanisms.recall import BOUND
 from ..core.plan import Report, Reports, Waiting
 from ..policies import KEY_BOUND, QUERIED
 from .holes import Start
-from .host import Offload
 from .kernels.bounds import bound_scores, key_bounds
 from .kernels.logits import logits_of
 from .needs import Needs, Sizes
+from .offload import Offload
 from .parts import AllReduce
 from .probes import LayerCall, Probe, StepProbe
 from .step_batch import Row, StepBatch
@@ -30,13 +30,13 @@ class _Look:
     """
 
     def __init__(self, row: Row, queries: slice, device: torch.device) -> None:
-        self.queries, self.length, self.settled = queries, row.length, row.settled
+        self.queries, self.length, self.verified = queries, row.length, row.verified
         self.resident, self.index = row.physical.long(), row.logical
         self.scores = torch.zeros(len(self.index), device=device)
 
     def bounds(self, keys: torch.Tensor, place: int) -> torch.Tensor:
         """Return bounds of the scored blocks in one layer, from the keys of the resident ones: [n, Hkv, X]."""
-        return key_bounds(keys, self.length, settled=self.settled)
+        return key_bounds(keys, self.length, verified=self.verified)
 
     def ordered(self, scores: np.ndarray) -> np.ndarray:
         """Return scores in the order of `index`."""
@@ -77,8 +77,8 @@ class BoundStep(StepProbe):
         for look in self._looks.values():
             keys, _ = call.ops.read(layer, call.kv_cache, look.resident, False)
             there = None
-            if look.settled is not None:
-                there = torch.arange(len(keys), device=keys.device) * keys.shape[2] < look.settled
+            if look.verified is not None:
+                there = torch.arange(len(keys), device=keys.device) * keys.shape[2] < look.verified
             bounds = look.bounds(keys, call.place)
             own = call.query[look.queries]
             look.scores += bound_scores(own, bounds, layer.impl.scale, **logits_of(layer), there=there)

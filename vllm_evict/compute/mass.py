@@ -164,9 +164,9 @@ class TokenMass(SumsProbe):
         super().begin(start)
         self._judged = start.plan.judged
 
-    def hold(self, room: Room) -> None:
+    def allocate(self, room: Room) -> None:
         if room.ahead:
-            self.sums.hold(min(room.blocks, self._most_blocks))
+            self.sums.allocate(min(room.blocks, self._most_blocks))
 
     def step(self, batch: StepBatch) -> TokenStep | None:
         if not batch.in_graph:

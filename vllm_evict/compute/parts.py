@@ -54,7 +54,7 @@ class Part:
     def begin(self, start: Start) -> None:
         """Apply the plan of a step, and drop the state of requests that are gone."""
 
-    def hold(self, room: Room) -> None:
+    def allocate(self, room: Room) -> None:
         """Allocate memory that depends on the pool."""
 
     def needs(self, sizes: Sizes) -> Needs:

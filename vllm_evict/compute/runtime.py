@@ -132,7 +132,7 @@ class EvictionRuntime:
         self.views.begin()
         if self.speculates:
             tokens, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
-            self.batch.settled = {req_id: tokens[req_id] - len(each) for req_id, each in drafts.items()}
+            self.batch.verified = {req_id: tokens[req_id] - len(each) for req_id, each in drafts.items()}
             if self._ahead:
                 self.batch.unsure = self._drafts
                 self._drafts = {req_id: len(each) for req_id, each in drafts.items()}
@@ -190,12 +190,12 @@ class EvictionRuntime:
         for group in self.groups:
             group.reserve(self.attends_in_graphs)
 
-    def hold(self, room: Room, tables: Sequence[torch.Tensor] = ()) -> None:
+    def allocate(self, room: Room, tables: Sequence[torch.Tensor] = ()) -> None:
         """Allocate memory that depends on the pool, and views as wide as vLLM's block tables."""
         for group, table in zip(self.groups, tables):
             self.views.memory(group, table.shape)
         for group in self.groups:
-            group.hold(room)
+            group.allocate(room)
 
     @property
     def decodes_lacking(self) -> bool:

@@ -15,9 +15,9 @@ import torch
 
 from ..config import KVPolicyConfig
 from .holes import Start
-from .host import empty_bounds
 from .kernels.bounds import bound_scores, key_bounds
 from .kernels.logits import logits_of
+from .offload import empty_bounds
 from .parts import Room
 from .probes import LayerCall
 from .source import NO_ROWS, Source, StepSource
@@ -85,7 +85,7 @@ class Selection(Source):
         """Requests whose choice holds."""
         return self._held.keys()
 
-    def hold(self, room: Room) -> None:
+    def allocate(self, room: Room) -> None:
         """Allocate bounds for all blocks of the pool."""
         self._bounds = empty_bounds(self._store, room.blocks, self._device, self._kind)
 
@@ -129,7 +129,7 @@ class Selection(Source):
         return table[rows, places].long()
 
     def step(self, batch: StepBatch) -> StepSource:
-        rows = self.rows(batch.starts, batch.held)
+        rows = self.rows(batch.starts, batch.resident_tokens)
         filled = self.filled(batch.written, batch.starts, batch.seq_lens)
         if filled is None and not len(rows):
             return super().step(batch)
@@ -139,7 +139,7 @@ class Selection(Source):
             if its.steps == self._every:
                 its.steps, its.blocks = 0, {}
             its.steps += 1
-            resident = batch.table[row, : -(-int(batch.held[row]) // self.block_size)]
+            resident = batch.table[row, : -(-int(batch.resident_tokens[row]) // self.block_size)]
             choices.append(_Choice(row, int(batch.starts[row]), resident, its))
         return SelectStep(self, choices, filled, batch)
 
@@ -218,13 +218,13 @@ class SelectStep(StepSource):
             return
         self.rows = rows = np.array([choice.row for choice in choices], np.int64)
         # Rows beside them that the plugin's kernel attends for are decodes with no more blocks than are selected.
-        (count, width), table = (len(batch.held), selection.blocks), batch.table
+        (count, width), table = (len(batch.resident_tokens), selection.blocks), batch.table
         self._table = torch.zeros((count, width), dtype=torch.int32, device=table.device)
         self._table[:, : table.shape[1]] = table[:count, :width]
         for choice in choices:
             self._table[choice.row, -selection.recent :] = choice.resident[-selection.recent :]
         size = selection.block_size
-        lens = (width - 1) * size + (batch.held[rows] - 1) % size + 1
+        lens = (width - 1) * size + (batch.resident_tokens[rows] - 1) % size + 1
         where, lens = (to_device(each, table.device) for each in (rows, lens.astype(np.int32)))
         self._lens = batch.lens[:count].index_copy(0, where, lens)
 

@@ -16,14 +16,14 @@ class Row(NamedTuple):
     Attributes:
         logical: int64 [n], logical blocks, ascending.
         physical: int32 [n], their physical blocks.
-        length: tokens in them; at most so many, with `settled`.
-        settled: int32 [], tokens in them as the device knows them; None: `length`.
+        length: tokens in them; at most so many, with `verified`.
+        verified: int32 [], tokens in them as the device knows them; None: `length`.
     """
 
     logical: np.ndarray
     physical: torch.Tensor
     length: int
-    settled: torch.Tensor | None = None
+    verified: torch.Tensor | None = None
 
 
 class StepBatch:
@@ -42,15 +42,15 @@ class StepBatch:
         queries: int32 [R], their number.
         seq_lens: int32 [R], tokens with holes: position of the last query + 1. They may be too large by `slack`.
         lengths: int32 [R], the same as the device knows them.
-        held: int32 [R], resident tokens, from `seq_lens`.
+        resident_tokens: int32 [R], from `seq_lens`.
         longest: the largest of them.
-        settled: int64 [R], leading queries of each row that are of settled tokens; None: all of them are.
+        verified: int64 [R], leading queries of each row that are of verified tokens; None: all of them are.
         slack: int64 [R], tokens by which `seq_lens` may be too large; None: they are right.
         written: int32 [at least R, W], vLLM's block tables with holes.
         table: int32 [at least R, W], resident blocks.
         lens: int32 [R], resident tokens as the device knows them.
         logical: int32 [R, W], logical index of each resident block, -1 past the end.
-        rows: request that reports -> its resident blocks: at least those of settled tokens.
+        rows: request that reports -> its resident blocks: at least those of verified tokens.
     """
 
     table: torch.Tensor
@@ -64,16 +64,16 @@ class StepBatch:
         starts = np.arange(rows + 1, dtype=np.int32) if in_graph else metadata.query_start_loc_cpu[: rows + 1].numpy()
         self.starts, self.queries = starts, np.diff(starts)
         self.seq_lens = metadata.seq_lens_cpu_upper_bound[:rows].numpy()
-        self.held = holes.held(self.req_ids, self.seq_lens)
-        self.longest = int(self.held.max())
-        self.settled, self.slack = batch.settled_queries(self.queries), batch.slack()
+        self.resident_tokens = holes.resident_tokens(self.req_ids, self.seq_lens)
+        self.longest = int(self.resident_tokens.max())
+        self.verified, self.slack = batch.verified_queries(self.queries), batch.slack()
         self.lengths, self.written = metadata.seq_lens[:rows], metadata.block_table_tensor
         self.rows: dict[str, Row] = {}
 
     @property
     def ends(self) -> np.ndarray:
-        """End of each row's queries of settled tokens; drafts follow them: [R]."""
-        return self.starts[1:] if self.settled is None else self.starts[:-1] + self.settled
+        """End of each row's queries of verified tokens; drafts follow them: [R]."""
+        return self.starts[1:] if self.verified is None else self.starts[:-1] + self.verified
 
     def see(self, table: torch.Tensor, lens: torch.Tensor, logical: torch.Tensor, block_size: int) -> None:
         """Take what layers read, as the attributes have it; `logical` may be wider."""
@@ -86,7 +86,7 @@ class StepBatch:
     def _row(self, req_id: str, row: int, block_size: int) -> Row:
         """Return the resident blocks of one request."""
         drafts = int(self.starts[row + 1] - self.ends[row])
-        length = int(self.held[row]) - drafts
+        length = int(self.resident_tokens[row]) - drafts
         index = self._holes.resident(req_id, -(-length // block_size))
-        settled = self.lens[row] - drafts if self.slack is not None and self.slack[row] else None
-        return Row(index, self.table[row, : len(index)], length, settled)
+        verified = self.lens[row] - drafts if self.slack is not None and self.slack[row] else None
+        return Row(index, self.table[row, : len(index)], length, verified)

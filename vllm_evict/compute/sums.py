@@ -222,11 +222,11 @@ class RunningSums:
             memory: memory of a graph, of R rows and W blocks; None allocates.
         """
         measured = self._measured(batch.req_ids)
-        rows, slots, settled, slack = measured.rows, measured.slots, batch.settled, batch.slack
+        rows, slots, verified, slack = measured.rows, measured.slots, batch.verified, batch.slack
         if not len(rows):
             return None
         plain = not (measured.by_place or measured.decays or measured.tests)
-        plain = plain and (settled is None or bool((settled == batch.queries).all()))
+        plain = plain and (verified is None or bool((verified == batch.queries).all()))
         weights = given = kept = queries = tested = None
         weighs = True
         if plain:
@@ -357,15 +357,15 @@ class RunningSums:
 
         With `slack` the weights are above 0 for each query that may count.
         """
-        rows, slots, settled = measured.rows, measured.slots, batch.settled
-        counting = self._counting(rows, slots, batch.queries, batch.queries if settled is None else settled)
+        rows, slots, verified = measured.rows, measured.slots, batch.verified
+        counting = self._counting(rows, slots, batch.queries, batch.queries if verified is None else verified)
         weights, counted = counting.at_most(slack).weights(batch.seq_lens)
-        if settled is not None:
+        if verified is not None:
             ends = (batch.seq_lens - counting.drafts - (0 if slack is None else slack))[rows]
             self._tentative[slots] = -(-ends // self.block_size) - self._holes[slots] <= self._trigger[slots]
         return counting, weights.astype(np.float32), counted
 
-    def _counting(self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, settled: np.ndarray) -> Counting:
+    def _counting(self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, verified: np.ndarray) -> Counting:
         def of(values: np.ndarray, other: float) -> np.ndarray:
             spread = np.full(len(lens), other, values.dtype)
             spread[rows] = values[slots]
@@ -374,8 +374,8 @@ class RunningSums:
         scoring = of(self._every, 1), of(self._window, 0), of(self._start, 0)
         limit = of((self._trigger + self._holes) * self.block_size, 0)
         measured = np.zeros(len(lens), np.int64)
-        measured[rows] = settled[rows]
-        return Counting.of(*scoring, limit, of(self._decay, 0.0), lens, settled, measured)
+        measured[rows] = verified[rows]
+        return Counting.of(*scoring, limit, of(self._decay, 0.0), lens, verified, measured)
 
 
 def _fill(weights: torch.Tensor, given: torch.Tensor | None) -> None:

@@ -97,7 +97,7 @@ class TokenSums(RunningSums):
         #: float32 [L, P, Hkv, block_size]. Page 0 is the null page: never allocated, always zero.
         self._pages = torch.zeros(layers, 1, kv_heads, block_size, device=device)
         self._unused: list[int] = []
-        #: Whether requests needed more pages than `hold` allocated.
+        #: Whether requests needed more pages than `allocate` allocated.
         self.outgrown = self._told = False
         #: For each slot the pages of its request, in order, and their number.
         self._table = np.zeros((requests, blocks), np.int64)
@@ -124,7 +124,7 @@ class TokenSums(RunningSums):
     def kept_bytes(self) -> int:
         return super().kept_bytes + self.nbytes
 
-    def hold(self, blocks: int) -> None:
+    def allocate(self, blocks: int) -> None:
         """Allocate `blocks` pages, before any request has one."""
         self._told = True
         layers, _, *page = self._pages.shape
@@ -182,12 +182,12 @@ class TokenSums(RunningSums):
         if not len(rows):
             return None
         _, weights, counted = self._weigh(measured, batch, None)
-        self._lengths[slots], self._newest[slots] = batch.held[rows], batch.seq_lens[rows] - 1
+        self._lengths[slots], self._newest[slots] = batch.resident_tokens[rows], batch.seq_lens[rows] - 1
         self._hold(slots, -(-self._lengths[slots] // self.block_size))
         self._fade(slots, counted[rows])
         if not counted.any():
             return None
-        table = np.zeros((len(batch.req_ids), -(-int(batch.held.max()) // self.block_size)), np.int32)
+        table = np.zeros((len(batch.req_ids), -(-int(batch.resident_tokens.max()) // self.block_size)), np.int32)
         table[rows] = self._table[slots, : table.shape[1]]
         last = self._last(weights, batch.starts)
         table, weights = self._to_device(table), self._to_device(weights)

@@ -88,7 +88,7 @@ class Views:
         for group, table in zip(self._groups, self.tables, strict=True):
             if in_graph or group.with_holes:
                 self._made[group] = self.memory(group, table.shape).of_rows(rows)
-                longest = max(longest, int(group.held(seq_lens).max()))
+                longest = max(longest, int(group.resident_tokens(seq_lens).max()))
             seen.append(self._made.get(group))
         width = -(-longest // self._groups[0].block_size)
         seen = [view and view.of_width(width) for view in seen]

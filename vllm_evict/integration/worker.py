@@ -80,7 +80,7 @@ class EvictionWorkerMixin:
             if path is not None and number:
                 path += f".{number}"
             room = room._replace(host_blocks=host_blocks(self.vllm_config, config, block), path=path)
-        self.kv_evict.hold(room, tables)
+        self.kv_evict.allocate(room, tables)
         if self.rank == 0:
             backend = layers.backend_name(self.vllm_config)
             logger.info(kernels_line(self.vllm_config, config, self.kv_evict, backend))

@@ -8,15 +8,15 @@ import torch
 
 from ..core.plan import Copy, GroupPlan, HostTrouble
 from .holes import Holes, Start
-from .host_pages import FilePages, HostPages, MemoryPages
 from .kernels.bounds import bounds_width, key_bounds
+from .offload_pages import FilePages, MemoryPages, OffloadPages
 from .parts import AllReduce, Mover, Room
 from .source import Source
 from .store import Store
 from .transfer import to_device
 
 
-class HostBlocks:
+class OffloadedBlocks:
     """Host blocks of one KV group.
 
     `pages` holds the bytes, in memory or in a file. Bounds of their keys lie where the cache is, as scores need
@@ -38,7 +38,7 @@ class HostBlocks:
     ) -> None:
         self._store, self._device, self._kind = store, device, bounds or "box"
         pages = store.pages()
-        self.pages: HostPages = (
+        self.pages: OffloadPages = (
             MemoryPages(pages, blocks, device.type == "cpu") if path is None else FilePages(path, pages, blocks)
         )
         #: Host blocks that hold nothing, because they could not be written.
@@ -114,23 +114,23 @@ class Offload(Mover):
         store: KV cache of the group.
         holes: of the group; a block that does not come back stays a hole.
         source: of the group; it hears of blocks that come back.
-        bounds: see `HostBlocks`.
+        bounds: see `OffloadedBlocks`.
         device: device of the cache.
 
     Attributes:
-        blocks: host blocks; they are there from `hold` on.
+        blocks: host blocks; they are there from `allocate` on.
     """
 
     kind = Copy
-    blocks: HostBlocks
+    blocks: OffloadedBlocks
 
     def __init__(self, store: Store, holes: Holes, source: Source, bounds: str | None, device: torch.device) -> None:
         self._store, self._holes, self._source = store, holes, source
         self._kind, self._device = bounds, device
         self._plan = GroupPlan()
 
-    def hold(self, room: Room) -> None:
-        self.blocks = HostBlocks(self._store, room.host_blocks, self._device, self._kind, room.path)
+    def allocate(self, room: Room) -> None:
+        self.blocks = OffloadedBlocks(self._store, room.host_blocks, self._device, self._kind, room.path)
 
     def begin(self, start: Start) -> None:
         self._plan = start.plan
