@@ -174,7 +174,8 @@ class GroupRuntime:
         if self.with_holes:
             table, lens, logical = self.views.of(self, metadata)
         else:
-            table, lens, logical = batch.written, batch.lengths, self.identity.expand(len(batch.queries), -1)
+            table, lens = metadata.block_table_tensor, metadata.seq_lens[: len(batch.req_ids)]
+            logical = self.identity.expand(len(batch.req_ids), -1)
         longest = batch.longest if self.with_holes else None
         if not works:
             return with_table(metadata, table, lens, batch.resident_tokens, longest), None

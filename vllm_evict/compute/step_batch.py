@@ -27,13 +27,13 @@ class Row(NamedTuple):
 
 
 class StepBatch:
-    """The batch of one step: lengths on the host, and once `see` has run what layers read.
+    """The batch of one step: lengths on the host, and all else once `see` has run.
 
     Args:
         batch: as all KV groups see it.
         plan: of the KV group.
         holes: of the KV group.
-        metadata: vLLM's `CommonAttentionMetadata`.
+        metadata: vLLM's `CommonAttentionMetadata` of the group.
         in_graph: whether the step replays a full graph, on memory that the host fills now.
 
     Attributes:
@@ -53,21 +53,12 @@ class StepBatch:
         rows: request that reports -> its resident blocks: at least those of verified tokens.
     """
 
-    table: torch.Tensor
-    lens: torch.Tensor
-    logical: torch.Tensor
-
     def __init__(self, batch: Batch, plan: GroupPlan, holes: Holes, metadata: Any, in_graph: bool = False) -> None:
-        rows = len(batch.req_ids)
-        self.req_ids, self.plan, self.in_graph, self._holes = batch.req_ids, plan, in_graph, holes
-        # Graphs are of decodes.
-        starts = np.arange(rows + 1, dtype=np.int32) if in_graph else metadata.query_start_loc_cpu[: rows + 1].numpy()
-        self.starts, self.queries = starts, np.diff(starts)
-        self.seq_lens = metadata.seq_lens_cpu_upper_bound[:rows].numpy()
+        self._batch, self._holes, self._metadata = batch, holes, metadata
+        self.req_ids, self.plan, self.in_graph = batch.req_ids, plan, in_graph
+        self.seq_lens = metadata.seq_lens_cpu_upper_bound[: len(batch.req_ids)].numpy()
         self.resident_tokens = holes.resident_tokens(self.req_ids, self.seq_lens)
         self.longest = int(self.resident_tokens.max())
-        self.verified, self.slack = batch.verified_queries(self.queries), batch.slack()
-        self.lengths, self.written = metadata.seq_lens[:rows], metadata.block_table_tensor
         self.rows: dict[str, Row] = {}
 
     @property
@@ -77,6 +68,15 @@ class StepBatch:
 
     def see(self, table: torch.Tensor, lens: torch.Tensor, logical: torch.Tensor, block_size: int) -> None:
         """Take what layers read, as the attributes have it; `logical` may be wider."""
+        metadata, rows = self._metadata, len(self.req_ids)
+        # Graphs are of decodes.
+        starts = (
+            np.arange(rows + 1, dtype=np.int32) if self.in_graph else metadata.query_start_loc_cpu[: rows + 1].numpy()
+        )
+        self.starts: np.ndarray = starts
+        self.queries = np.diff(self.starts)
+        self.verified, self.slack = self._batch.verified_queries(self.queries), self._batch.slack()
+        self.lengths, self.written = metadata.seq_lens[:rows], metadata.block_table_tensor
         self.table, self.lens = table, lens
         self.logical = logical[:, : max(-(-self.longest // block_size), 1)]
         places = {req_id: row for row, req_id in enumerate(self.req_ids)} if self.plan.report else {}

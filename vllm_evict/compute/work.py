@@ -69,7 +69,7 @@ class StepWork:
         self._beside = [step for step in steps if not step.takes_mass]
         self._source = source or StepSource(seq_lens)
         own = queries[rows]
-        self.is_all = own.sum() == queries.sum()
+        self.is_all = len(rows) == len(queries) or own.sum() == queries.sum()
         self.rows = to_device(rows.astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
         if len(rows) and len(rows) == len(queries):
