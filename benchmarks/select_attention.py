@@ -57,7 +57,14 @@ def measure(heads: int, kv_heads: int, tokens: int, select: int, repeats: int) -
 
     def selected() -> None:
         batch = SimpleNamespace(
-            req_ids=["r"], starts=starts, seq_lens=held + 1, resident_tokens=held, lens=lens, written=table, table=table
+            req_ids=["r"],
+            starts=starts,
+            queries=np.diff(starts),
+            seq_lens=held + 1,
+            resident_tokens=held,
+            lens=lens,
+            written=table,
+            table=table,
         )
         work = StepWork([], np.zeros(1, np.int64), np.ones(1, np.int32), lens, selection.step(batch))
         work.do(LayerCall(CPUOps, layer, 0, query, cache, metadata, output))

@@ -101,36 +101,9 @@ class Selection(Source):
             for req_id in req_ids:
                 self._held.pop(req_id, None)
 
-    def rows(self, starts: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """Return the rows of the batch that select: int64 [n].
-
-        Args:
-            starts: int32 [R + 1], first query of each row.
-            held: int32 [R], resident tokens.
-        """
-        return np.flatnonzero(self._config.reads_less(np.diff(starts), held, self.block_size))
-
-    def filled(self, table: torch.Tensor, starts: np.ndarray, seq_lens: np.ndarray) -> torch.Tensor | None:
-        """Return the physical blocks that the step fills: int64 [n]; None: it fills none.
-
-        Args:
-            table: int32 [R, W], block tables with holes.
-            starts: int32 [R + 1].
-            seq_lens: int32 [R], tokens with holes.
-        """
-        ends = seq_lens // self.block_size
-        firsts = (seq_lens - np.diff(starts)) // self.block_size
-        counts = ends - firsts
-        if not counts.any():
-            return None
-        rows = np.repeat(np.arange(len(counts)), counts)
-        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(firsts, counts)
-        rows, places = (to_device(each.astype(np.int64), self._device) for each in (rows, places))
-        return table[rows, places].long()
-
     def step(self, batch: StepBatch) -> StepSource:
-        rows = self.rows(batch.starts, batch.resident_tokens)
-        filled = self.filled(batch.written, batch.starts, batch.seq_lens)
+        reads_less = self._config.reads_less(batch.queries, batch.resident_tokens, self.block_size)
+        rows, filled = np.flatnonzero(reads_less), self._filled(batch)
         if filled is None and not len(rows):
             return super().step(batch)
         choices = []
@@ -142,6 +115,18 @@ class Selection(Source):
             resident = batch.table[row, : -(-int(batch.resident_tokens[row]) // self.block_size)]
             choices.append(_Choice(row, int(batch.starts[row]), resident, its))
         return SelectStep(self, choices, filled, batch)
+
+    def _filled(self, batch: StepBatch) -> torch.Tensor | None:
+        """Return the physical blocks that the step fills: int64 [n]; None: it fills none."""
+        ends = batch.seq_lens // self.block_size
+        firsts = (batch.seq_lens - batch.queries) // self.block_size
+        counts = ends - firsts
+        if not counts.any():
+            return None
+        rows = np.repeat(np.arange(len(counts)), counts)
+        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(firsts, counts)
+        rows, places = (to_device(each.astype(np.int64), self._device) for each in (rows, places))
+        return batch.written[rows, places].long()
 
     def choose(self, choice: "_Choice", layer: Any, place: int, query: torch.Tensor) -> torch.Tensor:
         """Return the blocks between sinks and recent blocks that a request attends to: int32, in order.

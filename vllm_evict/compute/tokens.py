@@ -213,20 +213,11 @@ class TokenSums(RunningSums):
             self._pages.index_fill_(1, self._to_device(self._table[slot, : self._held[slot]]), 0)
 
     def judged(self, req_id: str, position: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores (float32) and positions (int32), [L, Hkv, n] each, of the decision of that number.
-
-        `position` is that of the newest computed token at the decision.
-        """
+        """See `compaction.Judge`."""
         return self._judged[req_id][number], self._positions(self._slots[req_id])
 
     def gather(self, req_id: str, number: int, first: int, count: int, keep: torch.Tensor) -> None:
-        """Drop the sums of evicted tokens, and close the gaps.
-
-        Args:
-            number: of the decision.
-            first, count: range of the candidates.
-            keep: int64 [L, Hkv, kept], indices of kept candidates in that range.
-        """
+        """See `compaction.Judge`."""
         slot = self._slots[req_id]
         scores = gathered(self._scores(slot), first, count, keep)
         self._left[slot] = gathered(self._positions(slot), first, count, keep)
