@@ -19,6 +19,7 @@ from vllm_evict.compute.compaction import Compactor
 from vllm_evict.compute.originals import Originals
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.core.plan import PLAN
+from vllm_evict.integration.engine.reconstruction import Reconstructions
 
 #: Whether this run is on Model Runner V2 (see conftest.py).
 V2 = os.environ.get("VLLM_EVICT_TEST_RUNNER") == "v2"
@@ -173,7 +174,7 @@ class Engine:
             assert not group.with_holes and not (compactor and compactor.mergers)
             assert originals is None or originals.is_empty
             if prompts is not None:
-                known = self.scheduler.reconstructions.scores
+                known = self.scheduler.part(Reconstructions).scores
                 assert prompts.is_empty and len(prompts.numbers) == len(known._prompts)
             if (sums := sums_of(group)) is not None:
                 assert not sums._slots

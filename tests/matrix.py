@@ -78,7 +78,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Any:
-        from vllm_evict.integration.scheduler import EvictionMixin
+        from vllm_evict.integration.engine.scheduler import EvictionMixin
 
         (kind,), self._noted, apply = item.get_closest_marker("oracle").args, set(), EvictionMixin.apply
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from vllm_evict.integration import versions
+from vllm_evict.integration.start import versions
 
 RESULTS = Path(__file__).parents[1] / "docs/versions"
 CONSTRAINTS = RESULTS.parents[1] / "packaging/constraints.txt"

@@ -14,6 +14,7 @@ from test_serving_cache import pure_tokens
 from vllm.lora.request import LoRARequest
 
 from vllm_evict.config import KVPolicyConfig
+from vllm_evict.integration.engine.reconstruction import Reconstructions
 
 BLOCK, RANK, SCALE = 32, 8, 2.0
 BASE = {"budget": 160, "buffer": 32, "sink": 32, "recent": 32}
@@ -96,7 +97,7 @@ def test_kvzip_repeats_a_prompt_under_the_adapter_of_its_request(engine, adapter
     policy = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64, "instruction": [7, 8, 9]}
     server, prompt = engine(policy, **SERVES), random_prompt(330, 1)
     (batch,) = serve(server, adapters, ADAPTERS, [prompt], tokens=100)
-    scores = [stored for _, stored in server.scheduler.reconstructions.scores._prompts.values()]
+    scores = [stored for _, stored in server.scheduler.part(Reconstructions).scores._prompts.values()]
     assert len(scores) == len(ADAPTERS)
     for name in ADAPTERS:
         mass = reconstructed(adapters[name][1], prompt, KVPolicyConfig.parse(policy))

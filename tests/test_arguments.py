@@ -21,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_evict import KVPolicyConfig, KVPolicyError
 from vllm_evict.config import presets
-from vllm_evict.integration import arguments
+from vllm_evict.integration.start import arguments
 
 
 @pytest.fixture(scope="module")

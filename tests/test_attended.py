@@ -9,7 +9,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
 from vllm_evict.config import KVPolicyError
-from vllm_evict.integration import runners
+from vllm_evict.integration.worker import runners
 
 backend, server, view_launches = (
     getattr(test_device_backends, name) for name in ("backend", "server", "view_launches")
@@ -39,7 +39,7 @@ def goes_round(layer, when):
 @pytest.fixture
 def bypassing(monkeypatch):
     """Has the attention layers of these numbers, of models made in the test, be gone round in steps that `when` names."""
-    from vllm_evict.integration import layers
+    from vllm_evict.integration.worker import layers
 
     def bypass(when, numbers=(0, 1)):
         install = layers.install

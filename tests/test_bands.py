@@ -13,6 +13,8 @@ from parts import sums_of
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.core.mechanisms import Profiles
+from vllm_evict.core.mechanisms.pressure import Offered
 from vllm_evict.core.plan import Report
 
 BLOCK = 32
@@ -235,7 +237,7 @@ def test_fastgen_matches_the_oracle(engine, model, dense, bands, recovery):
     def on_step(server):
         for manager in server.managers:
             for resident in manager.residents.values():
-                if resident.unprofiled and len(chosen) < bands:
+                if resident._granted and len(chosen) < bands:
                     chosen.append(resident.config.name)
 
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 120, "logprobs": 1})], on_step)
@@ -283,7 +285,7 @@ def test_fastgen_keeps_each_group_to_what_it_chose(request, model, complaints, m
     def on_step(server):
         (one,) = server.scheduler.requests.values() or [None]
         residents = [r for m in server.managers for r in m.residents.values()]
-        if not residents or any(r.unprofiled is None for r in residents):
+        if not residents or any(r._granted is None for r in residents):
             return
         chosen.append([r.config.name for r in residents])
         held.append([r.held_blocks for r in residents])
@@ -307,7 +309,8 @@ def test_a_restart_is_measured_and_chosen_for_again(recovery, name):
     policy = {"name": "fastgen", **{k: v for k, v in BASE.items() if k != "kernel"}, "bands": 1, "recovery": recovery}
     (config,) = KVPolicyConfig.parse(policy).classes.values()
     resident = RequestBlocks(config, config.limits(BLOCK, 600), BLOCK, "fastgen", may_outgrow=True)
-    resident.profile(Report(np.arange(19), {"mass": np.ones(19)}), 600, 600)
+    name_chosen = Profiles._choose(resident, Report(np.arange(19), {"mass": np.ones(19)}), 600)
+    resident.choose_policy(name_chosen, 600)
     assert resident.config.name == name and resident.measured == (name == "h2o")
     resident.restart()
     assert resident.config == config and resident.measured
@@ -348,7 +351,9 @@ def test_adakv_under_pressure_goes_by_scores(engine, model):
     reported = []
 
     def on_step(server):
-        reported.extend(r.report is not None for m in server.managers for r in m.residents.values() if r.evicted_blocks)
+        reported.extend(
+            r.of(Offered).report is not None for m in server.managers for r in m.residents.values() if r.evicted_blocks
+        )
 
     for seed in range(4):
         server.add(random_prompt(150 + 10 * seed, seed), max_tokens=200)

@@ -12,7 +12,7 @@ from test_refusals import engine_config, refusal
 from test_sliding_models import GEMMA4, SIZES, WINDOWS
 from transformers import AutoConfig
 
-from vllm_evict.integration.stand_in import DEVICES
+from vllm_evict.integration.start.stand_in import DEVICES
 
 #: Asks about many servers in one process, whose imports take most of the time: flags on standard input, answers out.
 ASK = """
@@ -204,21 +204,21 @@ ON = {  # device, model, further flags -> what the first line has
         "and hold 68 blocks of 32 tokens, under full all their blocks; model runner V2"
     ),
     ("h200", "llama", ("--pipeline-parallel-size", "2")): "model runner V1",
-    ("h200", "llama", ("--attention-backend", "FLASHMLA")): "the attention backend FLASHMLA: policies run on",
+    ("h200", "llama", ("--attention-backend", "FLASHMLA")): "the attention backend FLASHMLA: set --attention-backend",
     ("h200", "llama", ("--tensor-parallel-size", "16")): "vLLM: World size (16) is larger than the number",
     ("b200", "llama", ()): "model runner V2, async scheduling; attention backend FLASHINFER",
     ("b200", "llama", ("--tensor-parallel-size", "4", "--quantization", "fp8")): "attention backend FLASHINFER",
     ("b200", "llama", ("--kv-transfer-config", NIXL, "--kv-policy", "h2o")): "attention backend FLASHINFER",
-    ("b200", "llama", ("--kv-policy", json.dumps(ADAKV))): "FLASHINFER: it plans for all heads",
+    ("b200", "llama", ("--kv-policy", json.dumps(ADAKV))): "the backend plans for all heads",
     ("b200", "llama", ("--kv-policy", json.dumps(ADAKV), "--attention-backend", "FLASH_ATTN")): "KV policy adakv",
-    ("b200", "mla", ()): "the attention backend FLASHINFER_MLA: policies run MLA on",
+    ("b200", "mla", ()): "the attention backend FLASHINFER_MLA: set --attention-backend",
     ("b200", "mla", ("--attention-backend", "TRITON_MLA")): "attention backend TRITON_MLA",
-    ("b200", "hybrid", ()): "the attention backend FLASHINFER beside states",
+    ("b200", "hybrid", ()): "and the attention backend FLASHINFER, whose kernels",
     ("b200", "hybrid", ("--attention-backend", "TRITON_ATTN")): "attention backend TRITON_ATTN",
     ("b200", "gemma4", ()): "attention backend FLASHINFER",
     ("mi300", "llama", ()): "vLLM's rocm engine in this release",
 }
-REFUSING = ("it plans for all heads", "heads of", "FLASHMLA", "vLLM: ", "policies run MLA on", "beside states", "rocm")
+REFUSING = ("plans for all heads", "heads of", "set --attention-backend", "vLLM: ", "whose kernels", "rocm")
 
 
 @pytest.mark.parametrize("device", ["h200", "b200", "mi300"])
@@ -236,7 +236,7 @@ def test_every_refusal_is_printed(folders):
     flags = ["--kv-sharing-fast-prefill", "--scheduler-cls", "a.B"]
     command = [sys.executable, "-c", "from vllm_evict.cli import main; main()", "check", "--device", "gb200"]
     done = subprocess.run([*command, folders["llama"], *flags], capture_output=True, text=True, timeout=300)
-    fast, scheduler = done.stdout.splitlines()
+    scheduler, fast = done.stdout.splitlines()
     assert (
         done.returncode == 1 and "fast prefill over shared caches" in fast and "leave --scheduler-cls out" in scheduler
     )

@@ -35,19 +35,21 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_evict import KVPolicyConfig, KVPolicyError
 from vllm_evict.config import REQUEST_FIELDS
 from vllm_evict.core.usage import KVUsage
-from vllm_evict.integration import frontend, plugin
-from vllm_evict.integration.carriers import EvictionOutput, EvictionOutputs, EvictionStats
-from vllm_evict.integration.cpu_worker import CPUEvictionWorker
-from vllm_evict.integration.late import when_imported
-from vllm_evict.integration.metrics import COUNTERS
-from vllm_evict.integration.scheduler import AsyncEvictionScheduler, EvictionScheduler
-from vllm_evict.integration.usage import watch
+from vllm_evict.integration import plugin
+from vllm_evict.integration.engine.carriers import EvictionOutput, EvictionOutputs, EvictionStats
+from vllm_evict.integration.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from vllm_evict.integration.engine.tally import COUNTERS
+from vllm_evict.integration.frontend import entrypoints
+from vllm_evict.integration.frontend.usage import watch
+from vllm_evict.integration.start import activation
+from vllm_evict.integration.start.late import when_imported
+from vllm_evict.integration.worker.cpu_worker import CPUEvictionWorker
 
 
 @pytest.fixture
 def warned(monkeypatch):
     """What the plugin warns of; what is said once can be said again."""
-    frontend._warn_without_policy.cache_clear()
+    entrypoints._warn_without_policy.cache_clear()
     lines = []
     # No handler: vLLM sets its loggers up anew when it configures an engine.
     monkeypatch.setattr(logging.getLogger("vllm.evict"), "warning", lambda text, *args: lines.append(text % args))
@@ -292,19 +294,19 @@ def test_without_a_policy_everything_is_vllms_own(configured):
 @pytest.mark.parametrize("extra_args", [{"kv_policy": "h2o"}, {"kv_budget": 64}, {"kv_usage": 1}, {"kv_policy": "x"}])
 def test_a_request_for_a_policy_where_there_is_none_is_said_once_and_served(configured, warned, extra_args):
     for _ in range(2):
-        frontend._check_request(configured(), extra_args, 100, None)
+        entrypoints._check_request(configured(), extra_args, 100, None)
     (line,) = warned()
     assert " or ".join(REQUEST_FIELDS) in line and "no KV policy" in line and "--kv-policy" in line
 
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {"kv_buget": 1}])
 def test_what_is_nothing_of_ours_is_not_said(configured, warned, extra_args):
-    frontend._check_request(configured(), extra_args, 100, None)
+    entrypoints._check_request(configured(), extra_args, 100, None)
     assert not warned()
 
 
 def test_a_request_for_a_policy_where_there_is_one_is_not_said(configured, warned):
-    frontend._check_request(configured(kv_policy="full"), {"kv_policy": "h2o"}, 5000, None)
+    entrypoints._check_request(configured(kv_policy="full"), {"kv_policy": "h2o"}, 5000, None)
     assert not warned()
 
 
@@ -331,9 +333,9 @@ def test_room_for_a_request_that_keeps_everything_counts_engines_groups_and_draf
     config.parallel_config.data_parallel_size = engines
     config.speculative_config = types.SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
     laid = None if groups == 1 else types.SimpleNamespace(groups=("full",) * groups)
-    monkeypatch.setattr("vllm_evict.integration.layers.layout", lambda *_: laid)
+    monkeypatch.setattr("vllm_evict.integration.start.attending.layout", lambda *_: laid)
     with contextlib.nullcontext() if fits else pytest.raises(VLLMValidationError, match="ask for fewer max_tokens"):
-        frontend._check_request(config, {"kv_policy": "full"}, 3000, 200)
+        entrypoints._check_request(config, {"kv_policy": "full"}, 3000, 200)
 
 
 def searched(vllm_config, prompt, xargs, max_tokens=8):
@@ -344,14 +346,14 @@ def searched(vllm_config, prompt, xargs, max_tokens=8):
         engine_client = types.SimpleNamespace(vllm_config=vllm_config)
 
         async def beam_search(self, prompt, request_id, params):
-            given.append(frontend._of_beam(SamplingParams(extra_args={"of": "vLLM"})).extra_args)
+            given.append(entrypoints._of_beam(SamplingParams(extra_args={"of": "vLLM"})).extra_args)
             yield prompt
 
     module = types.SimpleNamespace(BeamSearchOnlineMixin=Search)
-    frontend.hook_beam_search(module)
+    entrypoints.hook_beam_search(module)
 
     async def answer():
-        frontend._answered.set(CompletionRequest(prompt="t1", vllm_xargs=xargs))
+        entrypoints._answered.set(CompletionRequest(prompt="t1", vllm_xargs=xargs))
         searches = [
             Search().beam_search(prompt=prompt, request_id="0", params=params),
             Search().beam_search(prompt, "1", params),
@@ -359,7 +361,7 @@ def searched(vllm_config, prompt, xargs, max_tokens=8):
         return [output for search in searches async for output in search]
 
     assert asyncio.run(answer()) == [prompt, prompt]
-    assert frontend._of_beam(SamplingParams()).extra_args is None
+    assert entrypoints._of_beam(SamplingParams()).extra_args is None
     return given
 
 
@@ -411,7 +413,7 @@ def test_a_policy_names_the_scheduler(configured, asynchronous, expected):
     own = AsyncScheduler if asynchronous else Scheduler
     config.scheduler_config.async_scheduling = asynchronous  # the CPU platform turns it off
     assert config.scheduler_config.get_scheduler_cls() is own
-    plugin.activate(config, KVPolicyConfig(name="h2o"))
+    activation.activate(config, KVPolicyConfig(name="h2o"))
     scheduler = config.scheduler_config.get_scheduler_cls()
     assert scheduler is expected and issubclass(scheduler, own)
 

@@ -23,8 +23,8 @@ from vllm_evict.compute.kernels.rotate import Rotation
 from vllm_evict.compute.originals import Originals
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import NO_BLOCKS, RequestBlocks
-from vllm_evict.integration import positions
-from vllm_evict.integration.arguments import ALLOW_LONG, longer_than_the_model
+from vllm_evict.integration.start.arguments import ALLOW_LONG, longer_than_the_model
+from vllm_evict.integration.worker import positions
 from vllm_evict.policies import POLICIES as NAMED
 
 BLOCK, CHUNK, CONTEXT = 32, 64, 384
@@ -66,9 +66,9 @@ def watched(server):
         moves.extend(getattr(output, PLAN).rotations)
         for req_id in output.num_scheduled_tokens:
             resident, request = server.manager.residents[req_id], server.scheduler.requests[req_id]
-            if len(resident.places):
+            if len(resident.residence.places):
                 # The newest query of the step, whose tokens count as computed by now.
-                assert request.num_computed_tokens - resident.places[0] * BLOCK <= CONTEXT
+                assert request.num_computed_tokens - resident.residence.places[0] * BLOCK <= CONTEXT
 
     after(server.scheduler, "schedule", look)
     yield moves
@@ -166,9 +166,9 @@ def test_turned_keys_are_computed_ones_rounded_once(server, poisoned, dtype):
         for req_id, resident in manager.residents.items():
             assert originals.blocks(req_id) == {block for block, place, _ in before if place > block}
             held.append(len(originals.blocks(req_id)))
-            full = resident.resident < subject.scheduler.requests[req_id].num_computed_tokens // BLOCK
+            full = resident.residence.pool < subject.scheduler.requests[req_id].num_computed_tokens // BLOCK
             table = manager.req_to_blocks[req_id]
-            each = zip(resident.resident[full].tolist(), resident.places[full].tolist())
+            each = zip(resident.residence.pool[full].tolist(), resident.residence.places[full].tolist())
             before[:] = [(block, place, table[block].block_id) for block, place in each]
 
     output = subject.run(look)[request]
@@ -281,21 +281,21 @@ def test_places(rounds, chance):
     for more, gone, moves in rounds:
         places |= {block: block for block in range(blocks, blocks + more)}
         blocks += more
-        assert resident.reach(blocks * BLOCK - 5) == (blocks - min(places.values())) * BLOCK - 5
+        assert resident.residence.reach(blocks * BLOCK - 5) == (blocks - min(places.values())) * BLOCK - 5
         victims = sorted(chance.sample(sorted(places)[:-1], min(gone, len(places) - 1)))
         resident.evict(np.array(victims, np.int64), blocks * BLOCK)
         places = {block: place for block, place in places.items() if block not in victims}
-        assert dict(zip(resident.resident.tolist(), resident.places.tolist())) == places
+        assert dict(zip(resident.residence.pool.tolist(), resident.residence.places.tolist())) == places
         if moves:
             ends = dict(zip(reversed(sorted(places)), range(blocks - 1, -1, -1)))
-            gaps = zip(*(each.tolist() for each in resident.gaps()))
+            gaps = zip(*(each.tolist() for each in resident.residence.gaps()))
             assert {block: (distance, again) for block, distance, again in gaps} == {
                 block: (ends[block] - block, place > block) for block, place in places.items() if ends[block] > place
             }
-            resident.move_up()
+            resident.residence.move_up()
             places = ends
     resident.restart()
-    assert not len(resident.places)
+    assert not len(resident.residence.places)
 
 
 EMBEDDINGS = {

@@ -26,7 +26,7 @@ from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, KeyRotation
-from vllm_evict.integration import positions
+from vllm_evict.integration.worker import positions
 
 short, server, vllm_config = test_context.short, test_context.server, test_context.vllm_config
 
@@ -300,8 +300,8 @@ def test_originals_are_of_the_blocks_that_have_moved(rounds, chance):
             moves, holes = [], []
     step(runtime, moves, holes)
     turn = Rotation(frequencies, neox=True)
-    for block, place in zip(resident.resident.tolist(), resident.places.tolist()):
+    for block, place in zip(resident.residence.pool.tolist(), resident.residence.places.tolist()):
         want = turn(made[block][None, ..., :4], torch.tensor([(place - block) * BLOCK]))[0]
         torch.testing.assert_close(cache[table[block]][..., :4], want, atol=0, rtol=0)
-    moved = resident.resident[resident.places > resident.resident].tolist()
+    moved = resident.residence.pool[resident.residence.places > resident.residence.pool].tolist()
     assert part_of(group, Originals).blocks("r") == set(moved)

@@ -28,7 +28,7 @@ from vllm_evict.compute.tokens import TokenBuffers, TokenStep
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import PLAN, Compaction, EvictionPlan, GroupPlan, KeyRotation, Repetition, Scoring
-from vllm_evict.integration import worker
+from vllm_evict.integration.worker import worker
 from vllm_evict.policies import CACHED
 
 SIZE, HEADS, DIM, LAYERS, LENGTH = 16, 2, 8, 2, 16 * 9 + 5

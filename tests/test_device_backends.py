@@ -28,7 +28,7 @@ from vllm.model_executor.models import llama
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_evict.integration import refusals
+from vllm_evict.integration.start.capabilities import server as facts
 
 # numpy's, where a masked row divides 0 by 0.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -283,7 +283,7 @@ def test_fp8_caches_match_the_dense_oracle(server, tiny, monkeypatch, name):
 def check_fp8_caches(server, tiny, monkeypatch, name, scales):
     """Of scales that are not 1, on a platform that is taken for one that reads fp8; freed blocks are full of NaN."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
-    monkeypatch.setitem(refusals.SCORED_DTYPES, "cpu", refusals.SCORED_DTYPES["cuda"])
+    monkeypatch.setitem(facts.READ_DTYPES, "cpu", facts.READ_DTYPES["cuda"])
     subject = server(POLICIES[name], kv_cache_dtype="fp8", enable_prefix_caching=False)
     for layer in get_layers_from_vllm_config(subject.core.vllm_config, Attention).values():
         assert layer.kv_cache.dtype == torch.uint8 and (layer.query_quant is not None) == ("q" in scales)

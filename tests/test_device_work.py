@@ -17,9 +17,9 @@ from vllm_evict.compute.kernels.compact import is_ordered
 from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.compute.kernels.queries import Queries
 from vllm_evict.compute.work import HeadSlice
-from vllm_evict.integration import split
-from vllm_evict.integration.backend import STEP_WORK, working_impl
-from vllm_evict.integration.flash import capture_lse
+from vllm_evict.integration.worker import split
+from vllm_evict.integration.worker.backend import STEP_WORK, working_impl
+from vllm_evict.integration.worker.flash import capture_lse
 from vllm_evict.triton_kernels import decode_classes, mass_from_lse
 
 # numpy's, where a masked row divides 0 by 0.

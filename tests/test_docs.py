@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from unittest import mock
 
+import capabilities
 import matrix
 import pytest
 import yaml
@@ -17,8 +18,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser, SortedHelpFormatte
 
 from vllm_evict.config import REGISTRY, KVPolicyConfig
 from vllm_evict.eval import cli
-from vllm_evict.integration import arguments
-from vllm_evict.integration.arguments import FIELDS, HELP
+from vllm_evict.integration.start import arguments
+from vllm_evict.integration.start.arguments import FIELDS, HELP
+from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS
 from vllm_evict.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent
@@ -129,6 +131,12 @@ def test_versions_of_an_installation_by_hand_are_those_of_set_up():
 def test_the_readme_and_policies_have_every_policy():
     assert sorted(names(row[0])[0] for row in cells("docs/policies.md", "| policy | paper |")) == sorted(POLICIES)
     assert {name for row in cells("README.md", "| for | policy |") for name in names(row[1])} >= set(POLICIES)
+
+
+def test_what_is_refused_is_printed_from_the_table_of_capabilities():
+    page = (ROOT / "docs/limits.md").read_text()
+    assert f"<!-- python tests/capabilities.py -->\n{capabilities.table()}\n" in page
+    assert {*capabilities.SHOWN, *capabilities.INSTEAD} <= {*ENVIRONMENTS}
 
 
 def test_the_matrix_of_limits_is_that_of_the_tests_marked_oracle():

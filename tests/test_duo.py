@@ -16,7 +16,7 @@ from vllm_evict.compute.cached import CachedStatistics, Row
 from vllm_evict.config import KVPolicyError
 from vllm_evict.core.arrange import arrange
 from vllm_evict.heads import HeadPattern
-from vllm_evict.integration.managers import EvictableManager, longest_hit
+from vllm_evict.integration.engine.managers import EvictableManager, longest_hit
 
 BLOCK = 32
 SINK, RECENT = 32, 96

@@ -6,7 +6,8 @@ import pytest
 from engine import after, random_prompt
 from vllm.v1.request import RequestStatus
 
-from vllm_evict.integration.pressure import MOST_TAKINGS
+from vllm_evict.core.mechanisms import Pressure
+from vllm_evict.integration.engine.pressure import MOST_TAKINGS
 
 BLOCK, CHUNK = 32, 256
 SIZES = {"budget": 512, "buffer": 0, "sink": 32, "recent": 64, "allow": []}
@@ -132,7 +133,7 @@ def test_a_try_without_success_is_not_repeated_in_each_step(engine):
         blocks=46,
     )
     tries = []
-    after(server.scheduler.pressure, "offer", lambda *_: tries.append(server.scheduler.current_step))
+    after(server.scheduler.part(Pressure), "offer", lambda *_: tries.append(server.scheduler.current_step))
     server.add(random_prompt(1000, 1), max_tokens=200)
     for _ in range(8):
         server.llm.llm_engine.step()
@@ -183,7 +184,7 @@ def test_a_request_preempted_twice_takes_no_more_blocks(engine):
         server.llm.llm_engine.step()
     (runs,) = server.scheduler.residents.values()
     again = SimpleNamespace(request_id="again", status=RequestStatus.PREEMPTED, num_preemptions=MOST_TAKINGS)
-    make_room = server.scheduler.room.make_room
+    make_room = server.scheduler.part(Pressure).make_room
     server.manager.wanted = server.free_blocks + 4
     assert not make_room(again, chunk=lambda: 0, reserved=0, hit=(), watermark=True) and not runs.evicted_blocks
     again.num_preemptions -= 1

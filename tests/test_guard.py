@@ -15,7 +15,7 @@ from guard.names import CALLED, COMPLETE, REPLACED
 from guard.snapshot import OURS
 from guard.source import Edited, Sources
 
-from vllm_evict.integration import versions
+from vllm_evict.integration.start import versions
 
 #: Modules of vLLM that can't be imported without its CUDA libraries.
 NEEDS_A_GPU = ("vllm.v1.attention.backends.flashinfer", "vllm.vllm_flash_attn.flash_attn_interface")
@@ -145,7 +145,7 @@ EDITS = {
         "vllm.v1.core.kv_cache_utils",
         "def resolve_block_hashes(",
         "def hashes_of_blocks(",
-        "vllm.v1.core.kv_cache_utils:resolve_block_hashes: it is not there, and vllm_evict.integration.managers",
+        "vllm.v1.core.kv_cache_utils:resolve_block_hashes: it is not there, and vllm_evict.integration.engine.managers",
     ),
     "a class gets slots": (
         "vllm.v1.core.sched.output",
@@ -233,7 +233,9 @@ def test_each_method_that_calls_the_one_it_overrides_is_in_the_tables():
     for name, tree in OURS.modules():
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
         ours = {alias.name for node in imports for alias in node.names}
-        ours |= {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.bases}
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} <= ours:
+                ours.add(node.name)
         if not name.startswith("integration"):
             continue
         for cls in ast.walk(tree):

@@ -13,12 +13,13 @@ from engine import logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.visible import assert_like_dense, visible
 from streaming import Sessions
+from test_refusals_backends import plain_config
 
 from vllm_evict.compute import offload_pages
 from vllm_evict.compute.offload import OffloadedBlocks
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.plan import Copy, HostTrouble
-from vllm_evict.integration import combinations
+from vllm_evict.integration.start.capabilities import refuse
 
 QUEST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "16MiB"}
 QUEST |= {"recall": "quest", "recall_every": 2}
@@ -117,7 +118,7 @@ def test_a_block_that_failed_in_the_last_step_of_a_turn_is_a_hole_in_the_next(en
     sessions = Sessions(server)
     sessions.send("s", random_prompt(600), 20)
     sessions.run()
-    block = int(server.manager.residents["s"].resident[2])
+    block = int(server.manager.residents["s"].residence.pool[2])
     assert not server.manager.req_to_blocks["s"][block].is_null and not server.scheduler.running_request("s")
     server.scheduler._lose_host(HostTrouble("a disk that fails", [("s", block)]))
     assert server.manager.req_to_blocks["s"][block].is_null
@@ -186,14 +187,9 @@ def test_where_there_is_no_file_it_is_refused_by_name():
         KVPolicyConfig.parse({"name": "h2o", "evict": "host", "host_path": "/disk/blocks"})
 
 
-def test_no_file_behind_a_gpu(monkeypatch):
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size_local=1, tensor_parallel_size=1),
-        model_config=SimpleNamespace(is_hybrid=False),
-        cache_config=SimpleNamespace(block_size=4096),
-    )
-    monkeypatch.setattr(combinations, "slides", lambda *args: False)
+def test_no_file_behind_a_gpu():
     # A file may be larger than memory.
     policy = KVPolicyConfig.parse({**QUEST, "host": 1 << 42, "host_path": "/disk/blocks"})
-    refused = {p: [what for no, what, _ in combinations.tier(config, policy, p) if no] for p in ("cpu", "cuda")}
-    assert refused == {"cpu": [], "cuda": ["host_path on a GPU, whose copies would wait for a disk"]}
+    refuse.check_config(plain_config(cache_config__block_size=4096), policy)
+    with pytest.raises(KVPolicyError, match="host_path and a GPU, whose copies would wait for a disk: leave host_path"):
+        refuse.check_config(plain_config(device_config__device_type="cuda", cache_config__block_size=4096), policy)

@@ -21,7 +21,7 @@ from vllm_evict.compute.kernels.mass import block_mass, kernel_path, pack_keys
 from vllm_evict.compute.kernels.paged import PagedAttention
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.integration.spec import EvictableSpec
+from vllm_evict.integration.engine.spec import EvictableSpec
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 128, "buffer": 64, "sink": 32, "recent": 64}

@@ -10,7 +10,8 @@ import torch
 from engine import after, greedy, logprobs_of, random_prompt
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration.reconstruction import LONGEST_WAIT, OVERLAP, Job, Reconstructions
+from vllm_evict.core.blocks import RequestBlocks
+from vllm_evict.integration.engine.reconstruction import LONGEST_WAIT, OVERLAP, Job, Reconstructions
 
 SERVER = {"name": "kvzip", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}
 SIZE = 32
@@ -56,7 +57,7 @@ def test_bad_values_say_what_is_allowed(field, value, message):
 
 def test_without_a_prefix_cache_it_is_refused(engine):
     for policy in (SERVER, {"name": "h2o", "allow": ["kvzip"]}):
-        with pytest.raises(KVPolicyError, match="prefix caching off .* kvzip"):
+        with pytest.raises(KVPolicyError, match="kvzip and prefix caching off"):
             engine(policy, enable_prefix_caching=False)
 
 
@@ -88,7 +89,7 @@ def test_kept_blocks_are_those_of_a_dense_reconstruction(request, dense, shadows
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 150, "logprobs": 0})])
     assert len(shadows) == (1 if chunk == 2048 else 3)
     mass = reconstructed(dense, prompt, config)
-    ((hashes, stored),) = server.scheduler.reconstructions.scores._prompts.values()
+    ((hashes, stored),) = server.scheduler.part(Reconstructions).scores._prompts.values()
     assert len(hashes) == len(mass) == 19
     np.testing.assert_allclose(stored, mass, rtol=1e-3)
     # Decisions, by hand: after each of them the sink, what is recent, and the heaviest of the rest are left.
@@ -166,7 +167,7 @@ def test_a_repetition_that_is_cached_is_computed_all_the_same(engine, dense, sha
     server.generate([[*prompt, *prompt, 1]], max_tokens=2, extra_args={"kv_policy": "full"})
     server.generate([prompt], max_tokens=60)
     assert shadows == [[*prompt, *prompt]]
-    ((_, mass),) = server.scheduler.reconstructions.scores._prompts.values()
+    ((_, mass),) = server.scheduler.part(Reconstructions).scores._prompts.values()
     np.testing.assert_allclose(mass, reconstructed(dense, prompt, server.scheduler.kv_policy), rtol=1e-3)
     other = random_prompt(608, 6)
     server.generate([other], max_tokens=60)
@@ -202,14 +203,14 @@ def test_nobody_sees_a_shadow(engine, shadows):
     assert {req_id.split("-")[0] for req_id in told} == set(done)
     assert server.metrics()["vllm:prompt_tokens"] == sum(400 + index for index in range(3))
     assert server.metrics()["vllm:generation_tokens"] == 240
-    assert not server.scheduler.reconstructions._hidden
+    assert not server.scheduler.part(Reconstructions)._hidden
     server.assert_nothing_left()
 
 
 def until_a_shadow_runs(server, steps=100):
     for _ in range(steps):
         server.llm.llm_engine.step()
-        shadow = server.scheduler.reconstructions._shadow
+        shadow = server.scheduler.part(Reconstructions)._shadow
         if shadow is not None and 0 < shadow.request.num_computed_tokens < shadow.request.num_prompt_tokens:
             return shadow.request
     raise AssertionError("there was none")
@@ -224,7 +225,7 @@ def test_an_aborted_request_takes_its_shadow_along(request, make):
     assert shadow.is_finished() and not server.scheduler.running
     server.drain()
     server.assert_nothing_left()
-    assert len(server.scheduler.reconstructions) == len(server.scheduler.reconstructions.scores) == 0
+    assert len(server.scheduler.part(Reconstructions)) == len(server.scheduler.part(Reconstructions).scores) == 0
 
 
 def test_a_request_that_ends_first_takes_its_shadow_along(engine, shadows):
@@ -251,14 +252,14 @@ def test_a_reset_forgets_scores_and_what_is_under_way(engine, dense, shadows, ru
     server = engine(SERVER, max_num_batched_tokens=64)
     other = random_prompt(500, 9)
     server.generate([other], max_tokens=60)
-    assert len(server.scheduler.reconstructions.scores) == 15
+    assert len(server.scheduler.part(Reconstructions).scores) == 15
     prompt, resets = random_prompt(600), []
 
     def on_step(server):
-        shadow = server.scheduler.reconstructions._shadow
+        shadow = server.scheduler.part(Reconstructions)._shadow
         if shadow is not None and not resets and shadow.request.num_computed_tokens > 650:
             resets.append(server.scheduler.reset_prefix_cache(reset_running_requests=running))
-            assert len(server.scheduler.reconstructions.scores) == 0
+            assert len(server.scheduler.part(Reconstructions).scores) == 0
 
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 120, "logprobs": 0})], on_step)
     assert resets == [running] and len(shadows) == 3 and output.kv_usage.evicted_blocks > 0
@@ -284,7 +285,7 @@ def test_load_beyond_the_pool(request, poisoned, shadows, make, scheduling):
     assert shadows and any(not req_id.startswith("reconstruct") for req_id in preempted)
     assert sum(output.kv_usage.evicted_blocks > 0 for output in done.values()) >= 7
     server.assert_nothing_left()
-    assert len(server.scheduler.reconstructions) == 0
+    assert len(server.scheduler.part(Reconstructions)) == 0
 
 
 def test_a_preempted_shadow_begins_again(engine, dense, shadows):
@@ -293,7 +294,7 @@ def test_a_preempted_shadow_begins_again(engine, dense, shadows):
     prompt, preempted = random_prompt(600), []
 
     def on_step(server):
-        shadow = server.scheduler.reconstructions._shadow
+        shadow = server.scheduler.part(Reconstructions)._shadow
         if shadow is not None and not preempted and shadow.request.num_computed_tokens > 700:
             assert server.scheduler.running[-1] is shadow.request
             server.scheduler._preempt_request(server.scheduler.running.pop(), 0.0)
@@ -301,7 +302,7 @@ def test_a_preempted_shadow_begins_again(engine, dense, shadows):
 
     (output,), _ = server.traced([(prompt, {"max_tokens": 120})], on_step)
     assert len(preempted) == 1 and len(shadows) == 2
-    ((_, mass),) = server.scheduler.reconstructions.scores._prompts.values()
+    ((_, mass),) = server.scheduler.part(Reconstructions).scores._prompts.values()
     np.testing.assert_allclose(mass, reconstructed(dense, prompt, server.scheduler.kv_policy), rtol=1e-3)
     assert output.kv_usage.evicted_blocks > 0
     server.assert_nothing_left()
@@ -360,7 +361,7 @@ def test_prompts_that_cannot_be_repeated(change, why, complaints):
     reconstructions._manager, reconstructions._said = SimpleNamespace(block_size=32), set()
     assert reconstructions._unrepeatable(request) == why
     if why is not None:
-        job = Job(request, SimpleNamespace(policy="kvzip", prompt_scores=None), 0, 0)
+        job = Job(request, RequestBlocks(KVPolicyConfig(name="kvzip"), None, 32, "kvzip"), 0, 0)
         for _ in range(2):
             reconstructions._do_without(job, why, prompt=request.num_prompt_tokens, least=32)
         ((_, said),) = complaints
@@ -373,7 +374,7 @@ def test_kvzip_does_not_give_scores_up_for_queueing(engine, shadows, complaints)
     held, waited = [], {}
 
     def on_step(server):
-        reconstructions = server.scheduler.reconstructions
+        reconstructions = server.scheduler.part(Reconstructions)
         held.append(len(server.held_blocks()))
         for req_id, job in reconstructions._jobs.items():
             assert job.crowded == 0
@@ -385,7 +386,7 @@ def test_kvzip_does_not_give_scores_up_for_queueing(engine, shadows, complaints)
     done = server.run(on_step)
     assert max(waited.values()) > LONGEST_WAIT and max(held) < server.all_blocks // 2
     assert len(shadows) == 30 + 31 * 3 and not complaints
-    assert len(server.scheduler.reconstructions.scores._prompts) == 4
+    assert len(server.scheduler.part(Reconstructions).scores._prompts) == 4
     assert all(output.kv_usage.evicted_blocks > 0 for output in done.values())
     server.assert_nothing_left()
 
@@ -403,7 +404,7 @@ def test_only_steps_without_room_count(engine, shadows, complaints, lacks):
     crowded = []
 
     def on_step(server):
-        reconstructions = server.scheduler.reconstructions
+        reconstructions = server.scheduler.part(Reconstructions)
         (job,) = reconstructions._jobs.values() or (None,)
         if job is not None:
             if reconstructions._shadow is not None:  # a token for each request that decodes
@@ -428,7 +429,7 @@ def test_requests_that_wait_for_scores_do_not_outgrow_the_pool(engine, shadows, 
     steps = []
     done = server.run(lambda server: steps.append(len(server.scheduler.running)))
     assert len(done) == 6 and len(steps) < 6 * 400
-    assert shadows and len(server.scheduler.reconstructions.scores._prompts) > 0
+    assert shadows and len(server.scheduler.part(Reconstructions).scores._prompts) > 0
     assert all(output.kv_usage.evicted_blocks > 0 for output in done.values())
     assert all("no room for" in message for _, message in complaints if "oldest blocks" in message)
     server.assert_nothing_left()

@@ -17,7 +17,7 @@ from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import GroupPlan, Repetition
-from vllm_evict.integration.reconstruction import Reconstructions, parts
+from vllm_evict.integration.engine.reconstruction import Reconstructions, parts
 
 BLOCK, VOCAB, TIE = 32, 4096, 2e-6
 SERVER = {"name": "kvzip", "budget": 224, "buffer": 64, "sink": 32, "recent": 64, "granularity": "token"}
@@ -252,7 +252,7 @@ def test_load_beyond_the_pool(request, poisoned, model, shadows, make):
     aborted = []
 
     def on_step(server):
-        shadow = server.scheduler.reconstructions._shadow
+        shadow = server.scheduler.part(Reconstructions)._shadow
         if shadow is not None and not aborted and len(shadows) == 3:
             aborted.append(shadow.job.request.request_id.split("-")[0])
             server.llm.llm_engine.abort_request(aborted)
@@ -263,7 +263,7 @@ def test_load_beyond_the_pool(request, poisoned, model, shadows, make):
     assert any(not req_id.startswith("reconstruct") for req_id in preempted)
     assert sum(output.kv_usage.evicted_blocks > 0 for output in done.values()) >= 6
     server.assert_nothing_left()
-    numbered = next(server.scheduler.reconstructions._numbers)
+    numbered = next(server.scheduler.part(Reconstructions)._numbers)
     assert numbered > len(part_of(server.runtime, PromptScores).numbers) >= 1, "some were dropped for others"
 
 
@@ -290,7 +290,7 @@ def test_a_reset_forgets_scores_on_both_sides(engine, model, dense, shadows):
     assert len(part_of(server.runtime, PromptScores).numbers) == 1
 
     def on_step(server):
-        shadow = server.scheduler.reconstructions._shadow
+        shadow = server.scheduler.part(Reconstructions)._shadow
         if shadow is not None and not resets and shadow.request.num_computed_tokens > 650:
             resets.append(server.scheduler.reset_prefix_cache(reset_running_requests=True))
 

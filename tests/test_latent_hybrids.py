@@ -21,8 +21,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_evict.compute.kernel_blocks import KernelBlocks
 from vllm_evict.compute.kernels.view import View
 from vllm_evict.config import KVPolicyError
-from vllm_evict.integration import backend as backends
-from vllm_evict.integration.latents import latent_types
+from vllm_evict.integration.worker import backend as backends
+from vllm_evict.integration.worker.latents import latent_types
 
 BLOCK = 128
 SIZES = {"budget": 512, "sink": 128, "recent": 128, "buffer": 0}

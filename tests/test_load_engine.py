@@ -9,7 +9,7 @@ from loads.embedded import Failure, Run, run_case
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_evict.compute.group import GroupRuntime
-from vllm_evict.integration.managers import EvictableManager
+from vllm_evict.integration.engine.managers import EvictableManager
 
 #: Requests of a program, and programs of each case; two of kinds in which all that is counted below happens in two.
 SIZE, PROGRAMS = (12, 1) if V2 else (56, 4)

@@ -14,10 +14,10 @@ from mutants import MUTANTS, source
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.core.host import HostPool
+from vllm_evict.core.offload import OffloadPool
 from vllm_evict.core.plan import PLAN
-from vllm_evict.integration.managers import EvictableManager
-from vllm_evict.integration.scheduler import EvictionMixin
+from vllm_evict.integration.engine.managers import EvictableManager
+from vllm_evict.integration.engine.scheduler import EvictionMixin
 
 #: Policies that hold what they hold for different reasons; the others differ from one of them in their scores alone.
 KINDS = ["sink-window", "h2o", "snapkv", "keydiff", "kvzip", "duo", "pyramidkv", "adakv", "fastgen", "full"]
@@ -208,7 +208,7 @@ def pure_with_drafts(monkeypatch):
 
 def released_late(monkeypatch):
     """Host blocks of requests that end stay theirs."""
-    monkeypatch.setattr(HostPool, "release", lambda self, plan, blocks: None)
+    monkeypatch.setattr(OffloadPool, "release", lambda self, plan, blocks: None)
 
 
 def forgotten_early(monkeypatch):
@@ -218,14 +218,14 @@ def forgotten_early(monkeypatch):
 
 def back_in_front(monkeypatch):
     """Blocks come back before those that go for them are copied."""
-    fetch = HostPool.fetch
+    fetch = OffloadPool.fetch
 
     def first(self, plan, *args):
         before = len(plan.copies)
         fetch(self, plan, *args)
         plan.copies[:] = plan.copies[before:] + plan.copies[:before]
 
-    monkeypatch.setattr(HostPool, "fetch", first)
+    monkeypatch.setattr(OffloadPool, "fetch", first)
 
 
 def back_into_others(monkeypatch):

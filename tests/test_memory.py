@@ -29,7 +29,7 @@ from vllm_evict.compute.tokens import TokenSums
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import Scoring
-from vllm_evict.integration import layers, runners, worker
+from vllm_evict.integration.worker import layers, runners, worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 backend, server = (getattr(test_device_backends, name) for name in ("backend", "server"))

@@ -3,7 +3,8 @@
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from vllm_evict.integration.metrics import PrometheusMetrics, Tally
+from vllm_evict.integration.engine.tally import Tally
+from vllm_evict.integration.frontend.metrics import PrometheusMetrics
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_policies_without_requests_are_not_sent_and_show_nothing_held(shown):
     assert taken.keys() == {"h2o"}
     assert (found["blocks_resident", "h2o"], found["blocks_resident", "full"]) == (8, 0)
     assert (found["blocks_evicted_total", "h2o"], found["blocks_evicted_total", "full"]) == (3, 0)
-    tally.miss("h2o")
+    tally.add("h2o", missing=1)
     # Sent again though it did not change: another front end may have shown an older number last.
     taken = tally.take({"h2o": 8, "full": 5})
     found = shown(taken)

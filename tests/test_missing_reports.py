@@ -15,7 +15,8 @@ from parts import sums_of, tokens_of
 
 from vllm_evict.compute.attention.cpu import CPUOps
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.core.mechanisms.base import MOST_MISSES
+from vllm_evict.core.mechanisms.base import MOST_MISSES, Misses
+from vllm_evict.core.mechanisms.pressure import Offered
 from vllm_evict.core.plan import GroupPlan, Report
 from vllm_evict.core.reports import Inbox, flaw
 from vllm_evict.policies import POLICIES as ALL
@@ -79,7 +80,7 @@ def test_one_lost_report_costs_nothing_but_time(engine, complaints):
     misses = []
 
     def on_step(server):
-        misses.extend(resident.misses for resident in server.manager.residents.values())
+        misses.extend(resident.of(Misses).count for resident in server.manager.residents.values())
 
     _, (trace,) = server.traced([(random_prompt(600), {"max_tokens": 100})], on_step)
     assert counts == [1, 1, 1] and max(misses) == 2 and misses[-1] == 0
@@ -255,7 +256,7 @@ def test_a_broken_report_leaves_the_last_one_under_pressure(engine):
 
     def on_step(server):
         for req_id, resident in server.manager.residents.items():
-            assert resident.report is None or resident.report is good[0].get(req_id)
+            assert (report := resident.of(Offered).report) is None or report is good[0].get(req_id)
 
     server.run(on_step)
     assert len(good) > 3

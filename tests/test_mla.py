@@ -272,10 +272,16 @@ def test_what_goes_first_is_what_transformers_attends_to_least_and_what_has_the_
 
 
 REFUSED = {
-    "split heads": ({"name": "adakv"}, "whose query heads all read one latent head.*h2o, snapkv or sink-window"),
-    "head pattern": ({"name": "pyramidkv"}, "whose query heads all read one latent head"),
+    "split heads": (
+        {"name": "adakv"},
+        "multi-head latent.* while all query heads read one latent head.*h2o, snapkv or sink-window",
+    ),
+    "head pattern": ({"name": "pyramidkv"}, "while all query heads read one latent head"),
     "context": ({"name": "h2o", "context": 512, **SIZES}, "a context and multi-head latent.*leave context out"),
-    "kvzip": ({"name": "kvzip"}, "kvzip, which scores each KV head's own keys.*snapkv, h2o and keydiff"),
+    "kvzip": (
+        {"name": "kvzip"},
+        "kvzip and multi-head latent.*, which has no keys of KV heads.*snapkv, h2o and keydiff",
+    ),
     "tokens": ({"name": "snapkv", "granularity": "token", **SIZES}, "granularity: token and .*set granularity: block"),
     "select": ({"name": "keydiff", **SIZES, "select": 64}, "select and multi-head latent.*leave select out"),
     "host": (
@@ -288,7 +294,7 @@ REFUSED = {
 @pytest.mark.parametrize("backend", ["FLASHINFER_MLA", "CUTLASS_MLA"])
 def test_backends_that_nothing_shows_are_refused_by_name(engine, truths, backend):
     with pytest.raises(
-        KVPolicyError, match=f"{backend}: policies run MLA on CPU_MLA and AMX_MLA, and on a GPU on FLASHMLA"
+        KVPolicyError, match=f"{backend}: set .* on which policies run: CPU_MLA and AMX_MLA, and on a GPU FLASHMLA"
     ):
         engine(H2O, model=truths()[0], attention_backend=backend)
 

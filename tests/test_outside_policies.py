@@ -72,7 +72,7 @@ def test_a_policy_from_outside_has_its_own_field_everywhere(outside):
 import json
 from vllm_evict import KVPolicyConfig, KVPolicyError
 from vllm_evict.config import REGISTRY
-from vllm_evict.integration.arguments import FIELDS, HELP
+from vllm_evict.integration.start.arguments import FIELDS, HELP
 
 def refusal(value):
     try:

@@ -123,7 +123,7 @@ def test_smoke_expects_what_the_checkout_has(smoke):
     assert len(points) == 3 and all(smoke.defines(value) for value in points)
     assert smoke.presets_of(ROOT, REGISTRY) == presets().keys()
     assert {"decode_mass", "resident_view"} < smoke.kernels_of(ROOT)
-    assert {"integration/plugin.py", "integration/touched.json", "py.typed"} < smoke.files_of(ROOT / "vllm_evict")
+    assert {"integration/plugin.py", "integration/start/touched.json", "py.typed"} < smoke.files_of(ROOT / "vllm_evict")
 
 
 def test_smoke_follows_a_checkout_that_changes(smoke, tmp_path):

@@ -52,16 +52,16 @@ def stages(tiny, forks):
 
 def answers_of(server, policy):
     """Answers, and the reports that decisions took, in order."""
-    reports, take = [], server.scheduler._inbox.take
+    reports, take = [], server.scheduler.reports._inbox.take
 
     def watched(*args):
         taken = take(*args)
         reports.extend(sorted(taken[0].values(), key=lambda report: len(report.index)))
         return taken
 
-    server.scheduler._inbox.take = watched
+    server.scheduler.reports._inbox.take = watched
     outputs = server.generate(PROMPTS, max_tokens=24, logprobs=0, extra_args={"kv_policy": policy})
-    server.scheduler._inbox.take = take
+    server.scheduler.reports._inbox.take = take
     server.llm.reset_prefix_cache()
     return outputs, reports
 

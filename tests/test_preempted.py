@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,10 @@ from oracle.visible import BLOCK, assert_like_dense, visible
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.core.host import HostPool
+from vllm_evict.core.offload import OffloadPool
 from vllm_evict.core.plan import EvictionPlan, Scoring
+from vllm_evict.integration.engine.offloading import Offloading
+from vllm_evict.integration.engine.preempted import Preempted
 
 SIZES = {"budget": 128, "buffer": 0, "sink": 32, "recent": 32}
 HOST = {"name": "h2o", **SIZES, "evict": "host", "host": "64MiB", "preempt": "host"}
@@ -79,7 +82,7 @@ def test_a_restored_request_answers_as_one_that_was_never_preempted(engine, pois
     assert metrics["preemptions_recomputed", label] == 0
     for server in (subject, other):
         server.assert_nothing_left()
-        assert server.scheduler.host_pool.used == 0
+        assert server.scheduler.part(Offloading).pool.used == 0
 
 
 @pytest.mark.both_runners
@@ -155,7 +158,7 @@ def test_requests_that_the_host_cannot_keep_are_computed_again(engine, poisoned,
     """Four host blocks are too few for one request and enough for another; a reset forgets what is saved; so does an
     abort."""
     server = engine({**HOST, "host": 4 * 32768, "budget": 192}, enable_prefix_caching=False)
-    pool = server.scheduler.host_pool
+    pool = server.scheduler.part(Offloading).pool
     prompts = [random_prompt(100), random_prompt(600, 1)]
     (short, long), masks = run(server, prompts, (8,), max_tokens=20)
     assert (short.kv_usage.restored, short.kv_usage.recomputed) == (1, 0)
@@ -167,19 +170,18 @@ def test_requests_that_the_host_cannot_keep_are_computed_again(engine, poisoned,
             server.llm.llm_engine.step()
         (name,) = server.scheduler.requests
         preempt(server, name)
-        assert pool.used == 4 and server.scheduler.residents[name].saved is not None
+        assert pool.used == 4 and server.scheduler.residents[name].residence.saved is not None
         if ending == "reset":
             server.core.reset_prefix_cache(reset_running_requests=True)
         elif ending == "abort":
             server.llm.llm_engine.abort_request([req_id])
         else:
             request, resident = server.scheduler.requests[name], server.scheduler.residents[name]
-            assert server.scheduler._finds_room(request, resident)
-            room, numbers = server.scheduler.free_blocks, resident.saved.numbers
-            resident.saved.numbers = dict.fromkeys(range(room + 1))
-            assert not server.scheduler._finds_room(request, resident)
-            resident.saved.numbers = numbers
-            server.scheduler._forget_saved(resident)
+            preempted, saved = server.scheduler.part(Preempted), resident.residence.saved
+            assert preempted._finds_room(request, resident, saved)
+            room = dict.fromkeys(range(server.scheduler.free_blocks + 1))
+            assert not preempted._finds_room(request, resident, replace(saved, numbers=room))
+            preempted._forget(resident)
         assert (pool.used == 0 and name not in server.scheduler.residents) or ending != "abort"
         outputs = server.run()
         assert ending == "abort" or outputs[req_id].kv_usage.recomputed == 1
@@ -199,7 +201,7 @@ def test_a_pool_that_preempts_saves_and_restores(engine, poisoned, dense):
     for prompt, output, mask in zip(prompts, outputs, masks):
         assert_like_dense(dense, prompt, output, mask)
     server.assert_nothing_left()
-    assert server.scheduler.host_pool.used == 0
+    assert server.scheduler.part(Offloading).pool.used == 0
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -210,18 +212,18 @@ def make_blocks():
 
 
 def test_saved_blocks_are_never_dropped_and_never_take_the_request_s_own():
-    pool, plan, (a, b, c) = HostPool(5), EvictionPlan.empty(1), (make_blocks() for _ in range(3))
+    pool, plan, (a, b, c) = OffloadPool(5), EvictionPlan.empty(1), (make_blocks() for _ in range(3))
     pool.spill(plan, "a", 0, a, [1, 2], [11, 12])
     pool.spill(plan, "b", 0, b, [3], [13])
-    assert pool.save(plan, "a", 0, a, {5: 20, 6: 21, 7: 22, 8: 23}, 250) is None and a.saved is None
-    assert pool.save(plan, "a", 0, a, {5: 20, 6: 21, 7: 22}, 250) == [b] and not b.host
-    assert pool.used == 5 and a.host.keys() == {1, 2} and a.saved.numbers.keys() == {5, 6, 7}
+    assert pool.save(plan, "a", 0, a, {5: 20, 6: 21, 7: 22, 8: 23}, 250) is None and a.residence.saved is None
+    assert pool.save(plan, "a", 0, a, {5: 20, 6: 21, 7: 22}, 250) == [b] and not b.residence.host
+    assert pool.used == 5 and a.residence.host.keys() == {1, 2} and a.residence.saved.numbers.keys() == {5, 6, 7}
     # Of two evicted blocks one finds room, in the place of a's evicted block that waited longest.
     assert pool.spill(plan, "c", 0, c, [1], [30]) == [a] and pool.spill(plan, "c", 0, c, [2], [31]) == [a]
-    assert pool.spill(plan, "c", 0, c, [3], [32]) == [c] and a.saved.numbers.keys() == {5, 6, 7}
-    a.saved.coming = {7: 40}
-    pool.restore(plan, "a", 0, a)
-    assert plan.copies[-1][2:] == ("fetch", 40, plan.copies[5].number) and a.saved is None
+    assert pool.spill(plan, "c", 0, c, [3], [32]) == [c] and a.residence.saved.numbers.keys() == {5, 6, 7}
+    a.residence.saved.coming = {7: 40}
+    pool.restore(plan, "a", 0, a, a.residence.saved)
+    assert plan.copies[-1][2:] == ("fetch", 40, plan.copies[5].number) and a.residence.saved is None
     pool.release(plan, c)
     assert pool.used == 0 and sorted(pool._free) == list(range(5))
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from vllm_evict.config import NEVER, KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.core.mechanisms.pressure import SCORES_STAY_FRESH, ascending
+from vllm_evict.core.mechanisms import Pressure
+from vllm_evict.core.mechanisms.pressure import SCORES_STAY_FRESH, Offered, ascending
 from vllm_evict.core.plan import Report, Scoring
 from vllm_evict.policies import POLICIES
 
@@ -80,43 +81,47 @@ def request_of(name="h2o", blocks=20, mass=None, **options):
     config = KVPolicyConfig.parse({**SERVERS[name], **options})
     resident = RequestBlocks(config, config.limits(32, 1000), 32, may_outgrow=mass is not None)
     if mass is not None:
-        resident.report = Report(np.arange(len(mass)), {"mass": np.array(mass, float)})
+        resident.of(Offered).report = Report(np.arange(len(mass)), {"mass": np.array(mass, float)})
     return resident
+
+
+def offer(blocks, tokens=20 * 32, **options):
+    return blocks.offer(tokens, blocks.of(Offered).report, **options)
 
 
 def test_it_offers_what_is_above_its_floor():
     mass = [9.0, *range(1, 20)]
-    blocks, cost, spare = request_of(mass=mass).offer(20 * 32)
+    blocks, cost, spare = offer(request_of(mass=mass))
     # Block 0 is the sink, block 19 holds the last 32 tokens; 4 of the 20 are its floor.
     assert blocks.tolist() == list(range(1, 19)) and spare == 16
     np.testing.assert_allclose(cost, np.arange(1, 19) / sum(range(1, 19)))
-    assert request_of(mass=mass[:4]).offer(4 * 32)[2] == 0
+    assert offer(request_of(mass=mass[:4]), 4 * 32)[2] == 0
 
 
 def test_blocks_younger_than_the_scores_go_last():
-    blocks, cost, spare = request_of(mass=[1.0] * 10).offer(20 * 32)
+    blocks, cost, spare = offer(request_of(mass=[1.0] * 10))
     assert blocks.tolist() == list(range(1, 19)) and spare == 16
     assert cost[:9].max() < 1 < cost[9] and (np.diff(cost[9:]) > 0).all()
     resident = request_of(mass=[1.0] * 10)
-    blocks, _, spare = resident.offer(20 * 32, unscored=False)
+    blocks, _, spare = offer(resident, unscored=False)
     assert blocks.tolist() == list(range(1, 10)) and spare == 9
     resident.evict(np.array([3]), 10 * 32)
-    assert resident.offer(20 * 32, unscored=False)[0].tolist() == [1, 2, *range(4, 10)]
+    assert offer(resident, unscored=False)[0].tolist() == [1, 2, *range(4, 10)]
 
 
 def test_the_oldest_go_where_no_scores_were_reported_yet():
     resident = request_of()
     resident.may_outgrow = True
-    blocks, cost, spare = resident.offer(20 * 32)
+    blocks, cost, spare = offer(resident)
     assert blocks.tolist() == list(range(1, 19)) and (np.diff(cost) > 0).all() and spare == 16
 
 
 def test_an_offer_changes_nothing_until_it_is_taken():
     resident = request_of("sink-window")
-    first = resident.offer(20 * 32)
-    assert all(np.array_equal(a, b) for a, b in zip(first, resident.offer(20 * 32), strict=True))
+    first = offer(resident)
+    assert all(np.array_equal(a, b) for a, b in zip(first, offer(resident), strict=True))
     resident.evict(first[0][:3], 20 * 32)
-    blocks, _, spare = resident.offer(20 * 32)
+    blocks, _, spare = offer(resident)
     assert blocks.tolist() == first[0][3:].tolist() and spare == first[2] - 3
 
 
@@ -175,7 +180,7 @@ def test_requests_are_not_compared_in_every_step(engine, name):
     """To compare them costs the host time with each request and block: once for what decodes begin in some steps."""
     server = engine({**SERVERS[name], **({"buffer": 0} if name == "sink-window" else {})}, **SMALL)
     steps, counts = [], []
-    after(server.scheduler.pressure, "choose", lambda *_: steps.append(len(counts)))
+    after(server.scheduler.part(Pressure), "choose", lambda *_: steps.append(len(counts)))
     for index, prompt in enumerate(PROMPTS[:8]):
         server.add(prompt, f"p{index}", max_tokens=200)
     server.run(lambda server: counts.append(len(server.scheduler.running)))
@@ -274,7 +279,7 @@ def test_floors_beyond_the_pool_are_preempted_and_said_once(engine, caplog):
 def test_what_is_published_is_pure(engine):
     """Requests that find blocks of evicted ones in the prefix cache get what they would get alone."""
     server, stock = engine(SERVERS["h2o"], **SMALL), engine(max_model_len=1024)
-    offer, held_back = server.scheduler.pressure.offer, []
+    offer, held_back = server.scheduler.part(Pressure).offer, []
 
     def watched(manager, request, **kwargs):
         published = server.manager.published_tokens(request.request_id) > request.num_computed_tokens
@@ -287,7 +292,7 @@ def test_what_is_published_is_pure(engine):
                 assert server.manager.published_tokens(other.request_id) <= resident.pure_tokens
         return offered
 
-    server.scheduler.pressure.offer = watched
+    server.scheduler.part(Pressure).offer = watched
     outputs = outputs_of(server)
     # Some had been planned to fill a block in the very step that ran out of them.
     assert held_back and not any(held_back)

@@ -17,6 +17,7 @@ from vllm_evict.eval.score import score
 from vllm_evict.eval.sessions import Sessions
 from vllm_evict.eval.tasks import make
 from vllm_evict.eval.words import Filler
+from vllm_evict.integration.engine.offloading import Offloading
 
 ROOT = Path(__file__).parents[1]
 HOST = {"name": "h2o", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "evict": "host", "host": "64MiB"}
@@ -34,10 +35,10 @@ class RecallAll(Mechanism):
         return config.evict == "host"
 
     def decide(self, plan, reports):
-        for group in self.host.groups:
+        for group in self.view.groups:
             for req_id, blocks in group.residents.items():
-                if blocks.host and self.host.running_request(req_id):
-                    yield Swap(req_id, 0, returns=np.array(sorted(blocks.host), np.int64))
+                if blocks.residence.host and self.view.running_request(req_id):
+                    yield Swap(req_id, 0, returns=np.array(sorted(blocks.residence.host), np.int64))
 
 
 @pytest.mark.both_runners("float32")
@@ -47,7 +48,7 @@ def test_all_that_went_comes_back_to_the_bit(engine, monkeypatch, dtype):
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     prompts = [random_prompt(400), random_prompt(500, 1)]
     subject, stock = engine(HOST, dtype=dtype), engine(dtype=dtype)
-    subject.scheduler.mechanisms.append(RecallAll(subject.scheduler))
+    subject.scheduler.mechanisms.add(RecallAll(subject.scheduler))
     outputs = [server.generate(prompts, max_tokens=70, logprobs=1) for server in (subject, stock)]
     for ours, theirs in zip(*outputs):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
@@ -162,7 +163,7 @@ def test_a_host_pool_that_is_too_small_and_a_pool_that_is(engine, monkeypatch):
 
     server.scheduler._preempt_request = watched
     prefix, ids, aborted, outputs = random_prompt(200, 9), [], set(), {}
-    pool, steps = server.scheduler.host_pool, 0
+    pool, steps = server.scheduler.part(Offloading).pool, 0
     while len(ids) < 30 or server.llm.llm_engine.has_unfinished_requests():
         if len(ids) < 30 and rng.random() < 0.5:
             prompt = prefix[: int(rng.choice([0, 90, 200]))] + random_prompt(int(rng.integers(5, 500)), len(ids))
@@ -179,7 +180,7 @@ def test_a_host_pool_that_is_too_small_and_a_pool_that_is(engine, monkeypatch):
         for output in server.llm.llm_engine.step():
             if output.finished:
                 outputs[output.request_id] = output
-        held = sum(len(blocks.host) for blocks in server.scheduler.residents.values())
+        held = sum(len(blocks.residence.host) for blocks in server.scheduler.residents.values())
         assert pool.used == held <= pool.blocks and pool.used + len(pool._free) == pool.blocks
         # What comes back is copied with the next step.
         coming = {copy.physical for copy in server.scheduler.next_plan.copies if copy.kind == "fetch"}
@@ -199,14 +200,14 @@ def test_a_host_pool_of_two_blocks_may_drop_what_is_about_to_come_back(engine, m
     """Blocks that a swap evicts take the host blocks that it would bring back."""
     monkeypatch.setenv("VLLM_EVICT_POISON", "1")
     server = engine({**QUEST, "host": 2 * 32768, "recall_every": 1})
-    assert server.scheduler.host_pool.blocks == 2
+    assert server.scheduler.part(Offloading).pool.blocks == 2
     choose = Recall._choose
 
     def all_of_both(self, req_id, group, blocks, computed_tokens, again):
         if choose(self, req_id, group, blocks, computed_tokens, again) is None:
             return None
         candidates, _ = blocks.replaceable(computed_tokens)
-        return Swap(req_id, group, holes=candidates, returns=np.array(sorted(blocks.host), np.int64))
+        return Swap(req_id, group, holes=candidates, returns=np.array(sorted(blocks.residence.host), np.int64))
 
     monkeypatch.setattr(Recall, "_choose", all_of_both)
     outputs = server.generate([random_prompt(600), random_prompt(500, 1)], max_tokens=30, logprobs=1)
@@ -224,10 +225,10 @@ def test_blocks_that_take_turns_are_looked_at_more_rarely(engine, monkeypatch):
         candidates, _ = blocks.replaceable(computed_tokens)
         if len(looks) == 10:
             return None
-        return Swap(req_id, group, holes=candidates[:1], returns=np.array(sorted(blocks.host)[:1], np.int64))
+        return Swap(req_id, group, holes=candidates[:1], returns=np.array(sorted(blocks.residence.host)[:1], np.int64))
 
     monkeypatch.setattr(Recall, "_choose", the_oldest)
-    monkeypatch.setattr("vllm_evict.core.host.FEW_RETURNS", 1000)
+    monkeypatch.setattr("vllm_evict.core.mechanisms.recall.FEW_RETURNS", 1000)
     server.generate([random_prompt(600)], max_tokens=450)
     assert np.diff(looks)[:13].tolist() == [2, 4, 8, 16, 32, 64, 64, 64, 64, 2, 2, 4, 8]
     server.assert_nothing_left()

@@ -14,6 +14,7 @@ from oracle.model import DenseLlama
 from oracle.visible import BLOCK, assert_like_dense, visible
 from parts import part_of
 from test_recall import HOST, QUEST
+from test_refusals_backends import plain_config
 
 from vllm_evict.compute import pinned
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
@@ -22,12 +23,15 @@ from vllm_evict.compute.offload_pages import MemoryPages
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.actions import Swap
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.core.host import HostPool
 from vllm_evict.core.mechanisms import Recall
+from vllm_evict.core.mechanisms.base import Due, Misses
+from vllm_evict.core.mechanisms.recall import Looks, Recalled
+from vllm_evict.core.offload import OffloadPool
 from vllm_evict.core.plan import Copy, EvictionPlan, GroupPlan
-from vllm_evict.integration import combinations
-from vllm_evict.integration.spec import host_blocks
-from vllm_evict.integration.tier import TierMixin
+from vllm_evict.integration.engine.offloading import Offloading
+from vllm_evict.integration.engine.spec import host_blocks
+from vllm_evict.integration.start import machine
+from vllm_evict.integration.start.capabilities import refuse
 
 
 def test_scores_are_those_of_the_reference_and_bound_the_keys():
@@ -43,16 +47,21 @@ def test_scores_are_those_of_the_reference_and_bound_the_keys():
     assert (true.amax(2) <= most + 1e-5).all()
 
 
+def numbers_of(blocks):
+    """Logical block -> host block."""
+    return {logical: offloaded.number for logical, offloaded in blocks.residence.host.items()}
+
+
 def test_the_block_goes_that_was_unwanted_longest():
-    pool, plan, config = HostPool(2), EvictionPlan.empty(1), KVPolicyConfig(name="h2o")
+    pool, plan, config = OffloadPool(2), EvictionPlan.empty(1), KVPolicyConfig(name="h2o")
     a, b = (RequestBlocks(config, None, BLOCK) for _ in range(2))
     assert pool.spill(plan, "a", 0, a, [3, 4], [7, 8]) == []
     pool.want(a, [3])
     assert pool.spill(plan, "b", 0, b, [5], [9]) == [a]
-    assert a.host.keys() == {3} and b.host == {5: 1} and a.state.dropped_blocks == 1
+    assert a.residence.host.keys() == {3} and numbers_of(b) == {5: 1} and a.state.counts["dropped"] == 1
     pool.fetch(plan, "a", 0, a, [3], [6])
     pool.release(plan, b)
-    assert not a.host and not b.host and pool.used == 0
+    assert not a.residence.host and not b.residence.host and pool.used == 0
     assert [(copy.kind, copy.physical) for copy in plan.copies] == [
         ("spill", 7),
         ("spill", 8),
@@ -62,15 +71,21 @@ def test_the_block_goes_that_was_unwanted_longest():
 
 
 def test_what_goes_for_a_block_does_not_take_its_place_on_the_host():
-    pool, plan, config = HostPool(2), EvictionPlan.empty(1), KVPolicyConfig(name="h2o")
+    pool, plan, config = OffloadPool(2), EvictionPlan.empty(1), KVPolicyConfig(name="h2o")
     a = RequestBlocks(config, None, BLOCK)
     pool.spill(plan, "a", 0, a, [3, 4], [7, 8])
     # Both come back: what goes for them is dropped.
     assert pool.spill(plan, "a", 0, a, [5, 6], [9, 10], coming=[0, 1]) == [a, a]
-    assert a.host == {3: 0, 4: 1} and a.state.spilled_blocks == len(plan.copies) == a.state.dropped_blocks == 2
+    assert (
+        numbers_of(a) == {3: 0, 4: 1}
+        and a.state.counts["spilled"] == len(plan.copies) == a.state.counts["dropped"] == 2
+    )
     # One comes back: the other one is dropped.
     assert pool.spill(plan, "a", 0, a, [5], [9], coming=[0]) == [a]
-    assert a.host == {3: 0, 5: 1} and a.state.spilled_blocks == len(plan.copies) == a.state.dropped_blocks == 3
+    assert (
+        numbers_of(a) == {3: 0, 5: 1}
+        and a.state.counts["spilled"] == len(plan.copies) == a.state.counts["dropped"] == 3
+    )
 
 
 def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():
@@ -90,14 +105,14 @@ def test_where_the_pool_has_no_room_blocks_change_places(spare, returns, holes):
     """What a prompt's end wants comes back in a full pool, too: the least wanted resident blocks go for it."""
     config = KVPolicyConfig.parse(QUEST)
     blocks = RequestBlocks(config, config.limits(BLOCK, 512), BLOCK, may_outgrow=True)
-    blocks.held_after(12 * BLOCK)
+    blocks.residence.learn(12 * BLOCK)
     blocks.state.peak_blocks = blocks.held_blocks + 6
     blocks.evict(np.array([1, 2, 3]), 12 * BLOCK)
-    pool = HostPool(4)
+    pool = OffloadPool(4)
     pool.spill(EvictionPlan.empty(1), "r", 0, blocks, [1, 2, 3], [7, 8, 9])
-    blocks.scores = dict.fromkeys(range(12), 0.1) | {4: 0.01, 5: 0.02, 6: 0.03, 1: 1.0, 2: 2.0, 3: 3.0}
-    host = SimpleNamespace(spare_blocks=spare)
-    swap = Recall(host, config, pool)._choose("r", 0, blocks, 12 * BLOCK, True)
+    blocks.of(Recalled).scores = dict.fromkeys(range(12), 0.1) | {4: 0.01, 5: 0.02, 6: 0.03, 1: 1.0, 2: 2.0, 3: 3.0}
+    view = SimpleNamespace(spare_blocks=spare, kv_policy=config, part=lambda kind: SimpleNamespace(pool=pool))
+    swap = Recall(view)._choose("r", 0, blocks, 12 * BLOCK, True)
     assert swap.returns.tolist() == returns and swap.holes.tolist() == holes
 
 
@@ -123,11 +138,11 @@ def test_a_shared_block_makes_no_room(spare, holes, returns):
     """Block 4 is shared with another request, block 5 is not; 1 to 3 are wanted."""
     pool = SimpleNamespace(blocks={14: SimpleNamespace(ref_cnt=2), 15: SimpleNamespace(ref_cnt=1)})
     manager = SimpleNamespace(blocks_at=lambda req_id, logical: [10 + block for block in logical.tolist()])
-    scheduler = SimpleNamespace(
-        kv_managers=[manager], kv_cache_manager=SimpleNamespace(block_pool=pool), spare_blocks=spare
+    offloading = SimpleNamespace(
+        _manager=manager, _cache=SimpleNamespace(block_pool=pool), view=SimpleNamespace(spare_blocks=spare)
     )
     action = Swap("r", 0, holes=np.array([4, 5], np.int64), returns=np.array([3, 2, 1], np.int64))
-    afforded = TierMixin._afforded(scheduler, action)
+    afforded = Offloading.before_apply(offloading, action)
     assert afforded.holes.tolist() == holes and afforded.returns.tolist() == returns
 
 
@@ -138,15 +153,18 @@ def test_a_missing_report_counts_once(due, misses):
     blocks = RequestBlocks(config, config.limits(BLOCK, 512), BLOCK, may_outgrow=True)
     request = SimpleNamespace(num_computed_tokens=512, num_in_flight_tokens=0)
     counted = []
-    host = SimpleNamespace(
+    view = SimpleNamespace(
         groups=[SimpleNamespace(number=0, residents={"r": blocks})],
+        kv_policy=config,
+        part=lambda kind: SimpleNamespace(pool=OffloadPool(4)),
         running_request=lambda req_id: request,
         miss=lambda req_id, blocks: counted.append(req_id),
     )
     plan = EvictionPlan.empty(1)
-    plan.groups[0].looked, plan.groups[0].due = {"r": 0}, due
-    assert blocks.measured and not list(Recall(host, config, HostPool(4)).decide(plan, [{}]))
-    assert len(counted) == misses and blocks.misses == 0
+    plan.of(Looks).looked["r"] = 0
+    plan.of(Due)[0].update(due)
+    assert blocks.measured and not list(Recall(view).decide(plan, [{}]))
+    assert len(counted) == misses and blocks.of(Misses).count == 0
 
 
 def test_what_leaves_and_returns_before_workers_hear_of_it():
@@ -195,24 +213,20 @@ def test_sizes_that_cannot_be_are_refused_at_start(engine, size, message):
 
 def test_a_host_larger_than_its_container_or_than_all_engines_have_is_refused(engine, monkeypatch, tmp_path):
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(combinations, "OWN_GROUPS", str(tmp_path / "not there"))
-    monkeypatch.setattr(combinations, "CONTROL_GROUPS", {"": (str(tmp_path), "memory.max")})
-    machine = combinations.memory_bytes()
+    monkeypatch.setattr(machine, "OWN_GROUPS", str(tmp_path / "not there"))
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", {"": (str(tmp_path), "memory.max")})
+    whole = machine.memory_bytes()
     limit.write_text("max\n")
-    assert combinations.memory_bytes() == machine
+    assert machine.memory_bytes() == whole
     limit.write_text(f"{32 << 20}\n")
     with pytest.raises(Exception, match=f"host: {64 << 20} bytes on a machine of {32 << 20}: set less than the mach"):
         engine(HOST)
     # Ranks of an engine share the bytes.
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size_local=3, tensor_parallel_size=2),
-        model_config=SimpleNamespace(is_hybrid=False),
-        cache_config=None,
-    )
-    monkeypatch.setattr(combinations, "slides", lambda *args: False)
+    config = plain_config(parallel_config__data_parallel_size_local=3, parallel_config__tensor_parallel_size=2)
     limit.write_text(f"{150 << 20}\n")
-    refused = [what for refused, what, _ in combinations.tier(config, KVPolicyConfig.parse(HOST), "cpu") if refused]
-    assert refused == [f"host: {64 << 20} bytes on a machine of {150 << 20} with 3 engines"]
+    message = f"host: {64 << 20} bytes on a machine of {150 << 20} with 3 engines: set less"
+    with pytest.raises(KVPolicyError, match=message):
+        refuse.check_config(config, KVPolicyConfig.parse(HOST))
     assert host_blocks(config, KVPolicyConfig.parse(HOST), 32768) == 1024
     with pytest.raises(KVPolicyError, match="hold no block of 32768 bytes on 2 ranks; expected at least 65536"):
         host_blocks(config, KVPolicyConfig.parse({**HOST, "host": 65535}), 32768)
@@ -238,11 +252,11 @@ def test_the_least_limit_of_a_process_and_of_all_groups_around_it_counts(monkeyp
     for name, text in {**files, "own": own}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text.format(32 << 20))
-    groups = combinations.CONTROL_GROUPS.items()
+    groups = machine.CONTROL_GROUPS.items()
     moved = {name: (root.replace("/sys/fs/cgroup", str(tmp_path)), file) for name, (root, file) in groups}
-    monkeypatch.setattr(combinations, "CONTROL_GROUPS", moved)
-    monkeypatch.setattr(combinations, "OWN_GROUPS", str(tmp_path / "own"))
-    assert combinations.memory_bytes() == 32 << 20
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", moved)
+    monkeypatch.setattr(machine, "OWN_GROUPS", str(tmp_path / "own"))
+    assert machine.memory_bytes() == 32 << 20
 
 
 def test_memory_that_the_machine_does_not_give_is_one_message(engine, monkeypatch):

@@ -12,7 +12,8 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration import advice, refusals
+from vllm_evict.integration.start import advice
+from vllm_evict.integration.start.capabilities import environments, refuse, server
 
 
 def plain_config(**changes):
@@ -20,6 +21,7 @@ def plain_config(**changes):
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(),
+            architectures=["LlamaForCausalLM"],
             runner_type="generate",
             use_mla=False,
             is_hybrid=False,
@@ -30,6 +32,7 @@ def plain_config(**changes):
             rswa_window=None,
             has_noops=False,
             uses_alibi=False,
+            uses_mrope=False,
             max_model_len=2048,
             model_arch_config=SimpleNamespace(),
             get_sliding_window=lambda: None,
@@ -44,11 +47,17 @@ def plain_config(**changes):
             pipeline_parallel_size=1,
             use_ubatching=False,
             data_parallel_size=2,
+            data_parallel_size_local=1,
             tensor_parallel_size=1,
             distributed_executor_backend="mp",
         ),
         cache_config=SimpleNamespace(
-            kv_sharing_fast_prefill=False, cache_dtype="auto", kv_cache_dtype_skip_layers=[], sliding_window=None
+            kv_sharing_fast_prefill=False,
+            cache_dtype="auto",
+            kv_cache_dtype_skip_layers=[],
+            sliding_window=None,
+            enable_prefix_caching=True,
+            block_size=16,
         ),
         scheduler_config=SimpleNamespace(
             scheduler_cls=None, disable_hybrid_kv_cache_manager=False, async_scheduling=False
@@ -58,6 +67,8 @@ def plain_config(**changes):
         speculative_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
+        use_v2_model_runner=False,
+        max_concurrent_batches=1,
     )
     for path, value in changes.items():
         part, field = path.split("__")
@@ -70,10 +81,10 @@ SERVED = [AttentionBackendEnum[name] for name in ("FLASH_ATTN", "FLASHINFER", "T
 #: What vLLM itself refuses on a CPU, or switches off there.
 NOT_ON_A_CPU = {
     "vLLM's xpu engine": dict(device_config__device_type="xpu"),
-    "the attention backend FLEX_ATTENTION: policies run on": dict(
+    "the attention backend FLEX_ATTENTION: set --attention-backend to one on": dict(
         device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.FLEX_ATTENTION
     ),
-    "the attention backend CPU_ATTN: policies run on": dict(
+    "the attention backend CPU_ATTN: set --attention-backend to one on": dict(
         device_config__device_type="cuda", attention_config__backend=AttentionBackendEnum.CPU_ATTN
     ),
     "layers that attend to their prompt and a sliding window": dict(model_config__rswa_window=128),
@@ -94,7 +105,7 @@ NOT_ON_A_CPU = {
     "keys of 192 and values of 128 dimensions": dict(
         model_config__hf_text_config=SimpleNamespace(head_dim=192, v_head_dim=128)
     ),
-    "the attention backend FLASH_ATTN: policies run MLA on": dict(
+    "the attention backend FLASH_ATTN: set --attention-backend to one on": dict(
         model_config__use_mla=True, attention_config__backend=AttentionBackendEnum.FLASH_ATTN
     ),
     "Mamba or linear attention in all layers": dict(model_config__is_attention_free=True),
@@ -103,8 +114,8 @@ NOT_ON_A_CPU = {
 
 @pytest.mark.parametrize("what", NOT_ON_A_CPU)
 def test_what_this_engine_cannot_even_be_asked_for_is_refused_too(what):
-    refusals.check_config(plain_config(), KVPolicyConfig.parse(H2O))
-    message = refusal(refusals.check_config, plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
+    refuse.check_config(plain_config(), KVPolicyConfig.parse(H2O))
+    message = refusal(refuse.check_config, plain_config(**NOT_ON_A_CPU[what]), KVPolicyConfig.parse(H2O))
     assert what in message and ("leave" in message or "set --" in message or "unset " in message)
 
 
@@ -112,35 +123,35 @@ def test_what_drafters_under_async_scheduling_wait_for():
     """On a GPU vLLM schedules asynchronously beside them, where it is not told otherwise."""
     served, h2o = plain_config(scheduler_config__async_scheduling=True), KVPolicyConfig.parse(H2O)
     drafts = SimpleNamespace(method="mtp", num_speculative_tokens=3, parallel_drafting=False)
-    served.speculative_config, served.use_v2_model_runner, served.cache_config.block_size = drafts, False, 16
-    refusals.check_config(served, h2o)  # by block, lengths on the device are enough for all scores
-    with pytest.raises(KVPolicyError, match="by 'mtp' under async .* granularity: token.*: set --no-async-scheduling"):
-        refusals.check_config(served, KVPolicyConfig.parse({**H2O, "granularity": "token"}))
+    served.speculative_config = drafts
+    refuse.check_config(served, h2o)  # by block, lengths on the device are enough for all scores
+    with pytest.raises(KVPolicyError, match="token and .* by 'mtp' under async .*: set --no-async-scheduling"):
+        refuse.check_config(served, KVPolicyConfig.parse({**H2O, "granularity": "token"}))
     served.model_config.use_mla = True
-    with pytest.raises(
-        KVPolicyError, match="by 'mtp' beside .*MLA.* under async scheduling.*set --no-async-scheduling"
-    ):
-        refusals.check_config(served, h2o)
+    with pytest.raises(KVPolicyError, match="MLA.* and .* by 'mtp' under async scheduling.*set --no-async-scheduling"):
+        refuse.check_config(served, h2o)
     served.scheduler_config.async_scheduling = False
-    refusals.check_config(served, h2o)
+    refuse.check_config(served, h2o)
 
 
 def test_drafts_by_token_stand_beside_full_attention_alone():
     served = plain_config(scheduler_config__async_scheduling=False, cache_config__enable_prefix_caching=False)
     drafts = SimpleNamespace(method="mtp", num_speculative_tokens=3, parallel_drafting=False)
-    served.speculative_config, served.use_v2_model_runner, served.cache_config.block_size = drafts, False, 16
+    served.speculative_config = drafts
     by_token = KVPolicyConfig.parse({**H2O, "granularity": "token"})
-    refusals.check_config(served, by_token)
+    refuse.check_config(served, by_token)
     served.model_config.is_hybrid = True
     for method in ("mtp", "ngram"):
         drafts.method = method
-        with pytest.raises(KVPolicyError, match="granularity: token beside states.*: set granularity: block"):
-            refusals.check_config(served, by_token)
+        with pytest.raises(KVPolicyError, match="token and .* beside states, .*set granularity: block"):
+            refuse.check_config(served, by_token)
     drafts.method, served.model_config.is_hybrid = "mtp", False
     served.model_config.hf_text_config = SimpleNamespace(layer_types=["sliding_attention", "full_attention"])
     served.model_config.get_sliding_window = lambda: 64
-    with pytest.raises(KVPolicyError, match="granularity: token beside sliding windows.*: set granularity: block, or"):
-        refusals.check_config(served, by_token)
+    with pytest.raises(
+        KVPolicyError, match="token and .* beside sliding windows.*: set .method.: .ngram.* or set granularity: block"
+    ):
+        refuse.check_config(served, by_token)
 
 
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "eagle"])
@@ -148,29 +159,29 @@ def test_no_speculation_on_model_runner_v2(method):
     """There the device alone counts accepted drafts, under n-grams too."""
     served = plain_config(scheduler_config__async_scheduling=False)
     drafts = SimpleNamespace(method=method, num_speculative_tokens=3, parallel_drafting=False)
-    served.speculative_config, served.cache_config.block_size = drafts, 16
+    served.speculative_config = drafts
     for policy in (H2O, {"name": "sink-window", "allow": []}):
         served.use_v2_model_runner = True
-        message = "speculative decoding on Model Runner V2.*: set VLLM_USE_V2_MODEL_RUNNER=0, or leave --spec"
+        message = "Model Runner V2 and speculative decoding: leave --spec.*, or set VLLM_USE_V2_MODEL_RUNNER=0"
         with pytest.raises(KVPolicyError, match=message if method != "ngram_gpu" else "by 'ngram_gpu'.*: set .method."):
-            refusals.check_config(served, KVPolicyConfig.parse(policy))
+            refuse.check_config(served, KVPolicyConfig.parse(policy))
         served.use_v2_model_runner = False
         if method != "ngram_gpu":
-            refusals.check_config(served, KVPolicyConfig.parse(policy))
+            refuse.check_config(served, KVPolicyConfig.parse(policy))
 
 
 def test_no_selection_on_a_gpu_or_beside_other_layers():
     config = KVPolicyConfig.parse({"name": "sink-window", "select": 1024, "allow": []})
-    refusals.check_config(plain_config(), config)
+    refuse.check_config(plain_config(), config)
     windows = {"model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"])}
     windows["model_config__get_sliding_window"] = lambda: 64
     for what, changes in (
-        ("select on a GPU, where no kernel selects blocks yet", {"device_config__device_type": "cuda"}),
-        ("select and layers with sliding windows", windows),
-        ("select beside Mamba", {"model_config__is_hybrid": True}),
+        ("select and a GPU, where no kernel selects blocks yet", {"device_config__device_type": "cuda"}),
+        ("select and sliding-window attention", windows),
+        ("select and Mamba", {"model_config__is_hybrid": True}),
     ):
         with pytest.raises(KVPolicyError, match=f"can't be used with {what}.*: leave select out"):
-            refusals.check_config(plain_config(**changes), config)
+            refuse.check_config(plain_config(**changes), config)
 
 
 def test_what_several_ranks_serve():
@@ -178,32 +189,35 @@ def test_what_several_ranks_serve():
     duo = {"name": "duo", "pattern": ["01"], "retrieval": {"name": "full", "select": 1024}}
     for policy in (tier, {"name": "sink-window", "select": 1024, "allow": []}, duo):
         config = plain_config(parallel_config__tensor_parallel_size=2)
-        config.parallel_config.data_parallel_size_local, config.cache_config.block_size = 1, 16
-        refusals.check_config(config, KVPolicyConfig.parse(policy))
+        refuse.check_config(config, KVPolicyConfig.parse(policy))
 
 
 @pytest.mark.parametrize("backend", [None, *SERVED])
 def test_a_gpu_may_have_what_vllm_chooses(backend, monkeypatch):
     """What that is, only layers say; batch-invariant kernels, and ROCm's, are none of ours."""
     served = plain_config(device_config__device_type="cuda", attention_config__backend=backend)
-    refusals.check_config(served, KVPolicyConfig.parse(H2O))
-    monkeypatch.setattr(refusals.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    refusals.check_config(plain_config(), KVPolicyConfig.parse(H2O))
+    refuse.check_config(served, KVPolicyConfig.parse(H2O))
+    monkeypatch.setattr(environments.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    refuse.check_config(plain_config(), KVPolicyConfig.parse(H2O))
     with pytest.raises(KVPolicyError, match="VLLM_BATCH_INVARIANT.*: unset it"):
-        refusals.check_config(served, KVPolicyConfig.parse(H2O))
-    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(is_rocm=lambda: True))
+        refuse.check_config(served, KVPolicyConfig.parse(H2O))
+    monkeypatch.setattr(server, "current_platform", SimpleNamespace(is_rocm=lambda: True))
     with pytest.raises(KVPolicyError, match="vLLM's rocm engine"):
-        refusals.check_config(served, KVPolicyConfig.parse(H2O))
+        refuse.check_config(served, KVPolicyConfig.parse(H2O))
 
 
 def test_the_rust_front_end_is_refused(tiny, monkeypatch):
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    with pytest.raises(KVPolicyError, match="Rust front end.*: unset VLLM_USE_RUST_FRONTEND$"):
+    with pytest.raises(
+        KVPolicyError, match="Rust front end.*: unset VLLM_USE_RUST_FRONTEND, or leave --kv-policy out$"
+    ):
         engine_config(tiny)
     assert engine_config(tiny, None).scheduler_config.scheduler_cls is None
 
 
-RUN_ON = "policies run on CPU_ATTN, and on a GPU on FLASH_ATTN, FLASHINFER and TRITON_ATTN"
+RUN_ON = (
+    "on which policies run: CPU_ATTN, and on a GPU FLASH_ATTN, FLASHINFER and TRITON_ATTN, or leave --kv-policy out"
+)
 PER_KIND = "--attention-config.backend_per_kind.full_attention"
 
 
@@ -220,8 +234,8 @@ PER_KIND = "--attention-config.backend_per_kind.full_attention"
 )
 def test_a_backend_named_by_somebody_is_refused_before_anything_is_loaded(tiny, setting, arguments):
     assert refusal(engine_config, tiny, **arguments) == (
-        f"KV policy 'h2o' can't be used with the attention backend FLEX_ATTENTION: {RUN_ON}; set {setting.strip()} to one of "
-        "these, or leave --kv-policy out"
+        f"KV policy 'h2o' can't be used with the attention backend FLEX_ATTENTION: set {setting.strip()} to one "
+        f"{RUN_ON}"
     )
     engine_config(tiny, None, **arguments)
 
@@ -241,21 +255,10 @@ def test_backends_that_plain_layers_may_have_can_be_named(tiny, attention):
     assert engine_config(tiny, attention_config=attention).scheduler_config.scheduler_cls
 
 
-def test_every_entry_refuses_on_its_own(monkeypatch):
-    """No entry of the list hides behind another: each is looked at, and each names what to do."""
-    entries = refusals._settings(plain_config(), KVPolicyConfig.parse(H2O))
-    assert len(entries) > 12 and not any(refused for refused, *_ in entries)
-    for index, (_, what, instead) in enumerate(entries):
-        alone = [(i == index, *entry[1:]) for i, entry in enumerate(entries)]
-        monkeypatch.setattr(refusals, "_settings", lambda *_, alone=alone: alone)
-        message = refusal(refusals.check_config, None, KVPolicyConfig.parse(H2O))
-        assert what in message and instead in message
-
-
 def test_a_policy_without_scores_may_have_any_kv_dtype(tiny):
     for policy in (UNMEASURED, {"name": "sink-window", "budget": 512}):
         assert engine_config(tiny, policy, kv_cache_dtype="fp8_e5m2").scheduler_config.scheduler_cls
-    with pytest.raises(KVPolicyError, match='or a policy without scores.*leave others out of "allow"'):
+    with pytest.raises(KVPolicyError, match='or use a policy without scores.*leave others out of "allow"'):
         engine_config(tiny, {"name": "sink-window", "allow": ["h2o"]}, kv_cache_dtype="fp8_e5m2")
 
 
@@ -273,11 +276,11 @@ UNSCORED = {
 def test_what_nobody_asked_for_refuses_no_server(monkeypatch, what):
     """A server whose requests might pick what cannot run leaves it out, and says so in one line."""
     lines = []
-    monkeypatch.setattr(refusals.logger, "info", lambda words, *values: lines.append(words % values))
+    monkeypatch.setattr(refuse.logger, "info", lambda words, *values: lines.append(words % values))
     plain, scored = plain_config(**UNSCORED[what]), {"h2o", "tova", "snapkv", "rkv", "scissorhands"}
     for name in ("sink-window", "strided", "full"):
         policy = KVPolicyConfig.parse(name)
-        served = refusals.check_config(plain, policy)
+        served = refuse.check_config(plain, policy)
         (line,), lines[:] = list(lines), []
         assert served.allowed >= {"full", "sink-window", "strided", "random"} and not served.allowed & scored
         assert line.startswith(f"KV policy {name}: requests may not pick h2o, ") and what in line
@@ -287,7 +290,7 @@ def test_what_nobody_asked_for_refuses_no_server(monkeypatch, what):
     # What was asked for is refused by name.
     for policy in ("h2o", {"name": "sink-window", "allow": ["h2o"]}, {"name": "full", "allow": ["tova", "random"]}):
         with pytest.raises(KVPolicyError, match=what):
-            refusals.check_config(plain, KVPolicyConfig.parse(policy))
+            refuse.check_config(plain, KVPolicyConfig.parse(policy))
     assert not lines
 
 
@@ -297,16 +300,16 @@ def test_gemma_4s_full_attention_has_heads_that_no_kernel_scores_on_a_gpu():
     text = AutoConfig.for_model("gemma4_text", num_hidden_layers=2, layer_types=kinds)
     plain = {"model_config__hf_text_config": text, "model_config__get_head_size": lambda: 256}
     policy = KVPolicyConfig.parse("sink-window")
-    assert "h2o" not in refusals.check_config(plain_config(**plain, **CUDA), policy).allowed
-    assert refusals.check_config(plain_config(**plain), policy) is policy
+    assert "h2o" not in refuse.check_config(plain_config(**plain, **CUDA), policy).allowed
+    assert refuse.check_config(plain_config(**plain), policy) is policy
     with pytest.raises(KVPolicyError, match="heads of 512 dimensions, of which the plugin's kernels read 16 to 256"):
-        refusals.check_config(plain_config(**plain, **CUDA), KVPolicyConfig.parse("h2o"))
+        refuse.check_config(plain_config(**plain, **CUDA), KVPolicyConfig.parse("h2o"))
 
 
 def test_a_server_that_can_run_all_policies_leaves_the_default_alone():
     for policy in ("sink-window", "h2o", "full", "h2o-pressure", {"name": "h2o", "allow": ["tova"]}):
         config = KVPolicyConfig.parse(policy)
-        assert refusals.check_config(plain_config(), config) is config
+        assert refuse.check_config(plain_config(), config) is config
 
 
 @pytest.mark.parametrize("backend", [None, *SERVED])
@@ -320,7 +323,7 @@ def test_a_gpu_may_keep_fp8_with_one_scale_for_a_layer(backend):
             cache_config__cache_dtype=name,
             cache_config__kv_cache_dtype_skip_layers=list(skipped),
         )
-        refusals.check_config(config, KVPolicyConfig.parse(policy))
+        refuse.check_config(config, KVPolicyConfig.parse(policy))
 
     for name in ("auto", "bfloat16", "fp8", "fp8_e4m3"):
         check(name)
@@ -392,7 +395,7 @@ def on_gpu(monkeypatch, capability, **backends):
         get_device_capability=lambda: DeviceCapability(*capability),
         get_attn_backend_cls=lambda *_, **__: next(name for name, (reasons, _) in backends.items() if not reasons),
     )
-    for module in (refusals, advice):
+    for module in (server, advice):
         monkeypatch.setattr(module, "current_platform", platform)
     enum = {name: SimpleNamespace(get_class=lambda made=made: made) for name, made in classes.items()}
     monkeypatch.setattr(advice, "AttentionBackendEnum", enum)
@@ -414,10 +417,12 @@ def test_a_hybrid_on_flashinfer_is_refused_before_it_is_loaded(monkeypatch, name
     config = plain_config(device_config__device_type="cuda", model_config__is_hybrid=True)
     config.attention_config.backend = AttentionBackendEnum.FLASHINFER if named else None
     instead = "TRITON_ATTN" if hd256 else "FLASH_ATTN or TRITON_ATTN"
-    with pytest.raises(KVPolicyError, match=f"FLASHINFER beside states.*: set --attention-backend to {instead}$"):
-        refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    with pytest.raises(
+        KVPolicyError, match=f"Mamba, .* and the attention backend FLASHINFER.*: set --attention-backend to {instead}$"
+    ):
+        refuse.check_config(config, KVPolicyConfig.parse(H2O))
     config.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
-    refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    refuse.check_config(config, KVPolicyConfig.parse(H2O))
 
 
 def test_what_vllm_would_choose_is_refused_with_what_runs_on_the_gpu(monkeypatch):
@@ -427,17 +432,24 @@ def test_what_vllm_would_choose_is_refused_with_what_runs_on_the_gpu(monkeypatch
     on_gpu(monkeypatch, (10, 0), FLASHINFER_MLA=([], [32, 64]), **backends)
     config.model_config.use_mla = True
     with pytest.raises(
-        KVPolicyError, match="FLASHINFER_MLA: policies run MLA on CPU_MLA and AMX_MLA, and on a GPU on TRITON_MLA; set"
+        KVPolicyError,
+        match="FLASHINFER_MLA: set .* on which policies run: CPU_MLA and AMX_MLA, and on a GPU TRITON_MLA, or leave",
     ):
-        refusals.check_config(config, h2o)
+        refuse.check_config(config, h2o)
     on_gpu(monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=(why, MANY), TRITON_ATTN=([], MANY))
     config.model_config.use_mla = False
-    with pytest.raises(KVPolicyError, match="FLASHINFER: it plans .* set --attention-backend to TRITON_ATTN$"):
-        refusals.check_config(config, KVPolicyConfig.parse(SPLITTING))
-    refusals.check_config(config, h2o)
+    with pytest.raises(
+        KVPolicyError,
+        match="FLASHINFER, .* plans .* set --attention-backend to TRITON_ATTN, or use a policy for whole layers",
+    ):
+        refuse.check_config(config, KVPolicyConfig.parse(SPLITTING))
+    refuse.check_config(config, h2o)
     on_gpu(monkeypatch, (10, 0), FLASHINFER=([], FEW), FLASH_ATTN=(why, MANY), TRITON_ATTN=(why, MANY))
-    with pytest.raises(KVPolicyError, match="set --attention-backend to another one, .* none: leave --kv-policy out$"):
-        refusals.check_config(config, KVPolicyConfig.parse(SPLITTING))
+    with pytest.raises(
+        KVPolicyError,
+        match="set --attention-backend to another one, .* none: leave --kv-policy out$",
+    ):
+        refuse.check_config(config, KVPolicyConfig.parse(SPLITTING))
 
 
 @pytest.mark.parametrize("size, served", [(8, False), (16, True), (256, True), (512, False)])
@@ -447,30 +459,33 @@ def test_sizes_of_heads_that_kernels_cannot_read_are_refused_before_anything_is_
     gemma4.model_config.hf_text_config = SimpleNamespace(head_dim=64, global_head_dim=size)
     for each in (config, gemma4):
         with nullcontext() if served else pytest.raises(KVPolicyError, match=f"heads of {size} dim.*16 to 256.*sink-w"):
-            refusals.check_config(each, KVPolicyConfig.parse(H2O))
-        refusals.check_config(each, KVPolicyConfig.parse(UNMEASURED))
+            refuse.check_config(each, KVPolicyConfig.parse(H2O))
+        refuse.check_config(each, KVPolicyConfig.parse(UNMEASURED))
     config.device_config.device_type = "cpu"
-    refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    refuse.check_config(config, KVPolicyConfig.parse(H2O))
 
 
 def test_fp8_is_no_advice_where_it_does_not_run(monkeypatch):
     config = plain_config(device_config__device_type="cuda", cache_config__cache_dtype="fp8_e5m2")
-    for capability, instead in (((8, 0), "auto, or a policy"), ((8, 9), r"auto or fp8 \(fp8_e4m3\), or a policy")):
+    for capability, instead in (
+        ((8, 0), "auto, or use a policy"),
+        ((8, 9), r"auto or fp8 \(fp8_e4m3\), or use a policy"),
+    ):
         on_gpu(monkeypatch, capability)
         with pytest.raises(KVPolicyError, match=f"'fp8_e5m2'.*: use --kv-cache-dtype {instead}"):
-            refusals.check_config(config, KVPolicyConfig.parse(H2O))
+            refuse.check_config(config, KVPolicyConfig.parse(H2O))
 
 
 @pytest.mark.parametrize("capability, served", [((8, 0), False), ((8, 9), True), ((9, 0), True)])
 def test_kernels_read_fp8_from_ada_on(monkeypatch, capability, served):
     """Triton compiles no kernel with fp8 for Ampere. Under policies without scores only vLLM's kernels read the cache."""
     platform = SimpleNamespace(is_rocm=lambda: False, get_device_capability=lambda: DeviceCapability(*capability))
-    monkeypatch.setattr(refusals, "current_platform", platform)
+    monkeypatch.setattr(server, "current_platform", platform)
     config = plain_config(device_config__device_type="cuda", cache_config__cache_dtype="fp8")
     for policy in (H2O, {"name": "duo", "pattern": ["10"]}):
-        with nullcontext() if served else pytest.raises(KVPolicyError, match=r"'fp8' on a GPU of .* 8\.0: .* 8\.9"):
-            refusals.check_config(config, KVPolicyConfig.parse(policy))
-    refusals.check_config(config, KVPolicyConfig.parse(UNMEASURED))
+        with nullcontext() if served else pytest.raises(KVPolicyError, match=r"'fp8' on a GPU of .* 8\.0, .* 8\.9"):
+            refuse.check_config(config, KVPolicyConfig.parse(policy))
+    refuse.check_config(config, KVPolicyConfig.parse(UNMEASURED))
 
 
 @pytest.mark.parametrize(
@@ -478,7 +493,7 @@ def test_kernels_read_fp8_from_ada_on(monkeypatch, capability, served):
 )
 def test_kernels_are_for_ampere_and_newer(monkeypatch, policy, served):
     platform = SimpleNamespace(is_rocm=lambda: False, get_device_capability=lambda: DeviceCapability(7, 5))
-    monkeypatch.setattr(refusals, "current_platform", platform)
+    monkeypatch.setattr(server, "current_platform", platform)
     config = plain_config(device_config__device_type="cuda")
-    with nullcontext() if served else pytest.raises(KVPolicyError, match=r"a GPU of compute capability 7\.5: .* 8\.0"):
-        refusals.check_config(config, KVPolicyConfig.parse(policy))
+    with nullcontext() if served else pytest.raises(KVPolicyError, match=r"a GPU of compute capability 7\.5, .* 8\.0"):
+        refuse.check_config(config, KVPolicyConfig.parse(policy))

@@ -20,8 +20,10 @@ from vllm_evict.compute.kernels.mass import kernel_path
 from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.source import Source
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration import drafters, layers, refusals
-from vllm_evict.integration.describe import ignored_settings, kernels_line
+from vllm_evict.integration.start import drafters
+from vllm_evict.integration.start.capabilities import of_layers, refuse
+from vllm_evict.integration.start.describe import ignored_settings, kernels_line
+from vllm_evict.integration.worker import layers
 
 SERVER = SimpleNamespace(
     cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="fp8"),
@@ -37,9 +39,7 @@ def test_keys_and_values_of_unlike_sizes_are_refused_before_anything_is_loaded(t
     config.save_pretrained(tmp_path)
     write_tokenizer(tmp_path, 256, 2048)
     EngineArgs(str(tmp_path)).create_engine_config()
-    with pytest.raises(
-        KVPolicyError, match="keys of 192 and values of 128 dimensions.*leave --kv-policy out for this model"
-    ):
+    with pytest.raises(KVPolicyError, match="keys of 192 and values of 128 dimensions.*: leave --kv-policy out$"):
         EngineArgs(str(tmp_path), kv_policy=H2O).create_engine_config()
 
 
@@ -64,27 +64,29 @@ KEEPS_ALL = {"name": "full", "allow": []}
 def test_attention_that_counts_places_of_the_table_is_refused_by_layer(impl, what):
     """Policies that evict, and servers whose requests may pick one, measure or not."""
     for policy in (H2O, UNMEASURED, {"name": "full"}):
-        message = refusal(refusals.check_layer, "model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(policy))
+        message = refusal(
+            of_layers.check_layer, "model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(policy), plain_config()
+        )
         assert f"{what}, which model.layers.3.attn has" in message and '{"name": "full", "allow": []}' in message
-    refusals.check_layer("model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(KEEPS_ALL))
+    of_layers.check_layer("model.layers.3.attn", layer(**impl), KVPolicyConfig.parse(KEEPS_ALL), plain_config())
 
 
 @pytest.mark.parametrize(
     "impl", [{}, dict(alibi_slopes=None), dict(logits_soft_cap=50.0), dict(sinks=[0.1]), dict(chunk_lookback=-1)]
 )
 def test_attention_that_it_knows_is_served(impl):
-    refusals.check_layer("attn", layer(**impl), KVPolicyConfig.parse(H2O))
+    of_layers.check_layer("attn", layer(**impl), KVPolicyConfig.parse(H2O), plain_config())
 
 
 def test_layers_of_unknown_backends_are_refused():
     policy = KVPolicyConfig.parse(UNMEASURED)
     for backend in ("TRITON_FLASHINFER", "FLEX_ATTENTION", "FLASH_ATTN_DIFFKV"):
-        assert refusal(refusals.check_layer, "layer.7", layer(backend), policy) == (
-            f"KV policy 'sink-window' can't be used with the attention backend {backend}, which layer.7 has: {RUN_ON}; "
-            "set --attention-backend to one of these, or leave --kv-policy out"
+        assert refusal(of_layers.check_layer, "layer.7", layer(backend), policy, plain_config()) == (
+            f"KV policy 'sink-window' can't be used with the attention backend {backend}, which layer.7 has: "
+            f"set --attention-backend to one {RUN_ON}"
         )
     for backend in ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"):
-        refusals.check_layer("layer.7", layer(backend), policy)
+        of_layers.check_layer("layer.7", layer(backend), policy, plain_config())
 
 
 def test_layers_of_drafters_are_like_those_of_the_model(monkeypatch):
@@ -108,9 +110,9 @@ def test_layers_of_drafters_are_like_those_of_the_model(monkeypatch):
 
 def test_full_attention_in_blocks_of_several_sizes_is_refused():
     policy = KVPolicyConfig.parse(H2O)
-    assert refusals.check_blocks(policy, {64}) == 64
+    assert of_layers.check_blocks(policy, {64}) == 64
     with pytest.raises(KVPolicyError, match="in blocks of 32 and 64 tokens: leave --kv-policy out"):
-        refusals.check_blocks(policy, {32, 64})
+        of_layers.check_blocks(policy, {32, 64})
 
 
 SPLIT = {
@@ -128,20 +130,23 @@ def test_policies_that_split_heads_are_refused_where_plans_are_for_all_of_them(n
         plain = plain_config(device_config__device_type="cuda", attention_config__backend=backend)
         named = getattr(backend, "name", "CPU_ATTN")
         if named != "FLASHINFER":
-            refusals.check_config(plain, config)
-            refusals.check_layer("layer.7", layer(named), config)
+            refuse.check_config(plain, config)
+            of_layers.check_layer("layer.7", layer(named), config, plain_config())
             continue
-        why = "plans for all heads of a layer, and this policy splits them; set --attention-backend " + instead
+        why = "because it puts heads into pages of its own, while the backend plans for all heads of a layer: "
+        why += (
+            f"set --attention-backend {instead}, or use a policy for whole layers, such as h2o, snapkv or sink-window"
+        )
         for where, check in {
-            "": lambda: refusals.check_config(plain, config),
-            ", which layer.7 has": lambda: refusals.check_layer("layer.7", layer(named), config),
+            "": lambda: refuse.check_config(plain, config),
+            ", which layer.7 has": lambda: of_layers.check_layer("layer.7", layer(named), config, plain_config()),
         }.items():
             what = f"KV policy {name!r} can't be used with the attention backend FLASHINFER{where}"
-            assert refusal(check) == f"{what}: it {why}"
+            assert refusal(check) == f"{what}, {why}"
     per_kind = {"full_attention": AttentionBackendEnum.FLASHINFER}
     plain = plain_config(device_config__device_type="cuda", attention_config__backend_per_kind=per_kind)
     with pytest.raises(KVPolicyError, match=f"set {PER_KIND} {instead}"):
-        refusals.check_config(plain, config)
+        refuse.check_config(plain, config)
 
 
 def kv_cache_of_one_group():
@@ -394,7 +399,9 @@ ALIBI = {
 def test_policies_that_evict_are_refused_with_alibi_before_anything_is_loaded(tmp_path, kind, policy):
     """Over holes biases would count other distances than those of the text. `full` leaves the others to no request."""
     model = with_config(tmp_path, **ALIBI[kind])
-    with pytest.raises(KVPolicyError, match=r'with ALiBi: how far back.*use \{"name": "full", "allow": \[\]\}'):
+    with pytest.raises(
+        KVPolicyError, match=r'with ALiBi, by which how far back.*use \{"name": "full", "allow": \[\]\}'
+    ):
         engine_config(model, policy, block_size=32)
     for keeps_all in (KEEPS_ALL, "full"):
         (config,) = engine_config(model, keeps_all).additional_config.values()
@@ -405,7 +412,7 @@ def test_a_model_with_alibi_is_refused_by_its_layers_where_the_configuration_is_
     """Baichuan's does not say so. `full` alone runs, to the byte."""
     model = with_config(tmp_path, **ALIBI["bloom"])
     monkeypatch.setattr(ModelConfig, "uses_alibi", False)
-    with pytest.raises(KVPolicyError, match="with ALiBi, which .* has: how far back"):
+    with pytest.raises(KVPolicyError, match="with ALiBi, which .* has, by which how far back"):
         engine(UNMEASURED, model, load_format="dummy")
     prompts = [list(range(200)) * 2]
     stock, kept = (

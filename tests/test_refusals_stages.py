@@ -7,7 +7,7 @@ from test_refusals import H2O, NGRAM, engine_config, refusal, with_config
 from test_refusals_backends import plain_config
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
-from vllm_evict.integration import refusals
+from vllm_evict.integration.start.capabilities import refuse
 
 #: Policy, arguments, changes of the model's configuration, what to change.
 STAGED = {
@@ -15,26 +15,31 @@ STAGED = {
         {"name": "pyramidkv", "bands": 2},
         {},
         {},
-        "use a policy for whole",
+        "or use a policy for whole",
     ),
-    "heads or layers: max and pipeline": ({**H2O, "layers": "max"}, {}, {}, "set sum or mean, or use --tensor"),
-    "granularity: token and pipeline": ({**H2O, "granularity": "token"}, {}, {}, "set granularity: block, or use"),
-    "kvzip and pipeline": ({**H2O, "allow": ["kvzip"]}, {}, {}, 'leave kvzip out of name and "allow", or use'),
-    "a context and pipeline": ({**H2O, "context": "model"}, dict(max_num_batched_tokens=256), {}, "leave context out"),
-    "evict: host and pipeline": ({**H2O, "evict": "host", "host": "1MiB"}, {}, {}, "set evict: drop, or use"),
-    "select and pipeline": ({"name": "sink-window", "select": 1024, "allow": []}, {}, {}, "leave select out, or use"),
-    "layers with sliding windows or states, which vLLM groups over all stages": (
+    "heads or layers: max and pipeline": ({**H2O, "layers": "max"}, {}, {}, "-size, or set sum or mean"),
+    "granularity: token and pipeline": ({**H2O, "granularity": "token"}, {}, {}, "-size, or set granularity: block"),
+    "kvzip and pipeline": ({**H2O, "allow": ["kvzip"]}, {}, {}, '-size, or leave kvzip out of name and "allow" ('),
+    "a context and pipeline": (
+        {**H2O, "context": "model"},
+        dict(max_num_batched_tokens=256),
+        {},
+        "-size, or leave context out",
+    ),
+    "evict: host and pipeline": ({**H2O, "evict": "host", "host": "1MiB"}, {}, {}, "-size, or set evict: drop"),
+    "select and pipeline": ({"name": "sink-window", "select": 1024, "allow": []}, {}, {}, "-size, or leave select out"),
+    "sliding-window attention beside full attention and pipeline parallelism, where vLLM groups layers over all stages": (
         H2O,
         {},
         dict(sliding_window=64, layer_types=["sliding_attention", "full_attention"]),
         "use --tensor-parallel-size in place of --pipeline-parallel-size",
     ),
-    "pipeline parallelism and speculative decoding": (H2O, dict(speculative_config=NGRAM), {}, "use --tensor"),
-    "pipeline parallelism and a KV connector": (
+    "speculative decoding and pipeline parallelism": (H2O, dict(speculative_config=NGRAM), {}, "use --tensor"),
+    "the KV connector NixlConnector and pipeline parallelism": (
         H2O,
         dict(kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}),
         {},
-        "leave --kv-transfer-config and --kv-offloading-size out, or use",
+        "-size, or leave --kv-transfer-config and --kv-offloading-size out",
     ),
 }
 
@@ -49,19 +54,22 @@ def test_what_stages_of_a_pipeline_cannot_serve_is_refused_by_name(tmp_path, wha
 def test_stages_on_runners_and_launchers_that_no_test_runs_are_refused():
     config = plain_config(parallel_config__pipeline_parallel_size=2)
     config.use_v2_model_runner = False
-    refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    refuse.check_config(config, KVPolicyConfig.parse(H2O))
     config.model_config.use_mla = True
-    with pytest.raises(KVPolicyError, match=r"pipeline parallelism and multi-head latent attention \(MLA\).*: use"):
-        refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    with pytest.raises(KVPolicyError, match=r"multi-head latent attention \(MLA\) and pipeline parallelism.*: use"):
+        refuse.check_config(config, KVPolicyConfig.parse(H2O))
     config.model_config.use_mla, config.use_v2_model_runner = False, True
     with pytest.raises(
-        KVPolicyError, match="pipeline parallelism on Model Runner V2.*: set VLLM_USE_V2_MODEL_RUNNER=0"
+        KVPolicyError, match="Model Runner V2 and pipeline parallelism.*: use .*, or set VLLM_USE_V2_MODEL_RUNNER=0"
     ):
-        refusals.check_config(config, KVPolicyConfig.parse(H2O))
+        refuse.check_config(config, KVPolicyConfig.parse(H2O))
     config.use_v2_model_runner, config.parallel_config.distributed_executor_backend = False, "external_launcher"
     config.parallel_config.data_parallel_size = 1
-    with pytest.raises(KVPolicyError, match="under an external launcher, whose stages each have a scheduler: leave"):
-        refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    with pytest.raises(
+        KVPolicyError,
+        match="an external launcher and pipeline parallelism, whose stages would each have a scheduler: use",
+    ):
+        refuse.check_config(config, KVPolicyConfig.parse(H2O))
 
 
 @pytest.mark.since("0.31", "its Model Runner V1 has stages under async scheduling")
@@ -85,12 +93,12 @@ def test_what_needs_the_other_runner_is_named_where_v1_is_needed(served):
     config.use_v2_model_runner = True
     if served == "stages":
         config.parallel_config.pipeline_parallel_size = 2
-        instead = "set VLLM_USE_V2_MODEL_RUNNER=0, leave --async-scheduling out, or use --tensor"
+        instead = "use --tensor.*, or set VLLM_USE_V2_MODEL_RUNNER=0, leave --async-scheduling out"
     else:
         config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=3, parallel_drafting=False)
-        config.cache_config.block_size, instead = 16, "set VLLM_USE_V2_MODEL_RUNNER=0, or leave --speculative-config"
-    with pytest.raises(KVPolicyError, match=f"on Model Runner V2.*: {instead}"):
-        refusals.check_config(config, KVPolicyConfig.parse(H2O))
+        instead = "leave --speculative-config out, or set VLLM_USE_V2_MODEL_RUNNER=0"
+    with pytest.raises(KVPolicyError, match=f"Model Runner V2 and .*: {instead}"):
+        refuse.check_config(config, KVPolicyConfig.parse(H2O))
     config.watermark_config = object()
-    with pytest.raises(KVPolicyError, match="on Model Runner V2.*: leave --watermark-config out, which needs"):
-        refusals.check_config(config, KVPolicyConfig.parse(H2O))
+    with pytest.raises(KVPolicyError, match="Model Runner V2 and .*, or leave --watermark-config out, which needs"):
+        refuse.check_config(config, KVPolicyConfig.parse(H2O))

@@ -29,8 +29,8 @@ from vllm.utils.network_utils import get_open_port
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_evict import KVPolicyError
-from vllm_evict.integration import reorder
-from vllm_evict.integration.reorder import Part, check_reload, reordering
+from vllm_evict.integration.worker import reorder
+from vllm_evict.integration.worker.reorder import Part, check_reload, reordering
 
 LAYERS, HEADS, KV_HEADS, SIZE = 3, 8, 4, 32
 #: The middle layer keeps its order.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks, RequestState
 from vllm_evict.core.mechanisms import Budget
+from vllm_evict.core.mechanisms.base import Due
 from vllm_evict.core.plan import EvictionPlan, Report
 
 BLOCK = 16
@@ -31,7 +32,7 @@ def report(index, mass):
 
 def full_report(resident, computed, mass):
     """Masses of all blocks that a worker holds: nothing evicted, `computed` tokens."""
-    gone = set(range(resident.known)) - set(resident.resident.tolist())
+    gone = set(range(resident.residence.known)) - set(resident.residence.pool.tolist())
     index = [block for block in range(math.ceil(computed / resident.block_size)) if block not in gone]
     return report(index, [mass[block] for block in index])
 
@@ -96,7 +97,7 @@ def test_what_goes_is_what_a_brute_force_search_finds(life):
             here = sorted(set(here) - set(expected))
             assert len(here) == subject.limits.budget, "not back to the budget"
         evicted += len(expected)
-        assert subject.resident.tolist() == here
+        assert subject.residence.pool.tolist() == here
         assert subject.held(blocks) == len(here) and subject.holes == blocks - len(here) == subject.evicted_blocks
         assert subject.evicted_blocks == evicted
 
@@ -117,7 +118,7 @@ def test_there_is_always_enough_to_get_back_to_the_budget(life):
         assert (len(victims) > 0) == over
         if over:
             subject.evict(victims, computed)
-            assert len(subject.resident) == subject.limits.budget
+            assert len(subject.residence.pool) == subject.limits.budget
             recent, sink = (config.recent, config.sink) if config.protect else (0, 0)
             assert all((victim + 1) * block_size <= computed - recent for victim in victims)
             assert all(victim * block_size >= sink for victim in victims)
@@ -208,7 +209,7 @@ def test_tokens_in_flight_are_not_decided_on():
     subject = residency(budget=64)
     assert subject.over_trigger(6)
     assert subject.choose(80, report(range(6), [3.0, 2.0, 1.0, 4.0, 5.0, 0.0])).tolist() == [2]
-    assert subject.known == 5
+    assert subject.residence.known == 5
 
 
 @pytest.mark.parametrize(
@@ -216,18 +217,18 @@ def test_tokens_in_flight_are_not_decided_on():
 )
 def test_what_may_be_computed_again_begins_behind_the_last_hole(holes, first):
     resident = residency()
-    resident.held_after(10 * BLOCK)
+    resident.residence.before(10 * BLOCK)
     resident.evict(np.array(sorted(holes), np.int64), 10 * BLOCK)
-    assert resident.unbroken(10 * BLOCK) == first * BLOCK
-    assert resident.unbroken(10 * BLOCK - 3) == first * BLOCK  # the last block is begun
+    assert resident.residence.unbroken(10 * BLOCK) == first * BLOCK
+    assert resident.residence.unbroken(10 * BLOCK - 3) == first * BLOCK  # the last block is begun
 
 
 def test_blocks_of_tokens_that_are_computed_again_are_not_reported_yet():
     resident = residency()
-    resident.held_after(10 * BLOCK)
+    resident.residence.before(10 * BLOCK)
     resident.evict(np.array([2, 3]), 10 * BLOCK)
-    assert resident.held_after(6 * BLOCK + 1).tolist() == [0, 1, 4, 5, 6]
-    assert resident.held_after(11 * BLOCK).tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10]
+    assert resident.residence.before(6 * BLOCK + 1).tolist() == [0, 1, 4, 5, 6]
+    assert resident.residence.before(11 * BLOCK).tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10]
 
 
 def test_pure_tokens_are_set_once():
@@ -247,7 +248,7 @@ def test_a_restart_forgets_holes_but_not_the_count():
     subject.evict(subject.choose(112, report(range(7), range(7))), 112)
     assert subject.holes == 3 and subject.pure_tokens == 112
     subject.restart()
-    assert (subject.holes, subject.known, subject.pure_tokens, subject.first_query) == (0, 0, None, 0)
+    assert (subject.holes, subject.residence.known, subject.pure_tokens, subject.first_query) == (0, 0, None, 0)
     assert (subject.incarnation, subject.evicted_blocks, subject.state.peak_blocks) == (1, 3, 9)
     assert subject.choose(112, report(range(7), [9.0, 0, 9, 9, 0, 0, 9])).tolist() == [1, 4, 5]
 
@@ -297,7 +298,7 @@ def test_a_sessions_next_turn_is_pure_only_as_far_as_the_last_one_is_kept():
 def decided(blocks, incarnation, running):
     """Blocks evicted by the decision on a request that was due, which runs or is a session between two turns."""
     plan, computed = EvictionPlan.empty(1), 12 * BLOCK
-    plan.groups[0].due["r"] = incarnation
+    plan.of(Due)[0]["r"] = incarnation
     request = SimpleNamespace(request_id="r", num_computed_tokens=computed, num_in_flight_tokens=0)
     host = SimpleNamespace(
         groups=[SimpleNamespace(number=0, residents={"r": blocks})],

@@ -16,6 +16,7 @@ from vllm_evict.compute.reduction import Reduction
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.config import KVPolicyError
 from vllm_evict.core.plan import Scoring
+from vllm_evict.integration.engine.offloading import Offloading
 
 KV_HEADS = (2, 4, 0, 1)
 SIZES = {"budget": 224, "buffer": 64, "sink": 32, "recent": 64}
@@ -83,7 +84,8 @@ def test_a_host_block_has_the_heads_of_all_layers(serve, poisoned):
     size = sum(KV_HEADS) * 32 * 2 * 32 * 4  # tokens of a block, keys and values, dimensions, bytes
     server = serve({**H2O, "evict": "host", "host": 5 * size, "recall": "quest"})
     scheduler, (page, *_) = server.scheduler, part_of(server.runtime, Offload).blocks.pages.own
-    assert scheduler.host_pool.blocks == len(page) == 5 and scheduler._host_block_bytes == size
+    assert scheduler.part(Offloading).pool.blocks == len(page) == 5
+    assert scheduler.part(Offloading).block_bytes == size
     (output,) = server.generate([random_prompt(900)], max_tokens=40, logprobs=0)
     assert output.kv_usage.dropped_blocks > 4 and np.isfinite(logprobs_of(output)).all()
     server.assert_nothing_left()
@@ -227,7 +229,7 @@ def test_layers_without_attention_count_for_nothing(gaps, what):
 
 def test_layers_that_the_configuration_does_not_name_are_refused(engine, gaps, monkeypatch):
     """Bands by a wrong count would cut layers off."""
-    monkeypatch.setattr("vllm_evict.integration.attending.kv_heads", lambda model: [2] * 7)
+    monkeypatch.setattr("vllm_evict.integration.start.attending.kv_heads", lambda model: [2] * 7)
     with pytest.raises(
         KVPolicyError, match=r"attention layers of \[2, 2, 2, 2\] KV heads; expected \[2, 2, 2, 2, 2, 2, 2\]"
     ):

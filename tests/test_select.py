@@ -20,7 +20,7 @@ from vllm_evict.compute.select import Selection
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.eval.policies import contenders, servers
-from vllm_evict.integration.allocation import note_steps
+from vllm_evict.integration.engine.allocation import note_steps
 
 SELECT = {"select": 256, "select_sink": 32, "select_recent": 32, "dense_layers": 1}
 OWN = {*SELECT, "select_every", "filter_layers", "select_bounds"}

@@ -20,7 +20,7 @@ import openai
 import pytest
 from packaging.version import Version
 
-from vllm_evict.integration.metrics import HOST_COUNTERS, HOST_GAUGES
+from vllm_evict.integration.frontend.metrics import HOST_COUNTERS, HOST_GAUGES
 
 POLICY = {"name": "h2o", "budget": 256, "buffer": 32, "sink": 32, "recent": 64, "allow": ["sink-window", "full"]}
 ENGINE = ["--kv-policy", json.dumps(POLICY), "--dtype", "float32", "--enforce-eager", "--block-size", "32"]

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.metrics.stats import RequestStateStats
 
 from vllm_evict.config import REQUEST_FIELDS
-from vllm_evict.integration.frontend import _misplaced_in
+from vllm_evict.integration.frontend.entrypoints import _misplaced_in
 
 BLOCK = 32
 H2O = {"name": "h2o", "budget": 192, "buffer": 64, "sink": 32, "recent": 64}

@@ -166,7 +166,7 @@ def test_sessions_wait_for_their_turns_within_their_budgets(engine, poisoned, na
         for i, each in enumerate(names):
             sessions.send(each, random_prompt(256, 10 * turn + i), 1)
         sessions.run()
-        assert [len(sessions.resident(each).resident) for each in names] == [4, 4, 4]
+        assert [len(sessions.resident(each).residence.pool) for each in names] == [4, 4, 4]
     sessions.end(*names)
 
 

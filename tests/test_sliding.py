@@ -18,7 +18,7 @@ from oracle.tokens import replay_tokens
 from parity import TOKEN_TIE, assert_like_oracle, assert_logprobs, oracle_config, steps_of, token_config
 from vllm.v1.core import kv_cache_utils
 
-from vllm_evict.integration import layers
+from vllm_evict.integration.worker import layers
 
 BLOCK, WINDOW = 32, 48
 #: Name -> the window of each layer, 0 for none, and the KV groups that vLLM makes of them: layers of each.

@@ -14,7 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.import_utils import has_arctic_inference
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-from vllm_evict.integration.backend import resident_backend
+from vllm_evict.integration.worker.backend import resident_backend
 
 pytestmark = SERVED
 

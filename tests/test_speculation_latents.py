@@ -149,7 +149,7 @@ def test_a_layer_for_mtp_sees_what_is_left(engine, folders, poisoned, name):
 REFUSED = {
     "draft_model": ({}, 'a draft model beside latents .*set "method" in .* to mtp, .*, or to ngram'),
     "eagle3": ({}, "by 'eagle3' beside latents .*which no test runs: set \"method\" in .* to mtp, .*, or to ngram"),
-    "mtp": ({"async_scheduling": True}, "by 'mtp' beside latents .* under async .*set --no-async-scheduling"),
+    "mtp": ({"async_scheduling": True}, "latent attention .* by 'mtp' under async .*set --no-async-scheduling"),
 }
 
 

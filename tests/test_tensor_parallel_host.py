@@ -16,6 +16,7 @@ from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.score import score
 from vllm_evict.eval.tasks import make
 from vllm_evict.eval.words import Filler
+from vllm_evict.integration.engine.offloading import Offloading
 
 SIZES = {"budget": 128, "buffer": 0, "sink": 32, "recent": 32}
 HOST = {"name": "h2o", **SIZES, "evict": "host", "host": "16MiB"}
@@ -58,7 +59,7 @@ def test_ranks_bring_back_what_one_does(ranked_engine, tmp_path, name):
         watched = Watched(server)
         results.append((answer(server, PROMPTS, max_tokens=40), watched.reports()))
         # Ranks share the bytes, and have one KV head at least.
-        blocks = server.scheduler.host_pool.blocks
+        blocks = server.scheduler.part(Offloading).pool.blocks
         assert blocks == 1024 // max(ranks, kv_heads) and blocks * server.scheduler._host_block_bytes == 16 << 20
         server.assert_nothing_left()
     (one, scores), (several, reduced) = results
@@ -108,7 +109,7 @@ def test_preempted_requests_go_on_where_they_were(ranked_engine, tiny, recall):
         watched = Watched(server)
         results.append((answer(server, PROMPTS, steps), watched.masks()))
         server.assert_nothing_left()
-        assert server.scheduler.host_pool.used == 0
+        assert server.scheduler.part(Offloading).pool.used == 0
     (theirs, expected), (ours, masks) = results
     for alone, preempted in zip(theirs.values(), ours.values()):
         assert preempted.kv_usage.restored >= 3 and preempted.kv_usage.recomputed == 0
@@ -137,7 +138,7 @@ def test_pools_that_are_too_small(ranked_engine, tiny):
             kept += 1
     assert kept > 2 and all(all(each) for each in watched.bytes())
     server.assert_nothing_left()
-    assert server.scheduler.host_pool.used == 0
+    assert server.scheduler.part(Offloading).pool.used == 0
 
 
 # --- a file for each rank ---------------------------------------------------------------------------------------------

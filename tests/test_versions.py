@@ -14,7 +14,7 @@ from guard.source import Edited, Sources
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_evict import KVPolicyError
-from vllm_evict.integration import versions
+from vllm_evict.integration.start import versions
 
 PACKAGE = Path(vllm.__file__).parent
 HERE = vllm.__version__.partition("+")[0]

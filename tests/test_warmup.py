@@ -32,7 +32,7 @@ from vllm_evict.compute.runtime import EvictionRuntime
 from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.work import HeadSlice
 from vllm_evict.config import KVPolicyConfig
-from vllm_evict.integration import layers, worker
+from vllm_evict.integration.worker import layers, worker
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 backend, server = (getattr(test_device_backends, name) for name in ("backend", "server"))

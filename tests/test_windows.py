@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 from vllm.model_executor.models import llama
 
 from vllm_evict.config import KVPolicyError
-from vllm_evict.integration import combinations, windows
+from vllm_evict.integration.start import windows
 
 backend, server = test_device_backends.backend, test_device_backends.server
 LONGEST, SHORT = 1024, 48
@@ -133,7 +133,7 @@ def test_windows_that_hide_nothing_refuse_nothing(tmp_path):
     for model in (every, some):
         for policy in ({"name": "adakv"}, {"name": "kvzip"}, {**H2O, "evict": "host", "host": "64MiB"}):
             config = engine_config(model, policy, max_model_len=512, block_size=32)
-            assert not combinations.slides(config)
+            assert not windows.slide(config)
     with pytest.raises(KVPolicyError, match="sliding-window attention beside full attention"):
         engine_config(some, {"name": "adakv"}, max_model_len=513)
 

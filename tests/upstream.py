@@ -17,8 +17,8 @@ import os
 if policy := os.environ.get("UPSTREAM_POLICY"):
     import tests.v1.core.utils as core
 
-    from vllm_evict.integration.scheduler import AsyncEvictionScheduler, EvictionScheduler
-    from vllm_evict.integration.spec import EvictableSpec
+    from vllm_evict.integration.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
+    from vllm_evict.integration.engine.spec import EvictableSpec
 
     make_config = core.VllmConfig
 

@@ -7,7 +7,7 @@ from functools import cache
 from inspect import Parameter
 from typing import Any, NamedTuple
 
-from vllm_evict.integration.versions import find
+from vllm_evict.integration.start.versions import find
 
 from . import source
 from .invariants import INVARIANTS, Invariant

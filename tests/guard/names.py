@@ -3,141 +3,139 @@
 Names that the plugin only imports are no entries: `check` finds them in the plugin's sources.
 """
 
-from vllm_evict.integration.stand_in import COMPILED
-from vllm_evict.integration.versions import MOVED
+from vllm_evict.integration.start.stand_in import COMPILED
+from vllm_evict.integration.start.versions import MOVED
 
 #: Class or module of vLLM -> ours -> the methods and functions that ours takes the place of. `ours` holds one of the
 #: same name (a class, or a function that defines it), or is itself what is put in its place.
 REPLACED = {
     "vllm.config.vllm:VllmConfig": {
-        "integration.fallback:hook.with_policy": "_get_v2_model_runner_unsupported_features",
-        "integration.fallback:hook.validated": "_validate_v1_model_runner",
+        "integration.start.fallback:hook.with_policy": "_get_v2_model_runner_unsupported_features",
+        "integration.start.fallback:hook.validated": "_validate_v1_model_runner",
     },
     "vllm.engine.arg_utils:EngineArgs": {
-        "integration.arguments:_with_flag.with_flag": "add_cli_args",
-        "integration.arguments:_with_policy.with_policy": "create_engine_config",
+        "integration.start.arguments:_with_flag.with_flag": "add_cli_args",
+        "integration.start.arguments:_with_policy.with_policy": "create_engine_config",
     },
     "vllm.entrypoints.anthropic.serving:AnthropicServingMessages": {
-        "integration.frontend:hook_messages.checked": "create_messages",
+        "integration.frontend.entrypoints:hook_messages.checked": "create_messages",
     },
     "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin": {
-        "integration.frontend:hook_beam_search.checked": "beam_search",
+        "integration.frontend.entrypoints:hook_beam_search.checked": "beam_search",
     },
     "vllm.entrypoints.serve.engine.serving:BaseServing": {
-        "integration.frontend:hook_serving.noted": "_check_model",
+        "integration.frontend.entrypoints:hook_serving.noted": "_check_model",
     },
     "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses": {
-        "integration.frontend:hook_responses.checked": "_generate_with_builtin_tools",
+        "integration.frontend.entrypoints:hook_responses.checked": "_generate_with_builtin_tools",
     },
     "vllm.v1.engine.async_llm:AsyncLLM": {
-        "integration.frontend:hook_async_llm.checked": "generate",
-        "integration.frontend:hook_async_llm.add_known_session": "_add_streaming_input_request",
+        "integration.frontend.entrypoints:hook_async_llm.checked": "generate",
+        "integration.frontend.entrypoints:hook_async_llm.add_known_session": "_add_streaming_input_request",
     },
     "vllm.v1.engine.input_processor:InputProcessor": {
-        "integration.frontend:hook_input_processor.checked": "process_inputs",
+        "integration.frontend.entrypoints:hook_input_processor.checked": "process_inputs",
     },
     "vllm.v1.engine.output_processor:OutputProcessor": {
-        "integration.usage:hook_output_processor.processed": "process_outputs",
+        "integration.frontend.usage:hook_output_processor.processed": "process_outputs",
     },
     "vllm.v1.engine.output_processor:RequestState": {
-        "integration.usage:hook_output_processor.with_usage": "make_request_output",
-        "integration.usage:hook_output_processor.completion_with_usage": "_new_completion_output",
+        "integration.frontend.usage:hook_output_processor.with_usage": "make_request_output",
+        "integration.frontend.usage:hook_output_processor.completion_with_usage": "_new_completion_output",
     },
-    "vllm.outputs:RequestOutput": {"integration.usage:hook_output_processor.merged": "add"},
+    "vllm.outputs:RequestOutput": {"integration.frontend.usage:hook_output_processor.merged": "add"},
     "vllm.v1.metrics.loggers:StatLoggerManager": {
-        "integration.frontend:hook_loggers.with_metrics": "__init__",
-        "integration.frontend:hook_loggers.recorded": "record",
+        "integration.frontend.entrypoints:hook_loggers.with_metrics": "__init__",
+        "integration.frontend.entrypoints:hook_loggers.recorded": "record",
     },
     "vllm.v1.core.sched.scheduler:Scheduler": {
-        "integration.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks _free_request "
-        "finish_requests reset_prefix_cache _build_kv_connector_meta _handle_invalid_blocks",
-        "integration.outputs:OutputsMixin": "make_stats",
-        "integration.admission:AdmissionMixin": "add_request _update_request_as_session",
-        "integration.hits:HitsMixin": "_get_local_prefix_cache_hit",
-        "integration.tier:TierMixin": "_reserve_prefill_lookahead",
-        "integration.preempted:PreemptedMixin": "_preempt_request _get_local_prefix_cache_hit reset_prefix_cache "
-        "_update_request_as_session",
+        "integration.engine.scheduler:EvictionMixin": "__init__ schedule update_from_output _free_request_blocks "
+        "_free_request finish_requests reset_prefix_cache _build_kv_connector_meta _handle_invalid_blocks make_stats "
+        "add_request _update_request_as_session _get_local_prefix_cache_hit _reserve_prefill_lookahead "
+        "_preempt_request",
     },
     "vllm.v1.core.kv_cache_manager:KVCacheManager": {
-        "integration.allocation:before_giving_up": "allocate_slots",
-        "integration.allocation:note_steps": "allocate_slots",
-        "integration.allocation:count_published": "estimate_cached_tokens",
+        "integration.engine.allocation:before_giving_up": "allocate_slots",
+        "integration.engine.allocation:Reads.__init__.allocate_slots": "allocate_slots",
+        "integration.engine.allocation:count_published": "estimate_cached_tokens",
     },
     "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": {
-        "integration.managers:EvictableManager": "__init__ get_num_blocks_to_allocate find_longest_cache_hit "
+        "integration.engine.managers:EvictableManager": "__init__ get_num_blocks_to_allocate find_longest_cache_hit "
         "add_local_computed_blocks allocate_external_computed_blocks pop_blocks_for_free "
         "_cache_partial_tail_block _has_partial_local_hit",
-        "integration.managers:hole_aware.HoleAware": "cache_blocks",
-        "integration.managers:hole_aware.HoleAware.note_allocated.noted": "allocate_new_blocks",
+        "integration.engine.managers:hole_aware.HoleAware": "cache_blocks",
+        "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:MambaManager": {
-        "integration.managers:StateManager": "cache_blocks",
-        "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate",
-        "integration.managers:hole_aware.HoleAware.note_allocated.noted": "allocate_new_blocks",
+        "integration.engine.managers:StateManager": "cache_blocks",
+        "integration.engine.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate",
+        "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager": {
-        "integration.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate cache_blocks",
-        "integration.managers:hole_aware.HoleAware.note_allocated.noted": "allocate_new_blocks",
+        "integration.engine.managers:hole_aware.HoleAware": "get_num_blocks_to_allocate cache_blocks",
+        "integration.engine.poison:Poison._noting.noted": "allocate_new_blocks",
     },
     "vllm.v1.kv_cache_interface:FullAttentionSpec": {
-        "integration.spec:_Evictable": "max_memory_usage_bytes merge is_uniform_with_collection",
+        "integration.engine.spec:_Evictable": "max_memory_usage_bytes merge is_uniform_with_collection",
     },
-    "vllm.v1.kv_cache_interface:MLAAttentionSpec": {"integration.spec:_Evictable": "merge"},
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": {"integration.engine.spec:_Evictable": "merge"},
     "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadataBuilder": {
-        "integration.backend:resident_backend.ResidentBuilder": "__init__ build",
+        "integration.worker.backend:resident_backend.ResidentBuilder": "__init__ build",
     },
     "vllm.v1.worker.cpu_worker:CPUWorker": {
-        "integration.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "
+        "integration.worker.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "
         "initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
-        "integration.cpu_worker:CPUEvictionWorker": "sample_tokens",
+        "integration.worker.cpu_worker:CPUEvictionWorker": "sample_tokens",
     },
     "vllm.v1.worker.gpu_worker:Worker": {
-        "integration.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "
+        "integration.worker.worker:EvictionWorkerMixin": "load_model get_kv_cache_spec determine_available_memory "
         "initialize_from_config execute_model sample_tokens compile_or_warm_up_model",
     },
-    "vllm.v1.outputs:AsyncModelRunnerOutput": {"integration.worker:_Reporting": "get_output"},
+    "vllm.v1.outputs:AsyncModelRunnerOutput": {"integration.worker.worker:_Reporting": "get_output"},
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
-        "integration.reorder:guard_reload.checked": "reload_weights",
-        "integration.runners:profiling": "profile_run",
-        "integration.runners:_install_v1": "_update_states",
-        "integration.graphs:install_v1": "_warmup_and_capture",
+        "integration.worker.reorder:guard_reload.checked": "reload_weights",
+        "integration.worker.runners:profiling": "profile_run",
+        "integration.worker.runners:_install_v1": "_update_states",
+        "integration.worker.graphs:install_v1": "_warmup_and_capture",
     },
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {
-        "integration.reorder:guard_reload.checked": "reload_weights",
-        "integration.runners:profiling": "profile_run",
-        "integration.runners:_install_v2": "update_requests prepare_attn",
-        "integration.graphs:install_v2": "gather_batch_req_state initialize_kv_cache",
+        "integration.worker.reorder:guard_reload.checked": "reload_weights",
+        "integration.worker.runners:profiling": "profile_run",
+        "integration.worker.runners:_install_v2": "update_requests prepare_attn",
+        "integration.worker.graphs:install_v2": "gather_batch_req_state initialize_kv_cache",
     },
-    "vllm.v1.worker.gpu.model_states.default:DefaultModelState": {"integration.graphs:install_v2": "prepare_attn"},
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState": {
+        "integration.worker.graphs:install_v2": "prepare_attn"
+    },
     "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher": {
-        "integration.graphs:EvictionDispatcher": "initialize_cudagraph_keys dispatch",
+        "integration.worker.graphs:EvictionDispatcher": "initialize_cudagraph_keys dispatch",
     },
     "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": {
-        "integration.graphs:install_v2.Capturing": "capture",
-        "integration.graphs:install_v2.EvictionGraphs": "dispatch",
+        "integration.worker.graphs:install_v2.Capturing": "capture",
+        "integration.worker.graphs:install_v2.EvictionGraphs": "dispatch",
     },
     "vllm.model_executor.layers.attention:MLAAttention": {
-        "integration.latents:working_latent.WorkingLatent": "forward_impl",
+        "integration.worker.latents:working_latent.WorkingLatent": "forward_impl",
     },
     "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention": {
-        "integration.latents:working_latent.WorkingKimi": "_attention",
+        "integration.worker.latents:working_latent.WorkingKimi": "_attention",
     },
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": {
-        "integration.layers:HeadSlots": "get_attn_backend get_kv_cache_spec",
+        "integration.worker.layers:HeadSlots": "get_attn_backend get_kv_cache_spec",
     },
     "vllm.v1.attention.backend:AttentionBackend": {
-        "integration.backend:resident_backend.ResidentBackend": "get_builder_cls customize_spec",
+        "integration.worker.backend:resident_backend.ResidentBackend": "get_builder_cls customize_spec",
     },
     "vllm.v1.attention.backend:AttentionMetadataBuilder": {
-        "integration.backend:resident_backend.ResidentBuilder": "get_cudagraph_support build_for_drafting",
+        "integration.worker.backend:resident_backend.ResidentBuilder": "get_cudagraph_support build_for_drafting",
     },
     "vllm.v1.attention.backend:AttentionImpl": {
-        "integration.backend:working_impl.WorkingImpl": "fused_output_quant_supported",
-        "integration.split:split_impl.SplitImpl": "fused_output_quant_supported",
+        "integration.worker.backend:working_impl.WorkingImpl": "fused_output_quant_supported",
+        "integration.worker.split:split_impl.SplitImpl": "fused_output_quant_supported",
     },
     **{
         f"vllm.v1.attention.backends.{module}:{name}MetadataBuilder": {
-            "integration.backend:resident_backend.ResidentBuilder": "__init__ build",
+            "integration.worker.backend:resident_backend.ResidentBuilder": "__init__ build",
         }
         for module, name in (
             ("cpu_attn", "CPUAttention"),
@@ -147,23 +145,25 @@ REPLACED = {
         )
     },
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": {
-        "integration.backend:working_impl.WorkingImpl": "forward",
-        "integration.split:split_impl.SplitImpl": "forward",
+        "integration.worker.backend:working_impl.WorkingImpl": "forward",
+        "integration.worker.split:split_impl.SplitImpl": "forward",
     },
     **{
-        f"vllm.v1.attention.backends.{module}:{name}": {"integration.backend:working_impl.WorkingImpl": "forward"}
+        f"vllm.v1.attention.backends.{module}:{name}": {
+            "integration.worker.backend:working_impl.WorkingImpl": "forward"
+        }
         for module, name in (
             ("flash_attn", "FlashAttentionImpl"),
             ("flashinfer", "FlashInferImpl"),
             ("triton_attn", "TritonAttentionImpl"),
         )
     },
-    "vllm.model_executor.model_loader.base_loader:": {"integration.reorder:reordering": "initialize_model"},
+    "vllm.model_executor.model_loader.base_loader:": {"integration.worker.reorder:reordering": "initialize_model"},
     "vllm.model_executor.layers.linear:QKVParallelLinear": {
-        "integration.reorder:_qkv_loader.permuted": "weight_loader weight_loader_v2",
+        "integration.worker.reorder:_qkv_loader.permuted": "weight_loader weight_loader_v2",
     },
     "vllm.model_executor.layers.linear:RowParallelLinear": {
-        "integration.reorder:_out_loader.permuted": "weight_loader weight_loader_v2",
+        "integration.worker.reorder:_out_loader.permuted": "weight_loader weight_loader_v2",
     },
 }
 
@@ -217,8 +217,8 @@ CARRIERS = (
 
 #: Our classes that have to define all abstract methods of vLLM's.
 COMPLETE = {
-    "vllm.v1.outputs:AsyncModelRunnerOutput": "integration.worker:_Reporting",
-    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": "integration.layers:HeadSlots",
+    "vllm.v1.outputs:AsyncModelRunnerOutput": "integration.worker.worker:_Reporting",
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": "integration.worker.layers:HeadSlots",
 }
 
 #: Strings in vllm_evict that look like names of vLLM and are none.

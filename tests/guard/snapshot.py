@@ -1,4 +1,4 @@
-"""Write what the plugin relies on of releases of vLLM to snapshots/<version>.json and vllm_evict/integration/touched.json.
+"""Write what the plugin relies on of releases of vLLM to snapshots/<version>.json and vllm_evict/integration/start/touched.json.
 
     cd tests
     python -m guard.snapshot PATH...
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from vllm_evict.integration.versions import TOUCHED, digest
+from vllm_evict.integration.start.versions import TOUCHED, digest
 
 from .check import Facts, complaints, extract, touched
 from .source import Sources

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from vllm_evict.integration import sources
-from vllm_evict.integration.sources import FUNCTIONS, Definition, Found, defined
+from vllm_evict.integration.start import sources
+from vllm_evict.integration.start.sources import FUNCTIONS, Definition, Found, defined
 
 #: Fields of a syntax tree that say nothing about the code's meaning.
 IGNORED_FIELDS = {"ctx", "kind", "type_comment", "type_ignores"}

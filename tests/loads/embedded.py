@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 
+from vllm_evict.integration.engine.offloading import Offloading
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
     sys.path.remove(str(Path(__file__).parent))
@@ -96,7 +98,7 @@ class Run:
         #: A name is given once: vLLM keeps where the states of a request lie that ends in a step without tokens.
         self._named = f"of-{next(RUNS)}"
         self._slices = slices_of(engine)
-        self._host = None if engine.scheduler.host_pool is None else HostMemory(engine)
+        self._host = HostMemory(engine) if engine.scheduler.mechanisms.of(Offloading) else None
 
     def run(self):
         get_output, preempt = self._core.get_output, self.engine.scheduler._preempt_request

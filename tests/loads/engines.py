@@ -28,9 +28,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_evict.integration import layers
-from vllm_evict.integration.scheduler import AsyncEvictionScheduler, EvictionScheduler
-from vllm_evict.integration.spec import EvictableSpec, policy_config
+from vllm_evict.integration.engine.scheduler import AsyncEvictionScheduler, EvictionScheduler
+from vllm_evict.integration.engine.spec import EvictableSpec, policy_config
+from vllm_evict.integration.start import attending
+from vllm_evict.integration.worker import layers
 
 from .program import HEADS, LAYERS, VOCABULARY, Settings
 
@@ -121,7 +122,7 @@ def cache_specs(settings: Settings, config: VllmConfig) -> dict[str, KVCacheSpec
         policy = policy_config(config)
         backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
         layer = SimpleNamespace(get_kv_cache_spec=lambda _: full, attn_backend=backend)
-        if (placed := layers.layout(config, policy)) is not None:
+        if (placed := attending.layout(config, policy)) is not None:
             return {
                 f"kv_evict.{name}.{part}": layers._spec(config, policy, layer, placed.width, name, part)
                 for part, name in enumerate(placed.groups)

@@ -9,6 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_evict.core.actions import Swap
 from vllm_evict.core.plan import EvictionPlan
+from vllm_evict.integration.engine.offloading import Offloading
 
 from .contents import POISON, Fault
 
@@ -125,12 +126,12 @@ class HostInvariants:
 
         Blocks that came back are private, or published as they were.
         """
-        pool, manager = self.scheduler.host_pool, self.evictable[0]
+        pool, manager = self.scheduler.part(Offloading).pool, self.evictable[0]
         held: dict[int, tuple[str, int]] = {}
         for req_id, resident in manager.residents.items():
             table = manager.req_to_blocks.get(req_id, ())
-            for logical, number in resident.host.items():
-                there = resident.saved is None and (logical >= len(table) or not table[logical].is_null)
+            for logical, (number, *_) in resident.residence.host.items():
+                there = resident.residence.saved is None and (logical >= len(table) or not table[logical].is_null)
                 if number in held or there:
                     raise Fault("host", f"{req_id}: host block {number} for block {logical} of {len(table)}; {held}")
                 held[number] = req_id, logical
@@ -138,10 +139,10 @@ class HostInvariants:
                     raise Fault(
                         "host", f"{req_id}: host block {number} is for block {logical}, in the pool's books not"
                     )
-            if resident.saved is not None:
-                if table or held.keys() & set(resident.saved.numbers.values()):
-                    raise Fault("host", f"{req_id} is saved on {resident.saved.numbers}; {held}; {table}")
-                held |= {number: (req_id, logical) for logical, number in resident.saved.numbers.items()}
+            if resident.residence.saved is not None:
+                if table or held.keys() & set(resident.residence.saved.numbers.values()):
+                    raise Fault("host", f"{req_id} is saved on {resident.residence.saved.numbers}; {held}; {table}")
+                held |= {number: (req_id, logical) for logical, number in resident.residence.saved.numbers.items()}
         free = pool._free
         if len(set(free)) < len(free) or held.keys() & set(free) or len(free) + len(held) != pool.blocks:
             raise Fault("host", f"of {pool.blocks} host blocks {free} are free, {sorted(held)} held")
@@ -178,7 +179,7 @@ class HostInvariants:
         self.scheduler.apply, self.cache.allocate_slots = applied, watched
 
     def _check_no_host_left(self) -> None:
-        scheduler, pool = self.scheduler, self.scheduler.host_pool
+        scheduler, pool = self.scheduler, self.scheduler.part(Offloading).pool
         if pool.used or pool._saved or sorted(pool._free) != list(range(pool.blocks)) or self.worker.host.held:
             raise Fault("left", f"host blocks {pool._held}, {len(pool._free)} of {pool.blocks} are free")
         if scheduler._plan.rewound or any(copy.kind != "poison" for copy in scheduler._plan.copies):

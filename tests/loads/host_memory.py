@@ -4,6 +4,7 @@ import torch
 from parts import part_of
 
 from vllm_evict.compute.offload import Offload
+from vllm_evict.integration.engine.offloading import Offloading
 
 
 class HostMemory:
@@ -14,7 +15,7 @@ class HostMemory:
     """
 
     def __init__(self, engine):
-        self.pool, self.scheduler = engine.scheduler.host_pool, engine.scheduler
+        self.pool, self.scheduler = engine.scheduler.part(Offloading).pool, engine.scheduler
         host = part_of(engine.runtime, Offload).blocks
         self._pages, self._tensors = host.pages.own, [*host.pages.own, *host._bounds]
         if not self.pool.used:
@@ -26,14 +27,13 @@ class HostMemory:
         """Each host block is free and NaN, or holds a number for each dimension of one block of one request."""
         pool, (manager,), held = self.pool, self.scheduler.kv_managers, {}
         for req_id, blocks in manager.residents.items():
-            for logical, number in blocks.host.items():
+            for logical, (number, *_) in blocks.residence.host.items():
                 assert number not in held, f"host block {number} is for {held[number]} and for {req_id}"
-                is_hole = blocks.saved is not None or manager.req_to_blocks[req_id][logical].is_null
+                is_hole = blocks.residence.saved is not None or manager.req_to_blocks[req_id][logical].is_null
                 assert is_hole, f"{req_id} has block {logical}, and on the host"
                 held[number] = req_id
-        saved = {
-            number for blocks in manager.residents.values() if blocks.saved for number in blocks.saved.numbers.values()
-        }
+        preempted = [blocks.residence.saved for blocks in manager.residents.values() if blocks.residence.saved]
+        saved = {number for each in preempted for number in each.numbers.values()}
         free = set(pool._free)
         assert held.keys() == pool._held.keys() and saved == pool._saved
         assert len(free) == len(pool._free) == pool.blocks - len(held) - len(saved)

@@ -12,8 +12,10 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_evict.core.mechanisms.base import Due, Misses
+from vllm_evict.core.mechanisms.recall import Looks
 from vllm_evict.core.plan import PLAN
-from vllm_evict.integration.reconstruction import OVERLAP, parts
+from vllm_evict.integration.engine.reconstruction import OVERLAP, Reconstructions, Scored, parts
 
 from .contents import SALTS, Fault, Row
 from .double import Worker
@@ -115,7 +117,7 @@ class Invariants(HostInvariants):
         with several holders before the decisions of this step), or if the pool has room for all decisions, in all KV
         groups: `free` blocks, before them and after. Without these it tries again with its next block.
         """
-        due = [group.due.keys() for group in getattr(output, PLAN).groups]
+        due = [getattr(output, PLAN).of(Due)[number].keys() for number in range(len(self.evictable))]
         decisions = sum(map(len, due))
         pools = self.scheduler.kv_policy.policy.pools
         for req_id, (row, turns) in rows.items():
@@ -129,16 +131,16 @@ class Invariants(HostInvariants):
             for manager, decided in zip(self.evictable, due):
                 resident = manager.residents[req_id]
                 limits, policy = resident.limits, resident.config.policy
-                waits = policy.profiles or (policy.reconstructs and resident.prompt_scores is None)
+                waits = policy.profiles or (policy.reconstructs and resident.of(Scored).scores is None)
                 waits |= resident.config.prompt == "whole" and settled < request.num_prompt_tokens
-                if limits is None or resident.under_pressure or waits or resident.misses:
+                if limits is None or resident.under_pressure or waits or resident.of(Misses).count:
                     break
                 table = manager.req_to_blocks[req_id][: -(-settled // self.settings.block)]
                 held = sum(not block.is_null for block in table)
                 alone = not any(block.block_id in shared or block.ref_cnt > 1 for block in table if not block.is_null)
                 roomy = free >= held * decisions
                 compacts = req_id in decided and (alone or roomy)
-                again = req_id in getattr(output, PLAN).groups[0].again or req_id in self.scheduler.next_plan.rewound
+                again = req_id in getattr(output, PLAN).of(Looks).again or req_id in self.scheduler.next_plan.rewound
                 bound = max(limits.trigger, self._peaks[req_id] if again else 0)
                 if not pools and held > bound and (compacts or resident.config.granularity == "block"):
                     raise Fault("bound", f"{req_id}: {held} blocks of {settled} tokens, above {limits.trigger}")
@@ -181,7 +183,7 @@ class Invariants(HostInvariants):
             request = self.live.get(req_id)
             if request is None or not resident.config.policy.reconstructs or request.resumable:
                 continue
-            scores = resident.prompt_scores
+            scores = resident.of(Scored).scores
             if scores is not None and not len(scores.index) and self._room.pop(req_id, False):
                 raise Fault("scores", f"{req_id} goes without scores, and there was room for its reconstruction")
             if scores is not None or request.status != RequestStatus.RUNNING:
@@ -196,7 +198,7 @@ class Invariants(HostInvariants):
             needed = math.ceil((prompt + len(config.instruction) + longest) / block) - prompt // block
             free = self.pool.get_num_free_blocks() - self.cache.watermark_blocks
             slots = len(scheduler.running) + scheduler.num_waiting_for_streaming_input < self.settings.seqs
-            shadows = sum(map(scheduler.reconstructions.is_shadow, self.evictable[0].residents))
+            shadows = scheduler.part(Reconstructions)._hidden & self.evictable[0].residents.keys()
             room = (
                 bool(repeated) and prompt >= block and (shadows or (slots and free >= needed + len(scheduler.running)))
             ) and tokens < self.settings.chunk
@@ -348,15 +350,15 @@ class Invariants(HostInvariants):
         for manager in self.evictable:
             if any(manager.held.values()) or manager.take_over_trigger():
                 raise Fault("left", f"group {manager.kv_cache_group_id}: held {manager.held}")
-        if scheduler._stoppable:
-            raise Fault("left", f"usage of {list(scheduler._stoppable)}")
+        if scheduler.usages._stoppable:
+            raise Fault("left", f"usage of {list(scheduler.usages._stoppable)}")
         for group in scheduler._plan.groups:
             told = {name: getattr(group, name) for name in group.__slots__ if name not in ("forgotten",)}
             if any(told.values()):
                 raise Fault("left", f"of plans: {told}")
         if scheduler._plan.compactions or scheduler._plan.rotations:
             raise Fault("left", f"orders: {scheduler._plan}")
-        if (reconstructions := scheduler.reconstructions) is not None:
+        for reconstructions in scheduler.mechanisms.of(Reconstructions):
             for name in ("_jobs", "_shadow", "_hidden"):
                 if getattr(reconstructions, name):
                     raise Fault("left", f"reconstructions: {name} {getattr(reconstructions, name)}")

@@ -8,8 +8,9 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
-from vllm_evict.integration.layers import PARTS, layout
-from vllm_evict.integration.spec import policy_config
+from vllm_evict.integration.engine.spec import policy_config
+from vllm_evict.integration.start.attending import layout
+from vllm_evict.integration.worker.layers import PARTS
 
 
 @dataclass

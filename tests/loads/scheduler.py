@@ -48,7 +48,10 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_evict.config import KVPolicyError
+from vllm_evict.core.mechanisms import Pressure
 from vllm_evict.core.plan import PLAN
+from vllm_evict.integration.engine.offloading import Offloading
+from vllm_evict.integration.engine.reconstruction import Reconstructions
 from vllm_evict.policies import POLICIES
 
 from .contents import Fault, Row, prompt_tokens
@@ -80,7 +83,8 @@ class Simulation(Invariants):
         windows = [getattr(manager.kv_cache_spec, "sliding_window", None) or 0 for manager in self.managers]
         config = getattr(self.scheduler, "kv_policy", None)
         context = config.context if config is not None and config.context != "model" else None
-        pool = getattr(self.scheduler, "host_pool", None)
+        of = getattr(self.scheduler, "mechanisms", None)
+        pool = next((each.pool for each in of.of(Offloading)), None) if of else None
         host = None if pool is None else HostTier(pool.blocks, settings.block)
         parts = [config.of_class(manager.kv_cache_spec.head_class) for manager in self.evictable]
         selected = [-(-part.select // settings.block) for part in parts]
@@ -105,7 +109,7 @@ class Simulation(Invariants):
         self._paused = 0
         #: Requests that are to have their prompts reconstructed: whether there was room in each step so far.
         self._room: dict[str, bool] = {}
-        if getattr(self.scheduler, "pressure", None) is not None:
+        if of and of.of(Pressure):
             self._watch_pressure()
         #: Most blocks that each request has held; blocks that recalls have taken from the pool since the last step.
         self._peaks: dict[str, int] = {}
@@ -190,7 +194,7 @@ class Simulation(Invariants):
             self._check_bounds(output, rows, min(free, self.pool.get_num_free_blocks()), shared)
             settings = self.settings
             scores_come = not (settings.lost or settings.late or settings.answers == "nan")
-            if self.scheduler.reconstructions is not None and scores_come:
+            if self.scheduler.mechanisms.of(Reconstructions) and scores_come:
                 self._check_reconstructions(output.total_num_scheduled_tokens)
         return True
 

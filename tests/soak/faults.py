@@ -23,6 +23,8 @@ from collections import Counter
 from copy import copy
 from pathlib import Path
 
+from vllm_evict.integration.engine.reconstruction import Reconstructions
+
 CONTROL = "VLLM_EVICT_SOAK_CONTROL"
 #: A fault strikes each time it has been asked for so often.
 EVERY = 2
@@ -73,10 +75,10 @@ def register():
     if CONTROL not in os.environ or getattr(register, "done", False):
         return
     register.done = True
-    from vllm_evict.integration.late import when_imported
+    from vllm_evict.integration.start.late import when_imported
 
     fault = Fault(os.environ[CONTROL])
-    when_imported("vllm_evict.integration.scheduler", lambda module: _break_scheduler(module, fault))
+    when_imported("vllm_evict.integration.engine.scheduler", lambda module: _break_scheduler(module, fault))
     when_imported("vllm_evict.compute.group", lambda module: _break_worker(module.GroupRuntime, fault))
     when_imported("vllm_evict.compute.runtime", lambda module: _show_worker(module.EvictionRuntime, fault))
     when_imported("vllm.v1.engine.core", lambda module: _show_core(module.EngineCoreProc, fault))
@@ -205,12 +207,12 @@ def books(core):
     found["residents"] = sum(len(manager.residents) for manager in evictable)
     found["held"] = sum(sum(manager.held.values()) for manager in evictable)
     found["over trigger"] = sum(len(manager._over_trigger) for manager in evictable)
-    found["stoppable"] = len(scheduler._stoppable)
+    found["stoppable"] = len(scheduler.usages._stoppable)
     found["plan"] = sum(
         len(getattr(group, name)) for group in scheduler._plan.groups for name in ("holes", "moved", "track")
     )
-    if scheduler.reconstructions is not None:
-        found["prompts known"] = len(scheduler.reconstructions.scores._prompts)
+    for reconstructions in scheduler.mechanisms.of(Reconstructions):
+        found["prompts known"] = len(reconstructions.scores._prompts)
     return {"books": found}
 
 

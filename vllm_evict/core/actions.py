@@ -1,30 +1,37 @@
 """Actions: what mechanisms decide about the blocks of one request in one KV group.
 
-An action names the logical blocks that workers read, the blocks that they write, and the blocks that become holes. The
-scheduler applies all actions in one place: it makes written blocks private to the request, returns evicted blocks to
-the pool, and puts the action on the next plan.
+An action names the logical blocks that workers read, the blocks that they write, the blocks that become holes, and the
+holes that come back from the host. The scheduler applies all actions in one place: it makes written blocks private to
+the request, returns evicted blocks to the pool, and puts the action on the next plan.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from ..config import KVPolicyConfig
-from .blocks import NO_BLOCKS, RequestBlocks
+from .blocks import RequestBlocks
 from .plan import Compaction, EvictionPlan, KeyRotation, Report
+from .residence import NO_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Evicts some blocks of a request.
+    """A change of what a request has, in one KV group.
+
+    Blocks that come back take room that the pool has, and then the room of `holes`. If the pool has less room, the last
+    ones of both stay where they are.
 
     Attributes:
         req_id: id of a running request, or of a session between two turns.
         group: index of the KV group among the KV groups that may have holes.
-        holes: int64 [k], resident logical blocks that become holes, ascending.
+        holes: int64 [k], resident logical blocks that become holes; ascending, but the least wanted first beside
+            `returns`.
         reads: int64 [m], logical blocks that workers read for this action, ascending.
         writes: int64 [n], logical blocks that workers write for this action, ascending.
+        returns: int64 [r], logical blocks on the host that come back, the most wanted first; no fewer than `holes`.
     """
 
     req_id: str
@@ -35,6 +42,7 @@ class Action:
     holes: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     reads: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     writes: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
+    returns: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
 
     def order(self, plan: EvictionPlan, source: list[int], target: list[int]) -> None:
         """Add work of this action to a plan, beside its holes.
@@ -46,25 +54,37 @@ class Action:
         """
 
 
+class Applied(NamedTuple):
+    """An action that the scheduler has applied.
+
+    Attributes:
+        action: the action.
+        blocks: of the request, as they are now.
+        before: for each of `writes` and `holes` the physical block that it was.
+        written: physical blocks that workers write.
+        freed: physical blocks that no request holds any more, without those that the prefix cache has.
+    """
+
+    action: Action
+    blocks: RequestBlocks
+    before: Mapping[int, int]
+    written: Sequence[int]
+    freed: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Evict(Action):
     """Evicts whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Swap(Evict):
-    """Blocks come back from the host, and others go in their place.
-
-    The first returns take room that the request's budget has; each of the others takes the place of one of `holes`. If
-    the pool has less room, the last ones of both stay where they are.
+class Swap(Action):
+    """Brings blocks back from the host, and evicts others for them.
 
     Attributes:
-        holes: int64 [k], as for `Action`, but the least wanted first.
-        returns: int64 [n], logical blocks on the host, the most wanted first; no fewer than `holes`.
         again: whether they come back for the end of a prompt that is computed again.
     """
 
-    returns: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     again: bool = False
 
 
@@ -149,11 +169,11 @@ def back_to_budget(
         req_id,
         group,
         holes=candidates[keep:],
-        reads=blocks.resident,
+        reads=blocks.residence.pool,
         writes=candidates[:keep],
         config=blocks.config,
         length=computed_tokens - blocks.holes * blocks.block_size,
-        first=int(np.searchsorted(blocks.resident, candidates[0])),
+        first=int(np.searchsorted(blocks.residence.pool, candidates[0])),
         position=computed_tokens - 1,
         judged=judged,
     )

@@ -1,36 +1,21 @@
-"""The blocks of one request in one KV group: limits, holes, and the choice of blocks to evict."""
+"""The blocks of one request in one KV group: limits, and the choice of blocks to evict."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..config import NEVER, KVPolicyConfig, Limits
 from ..policies import Blocks
-from .host import Recalls, Saved
 from .plan import Report, Scoring
+from .residence import NO_BLOCKS, Residence
 
-NO_BLOCKS = np.empty(0, dtype=np.int64)
-#: Decisions of its policy for which a block stays that queries wanted.
-STAY = 2
+S = TypeVar("S")
 #: Cost of the oldest block without a score, above the cost of any block with one (at most 1).
 UNSCORED = 2.0
-
-
-class Stay(NamedTuple):
-    """Why a block stays.
-
-    Attributes:
-        score: by bounds of its keys.
-        decisions: of the policy, in which it goes after all others.
-        came: whether it came back from the host in a decode.
-    """
-
-    score: float
-    decisions: int = STAY
-    came: bool = False
 
 
 @dataclass(slots=True)
@@ -49,21 +34,16 @@ class RequestState:
     complained: bool = False
     #: Whether a session lost all its blocks between two turns.
     emptied: bool = False
-    #: Blocks that went to the host, came back, and were dropped there; times that a prompt's end was computed again.
-    spilled_blocks: int = 0
-    recalled_blocks: int = 0
-    dropped_blocks: int = 0
-    #: Of those that came back, blocks of the pool that no request had taken.
-    still_there_blocks: int = 0
-    asked_again: int = 0
-    #: Times that the request was preempted and went on with its blocks from the host, or was computed again.
-    restored: int = 0
-    recomputed: int = 0
+    #: Events of the request by key of `tally.HOST_COUNTERS`, for its usage.
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
 class RequestBlocks:
-    """The blocks of one request in one KV group, under its policy. Block indices are logical, so they never change."""
+    """The blocks of one request in one KV group, under its policy. Block indices are logical, so they never change.
+
+    State of a mechanism about the request is `of` a class of the mechanism's, and ends when the request starts over.
+    """
 
     config: KVPolicyConfig
     limits: Limits | None
@@ -85,37 +65,27 @@ class RequestBlocks:
     scoring: Scoring | None = None
     #: Position of the first query that the request computes. Tokens before it came from the prefix cache.
     first_query: int = 0
-    #: int64 [n], resident logical blocks below `known`, ascending.
-    resident: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
-    known: int = 0
-    #: int64 [n], for each resident block the logical block at whose positions its keys are rotated: the block itself,
-    #: or a later one after a `KeyRotation`.
-    places: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
     #: Shared by the request's KV groups.
     state: RequestState = field(default_factory=RequestState)
     #: Blocks of this group, the step in flight included.
     held_blocks: int = 0
     evicted_blocks: int = 0
-    #: Policy and limits before `profile` replaced them; None before.
-    unprofiled: tuple[KVPolicyConfig, Limits | None] | None = None
-    #: Successive decisions of the budget without a report.
-    misses: int = 0
-    #: Under pressure: the last report, and the scheduler's step that asked for one.
-    report: Report | None = None
-    asked_at: int = 0
-    #: Under a policy that reconstructs: scores of the prompt's leading blocks; an empty report if there are no scores.
-    prompt_scores: Report | None = None
-    #: Holes whose content waits on the host: logical block -> host block.
-    host: dict[int, int] = field(default_factory=dict)
-    #: Of these holes, block of the pool that was there, and the hash under which it was published, if it was.
-    left: dict[int, tuple[int, Any]] = field(default_factory=dict)
-    #: Blocks that queries wanted when host blocks were looked at -> how long they stay.
-    stays: dict[int, Stay] = field(default_factory=dict)
-    #: Scores of blocks, resident or on the host, when host blocks were last looked at.
-    scores: dict[int, float] = field(default_factory=dict)
-    recalls: Recalls = field(default_factory=Recalls)
-    #: Where the blocks wait while the request is preempted; None: it runs, or is computed again.
-    saved: Saved | None = None
+    #: Block -> score, of blocks that go after all others: the lower the score, the earlier.
+    favoured: dict[int, float] = field(default_factory=dict)
+    residence: Residence = field(init=False)
+    #: Policy and limits with which the request starts over, where `choose_policy` has replaced them.
+    _granted: tuple[KVPolicyConfig, Limits | None] | None = None
+    _of_mechanisms: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.residence = Residence(self.block_size)
+
+    def of(self, kind: Callable[[], S]) -> S:
+        """Return a mechanism's state about the request: its object of this class, made when first asked for."""
+        state: S | None = self._of_mechanisms.get(kind)
+        if state is None:
+            state = self._of_mechanisms[kind] = kind()
+        return state
 
     @property
     def measured(self) -> bool:
@@ -128,11 +98,6 @@ class RequestBlocks:
         """Whether the request loses blocks without a second pass over its prompt, or a profile of it."""
         policy = self.config.policy
         return self.limits is not None and not policy.reconstructs and not policy.profiles
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the request loses blocks while its prompt is computed. Other requests hold all blocks until then."""
-        return self.evictable and self.config.prompt == "chunks"
 
     @property
     def waits(self) -> bool:
@@ -155,7 +120,22 @@ class RequestBlocks:
 
     @property
     def holes(self) -> int:
-        return self.known - len(self.resident)
+        return self.residence.holes
+
+    def most(self, whole: int, in_flight: int, there: int = 0) -> int:
+        """Return the most blocks that the request holds at once, steps in flight included.
+
+        A request that loses blocks while its prompt is computed never holds more than the bound of its policy. Other
+        requests hold all blocks until then.
+
+        Args:
+            whole: blocks of the request's last token.
+            in_flight: blocks that steps in flight add.
+            there: blocks with which the request starts: of a cached prefix, or of a connector's load.
+        """
+        if not self.evictable or self.config.prompt != "chunks" or self.limits is None:
+            return whole
+        return min(max(self.limits.bound, there) + in_flight, whole)
 
     def hold(self, blocks: int) -> None:
         """Set the number of blocks that the request holds now."""
@@ -169,28 +149,16 @@ class RequestBlocks:
         A request whose blocks are saved forgets nothing: it goes on with them.
         """
         self.incarnation += 1
-        if self.saved is not None:
+        if self.residence.saved is not None:
             return
-        self.started, self.scoring, self.prompted = False, None, False
-        self.resident, self.places, self.known, self.pure_tokens, self.first_query = NO_BLOCKS, NO_BLOCKS, 0, None, 0
-        self.report, self.asked_at, self.prompt_scores, self.misses = None, 0, None, 0
-        self.host, self.left, self.stays, self.scores, self.recalls = {}, {}, {}, {}, Recalls()
-        if self.unprofiled is not None:
-            (self.config, self.limits), self.unprofiled = self.unprofiled, None
+        self.started, self.scoring, self.prompted, self.pure_tokens, self.first_query = False, None, False, None, 0
+        self.residence, self.favoured, self._of_mechanisms = Residence(self.block_size), {}, {}
+        if self._granted is not None:
+            (self.config, self.limits), self._granted = self._granted, None
 
-    def profile(self, report: Report, computed_tokens: int, prompt_len: int) -> None:
-        """Choose the policy of this KV group once the prompt is computed (see `policies.fastgen`).
-
-        Args:
-            report: attention mass of all blocks.
-            computed_tokens, prompt_len: tokens.
-        """
-        assert self.limits is not None  # a policy that chooses has a budget
-        recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
-        protected = (report.index < self.limits.sink) | (report.index >= recent)
-        mass = report.statistics["mass"]
-        name = self.config.policy.choose(mass, protected, self.limits.budget, self.config.recovery)
-        self.unprofiled = (self.config, self.limits)
+    def choose_policy(self, name: str, prompt_len: int) -> None:
+        """Put the request under another policy of its configuration until it starts over (see `policies.fastgen`)."""
+        self._granted = (self.config, self.limits)
         self.config = self.config.profiled(name, self.block_size, prompt_len)
         self.limits = self.config.limits(self.block_size, prompt_len)
 
@@ -204,22 +172,17 @@ class RequestBlocks:
         """
         # A new incarnation cancels decisions that are due: the first step of this turn makes them due again.
         self.incarnation += 1
-        self.recalls, self.prompted = Recalls(), False
+        self.prompted = False
         if self.pure_tokens is not None:
             self.pure_tokens = min(self.pure_tokens, computed_tokens)
-        if self.unprofiled is not None:
-            self.unprofiled = (config, config.limits(self.block_size, prompt_len))
+        if self._granted is not None:
+            self._granted = (config, config.limits(self.block_size, prompt_len))
             config = config.profiled(self.config.name, self.block_size, prompt_len)
         self.config, self.limits = config, config.limits(self.block_size, prompt_len)
 
     def adopt(self, there: np.ndarray, blocks: int) -> None:
-        """Start with some blocks of a cached prefix.
-
-        Args:
-            there: int64 [k], resident blocks of the prefix, ascending.
-            blocks: number of blocks of the prefix.
-        """
-        self.resident, self.places, self.known = there, there, blocks
+        """Start with some blocks of a cached prefix (see `Residence.adopt`)."""
+        self.residence.adopt(there, blocks)
         self.pure_tokens = blocks * self.block_size
 
     def plan_step(self, first: int, tokens: int) -> None:
@@ -261,18 +224,7 @@ class RequestBlocks:
         if not spare:
             return NO_BLOCKS
         order = np.argsort(self._importance(candidates, report, computed_tokens), kind="stable")
-        left = {block: stay._replace(decisions=stay.decisions - 1) for block, stay in self.stays.items()}
-        self.stays = {block: stay for block, stay in left.items() if stay.decisions}
         return np.sort(candidates[order[:spare]])
-
-    def held_after(self, computed_tokens: int) -> np.ndarray:
-        """Return the resident blocks after `computed_tokens` tokens: int64 [n], logical blocks, ascending.
-
-        Blocks after them, of tokens that are about to be computed again, are left out.
-        """
-        blocks = math.ceil(computed_tokens / self.block_size)
-        self._learn(blocks)
-        return self.resident if blocks == self.known else self.resident[: self.resident.searchsorted(blocks)]
 
     def spare(self, computed_tokens: int) -> tuple[np.ndarray, int]:
         """Return the candidates, int64 [n], and how many of them a decision has to evict; 0 up to the trigger."""
@@ -281,11 +233,9 @@ class RequestBlocks:
             return NO_BLOCKS, 0
         return candidates, min(spare, len(candidates))
 
-    def unscored(self, computed_tokens: int) -> int:
-        """Number of blocks begun since the last report; of all blocks if there is no report."""
-        return math.ceil(computed_tokens / self.block_size) - (int(self.report.index[-1]) + 1 if self.report else 0)
-
-    def offer(self, computed_tokens: int, *, unscored: bool = True) -> tuple[np.ndarray, np.ndarray, int]:
+    def offer(
+        self, computed_tokens: int, report: Report | None, *, unscored: bool = True
+    ) -> tuple[np.ndarray, np.ndarray, int]:
         """Return the blocks that the request can spare when the pool runs out, and their costs.
 
         A block that is younger than the last report costs more than any block with a score, and more than any older
@@ -293,6 +243,7 @@ class RequestBlocks:
 
         Args:
             computed_tokens: as for `choose`.
+            report: the last report of the request; it may be older than its newest blocks.
             unscored: whether blocks younger than the last report are offered.
 
         Returns:
@@ -303,39 +254,40 @@ class RequestBlocks:
         if spare <= 0:
             return NO_BLOCKS, np.empty(0), 0
         count = len(candidates)
-        if self.report is not None:
+        if report is not None:
             # The report has a score for each older block that is still resident.
-            count = int(candidates.searchsorted(self.report.index[-1], side="right"))
+            count = int(candidates.searchsorted(report.index[-1], side="right"))
         scored, younger = candidates[:count], candidates[count:] if unscored else NO_BLOCKS
-        cost = self.config.policy.cost(self._importance(scored, self.report, computed_tokens))
+        cost = self.config.policy.cost(self._importance(scored, report, computed_tokens))
         cost = np.concatenate((cost, UNSCORED + np.arange(len(younger))))
         return candidates[: len(cost)], cost, min(spare, len(cost))
 
     def _candidates(self, computed_tokens: int) -> tuple[np.ndarray, int]:
         """Return the resident blocks outside sinks and recent window, and how many blocks are held above the budget."""
-        blocks = math.ceil(computed_tokens / self.block_size)
-        self._learn(blocks)
+        blocks, pool = self.residence.learn(computed_tokens), self.residence.pool
         if self.limits is None:
             return NO_BLOCKS, 0
         recent = max(computed_tokens - self.limits.recent, 0) // self.block_size
-        first, last, held = self.resident.searchsorted((self.limits.sink, recent, blocks)).tolist()
-        return self.resident[first:last], held - self.limits.budget
+        first, last, held = pool.searchsorted((self.limits.sink, recent, blocks)).tolist()
+        return pool[first:last], held - self.limits.budget
 
     def _importance(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
-        if self.stays:
-            # They go last, the least wanted first. A report may be older than the return of some.
-            others = ~np.isin(candidates, list(self.stays))
-            importance = np.array([len(candidates) + self.stays[i].score if i in self.stays else 0 for i in candidates])
-            order = np.argsort(self._importance_of(candidates[others], report, computed_tokens), kind="stable")
-            importance[np.flatnonzero(others)[order]] = np.arange(len(order))
-            return importance
-        return self._importance_of(candidates, report, computed_tokens)
+        if not self.favoured:
+            return self._importance_of(candidates, report, computed_tokens)
+        # A report may be older than the return of some of them.
+        others = ~np.isin(candidates, list(self.favoured))
+        importance = len(candidates) + np.array([self.favoured.get(block, 0.0) for block in candidates.tolist()])
+        order = np.argsort(self._importance_of(candidates[others], report, computed_tokens), kind="stable")
+        importance[np.flatnonzero(others)[order]] = np.arange(len(order))
+        return importance
 
     def _importance_of(self, candidates: np.ndarray, report: Report | None, computed_tokens: int) -> np.ndarray:
         if report is None and self.config.policy.measures:
             return candidates
         statistics = {} if report is None else self._statistics(candidates, report, computed_tokens)
-        return self.config.policy.importance(Blocks(candidates, self.config, statistics, self.known, self.key))
+        return self.config.policy.importance(
+            Blocks(candidates, self.config, statistics, self.residence.known, self.key)
+        )
 
     def rank(self, computed_tokens: int, report: Report | None) -> tuple[np.ndarray, np.ndarray]:
         """Return all candidates, the least important first: int64 [n], logical blocks, and [n], their importance."""
@@ -351,34 +303,12 @@ class RequestBlocks:
             victims: int64 [k], resident logical blocks, ascending.
             computed_tokens: tokens computed or in flight; none of their steps sees the new holes.
         """
-        stays = np.ones(len(self.resident), bool)
-        stays[self.resident.searchsorted(victims)] = False
-        self.resident, self.places = self.resident[stays], self.places[stays]
+        self.residence.leave(victims)
         self.evicted_blocks += len(victims)
-        for block in victims.tolist() if self.stays else ():
-            if (stay := self.stays.pop(block, None)) is not None:
-                self.recalls.bounced += stay.came
+        for block in victims.tolist() if self.favoured else ():
+            self.favoured.pop(block, None)
         if self.pure_tokens is None:
             self.pure_tokens = computed_tokens
-
-    def want(self, least: float) -> None:
-        """Have resident blocks stay that were just scored, if they have at least that score."""
-        wanted = (block for block in self.resident.tolist() if self.scores.get(block, 0) >= least)
-        came = {block for block, stay in self.stays.items() if stay.came}
-        self.stays = {block: Stay(self.scores[block], came=block in came) for block in wanted}
-
-    def recall(self, blocks: np.ndarray, again: bool) -> None:
-        """Take blocks that came back into the resident ones.
-
-        Args:
-            blocks: int64 [k], ascending, all of them holes.
-            again: whether they came back for a prompt's end that is computed again. Such blocks do not count as
-                returned, and may leave with it.
-        """
-        self.stays |= {block: Stay(self.scores.get(block, 0.0), came=not again) for block in blocks.tolist()}
-        self.recalls.returned += 0 if again else len(blocks)
-        at = self.resident.searchsorted(blocks)
-        self.resident, self.places = np.insert(self.resident, at, blocks), np.insert(self.places, at, blocks)
 
     def replaceable(self, computed_tokens: int) -> tuple[np.ndarray, int]:
         """Resident blocks outside sinks and recent window, int64 [n]; and how many blocks may come back beside all.
@@ -390,45 +320,10 @@ class RequestBlocks:
         room = -spare if self.limits is None else min(-spare, self.limits.trigger - self.held_blocks)
         return candidates, max(room, 0)
 
-    def unbroken(self, computed_tokens: int) -> int:
-        """First token of the blocks at the end of so many tokens that have no hole between them."""
-        blocks = math.ceil(computed_tokens / self.block_size)
-        self._learn(blocks)
-        held = self.resident[: self.resident.searchsorted(blocks)]
-        gaps = np.flatnonzero(held != np.arange(blocks - len(held), blocks))
-        return (blocks - len(held) + (int(gaps[-1]) + 1 if len(gaps) else 0)) * self.block_size
-
-    def reach(self, computed_tokens: int) -> int:
-        """Distance in tokens from the place of the first resident block to the newest token."""
-        self._learn(math.ceil(computed_tokens / self.block_size))
-        return computed_tokens - int(self.places[0]) * self.block_size if len(self.places) else 0
-
-    def gaps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Find the resident blocks with holes behind them, whose keys a rotation can bring to later positions.
-
-        Returns:
-            int64 [k], logical blocks, ascending; int64 [k], distance in blocks from each block to its new place;
-            bool [k], whether its keys have been rotated before.
-        """
-        ends = np.arange(self.known - len(self.resident), self.known)
-        can = ends > self.places
-        blocks = self.resident[can]
-        return blocks, ends[can] - blocks, self.places[can] > blocks
-
-    def move_up(self) -> None:
-        """Set the places of all resident blocks after a rotation: without gaps, up to the newest block."""
-        self.places = np.arange(self.known - len(self.resident), self.known)
-
-    def _learn(self, blocks: int) -> None:
-        if blocks > self.known:
-            new = np.arange(self.known, blocks)
-            self.resident, self.places = np.concatenate((self.resident, new)), np.concatenate((self.places, new))
-            self.known = blocks
-
     def _statistics(self, candidates: np.ndarray, report: Report, computed_tokens: int) -> dict[str, np.ndarray]:
         if self.config.policy.reconstructs:
             # Blocks after the reconstructed prompt have no score and weigh 0.
-            missing = max(self.known - len(report.index), 0)
+            missing = max(self.residence.known - len(report.index), 0)
             return {name: np.pad(values, (0, missing))[candidates] for name, values in report.statistics.items()}
         # The report may be older than the last holes, but it has all candidates.
         at = report.index.searchsorted(candidates)
@@ -472,7 +367,7 @@ def choose_jointly(
     limits, floor = groups[0].limits, groups[0].config.floor
     assert limits is not None  # `over_shared_trigger`
     ranked = [group.rank(computed_tokens, report) for group, report in zip(groups, reports)]
-    held = [len(group.resident) for group in groups]
+    held = [len(group.residence.pool) for group in groups]
     spare = sum(held) - len(groups) * limits.budget
     if spare + len(groups) * limits.budget <= len(groups) * limits.trigger:
         return [NO_BLOCKS] * len(groups)

@@ -1,13 +1,15 @@
 """Messages between scheduler and workers, one each way a step, as attributes of vLLM's own messages."""
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..config import KVPolicyConfig
 from ..policies import RUNNING
 
+N = TypeVar("N")
 #: Attribute of a `SchedulerOutput` that holds the step's `EvictionPlan`.
 PLAN = "kv_evict_plan"
 #: Attribute of a `ModelRunnerOutput` that holds a list of `Reports`, one for each KV group.
@@ -161,7 +163,7 @@ class Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class GroupPlan:
-    """The plan of one KV group. Workers read all fields but `due` and `asked`, which are the scheduler's notes.
+    """The plan of one KV group.
 
     Attributes:
         holes: request -> logical blocks evicted since the last plan.
@@ -173,15 +175,11 @@ class GroupPlan:
         judged: request from which this step's decision may evict tokens -> number of the decision. Workers copy its
             sums after the step.
         moved: request -> {logical block: new physical block}.
-        due: request -> incarnation, of requests that may exceed their trigger after this step.
-        asked: request -> incarnation, of requests whose report is kept for the time when the pool runs out.
         repeats: shadow that starts in this step -> the tokens that it repeats.
         scored: request -> (number of a prompt, tokens). The scores of these tokens become the request's.
         forgotten: numbers of prompts whose scores workers drop.
         returned: request -> logical blocks that are no holes any more; `moved` says where they are.
         waiting: request -> its host blocks; bounds of their keys are scored with the resident ones in this step.
-        looked: request -> its incarnation; the scheduler decides on its host blocks after this step.
-        again: request -> its incarnation, and the first token that may be computed again after this step.
         parked: preempted requests whose sums workers set aside, as they will go on.
         restored: requests that go on where they were preempted, with the sums that were set aside.
     """
@@ -194,15 +192,11 @@ class GroupPlan:
     report: dict[str, frozenset[str]] = field(default_factory=dict)
     judged: dict[str, int] = field(default_factory=dict)
     moved: dict[str, dict[int, int]] = field(default_factory=dict)
-    due: dict[str, int] = field(default_factory=dict)
-    asked: dict[str, int] = field(default_factory=dict)
     repeats: dict[str, Repetition] = field(default_factory=dict)
     scored: dict[str, tuple[int, int]] = field(default_factory=dict)
     forgotten: list[int] = field(default_factory=list)
     returned: dict[str, list[int]] = field(default_factory=dict)
     waiting: dict[str, Waiting] = field(default_factory=dict)
-    looked: dict[str, int] = field(default_factory=dict)
-    again: dict[str, tuple[int, int]] = field(default_factory=dict)
     parked: set[str] = field(default_factory=set)
     restored: set[str] = field(default_factory=set)
 
@@ -237,6 +231,8 @@ class GroupPlan:
 class EvictionPlan:
     """What the scheduler tells workers with a step. Workers apply it before they run the step.
 
+    Notes of mechanisms on the step are `of` a class of the mechanism's. They stay with the scheduler.
+
     Attributes:
         groups: a plan for each KV group.
         compactions: in the order of decisions. One may write blocks that an earlier one reads.
@@ -254,6 +250,35 @@ class EvictionPlan:
     rewound: dict[str, int] = field(default_factory=dict)
     poison: list[int] = field(default_factory=list)
     clean: list[int] = field(default_factory=list)
+    _notes: dict[Any, Any] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sent = (self.groups, self.compactions, self.rotations, self.copies, self.rewound, self.poison, self.clean)
+        return EvictionPlan, sent
+
+    def of(self, kind: Callable[[], N]) -> N:
+        """Return a mechanism's notes on the step: the object of this class, which is made when first asked for."""
+        notes: N | None = self._notes.get(kind)
+        if notes is None:
+            notes = self._notes[kind] = kind()
+        return notes
+
+    def use(self, blocks: Collection[int]) -> None:
+        """Note that freed physical blocks are in use again before workers get this plan."""
+        if self.poison:
+            self.poison = [block for block in self.poison if block not in blocks]
+
+    def forget(self, req_id: str, copies: bool = True) -> None:
+        """Drop all orders about a request that has no block table any more; its copies too, unless they save it."""
+        for group in self.groups:
+            of_group = (group.holes, group.missing, group.moved, group.track, group.triggers, group.scored)
+            for told in (*of_group, group.returned, self.rewound):
+                told.pop(req_id, None)
+            group.untrack.discard(req_id)
+        self.compactions = [order for order in self.compactions if order.req_id != req_id]
+        self.rotations = [order for order in self.rotations if order.req_id != req_id]
+        if copies:
+            self.copies = [order for order in self.copies if order.req_id != req_id]
 
     @classmethod
     def empty(cls, groups: int) -> "EvictionPlan":

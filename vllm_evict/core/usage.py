@@ -2,10 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .blocks import RequestBlocks
+from .blocks import RequestBlocks
+
+#: Field -> event of `RequestState.counts`: of blocks on the host, and of preemptions.
+ON_HOST = {
+    "spilled_blocks": "spilled",
+    "recalled_blocks": "recalled",
+    "still_there_blocks": "still_there",
+    "dropped_blocks": "dropped",
+    "asked_again": "again",
+}
+PREEMPTED = {"restored": "restored", "recomputed": "recomputed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class KVUsage:
     recomputed: int | None = None
 
     @classmethod
-    def of(cls, groups: Sequence["RequestBlocks"]) -> "KVUsage":
+    def of(cls, groups: Sequence[RequestBlocks]) -> "KVUsage":
         """Make it from the request's blocks in each KV group."""
 
         def tokens(blocks: int) -> int:
@@ -55,13 +64,11 @@ class KVUsage:
 
         peak, evicted = groups[0].state.peak_blocks, sum(group.evicted_blocks for group in groups)
         limits = [group.limits for group in groups if group.limits is not None]
-        state = groups[0].state
-        on_host: dict[str, int] = {}
-        if state.spilled_blocks:
-            names = ("spilled_blocks", "recalled_blocks", "still_there_blocks", "dropped_blocks", "asked_again")
-            on_host = {name: getattr(state, name) for name in names}
-        if state.restored or state.recomputed:
-            on_host |= {"restored": state.restored, "recomputed": state.recomputed}
+        counts, shown = groups[0].state.counts, {}
+        if counts["spilled"]:
+            shown = {field: counts[event] for field, event in ON_HOST.items()}
+        if counts["restored"] or counts["recomputed"]:
+            shown |= {field: counts[event] for field, event in PREEMPTED.items()}
         return cls(
             policy=groups[0].policy,
             budget_tokens=tokens(sum(each.budget for each in limits)) if len(limits) == len(groups) else None,
@@ -69,7 +76,7 @@ class KVUsage:
             peak_resident_tokens=tokens(peak),
             evicted_blocks=evicted,
             evicted_tokens=tokens(evicted),
-            **on_host,
+            **shown,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -225,7 +225,7 @@ class Offline:
         """
         from vllm import SamplingParams
 
-        from ..integration.reconstruction import parts
+        from ..integration.engine.reconstruction import parts
 
         salted = prompt | {"cache_salt": sample.sha256}
         if sample.sha256 in self._known:

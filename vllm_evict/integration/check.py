@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ..config import KVPolicyError
 from ..config.errors import shown
-from . import stand_in
+from .start import stand_in
 
 #: The policy of a server that names none.
 DEFAULT = "h2o-pressure"
@@ -107,13 +107,15 @@ def accepted(flags: Sequence[str]) -> list[str]:
     _look_for_model(arguments.model, arguments.revision)
     vllm_config = _tried(_configured, arguments)
     # Imported here: the modules need a vLLM whose platform is known.
-    from . import advice, describe, refusals
-    from .spec import policy_config
+    from .engine.spec import policy_config
+    from .start import advice, describe
+    from .start.capabilities.refuse import check_layers
+    from .start.capabilities.server import Layers, named_backend
 
     config = policy_config(vllm_config)
-    named, _ = refusals.named_backend(vllm_config.attention_config, vllm_config.model_config.use_mla)
+    named, _ = named_backend(vllm_config)
     backend = _tried(advice.taken, vllm_config, named)
-    refusals.check_backend(backend, "which vLLM takes", config, vllm_config)
+    check_layers(vllm_config, config, Layers(backend=backend, whose=", which vLLM takes"))
     held = describe.held_before_layers(config, vllm_config)
     unknown = "KV groups, and backends and sizes of single layers"
     return [
@@ -138,7 +140,7 @@ def _parse(flags: Sequence[str]) -> _Parsed:
     """Parse flags by the parser of `vllm serve`, and give them a policy if they name none."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from .versions import import_moved
+    from .start.versions import import_moved
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:

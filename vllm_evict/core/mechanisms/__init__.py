@@ -1,14 +1,16 @@
-"""Mechanisms: each is one way in which requests lose blocks, or have keys rotated."""
+"""Mechanisms: each is one way in which requests lose blocks, get them back, or have keys rotated."""
 
-from .base import Group, Host, Mechanism, Step
+from .base import Group, Mechanism, SchedulerView, Step
 from .budget import Budget
 from .context import Context
+from .offload import Offload
 from .pressure import Pressure
 from .profiles import Profiles
+from .prompts import WholePrompts
 from .recall import Again, Recall
 from .shared import SharedBudget
 
 __all__ = [
-    "Again", "Budget", "Context", "Group", "Host", "Mechanism", "Pressure", "Profiles", "Recall", "SharedBudget",
-    "Step",
+    "Again", "Budget", "Context", "Group", "Mechanism", "Offload", "Pressure", "Profiles", "Recall", "SchedulerView",
+    "SharedBudget", "Step", "WholePrompts",
 ]  # fmt: skip

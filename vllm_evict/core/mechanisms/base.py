@@ -1,15 +1,17 @@
 """The interface of mechanisms, and the scheduler as mechanisms see it."""
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from ...config import KVPolicyConfig
-from ..actions import Action
+from ..actions import Action, Applied
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, GroupPlan, Report, Reports
 
+M = TypeVar("M", bound="Mechanism")
 #: Successive missing reports after which a decision evicts the oldest blocks instead of waiting.
 MOST_MISSES = 3
 
@@ -32,11 +34,19 @@ class Group(Protocol):
     def in_flight(self) -> int: ...
 
     def published_tokens(self, req_id: str) -> int:
-        """Tokens of a request in published blocks, the step being planned included."""
+        """Return the tokens of a request in published blocks, the step being planned included."""
+        ...
+
+    def note(self, req_id: str) -> None:
+        """Note a request whose blocks may be over its trigger, though its table does not grow."""
+        ...
+
+    def exceeds(self, req_id: str) -> bool:
+        """Return whether a request holds more blocks than its trigger."""
         ...
 
 
-class Host(Protocol):
+class SchedulerView(Protocol):
     """The scheduler, as mechanisms see it.
 
     Attributes:
@@ -46,7 +56,12 @@ class Host(Protocol):
         next_plan: the plan that workers get with the next step.
         free_blocks: free blocks of the pool.
         spare_blocks: free blocks that running requests do not need for what they may have in flight.
+        kv_policy: the server's policy.
+        max_in_flight_tokens: most tokens of a request in flight.
     """
+
+    kv_policy: KVPolicyConfig
+    max_in_flight_tokens: int
 
     groups: Sequence[Group]
     requests: Mapping[str, Any]
@@ -62,23 +77,27 @@ class Host(Protocol):
     def spare_blocks(self) -> int: ...
 
     def running_request(self, req_id: str) -> Any | None:
-        """vLLM's `Request` of this id; None if it does not run."""
+        """Return vLLM's `Request` of this id; None if it does not run."""
         ...
 
     def idle_session(self, req_id: str) -> Any | None:
-        """vLLM's `Request` of this id, if it is a session between two turns with no token in flight; else None."""
+        """Return vLLM's `Request` of an idle session: between two turns, with no token in flight; else None."""
         ...
 
     def miss(self, req_id: str, blocks: RequestBlocks) -> None:
         """Count and log a missing report."""
         ...
 
-    def rewind(self, request: Any, computed_tokens: int | None) -> None:
-        """Have the tokens of a request from so many on computed again; None: not after all."""
+    def count(self, blocks: RequestBlocks, **events: int) -> None:
+        """Count events of a request, for its usage and for /metrics."""
+        ...
+
+    def part(self, kind: type[M]) -> M:
+        """Return the server's mechanism of this class."""
         ...
 
     def scoring_of(self, request: Any, blocks: RequestBlocks) -> Any:
-        """The `Scoring` of a request under its current policy; None if workers do not measure the request."""
+        """Return the `Scoring` of a request under its current policy; None if workers do not measure the request."""
         ...
 
 
@@ -97,28 +116,71 @@ class Step:
     short: bool = False
 
 
+class Due(defaultdict[int, dict[str, int]]):
+    """Notes on a step: KV group -> request -> incarnation, of requests that may exceed their trigger after the step."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+
+class Misses:
+    """State of a request: successive decisions of its budget without a report."""
+
+    count = 0
+
+
 class Mechanism(ABC):
-    """One way in which requests lose blocks, or have them rearranged.
+    """One way in which requests lose blocks, get them back, or have them rearranged.
 
-    The scheduler calls `plan` before workers get the plan of a step, and `decide` once that step is done. It applies
-    each action before it asks for the next one, so a later action sees the blocks that an earlier one left.
+    The scheduler calls the hooks below and knows no mechanism by name; each hook does nothing by default. State of a
+    request is `RequestBlocks.of` a class of the mechanism's, and notes on a step are `EvictionPlan.of` one.
 
-    State of a request belongs to its `RequestBlocks`, which end with the request, not to the mechanism.
+    Args:
+        view: the scheduler.
     """
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    #: Whether the mechanism reads how many blocks an allocation wanted (`EvictableManager.wanted`).
+    reads_allocations: ClassVar[bool] = False
+
+    def __init__(self, view: SchedulerView) -> None:
+        self.view = view
 
     @classmethod
     @abstractmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
-        """Whether a server with this policy needs the mechanism."""
+        """Return whether a server with this policy needs the mechanism."""
 
-    def plan(self, plan: EvictionPlan, step: Step) -> None:  # noqa: B027 - optional
+    @property
+    def described(self) -> str:
+        """Words of the start-up line about the mechanism; "" for none."""
+        return ""
+
+    def before_schedule(self) -> None:  # noqa: B027 - hooks are optional
+        """Prepare for the step that vLLM is about to schedule."""
+
+    def limit_tokens(self, request: Any, computed_tokens: int, new_tokens: int) -> int:
+        """Return how many of `new_tokens`, for which vLLM has room, a request may compute in the step being planned."""
+        return new_tokens
+
+    def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
+        """Note that a request starts, starts over or goes on with the step of this plan.
+
+        Returns:
+            Whether workers have got its measurement from the mechanism.
+        """
+        return False
+
+    def on_scheduled(self, plan: EvictionPlan, tokens: Mapping[str, int]) -> None:  # noqa: B027
+        """Note the tokens (request -> number) of a step, before requests over their trigger are taken."""
+
+    def plan(self, plan: EvictionPlan, step: Step) -> None:  # noqa: B027
         """Add the requests to decide on after the step, and the reports that their decisions need."""
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         """Yield actions once the step of this plan is done.
+
+        The scheduler applies each action before it asks for the next one, so a later action sees the blocks that an
+        earlier one left.
 
         Args:
             plan: plan of the step.
@@ -126,47 +188,102 @@ class Mechanism(ABC):
         """
         return ()
 
+    def before_apply(self, action: Action) -> Action | None:
+        """Return the part of an action, of any mechanism, that can be applied; None if nothing of it can."""
+        return action
+
+    def on_applied(self, applied: Applied) -> None:  # noqa: B027
+        """Do what follows an action, of any mechanism."""
+
+    def on_output(self, output: Any) -> None:  # noqa: B027
+        """Take in vLLM's `ModelRunnerOutput` of a step, before the decisions on it."""
+
+    def cancel(self, plan: EvictionPlan, req_id: str) -> None:
+        """Decide nothing on a request after the step of this plan: the step read blocks that did not come."""
+        for due in plan.of(Due).values():
+            due.pop(req_id, None)
+
+    def on_preempt(self, request: Any) -> None:  # noqa: B027
+        """Note that vLLM is about to preempt a request."""
+
+    def on_free(self, request: Any) -> None:  # noqa: B027
+        """Note that a request is about to give back all blocks: it has ended, or it starts over."""
+
+    def on_end(self, req_id: str) -> None:  # noqa: B027
+        """Note that a request has ended."""
+
+    def before_turn(self, session: Any) -> None:  # noqa: B027
+        """Note that vLLM is about to begin a session's next turn."""
+
+    def on_hit(self, request: Any, hit: Any) -> Any:
+        """Return the prefix that a request starts with, in place of what vLLM found in the prefix cache."""
+        return hit
+
+    def on_reset(self) -> None:  # noqa: B027
+        """Note that vLLM is about to reset the prefix cache: what requests have computed is void."""
+
+    def on_finish(self, finished: list[Any]) -> list[Any]:
+        """Return the finished requests that clients know, of those that were told to finish."""
+        return finished
+
+    def before_stats(self) -> None:  # noqa: B027
+        """Set the gauges of /metrics."""
+
+    def after_output(self, outputs: Mapping[int, Any]) -> None:  # noqa: B027
+        """Change what clients (client -> vLLM's `EngineCoreOutputs`) get of a step."""
+
+    def on_turn(self, req_id: str, blocks: Sequence[RequestBlocks]) -> None:  # noqa: B027
+        """Note that a session's next turn begins."""
+
     def due(self, plan: EvictionPlan) -> Iterator[tuple[Group, Any, RequestBlocks]]:
         """Yield the requests that the plan notes as due, if they still run and have not restarted."""
-        for group, noted in zip(self.host.groups, plan.groups):
-            for req_id, incarnation in noted.due.items():
-                request = self.host.running_request(req_id)
+        for group in self.view.groups:
+            for req_id, incarnation in plan.of(Due)[group.number].items():
+                request = self.view.running_request(req_id)
                 if request is not None and group.residents[req_id].incarnation == incarnation:
                     yield group, request, group.residents[req_id]
 
     def waits_for(self, report: Report | None, req_id: str, blocks: RequestBlocks) -> bool:
-        """Whether the decision on a request is put off because its report is missing.
+        """Return whether the decision on a request is put off because its report is missing.
 
         The decision is not put off after `MOST_MISSES` missing reports. It is not put off if the pool has no room for
         all blocks in flight, since the request could be preempted before the next decision. It is not put off if the
         request has a context, which has room for the growth up to one decision only.
         """
+        misses = blocks.of(Misses)
         if report is not None:
-            blocks.misses = 0
+            misses.count = 0
             return False
-        blocks.misses += 1
-        self.host.miss(req_id, blocks)
-        room = sum(group.in_flight for group in self.host.groups)
-        patient = blocks.misses < MOST_MISSES and blocks.config.context is None
-        return patient and self.host.free_blocks >= room
+        misses.count += 1
+        self.view.miss(req_id, blocks)
+        room = sum(group.in_flight for group in self.view.groups)
+        patient = misses.count < MOST_MISSES and blocks.config.context is None
+        return patient and self.view.free_blocks >= room
 
 
 def settled(request: Any) -> int:
-    """Tokens of a request whose step is done."""
+    """Return the tokens of a request whose step is done."""
     return request.num_computed_tokens - request.num_in_flight_tokens
 
 
 def scores_prompt(request: Any) -> bool:
-    """Whether log-probabilities of a request's prompt are collected, chunk by chunk, while it is computed."""
+    """Return whether log-probabilities of a request's prompt are collected, chunk by chunk, while it is computed."""
     params = request.sampling_params
     asked = (getattr(params, name, None) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
     return any(each is not None for each in asked)
 
 
-def note(plan: GroupPlan, req_id: str, blocks: RequestBlocks, step: int) -> None:
-    """Note a request as due after this step, and ask workers for the statistics that its decision needs."""
-    plan.due[req_id] = blocks.incarnation
+def note(plan: EvictionPlan, group: GroupPlan, number: int, req_id: str, blocks: RequestBlocks, step: int) -> None:
+    """Note a request as due after this step, and ask workers for the statistics that its decision needs.
+
+    Args:
+        plan, group: the step's plan, and that of the KV group.
+        number: of the KV group.
+        req_id, blocks: the request.
+        step: number of the step.
+    """
+    plan.of(Due)[number][req_id] = blocks.incarnation
     if blocks.config.granularity == "token":
-        plan.judged[req_id] = step
+        group.judged[req_id] = step
     elif blocks.measured:
-        plan.report[req_id] = blocks.config.policy.measures
+        group.report[req_id] = blocks.config.policy.measures

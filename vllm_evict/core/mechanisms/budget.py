@@ -7,7 +7,7 @@ from ...config import KVPolicyConfig
 from ..actions import Action, back_to_budget
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Reports
-from .base import Group, Mechanism, Step, note, settled
+from .base import Due, Group, Mechanism, Step, note, settled
 
 
 class Budget(Mechanism):
@@ -18,9 +18,9 @@ class Budget(Mechanism):
         return not config.policy.pools
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
-        for group, noted, over in zip(self.host.groups, plan.groups, step.over):
+        for group, noted, over in zip(self.view.groups, plan.groups, step.over):
             for req_id in over:
-                note(noted, req_id, group.residents[req_id], self.host.current_step)
+                note(plan, noted, group.number, req_id, group.residents[req_id], self.view.current_step)
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, blocks in (*self.due(plan), *self._ended_turns(plan)):
@@ -36,14 +36,14 @@ class Budget(Mechanism):
                 yield action
 
     def _ended_turns(self, plan: EvictionPlan) -> Iterator[tuple[Group, Any, RequestBlocks]]:
-        """As `due`, of sessions whose turn ended with the step.
+        """Yield what `due` yields, of sessions whose turn ended with the step.
 
         These evict by block alone, as workers move tokens, and rotate keys, of requests in the batch only. A policy
         that profiles prompts (`profiles`) chooses first what a group keeps, while the request runs.
         """
-        for group, noted in zip(self.host.groups, plan.groups):
-            for req_id, incarnation in noted.due.items():
-                session, blocks = self.host.idle_session(req_id), group.residents.get(req_id)
+        for group in self.view.groups:
+            for req_id, incarnation in plan.of(Due)[group.number].items():
+                session, blocks = self.view.idle_session(req_id), group.residents.get(req_id)
                 if session is None or blocks is None or blocks.incarnation != incarnation:
                     continue
                 config = blocks.config

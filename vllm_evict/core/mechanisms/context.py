@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from ...config import KVPolicyConfig
-from ..actions import Action, Rotate
+from ..actions import Action, Applied, Rotate
 from ..blocks import RequestBlocks
 from ..plan import EvictionPlan, Reports
-from .base import Host, Mechanism, settled
+from .base import Mechanism, SchedulerView, settled
 
 
 class Context(Mechanism):
@@ -15,13 +15,12 @@ class Context(Mechanism):
     It runs after `Budget`, so no key of an evicted block is rotated.
 
     Args:
-        host: the scheduler.
-        in_flight_tokens: most tokens of a request in flight.
+        view: the scheduler, whose `max_in_flight_tokens` are the most tokens of a request in flight.
     """
 
-    def __init__(self, host: Host, in_flight_tokens: int) -> None:
-        super().__init__(host)
-        self._in_flight_tokens = in_flight_tokens
+    def __init__(self, view: SchedulerView) -> None:
+        super().__init__(view)
+        self._in_flight_tokens = view.max_in_flight_tokens
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -29,9 +28,9 @@ class Context(Mechanism):
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
         for group, request, blocks in self.due(plan):
-            if blocks.reach(settled(request)) + self._ahead(blocks) <= blocks.config.context:
+            if blocks.residence.reach(settled(request)) + self._ahead(blocks) <= blocks.config.context:
                 continue
-            moving, distances, again = blocks.gaps()
+            moving, distances, again = blocks.residence.gaps()
             if len(moving):
                 yield Rotate(
                     request.request_id,
@@ -42,8 +41,13 @@ class Context(Mechanism):
                     again=tuple(again.tolist()),
                 )
 
+    def on_applied(self, applied: Applied) -> None:
+        if isinstance(applied.action, Rotate):
+            applied.blocks.residence.move_up()
+            self.view.count(applied.blocks, moved=1)
+
     def _ahead(self, blocks: RequestBlocks) -> int:
-        """Most tokens that a request computes between two decisions."""
+        """Return the most tokens that a request computes between two decisions."""
         assert blocks.limits is not None  # a context needs a budget
         growth = (blocks.limits.trigger - blocks.limits.budget + 1) * blocks.block_size
         return growth + self._in_flight_tokens

@@ -1,6 +1,7 @@
 """`when: pressure`: evicts the least important blocks of all requests when the pool runs out, and none before."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -8,9 +9,9 @@ import numpy as np
 
 from ...config import KVPolicyConfig
 from ..actions import Action, Evict
-from ..blocks import NO_BLOCKS
-from ..plan import EvictionPlan, Reports
-from .base import Group, Host, Mechanism, Step, settled
+from ..plan import EvictionPlan, Report, Reports
+from ..residence import NO_BLOCKS
+from .base import Group, Mechanism, SchedulerView, Step, settled
 
 #: Steps between two reports of a request while the pool is short of blocks.
 SCORES_STAY_FRESH = 8
@@ -19,17 +20,34 @@ SCORES_STAY_FRESH = 8
 APART = 1 << 20
 
 
+class Offered:
+    """State of a request: its last report, the scheduler's step that asked for one."""
+
+    report: Report | None = None
+    asked_at = 0
+
+    def unscored(self, blocks: int) -> int:
+        """Return how many of so many blocks are younger than the report; all if there is none."""
+        return blocks - (int(self.report.index[-1]) + 1 if self.report else 0)
+
+
+class Asked(defaultdict[int, dict[str, int]]):
+    """Notes on a step: KV group -> request -> incarnation, of requests whose report is kept until the pool runs out."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+
 class Pressure(Mechanism):
     """Collects reports while the pool is short, and chooses the blocks to evict when it runs out.
 
     Args:
-        host: the scheduler.
-        config: the server's policy.
+        view: the scheduler, of the server's policy.
     """
 
-    def __init__(self, host: Host, config: KVPolicyConfig) -> None:
-        super().__init__(host)
-        self._buffer = max(part.buffer for part in config.classes.values() if part.when == "pressure")
+    def __init__(self, view: SchedulerView) -> None:
+        super().__init__(view)
+        self._buffer = max(part.buffer for part in view.kv_policy.classes.values() if part.when == "pressure")
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
@@ -43,30 +61,40 @@ class Pressure(Mechanism):
         """
         if not step.short:
             return
-        now = self.host.current_step
-        for group, noted in zip(self.host.groups, plan.groups):
+        now = self.view.current_step
+        for group, noted in zip(self.view.groups, plan.groups):
             for req_id in step.tokens:
                 blocks = group.residents[req_id]
                 if not blocks.measured or not blocks.under_pressure:
                     continue
-                stale = now - blocks.asked_at >= SCORES_STAY_FRESH
-                if stale or blocks.unscored(self.host.requests[req_id].num_computed_tokens) > 1:
+                offered, tokens = blocks.of(Offered), self.view.requests[req_id].num_computed_tokens
+                stale = now - offered.asked_at >= SCORES_STAY_FRESH
+                if stale or offered.unscored(math.ceil(tokens / group.block_size)) > 1:
                     noted.report[req_id] = blocks.config.policy.measures
-                    noted.asked[req_id] = blocks.incarnation
-                    blocks.asked_at = now
+                    plan.of(Asked)[group.number][req_id] = blocks.incarnation
+                    offered.asked_at = now
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
-        """Store the reports for the time when the pool runs out."""
-        for group, noted, reported in zip(self.host.groups, plan.groups, reports):
-            for req_id, incarnation in noted.asked.items():
+        self.keep(plan, reports)
+        return ()
+
+    def keep(self, plan: EvictionPlan, reports: Sequence[Reports]) -> bool:
+        """Keep the reports for the time when the pool runs out; return whether the plan asked for any."""
+        asked = plan.of(Asked)
+        for group, reported in zip(self.view.groups, reports):
+            for req_id, incarnation in asked[group.number].items():
                 blocks = group.residents.get(req_id)
                 if blocks is None or blocks.incarnation != incarnation:
                     continue
                 if req_id in reported:
-                    blocks.report = reported[req_id]
+                    blocks.of(Offered).report = reported[req_id]
                 else:
-                    self.host.miss(req_id, blocks)
-        return ()
+                    self.view.miss(req_id, blocks)
+        return any(asked.values())
+
+    def cancel(self, plan: EvictionPlan, req_id: str) -> None:
+        for asked in plan.of(Asked).values():
+            asked.pop(req_id, None)
 
     def choose(
         self,
@@ -92,7 +120,7 @@ class Pressure(Mechanism):
         Returns:
             Actions that free at least `missing` blocks; an empty list if no choice does.
         """
-        holders = [(group, giver) for giver in givers for group in self.host.groups]
+        holders = [(group, giver) for giver in givers for group in self.view.groups]
         offers = [self.offer(*holder, unscored=unscored) for holder in holders]
         left = [spare for *_, spare in offers]
         if sum(left) < missing:
@@ -123,7 +151,7 @@ class Pressure(Mechanism):
 
     def _reserve(self, requests: int) -> int:
         """Blocks to free beyond the missing ones: the buffer, or what decodes begin until the next report."""
-        groups = self.host.groups
+        groups = self.view.groups
         tokens = max(self._buffer, SCORES_STAY_FRESH * requests * len(groups))
         return math.ceil(tokens / groups[0].block_size)
 
@@ -131,10 +159,10 @@ class Pressure(Mechanism):
         """`RequestBlocks.offer` of a request; nothing if it may lose no block in the step being planned."""
         blocks = group.residents[request.request_id]
         # Published blocks of the step being planned must be computed without holes.
-        published = max(each.published_tokens(request.request_id) for each in self.host.groups)
+        published = max(each.published_tokens(request.request_id) for each in self.view.groups)
         if not blocks.started or not blocks.under_pressure or published > request.num_computed_tokens:
             return NO_BLOCKS, np.empty(0), 0
-        return blocks.offer(settled(request), unscored=unscored)
+        return blocks.offer(settled(request), blocks.of(Offered).report, unscored=unscored)
 
 
 def ascending(values: np.ndarray, few: int) -> Iterator[int]:

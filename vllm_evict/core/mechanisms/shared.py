@@ -7,7 +7,7 @@ from ...config import KVPolicyConfig
 from ..actions import Action, Evict
 from ..blocks import choose_jointly, over_shared_trigger
 from ..plan import EvictionPlan, Reports
-from .base import Mechanism, Step, settled
+from .base import Due, Mechanism, Step, settled
 
 
 class SharedBudget(Mechanism):
@@ -20,10 +20,10 @@ class SharedBudget(Mechanism):
     def plan(self, plan: EvictionPlan, step: Step) -> None:
         # If one KV group of a request grew, all its groups are due, provided that they exceed their triggers together.
         for req_id in dict.fromkeys(chain.from_iterable(step.over)):
-            of_groups = [group.residents[req_id] for group in self.host.groups]
+            of_groups = [group.residents[req_id] for group in self.view.groups]
             if over_shared_trigger(of_groups):
-                for noted, blocks in zip(plan.groups, of_groups):
-                    noted.due[req_id] = blocks.incarnation
+                for number, (noted, blocks) in enumerate(zip(plan.groups, of_groups)):
+                    plan.of(Due)[number][req_id] = blocks.incarnation
                     noted.report[req_id] = blocks.config.policy.measures
 
     def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Iterable[Action]:
@@ -35,12 +35,12 @@ class SharedBudget(Mechanism):
                 of_groups = [None] * len(of_groups)  # groups with and without scores do not compare
             if self.waits_for(of_groups[0], req_id, first):
                 continue
-            held = [each.residents[req_id] for each in self.host.groups]
+            held = [each.residents[req_id] for each in self.view.groups]
             chosen = choose_jointly(held, settled(request), of_groups)
             for number, victims in enumerate(chosen):
                 if len(victims):
                     yield Evict(req_id, number, victims)
             # Groups differ in holes. Workers foresee the next decision by the mean.
             missing = sum(map(len, chosen)) and sum(blocks.holes for blocks in held) // len(held)
-            for told in self.host.next_plan.groups if missing else ():
+            for told in self.view.next_plan.groups if missing else ():
                 told.missing[req_id] = missing

@@ -1,0 +1,92 @@
+"""Prints what a policy cannot be used with, for docs/limits.md: the table in vllm_evict/integration/start/capabilities.
+
+python tests/capabilities.py
+"""
+
+import re
+
+from vllm_evict.integration.start.capabilities import environments as of
+from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS, Environment
+from vllm_evict.integration.start.capabilities.features import ANY, Feature
+
+#: What a row is about, where messages name it by facts of a server, or where models of the kind have names.
+SHOWN: dict[Environment | Feature, str] = {
+    of.PLATFORM: "engines of vLLM for TPU, XPU, ROCm and others",
+    of.OLD_GPU: "a GPU before Ampere",
+    of.DSA: "sparse attention (DSA: DeepSeek V3.2, GLM-5)",
+    of.CSA: "compressed sparse attention (CSA: DeepSeek V4)",
+    of.MSA: "block-sparse attention (MSA: MiniMax M3)",
+    of.DIFFKV: "keys and values of unlike dimensions (MiMo-V2)",
+    of.PREFIX_LM: "non-causal attention over images (Gemma 3 4b, 12b, 27b)",
+    of.CHUNKED: "chunked-local attention layers (Llama 4), in chunks below --max-model-len",
+    of.WINDOWS_ALONE: "sliding-window attention in all layers, in windows below --max-model-len",
+    of.DISTANCES: "ALiBi (Bloom, Falcon)",
+    of.UNLIKE_HEADS: "layers that differ in KV heads",
+    of.UNREAD_HEADS: "heads of other sizes on a GPU (Gemma 4)",
+    of.METHOD: "speculative decoding by ngram_gpu, Medusa, DFlash, DSpark and others",
+    of.MANY_DRAFTS: "as many draft tokens as a block has tokens",
+    of.DRAFTER: "drafters with layers",
+    of.ASYNC_DRAFTER: "drafters with layers under async scheduling",
+    of.DRAFTER_BESIDE: "drafters with layers beside latents, states or sliding windows",
+    of.DRAFT_MODEL_BESIDE: "draft models beside latents, states or sliding windows",
+    of.EAGLE_BESIDE_LATENTS: "EAGLE and EAGLE-3 beside latents",
+    of.PARALLEL_DRAFTER: "drafters that draft in parallel",
+    of.OTHER_CONNECTOR: "LMCache, MultiConnector and other KV connectors, and those of your own",
+    of.SENDER: "NIXL and Mooncake with another kv_role than kv_consumer",
+    of.BOTH_WAYS: "bidirectional_kv_xfer",
+    of.CONNECTOR: "KV connectors",
+    of.ASYNC_CONNECTOR: "KV connectors under async scheduling",
+    of.BACKEND: "attention backends that are not [listed](#backends-and-model-runners)",
+    of.WHOLE_LAYER_BACKEND: "the attention backend FLASHINFER",
+    of.FEW_SIZES_BACKEND: "the attention backend FLASHINFER",
+    of.UNREAD_DTYPE: "KV cache dtypes other than the model's, and than fp8 and fp8_e4m3 on a GPU",
+    of.FP8_ON_OLD_GPU: "fp8 caches on a GPU before Ada (8.9)",
+    of.SMALL_MACHINE: "host: more bytes than the machine has for all engines",
+}
+#: What a user sets, where messages have names that depend on the server.
+INSTEAD: dict[Environment | Feature, str] = {
+    of.DRAFTER_BESIDE: of.DRAFTER.instead,
+    of.DRAFT_MODEL_BESIDE: 'set "method" in --speculative-config to what the message names',
+    of.EAGLE_BESIDE_LATENTS: 'set "method" in --speculative-config to mtp or ngram',
+    of.BACKEND: "set --attention-backend to one that the message names",
+    of.WHOLE_LAYER_BACKEND: "set --attention-backend to FLASH_ATTN or TRITON_ATTN",
+    of.FEW_SIZES_BACKEND: "set --attention-backend to what the message names",
+    of.UNREAD_DTYPE: "use --kv-cache-dtype auto or what the message names",
+    of.FP8_ON_OLD_GPU: "use --kv-cache-dtype auto or what the message names",
+}
+#: Flags, variables, fields and their values.
+CODE = re.compile(
+    r"(?<![`\w])(--[a-z][\w.-]*|VLLM_\w+|\w+: (?:host|token|max|mean|pressure)|(?:kvzip|select|host_path|kv_role)\b"
+    r'|"\w+"(?:: "\w+")?)'
+)
+
+
+def words(text: str) -> str:
+    """Return a text of the table without facts of a server, with code in backticks."""
+    return CODE.sub(r"`\1`", re.sub(r"\{[^}]*\}", "…", text))
+
+
+def shown(part: Environment | Feature) -> str:
+    return words(SHOWN.get(part, part.name))
+
+
+def refused(environment: Environment) -> str:
+    """Return what an environment cannot stand, and why: parts with one reason together."""
+    parts: dict[str, list[str]] = {}
+    for other, why in environment.cannot_stand.items():
+        parts.setdefault("" if other is ANY else words(why), []).append(shown(other))
+    return "; ".join(", ".join(names) + f" ({why})" * bool(why) for why, names in parts.items())
+
+
+def table() -> str:
+    """One row for each environment that cannot stand something."""
+    lines = ["| server | refused with it | do |", "|---|---|---|"]
+    for each in filter(lambda each: each.cannot_stand, ENVIRONMENTS):
+        why = each.cannot_stand.get(ANY)
+        name = f"{shown(each)}, {words(why)}" if why else shown(each)
+        lines.append(f"| {name} | {refused(each)} | {words(INSTEAD.get(each, each.instead))} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

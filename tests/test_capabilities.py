@@ -1,0 +1,256 @@
+"""The table of capabilities: which features of a policy are refused on which server, pair by pair, each with its words."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import matrix
+import pytest
+from test_refusals_backends import plain_config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_evict.config import KVPolicyConfig
+from vllm_evict.integration.start.capabilities import environments, features, refuse
+from vllm_evict.integration.start.capabilities.environments import ENVIRONMENTS, UNTRIED
+from vllm_evict.integration.start.capabilities.server import Layers, Server
+
+H2O = {"name": "h2o", "budget": 512, "recent": 64}
+#: Column -> a policy with that feature, and with no other of the columns but those in brackets.
+POLICIES = {
+    "full": {"name": "full", "allow": []},
+    "places": {"name": "sink-window", "allow": []},
+    "h2o": H2O,
+    "split": {"name": "duo", "pattern": ["10"], "allow": ["duo"]},
+    "tokens": {**H2O, "granularity": "token"},
+    "kvzip": {"name": "h2o", "allow": ["kvzip"]},
+    "context": {"name": "sink-window", "context": 512, "allow": []},
+    "host": {"name": "sink-window", "evict": "host", "host": "1MiB", "allow": []},
+    "path": {"name": "sink-window", "evict": "host", "host": "1MiB", "host_path": "/disk/blocks", "allow": []},
+    "select": {"name": "sink-window", "select": 1024, "allow": []},
+    "max": {**H2O, "layers": "max"},
+    "mean": {**H2O, "accumulate": "mean"},
+    "pressure": {**H2O, "when": "pressure"},
+}
+
+
+def drafts(method, tokens=3, parallel=False):
+    return {
+        "speculative_config": SimpleNamespace(method=method, num_speculative_tokens=tokens, parallel_drafting=parallel)
+    }
+
+
+def connector(name="NixlConnector", role="kv_consumer", module=None, both_ways=False):
+    return {
+        "kv_transfer_config": SimpleNamespace(
+            kv_connector=name,
+            kv_role=role,
+            kv_connector_module_path=module,
+            get_from_extra_config=lambda field, default: both_ways,
+        )
+    }
+
+
+CUDA = {"device_config__device_type": "cuda"}
+MLA, HYBRID = {"model_config__use_mla": True}, {"model_config__is_hybrid": True}
+ASYNC = {"scheduler_config__async_scheduling": True, "max_concurrent_batches": 2}
+STAGES, V2 = {"parallel_config__pipeline_parallel_size": 2}, {"use_v2_model_runner": True}
+UNCACHED = {"cache_config__enable_prefix_caching": False}
+WINDOWS = {
+    "model_config__hf_text_config": SimpleNamespace(layer_types=["sliding_attention", "full_attention"]),
+    "model_config__get_sliding_window": lambda: 64,
+}
+
+
+def text(**fields):
+    return {"model_config__hf_text_config": SimpleNamespace(**fields)}
+
+
+ALL = " ".join(POLICIES)
+#: Server -> what is refused on it: names of `POLICIES`. Functions refused the same by hand, before there was a table.
+SERVERS = {
+    "plain": ({}, ""),
+    "a GPU": (CUDA, "path select"),
+    "another platform": ({"device_config__device_type": "xpu"}, ALL),
+    "pooling": ({"model_config__runner_type": "pooling"}, ALL),
+    "DSA": (text(index_topk=64), ALL),
+    "CSA": (text(compress_ratios=[4]), ALL),
+    "MSA": (text(sparse_attention_config={}), ALL),
+    "unlike keys and values": (text(head_dim=192, v_head_dim=128), ALL),
+    "no attention": ({"model_config__is_attention_free": True}, ALL),
+    "windows in all layers": ({**WINDOWS, "cache_config__sliding_window": 64}, ALL),
+    "encoder-decoder": ({"model_config__is_encoder_decoder": True}, ALL),
+    "prefix-LM": ({"model_config__is_mm_prefix_lm": True}, ALL),
+    "diffusion": ({"model_config__is_diffusion": True}, ALL),
+    "chunks": (text(attention_chunk_size=128), ALL),
+    "R-SWA": ({"model_config__rswa_window": 64}, ALL),
+    "ALiBi": ({"model_config__uses_alibi": True}, ALL.replace("full ", "")),
+    "ALiBi by its class": ({"model_config__architectures": ["Step1ForCausalLM"]}, ALL.replace("full ", "")),
+    "M-RoPE": ({"model_config__uses_mrope": True}, "context"),
+    "layers of unlike heads": (
+        {"model_config__model_arch_config": SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 4}])},
+        "split",
+    ),
+    "large heads": (
+        {**CUDA, "model_config__get_head_size": lambda: 512},
+        "h2o split tokens kvzip context path select max mean pressure",
+    ),
+    "latents": (MLA, "split tokens kvzip context host path select"),
+    "states": (HYBRID, "split kvzip context host path select"),
+    "windows": (WINDOWS, "split kvzip context host path select"),
+    "shared caches": (text(num_kv_shared_layers=1), "split kvzip context host path select"),
+    "another backend": ({"attention_config__backend": AttentionBackendEnum.FLEX_ATTENTION}, ALL),
+    "FlashInfer": ({**CUDA, "attention_config__backend": AttentionBackendEnum.FLASHINFER}, "split path select"),
+    "FlashInfer beside states": (
+        {**CUDA, **HYBRID, "attention_config__backend": AttentionBackendEnum.FLASHINFER},
+        ALL,
+    ),
+    "one table beside states": ({**HYBRID, "scheduler_config__disable_hybrid_kv_cache_manager": True}, ALL),
+    "one table beside windows": ({**WINDOWS, "scheduler_config__disable_hybrid_kv_cache_manager": True}, ALL),
+    "fast prefill": ({"cache_config__kv_sharing_fast_prefill": True}, ALL),
+    "fp8 on a CPU": (
+        {"cache_config__cache_dtype": "fp8"},
+        "h2o tokens kvzip context select max mean pressure",
+    ),
+    "unlike dtypes": (
+        {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+        "h2o tokens kvzip context select max mean pressure",
+    ),
+    "no prefix cache": (UNCACHED, "kvzip"),
+    "n-grams": (drafts("ngram"), "kvzip context host path select mean"),
+    "n-grams on V2": ({**drafts("ngram"), **V2}, ALL),
+    "n-grams beside states": ({**drafts("ngram"), **HYBRID}, ALL),
+    "n-grams beside uncached states": (
+        {**drafts("ngram"), **HYBRID, **UNCACHED},
+        "split tokens kvzip context host path select mean",
+    ),
+    "n-grams beside latents and states": ({**drafts("ngram"), **HYBRID, **MLA, **UNCACHED}, ALL),
+    "another method": (drafts("medusa"), ALL),
+    "as many drafts as a block has tokens": (drafts("ngram", 16), ALL),
+    "MTP": (drafts("mtp"), "split kvzip context host path select mean"),
+    "MTP in parallel": (drafts("mtp", parallel=True), ALL),
+    "MTP under async scheduling": ({**drafts("mtp"), **ASYNC}, "split tokens kvzip context host path select mean"),
+    "MTP beside latents": ({**drafts("mtp"), **MLA}, "split tokens kvzip context host path select mean"),
+    "MTP beside latents under async scheduling": ({**drafts("mtp"), **MLA, **ASYNC}, ALL),
+    "MTP beside windows": ({**drafts("mtp"), **WINDOWS}, "split tokens kvzip context host path select mean"),
+    "a draft model beside windows": ({**drafts("draft_model"), **WINDOWS}, ALL),
+    "EAGLE beside latents": ({**drafts("eagle"), **MLA}, ALL),
+    "a connector": (connector(), "split kvzip context host path select"),
+    "a connector under async scheduling": ({**connector(), **ASYNC}, "split kvzip context host path select pressure"),
+    "a connector beside latents": ({**connector(), **MLA}, ALL),
+    "a connector beside states": ({**connector(), **HYBRID}, ALL),
+    "a connector beside windows": ({**connector(), **WINDOWS}, ALL),
+    "a connector and n-grams": ({**connector(), **drafts("ngram")}, ALL),
+    "a connector that sends": (connector(role="kv_producer"), ALL),
+    "a connector of both ways": (connector(role="kv_both"), ALL),
+    "a connector that reads ended requests": (connector(both_ways=True), ALL),
+    "another connector": (connector("MultiConnector"), ALL),
+    "a connector of one's own": (connector(module="mine"), ALL),
+    "an encoder-cache connector": ({"ec_transfer_config": object()}, ALL),
+    "DCP": ({"parallel_config__decode_context_parallel_size": 2}, ALL),
+    "PCP": ({"parallel_config__prefill_context_parallel_size": 2}, ALL),
+    "stages": (STAGES, "split tokens kvzip context host path select max"),
+    "stages beside latents": ({**STAGES, **MLA}, ALL),
+    "stages beside states": ({**STAGES, **HYBRID}, ALL),
+    "stages beside windows": ({**STAGES, **WINDOWS}, ALL),
+    "stages and n-grams": ({**STAGES, **drafts("ngram")}, ALL),
+    "stages and a connector": ({**STAGES, **connector()}, ALL),
+    "stages on V2": ({**STAGES, **V2}, ALL),
+    "stages under a launcher": (
+        {
+            **STAGES,
+            "parallel_config__data_parallel_size": 1,
+            "parallel_config__distributed_executor_backend": "external_launcher",
+        },
+        ALL,
+    ),
+    "ranks under a launcher": ({"parallel_config__distributed_executor_backend": "external_launcher"}, ALL),
+    "microbatches": ({"parallel_config__use_ubatching": True}, ALL),
+    "a scheduler of one's own": ({"scheduler_config__scheduler_cls": "my.Scheduler"}, ALL),
+}
+#: Environments that other tests refuse, because a machine, an executor or a variable makes them.
+ELSEWHERE = {"OLD_GPU", "FP8_ON_OLD_GPU", "BATCH_INVARIANT", "RUST", "OLD_RAY", "SMALL_MACHINE", "V2", "LAUNCHER"}
+
+
+def server_of(changes):
+    config = plain_config(**{path: value for path, value in changes.items() if "__" in path})
+    vars(config).update((path, value) for path, value in changes.items() if "__" not in path)
+    return config
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_what_was_refused_by_hand_is_refused_by_the_table(name):
+    """By one clear message for each pair, which names no fact by its braces; nothing else is refused."""
+    changes, refused = SERVERS[name]
+    messages = {}
+    for policy, fields in POLICIES.items():
+        try:
+            refuse.check_config(server_of(changes), KVPolicyConfig.parse(fields))
+        except refuse.Refused as error:
+            messages[policy] = error.messages
+    assert sorted(messages) == sorted(refused.split())
+    for message in (message for told in messages.values() for message in told):
+        assert re.fullmatch(r"KV policy '[\w-]+' can't be used with [^:].*: (set|use|leave|serve) .+[^:,]", message)
+        assert "\n" not in message and not re.search(r"\{(?!\"name\")|, or $|: $|, ,|  ", message), message
+
+
+def test_every_environment_of_the_table_has_been_met():
+    named = {name: each for name, each in vars(environments).items() if each in ENVIRONMENTS}
+    servers = [Server(server_of(changes), KVPolicyConfig.parse(POLICIES["split"])) for changes, _ in SERVERS.values()]
+    met = {name for name, each in named.items() if name not in ELSEWHERE and any(map(each.of, servers))}
+    assert met == named.keys() - ELSEWHERE and len(named) == len(ENVIRONMENTS) > 45
+
+
+def test_layers_tell_what_a_configuration_does_not():
+    split, host = (KVPolicyConfig.parse(POLICIES[name]) for name in ("split", "host"))
+    for layers, what in (
+        (Layers(shared=True), "layers that share a cache"),
+        (Layers(windows=True), "sliding-window attention beside full attention"),
+        (Layers(states=True), "Mamba, linear attention or short convolutions beside full attention"),
+    ):
+        for config in (split, host):
+            with pytest.raises(refuse.Refused, match=what):
+                refuse.check_layers(plain_config(), config, layers)
+        refuse.check_layers(plain_config(), KVPolicyConfig.parse(H2O), layers)
+    for layers in (Layers(False, windows=True), Layers(False, states=True)):
+        with pytest.raises(refuse.Refused, match="in all layers, .* nothing to evict: leave --kv-policy out$"):
+            refuse.check_layers(plain_config(), KVPolicyConfig.parse(H2O), layers)
+
+
+#: Class of models, and column, of docs/matrix.json -> in the table.
+CLASSES = {
+    "latents": environments.MLA,
+    "hybrids": environments.STATES,
+    "sliding windows": environments.WINDOWS,
+    "soft caps, learned sinks": environments.WINDOWS,
+    "shared caches": environments.SHARED,
+}
+COLUMNS = {
+    "tokens": features.TOKENS,
+    "split heads": features.SPLIT,
+    "kvzip": features.KVZIP,
+    "context": features.CONTEXT,
+    "host": features.HOST,
+    "pressure": features.PRESSURE,
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_what_tests_wrote_down_is_what_the_table_says(kind):
+    """What the table refuses has not run, "no test runs" included, and what ran is not refused."""
+    known = json.loads(matrix.RESULTS.read_text())
+    cannot = {column for column, feature in COLUMNS.items() if feature in CLASSES[kind].cannot_stand}
+    assert cannot == set(known["refused"][kind]) & COLUMNS.keys()
+    ran = {
+        column
+        for runs in known["ran"].values()
+        for kinds in runs.values()
+        for columns in kinds.get(kind, {}).values()
+        for column in columns
+    }
+    assert ran and not ran & cannot
+
+
+def test_no_reason_says_that_something_is_untried_in_words_of_its_own():
+    reasons = [why for each in ENVIRONMENTS for why in each.cannot_stand.values()]
+    assert sum(why.startswith(UNTRIED) for why in reasons) > 10
+    assert not [why for why in reasons if "test" in why.removeprefix(UNTRIED)]

@@ -1,0 +1,147 @@
+"""Where each block of a request is, in one KV group: in the pool, on the host, or gone."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NO_BLOCKS = np.empty(0, dtype=np.int64)
+
+
+class Where(Enum):
+    """Where a logical block is."""
+
+    #: The request holds a block of the pool. vLLM's block table says which.
+    POOL = "pool"
+    #: The block is a hole, and its content waits in host memory.
+    HOST = "host"
+    #: The block is a hole, and its content is lost.
+    GONE = "gone"
+
+
+class Offloaded(NamedTuple):
+    """A block on the host.
+
+    Attributes:
+        number: of the host block.
+        physical: block of the pool that the request lost; -1 if it is not watched.
+        block_hash: hash under which that block was published; None if it was not.
+    """
+
+    number: int
+    physical: int = -1
+    block_hash: Any = None
+
+
+@dataclass(slots=True)
+class Saved:
+    """The host blocks of a preempted request.
+
+    Attributes:
+        computed_tokens: tokens that they hold.
+        numbers: logical block -> host block, ascending.
+        coming: of these, logical block -> block of the device, once the request goes on and until workers hear of it.
+    """
+
+    computed_tokens: int
+    numbers: dict[int, int]
+    coming: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Residence:
+    """The residence of one request in one KV group. Block indices are logical, so they never change.
+
+    Attributes:
+        block_size: tokens.
+        known: number of blocks that have a state; later ones are new, and in the pool.
+        pool: int64 [n], blocks in the pool below `known`, ascending.
+        places: int64 [n], for each of `pool` the logical block at whose positions its keys are rotated: the block
+            itself, or a later one after a `KeyRotation`.
+        host: block -> where it is on the host.
+        saved: where the blocks of `pool` are while the request is preempted; None: the request runs, or it is computed
+            again.
+    """
+
+    block_size: int
+    known: int = 0
+    pool: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
+    places: np.ndarray = field(default_factory=lambda: NO_BLOCKS)
+    host: dict[int, Offloaded] = field(default_factory=dict)
+    saved: Saved | None = None
+
+    @property
+    def holes(self) -> int:
+        """Number of blocks that are not in the pool."""
+        return self.known - len(self.pool)
+
+    def where(self, block: int) -> Where:
+        """Return where a logical block is."""
+        at = int(self.pool.searchsorted(block))
+        if block >= self.known or (at < len(self.pool) and self.pool[at] == block):
+            return Where.POOL
+        return Where.HOST if block in self.host else Where.GONE
+
+    def learn(self, tokens: int) -> int:
+        """Note that the blocks of so many tokens exist; return their number."""
+        blocks = math.ceil(tokens / self.block_size)
+        if blocks > self.known:
+            new = np.arange(self.known, blocks)
+            self.pool, self.places = np.concatenate((self.pool, new)), np.concatenate((self.places, new))
+            self.known = blocks
+        return blocks
+
+    def adopt(self, there: np.ndarray, blocks: int) -> None:
+        """Start with a cached prefix of so many blocks, of which those in `there`, int64 [k], are in the pool."""
+        self.pool, self.places, self.known = there, there, blocks
+
+    def before(self, tokens: int) -> np.ndarray:
+        """Return the blocks of the pool that hold any of the first `tokens` tokens: int64 [n], ascending."""
+        blocks = self.learn(tokens)
+        return self.pool if blocks == self.known else self.pool[: self.pool.searchsorted(blocks)]
+
+    def leave(self, blocks: np.ndarray) -> None:
+        """Take blocks out of the pool: int64 [k], ascending, all of them there."""
+        stays = np.ones(len(self.pool), bool)
+        stays[self.pool.searchsorted(blocks)] = False
+        self.pool, self.places = self.pool[stays], self.places[stays]
+
+    def come_back(self, blocks: np.ndarray) -> None:
+        """Put holes back into the pool: int64 [k], ascending."""
+        at = self.pool.searchsorted(blocks)
+        self.pool, self.places = np.insert(self.pool, at, blocks), np.insert(self.places, at, blocks)
+
+    def unbroken(self, tokens: int) -> int:
+        """Return the first token of the blocks at the end of so many tokens that have no hole between them."""
+        held, blocks = self.before(tokens), math.ceil(tokens / self.block_size)
+        gaps = np.flatnonzero(held != np.arange(blocks - len(held), blocks))
+        return (blocks - len(held) + (int(gaps[-1]) + 1 if len(gaps) else 0)) * self.block_size
+
+    def reach(self, tokens: int) -> int:
+        """Return the distance in tokens from the place of the first block in the pool to the newest token."""
+        self.learn(tokens)
+        return tokens - int(self.places[0]) * self.block_size if len(self.places) else 0
+
+    def gaps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Find the blocks with holes behind them, whose keys a rotation can bring to later positions.
+
+        Returns:
+            int64 [k], logical blocks, ascending; int64 [k], distance in blocks from each block to its new place;
+            bool [k], whether its keys have been rotated before.
+        """
+        ends = np.arange(self.known - len(self.pool), self.known)
+        can = ends > self.places
+        blocks = self.pool[can]
+        return blocks, ends[can] - blocks, self.places[can] > blocks
+
+    def move_up(self) -> None:
+        """Set the places of all blocks after a rotation: without gaps, up to the newest block."""
+        self.places = np.arange(self.known - len(self.pool), self.known)
+
+
+def offloaded_numbers(host: Mapping[int, Offloaded]) -> list[int]:
+    """Return the host blocks of a request."""
+    return [each.number for each in host.values()]

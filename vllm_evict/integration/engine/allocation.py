@@ -1,0 +1,100 @@
+"""Patches of vLLM's `KVCacheManager`, whose class no configuration can name.
+
+vLLM has no hook between a failed allocation and the preemption or wait that follows. It publishes the blocks that a
+step fills where it allocates their slots. And it counts the published tokens of a request by the blocks that the
+request still holds.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from ...config import KVPolicyConfig
+from ...core.mechanisms import Mechanism
+
+
+def before_giving_up(cache: Any, make_room: Callable[..., bool]) -> None:
+    """Call `make_room` when the pool has too few blocks, and allocate again if it made room.
+
+    Args:
+        cache: vLLM's `KVCacheManager`, of one scheduler.
+        make_room: called with the request, the blocks that its next chunk takes (0: those that managers were asked for
+            last), the blocks that vLLM reserves for others, the cached blocks that the request is about to take, and
+            whether vLLM keeps its watermark free; returns whether there is room now.
+    """
+    allocate = cache.allocate_slots
+
+    def chunk(request: Any, tokens: int, hit: Any, new_computed: int, lookahead: int) -> int:
+        computed = request.num_computed_tokens + new_computed
+        end = computed + tokens
+        slots = min(end + lookahead, cache.max_model_len)
+        return cache.coordinator.get_num_blocks_to_allocate(request.request_id, slots, hit, 0, computed, computed, end)
+
+    @wraps(allocate)
+    def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        hit = kwargs.get("new_computed_blocks") or cache.empty_kv_cache_blocks
+        # vLLM checks room for the whole prompt first, by its cap for sliding windows, then for the next chunk. Each
+        # check may fail alone.
+        both = kwargs.get("full_sequence_must_fit", False)
+        ahead = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_lookahead_tokens", 0)
+        while (blocks := allocate(request, num_new_tokens, *args, **kwargs)) is None and make_room(
+            request,
+            chunk=lambda: chunk(request, num_new_tokens, hit.blocks, *ahead) if both else 0,
+            reserved=kwargs.get("reserved_blocks", 0),
+            hit=hit.blocks,
+            watermark=kwargs.get("has_scheduled_reqs", True),
+        ):
+            pass
+        return blocks
+
+    cache.allocate_slots = allocate_slots
+
+
+class Reads(Mechanism):
+    """Notes each step of a request before the blocks that it fills are published (`RequestBlocks.plan_step`).
+
+    A request that is admitted with the same step could hit them.
+
+    Args:
+        scheduler: an `EvictionMixin`.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        cache = scheduler.kv_cache_manager
+        allocate = cache.allocate_slots
+
+        @wraps(allocate)
+        def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            hit = kwargs.get("num_new_computed_tokens", 0) + kwargs.get("num_external_computed_tokens", 0)
+            groups = scheduler.blocks_of(request.request_id)
+            before = groups[0].pure_tokens
+            for blocks in groups:
+                blocks.plan_step(request.num_computed_tokens + hit, num_new_tokens)
+            allocated = allocate(request, num_new_tokens, *args, **kwargs)
+            if allocated is None:  # there is no such step
+                groups[0].pure_tokens = before
+            return allocated
+
+        cache.allocate_slots = allocate_slots
+
+    @classmethod
+    def serves(cls, config: KVPolicyConfig) -> bool:
+        return config.selects
+
+
+def count_published(cache: Any, published: Callable[[Any], int | None]) -> None:
+    """Count a request's published tokens by `published`; vLLM reports them as written to the prefix cache.
+
+    Args:
+        cache: vLLM's `KVCacheManager`, of one scheduler.
+        published: request -> tokens; None where vLLM's own count is right.
+    """
+    estimate = cache.estimate_cached_tokens
+
+    @wraps(estimate)
+    def estimate_cached_tokens(request: Any) -> int:
+        tokens = published(request)
+        return estimate(request) if tokens is None else tokens
+
+    cache.estimate_cached_tokens = estimate_cached_tokens

@@ -1,0 +1,105 @@
+"""Cuts prefix hits to the length that the pool can hold, with holes only in KV groups that may have them."""
+
+import bisect
+import math
+from typing import Any, NamedTuple
+
+from vllm.v1.request import Request
+
+
+class Hit(NamedTuple):
+    """What vLLM's `_get_local_prefix_cache_hit` returns.
+
+    Attributes:
+        blocks: vLLM's `KVCacheBlocks`, of all KV groups.
+        tokens: length of the hit.
+        boundary, diverged: vLLM's own.
+    """
+
+    blocks: Any
+    tokens: int
+    boundary: int
+    diverged: bool
+
+
+class Hits:
+    """Cuts the hits of one scheduler.
+
+    vLLM plans its pool by the bounds of policies. A prefix that other requests left in the cache may be longer than the
+    pool, and a request that needs it whole would wait for ever.
+
+    Args:
+        scheduler: an `EvictionMixin`.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
+        self._managers, self._others = scheduler.kv_managers, scheduler.other_managers
+
+    def cut(self, request: Request, hit: Hit) -> Hit:
+        """Return the hit of a request, cut so that the pool can hold it beside the first chunk."""
+        most, blocks = self._longest_hit(request), self._managers[0].residents[request.request_id]
+        # Tokens after those have to be computed.
+        limited = blocks.limits is not None
+        if not blocks.started and blocks.pure_tokens is not None:
+            most, limited = blocks.pure_tokens, True
+        if blocks.config.context is not None:
+            # The first decision follows the steps in flight, and no query of them may look back further than the
+            # context.
+            reach = max(blocks.config.context - self._scheduler.max_in_flight_tokens, 0)
+            most = min(most, reach // blocks.block_size * blocks.block_size)
+        alone = len(self._managers) + len(self._others) == 1
+        if alone and hit.tokens > most and limited:
+            return hit._replace(blocks=self._cache.truncate_computed_blocks(hit.blocks, most), tokens=most)
+        return hit if alone or not hit.tokens else self._jointly(request, hit, most)
+
+    def _jointly(self, request: Request, hit: Hit, most: int) -> Hit:
+        """Return a hit in several KV groups, cut to what the pool can hold, with holes only where they may be."""
+        groups, tokens = self._scheduler.blocks_of(request.request_id), hit.tokens
+        found, room = list(hit.blocks.blocks), tokens
+        if groups[0].limits and tokens > most:
+            room = most  # of a shorter prefix, streaming heads and sliding windows need other blocks
+        while True:
+            # Heads that keep everything need every block of the prefix.
+            parts = [found[manager.kv_cache_group_id] for manager in self._managers]
+            ends = [next((i for i, block in enumerate(part) if block.is_null), None) for part in parts]
+            ends = [end for end, blocks in zip(ends, groups) if end is not None and blocks.limits is None]
+            room = min([room, *(end * groups[0].block_size for end in ends)])
+            if room == tokens:
+                break
+            cached, tokens, _ = self._cache.coordinator.find_longest_cache_hit(request.block_hashes, room)
+            found, room = list(cached), tokens
+        if tokens > most:
+            for manager, blocks in zip(self._managers, groups):
+                if blocks.limits:
+                    group = manager.kv_cache_group_id
+                    found[group] = manager.without_middle(found[group])
+        return hit._replace(blocks=self._cache.create_kv_cache_blocks(tuple(found)), tokens=tokens)
+
+    def _longest_hit(self, request: Request) -> int:
+        """Return the tokens of a cached prefix that an otherwise empty pool can hold beside the other blocks."""
+        longest, block_size = self.longest_table(request), self._managers[0].block_size
+        pool, whole = self.room_for(longest), math.ceil(longest / block_size)
+        groups = list(zip(self._managers, self._scheduler.blocks_of(request.request_id)))
+
+        def most_held(hit: int) -> int:
+            return sum(blocks.most(whole, manager.in_flight, hit) for manager, blocks in groups)
+
+        return max(bisect.bisect_right(range(whole + 1), pool, key=most_held) - 1, 0) * block_size
+
+    def room_for(self, longest: int) -> int:
+        """Return the blocks of an otherwise empty pool for the groups with holes of a request of so many tokens."""
+        # One block is vLLM's null block.
+        pool = self._cache.block_pool.num_gpu_blocks - 1
+        return int(pool - sum(manager.most_blocks(longest) for manager in self._others))
+
+    def longest_table(self, request: Request) -> int:
+        """Return the tokens for which a request may have slots at most."""
+        scheduler = self._scheduler
+        longest = scheduler.max_model_len if request.resumable else self.longest(request)
+        # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
+        return int(min(longest + scheduler.num_spec_tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len))
+
+    def longest(self, request: Request) -> int:
+        """Return the tokens that a request may grow to."""
+        return int(min(request.num_prompt_tokens + request.max_tokens, self._scheduler.max_model_len))

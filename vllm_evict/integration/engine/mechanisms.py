@@ -1,0 +1,66 @@
+"""The mechanisms of one scheduler."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...core.mechanisms import Again, Budget, Context, Mechanism, Profiles, Recall, SharedBudget, WholePrompts
+from ...core.mechanisms.base import M
+from .allocation import Reads
+from .offloading import Offloading
+from .poison import Poison
+from .preempted import Preempted
+from .pressure import RoomMaker
+from .reconstruction import Reconstructions
+
+#: In the order in which their hooks are called: after an action what moves blocks comes before what counts them, and
+#: `Again` decides before `Budget`.
+KINDS: tuple[type[Mechanism], ...] = (
+    Poison, Reads, WholePrompts, RoomMaker, Offloading, Preempted, Again, Profiles, Budget, SharedBudget, Recall,
+    Context, Reconstructions,
+)  # fmt: skip
+
+
+class Mechanisms:
+    """The mechanisms that a server's requests may need.
+
+    Args:
+        scheduler: an `EvictionMixin`.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._all: list[Mechanism] = []
+        self._having: dict[str, list[Mechanism]] = {}
+        scheduler.mechanisms = self
+        for kind in KINDS:
+            if kind.serves(scheduler.kv_policy):
+                self.add(kind(scheduler))
+
+    def __iter__(self) -> Iterator[Mechanism]:
+        return iter(self._all)
+
+    def add(self, mechanism: Mechanism, last: bool = True) -> None:
+        """Add a mechanism, whose hooks are called after those of all others, or before them."""
+        self._all.insert(len(self._all) if last else 0, mechanism)
+        self._having = {}
+
+    def of(self, kind: type[M]) -> list[M]:
+        """Return the mechanisms of a class."""
+        return [mechanism for mechanism in self._all if isinstance(mechanism, kind)]
+
+    def having(self, hook: str) -> list[Mechanism]:
+        """Return the mechanisms that have a hook of their own."""
+        if hook not in self._having:
+            default = getattr(Mechanism, hook)
+            self._having[hook] = [each for each in self._all if getattr(type(each), hook) is not default]
+        return self._having[hook]
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook that returns nothing."""
+        for mechanism in self.having(hook):
+            getattr(mechanism, hook)(*args)
+
+    def passed(self, hook: str, value: Any, *before: Any) -> Any:
+        """Return a value that each hook has changed in turn; `before` are arguments before it."""
+        for mechanism in self.having(hook):
+            value = getattr(mechanism, hook)(*before, value)
+        return value

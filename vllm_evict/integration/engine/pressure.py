@@ -1,0 +1,120 @@
+"""Makes room in the pool, after a failed allocation and before a preemption, from blocks that requests can spare."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.request import Request, RequestStatus
+
+from ...core.actions import Action
+from ...core.mechanisms import Pressure
+from ...core.mechanisms.pressure import SCORES_STAY_FRESH
+from ...core.plan import EvictionPlan, Reports
+from ..start.versions import waiting_with_blocks
+from .allocation import before_giving_up
+from .managers import EvictableManager
+
+logger = init_logger("vllm.evict")
+
+#: Preemptions after which a request takes no blocks from other requests: it waits until the pool has room.
+MOST_TAKINGS = 2
+
+
+class RoomMaker(Pressure):
+    """Frees blocks where vLLM's `KVCacheManager.allocate_slots` finds too few.
+
+    Args:
+        scheduler: an `EvictionMixin`, whose requests hold the blocks.
+    """
+
+    reads_allocations = True
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self._scheduler, self._cache = scheduler, scheduler.kv_cache_manager
+        before_giving_up(self._cache, self.make_room)
+        self._warned = False
+        #: The waiting request that tried last to find room, how many others held blocks then, and the step.
+        self._tried: tuple[str, int, int] | None = None
+        self._tried_at = 0
+
+    def decide(self, plan: EvictionPlan, reports: Sequence[Reports]) -> Sequence[Action]:
+        if super().keep(plan, reports):
+            self._tried = None  # offers may have changed: the waiting request may try again
+        return ()
+
+    def make_room(
+        self,
+        request: Request,
+        *,
+        chunk: Callable[[], int],
+        reserved: int,
+        hit: Sequence[Sequence[KVCacheBlock]],
+        watermark: bool,
+    ) -> bool:
+        """Free as many blocks of other requests as `request` lacked in its failed allocation.
+
+        Args:
+            request: the request whose allocation failed.
+            chunk: gives the blocks of the request's next chunk; 0 if the allocation asked for these.
+            reserved: blocks of the pool that the request may not take.
+            hit: for each KV group, the cached blocks that the request is about to take.
+            watermark: whether vLLM keeps its watermark free, if the request is waiting.
+
+        Returns:
+            Whether the pool has room for the request now. If not, no block was freed.
+        """
+        scheduler, runs = self._scheduler, request.status == RequestStatus.RUNNING
+        wanted = sum(manager.wanted for manager in (*scheduler.kv_managers, *scheduler.other_managers))
+        missing = max(wanted, chunk()) + reserved - self._cache.block_pool.get_num_free_blocks()
+        if not runs and watermark:
+            missing += self._cache.watermark_blocks
+        if missing > 0 and (runs or self._may_succeed(request)) and self._relieve(request, missing, hit):
+            self._tried = None
+            return True
+        if runs and not self._warned:
+            self._warned = True
+            logger.warning(
+                "KV policy %s: requests are at their budgets and the pool is full, so vLLM preempts; a smaller budget "
+                "or --max-num-seqs would avoid it. Said once.",
+                scheduler.kv_policy.name,
+            )
+        return False
+
+    def _may_succeed(self, request: Request) -> bool:
+        """Return whether a waiting request may find more room than when it tried last.
+
+        It may if requests have ended, begun or reported since, or after `SCORES_STAY_FRESH` steps.
+        """
+        scheduler = self._scheduler
+        state = (request.request_id, len(scheduler.running), len(waiting_with_blocks(scheduler)))
+        if state == self._tried and scheduler.current_step - self._tried_at < SCORES_STAY_FRESH:
+            return False
+        self._tried, self._tried_at = state, scheduler.current_step
+        return True
+
+    def _relieve(self, request: Request, missing: int, hit: Sequence[Sequence[KVCacheBlock]]) -> bool:
+        """Free `missing` blocks for a request, or none."""
+        if request.num_preemptions >= MOST_TAKINGS and request.status == RequestStatus.PREEMPTED:
+            return False  # it took blocks twice, and lost its own work both times
+        scheduler, by_priority = self._scheduler, self._scheduler.policy == SchedulingPolicy.PRIORITY
+        # Freeing a cached block that the request is about to take would gain nothing: the request takes it again.
+        kept = {block.block_id for blocks in hit for block in blocks}
+
+        def frees(manager: EvictableManager, req_id: str, index: int) -> bool:
+            block = manager.req_to_blocks[req_id][index]
+            # Evicting a shared block would gain nothing: other requests still hold it.
+            return block.ref_cnt == 1 and block.block_id not in kept
+
+        # Sessions between two turns hold blocks too.
+        givers = [*scheduler.running, *waiting_with_blocks(scheduler)]
+        if by_priority:
+            givers = [giver for giver in givers if giver.priority >= request.priority]
+        # A waiting request can wait for scores, too.
+        unscored = request.status == RequestStatus.RUNNING
+        actions = self.choose(givers, missing, frees, unscored=unscored, by_priority=by_priority)
+        for action in actions:
+            scheduler.apply(action)
+        return bool(actions)

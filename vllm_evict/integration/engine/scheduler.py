@@ -1,0 +1,424 @@
+"""vLLM's schedulers with eviction: workers measure, the scheduler decides, and its plan tells the workers."""
+
+import time
+from collections.abc import Callable, Container
+from typing import Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from ...config import KVPolicyError
+from ...core.actions import Action, Applied
+from ...core.blocks import RequestBlocks
+from ...core.mechanisms import Step
+from ...core.mechanisms.base import M, settled
+from ...core.plan import PLAN, EvictionPlan, Scoring
+from ..start.drafters import lookahead
+from ..start.versions import any_waits
+from .admission import Admission
+from .allocation import count_published
+from .followers import follow
+from .hits import Hit, Hits
+from .managers import BESIDE, EvictableManager, SlidingManager, StateManager, put_beside
+from .mechanisms import Mechanisms
+from .outputs import Usages
+from .spec import policy_config
+from .start_up import start_up_line
+from .step_reports import StepReports
+from .tally import Tally
+
+logger = init_logger("vllm.evict")
+
+
+class EvictionMixin:
+    """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
+
+    `schedule` notes requests whose block table grows past their trigger. When the step is done, mechanisms decide on
+    them. Evicted blocks go back to the pool at once. The holes travel with the plan of the next `schedule`, the first
+    one that could hand those blocks out. Steps in flight still read the old table, and every worker runs them before
+    the step that writes a reused block.
+
+    The parts are objects: `mechanisms` decide, `admission` grants policies, `hits` cuts prefix hits, `reports` takes
+    what workers report, `usages` tells the front end.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_policy = policy_config(self.vllm_config)
+        self.max_in_flight_tokens = self.vllm_config.max_in_flight_tokens
+        self.tally = Tally()
+        self.kv_managers, self.other_managers = self._managers()
+        count_published(self.kv_cache_manager, self._published_tokens)
+        self._plan = EvictionPlan.empty(len(self.kv_managers))
+        self._free: Callable[[list[KVCacheBlock]], None] = self._free_last_first
+        self.hits = Hits(self)
+        self.admission = Admission(self, self.hits)
+        self.reports, self.usages = StepReports(self), Usages(self)
+        self.follower = follow(self)
+        #: Whether the prefix cache is being reset.
+        self.resets = False
+        #: Requests of the step that is done that read blocks which did not come.
+        self._failed_loads: set[str] = set()
+        self.mechanisms = Mechanisms(self)
+        self.mechanisms.add(self.follower, last=False)
+        self._reads_allocations = any(each.reads_allocations for each in self.mechanisms)
+        if not self.mechanisms.having("limit_tokens"):  # vLLM asks for each request of each step
+            self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[method-assign]
+        logger.info(start_up_line(self))
+
+    def _managers(self) -> tuple[list[EvictableManager], list[SlidingManager | StateManager]]:
+        """Return the managers of KV groups that may have holes, in order, and those of sliding windows and of states.
+
+        Several groups may have holes only where heads are split, or where most layers have full attention.
+        """
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        evictable = [manager for manager in managers if isinstance(manager, EvictableManager)]
+        others = [manager for manager in managers if manager not in evictable]
+        served = evictable and all(type(manager) in BESIDE for manager in others)
+        if not served or (len(managers) > 1 and not others and not managers[0].kv_cache_spec.head_class):
+            raise KVPolicyError(
+                f"KV policy {self.kv_policy.name!r} can't be used with layers whose caches differ in shape "
+                f"({len(managers)} KV groups: {', '.join(type(m).__name__ for m in managers)}): leave --kv-policy out"
+            )
+        order = [manager.kv_cache_spec.head_class for manager in evictable]
+        assert [name for name in self.kv_policy.classes for _ in range(order.count(name))] == order, order
+        in_flight = self.max_in_flight_tokens + lookahead(self.vllm_config)
+        for number, manager in enumerate(evictable):
+            manager.bind(number, in_flight, self._give_back)
+        for manager in others:
+            put_beside(manager, evictable[0].residents)
+        return evictable, others
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.mechanisms.call("before_schedule")
+        admits = self._reads_allocations or (self.admission.bounds and any_waits(self))
+        for manager in self.kv_managers:
+            manager.bound_admissions(admits)
+        output = super().schedule(*args, **kwargs)
+        self._note_growth(output)
+        plan, self._plan = self._plan, EvictionPlan.empty(len(self.kv_managers))
+        self._plan_starts(plan, output)
+        tokens = output.num_scheduled_tokens
+        self.admission.end_stall(bool(tokens))
+        self.mechanisms.call("on_scheduled", plan, tokens)
+        self.mechanisms.call("plan", plan, Step(tokens, self._take_over_trigger(tokens), self._is_short()))
+        setattr(output, PLAN, plan)
+        return output
+
+    def _note_growth(self, output: SchedulerOutput) -> None:
+        """Count the blocks that requests got for a step, and note the requests that they take over their trigger.
+
+        The step's output names each request that got blocks for it, and these alone are examined. Others got blocks
+        too: requests that were preempted in the same step, which hold none, and those that wait for a connector, which
+        `EvictableManager.allocate_external_computed_blocks` counts.
+        """
+        cached = output.scheduled_cached_reqs
+        grown = [new for new in zip(cached.req_ids, cached.new_block_ids) if new[1] is not None]
+        grown += [(new.req_id, new.block_ids) for new in output.scheduled_new_reqs]
+        for req_id, blocks in grown:
+            for manager in self.kv_managers:
+                if blocks[manager.kv_cache_group_id]:
+                    manager.count(req_id)
+                    # The limits of a session's next turn may have changed. Blocks that a connector loaded came before.
+                    manager.note(req_id)
+
+    def _take_over_trigger(self, tokens: Container[str]) -> list[list[str]]:
+        """Return for each KV group the requests of a step that may be over their trigger once it is done.
+
+        Args:
+            tokens: requests of the step being planned.
+        """
+        over = [manager.take_over_trigger() for manager in self.kv_managers]
+        for manager, noted in zip(self.kv_managers, over):
+            for req_id in noted:
+                if req_id not in tokens or self._reaches_later(manager, req_id):
+                    manager.note(req_id)
+        return [[req_id for req_id in noted if req_id in tokens] for noted in over]
+
+    def _reaches_later(self, manager: EvictableManager, req_id: str) -> bool:
+        """Return whether settled tokens of a request reach the end of its table later, in a step that adds no block.
+
+        That is so of a request whose last tokens are computed again in several steps. Where the server speculates, the
+        step may begin blocks with drafts that are rejected.
+        """
+        reached = -(-self.requests[req_id].num_computed_tokens // manager.block_size)
+        return bool(self.num_spec_tokens) or reached < len(manager.req_to_blocks[req_id])
+
+    def _plan_starts(self, plan: EvictionPlan, output: SchedulerOutput) -> None:
+        """Add to a plan how workers measure the requests that start, or start over, with its step."""
+        starts = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            computed = zip(cached.req_ids, cached.num_computed_tokens)
+            starts += [start for start in computed if start[0] in cached.resumed_req_ids]
+        for req_id, computed_tokens in starts:
+            groups = self.blocks_of(req_id)
+            told = [each.on_start(plan, req_id, groups) for each in self.mechanisms.having("on_start")]
+            for blocks, group in zip(groups, plan.groups):
+                if blocks.started:
+                    continue
+                blocks.started, blocks.first_query = True, computed_tokens
+                blocks.scoring = None if any(told) else self.scoring_of(self.requests[req_id], blocks)
+                if blocks.scoring is not None:
+                    group.track[req_id] = blocks.scoring
+
+    def _is_short(self) -> bool:
+        """Return whether the pool may run out before long: a quarter of it is left, or a request waits."""
+        enough = max(self.kv_cache_manager.block_pool.num_gpu_blocks // 4, 2 * len(self.running))
+        return bool(self.waiting) or self.free_blocks < enough
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        self.usages.next_step()
+        self._failed_loads = set()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        plan: EvictionPlan = getattr(scheduler_output, PLAN, None) or EvictionPlan.empty(len(self.kv_managers))
+        for req_id in self._failed_loads:
+            for group in plan.groups:
+                group.report.pop(req_id, None)
+            for mechanism in self.mechanisms:
+                mechanism.cancel(plan, req_id)
+        self.mechanisms.call("on_output", model_runner_output)
+        reports = self.reports.take(scheduler_output, model_runner_output, plan)
+        for mechanism in self.mechanisms.having("decide"):
+            for action in mechanism.decide(plan, reports):
+                self.apply(action)
+        self.mechanisms.call("after_output", outputs)
+        self.usages.send(outputs)
+        return outputs
+
+    def _give_back(self, blocks: list[KVCacheBlock]) -> None:
+        """Free blocks that a request lost, tail first, as vLLM frees: the head of a cached prefix stays longest.
+
+        A step in flight still reads them. A later step writes them after it, but a connector may load into them at any
+        time: then vLLM defers frees, and they are free once that step is done.
+        """
+        if self.defer_block_free and self.sched_step_seq > self.processed_step_seq:
+            self.deferred_frees.append((self.sched_step_seq, blocks))
+        else:
+            self._free(blocks)
+
+    def _free_last_first(self, blocks: list[KVCacheBlock]) -> None:
+        self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
+
+    def frees_with(self, free: Callable[[list[KVCacheBlock]], None]) -> None:
+        """Have blocks that requests lost freed by `free`."""
+        self._free = free
+
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: SchedulerOutput) -> Any:
+        self.follower.before_metadata(self._plan.poison)
+        return super()._build_kv_connector_meta(connector, scheduler_output)
+
+    def _handle_invalid_blocks(self, *args: Any, **kwargs: Any) -> set[str]:
+        """Have what a connector failed to load computed and measured again, from zero: the step has read it."""
+        affected = super()._handle_invalid_blocks(*args, **kwargs)
+        for req_id in affected if self.recompute_kv_load_failures else ():
+            for manager, plan in zip(self.kv_managers, self._plan.groups):
+                blocks, request = manager.residents[req_id], self.requests[req_id]
+                blocks.first_query = request.num_computed_tokens
+                blocks.prompted &= request.num_computed_tokens >= request.num_prompt_tokens
+                manager.note(req_id)
+                blocks.scoring = self.scoring_of(request, blocks)
+                plan.triggers.pop(req_id, None)
+                if blocks.scoring is not None:
+                    plan.track[req_id] = blocks.scoring
+        self._failed_loads = affected
+        return affected
+
+    def apply(self, action: Action) -> None:
+        """Carry out an action of a mechanism: free blocks, and add holes and orders to the next plan.
+
+        An action may need private copies of blocks that other requests hold. If the pool has no room for them, nothing
+        changes and the next decision tries again; a request that can't go on without the action is preempted.
+        """
+        for mechanism in self.mechanisms.having("before_apply"):
+            if (action := mechanism.before_apply(action)) is None:
+                return
+        req_id, manager, plan = action.req_id, self.kv_managers[action.group], self._plan
+        request, groups = self.requests[req_id], self.blocks_of(req_id)
+        blocks, source = groups[action.group], manager.blocks_at(req_id, action.reads)
+        changed = np.concatenate((action.writes, action.holes))
+        before = dict(zip(changed.tolist(), manager.blocks_at(req_id, changed)))
+        for each in self.kv_managers:
+            each.count(req_id)  # the peak includes blocks that it got earlier in the step that is being planned
+        if (rewritten := manager.rewrite(req_id, action.writes, action.holes)) is None:
+            if action.must:
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic())
+            return
+        moved, given_back, freed = rewritten
+        target = manager.blocks_at(req_id, action.writes)
+        lost, holes = not any(each.evicted_blocks for each in groups), len(action.holes)
+        whole, group = blocks.pure_tokens is None, plan.groups[action.group]
+        if holes:
+            # What is in flight was computed without the new holes; drafts among it may be computed again.
+            pure = settled(request) if self.num_spec_tokens else request.num_computed_tokens
+            blocks.evict(action.holes, pure)
+            group.leave_holes(req_id, action.holes.tolist())
+        if len(action.writes):
+            # Published blocks stay published; blocks that follow them are never published.
+            blocks.pure_tokens = min(blocks.pure_tokens, manager.published_tokens(req_id))
+            group.moved.setdefault(req_id, {}).update(moved)
+        if whole:
+            self._publish_ends(request)
+        action.order(plan, source, target)
+        # A published block may still be hit, so its content has to match its hash.
+        unpublished = [block.block_id for block in freed if block.block_hash is None]
+        self.mechanisms.call("on_applied", Applied(action, blocks, before, target, unpublished))
+        copies = len(given_back) - holes
+        self.tally.count(blocks.policy, holes, max(len(freed) - copies, 0), lost and holes > 0, copies)
+
+    # What mechanisms see (`core.mechanisms.SchedulerView`)
+
+    @property
+    def groups(self) -> list[EvictableManager]:
+        return self.kv_managers
+
+    @property
+    def next_plan(self) -> EvictionPlan:
+        return self._plan
+
+    @property
+    def free_blocks(self) -> int:
+        return self.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def spare_blocks(self) -> int:
+        cache, in_flight = self.kv_cache_manager, self.kv_managers[0].in_flight + len(self.running)
+        return max(self.free_blocks - cache.watermark_blocks - in_flight, 0)
+
+    def running_request(self, req_id: str) -> Request | None:
+        request = self.requests.get(req_id)
+        return request if request is not None and request.status == RequestStatus.RUNNING else None
+
+    def idle_session(self, req_id: str) -> Request | None:
+        request = self.requests.get(req_id)
+        if request is None or request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            return None
+        return None if request.num_in_flight_tokens else request
+
+    def miss(self, req_id: str, blocks: RequestBlocks) -> None:
+        self.tally.add(blocks.policy, missing=1)
+        if not blocks.state.complained:
+            blocks.state.complained = True
+            logger.error(
+                "no scores came back for request %s; while none come its oldest KV blocks go first. Said once.", req_id
+            )
+
+    def count(self, blocks: RequestBlocks, **events: int) -> None:
+        blocks.state.counts.update(events)
+        self.tally.add(blocks.policy, **events)
+
+    def part(self, kind: type[M]) -> M:
+        (part,) = self.mechanisms.of(kind)
+        return part
+
+    def scoring_of(self, request: Request, blocks: RequestBlocks) -> Scoring | None:
+        return self.admission.scoring_of(request, blocks)
+
+    @property
+    def residents(self) -> dict[str, RequestBlocks]:
+        """Blocks of all requests in the first KV group that may have holes."""
+        return self.kv_managers[0].residents
+
+    def blocks_of(self, req_id: str) -> list[RequestBlocks]:
+        """Return the blocks of a request in each KV group that may have holes."""
+        return [manager.residents[req_id] for manager in self.kv_managers]
+
+    def _published_tokens(self, request: Request) -> int | None:
+        """Return the tokens of a request that others can hit, with evicted blocks; None if it has all its blocks."""
+        blocks = self.residents.get(request.request_id)
+        if blocks is None or blocks.pure_tokens is None:
+            return None
+        return min(manager.published_tokens(request.request_id) for manager in self.kv_managers)
+
+    def _publish_ends(self, request: Request) -> None:
+        """Publish blocks of sliding windows, where a request loses its first block: later ones are never published."""
+        if self.kv_cache_manager.enable_caching:
+            for manager in self.other_managers:
+                manager.publish_end(request)
+
+    # vLLM's own methods, with the parts' say
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.residents:
+            self.admission.admit(request)
+            self.usages.begin(request)
+        super().add_request(request)
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        self.mechanisms.call("before_turn", session)
+        # A turn may end among the drafts that its last step accepted. vLLM counts the tokens after its end as computed,
+        # and would take their keys for those of the next turn's first tokens.
+        session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens)
+        super()._update_request_as_session(session, update)
+        state = self.residents[session.request_id].state
+        if state.emptied:
+            state.emptied, session.num_computed_tokens = False, 0
+        self.admission.renew(session)
+        self.mechanisms.call("on_turn", session.request_id, self.blocks_of(session.request_id))
+        self.admission.make_room(session)
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return self.mechanisms.passed("limit_tokens", tokens, request, num_computed_tokens)
+
+    def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Hit:
+        hit = Hit(*super()._get_local_prefix_cache_hit(request, *args, **kwargs))
+        return self.mechanisms.passed("on_hit", self.hits.cut(request, hit), request)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.mechanisms.call("on_preempt", request)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request_blocks(self, request: Request) -> None:
+        blocks = self.residents.get(request.request_id)
+        # A request that is preempted and saved keeps what the host has; blocks that come back with this plan are saved
+        # by it too.
+        saves = blocks is not None and blocks.residence.saved is not None and request.status == RequestStatus.RUNNING
+        self._plan.forget(request.request_id, copies=not saves)
+        if not saves:
+            self.mechanisms.call("on_free", request)
+        super()._free_request_blocks(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> tuple[dict | None, dict | None]:
+        params = super()._free_request(request, *args, **kwargs)
+        req_id = request.request_id
+        if req_id in self.residents:  # else it never came in through `add_request`
+            self.usages.end(req_id)
+            for manager in self.kv_managers:
+                manager.forget(req_id)
+        self.mechanisms.call("on_end", req_id)
+        return params
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+        return self.mechanisms.passed("on_finish", super().finish_requests(*args, **kwargs))
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self.mechanisms.call("on_reset")
+        self.resets = True
+        try:
+            return super().reset_prefix_cache(*args, **kwargs)
+        finally:
+            self.resets = False
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        return None if stats is None else self.usages.stats(stats)
+
+
+class EvictionScheduler(EvictionMixin, Scheduler):
+    """vLLM's `Scheduler` with eviction."""
+
+
+class AsyncEvictionScheduler(EvictionMixin, AsyncScheduler):
+    """vLLM's `AsyncScheduler` with eviction."""

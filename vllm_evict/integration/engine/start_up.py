@@ -1,0 +1,49 @@
+"""The line of the log that says, when the engine starts, what the policy does."""
+
+from collections import Counter
+from typing import Any
+
+from ...core.mechanisms import Pressure
+from ..start.describe import facts, what_is_held
+from .managers import StateManager
+from .spec import EvictableSpec
+
+
+def start_up_line(scheduler: Any) -> str:
+    """One line: policy, bound, model runner, attention backend, KV groups."""
+    groups = [scheduler.kv_cache_config.kv_cache_groups[each.kv_cache_group_id] for each in scheduler.kv_managers]
+    spec: EvictableSpec = groups[0].kv_cache_spec
+    bounds = [
+        scheduler.kv_policy.of_class(group.kv_cache_spec.head_class).bound(spec.block_size, scheduler.max_model_len)
+        for group in groups
+    ]
+    bound = None if None in bounds else sum(bounds)
+    # Bands of one policy share its budget; classes of heads have policies of their own.
+    split = scheduler.kv_policy.policy.splits == "classes"
+    parts = scheduler.kv_policy.classes.values() if split else [scheduler.kv_policy]
+    if len(groups) == 1:
+        stages = scheduler.vllm_config.parallel_config.pipeline_parallel_size
+        what = f"1 KV group of {len(groups[0].layer_names)} layers"
+        what += f" in the first of {stages} stages" if stages > 1 else ""
+    elif not spec.head_class:
+        what = f"{len(groups)} KV groups of {sum(len(group.layer_names) for group in groups)} layers"
+    else:
+        counts = Counter(group.kv_cache_spec.head_class for group in groups)
+        listed = ", ".join(f"{count} {head_class}" for head_class, count in counts.items())
+        what = f"{len(groups)} KV groups of {spec.num_kv_heads} heads ({listed})"
+    kinds = Counter(
+        "states" if isinstance(each, StateManager) else "sliding windows" for each in scheduler.other_managers
+    )
+    if kinds:
+        beside = " and ".join(f"{count} with {kind}" for kind, count in kinds.items())
+        what += f", beside {beside}, managed by vLLM"
+    return (
+        facts(
+            scheduler.kv_policy,
+            what_is_held(scheduler.kv_policy, bound, spec.block_size, Pressure.serves(scheduler.kv_policy)),
+            scheduler.vllm_config,
+        )
+        + f"; attention backend {spec.backend}; {what}"
+        + "".join(f"; {words}" for mechanism in scheduler.mechanisms if (words := mechanism.described))
+        + "".join(f"; {words}" for part in parts if (words := part.became(spec.block_size)))
+    )

@@ -1,0 +1,77 @@
+"""Counts of one scheduler by policy, for /metrics."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+#: Counter name -> help. The prefix lets vLLM unregister them with its own.
+COUNTERS = {
+    "evicted": ("vllm:kv_evict_blocks_evicted", "KV blocks taken from running requests by their policy."),
+    "freed": ("vllm:kv_evict_blocks_freed", "Evicted KV blocks that went back to the pool."),
+    "shared": ("vllm:kv_evict_blocks_shared", "Evicted KV blocks that other requests still hold."),
+    "copied": ("vllm:kv_evict_blocks_copied", "KV blocks taken for kept tokens in place of shared or published ones."),
+    "moved": ("vllm:kv_evict_moves", "Times that what a request keeps moved up, so that it stays in its context."),
+    "requests": ("vllm:kv_evict_requests", "Requests that lost at least one KV block."),
+    "missing": ("vllm:kv_evict_reports_missing", "Scores that workers were asked for and did not report."),
+}
+#: The same of blocks on the host: there if evicted blocks go to the host.
+HOST_COUNTERS = {
+    "spilled": ("vllm:kv_evict_blocks_spilled", "Evicted KV blocks that were copied to the host."),
+    "recalled": ("vllm:kv_evict_blocks_recalled", "KV blocks that came back from the host."),
+    "still_there": ("vllm:kv_evict_blocks_still_there", "Of these, blocks that no request had taken: not copied."),
+    "dropped": ("vllm:kv_evict_blocks_dropped", "Evicted KV blocks that the host dropped, or had no room for."),
+    "failed": ("vllm:kv_evict_host_failures", "Steps in which blocks could not be written to the host, or read."),
+    "again": ("vllm:kv_evict_prompts_again", "Times that the end of a prompt was computed again after a recall."),
+    "saved": ("vllm:kv_evict_preemptions_saved", "Preemptions whose blocks were copied to the host."),
+    "restored": ("vllm:kv_evict_preemptions_restored", "Preempted requests that went on with blocks from the host."),
+    "recomputed": ("vllm:kv_evict_preemptions_recomputed", "Preempted requests that the host could not keep."),
+}
+HOST_GAUGES = {
+    "used": ("vllm:kv_evict_host_blocks", "Host blocks that hold KV blocks, under the server's policy."),
+    "bytes": ("vllm:kv_evict_host_bytes", "Bytes of the host blocks that hold KV blocks, under the server's policy."),
+}
+RESIDENT = ("vllm:kv_evict_blocks_resident", "KV blocks held by running requests.")
+
+
+class Tally:
+    """Counts of one scheduler, by policy, since they were last taken."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COUNTERS, 0))
+        self._host: dict[str, dict[str, int]] = {}
+
+    def count(self, policy: str, evicted: int, freed: int, first: bool, copied: int = 0) -> None:
+        counts = self._counts[policy]
+        counts["evicted"] += evicted
+        counts["freed"] += freed
+        counts["shared"] += evicted - freed
+        counts["requests"] += first
+        counts["copied"] += copied
+
+    def add(self, policy: str, **counts: int) -> None:
+        """Add to `COUNTERS` and `HOST_COUNTERS` of a policy."""
+        for key, count in counts.items():
+            if key in COUNTERS:
+                self._counts[policy][key] += count
+            else:
+                self._host.setdefault(policy, dict.fromkeys(HOST_COUNTERS, 0))[key] += count
+
+    def hold(self, policy: str, used: int, block_bytes: int) -> None:
+        """Set `HOST_GAUGES` of a policy: host blocks that hold something now, and bytes of each."""
+        counts = self._host.setdefault(policy, dict.fromkeys(HOST_COUNTERS, 0))
+        counts |= {"used": used, "bytes": used * block_bytes}
+
+    def take(self, resident: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        """The counts since last time, and the blocks that running requests hold now, of policies that had requests.
+
+        Args:
+            resident: policy -> blocks, of each policy that ever had a request.
+        """
+        taken: dict[str, dict[str, Any]] = {}
+        for policy in resident.keys() | self._counts.keys() | self._host.keys():
+            taken[policy] = {**self._counts[policy], "resident": resident.get(policy, 0)}
+            if policy in self._host:
+                taken[policy]["host"] = self._host[policy]
+        self._counts.clear()
+        self._host = {}
+        return taken

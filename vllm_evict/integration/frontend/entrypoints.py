@@ -1,0 +1,371 @@
+"""vLLM's front end: requests that ask for what they may not have, and metrics."""
+
+import functools
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+from pydantic import BeforeValidator
+
+from ...config import REQUEST_FIELDS, REQUEST_SIZES, KVPolicyConfig, KVPolicyError
+from ..start.connectors import hands_on
+from ..start.late import once
+from .metrics import PrometheusMetrics
+from .usage import show_messages_usage, show_usage, take_more, watch
+
+# Below vLLM's own, which says where lines go; its module can't be imported yet.
+logger = logging.getLogger("vllm.evict")
+
+#: Policy of the streaming session whose turns are being taken in, once its first turn has one: [name]. None outside.
+_session: ContextVar[list[str] | None] = ContextVar("kv_evict_session", default=None)
+#: The client's request that a task answers.
+_answered: ContextVar[Any] = ContextVar("kv_evict_answered", default=None)
+#: What a client's beam search asks of the policy, where the search runs; vLLM hands it to none of its requests.
+_beam_fields: ContextVar[dict[str, Any] | None] = ContextVar("kv_evict_beam_fields", default=None)
+
+
+def _server_policy(vllm_config: Any) -> KVPolicyConfig | None:
+    additional = vllm_config.additional_config
+    value = additional.get("kv_policy") if isinstance(additional, dict) else None
+    return None if value is None else KVPolicyConfig.parse(value)
+
+
+def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_tokens: int | None) -> KVPolicyConfig | None:
+    """Refuse a request that asks for what it may not have: HTTP 400 on a server, `VLLMValidationError` offline.
+
+    Returns:
+        The server's policy; None if there is none, or the request asks for nothing.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    if not extra_args:
+        return None
+    config = _server_policy(vllm_config)
+    if config is None:
+        if not set(extra_args).isdisjoint(REQUEST_FIELDS):
+            _warn_without_policy()
+        return None
+    if vllm_config.kv_transfer_config is not None and hands_on(extra_args):
+        raise VLLMValidationError(
+            "kv_transfer_params: do_remote_decode asks for all blocks of the prompt, and this server evicts some; send "
+            "prefills to a server without --kv-policy",
+            parameter="kv_transfer_params",
+        )
+    cache, most = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    try:
+        granted = config.for_request(extra_args, prompt_len, cache.block_size)
+        # Blocks are counted for requests that keep everything alone: split heads have to be laid out for that.
+        if cache.num_gpu_blocks and granted.limits(cache.block_size, prompt_len) is None:
+            # Drafts may go beyond max_tokens, and a drafter with layers beyond drafts.
+            drafts = vllm_config.speculative_config and vllm_config.speculative_config.num_speculative_tokens
+            longest = min(prompt_len + (max_tokens or most) + 2 * (drafts or 0), most)
+            config.check_room(granted, longest, most, cache.block_size, _blocks(vllm_config, config))
+    except KVPolicyError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+    return config
+
+
+def _blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
+    """Blocks that a request may hold at most in each KV group with holes.
+
+    The engine takes off what groups of windows or states hold, and checks once more.
+    """
+    from ..start.attending import layout
+
+    parallel = vllm_config.parallel_config
+    alone = getattr(parallel, "local_engines_only", False)
+    engines = parallel.data_parallel_size_local if alone else parallel.data_parallel_size
+    laid = layout(vllm_config, config)
+    # vLLM adds up the pools of its engines. One block of each is its null block.
+    return (vllm_config.cache_config.num_gpu_blocks // max(engines, 1) - 1) // (1 if laid is None else len(laid.groups))
+
+
+def _tokens_of(prompt: Any) -> int | None:
+    """Tokens of a prompt of ids or embeddings; None for other forms, which vLLM makes into one of these first."""
+    if not isinstance(prompt, dict):
+        return None
+    ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+    if ids is not None:
+        return len(ids)
+    return None if embeds is None else int(embeds.shape[-2])
+
+
+def _check_prompt(vllm_config: Any, prompt: Any, params: Any) -> None:
+    """Refuse what a request asks for once its prompt is known; `hook_input_processor` refuses it for the others."""
+    if (length := _tokens_of(prompt)) is not None:
+        _check_request(vllm_config, params.extra_args, length, params.max_tokens)
+
+
+def _check_places(vllm_config: Any, request: Any) -> None:
+    """Refuse a client's request with one of `REQUEST_FIELDS` that vLLM drops unseen: it stands in the wrong place."""
+    from vllm.exceptions import VLLMValidationError
+
+    if _server_policy(vllm_config) is None:
+        return
+    if (to_chat := getattr(request, "to_chat_completion_request", None)) is not None:
+        request = to_chat(request.messages[0])  # a batch of chats hands all fields on to each of them
+    where = _misplaced_in(request)
+    if where is None:
+        return
+    field = where.split()[0]
+    if "vllm_xargs" in type(request).model_fields:
+        instead = f'a request sets it as {{"vllm_xargs": {{"{field}": ...}}}}'
+    elif "sampling_params" in type(request).model_fields:
+        instead = f'a request sets it as {{"sampling_params": {{"extra_args": {{"{field}": ...}}}}}}'
+    else:
+        instead = "requests to this endpoint run under the server's policy; leave it out"
+    raise VLLMValidationError(f"{where} would be ignored: {instead}", parameter=where.split()[-1])
+
+
+def _misplaced_in(request: Any) -> str | None:
+    """Where a client put one of `REQUEST_FIELDS` that vLLM drops unseen: beside `vllm_xargs`, or in another dict."""
+    for key, value in (request.model_extra or {}).items():
+        inside = value.get("vllm_xargs", value) if isinstance(value, dict) else None
+        for field in REQUEST_FIELDS:
+            if key == field and value is not None:
+                return field
+            if isinstance(inside, dict) and inside.get(field) is not None:
+                return f"{field} in {key}"
+    return None
+
+
+def _without_nulls(xargs: Any) -> Any:
+    """Drop those of `REQUEST_FIELDS` that are null, which count as not given. vLLM refuses a null in `vllm_xargs`."""
+    if not isinstance(xargs, dict):
+        return xargs
+    return {field: value for field, value in xargs.items() if value is not None or field not in REQUEST_FIELDS}
+
+
+def take_nulls(cls: Any) -> None:
+    """Let a model of requests take `vllm_xargs` in which some of `REQUEST_FIELDS` are null."""
+    cls.model_fields["vllm_xargs"].metadata.append(BeforeValidator(_without_nulls))
+    cls.model_rebuild(force=True)
+
+
+def _of_beam(params: Any) -> Any:
+    """Parameters of a request that a beam search makes, with what its client asks of the policy; others as they are."""
+    fields = _beam_fields.get()
+    if not fields:
+        return params
+    params = params.clone()
+    params.extra_args = fields
+    return params
+
+
+def _check_turn(vllm_config: Any, params: Any) -> None:
+    """Refuse a turn of a streaming session that asks for another policy than its first one."""
+    from vllm.exceptions import VLLMValidationError
+
+    config, known = _server_policy(vllm_config), _session.get()
+    if config is None or known is None:
+        return
+    asked = (params.extra_args or {}).get("kv_policy")
+    if not known:
+        known.append(asked or config.name)
+    elif asked not in (None, *known):
+        raise VLLMValidationError(
+            f"kv_policy {asked!r}: a session keeps the policy of its first turn, {known[0]!r}; later turns may set "
+            f"another {' or '.join(REQUEST_SIZES)}",
+            parameter="vllm_xargs",
+        )
+
+
+@functools.cache
+def _warn_without_policy() -> None:
+    """Once. Stock vLLM takes any xargs, and without a policy the plugin changes nothing: so it is no HTTP 400."""
+    logger.warning(
+        "a request has %s in its extra_args, and this engine has no KV policy: nothing is evicted, and there is no "
+        "usage. Start it with --kv-policy (full lets requests pick one)",
+        " or ".join(REQUEST_FIELDS),
+    )
+
+
+def hook_async_llm(module: ModuleType) -> None:
+    """Validate streamed requests when they are made: the generator starts only after the response has."""
+    cls = module.AsyncLLM
+    generate, add_session = cls.generate, cls._add_streaming_input_request
+    if not once(cls):
+        return
+
+    @functools.wraps(add_session)
+    async def add_known_session(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The task that takes its turns in is made there, with a copy of this context.
+        before = _session.set([])
+        try:
+            return await add_session(self, *args, **kwargs)
+        finally:
+            _session.reset(before)
+
+    @functools.wraps(generate)
+    def checked(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        sampling_params = _of_beam(sampling_params)
+        _check_prompt(self.vllm_config, prompt, sampling_params)
+        return watch(generate(self, prompt, sampling_params, *args, **kwargs), sampling_params)
+
+    cls.generate, cls._add_streaming_input_request = checked, add_known_session
+
+
+def hook_serving(module: ModuleType) -> None:
+    """Note each client's request before it is answered, and refuse fields that vLLM would drop unseen.
+
+    Every endpoint asks `_check_model` first. Those that generate have a client of the engine.
+    """
+    cls = module.BaseServing
+    check_model = cls._check_model
+    if not once(cls):
+        return
+
+    @functools.wraps(check_model)
+    async def noted(self: Any, request: Any) -> Any:
+        error = await check_model(self, request)
+        if error is None and (engine_client := _engine_client(self)) is not None:
+            _check_places(engine_client.vllm_config, request)
+            _answered.set(request)
+        return error
+
+    cls._check_model = noted
+
+
+def _engine_client(serving: Any) -> Any:
+    """The engine's client of an endpoint that generates (structured decisions keep it in their strategy); else None."""
+    context = getattr(getattr(serving, "strategy", None), "context", None)
+    return getattr(serving, "engine_client", None) or getattr(context, "engine_client", None)
+
+
+def hook_messages(module: ModuleType) -> None:
+    """The same for /v1/messages, whose requests vLLM makes into chats that lack what it drops."""
+    cls = module.AnthropicServingMessages
+    create_messages = cls.create_messages
+    if not once(cls):
+        return
+
+    @functools.wraps(create_messages)
+    async def checked(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_places(self.engine_client.vllm_config, request)
+        return await create_messages(self, request, *args, **kwargs)
+
+    cls.create_messages = checked
+
+
+def hook_tokens(module: ModuleType) -> None:
+    """Let requests of tokens keep fields that are none of theirs, so that `hook_serving` sees them."""
+    take_more(module.GenerateRequest)
+
+
+def hook_beam_search(module: ModuleType) -> None:
+    """Give the requests of a beam search what its client asks of the policy, and check it before an answer begins."""
+    cls = module.BeamSearchOnlineMixin
+    beam_search = cls.beam_search
+    if not once(cls):
+        return
+
+    @functools.wraps(beam_search)
+    def checked(
+        self: Any, prompt: Any, request_id: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        vllm_config, fields = self.engine_client.vllm_config, {}
+        xargs, length, most = getattr(_answered.get(), "vllm_xargs", None), _tokens_of(prompt), params.max_tokens
+        if length is not None and (config := _check_request(vllm_config, xargs, length, most)) is not None:
+            # Its requests have longer and longer prompts. An answer has no usage of each of them.
+            fields = config.lasting(xargs, length, vllm_config.cache_config.block_size)
+            fields.pop("kv_usage", None)
+        return searching(beam_search(self, prompt, request_id, params, *args, **kwargs), fields)
+
+    async def searching(outputs: AsyncGenerator[Any, None], fields: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        _beam_fields.set(fields)  # the tasks that ask the engine have a copy
+        async for output in outputs:
+            yield output
+
+    cls.beam_search = checked
+
+
+def hook_requests(name: str) -> Callable[[ModuleType], None]:
+    """Have the requests `name` of a module take null in the place of fields that are not given."""
+
+    def hook(module: ModuleType) -> None:
+        if once(getattr(module, name)):
+            take_nulls(getattr(module, name))
+
+    return hook
+
+
+def hook_anthropic(module: ModuleType) -> None:
+    """The same for messages, whose answers get their usage too."""
+    hook_requests("AnthropicMessagesRequest")(module)
+    show_messages_usage(module)
+
+
+def hook_responses(module: ModuleType) -> None:
+    """The same for /v1/responses, which asks the engine from within the stream. And its answers have their usage."""
+    cls = module.OpenAIServingResponses
+    generate = cls._generate_with_builtin_tools
+    if not once(cls):
+        return
+
+    @functools.wraps(generate)
+    def checked(self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_prompt(self.engine_client.vllm_config, engine_input, sampling_params)
+        return generate(self, request_id, engine_input, sampling_params, *args, **kwargs)
+
+    cls._generate_with_builtin_tools = checked
+    show_usage(module.ResponseUsage)
+
+
+def hook_input_processor(module: ModuleType) -> None:
+    """Validate what every request asks for (`REQUEST_FIELDS`) where vLLM validates the rest."""
+    cls = module.InputProcessor
+    process_inputs = cls.process_inputs
+    if not once(cls):
+        return
+
+    @functools.wraps(process_inputs)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process_inputs(self, *args, **kwargs)
+        if request.sampling_params is not None:
+            length = len(request.prompt_token_ids or request.prompt_embeds)
+            if request.resumable or _session.get() is not None:
+                length = self.model_config.max_model_len  # its prompt grows; the scheduler knows how long it is
+            if request.resumable:
+                _check_turn(self.vllm_config, request.sampling_params)
+            params = request.sampling_params
+            _check_request(self.vllm_config, params.extra_args, length, params.max_tokens)
+        return request
+
+    cls.process_inputs = checked
+
+
+def hook_loggers(module: ModuleType) -> None:
+    """Show the scheduler's counts on /metrics, beside vLLM's own."""
+    cls = module.StatLoggerManager
+    init, record = cls.__init__, cls.record
+    if not once(cls):
+        return
+
+    @functools.wraps(init)
+    def with_metrics(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        self.kv_evict_metrics = None
+        if (policy := _server_policy(vllm_config)) is not None:
+            # After vLLM's Prometheus logger, which unregisters every metric called vllm:*.
+            name = vllm_config.model_config.served_model_name
+            # There is one: vLLM's, or the one that was given in its place (Ray's).
+            beside = next(each for each in self.stat_loggers if isinstance(each, module.PrometheusStatLogger))
+            self.kv_evict_metrics = PrometheusMetrics(
+                name,
+                self.engine_indexes,
+                sorted(policy.allowed),
+                beside._counter_cls,
+                beside._gauge_cls,
+                on_host=policy.evict == "host",
+            )
+
+    @functools.wraps(record)
+    def recorded(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        counts = getattr(scheduler_stats, "kv_evict", None)
+        if counts is not None and self.kv_evict_metrics is not None:
+            self.kv_evict_metrics.record(counts, kwargs.get("engine_idx") or 0)
+        record(self, scheduler_stats, *args, **kwargs)
+
+    cls.__init__, cls.record = with_metrics, recorded

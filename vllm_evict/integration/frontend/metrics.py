@@ -1,0 +1,56 @@
+"""Eviction on vLLM's own /metrics: counted by the scheduler, shown by the front end."""
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+from ..engine.tally import COUNTERS, HOST_COUNTERS, HOST_GAUGES, RESIDENT
+
+
+class PrometheusMetrics:
+    """Front-end side: one time series a policy and engine, labelled like vLLM's own and there from the start.
+
+    Args:
+        model_name: as served.
+        engines: indices of the engines.
+        policies: that requests may run under.
+        on_host: whether evicted blocks go to the host.
+        counter, gauge: classes that vLLM's own metrics have: prometheus_client's, or wrappers of Ray's.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        engines: Iterable[int],
+        policies: Iterable[str],
+        counter: Any,
+        gauge: Any,
+        on_host: bool,
+    ) -> None:
+        labels, self._model_name = ["model_name", "engine", "policy"], model_name
+        self._metrics: dict[str, Any] = {key: counter(*named, labels) for key, named in COUNTERS.items()}
+        self._metrics["resident"] = gauge(*RESIDENT, labels, multiprocess_mode="mostrecent")
+        if on_host:
+            self._metrics |= {key: counter(*named, labels) for key, named in HOST_COUNTERS.items()}
+            for key, named in HOST_GAUGES.items():
+                self._metrics[key] = gauge(*named, labels, multiprocess_mode="mostrecent")
+        self._series: dict[tuple[int, str], dict[str, Any]] = {}
+        for engine, policy in product(engines, policies):
+            self._of(engine, policy)
+
+    def record(self, counts: dict[str, dict[str, Any]], engine: int) -> None:
+        for policy, values in counts.items():
+            series = self._of(engine, policy)
+            for key in COUNTERS:
+                if values[key]:
+                    series[key].inc(values[key])
+            series["resident"].set(values["resident"])
+            for key, value in values.get("host", {}).items():
+                series[key].set(value) if key in HOST_GAUGES else series[key].inc(value)
+
+    def _of(self, engine: int, policy: str) -> dict[str, Any]:
+        """Its series, by key of the counts."""
+        if (engine, policy) not in self._series:
+            labels = self._model_name, str(engine), policy
+            self._series[engine, policy] = {key: metric.labels(*labels) for key, metric in self._metrics.items()}
+        return self._series[engine, policy]

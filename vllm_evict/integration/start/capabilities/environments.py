@@ -1,0 +1,483 @@
+"""What a server may be, and what of a policy or of itself that cannot stand: the table of all refusals."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import vllm.envs as envs
+from vllm.v1.executor.abstract import Executor
+
+from ....compute.attention.ops import FP8_NAMES, READ_HEADS, WHOLE_LAYERS
+from .. import drafters, windows
+from ..connectors import ARRIVING, OFFLOADING
+from .features import (
+    ANY,
+    CONTEXT,
+    EVICTS,
+    HOST,
+    HOST_PATH,
+    KVZIP,
+    MAX,
+    MEAN,
+    PRESSURE,
+    READS,
+    SCORES,
+    SELECT,
+    SPLIT,
+    TOKENS,
+    Feature,
+)  # fmt: skip
+from .server import FP8_CAPABILITY, NGRAM, Server
+
+#: Why a pair is refused of which nothing is known to be wrong.
+UNTRIED = "which no test runs"
+#: Methods of speculative decoding that are served.
+METHODS = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)
+#: KV connectors that are served.
+CONNECTORS = (*ARRIVING, *OFFLOADING)
+#: The least compute capability that the plugin's kernels were compiled for: older GPUs have too little shared memory.
+LEAST_CAPABILITY = (8, 0)
+#: Attention backends whose kernels read blocks of a few sizes; others read any multiple of 16, or do so on most GPUs.
+FEW_SIZES = ("FLASHINFER",)
+
+
+@dataclass(frozen=True, eq=False)
+class Environment:
+    """A part of a server. Texts have facts of the `Server` in braces.
+
+    Attributes:
+        name: as messages name it.
+        of: whether a server is one.
+        cannot_stand: feature, or other environment -> why the two do not go together; "": there is no more to say.
+        instead: what a user sets to have another environment; "": it is the model's.
+    """
+
+    name: str
+    of: Callable[[Server], object]
+    cannot_stand: "Mapping[Feature | Environment, str]"
+    instead: str = ""
+
+
+# --- platform, front end, executor -----------------------------------------------------------------------------------
+
+PLATFORM = Environment(
+    "vLLM's {platform} engine in this release",
+    lambda server: server.platform not in ("cpu", "cuda"),
+    {ANY: ""},
+    "serve on vLLM's CPU or CUDA engine",
+)
+GPU = Environment(
+    "a GPU",
+    lambda server: server.platform != "cpu",
+    {HOST_PATH: "whose copies would wait for a disk", SELECT: "where no kernel selects blocks yet"},
+)
+OLD_GPU = Environment(
+    "a GPU of compute capability {capability[0]}.{capability[1]}",
+    lambda server: server.capability < LEAST_CAPABILITY,
+    {SCORES: "while the plugin's kernels need 8.0 (Ampere) or newer"},
+)
+BATCH_INVARIANT = Environment(
+    "VLLM_BATCH_INVARIANT",
+    lambda server: server.platform == "cuda" and envs.VLLM_BATCH_INVARIANT,
+    {ANY: "because the plugin's decode kernel splits keys by the size of the batch"},
+    "unset it",
+)
+RUST = Environment(
+    "vLLM's Rust front end",
+    lambda server: envs.VLLM_USE_RUST_FRONTEND,
+    {ANY: "which does not check the fields of requests and has no metrics of eviction"},
+    "unset VLLM_USE_RUST_FRONTEND",
+)
+OLD_RAY = Environment(
+    "vLLM's older Ray executor",
+    lambda server: any(
+        each.__name__ == "RayDistributedExecutor" for each in Executor.get_class(server.vllm_config).__mro__
+    ),
+    {ANY: "which runs steps past the worker"},
+    "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND, or set it to 1",
+)
+SCHEDULER = Environment(
+    "a scheduler class of your own",
+    lambda server: server.scheduler.scheduler_cls is not None,
+    {ANY: "because eviction needs its own"},
+    "leave --scheduler-cls out",
+)
+
+# --- classes of models -----------------------------------------------------------------------------------------------
+
+POOLING = Environment(
+    "pooling models",
+    lambda server: server.model.runner_type == "pooling",
+    {ANY: "which keep no cache between steps"},
+)
+INDEXED = "whose indexer has a cache of its own that would have to lose the same blocks, while queries read few tokens"
+DSA = Environment(
+    "sparse attention (DSA)",
+    lambda server: server.of_text("index_topk") is not None,
+    {ANY: INDEXED},
+    "set --attention-config.hisparse_config in place of --kv-policy, to keep the cache in host memory",
+)
+CSA = Environment(
+    "compressed sparse attention (CSA)", lambda server: server.of_text("compress_ratios") is not None, {ANY: INDEXED}
+)
+MSA = Environment(
+    "block-sparse attention (MSA)", lambda server: server.of_text("sparse_attention_config") is not None, {ANY: INDEXED}
+)
+DIFFKV = Environment(
+    "keys of {key_size} and values of {text.v_head_dim} dimensions",
+    lambda server: server.key_size is not None,
+    {ANY: "whose backends (FLASH_ATTN_DIFFKV, TRITON_ATTN_DIFFKV) have pages that the plugin can't read"},
+)
+STATES_ALONE = Environment(
+    "Mamba or linear attention in all layers",
+    lambda server: server.states_alone,
+    {ANY: "whose states do not grow, so that there is nothing to evict"},
+)
+WINDOWS_ALONE = Environment(
+    "sliding-window attention in all layers",
+    lambda server: server.slides_alone,
+    {ANY: "which recycle their blocks themselves, so that there is nothing to evict"},
+)
+ENCODER = Environment("encoder-decoder models", lambda server: server.model.is_encoder_decoder, {ANY: ""})
+PREFIX_LM = Environment(
+    "non-causal attention over images",
+    lambda server: server.model.is_mm_prefix_lm,
+    {ANY: ""},
+    "set --language-model-only, which serves text alone",
+)
+DIFFUSION = Environment("models with non-causal attention", lambda server: server.model.is_diffusion, {ANY: ""})
+CHUNKED = Environment(
+    "chunked-local attention layers",
+    lambda server: windows.bounds(server.of_text("attention_chunk_size"), server.vllm_config),
+    {ANY: "which recycle their blocks themselves"},
+)
+RSWA = Environment(
+    "layers that attend to their prompt and a sliding window",
+    lambda server: server.model.rswa_window is not None,
+    {ANY: ""},
+)
+#: Keys carry their rotation, which holes do not change. These terms are the backend's: they would count tokens of a
+#: view, and tokens in front of a hole would come nearer.
+DISTANCES = Environment(
+    "{counts}{whose}",
+    lambda server: server.counts,
+    {EVICTS: "by which how far back tokens stand would change where blocks between are evicted"},
+)
+MROPE = Environment(
+    "rotary positions of several dimensions (M-RoPE)",
+    lambda server: server.model.uses_mrope,
+    {CONTEXT: "which count no tokens"},
+)
+UNLIKE_HEADS = Environment(
+    "layers of {kv_heads} KV heads",
+    lambda server: "and" in server.kv_heads,
+    {SPLIT: "which take equally many heads of each layer"},
+)
+KERNELS_READ = f"the plugin's kernels read {READ_HEADS[0]} to {READ_HEADS[-1]}"
+UNREAD_HEADS = Environment(
+    "heads of {head_size} dimensions",
+    lambda server: server.platform == "cuda" and not server.model.use_mla and server.head_size not in READ_HEADS,
+    {READS: f"of which {KERNELS_READ}", SPLIT: f"while {KERNELS_READ}"},
+)
+MLA = Environment(
+    "multi-head latent attention (MLA)",
+    lambda server: server.model.use_mla,
+    {
+        SPLIT: "while all query heads read one latent head",
+        TOKENS: "for which no kernel of the plugin gathers tokens",
+        KVZIP: "which has no keys of KV heads to score",
+        CONTEXT: "which rotates a part of its keys only",
+        HOST: UNTRIED,
+        SELECT: "for which no kernel of the plugin decodes",
+    },
+)
+STATES = Environment(
+    "Mamba, linear attention or short convolutions beside full attention",
+    lambda server: server.states,
+    {
+        SPLIT: "which belong to no layer",
+        KVZIP: "where the prefix cache lacks states to repeat a prompt",
+        CONTEXT: "whose states keep the positions that keys lose",
+        HOST: "whose states can't compute tokens again",
+        SELECT: UNTRIED,
+    },
+)
+WINDOWS = Environment(
+    "sliding-window attention beside full attention",
+    lambda server: server.slides,
+    {
+        SPLIT: "which belong to no layer",
+        KVZIP: "where the prefix cache lacks blocks of windows to repeat a prompt",
+        CONTEXT: "where only layers with windows may have positions",
+        HOST: "whose blocks are gone when tokens are computed again",
+        SELECT: "among which the first layers are not counted",
+    },
+)
+SHARED = Environment(
+    "layers that share a cache",
+    lambda server: server.shares,
+    {SPLIT: "which a layer without a cache can't read", **dict.fromkeys((KVZIP, CONTEXT, HOST, SELECT), UNTRIED)},
+)
+LATENT_STATES = Environment(
+    "latents (MLA) beside linear attention", lambda server: server.model.use_mla and server.states, {}
+)
+
+# --- drafts ----------------------------------------------------------------------------------------------------------
+
+V2 = Environment("Model Runner V2", lambda server: server.vllm_config.use_v2_model_runner, {}, "{use_v1}")
+CACHED_STATES = Environment(
+    "prefix caching of states",
+    lambda server: server.model.is_hybrid and server.cache.enable_prefix_caching,
+    {},
+    "set --no-enable-prefix-caching",
+)
+METHOD = Environment(
+    "speculative decoding by {drafts.method!r}",
+    lambda server: server.drafts and server.drafts.method not in METHODS,
+    {ANY: ""},
+    f'set "method" in --speculative-config to one of {", ".join(METHODS)}, or leave --speculative-config out',
+)
+SPECULATION = Environment(
+    "speculative decoding",
+    lambda server: server.drafts,
+    {
+        V2: "",
+        CACHED_STATES: f"{UNTRIED}, since vLLM copies these states by kernels for GPUs",
+        LATENT_STATES: UNTRIED,
+        CONTEXT: "",
+        KVZIP: "which has no drafts for the requests that repeat prompts",
+        MEAN: "where the queries of drafts do not count",
+        HOST: "",
+        SELECT: "",
+    },
+    "leave --speculative-config out",
+)
+DRAFTS_BESIDE_STATES = Environment(
+    "speculative decoding beside states",
+    lambda server: server.drafts and server.states,
+    {TOKENS: UNTRIED},
+    "leave --speculative-config out",
+)
+MANY_DRAFTS = Environment(
+    "{drafts.num_speculative_tokens} draft tokens in blocks of {cache.block_size} tokens",
+    lambda server: (
+        server.drafts
+        and server.cache.block_size is not None
+        and server.drafts.num_speculative_tokens >= server.cache.block_size
+    ),
+    {ANY: ""},
+    'set "num_speculative_tokens" in --speculative-config to less than {cache.block_size}',
+)
+DRAFT_MODEL_BESIDE = Environment(
+    "a draft model beside {beside}",
+    lambda server: server.drafts and server.drafts.method == "draft_model" and server.beside,
+    {ANY: "which vLLM 0.32.0 gives lengths or blocks that are not its own"},
+    "{other_drafter}",
+)
+EAGLE_BESIDE_LATENTS = Environment(
+    "speculative decoding by {drafts.method!r} beside {beside}",
+    lambda server: server.drafts and server.drafts.method in ("eagle", "eagle3") and server.model.use_mla,
+    {ANY: UNTRIED},
+    "{other_drafter}",
+)
+DRAFTER = Environment(
+    "speculative decoding by {drafts.method!r}",
+    lambda server: server.drafter,
+    {SPLIT: "which the drafter's layers do not have"},
+    NGRAM,
+)
+ASYNC_DRAFTER = Environment(
+    "speculative decoding by {drafts.method!r} under async scheduling",
+    lambda server: server.drafter and server.scheduler.async_scheduling,
+    {
+        TOKENS: "where the host does not know how many drafts of the step before were accepted, on which depends which "
+        "tokens it compacts",
+        MLA: UNTRIED,
+    },
+    f"set --no-async-scheduling, or {NGRAM}",
+)
+DRAFTER_BESIDE = Environment(
+    "speculative decoding by {drafts.method!r} beside {beside}",
+    lambda server: server.drafter and server.beside,
+    {TOKENS: UNTRIED},
+    "{ngram_by_token}",
+)
+PARALLEL_DRAFTER = Environment(
+    "speculative decoding by {drafts.method!r} in parallel",
+    lambda server: server.drafter and server.drafts.parallel_drafting,
+    {ANY: UNTRIED},
+    f'leave "parallel_drafting" out of --speculative-config, or {NGRAM}',
+)
+
+# --- connectors ------------------------------------------------------------------------------------------------------
+
+PRODUCER = Environment(
+    'kv_role "kv_producer"',
+    lambda server: server.connector is not None and server.transfer.kv_role == "kv_producer",
+    {ANY: "which would evict blocks of a prompt before the other engine has them"},
+    'leave --kv-policy out on the server that prefills, and set it where prompts arrive ("kv_consumer")',
+)
+OTHER_CONNECTOR = Environment(
+    "the KV connector {connector}{of_yours}",
+    lambda server: server.connector is not None and (server.of_yours or server.connector not in CONNECTORS),
+    {ANY: "which may store blocks that were computed over holes"},
+    f"use {', '.join(ARRIVING[:4])} as kv_consumer, or {' or '.join(OFFLOADING)}",
+)
+SENDER = Environment(
+    "the KV connector {connector} and kv_role {transfer.kv_role!r}",
+    lambda server: server.connector in ARRIVING and server.transfer.kv_role != "kv_consumer",
+    {ANY: "because an engine that evicts has no whole prompts to send"},
+    'set "kv_role": "kv_consumer" here, and prefill on a server without --kv-policy',
+)
+BOTH_WAYS = Environment(
+    "the KV connector {connector} and bidirectional_kv_xfer",
+    lambda server: (
+        server.connector in ARRIVING and server.transfer.get_from_extra_config("bidirectional_kv_xfer", False)
+    ),
+    {ANY: "which reads blocks of requests that have ended here"},
+    "leave bidirectional_kv_xfer out",
+)
+CONNECTOR = Environment(
+    "the KV connector {connector}",
+    lambda server: server.transfer,
+    {
+        MLA: "",
+        STATES: UNTRIED,
+        WINDOWS: UNTRIED,
+        SPECULATION: "",
+        SPLIT: "which other engines and the host don't know",
+        KVZIP: "because kvzip reads prompts again",
+        CONTEXT: "",
+        HOST: "",
+        SELECT: "",
+    },
+    "leave --kv-transfer-config and --kv-offloading-size out",
+)
+ASYNC_CONNECTOR = Environment(
+    "the KV connector {connector} under async scheduling",
+    lambda server: server.connector is not None and server.vllm_config.max_concurrent_batches > 1,
+    {PRESSURE: "where what is evicted is free a step too late"},
+    "set --no-async-scheduling",
+)
+ENCODER_CACHE = Environment(
+    "an encoder-cache connector",
+    lambda server: server.vllm_config.ec_transfer_config is not None,
+    {ANY: ""},
+    "leave --ec-transfer-config out",
+)
+
+# --- attention backends, caches --------------------------------------------------------------------------------------
+
+BACKEND = Environment(
+    "the attention backend {backend}{whose}",
+    lambda server: server.backend is not None and server.backend not in server.backends,
+    {ANY: ""},
+    "set {setting} to one on which policies run: {served_backends}",
+)
+WHOLE_LAYER_BACKEND = Environment(
+    "the attention backend {backend}{whose}",
+    # On a CPU vLLM takes its own, whichever is named.
+    lambda server: server.backend in WHOLE_LAYERS and (server.layers or server.platform == "cuda"),
+    {SPLIT: "while the backend plans for all heads of a layer"},
+    "set {setting} to {splitting_backends}",
+)
+FEW_SIZES_BACKEND = Environment(
+    "the attention backend {backend}",
+    lambda server: server.platform == "cuda" and server.backend in FEW_SIZES,
+    {STATES: "whose kernels read blocks of a few sizes, while vLLM makes blocks as large as states"},
+    "set {setting} to {backends_of_any_block}",
+)
+ONE_TABLE = Environment(
+    "vLLM's hybrid KV cache manager switched off",
+    lambda server: server.scheduler.disable_hybrid_kv_cache_manager,
+    dict.fromkeys((STATES, WINDOWS), "which leaves all layers one block table"),
+    "leave --disable-hybrid-kv-cache-manager out",
+)
+FAST_PREFILL = Environment(
+    "fast prefill over shared caches",
+    lambda server: server.cache.kv_sharing_fast_prefill,
+    {ANY: "where most queries of a prompt skip the layers that share, and count in no score"},
+    "leave --kv-sharing-fast-prefill out",
+)
+UNREAD_DTYPE = Environment(
+    "KV cache dtype {dtype!r}",
+    lambda server: server.unread_dtype,
+    {READS: "which the plugin can't read on vLLM's {platform} engine"},
+    "use {read_dtypes}",
+)
+FP8_ON_OLD_GPU = Environment(
+    "KV cache dtype {dtype!r} on a GPU of compute capability {capability[0]}.{capability[1]}",
+    lambda server: server.dtype in FP8_NAMES and server.capability < FP8_CAPABILITY,
+    {SCORES: "while Triton has its numbers from 8.9 on"},
+    "use {own_dtype}",
+)
+UNLIKE_DTYPES = Environment(
+    "KV cache dtypes that differ between layers",
+    lambda server: set(server.cache.kv_cache_dtype_skip_layers) - {"sliding_window"},
+    {READS: ""},
+    "leave --kv-cache-dtype-skip-layers out",
+)
+UNCACHED = Environment(
+    "prefix caching off",
+    lambda server: not server.cache.enable_prefix_caching,
+    {KVZIP: "which leaves no cache to reconstruct prompts from"},
+    "leave --no-enable-prefix-caching out",
+)
+SMALL_MACHINE = Environment(
+    "host: {host_bytes} bytes on a machine of {machine}",
+    lambda server: server.config.evict == "host" and server.overflows_machine,
+    {ANY: ""},
+    "set less than the machine, or its container, has for each engine, beside what the model takes",
+)
+
+# --- parallelism -----------------------------------------------------------------------------------------------------
+
+CONTEXT_PARALLELISM = Environment(
+    "context parallelism",
+    lambda server: max(server.parallel.decode_context_parallel_size, server.parallel.prefill_context_parallel_size) > 1,
+    {ANY: ""},
+    "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
+)
+LAUNCHER = Environment(
+    "an external launcher",
+    lambda server: server.parallel.distributed_executor_backend == "external_launcher",
+    {},
+    "leave --distributed-executor-backend out",
+)
+PIPELINE = Environment(
+    "pipeline parallelism",
+    lambda server: server.parallel.pipeline_parallel_size > 1,
+    {
+        SPLIT: "which stages would have to share",
+        TOKENS: "",
+        KVZIP: "",
+        CONTEXT: "",
+        HOST: "",
+        SELECT: "",
+        MAX: "whose stages add up what they measure",
+        WINDOWS: "where vLLM groups layers over all stages",
+        STATES: "where vLLM groups layers over all stages",
+        MLA: UNTRIED,
+        SPECULATION: "",
+        CONNECTOR: "",
+        V2: UNTRIED,
+        LAUNCHER: "whose stages would each have a scheduler",
+    },
+    "use --tensor-parallel-size in place of --pipeline-parallel-size",
+)
+MICROBATCHES = Environment(
+    "dual-batch overlap or microbatches",
+    lambda server: server.parallel.use_ubatching,
+    {ANY: ""},
+    "leave --enable-dbo and --ubatch-size out",
+)
+LAUNCHED_RANKS = Environment(
+    "data parallelism under an external launcher",
+    lambda server: server.parallel.data_parallel_size > 1 and LAUNCHER.of(server),
+    {ANY: "where a rank without requests runs the model too"},
+    "leave data_parallel_size out, or serve with --data-parallel-size",
+)
+
+#: All of them, in the order of this file, which is that of messages.
+ENVIRONMENTS = tuple(each for each in tuple(globals().values()) if isinstance(each, Environment))
+#: Those of them that loaded layers may tell of, where a configuration did not.
+OF_LAYERS = (STATES_ALONE, WINDOWS_ALONE, DISTANCES, STATES, WINDOWS, SHARED, ONE_TABLE, BACKEND, WHOLE_LAYER_BACKEND)

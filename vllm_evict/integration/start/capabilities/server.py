@@ -1,0 +1,260 @@
+"""Facts of a server with a policy, from vLLM's configuration, the platform, and layers once they are loaded."""
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from vllm.platforms import current_platform
+
+from ....compute.attention.ops import FP8_NAMES, LATENT, OPS, WHOLE_LAYERS
+from ....config import KVPolicyConfig
+from .. import advice, attending, drafters, fallback, windows
+from ..machine import memory_bytes
+
+#: Attention backends that work behind a view, except those of MLA (`LATENT`).
+BACKENDS = tuple(name for name in OPS if name not in LATENT)
+#: Those of them that run on a GPU.
+DEVICE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+#: Attention backends of multi-head latent attention (MLA) that run on a GPU.
+LATENT_DEVICE_BACKENDS = LATENT[2:]
+#: Device -> KV cache dtypes that its backends' ops read, beside the model's own.
+READ_DTYPES = {"cpu": ("auto", "float16", "bfloat16"), "cuda": ("auto", *FP8_NAMES)}
+#: The least compute capability for which Triton compiles kernels that read float8_e4m3 (Ada).
+FP8_CAPABILITY = (8, 9)
+#: Architectures with ALiBi of which vLLM's configuration does not say so.
+ALIBI = ("Step1ForCausalLM",)
+#: What stands beside plain full attention, or in its place -> methods with layers to set in place of a refused one.
+LAYERED = {"latents (MLA)": "mtp", "states": "mtp", "sliding windows": "eagle or eagle3"}
+NGRAM = 'set "method": "ngram" in --speculative-config'
+
+
+class Layers(NamedTuple):
+    """What loaded layers tell, all or one of them.
+
+    Attributes:
+        evictable: whether some have full attention.
+        windows, states: whether some have sliding windows, or states.
+        shared: whether some read another layer's cache.
+        backend: attention backend of a layer with full attention.
+        counts: what in a layer counts how far back a token stands in the block table; "": nothing.
+        whose: says which layer, after `backend` or `counts`.
+    """
+
+    evictable: bool = True
+    windows: bool = False
+    states: bool = False
+    shared: bool = False
+    backend: str | None = None
+    counts: str = ""
+    whose: str = ""
+
+
+class Server:
+    """A server with a policy. Texts of the table have its facts in braces: `text.format_map(server)`.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        config: the policy.
+        layers: what layers tell, in place of the configuration; None: they are not loaded.
+    """
+
+    def __init__(self, vllm_config: Any, config: KVPolicyConfig, layers: Layers | None = None) -> None:
+        self.vllm_config, self.config, self.layers = vllm_config, config, layers
+        self.model, self.cache = vllm_config.model_config, vllm_config.cache_config
+        self.parallel, self.scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+        self.drafts, self.transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
+        self.text, self.whose = self.model.hf_text_config, layers.whose if layers else ""
+
+    def __getitem__(self, fact: str) -> Any:
+        return getattr(self, fact)
+
+    def of_text(self, field: str) -> Any:
+        """Return a field of the language model's configuration; None if it has none."""
+        return getattr(self.text, field, None)
+
+    @cached_property
+    def platform(self) -> str:
+        """Kind of the device. ROCm calls its device cuda too, and one of its backends FLASH_ATTN."""
+        return "rocm" if current_platform.is_rocm() else str(self.vllm_config.device_config.device_type)
+
+    @cached_property
+    def capability(self) -> tuple[int, ...]:
+        """Compute capability of a GPU; one that lacks nothing where there is no GPU or driver to ask."""
+        known = current_platform.get_device_capability() if self.platform == "cuda" else None
+        return tuple(known or FP8_CAPABILITY)
+
+    @property
+    def use_v1(self) -> str:
+        return fallback.use_v1(self.vllm_config)
+
+    @property
+    def machine(self) -> str:
+        """Memory for blocks on the host, and the engines that share it."""
+        engines = self.parallel.data_parallel_size_local
+        return f"{memory_bytes()}" + f" with {engines} engines" * (engines > 1)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of memory that each engine takes for blocks on the host, and for their bounds."""
+        blocks = self.config.host if self.config.host_path is None else 0
+        # Least and largest keys of a block take as much as one of its tokens.
+        return blocks + (self.config.host // self.cache.block_size if self.config.recall != "none" else 0)
+
+    @property
+    def overflows_machine(self) -> bool:
+        return self.host_bytes * self.parallel.data_parallel_size_local > memory_bytes()
+
+    # --- layers ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def slides(self) -> bool:
+        """Whether some layers have windows that hide tokens."""
+        return self.layers.windows if self.layers else windows.slide(self.vllm_config)
+
+    @property
+    def slides_alone(self) -> bool:
+        """Whether all layers have such windows."""
+        alone = not self.layers.evictable if self.layers else self.cache.sliding_window is not None
+        return self.slides and alone
+
+    @property
+    def states(self) -> bool:
+        """Whether some layers have states."""
+        return self.layers.states if self.layers else self.model.is_hybrid
+
+    @property
+    def states_alone(self) -> bool:
+        """Whether all layers have states."""
+        return self.states and not self.layers.evictable if self.layers else self.model.is_attention_free
+
+    @property
+    def shares(self) -> bool:
+        """Whether some layers read another layer's cache."""
+        return self.layers.shared if self.layers else bool(self.of_text("num_kv_shared_layers"))
+
+    @property
+    def counts(self) -> str:
+        """What counts how far back a token stands in the block table, where holes would bring it nearer; or ""."""
+        if self.layers:
+            return self.layers.counts
+        return "ALiBi" * (self.model.uses_alibi or not {*ALIBI}.isdisjoint(self.model.architectures))
+
+    @property
+    def beside(self) -> str | None:
+        """What stands beside plain full attention, or in its place: a key of `LAYERED`."""
+        if self.model.use_mla:
+            return "latents (MLA)"
+        return "states" if self.states else "sliding windows" if self.slides else None
+
+    @cached_property
+    def kv_heads(self) -> str:
+        """Numbers of KV heads that layers with attention have."""
+        return " and ".join(map(str, sorted(set(attending.kv_heads(self.model)))))
+
+    @cached_property
+    def head_size(self) -> int:
+        return advice.head_size(self.model)
+
+    @property
+    def key_size(self) -> int | None:
+        """Dimensions of a key whose value has others, in models without latents (MiMo-V2); else None."""
+        values = self.of_text("v_head_dim")
+        # transformers raises for the head_dim of a model whose layers differ in it (Gemma 4).
+        keys = None if values is None or self.of_text("kv_lora_rank") is not None else self.of_text("head_dim")
+        return None if keys == values or self.model.use_mla else keys
+
+    # --- KV cache and attention backend ------------------------------------------------------------------------------
+
+    @cached_property
+    def dtype(self) -> str:
+        return advice.cache_dtype(self.vllm_config)
+
+    @property
+    def unread_dtype(self) -> bool:
+        """Whether the plugin's kernels do not read the KV cache's dtype on this platform."""
+        own = self.dtype in advice.NAMED_DTYPES and advice.is_own_dtype(self.vllm_config)
+        return self.dtype not in READ_DTYPES.get(self.platform, ("auto",)) and not own
+
+    @property
+    def own_dtype(self) -> str:
+        return advice.own_dtype(self.vllm_config)
+
+    @property
+    def read_dtypes(self) -> str:
+        fp8 = self.platform == "cuda" and self.capability >= FP8_CAPABILITY
+        return self.own_dtype + " or fp8 (fp8_e4m3)" * fp8
+
+    @cached_property
+    def backend(self) -> str | None:
+        """The attention backend for full attention or MLA: a layer's, the named one, or vLLM's choice; None: unknown.
+
+        vLLM is asked only where its choice may be refused. Else the layers' own backends tell.
+        """
+        if self.layers:
+            return self.layers.backend
+        named, _ = named_backend(self.vllm_config)
+        asks = self.model.use_mla or self.model.is_hybrid or len(self.config.classes) > 1
+        return advice.chosen(self.vllm_config) if named is None and asks and self.platform == "cuda" else named
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Attention backends on which policies run."""
+        if self.platform == "cuda":
+            return LATENT_DEVICE_BACKENDS if self.model.use_mla else DEVICE_BACKENDS
+        return LATENT if self.model.use_mla else BACKENDS
+
+    @property
+    def setting(self) -> str:
+        return "--attention-backend" if self.layers else named_backend(self.vllm_config)[1]
+
+    @property
+    def served_backends(self) -> str:
+        latent = self.model.use_mla
+        on_cpu, on_gpu = (LATENT[:2], LATENT_DEVICE_BACKENDS) if latent else (BACKENDS[:1], DEVICE_BACKENDS)
+        return f"{advice.all_of(on_cpu)}, and on a GPU {advice.all_of(advice.working(self.vllm_config, on_gpu))}"
+
+    @property
+    def splitting_backends(self) -> str:
+        names = (name for name in DEVICE_BACKENDS if name not in WHOLE_LAYERS)
+        return advice.either(advice.working(self.vllm_config, names))
+
+    @property
+    def backends_of_any_block(self) -> str:
+        return advice.either(advice.working(self.vllm_config, DEVICE_BACKENDS, advice.is_any))
+
+    # --- drafts and connectors ---------------------------------------------------------------------------------------
+
+    @property
+    def drafter(self) -> bool:
+        """Whether a drafter has layers."""
+        return drafters.has_layers(self.vllm_config)
+
+    @property
+    def ngram_by_token(self) -> str:
+        """How n-grams take a drafter's place beside `granularity: token`; "" beside states, where they do not."""
+        return "" if self.states else NGRAM
+
+    @property
+    def other_drafter(self) -> str:
+        layered = LAYERED.get(self.beside or "")
+        return f'set "method" in --speculative-config to {layered}, if the model has layers for it, or to ngram'
+
+    @property
+    def connector(self) -> str | None:
+        return None if self.transfer is None else self.transfer.kv_connector
+
+    @property
+    def of_yours(self) -> str:
+        """Says that a connector is the user's own; "" if it is vLLM's."""
+        return " of your own" * bool(self.transfer.kv_connector_module_path)
+
+
+def named_backend(vllm_config: Any) -> tuple[str | None, str]:
+    """The backend that the configuration names for full attention, or MLA, and the setting; None if vLLM chooses one.
+
+    vLLM chooses when it makes the layers. Layers of other kinds may have any backend.
+    """
+    attention = vllm_config.attention_config
+    kind = "mla_attention" if vllm_config.model_config.use_mla else "full_attention"
+    if (backend := attention.backend_per_kind.get(kind)) is not None:
+        return backend.name, f"--attention-config.backend_per_kind.{kind}"
+    return getattr(attention.backend, "name", None), "--attention-backend"

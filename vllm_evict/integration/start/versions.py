@@ -1,0 +1,185 @@
+"""Releases of vLLM that the plugin serves on, and all that differs between them.
+
+A release that `TESTED` lists is served. The sources of any other release are compared at start: it is served if each
+function that the plugin replaces, calls or relies on is that of a tested release, else refused. `touched.json` has the
+digests of these functions in each tested release; `tests/guard` writes it.
+"""
+
+import functools
+import gc
+import importlib
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from ...config import KVPolicyError
+from .sources import FUNCTIONS, Found, Sources
+
+#: Releases whose sources hold all that the guard asks for (tests/test_guard.py).
+TESTED = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+#: Those of them that the tests have been run on (docs/versions has the results).
+RUN = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")
+#: Modules whose content some releases have in another module: where it was -> where it went.
+MOVED = {  # vLLM 0.33
+    "vllm.entrypoints.launchers.cli_args": "vllm.entrypoints.common.cli_args",
+    "vllm.v1.core.kv_cache_utils": "vllm.v1.core.kv_cache_planning",
+}
+#: Of each tested release: digests of files, and of functions with the modules in which they are looked up.
+#: {"releases": [...], "files": {module: [digest, ...]}, "functions": {"module:name": {"in": [module, ...], "code":
+#: [digest, ...]}}}; a digest is None where a release has no such file or function.
+TOUCHED = Path(__file__).with_name("touched.json")
+#: A refusal names so many functions that changed.
+NAMED = 5
+
+# Below vLLM's own, which says where lines go.
+logger = logging.getLogger("vllm.evict")
+
+
+def check(version: str, sources: Sources | None = None) -> None:
+    """Refuse a release of vLLM that is not tested, unless all that the plugin touches is as in a tested release.
+
+    Args:
+        version: of vLLM.
+        sources: of vLLM; None for those that are installed.
+
+    Raises:
+        KVPolicyError: naming the functions that differ, and releases to install.
+    """
+    parsed = Version(version)
+    if parsed.is_prerelease or parsed.base_version not in TESTED:
+        _check_sources(version, sources)
+    elif parsed.base_version not in RUN:
+        _warn_not_run(version)
+
+
+def splits_in_builders() -> bool:
+    """Whether vLLM splits blocks for one backend's builder (0.32 and later); before, the block tables were split."""
+    return hasattr(importlib.import_module("vllm.v1.worker.utils").AttentionGroup, "map_to_kernel_block_table")
+
+
+def import_moved(module: str, name: str) -> Any:
+    """Import a name from a module, or from where other releases have the module's content."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (AttributeError, ModuleNotFoundError):
+        return getattr(importlib.import_module(MOVED[module]), name)
+
+
+def waiting_with_blocks(scheduler: Any) -> list[Any]:
+    """Requests that wait and hold blocks, like sessions between two turns.
+
+    vLLM 0.29 and 0.30 have no queue of their own for them: they are among those that a step skips.
+    """
+    queue = getattr(scheduler, "kv_holding_waiting", None)
+    if queue is None:
+        return [request for request in scheduler.skipped_waiting if request.num_computed_tokens > 0]
+    return list(queue)
+
+
+def any_waits(scheduler: Any) -> bool:
+    """Whether any request is in a queue that a step admits from, idle sessions included. If not, it admits none.
+
+    vLLM 0.29 and 0.30 have `skipped_waiting`, later releases `kv_holding_waiting`.
+    """
+    return any(getattr(scheduler, queue, ()) for queue in ("waiting", "kv_holding_waiting", "skipped_waiting"))
+
+
+def most_in_window(manager: Any) -> int:
+    """Most blocks that vLLM sets aside for a request by a sliding window's manager.
+
+    vLLM 0.29 and 0.30 keep the number under a private name.
+    """
+    name = "max_admission_blocks_per_request"
+    return getattr(manager, name) if hasattr(manager, name) else getattr(manager, f"_{name}")
+
+
+def find(sources: Sources, where: str) -> Found | None:
+    """Find "module:name", also where the module's content moved."""
+    module, _, name = where.partition(":")
+    moved = [new for old, new in MOVED.items() if old == module] + [old for old, new in MOVED.items() if new == module]
+    return next(filter(None, (sources.find(place, name) for place in (module, *moved))), None)
+
+
+def digest(sources: Sources, where: str) -> str | None:
+    """Fingerprint of the function "module:name", None where there is none."""
+    found = find(sources, where)
+    return sources.body_digest(found) if found and isinstance(found.node, FUNCTIONS) else None
+
+
+def _check_sources(version: str, sources: Sources | None) -> None:
+    sources = sources or Sources(Path(importlib.util.find_spec("vllm").origin).parents[1])
+    known = json.loads(TOUCHED.read_text())
+    with _no_collection():
+        nearest, changed = _compare(sources, known)
+    if changed:
+        raise KVPolicyError(
+            f"vllm_evict works inside vLLM and has not been tested with vLLM {version}, which differs from "
+            f"vLLM {nearest} in {_functions(sources, changed)}: "
+            f"install one of {', '.join(f'vllm=={tested}' for tested in TESTED)}, or leave --kv-policy out"
+        )
+    _say_identical(version, len(known["functions"]), nearest)
+
+
+def _compare(sources: Sources, known: dict[str, Any]) -> tuple[str, list[str]]:
+    """The tested release with the most files in common, and the functions that differ from it."""
+    files = {module: sources.digest(module) for module in known["files"]}
+    differing = [
+        {module for module, each in known["files"].items() if each[column] != files[module]}
+        for column in range(len(known["releases"]))
+    ]
+    nearest = min(reversed(range(len(differing))), key=lambda column: len(differing[column]))
+    # Only functions that are looked up in a file that differs can differ: other files are not parsed.
+    changed = [
+        where
+        for where, function in known["functions"].items()
+        if not differing[nearest].isdisjoint(function["in"]) and digest(sources, where) != function["code"][nearest]
+    ]
+    return known["releases"][nearest], changed
+
+
+def _functions(sources: Sources, places: list[str]) -> str:
+    named = []
+    for where in places[:NAMED]:
+        found = find(sources, where)
+        module, _, name = where.partition(":")
+        named.append(f"{name} ({sources.file(found.module if found else module)}{'' if found else ', gone'})")
+    more = len(places) - len(named)
+    return ", ".join(named) + (f" and {more} more functions" if more else "")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Syntax trees have a million objects and no garbage: collections would take most of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@functools.cache
+def _say_identical(version: str, functions: int, release: str) -> None:
+    logger.warning(
+        "vllm_evict has not been tested with vLLM %s; all %d functions of vLLM that it replaces, calls or relies on "
+        "are those of vLLM %s, so it serves",
+        version,
+        functions,
+        release,
+    )
+
+
+@functools.cache
+def _warn_not_run(version: str) -> None:
+    logger.warning(
+        "vllm_evict has been checked against the sources of vLLM %s, not run on it; it has been run on vLLM %s",
+        version,
+        ", ".join(RUN),
+    )

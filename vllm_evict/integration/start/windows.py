@@ -1,0 +1,37 @@
+"""Layers with sliding windows, or chunks of local attention, that no request of the server can outgrow."""
+
+from typing import Any
+
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, MLAAttention
+
+
+def bounds(tokens: int | None, vllm_config: Any) -> bool:
+    """Whether a window, or a chunk, of so many tokens hides any token of a request that the server accepts."""
+    return tokens is not None and tokens < vllm_config.model_config.max_model_len
+
+
+def slide(vllm_config: Any) -> bool:
+    """Whether some layers have windows that hide tokens, by the configuration; all have if the cache's has one."""
+    model = vllm_config.model_config
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    some = model.get_sliding_window() if "sliding_attention" in kinds else None
+    return bounds(some, vllm_config) or bounds(vllm_config.cache_config.sliding_window, vllm_config)
+
+
+def widen(vllm_config: VllmConfig) -> None:
+    """Make full attention layers of layers whose window or chunk hides nothing, before vLLM asks for their specs.
+
+    Policies then work on them. A view is shorter than its request, so kernels would hide nothing of it either.
+    """
+    for layer in get_layers_from_vllm_config(vllm_config, (Attention, MLAAttention)).values():
+        if isinstance(layer, ChunkedLocalAttention) and not bounds(layer.attention_chunk_size, vllm_config):
+            layer.attn_backend = layer.attn_backend.__base__  # whose builder does not cut requests into chunks
+            layer.__class__ = Attention
+        if layer.sliding_window is None or bounds(layer.sliding_window, vllm_config):
+            continue
+        layer.sliding_window = None
+        # What backends pass to their kernels where a layer has no window, and no chunks in its place (Rnj-1).
+        for name in ("sliding_window", "window_left", "chunk_lookback"):
+            if (before := getattr(layer.impl, name, None)) is not None:
+                setattr(layer.impl, name, (-1,) * len(before) if isinstance(before, tuple) else -1)

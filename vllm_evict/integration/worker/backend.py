@@ -1,0 +1,143 @@
+"""A stock attention backend behind a view, with a mass pass beside it, or a decode kernel in its place.
+
+This module serves every backend: all read the block tables and lengths that a view consists of. Operations that differ
+between backends are in their `BackendOps`.
+"""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import AttentionSpec, replace_as
+
+from ...compute.attention.ops import BackendOps
+from ...compute.group import GroupRuntime
+from ...compute.kernel_blocks import KernelBlocks
+from ...compute.probes import LayerCall
+from ...config import KVPolicyError
+from ..engine.spec import EVICTABLE
+from ..start import advice
+from ..start.versions import splits_in_builders
+
+#: Attribute of a backend's metadata that holds the step's `StepWork`.
+STEP_WORK = "kv_evict_step_work"
+#: Attribute of a layer's attention that holds its place in the KV group (see `LayerCall`).
+PLACE = "kv_evict_place"
+
+
+def resident_backend(
+    backend: type, runtime: GroupRuntime, ops: BackendOps, head_class: str, kv_heads: int | None = None
+) -> type:
+    """A subclass of an `AttentionBackend` whose metadata builder takes `runtime`'s view.
+
+    Args:
+        backend: the stock backend.
+        runtime: of the KV group.
+        ops: of the backend.
+        head_class: of all heads of its layers (see `KVPolicyConfig.classes`).
+        kv_heads: of a layer on this rank, where heads are split: the group's pages have head slots for many layers.
+    """
+
+    class ResidentBuilder(backend.get_builder_cls()):
+        #: If True, vLLM reuses finished metadata for other layers and replaces its view by a block table with holes.
+        supports_update_block_table = False
+
+        @classmethod
+        def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
+            """Full graphs of decodes only (`graphs`): other batches differ too much from step to step."""
+            stock = super().get_cudagraph_support(*args, **kwargs)
+            return min(stock, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda support: support.value)
+
+        def __init__(self, kv_cache_spec: AttentionSpec, *args: Any, **kwargs: Any) -> None:
+            if kv_heads is not None:
+                kv_cache_spec = replace(kv_cache_spec, num_kv_heads=kv_heads)
+            super().__init__(kv_cache_spec, *args, **kwargs)
+            #: None: kernels read the pool's blocks.
+            self.kernel_blocks: KernelBlocks | None = None
+            if kv_cache_spec.block_size != runtime.block_size:
+                # No drafter runs beside states and latents: `build_for_drafting` has no kernel blocks.
+                served = ops.splits_blocks and self.vllm_config.model_config.is_hybrid and splits_in_builders()
+                if not served:
+                    whole = partial(advice.reads_whole, runtime.block_size)
+                    others = advice.either(advice.working(self.vllm_config, ops.whole_blocks, whole))
+                    raise KVPolicyError(
+                        f"{backend.get_name()} splits KV blocks of {runtime.block_size} tokens into kernel blocks of "
+                        f"{kv_cache_spec.block_size}, which a KV policy can't evict: use --block-size "
+                        f"{kv_cache_spec.block_size}, or, where vLLM chooses the size (hybrids), --attention-backend "
+                        f"{others}"
+                    )
+                self.kernel_blocks = KernelBlocks(runtime, kv_cache_spec.block_size)
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            if self.kernel_blocks is None:
+                viewed, work = runtime.view(common_attn_metadata)
+                read = viewed
+            else:
+                viewed, read, work = self.kernel_blocks.view(common_attn_metadata)
+            # FlashAttention 3's schedule is for all heads of a layer: useless for parts of a layer, or without rows.
+            needed = work is None or not work.is_all
+            unscheduled = kv_heads is not None or not needed
+            stock = partial(super().build, common_prefix_len, read, fast_build or unscheduled)
+            metadata = ops.metadata(self, stock, viewed, needed, runtime.batch.graph is not None)
+            setattr(metadata, STEP_WORK, work)
+            return metadata
+
+        def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+            """Metadata of a drafter's pass, which follows the step and has lengths of its own."""
+            return super().build(0, runtime.drafting_view(common_attn_metadata), fast_build=True)
+
+    class ResidentBackend(backend):
+        @staticmethod
+        def get_builder_cls() -> type:
+            return ResidentBuilder
+
+        @classmethod
+        def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+            spec = super().customize_spec(spec)
+            if (evictable := EVICTABLE.get(type(spec))) is not None:
+                spec = replace_as(spec, evictable, backend=backend.get_name(), head_class=head_class)
+            return spec
+
+    # vLLM groups layers by the name of their backend.
+    ResidentBackend.__qualname__ = f"Resident[{backend.__qualname__}]"
+    return ResidentBackend
+
+
+def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
+    """A subclass of an `AttentionImpl` that does the step's `StepWork`; the stock kernel attends to all other rows.
+
+    Its instances have a `PLACE`. Each layer that it attends for is added to `attended`.
+    """
+
+    class WorkingImpl(impl):
+        def fused_output_quant_supported(self, quant_key: Any) -> bool:
+            """False: the plugin's decode kernel does not quantise outputs."""
+            return False
+
+        def forward(
+            self,
+            layer: Any,
+            query: Any,
+            key: Any,
+            value: Any,
+            kv_cache: Any,
+            attn_metadata: Any,
+            output: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if attn_metadata is not None:  # None: a dummy step without attention
+                attended.add(layer)
+            work = getattr(attn_metadata, STEP_WORK, None)
+            if work is None:
+                return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            if not work.is_all:
+                with ops.attending() if work.measures else nullcontext():
+                    super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            own_query = ops.dequantised(layer, query)
+            work.do(LayerCall(ops, layer, getattr(self, PLACE), own_query, kv_cache, attn_metadata, output))
+            return output
+
+    return WorkingImpl

@@ -1,0 +1,162 @@
+"""Writes holes and moved blocks into the block tables of model runners V1 and V2; views are built from these tables.
+
+Both runners update their tables by the scheduler's new blocks only. vLLM never tells them that a block was evicted.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from ...compute.runtime import EvictionRuntime
+from ...config import KVPolicyError
+from . import graphs
+
+logger = init_logger("vllm.evict")
+
+
+def install(runner: Any, runtime: EvictionRuntime, v2: bool) -> None:
+    """Give `runtime` the runner's batches, and write its holes into the runner's tables."""
+    (_install_v2 if v2 else _install_v1)(runner, runtime)
+    (graphs.install_v2 if v2 else graphs.install_v1)(runner, runtime)
+
+
+def _install_v1(runner: Any, runtime: EvictionRuntime) -> None:
+    update = runner._update_states
+
+    @wraps(update)
+    def _update_states(scheduler_output: Any) -> Any:
+        runtime.check_begun(scheduler_output)
+        corrections = update(scheduler_output)
+        tables = [runner.input_batch.block_table[number].block_table for number in runtime.numbers]
+        for number, table, group in zip(runtime.numbers, tables, runtime.groups):
+            for req_id, blocks in group.changes():
+                request = runner.requests.get(req_id)
+                if request is None:
+                    continue
+                # vLLM rebuilds rows of the batch from these lists when a request resumes.
+                for block, physical in blocks.items():
+                    request.block_ids[number][block] = physical
+                row = runner.input_batch.req_id_to_index.get(req_id)
+                if row is not None:
+                    table.np[row, list(blocks)] = list(blocks.values())
+        runtime.batch.req_ids = runner.input_batch.req_ids
+        # vLLM fills the tables before it builds metadata. It clears rows of padding later; their length is 0 by then.
+        runtime.views.tables = [table.gpu for table in tables]
+        return corrections
+
+    runner._update_states = _update_states
+
+
+def _install_v2(runner: Any, runtime: EvictionRuntime) -> None:
+    update, prepare = runner.update_requests, runner.prepare_attn
+
+    @wraps(update)
+    def update_requests(scheduler_output: Any) -> None:
+        runtime.check_begun(scheduler_output)
+        update(scheduler_output)
+        # What a request has computed is counted on the device; only when it starts it is written from here.
+        rewound = runtime.plan.rewound
+        for req_id, tokens in rewound.items():
+            if (row := runner.req_states.req_id_to_index.get(req_id)) is not None:
+                runner.req_states.num_computed_tokens.stage_write_elem(row, tokens)
+        if rewound:
+            runner.req_states.num_computed_tokens.apply_write()
+        for number, group in zip(runtime.numbers, runtime.groups):
+            table = runner.block_tables.block_tables[number]
+            for req_id, blocks in group.changes():
+                row = runner.req_states.req_id_to_index.get(req_id)
+                if row is not None:
+                    for start, length in _runs(sorted(blocks)):
+                        table.stage_write(row, start, [blocks[start + offset] for offset in range(length)])
+
+    @wraps(prepare)
+    def prepare_attn(input_batch: Any) -> Any:
+        runtime.batch.req_ids = input_batch.req_ids
+        tables, slots = prepare(input_batch)
+        runtime.views.tables = [tables[number] for number in runtime.numbers]
+        return tables, slots
+
+    runner.update_requests, runner.prepare_attn = update_requests, prepare_attn
+
+
+@contextmanager
+def profiling(runner: Any, step: int, between: int, device: torch.device) -> Iterator[None]:
+    """Let vLLM's memory profiling include the plugin's memory of a step.
+
+    Args:
+        runner: vLLM's model runner.
+        step: bytes while layers run.
+        between: bytes before or after that.
+        device: where the memory is.
+    """
+    profile = runner.profile_run
+
+    @wraps(profile)
+    def profile_run(*args: Any, **kwargs: Any) -> None:
+        held = torch.empty(step, dtype=torch.uint8, device=device)
+        profile(*args, **kwargs)
+        del held
+        torch.empty(between, dtype=torch.uint8, device=device)
+
+    runner.profile_run = profile_run
+    try:
+        yield
+    finally:
+        del runner.profile_run
+
+
+def check_paths(runner: Any, runtime: EvictionRuntime) -> None:
+    """Check by dummy steps that the model calls each layer's attention: in steps of decodes, and beside a prompt.
+
+    Raises:
+        KVPolicyError: it does not, so the plugin's kernels could not do their part.
+    """
+    scheduling, model = runner.scheduler_config, runner.model_config
+    tokens = min(scheduling.max_num_seqs + 1, scheduling.max_num_batched_tokens, model.max_model_len)
+    decode = getattr(runner, "uniform_decode_query_len", None) or runner.decode_query_len
+    for count, how in ((decode, {"uniform_decode": True}), (tokens, {"create_mixed_batch": True})):
+        try:
+            with runtime.trying():
+                runner._dummy_run(count, force_attention=True, skip_eplb=True, **how)
+        except KVPolicyError:
+            raise
+        except Exception:
+            logger.warning(
+                "KV policies could not try a step of %d tokens at start: each step checks it", count, exc_info=True
+            )
+
+
+def block_tables(runner: Any, runtime: EvictionRuntime, v2: bool) -> list[torch.Tensor]:
+    """vLLM's block table of each group, int32 [requests, width], whose first rows metadata builders get."""
+    if v2:
+        return [runner.block_tables.input_block_tables[number] for number in runtime.numbers]
+    tables = runner.input_batch.block_table
+    return [tables[number].get_device_tensor(runner.max_num_reqs) for number in runtime.numbers]
+
+
+def _runs(indices: list[int]) -> list[tuple[int, int]]:
+    """Ascending indices as (start, length) of their consecutive runs."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and index == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+def fill_blocks(runner: Any, blocks: list[int], value: float) -> None:
+    """Overwrite whole blocks in all layers (tests: poison freed blocks, clean allocated ones)."""
+    num_blocks = runner.kv_cache_config.num_blocks
+    # Layers whose heads are split share one tensor. States are shorter than the pages that they begin with.
+    for cache in {(cache.data_ptr(), cache.shape): cache for cache in runner.kv_caches}.values():
+        if cache.dtype == torch.uint8:  # fp8: NaN of e4m3fn is NaN of e5m2 too
+            cache = cache.view(torch.float8_e4m3fn)
+        # A page of states is bytes: all bits set are NaN in each dtype.
+        filled = (-1 if value != value else value) if cache.dtype == torch.int8 else value
+        # Kernels may read smaller blocks than the pool's, several for each of these.
+        cache.unflatten(0, (num_blocks, -1))[blocks] = filled

@@ -1,0 +1,176 @@
+"""vLLM's workers with eviction."""
+
+from copy import copy
+from time import perf_counter
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.logger import init_logger
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+
+from ...compute.memory import described, needs, put_aside
+from ...compute.needs import Needs
+from ...compute.parts import Room
+from ...compute.runtime import EvictionRuntime
+from ...core.plan import REPORTS, TROUBLE, HostTrouble, Reports
+from ..engine.spec import host_blocks, policy_config
+from ..start import attending, windows
+from ..start.describe import ignored_settings, kernels_line
+from . import layers, runners
+from .ranks import Ranks
+from .reorder import guard_reload, reordering
+
+logger = init_logger("vllm.evict")
+
+
+class EvictionWorkerMixin:
+    """Carries out the plan on each `SchedulerOutput`, and returns reports on the step's `ModelRunnerOutput`."""
+
+    kv_evict: EvictionRuntime | None = None
+    _needs = Needs()
+    _reports: list[Reports] = []
+    _trouble: HostTrouble | None = None
+    _copied: Any = None
+    _ranks: Ranks
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        placed = attending.layout(self.vllm_config, policy_config(self.vllm_config))
+        if placed is None or placed.order is None:
+            super().load_model(*args, **kwargs)
+            return
+        guard_reload(self.model_runner)
+        with reordering(self.vllm_config, placed.order):
+            super().load_model(*args, **kwargs)
+
+    def get_kv_cache_spec(self) -> Any:
+        # vLLM calls this first after the model is loaded and the block size is final. Layers then change their specs.
+        if self.kv_evict is None:
+            windows.widen(self.vllm_config)
+            specs = super().get_kv_cache_spec()
+            self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)
+            runners.install(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+            self._ranks = Ranks()
+        return super().get_kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        if not self.kv_evict.ops.compiles:
+            return super().determine_available_memory()
+        self.kv_evict.reserve()
+        self._needs = needs(self.kv_evict.groups, *layers.sizes(self.vllm_config))
+        with runners.profiling(self.model_runner, self._needs.step, self._needs.between, self.device):
+            available = super().determine_available_memory()
+        block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
+        available -= layers.bound_bytes(self.vllm_config, policy_config(self.vllm_config), block)
+        return self._needs.left(available, block)
+
+    def initialize_from_config(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_from_config(kv_cache_config, *args, **kwargs)
+        config = policy_config(self.vllm_config)
+        layers.settle(self.vllm_config, config, self.kv_evict, kv_cache_config)
+        ahead, tables = self.kv_evict.ops.compiles, []
+        if ahead:
+            self.kv_evict.reserve()
+            tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+        room = Room(kv_cache_config.num_blocks, ahead=ahead)
+        if config.evict == "host":
+            block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
+            path, parallel = config.host_path, self.vllm_config.parallel_config
+            # vLLM makes dense engines forget their rank, and not their index.
+            number = parallel.data_parallel_index * parallel.tensor_parallel_size + self.rank
+            if path is not None and number:
+                path += f".{number}"
+            room = room._replace(host_blocks=host_blocks(self.vllm_config, config, block), path=path)
+        self.kv_evict.allocate(room, tables)
+        if self.rank == 0:
+            backend = layers.backend_name(self.vllm_config)
+            logger.info(kernels_line(self.vllm_config, config, self.kv_evict, backend))
+            if self.kv_evict.ops.compiles:
+                logger.info(described(config.name, self.kv_evict, self._needs, kv_cache_config.num_blocks))
+            if (line := put_aside(config.name, self.kv_evict)) is not None:
+                logger.info(line)
+            if (line := ignored_settings(self.kv_evict, backend)) is not None:
+                logger.warning(line)
+
+    def compile_or_warm_up_model(self) -> Any:
+        # Before vLLM captures graphs, and before its monitor reports compilations.
+        if self.kv_evict.ops.compiles and self.vllm_config.kernel_config.enable_jit_warmup:
+            self._warm_up()
+        result = super().compile_or_warm_up_model()
+        if self.kv_evict.ops.compiles:
+            runners.check_paths(self.model_runner, self.kv_evict)
+        return result
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        start = perf_counter()
+        try:
+            tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
+            layers.warm_up(self.vllm_config, self.kv_evict, tables)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+        except Exception:
+            logger.warning(
+                "Kernels of KV policies could not be compiled ahead. Each is compiled when a request first needs it, "
+                "and the request waits.",
+                exc_info=True,
+            )
+        else:
+            logger.info("Kernels of KV policies were compiled in %.1f s", perf_counter() - start)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self.kv_evict.begin(scheduler_output)
+        plan = self.kv_evict.plan
+        if (plan.compactions or plan.poison) and has_kv_transfer_group():
+            # A connector may still read the blocks that the plan writes. vLLM waits for that too, but after this.
+            get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
+        self.kv_evict.rearrange(self._ranks.over_tensors)
+        if plan.poison:
+            runners.fill_blocks(self.model_runner, plan.poison, float("nan"))
+        if plan.clean:
+            runners.fill_blocks(self.model_runner, plan.clean, 0.0)
+        self._ranks.begin()
+        try:
+            output = super().execute_model(scheduler_output)
+            self.kv_evict.check_attended()
+            return output
+        finally:
+            reports = self.kv_evict.end(self._ranks.over_all)
+            self._reports = reports if self._ranks.are_last else []
+            self._copied, trouble = self.kv_evict.copied, self.kv_evict.trouble
+            if trouble is not None:
+                missing = [] if self._trouble is None else self._trouble.missing
+                self._trouble = trouble._replace(missing=missing + trouble.missing)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        reports, self._reports = self._reports, []
+        trouble, self._trouble = self._trouble, None
+        return with_reports(output, reports, self._copied, trouble) if any(reports) or trouble else output
+
+
+def with_reports(output: Any, reports: list[Reports], copied: Any = None, trouble: HostTrouble | None = None) -> Any:
+    """The output with the reports, at once or when it is awaited; `copied`: event after which they are on the host."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _Reporting(output, reports, copied, trouble)
+    if isinstance(output, ModelRunnerOutput):
+        if copied is not None:
+            copied.synchronize()
+        if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all steps
+            output = copy(output)
+        setattr(output, REPORTS, reports)
+        if trouble is not None:
+            setattr(output, TROUBLE, trouble)
+    return output
+
+
+class _Reporting(AsyncModelRunnerOutput):
+    def __init__(self, output: AsyncModelRunnerOutput, *reports: Any) -> None:
+        self._output, self._reports = output, reports
+
+    def get_output(self) -> ModelRunnerOutput:
+        return with_reports(self._output.get_output(), *self._reports)
+
+    def get_kv_connector_output(self) -> Any:
+        """Abstract since vLLM 0.33."""
+        return self._output.get_kv_connector_output()
