@@ -9,30 +9,18 @@ PYTHON ?=
 # What an installed environment depends on; Python sources are used in place.
 SET_UP := pyproject.toml setup.py scripts/setup.sh packaging/constraints.txt packaging/vllm-metadata/pyproject.toml \
 	$(wildcard csrc/cpu/*)
-# Tests that run an engine, and those with tests that run again on Model Runner V2.
-END_TO_END := $(shell grep -lE '^(from|import) engine\b|^def test_.*\bengine\b' tests/test_*.py)
-BOTH_RUNNERS := $(shell grep -lF mark.both_runners tests/test_*.py)
-
-# What CI runs, a workflow each; `make test-all` runs all of it.
+# What CI runs, a workflow each; `make test-all` runs all of it. A lane is one or more folders of tests/.
 LANES := unit engine compat long device peers
-DEVICE := cuda_builds cuda_kernels device device_backends device_work flashinfer fold full_graphs graphs memory put \
-	sliding_devices take triton_compiled triton_decode triton_kernels triton_latents triton_logits view views warmup
-# Files that run again with vLLM's Triton kernels on V1.
-TRITON := device_backends full_graphs graphs memory sliding_devices warmup
-PEERS  := decide demo eval_runs external gpu_benchmarks gpu_check heads_training host kvpress load needles peers \
-	performance_files ray xformers
-# Random loads, servers under faults, and engines of several ranks.
-LONG   := api_servers data_parallel disaggregated load_engine load_scheduler pipeline_parallel soak \
-	tensor_parallel tensor_parallel_host tensor_parallel_select
-lane-device := $(DEVICE:%=tests/test_%.py)
-lane-long   := $(LONG:%=tests/test_%.py)
-lane-peers  := $(PEERS:%=tests/test_%.py)
-lane-compat := tests/test_compat.py tests/test_versions.py tests/test_guard.py tests/test_arguments.py
-# Those that start servers in processes of their own.
-SERVED := inputs_server server
-NIGHTLY := $(lane-device) $(lane-long) $(lane-peers)
-lane-engine := $(filter-out $(NIGHTLY),$(END_TO_END) $(SERVED:%=tests/test_%.py))
-lane-unit   := $(filter-out $(NIGHTLY) $(lane-compat) $(lane-engine),$(wildcard tests/test_*.py))
+folders-unit   := unit
+folders-engine := engine models serving
+folders-compat := compat
+folders-long   := loads
+folders-device := device
+folders-peers  := tools
+$(foreach lane,$(LANES),$(eval lane-$(lane) := $(wildcard $(folders-$(lane):%=tests/%/test_*.py))))
+on-push := $(lane-unit) $(lane-engine) $(lane-compat)
+# Of some files those with a mark.
+marked = $(if $(2),$(shell grep -lwF mark.$(1) $(2)))
 
 .PHONY: help demo test test-all $(LANES:%=test-%) lint format types docs docs-serve wheel bench peers bench-gpu check-gpu \
 	quality external clean
@@ -45,20 +33,20 @@ demo: $(READY)  ## what policies save and lose in a small pool, then a server wi
 	@$(BIN)/python examples/demo.py
 
 # Two processes side by side, a file at a time: the models are tiny, and engines start and stop more than they compute.
-# The longest files come first (conftest.py), so that both end together.
+# Files marked `minutes` come first, so that both end together.
 PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 ifndef VLLM
 test: lint  ## ruff, then the lanes of every push: unit, engine, compat; with VLLM=0.31.0 the engine lane on that release
-	$(PYTEST) $(PUSH) $(lane-unit) $(lane-engine) $(lane-compat)
-	$(call on-v2,$(lane-engine),$(PUSH))
+	$(PYTEST) $(PUSH) $(on-push)
+	$(call on-v2,$(on-push),$(PUSH))
 else
 # In an environment of its own, by hand; docs/versions keeps what came of each file. TESTS names some of the lane's files,
 # RUNNERS one of the model runners.
 TESTS   ?= $(lane-engine)
 RUNNERS ?= v1 v2
 test: $(VENV)-$(VLLM)/.ready
-	@for runner in $(RUNNERS); do [ $$runner = v1 ] && files="$(TESTS)" || files="$(filter $(BOTH_RUNNERS),$(TESTS))"; \
-		[ -z "$$files" ] || VLLM_EVICT_TEST_RUNNER=$$runner $(VENV)-$(VLLM)/bin/python tests/releases.py $$files || failed=1; \
+	@for runner in $(RUNNERS); do [ $$runner = v1 ] && files="$(TESTS)" || files="$(call marked,both_runners,$(TESTS))"; \
+		[ -z "$$files" ] || VLLM_EVICT_TEST_RUNNER=$$runner $(VENV)-$(VLLM)/bin/python tests/harness/releases.py $$files || failed=1; \
 	done; [ -z "$$failed" ]
 endif
 
@@ -67,22 +55,20 @@ $(VENV)-%/.ready: scripts/release-env.sh packaging/constraints.txt | $(READY)
 
 test-all: lint  ## ruff, then all lanes: those of every push, and long, device and peers
 	$(PYTEST)
-	$(call on-v2,$(BOTH_RUNNERS))
+	$(call on-v2,$(foreach lane,$(LANES),$(lane-$(lane))))
 	$(on-triton)
 
-# Tests marked `both_runners`, on Model Runner V2.
-on-v2 = VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) $(2) $(filter $(BOTH_RUNNERS),$(1))
-on-triton = VLLM_EVICT_TEST_RUNNER=v1-triton $(BIN)/pytest -q -n 2 $(TRITON:%=tests/test_%.py)
+# Tests marked `both_runners`, on Model Runner V2, and files marked `on_triton`, with vLLM's Triton kernels.
+on-v2 = VLLM_EVICT_TEST_RUNNER=v2 $(PYTEST) $(2) $(call marked,both_runners,$(1))
+on-triton = VLLM_EVICT_TEST_RUNNER=v1-triton $(BIN)/pytest -q -n 2 $(call marked,on_triton,$(lane-device))
 # Of the files of every push, cases marked `nightly` run in the lane `long` alone.
 PUSH := -m "not nightly"
-MARKED := $(shell grep -lF mark.nightly $(lane-unit) $(lane-engine) $(lane-compat))
-AT_NIGHT := $(shell grep -lw nightly $(lane-engine))
 
 $(LANES:%=test-%): test-%: $(READY)
 	$(PYTEST) $(if $(filter unit engine compat,$*),$(PUSH)) $(lane-$*)
-	$(if $(filter long,$*),$(PYTEST) -m nightly $(MARKED))
+	$(if $(filter long,$*),$(PYTEST) -m nightly $(call marked,nightly,$(on-push)))
 	$(if $(filter engine device long,$*),$(call on-v2,$(lane-$*),$(if $(filter engine,$*),$(PUSH))))
-	$(if $(filter long,$*),$(call on-v2,$(AT_NIGHT),-m nightly))
+	$(if $(filter long,$*),$(call on-v2,$(lane-engine),-m nightly))
 	$(if $(filter device,$*),$(on-triton))
 
 lint: $(READY)  ## ruff: rules and format

@@ -251,7 +251,7 @@ def parse_arguments() -> argparse.Namespace:
     # Policies that decide block by block with what their own requests hold: no bands, reconstructions or bounds.
     measured = frozenset().union(RUNNING, CACHED)
     others = [name for name, each in POLICIES.items() if "buffer" in each.defaults and each.measures <= measured]
-    others = [name for name in others if not (POLICIES[name].splits or POLICIES[name].reconstructs)]
+    others = [name for name in others if not (POLICIES[name].allocator.splits or POLICIES[name].reconstructs)]
     parser.add_argument("--policies", nargs="+", choices=others, default=others, metavar="POLICY")
     group = parser.add_argument_group("model (random weights)")
     for size in fields(Shape):

@@ -39,7 +39,7 @@ smoke() {
 # The tests find the installed package: of the checkout, only their own folder is on the path.
 configuration() {
     pip "$1" pytest hypothesis
-    quietly env -u PYTHONPATH "${1%/*}/pytest" -q --noconftest -p no:cacheprovider tests/test_config*.py
+    quietly env -u PYTHONPATH "${1%/*}/pytest" -q --noconftest -p no:cacheprovider tests/unit/test_config*.py
     say "$(tail -n 1 "$LOG"): tests of the configuration"
 }
 # Requirements of the wheel without torch, which the pure part does not need.

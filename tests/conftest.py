@@ -1,13 +1,12 @@
 """Fixtures: tiny models, and vLLM engines in this very process, so that tests see scheduler, manager and worker.
 
 VLLM_EVICT_TEST_RUNNER=v2 runs the tests marked `both_runners` on Model Runner V2 (Triton's interpreter). With v1-triton it
-is V1, with vLLM's Triton kernels under the interpreter (test_device_backends.py, test_graphs.py).
+is V1, with vLLM's Triton kernels under the interpreter, for files marked `on_triton`.
 """
 
 import gc
 import importlib.util
 import logging
-import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -15,59 +14,15 @@ from unittest.mock import patch
 
 import pytest
 from packaging.version import Version
+from preparation import RUNNER, prepare
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# Tiny models gain nothing from threads, and lose a lot where OpenMP's threads wait for each other on a busy machine.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Numba, with which vLLM proposes n-grams, gives torch as many threads as the machine has cores.
-os.environ.setdefault("NUMBA_NUM_THREADS", "1")
-# It compiles that search for longer than the tests take, and reads this at its import.
-os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
-# Where a process has several all the same, those that wait give their core up.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# vLLM's sampler compiles how it ranks log-probabilities: ten seconds in each process that asks for some.
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-# A server whose machine stands still for five seconds closes connections on which requests wait; clients here ask once.
-os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
-sys.path.insert(0, str(Path(__file__).parent))
-
-RUNNER = os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1")
-
-
-def prepare():
-    """Set up Triton's interpreter and torchvision; this has to come before vLLM is imported."""
-    import interpreter
-    import torch
-    import vision
-
-    vision.use_torchvision()
-
-    if not torch.cuda.is_available():
-        interpreter.use_interpreter()
-    if RUNNER == "v2":
-        interpreter.use_model_runner_v2()
-    elif RUNNER == "v1-triton":
-        interpreter.use_model_runner_v1()
+GARBAGE = 2**30
 
 
 def pytest_configure(config):
     # With -n the first process only deals tests out to others, and needs neither torch nor vLLM.
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         prepare()
-
-
-GARBAGE = 2**30
-#: Files that take minutes; they are begun first.
-LONG = {
-    *("test_ray", "test_tensor_parallel", "test_flashinfer", "test_server", "test_reorder", "test_device_backends"),
-    *("test_sliding", "test_load_engine", "test_soak", "test_full_graphs", "test_data_parallel", "test_duo"),
-    *("test_tensor_parallel_host", "test_tensor_parallel_select"),
-    *("test_guarantee", "test_hybrids", "test_inputs_server", "test_sleep", "test_adapters"),
-}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -86,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if _on_v2(item) == "nightly":
                 item.add_marker("nightly")
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: item.get_closest_marker("minutes") is None)  # begun first
 
 
 def _skip_before(item, release, why, kind=""):

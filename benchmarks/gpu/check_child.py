@@ -251,11 +251,11 @@ def under_pressure(checked: Checked) -> dict[str, Any]:
 
 
 def oracle(checked: Checked) -> dict[str, Any]:
-    """Compare log-probabilities and decisions of one request with a dense Llama in float32 (tests/oracle).
+    """Compare log-probabilities and decisions of one request with a dense Llama in float32 (tests/harness/oracle).
 
     The Llama has holes from the same steps as the workers.
     """
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests/harness"))
     import torch
     from oracle.model import DenseLlama
     from oracle.replay import Config, replay_told
@@ -355,7 +355,7 @@ def kernels(spec: dict[str, Any]) -> dict[str, Any]:
 
     counter = Counter()
     parallel = ["-n", "4", "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
-    files = sorted(str(path) for pattern in spec["files"] for path in (ROOT / "tests").glob(pattern))
+    files = sorted(str(path) for pattern in spec["files"] for path in (ROOT / "tests").rglob(pattern))
     sys.path = [path for path in sys.path if path not in (str(FOLDER), str(FOLDER.parent))]  # they have an engine.py
     status = int(pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *parallel, *files], [counter]))
     counts = {outcome: len(ids) for outcome, ids in counter.outcomes.items()}

@@ -5,7 +5,7 @@
 #ifdef __CUDACC__
 #include "ptx.cuh"
 #else
-#include <emulator.h>  // tests/cuda: the same functions on a CPU
+#include <emulator.h>  // tests/harness/cuda: the same functions on a CPU
 #endif
 
 namespace vllm_evict {

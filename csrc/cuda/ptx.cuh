@@ -1,4 +1,4 @@
-// Instructions without a name in CUDA C++, one function each. tests/cuda/emulator.h has the same functions for a CPU,
+// Instructions without a name in CUDA C++, one function each. tests/harness/cuda/emulator.h has the same functions for a CPU,
 // in terms of the contents of each lane. The emulator's tests cover all device code but this file.
 #pragma once
 

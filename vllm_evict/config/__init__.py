@@ -2,7 +2,8 @@
 
     options    declaration of a field            fields     fields that many policies share
     registry   all policies by name              schema     `KVPolicyConfig`
-    sizes      limits of a request in blocks     groups     KV groups of policies that split heads or layers
+    allocators who shares a budget among layers and heads
+    sizes      limits of a request in blocks     groups     KV groups of allocators that split heads or layers
     request    arguments of one request          sources    names, presets, JSON and files
     gates      files of gates of heads           errors     refusals
 

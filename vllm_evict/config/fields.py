@@ -252,11 +252,6 @@ MASS = (
     Option("every", whole(1), 1, "score every n-th query position"),
 )
 
-#: Field of policies that divide layers or heads into KV groups.
-BANDS = Option(
-    "bands", whole(1) | None, None, "KV groups that layers or heads are dealt to; null: 4, or as many as there are"
-)
-
 #: Field of every policy, beside the fields that it declares.
 ALLOW = Option(
     "allow",
@@ -270,7 +265,7 @@ ALLOW = Option(
 NEUTRAL = {
     option.name: option.default
     for options in (
-        (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT, BANDS),
+        (WHEN, BUDGET, BUFFER, SINK, RECENT, PROTECT, MIN_PROMPT, PROMPT, EXACT, CONTEXT),
         TIER,
         SELECT,
         PER_TOKEN,

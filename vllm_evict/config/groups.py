@@ -1,10 +1,11 @@
-"""Configurations of the KV groups of a policy that splits layers or heads: bands, classes of heads, profiles."""
+"""Configurations of the KV groups that an allocator makes of layers or heads: bands, classes of heads, profiles."""
 
 import math
 from functools import cached_property
 
 import numpy as np
 
+from .allocators import ALLOCATORS, Allocator
 from .errors import KVPolicyError
 from .frozen import C, Frozen
 from .gates import HeadPattern
@@ -19,22 +20,27 @@ class Groups(Frozen):
     """The part of `KVPolicyConfig` about KV groups."""
 
     @property
+    def allocator(self) -> Allocator:
+        """Who shares a request's budget among layers and heads."""
+        return ALLOCATORS[self.allocate]
+
+    @property
     def classes(self: C) -> dict[str, C]:
-        """Head class -> configuration of its heads. A policy that splits nothing has one class, named "".
+        """Head class -> configuration of its heads. A configuration that splits nothing has one class, named "".
 
         Classes of `duo` without heads are left out.
         """
-        if self._share is not None or not self.policy.splits:
+        if self._share is not None or not self.allocator.splits:
             return {"": self}
         classes: dict[str, C] = self.split_classes
         return classes
 
     @cached_property
     def split_classes(self: C) -> dict[str, C]:
-        """`classes` of a policy that splits heads or layers. Made once, and shared by requests."""
+        """`classes` of an allocator that splits heads or layers. Made once, and shared by requests."""
         may_keep_all = ("full",) if "full" in self.allowed else ()
-        if self.policy.splits != "classes":
-            shares = self.policy.shares(self, self.bands or DEFAULT_BANDS)
+        if self.allocator.splits != "classes":
+            shares = self.allocator.shares(self, self.bands or DEFAULT_BANDS)
             return {f"band-{band}": self.replace(_share=share, allow=may_keep_all) for band, share in enumerate(shares)}
         rows = "".join(self.pattern)
         classes = {}
@@ -65,10 +71,10 @@ class Groups(Frozen):
         Raises:
             KVPolicyError: `bands` exceeds the number of layers, or of KV heads on a rank.
         """
-        if self.policy.splits in ("", "classes"):
+        if self.allocator.splits in ("", "classes"):
             return self
         what, most = f"{layers} layers", layers
-        if self.policy.splits == "heads":
+        if self.allocator.splits == "heads":
             most = max(kv_heads // ranks, 1)
             what = f"{most} KV heads on each rank"
         if (self.bands or 0) > most:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .allocators import ALLOCATORS, Allocator
 from .errors import KVPolicyError, instead, shown
 from .fields import ALLOW, KEEPING, NEUTRAL
 from .options import Option, names_of
@@ -35,14 +36,15 @@ class Declaration:
     #: Whether statistics come from a reconstruction of the prompt (see `integration.reconstruction`). A request keeps
     #: everything until they are there.
     reconstructs: ClassVar[bool] = False
-    #: What is divided into KV groups: "classes" of heads, "bands" of layers, "heads" of each layer, or "" (nothing).
-    splits: ClassVar[str] = ""
+    #: Who shares the budget unless a configuration says otherwise. Follows from `defaults`.
+    allocator: ClassVar[Allocator] = ALLOCATORS["uniform"]
     #: Whether the policy chooses another policy for each KV group once the prompt is computed (`policies.fastgen`).
     profiles: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         cls.options = names_of(cls.declares)
         cls.defaults = {option.name: option.default for option in cls.declares} | dict(cls.fixed)
+        cls.allocator = ALLOCATORS[cls.defaults.get("allocate", "uniform")]
 
     @property
     def triggers(self) -> tuple[str, ...]:
@@ -55,10 +57,6 @@ class Declaration:
 
     def check(self, config: "KVPolicyConfig") -> None:
         """Raise ValueError, with words for the user, if fields do not fit together."""
-
-    def shares(self, config: "KVPolicyConfig", bands: int) -> list[float]:
-        """Return for each band its budget over the mean of all bands, both without sinks and recent window."""
-        return [1.0] * bands
 
 
 class Registry(Mapping[str, Any]):

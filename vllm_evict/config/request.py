@@ -75,7 +75,7 @@ class Requests(Frozen):
             if sizes:
                 raise KVPolicyError(f"kv_policy 'full' keeps everything: it takes no {next(iter(sizes))}")
             return type(self)(name="full", **self._selection())
-        if self.policy.splits == "classes":
+        if self.allocator.splits == "classes":
             split: C = self._with_retrieval(sizes, prompt_len, block_size)
             return split
         granted = self.limits(block_size, prompt_len)
@@ -104,7 +104,7 @@ class Requests(Frozen):
         """
         fields = given(extra_args)
         config = self.for_request(fields, prompt_len, block_size)
-        config = config.retrieval or config if config.policy.splits == "classes" else config
+        config = config.retrieval or config if config.allocator.splits == "classes" else config
         if "kv_budget" in fields and isinstance(config.budget, float):
             limits = config.limits(block_size, max(prompt_len, config.min_prompt))
             fields["kv_budget"] = limits.budget * block_size

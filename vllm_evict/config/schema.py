@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from .allocators import ALLOCATE, ALLOCATION, ALLOCATORS
 from .errors import KVPolicyError, instead, shown, together
 from .fields import ALLOW, SELECT, TIER
 from .groups import Groups
@@ -30,7 +31,7 @@ class KVPolicyConfig(Sizes, Groups, Requests):
     Attributes:
         name: name of the policy.
         allow: policies that requests may pick. None: all policies without reconstruction or split heads that support
-            the server's `when`, `select` and `context`; `full` alone if this policy splits heads or layers.
+            the server's `when`, `select` and `context`; `full` alone if the allocator splits heads or layers.
         given: names of fields that the user gave.
     """
 
@@ -100,18 +101,25 @@ class KVPolicyConfig(Sizes, Groups, Requests):
             raise KVPolicyError(f"{source}field names must be strings: {shown(list(fields))}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes.
+        """Return the policy's fields as `parse` takes them, of JSON types; without `unsaid` sizes and `idle` fields.
 
-        Fields of blocks on the host are left out where evicted blocks are dropped, and fields of a selection where
-        decodes attend to all resident blocks; sizes of a selection that are not given, too.
+        Sizes of a selection that are not given are left out, too.
         """
-        unsaid = self.unsaid | (names_of(TIER) if self.evict == "drop" else set())
-        unsaid |= {"select_sink", "select_recent"} - self.given if self.select else names_of(SELECT)
+        unsaid = self.unsaid | self.idle | ({"select_sink", "select_recent"} - self.given)
         fields = {field: value for field, value in self.effective().items() if field not in unsaid}
         return {
             field: self.retrieval.to_dict() if field == "retrieval" and value else value
             for field, value in fields.items()
         }
+
+    @property
+    def idle(self) -> frozenset[str]:
+        """Names of fields without effect: of blocks on the host where evicted blocks are dropped, of a selection where
+        decodes attend to all resident tokens, and of allocators other than this configuration's."""
+        idle = names_of(TIER) if self.evict == "drop" else frozenset()
+        idle |= frozenset() if self.select else names_of(SELECT)
+        own = names_of(self.allocator.declares) | {"allocate"} if self.allocator.splits else frozenset()
+        return idle | (names_of(ALLOCATION) - own)
 
     def effective(self) -> dict[str, Any]:
         """Return all fields of the policy, of JSON types, with sizes that follow the budget."""
@@ -129,8 +137,8 @@ class KVPolicyConfig(Sizes, Groups, Requests):
         if self.allow is not None:
             return frozenset(self.allow) | {self.name}
         # A reconstruction costs a second pass and room for the whole prompt, so only the server can enable it.
-        whole = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.splits}
-        names = {"full"} if self.policy.splits else whole
+        whole = {name for name, policy in REGISTRY.items() if not policy.reconstructs and not policy.allocator.splits}
+        names = {"full"} if self.allocator.splits else whole
         needed = {field for field in ("select", "context") if getattr(self, field)}
         return frozenset(
             name for name in names if needed <= REGISTRY[name].options and self.when in REGISTRY[name].triggers
@@ -176,9 +184,20 @@ def _unknown(name: str, field: object, known: Iterable[str]) -> str:
     if field == "select":
         others = REGISTRY.with_option("select")
         return f"select: {name!r} sees only what a decode attends to. Policies that support select: {others}"
+    if field == "allocate":
+        return f"allocate: {name!r} {_why_no_allocator(name)}. Policies that support it: {REGISTRY.with_option(field)}"
     if field == "evict":
         return f"evict: {name!r} supports only 'drop'. Policies that support 'host': {REGISTRY.with_option('evict')}"
     return f"policy {name!r} has no field {shown(field)}: {instead(field, [*known, 'name'])}"
+
+
+def _why_no_allocator(name: str) -> str:
+    policy = REGISTRY[name]
+    if policy.allocator.splits:
+        return f"has an allocator of its own, {policy.allocator.name!r}"
+    if policy.reconstructs:
+        return "repeats prompts in one KV group"
+    return "has no scores that compare between layers or heads"
 
 
 def _with_new_names(policy: Any, fields: dict[str, Any]) -> dict[str, Any]:
@@ -280,6 +299,27 @@ def _selects(config: KVPolicyConfig) -> None:
             )
 
 
+def _goes_with_its_allocator(config: KVPolicyConfig) -> None:
+    if "allocate" not in config.policy.options:
+        return  # a policy with one allocator lacks what does not go with it
+    own, others = names_of(config.allocator.declares), names_of(ALLOCATION) - {"allocate"}
+    for field in sorted((config.given & others) - own):
+        able = [name for name in get_args(ALLOCATE.type) if field in names_of(ALLOCATORS[name].declares)]
+        raise ValueError(f"{field}: it needs allocate: {' or '.join(able)}")
+    changed = {field for field in config.allocator.lacks if getattr(config, field) != REGISTRY.default(field)}
+    for field, way_out in (
+        ("granularity", "use granularity: block"),
+        ("evict", "use evict: drop"),
+        ("select", "leave select out"),
+        ("context", "leave context out"),
+    ):
+        if field in changed:
+            raise ValueError(
+                f"{field}: {getattr(config, field)} does not go with allocate: {config.allocate}, which makes KV "
+                f"groups: {way_out}"
+            )
+
+
 def _computes_whole_prompts(config: KVPolicyConfig) -> None:
     if config.prompt == "chunks":
         return
@@ -313,7 +353,9 @@ def _fits_its_context(config: KVPolicyConfig) -> None:
             raise ValueError(f"context: {why}")
     for name in config.allow or ():
         if "context" not in policy_named(name).options:
-            others = sorted(n for n in REGISTRY if "context" in REGISTRY[n].options and not REGISTRY[n].splits)
+            others = sorted(
+                n for n in REGISTRY if "context" in REGISTRY[n].options and not REGISTRY[n].allocator.splits
+            )
             raise ValueError(
                 f"allow: requests under {name!r} would outgrow the context; they may pick: {', '.join(others)}"
             )
@@ -325,10 +367,13 @@ def _allows_what_there_is(config: KVPolicyConfig) -> None:
             policy = policy_named(name)
         except KVPolicyError as error:
             raise ValueError(f"allow: {error}") from None
-        if policy.splits and name != config.name:
+        if policy.allocator.splits and name != config.name:
             raise ValueError(f"allow: {name!r} needs KV groups from the start on: make it the server's policy")
-        if config.policy.splits and name not in (config.name, "full"):
-            raise ValueError(f"allow: requests of a {config.name!r} server may pick 'full' beside it, not {name!r}")
+        if config.allocator.splits and name not in (config.name, "full"):
+            server = f"{config.name!r} server" + (
+                "" if config.policy.allocator.splits else f" with allocate: {config.allocate}"
+            )
+            raise ValueError(f"allow: requests of a {server} may pick 'full' beside it, not {name!r}")
 
 
 def _has_the_trigger(config: KVPolicyConfig) -> None:
@@ -341,7 +386,9 @@ def _has_the_trigger(config: KVPolicyConfig) -> None:
         )
     for name in config.allow or ():
         if config.when not in REGISTRY[name].triggers:
-            others = sorted(n for n in REGISTRY if config.when in REGISTRY[n].triggers and not REGISTRY[n].splits)
+            others = sorted(
+                n for n in REGISTRY if config.when in REGISTRY[n].triggers and not REGISTRY[n].allocator.splits
+            )
             raise ValueError(
                 f"allow: {name!r} does not support the server's when: {config.when}; "
                 f"requests may pick: {', '.join(others)}"
@@ -349,7 +396,7 @@ def _has_the_trigger(config: KVPolicyConfig) -> None:
 
 
 RULES: tuple[Callable[[KVPolicyConfig], None], ...] = (
-    _allows_what_there_is, _sees_tokens, _keeps_on_the_host, _selects, _computes_whole_prompts, _fits_its_context,
-    _has_the_trigger, _room_to_choose,
+    _allows_what_there_is, _sees_tokens, _keeps_on_the_host, _selects, _goes_with_its_allocator,
+    _computes_whole_prompts, _fits_its_context, _has_the_trigger, _room_to_choose,
 )  # fmt: skip
 REGISTRY.reserved |= frozenset(dir(KVPolicyConfig)) | frozenset(KVPolicyConfig.__annotations__)

@@ -358,7 +358,7 @@ class Http:
             raise EvalError(f"{self.url} ran {contender} under {kv_usage['policy']!r}: its log says why")
         blocks, tokens = kv_usage["peak_resident_blocks"], kv_usage["peak_resident_tokens"]
         # Blocks of all KV groups, and tokens as the mean over them: with one group a block has their quotient.
-        alone = contender.config.policy.splits == "" and blocks
+        alone = contender.config.allocator.splits == "" and blocks
         return replace(
             answer,
             budget_tokens=kv_usage["budget_tokens"],

@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import REGISTRY, KVPolicyConfig, presets
+from ..config.allocators import ALLOCATION
 from ..config.fields import KEEPING, MASS, PER_TOKEN, SELECT
 from ..config.options import names_of
 from ..config.sizes import SHARES
@@ -17,7 +18,8 @@ def show_all(console: Console) -> None:
     shared = names_of((*KEEPING, *SELECT, *MASS, *PER_TOKEN))
     for name, policy in sorted(POLICIES.items()):
         triggers = () if name == "full" else policy.triggers
-        fields = ", ".join(option.name for option in policy.declares if option.name not in shared)
+        common = shared | (names_of(ALLOCATION) if "allocate" in policy.options else set())
+        fields = ", ".join(option.name for option in policy.declares if option.name not in common)
         _add(table, name, policy.paper, ", ".join(sorted(policy.measures)), ", ".join(triggers), fields)
     for name, why in sorted(REGISTRY.broken.items()):
         _add(table, name, why)

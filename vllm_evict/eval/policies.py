@@ -57,7 +57,7 @@ class Contender:
             block_size: tokens of a KV block.
             ranks: tensor-parallel size.
         """
-        if self.config.policy.splits != "classes":
+        if self.config.allocator.splits != "classes":
             return None
         every = math.ceil(tokens / block_size)
         arranged = _arranged(self.config.pattern, ranks)
@@ -173,7 +173,7 @@ def _label(config: KVPolicyConfig) -> str:
     """The name of a JSON object's policy, and its options of scoring and splitting that are not defaults."""
     unsaid = {"name", "budget", "buffer", "sink", "recent", "allow", "host"}
     fields, defaults = brief(config), {"threshold": None, "sparsity": None}
-    if config.policy.splits == "classes":
+    if config.allocator.splits == "classes":
         # Without a file of gates only the pattern names the heads.
         unsaid |= {"gates"} | ({"pattern"} if config.gates else set())
     else:
@@ -206,12 +206,12 @@ def servers(wanted: Sequence[Contender], max_len: int, block_size: int) -> list[
 
 def _server_like(contender: Contender, max_len: int) -> KVPolicyConfig:
     config = contender.config
-    if config.name == "full" or config.policy.splits == "classes":
+    if config.name == "full" or config.allocator.splits == "classes":
         return config
     budget = {} if config.budget is None else {"budget": max_len}
     # Reconstruction needs an engine with a prefix cache; KV groups are made at start.
-    allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.splits)
-    if config.policy.splits:
+    allow = sorted(name for name, policy in POLICIES.items() if not policy.reconstructs and not policy.allocator.splits)
+    if config.allocator.splits:
         allow = ["full"]
     if config.policy.reconstructs:
         allow = []

@@ -58,8 +58,6 @@ class Policy(Declaration, ABC):
     measures: ClassVar[frozenset[str]] = frozenset()
     #: Whether importance is additive: twice the importance weighs twice as much. If False it is only an order.
     weighs: ClassVar[bool] = False
-    #: Whether all KV groups of a request share one budget.
-    pools: ClassVar[bool] = False
     #: Whether the policy reads `Blocks.key`.
     by_prompt: ClassVar[bool] = False
 

@@ -27,9 +27,11 @@ def _whole_heads(retrieval: Any) -> KVPolicyConfig | None:
         raise ValueError(f"must be the name of a policy or its fields, not {shown(retrieval)}")
     if config is None:
         return None
-    if config.policy.splits or config.policy.reconstructs:
-        names = (name for name, policy in REGISTRY.items() if not policy.splits and not policy.reconstructs)
+    if config.policy.allocator.splits or config.policy.reconstructs:
+        names = (name for name, policy in REGISTRY.items() if not policy.allocator.splits and not policy.reconstructs)
         raise ValueError(f"retrieval heads can't run {config.name!r}, they can run: {', '.join(sorted(names))}")
+    if config.allocator.splits:
+        raise ValueError(f"got allocate: {config.allocate}; heads are dealt to retrieval and streaming: leave it out")
     if config.allow is not None:
         raise ValueError("got the field allow; set allow beside retrieval")
     if "max" in (config.heads, config.layers):
@@ -69,9 +71,9 @@ class Duo(Full):
 
     name = "duo"
     paper = "Xiao et al., DuoAttention: Efficient Long-Context LLM Inference ..., ICLR 2025, arXiv:2410.10819"
-    splits = "classes"
     declares = (SINK, RECENT, GATES, THRESHOLD, SPARSITY, RETRIEVAL, PATTERN)
     renamed = {"heads": "gates"}
+    fixed = {"allocate": "gates"}
     triggers = ("budget",)
 
     def complete(self, fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from ..config.fields import BANDS, KEEPING, REDUCTION, TIER, WINDOW
-from ..config.options import Option, names_of, real, without
+from ..config.allocators import ALLOCATORS
+from ..config.fields import KEEPING, REDUCTION, WINDOW
+from ..config.options import Option, real, without
 from .base import Blocks, Policy
 
 RECOVERY = Option(
@@ -23,11 +24,10 @@ class FastGen(Policy):
 
     name = "fastgen"
     paper = "Ge et al., Model Tells You What to Discard: Adaptive KV Cache Compression ..., ICLR 2024, arXiv:2310.01801"
-    splits = "heads"
     profiles = True
     measures = frozenset({"mass"})
-    declares = (*without(KEEPING, "when", "prompt", "context", *names_of(TIER)), *REDUCTION, WINDOW, BANDS, RECOVERY)
-    fixed = {"accumulate": "last"}
+    declares = (*ALLOCATORS["heads"].fields((*without(KEEPING, "when", "prompt"), *REDUCTION, WINDOW)), RECOVERY)
+    fixed = {"accumulate": "last", "allocate": "heads"}
     triggers = ("budget",)
 
     def importance(self, blocks: Blocks) -> np.ndarray:

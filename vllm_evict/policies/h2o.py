@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..config.allocators import ALLOCATION
 from ..config.fields import KEEPING, MASS, PER_TOKEN
 from .base import Blocks, Policy
 
@@ -11,7 +12,7 @@ class H2O(Policy):
     paper = "Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference, NeurIPS 2023, arXiv:2306.14048"
     measures = frozenset({"mass"})
     weighs = True
-    declares = (*KEEPING, *PER_TOKEN, *MASS)
+    declares = (*KEEPING, *PER_TOKEN, *MASS, *ALLOCATION)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks["mass"]

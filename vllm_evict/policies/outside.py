@@ -35,9 +35,10 @@ def _loaded(entry: EntryPoint) -> Policy:
         raise TypeError(f"got {shown(policy)}; expected a subclass of vllm_evict.policies.Policy")
     if getattr(policy, "name", None) != entry.name:
         raise ValueError(f"the class is called {shown(getattr(policy, 'name', None))}; expected {entry.name!r}")
-    if policy.splits or policy.reconstructs or policy.profiles or policy.pools:
+    if policy.allocator.splits or policy.reconstructs or policy.profiles:
         raise ValueError(
-            "got splits, reconstructs, profiles or pools; expected none of them: they are for policies of vllm_evict"
+            "got an allocator of its own, reconstructs or profiles; expected none of them: they are for policies of "
+            "vllm_evict"
         )
     if not policy.measures <= RUNNING | CACHED | QUERIED or len(policy.measures & RUNNING) > 1:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..config.allocators import ALLOCATION
 from ..config.fields import KEEPING, SELECT
 from .base import KEY_BOUND, Blocks, Policy
 
@@ -17,7 +18,7 @@ class Quest(Policy):
     paper = "Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context ..., ICML 2024, arXiv:2406.10774"
     measures = frozenset({KEY_BOUND})
     weighs = True
-    declares = (*KEEPING, *SELECT)
+    declares = (*KEEPING, *SELECT, *ALLOCATION)
 
     def importance(self, blocks: Blocks) -> np.ndarray:
         return blocks[KEY_BOUND]

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..config.allocators import ALLOCATION
 from ..config.fields import KEEPING, PER_TOKEN, REDUCTION, WINDOW
 from ..config.options import Option, real
 from .base import Blocks, Policy
@@ -15,7 +16,7 @@ class RKV(Policy):
     name = "rkv"
     paper = "Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, 2025, arXiv:2505.24133"
     measures = frozenset({"mass", "redundancy"})
-    declares = (*KEEPING, *PER_TOKEN, *REDUCTION, WINDOW.having(8), MIX)
+    declares = (*KEEPING, *PER_TOKEN, *REDUCTION, WINDOW.having(8), MIX, *ALLOCATION)
     fixed = {"accumulate": "last"}
 
     def importance(self, blocks: Blocks) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..config.allocators import ALLOCATION
 from ..config.fields import KEEPING, REDUCTION, WINDOW
 from .base import Blocks, Policy
 
@@ -17,7 +18,7 @@ class Scissorhands(Policy):
     paper = "Liu et al., Scissorhands: Exploiting the Persistence of Importance ..., NeurIPS 2023, arXiv:2305.17118"
     measures = frozenset({"pivots"})
     weighs = True
-    declares = (*KEEPING, *REDUCTION, WINDOW.having(256))
+    declares = (*KEEPING, *REDUCTION, WINDOW.having(256), *ALLOCATION)
     fixed = {"accumulate": "last"}
 
     def importance(self, blocks: Blocks) -> np.ndarray:

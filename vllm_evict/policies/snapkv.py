@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..config.allocators import ALLOCATION
 from ..config.errors import shown
 from ..config.fields import KEEPING, PER_TOKEN, REDUCTION, WINDOW
 from ..config.options import Option, whole
@@ -27,7 +28,7 @@ class SnapKV(Policy):
     paper = "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, NeurIPS 2024, arXiv:2404.14469"
     measures = frozenset({"mass"})
     weighs = True
-    declares = (*KEEPING, *PER_TOKEN, *REDUCTION, WINDOW, KERNEL)
+    declares = (*KEEPING, *PER_TOKEN, *REDUCTION, WINDOW, KERNEL, *ALLOCATION)
     fixed = {"accumulate": "last"}
 
     def importance(self, blocks: Blocks) -> np.ndarray:

@@ -15,7 +15,7 @@ class Budget(Mechanism):
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
-        return not config.policy.pools
+        return not config.allocator.pools
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
         for group, noted, over in zip(self.view.groups, plan.groups, step.over):

@@ -1,4 +1,4 @@
-"""Decides on all KV groups of a request together, for policies whose KV groups share a budget (`policies.adakv`)."""
+"""Decides on all KV groups of a request together, for allocators whose KV groups share a budget (`ada`)."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -15,7 +15,7 @@ class SharedBudget(Mechanism):
 
     @classmethod
     def serves(cls, config: KVPolicyConfig) -> bool:
-        return config.policy.pools
+        return config.allocator.pools
 
     def plan(self, plan: EvictionPlan, step: Step) -> None:
         # If one KV group of a request grew, all its groups are due, provided that they exceed their triggers together.

@@ -19,7 +19,7 @@ def start_up_line(scheduler: Any) -> str:
     ]
     bound = None if None in bounds else sum(bounds)
     # Bands of one policy share its budget; classes of heads have policies of their own.
-    split = scheduler.kv_policy.policy.splits == "classes"
+    split = scheduler.kv_policy.allocator.splits == "classes"
     parts = scheduler.kv_policy.classes.values() if split else [scheduler.kv_policy]
     if len(groups) == 1:
         stages = scheduler.vllm_config.parallel_config.pipeline_parallel_size

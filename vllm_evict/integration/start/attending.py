@@ -33,8 +33,8 @@ def layout(vllm_config: Any, config: KVPolicyConfig) -> Layout | None:
     if len(names) < 2:
         return None
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    if config.policy.splits == "classes":
+    if config.allocator.splits == "classes":
         return Layout.of_classes(arrange(config.head_pattern.retrieval, ranks), names)
     heads = kv_heads(vllm_config.model_config)  # of all layers alike (see `capabilities`)
-    make = Layout.of_layers if config.policy.splits == "bands" else Layout.of_heads
+    make = Layout.of_layers if config.allocator.splits == "layers" else Layout.of_heads
     return make(names, len(heads), max(heads[0] // ranks, 1), ranks)

@@ -3,8 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from ...config import KVPolicyConfig
-from ...config.fields import TIER
-from ...config.options import names_of
 from ...core.mechanisms.pressure import Pressure
 from ...environment import decode_kernel
 from ...policies import RUNNING
@@ -104,7 +102,7 @@ def ignored_settings(runtime: "EvictionRuntime", backend: str) -> str | None:
 
 def _described(config: KVPolicyConfig) -> str:
     """Its name and options, for the start-up line."""
-    hidden = {"pattern", "retrieval"} | (names_of(TIER) if config.evict == "drop" else set())
+    hidden = {"pattern", "retrieval"} | config.idle
     options = {field: getattr(config, field) for field in sorted(config.policy.options - hidden)}
     text = config.name + "".join(f" {field}={value}" for field, value in options.items() if value is not None)
     return text if config.retrieval is None else f"{text} retrieval=({_described(config.retrieval)})"

@@ -2,7 +2,7 @@
 
 A release that `TESTED` lists is served. The sources of any other release are compared at start: it is served if each
 function that the plugin replaces, calls or relies on is that of a tested release, else refused. `touched.json` has the
-digests of these functions in each tested release; `tests/guard` writes it.
+digests of these functions in each tested release; `tests/harness/guard` writes it.
 """
 
 import functools
@@ -21,7 +21,7 @@ from packaging.version import Version
 from ...config import KVPolicyError
 from .sources import FUNCTIONS, Found, Sources
 
-#: Releases whose sources hold all that the guard asks for (tests/test_guard.py).
+#: Releases whose sources hold all that the guard asks for (tests/compat/test_guard.py).
 TESTED = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 #: Those of them that the tests have been run on (docs/versions has the results).
 RUN = ("0.29.0", "0.30.0", "0.31.0", "0.32.0")

@@ -25,7 +25,7 @@ from .features import (
     SPLIT,
     TOKENS,
     Feature,
-)  # fmt: skip
+)
 from .server import FP8_CAPABILITY, NGRAM, Server
 
 #: Why a pair is refused of which nothing is known to be wrong.
@@ -105,9 +105,7 @@ SCHEDULER = Environment(
 # --- classes of models -----------------------------------------------------------------------------------------------
 
 POOLING = Environment(
-    "pooling models",
-    lambda server: server.model.runner_type == "pooling",
-    {ANY: "which keep no cache between steps"},
+    "pooling models", lambda server: server.model.runner_type == "pooling", {ANY: "which keep no cache between steps"}
 )
 INDEXED = "whose indexer has a cache of its own that would have to lose the same blocks, while queries read few tokens"
 DSA = Environment(

@@ -1,0 +1,195 @@
+"""What start-up and admission accept finishes: engines with the smallest pool that vLLM accepts (docs/design.md)."""
+
+from types import SimpleNamespace
+
+import pytest
+from engine import after, random_prompt
+from vllm.v1.request import RequestStatus
+
+from vllm_evict.core.mechanisms import Pressure
+from vllm_evict.integration.engine.pressure import MOST_TAKINGS
+
+pytestmark = pytest.mark.minutes
+
+BLOCK, CHUNK = 32, 256
+SIZES = {"budget": 512, "buffer": 0, "sink": 32, "recent": 64, "allow": []}
+SPLIT = {"sink": 32, "recent": 96, "allow": []}
+POLICIES = {
+    "h2o": {"name": "h2o", **SIZES},
+    "keydiff": {"name": "keydiff", **SIZES},
+    "token": {"name": "h2o", **SIZES, "granularity": "token"},
+    "token-keydiff": {"name": "keydiff", **SIZES, "granularity": "token"},
+    "pressure": {"name": "h2o", **SIZES, "when": "pressure"},
+    "pressure-window": {"name": "sink-window", "budget": 512, "sink": 32, "when": "pressure", "allow": []},
+    "context": {"name": "h2o", **SIZES, "context": 900},
+    "adakv": {"name": "adakv", **SIZES, "bands": 2},
+    "duo-token": {
+        "name": "duo",
+        "pattern": ["10", "01"],
+        **SPLIT,
+        "retrieval": {"name": "h2o", "budget": 512, "buffer": 0, "sink": 32, "recent": 64, "granularity": "token"},
+    },
+}
+#: Blocks of 512 tokens, of a step's chunk, one that the chunk begins, and vLLM's null block.
+LEAST = 16 + CHUNK // BLOCK + 1 + 1
+LEAST_OF = {"adakv": 2 * LEAST - 1, "duo-token": LEAST - 1 + 5 + CHUNK // BLOCK + 1 + 1}
+
+
+def run(server, steps):
+    """Step until all is done, at most so often; returns outputs by id."""
+    done = {}
+    for _ in range(steps):
+        done |= {output.request_id: output for output in server.llm.llm_engine.step() if output.finished}
+        if not server.llm.llm_engine.has_unfinished_requests():
+            break
+    return done
+
+
+@pytest.mark.parametrize("spare", [0, 7])
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_smallest_pool_serves_any_load(engine, name, spare):
+    """Two prompts three times as long as the budget, one of them with the other's prefix: both finish."""
+    blocks = LEAST_OF.get(name, LEAST)
+    options = dict(max_num_batched_tokens=CHUNK, max_model_len=2048)
+    if not spare:
+        with pytest.raises(ValueError, match="KV cache"):
+            engine(POLICIES[name], blocks=blocks - 1, **options)
+    server = engine(POLICIES[name], blocks=blocks + spare, **options)
+    first = random_prompt(1500, 1)
+    for prompt in (first, random_prompt(1500, 2), first[:900] + random_prompt(600, 3)):
+        server.add(prompt, max_tokens=50)
+    # One after the other they take 56 steps each; each may be preempted a few times.
+    done = run(server, 6 * 3 * 56)
+    assert len(done) == 3
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("blocks", [LEAST, 33, 43, 51])
+def test_pressure_livelock(engine, blocks):
+    """Blocks that filled since the last report may go, too: a request never preempts itself for ever."""
+    server = engine(POLICIES["pressure"], blocks=blocks, max_num_batched_tokens=CHUNK, max_model_len=2048)
+    for seed in range(2):
+        server.add(random_prompt(1500, seed), max_tokens=50)
+    assert len(run(server, 150)) == 2
+    assert server.metrics()["vllm:num_preemptions"] <= 1
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("blocks", [LEAST, 34])
+@pytest.mark.parametrize("caching", [True, False])
+def test_token_small_pool(engine, blocks, caching):
+    """Blocks that are published take no copies where there is no room for any: they leave the prefix cache."""
+    server = engine(
+        POLICIES["token"],
+        blocks=blocks,
+        max_num_batched_tokens=CHUNK,
+        max_model_len=2048,
+        enable_prefix_caching=caching,
+    )
+    server.add(random_prompt(1500, 1), max_tokens=50)
+    (output,) = run(server, 60).values()
+    assert server.metrics()["vllm:num_preemptions"] == 0
+    assert output.kv_usage.peak_resident_blocks <= LEAST - 1
+    server.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["h2o", "adakv", "pressure"])
+def test_reports_that_never_come_do_not_stop_the_smallest_pool(engine, complaints, name):
+    server = engine(POLICIES[name], blocks=LEAST_OF.get(name, LEAST), max_num_batched_tokens=CHUNK, max_model_len=2048)
+    end = server.worker.kv_evict.end
+    server.worker.kv_evict.end = lambda *args: [{} for _ in end(*args)]
+    for seed in range(2):
+        server.add(random_prompt(1500, seed), max_tokens=50)
+    assert len(run(server, 250)) == 2
+    assert complaints and all(level in ("ERROR", "WARNING") for level, _ in complaints)
+    server.assert_nothing_left()
+
+
+def test_pressure_takes_no_prefix_that_the_waiting_request_hits(engine):
+    """Blocks of a cached prefix that only a running request holds are no gain for the request that would take them."""
+    server = engine(
+        {"name": "h2o", "when": "pressure", "budget": 256, "buffer": 0, "sink": 32, "recent": 64, "allow": []},
+        blocks=59,
+    )
+    evicted = {}
+    for shares in (True, False):
+        prompt = random_prompt(1800, 1 + shares)
+        server.add(prompt, "runs", max_tokens=100)
+        for _ in range(10):
+            server.llm.llm_engine.step()
+        (resident,) = server.scheduler.residents.values()
+        same = prompt[:1700] if shares else random_prompt(1700, 5)
+        server.add(same + random_prompt(250, 6), "waits", max_tokens=20)
+        for _ in range(20):
+            server.llm.llm_engine.step()
+        evicted[shares] = resident.evicted_blocks
+        assert len(server.run()) == 2
+    # The request that shares waits until the other one has ended; the one that does not takes what can be spared.
+    assert evicted[True] <= 4 and evicted[False] >= 25
+    server.assert_nothing_left()
+
+
+def test_a_try_without_success_is_not_repeated_in_each_step(engine):
+    server = engine(
+        {"name": "h2o", "when": "pressure", "budget": 1024, "buffer": 0, "sink": 32, "recent": 64, "allow": []},
+        blocks=46,
+    )
+    tries = []
+    after(server.scheduler.part(Pressure), "offer", lambda *_: tries.append(server.scheduler.current_step))
+    server.add(random_prompt(1000, 1), max_tokens=200)
+    for _ in range(8):
+        server.llm.llm_engine.step()
+    server.add(random_prompt(1100, 2), max_tokens=20)
+    tries.clear()
+    for _ in range(80):
+        server.llm.llm_engine.step()
+    assert len(server.scheduler.waiting) == 1 and 5 < len(set(tries)) <= 80 // 8 + 2
+    assert len(server.run()) == 2
+
+
+@pytest.mark.parametrize("high, low", [(0, 1000), (1000, 0)])
+def test_pressure_knows_priorities(engine, high, low):
+    """A request takes blocks from requests of its own or a lower priority; a larger number is a lower priority."""
+    policy = {"name": "h2o", "when": "pressure", "budget": 256, "buffer": 0, "sink": 32, "recent": 64, "allow": []}
+    server = engine(policy, blocks=66, scheduling_policy="priority")
+    server.add(random_prompt(1800, 1), "first", priority=high, max_tokens=120)
+    for _ in range(10):
+        server.llm.llm_engine.step()
+    (resident,) = server.scheduler.residents.values()
+    server.add(random_prompt(1900, 2), "second", priority=low, max_tokens=20)
+    assert len(server.run()) == 2
+    assert (resident.evicted_blocks > 0) == (low < high)
+
+
+def test_the_lowest_priority_gives_first(engine):
+    policy = {"name": "h2o", "when": "pressure", "budget": 128, "buffer": 0, "sink": 32, "recent": 32, "allow": []}
+    server = engine(policy, blocks=56, scheduling_policy="priority")
+    residents = {}
+    for number in (3, 1, 2):
+        server.add(random_prompt(500, number), f"r{number}", priority=number, max_tokens=100)
+        server.llm.llm_engine.step()
+    for _ in range(15):  # the first block that each of them decodes is full by then
+        server.llm.llm_engine.step()
+    for request in server.scheduler.running:
+        residents[request.priority] = server.scheduler.residents[request.request_id]
+    server.add(random_prompt(450, 9), "r0", priority=0, max_tokens=20)
+    server.llm.llm_engine.step()
+    gone = {number: resident.evicted_blocks for number, resident in residents.items()}
+    assert gone[3] > 0 and gone[1] == 0, gone
+    assert len(server.run()) == 4
+
+
+def test_a_request_preempted_twice_takes_no_more_blocks(engine):
+    server = engine({**POLICIES["pressure"], "budget": 256}, blocks=46)
+    server.add(random_prompt(1000, 1), max_tokens=60)
+    for _ in range(8):
+        server.llm.llm_engine.step()
+    (runs,) = server.scheduler.residents.values()
+    again = SimpleNamespace(request_id="again", status=RequestStatus.PREEMPTED, num_preemptions=MOST_TAKINGS)
+    make_room = server.scheduler.part(Pressure).make_room
+    server.manager.wanted = server.free_blocks + 4
+    assert not make_room(again, chunk=lambda: 0, reserved=0, hit=(), watermark=True) and not runs.evicted_blocks
+    again.num_preemptions -= 1
+    again.request_id = "another"
+    assert make_room(again, chunk=lambda: 0, reserved=0, hit=(), watermark=True) and runs.evicted_blocks >= 4
+    assert len(server.run()) == 1

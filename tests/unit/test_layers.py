@@ -1,0 +1,113 @@
+"""Rooms of the package and what each may import, inside functions too; only `integration` knows vLLM."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "vllm_evict"
+TRITON = PACKAGE.parent / "triton_kernels"
+
+#: Room -> rooms that it may import. Modules beside the rooms belong to `config`.
+MAY_IMPORT = {
+    "config": set(),
+    "policies": {"config"},
+    "core": {"config", "policies"},
+    "compute": {"config", "policies", "core", "triton_kernels"},
+    "triton_kernels": {"compute"},
+    "integration": {"config", "policies", "core", "compute"},
+    "integration.start": {"config", "policies", "core", "compute"},
+    "integration.engine": {"config", "policies", "core", "integration.start"},
+    "integration.worker": {"config", "policies", "core", "compute", "integration.start", "integration.engine"},
+    "integration.frontend": {"config", "core", "integration.start", "integration.engine"},
+    "heads": {"config", "core", "eval"},
+    "eval": {"config", "policies", "core", "heads", "integration", "integration.engine"},
+}
+BESIDE = {"": "config", "__init__": "integration", "cli": "eval", "plugin": "integration", "__main__": "eval"}
+#: Who may import vLLM, and torch.
+KNOW_VLLM = {"integration", "eval/backends.py"}
+NO_TORCH = ("config", "policies", "core")
+
+
+#: Rooms that still have circles.
+CIRCLES = {"config", "triton_kernels"}
+
+
+def room_of(module):
+    first, *rest = module.split(".")
+    inner = f"{first}.{rest[0]}" if rest else first
+    if inner in MAY_IMPORT:
+        return inner
+    return first if first in MAY_IMPORT else BESIDE.get(first, "config")
+
+
+def files():
+    for path in PACKAGE.rglob("*.py"):
+        yield path, ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in TRITON.glob("*.py"):
+        yield path, f"triton_kernels.{path.stem}"
+
+
+def imports(path, module):
+    """Modules that a file imports anywhere: (absolute name without the package's, whether it is ours)."""
+    package = module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            ours = node.module.split(".")[0] == "vllm_evict"
+            yield node.module.removeprefix("vllm_evict").lstrip("."), ours
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1]
+            for alias in node.names:
+                yield ".".join([*base, *filter(None, [node.module or alias.name])]), True
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_rooms_import_only_what_they_may(room):
+    seen = 0
+    for path, module in files():
+        if room_of(module) != room:
+            continue
+        for name, ours in imports(path, module):
+            seen += 1
+            if ours:
+                other = room_of(name)
+                # `integration` has, beside its rooms, what puts them together.
+                assert other == room or other in MAY_IMPORT[room] or other.startswith(f"{room}."), (
+                    f"{module} imports {name}"
+                )
+            elif name.split(".")[0] == "vllm":
+                assert {room.split(".")[0], path.relative_to(PACKAGE).as_posix()} & KNOW_VLLM, (
+                    f"{module} imports {name}"
+                )
+            elif name.split(".")[0] == "torch":
+                assert room not in NO_TORCH, f"{module} imports {name}"
+    assert seen > 10
+
+
+def test_no_modules_import_each_other():
+    """No import circles inside rooms either; imports for types alone count too."""
+    known = dict((module.removesuffix(".__init__"), path) for path, module in files())
+    graph = {module: set() for module in known}
+    for path, module in files():
+        for name, ours in imports(path, module):
+            name = name if name in known else name.rpartition(".")[0]
+            if ours and name in known and name != module.removesuffix(".__init__"):
+                graph[module.removesuffix(".__init__")].add(name)
+    order = TopologicalSorter({module: others for module, others in graph.items() if room_of(module) not in CIRCLES})
+    assert len(list(order.static_order())) > 100
+
+
+def test_core_runs_without_torch_and_vllm():
+    """What decides is tested, and can be read, without what computes."""
+    check = (
+        "import sys; sys.modules['torch'] = sys.modules['vllm'] = None\n"
+        "import vllm_evict.core.mechanisms, vllm_evict.core.actions, vllm_evict.core.usage, vllm_evict.core.layout\n"
+        "from vllm_evict import KVPolicyConfig; print(KVPolicyConfig.parse('h2o').limits(16, 4096).budget)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "128", done.stderr
