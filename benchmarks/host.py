@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +139,16 @@ def count_calls(llm: Any) -> list[int]:
 
 def choose_graph(runtime: Any) -> Any:
     """The full graph that a step would replay on a device, with room for requests of any length."""
-    blocks = [group._graph_blocks for group in runtime.groups]
+    shapes = [group.shape for group in runtime.groups]
     for group in runtime.groups:
-        group._graph_blocks = len(group._identity)
+        group.shape = replace(group.shape, graph_blocks=group.shape.max_blocks)
     runtime.attends_in_graphs = True
     try:
         return runtime.graph
     finally:
         runtime.attends_in_graphs = False
-        for group, count in zip(runtime.groups, blocks, strict=True):
-            group._graph_blocks = count
+        for group, shape in zip(runtime.groups, shapes, strict=True):
+            group.shape = shape
 
 
 def host_child(spec: dict) -> dict:

@@ -17,7 +17,10 @@ import torch
 from vllm_evict.compute.attention.cpu import CPUOps
 from vllm_evict.compute.attention.store import LayerStore
 from vllm_evict.compute.kernels.mass import pack_keys
+from vllm_evict.compute.parts import Room
+from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.select import Selection
+from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
 
 DIM, BLOCK = 64, 32
@@ -40,8 +43,8 @@ def measure(heads: int, kv_heads: int, tokens: int, select: int, repeats: int) -
     cache = torch.cat((keys, torch.randn(blocks + 1, kv_heads, BLOCK, DIM)), 2).view(-1, kv_heads, BLOCK, 2 * DIM)
     layer = SimpleNamespace(isa="vec", impl=SimpleNamespace(scale=DIM**-0.5))
     config = KVPolicyConfig.parse({"name": "full", "select": select, "dense_layers": 0})
-    selection = Selection(config, BLOCK, 1, LayerStore(CPUOps, lambda: [(layer, cache)]), torch.device("cpu"))
-    selection.hold(blocks + 1)
+    selection = Selection(config, BLOCK, [0], LayerStore(CPUOps, lambda: [(layer, cache)]), torch.device("cpu"))
+    selection.allocate(Room(blocks + 1))
     selection.refresh(range(1, blocks + 1))
     table = 1 + torch.randperm(blocks).int()[None]
     starts, held = np.array([0, 1], np.int32), np.array([tokens], np.int32)
@@ -53,9 +56,18 @@ def measure(heads: int, kv_heads: int, tokens: int, select: int, repeats: int) -
         CPUOps.decode(layer, query, cache, metadata, output, row, lens, None, None)
 
     def selected() -> None:
-        step = selection.step(["r"], selection.rows(starts, held), None, table, starts, held)
-        step.begin(CPUOps, layer, 0, query, cache)
-        assert step.decode(CPUOps, layer, 0, query, cache, metadata, output)
+        batch = SimpleNamespace(
+            req_ids=["r"],
+            starts=starts,
+            queries=np.diff(starts),
+            seq_lens=held + 1,
+            resident_tokens=held,
+            lens=lens,
+            written=table,
+            table=table,
+        )
+        work = StepWork([], np.zeros(1, np.int64), np.ones(1, np.int32), lens, selection.step(batch))
+        work.do(LayerCall(CPUOps, layer, 0, query, cache, metadata, output))
 
     return milliseconds(dense, repeats), milliseconds(selected, repeats)
 

@@ -94,7 +94,7 @@ class Checked:
         free = self.pool.get_num_free_blocks()
         self.wrong.unless(free == self.usable, f"{self.usable - free} blocks did not come back to the pool")
         for group in self.engine.plugin.groups if self.engine.plugin else ():
-            left = [len(sums) for sums in (group.with_holes, group.sums, group.tokens) if sums is not None]
+            left = [len(group.with_holes), len(group.measured)]
             self.wrong.unless(not any(left), f"holes or sums of {max(left)} requests were left in a worker")
         return outputs
 

@@ -195,7 +195,7 @@ class Counts:
         after(scheduler, "schedule", self._planned)
         after(scheduler, "_preempt_request", self._preempted)
         if plugin is not None:
-            self._sums = [group.sums for group in plugin.groups if group.sums is not None]
+            self._groups = plugin.groups
             after(scheduler, "apply", self._decided)
             for group in plugin.groups:
                 after(group, "view", partial(self._viewed, group))
@@ -225,7 +225,7 @@ class Counts:
 
     def _viewed(self, group: Any, viewed: tuple[Any, Any], metadata: Any) -> None:
         seen, work = viewed
-        measured = max((len(sums) for sums in self._sums), default=0)
+        measured = max(len(group.measured) for group in self._groups)
         self._counts["measured_requests"] = max(self._counts["measured_requests"], measured)
         self._counts["steps_with_holes"] += bool(group.with_holes) and seen is not metadata
         self._counts["own_decode_steps"] += work is not None and len(work.rows) > 0

@@ -5,20 +5,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from parts import part_of, tokens_of
 
-from vllm_evict.compute import cached, originals, prompts, sums, tokens
+from vllm_evict.compute import cached, compaction, originals, prompts, sums
 from vllm_evict.compute.attention import device
 from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.attention.store import LayerStore
 from vllm_evict.compute.graphs import Attends
 from vllm_evict.compute.group import GroupRuntime
+from vllm_evict.compute.holes import Start
 from vllm_evict.compute.kernels import alike, keys
 from vllm_evict.compute.kernels.fold import fold
 from vllm_evict.compute.kernels.keys import key_scores
 from vllm_evict.compute.kernels.rotate import Rotation
+from vllm_evict.compute.mass import BlockMass, TokenMass
 from vllm_evict.compute.measure import MassBuffers
+from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.compute.runtime import EvictionRuntime
+from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.tokens import TokenBuffers, TokenStep
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
@@ -120,20 +125,18 @@ def steps(policy, wrap, in_graphs=False, rejected=None, **options):
         compact=lambda source, keep, target: told.extend([source.tolist(), *keep, target.tolist()]),
         write=lambda layer, blocks, keys, values: told.extend([keys, values]),
     )
-    size = dict(max_requests=4, max_model_len=256, kv_heads=HEADS, layers=LAYERS, graph_blocks=12)
-    group = GroupRuntime(config, SIZE, store=store, **size)
+    group = GroupRuntime(config, Shape(SIZE, 4, 256, HEADS, LAYERS, graph_blocks=12), store)
     group.decodes = True
     group.reserve()
-    memory = group._graph_memory
-    if memory.tokens is not None:
-        memory.tokens = TokenBuffers(*map(wrap, memory.tokens))
-    if memory.mass is not None:
-        memory.mass = MassBuffers(*(wrap(each) if isinstance(each, torch.Tensor) else each for each in memory.mass))
-    if group.sums is not None:
-        group.sums._sums = wrap(group.sums._sums)
-    if group.tokens is not None:
-        group.tokens._pages = wrap(group.tokens._pages)
-    group._identity = wrap(group._identity)
+    by_block, per_token, tokens = part_of(group, BlockMass), part_of(group, TokenMass), tokens_of(group)
+    if per_token is not None:
+        per_token.memory = TokenBuffers(*map(wrap, per_token.memory))
+        tokens._pages = wrap(tokens._pages)
+    if by_block is not None:
+        if (memory := by_block.memory) is not None:
+            by_block.memory = MassBuffers(*(wrap(each) if isinstance(each, torch.Tensor) else each for each in memory))
+        by_block.sums._sums = wrap(by_block.sums._sums)
+    group.identity = wrap(group.identity)
     runtime = EvictionRuntime([group], Ops())
     runtime.outruns = True
     table = torch.zeros(4, 17, dtype=torch.int32)
@@ -164,7 +167,7 @@ def steps(policy, wrap, in_graphs=False, rejected=None, **options):
         over = torch.zeros(2, dtype=torch.int32)
         if rejected is not None:
             over[0] = rejected if step else 0
-            runtime.batch.settled, runtime.batch.unsure = {}, {"r": int(over[0])}
+            runtime.batch.verified, runtime.batch.unsure = {}, {"r": int(over[0])}
         if in_graphs and step:
             runtime.batch.graph = Attends.OWN
         padding = 2 * (runtime.batch.graph is not None)
@@ -183,16 +186,17 @@ def steps(policy, wrap, in_graphs=False, rejected=None, **options):
         assert more[0] in (0, over[0]) and not more[1:].any()
         if work is not None:
             for layer in range(LAYERS):
-                # A graph was captured on the memory of a whole batch, whatever the step.
-                mass = memory.mass.part(4)._replace(lens=work.seq_lens) if padding and memory.mass else None
-                drawn = None
-                if padding and memory.tokens:
-                    drawn = TokenStep(group.tokens._pages, memory.tokens, work.seq_lens)
-                work = StepWork.of_graph(mass, memory.rows, work.seq_lens, drawn) if padding else work
-                work.do(Ops(), None, layer, torch.zeros(1, 2 * HEADS, DIM), None, metadata, None)
+                if padding:  # a graph was captured on the memory of a whole batch, whatever the step
+                    made = []
+                    if per_token is not None:
+                        made.append(TokenStep(tokens._pages, per_token.memory, work.seq_lens))
+                    elif by_block is not None:
+                        made.append(by_block.captured(4, work.seq_lens))
+                    work = StepWork.of_graph(made, group.graph_rows.rows, work.seq_lens)
+                work.do(LayerCall(Ops(), None, layer, torch.zeros(1, 2 * HEADS, DIM), None, metadata))
         found += runtime.end(lambda values, maximise: values)
-    if "r" in (group.tokens or ()):
-        told += group.tokens.judged("r", LENGTH - 1, step)
+    if "r" in (tokens or ()):
+        told += tokens.judged("r", LENGTH - 1, step)
     return found, told
 
 
@@ -253,9 +257,9 @@ def test_by_token_only_a_decision_waits_and_once(policy, options, in_graphs, mon
     """For what its policy judges by; steps do not, and neither does what is kept, merged and moved."""
     options = {**options, "granularity": "token"}
     (_, expected), waits = steps(policy, lambda tensor: tensor, **options), []
-    monkeypatch.setattr(tokens, "fetched", lambda tensor: waits.append(tensor) or on_host(tensor))
+    monkeypatch.setattr(compaction, "fetched", lambda tensor: waits.append(tensor) or on_host(tensor))
     monkeypatch.setattr(sums, "fold", launched)
-    for module in (sums, tokens):
+    for module in (sums, compaction):
         monkeypatch.setattr(module, "to_device", lambda array, device: on_device(torch.from_numpy(array)))
     _, got = steps(policy, on_device, in_graphs, **options)
     assert len(waits) == 1 and len(got) == len(expected) > LAYERS + 1
@@ -275,7 +279,7 @@ def moved_up(wrap, to_device, monkeypatch):
     monkeypatch.setattr(originals, "to_device", to_device)
     monkeypatch.setattr(device, "halves", lambda cache: (cache[..., :DIM], cache[..., DIM:]))
     config = KVPolicyConfig.parse({"name": "h2o", **BASE, "context": 128})
-    runtime = EvictionRuntime([GroupRuntime(config, SIZE, 4, 256, HEADS, LAYERS, store)])
+    runtime = EvictionRuntime([GroupRuntime(config, Shape(SIZE, 4, 256, HEADS, LAYERS), store)])
     first = KeyRotation("r", 0, [0, 1, 4], [3, 5, 9], [12, 5, 9], [64, 64, 16], [False] * 3)
     for move in (first, KeyRotation("r", 0, [1, 4], [5, 9], [5, 9], [96, 48], [True] * 2)):
         runtime.plan = EvictionPlan([GroupPlan()], rotations=[move])
@@ -308,14 +312,15 @@ def shares(wrap):
     generator = torch.Generator().manual_seed(2)
     query, cache = (torch.randn(60, *shape, generator=generator) for shape in ((2 * HEADS, DIM), (HEADS, SIZE, DIM)))
     scores, table = PromptScores(HEADS, 1, SIZE), torch.randperm(60, generator=generator).int()[None, :4]
-    scores.begin(set(), GroupPlan(repeats={"shadow": Repetition(0, 40, 8, 40, 4)}))
+    scores.begin(Start(GroupPlan(repeats={"shadow": Repetition(0, 40, 8, 40, 4)}), set(), set(), set(), None))
     scores._prompts[0] = wrap(scores._prompts[0])
     ops = SimpleNamespace(read=lambda layer, cache, blocks, values: (cache[blocks], None))
     layer = SimpleNamespace(impl=SimpleNamespace(scale=1.0))
     for start, end in ((38, 50), (50, 60)):
-        step = scores.step(["shadow"], np.array([0, end - start]), np.array([end]))
-        step.add(ops, layer, 0, wrap(query[start:end]), wrap(cache), SimpleNamespace(block_table=wrap(table)))
-    scores.begin(set(), GroupPlan(scored={"r": (0, 40)}))
+        batch = SimpleNamespace(req_ids=["shadow"], starts=np.array([0, end - start]), seq_lens=np.array([end]))
+        metadata = SimpleNamespace(block_table=wrap(table))
+        scores.step(batch).add(LayerCall(ops, layer, 0, wrap(query[start:end]), wrap(cache), metadata))
+    scores.begin(Start(GroupPlan(scored={"r": (0, 40)}), set(), set(), set(), None))
     scores.judged("r", 50)
     scores.gather("r", 50, 4, 32, wrap(torch.arange(8, 32).expand(1, HEADS, 24)))
     return scores.judged("r", 52)[0]

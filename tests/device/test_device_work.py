@@ -162,7 +162,9 @@ def test_split_heads_of_fp8_write_outputs_in_the_model_s_dtype(monkeypatch):
     holder = SimpleNamespace(kv_cache=torch.zeros(1, 1, 16, 32))
     heads = [slice(i, i + 1) for i in range(2)]
     parts = [split.Part(name, its, its, slice(0, 1), Impl(), holder, 1) for name, its in zip("ab", heads)]
-    context = SimpleNamespace(attn_metadata=dict.fromkeys("ab", SimpleNamespace(slot_mapping=None)))
+    context = SimpleNamespace(
+        attn_metadata=dict.fromkeys("ab", SimpleNamespace(slot_mapping=None, kv_evict_step_work=object()))
+    )
     monkeypatch.setattr(split, "get_forward_context", lambda: context)
     monkeypatch.setattr(split, "do_together", lambda ops, layer, query, shares, output: seen.append(query.dtype))
     query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)
@@ -187,8 +189,8 @@ def test_own_work_is_done_with_queries_in_the_model_s_dtype():
         def forward(self, layer, query, *args):
             seen.append(query)
 
-    def do(ops, layer, place, query, *args):
-        seen.append(query)
+    def do(call):
+        seen.append(call.query)
 
     metadata = SimpleNamespace(**{STEP_WORK: SimpleNamespace(is_all=False, measures=False, do=do)})
     query = torch.randn(3, 2, 16).to(torch.float8_e4m3fn)

@@ -11,6 +11,7 @@ import test_device_backends
 import torch
 from engine import V2, after, exactly, random_prompt
 from parity import assert_like_oracle, assert_tokens_like_oracle
+from parts import sums_of, tokens_of
 from test_device_backends import BASE, BLOCK, POLICIES, check_split_heads, distinct_prompt, on, steps_with_views
 from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
@@ -149,7 +150,7 @@ def test_decisions_go_by_the_numbers_that_steps_without_graphs_measure(replaying
     """Which tokens go may not show it. Most queries of this request are decodes."""
     policy, told = MEASURED.get(name, {**POLICIES["h2o"], "granularity": "token"}), []
     subject = replaying(policy)
-    sums = subject.runtime.tokens if name == "token" else subject.runtime.sums
+    sums = (tokens_of if name == "token" else sums_of)(subject.runtime)
     judge, report = sums.judge if name == "token" else None, sums.report
 
     def judged(req_id, number):
@@ -211,7 +212,7 @@ class TestNotInAGraph:
         monkeypatch.setattr(device, "MASS_SCRATCH", 4 * 4 * 4 * dense.heads)
         policy = {**POLICIES["h2o"], "buffer": 16}
         subject = replaying(policy)
-        assert subject.runtime.graph_tokens == 64
+        assert subject.runtime.shape.graph_tokens == 64
         self.check(subject, graphs, dense, policy, replayed=None)
 
     @pytest.mark.parametrize("backend", EITHER, indirect=True)
@@ -233,8 +234,8 @@ class TestNotInAGraph:
     @pytest.mark.parametrize("backend", EITHER, indirect=True)
     def test_sums_by_token_that_had_to_grow(self, replaying, graphs, dense, backend, monkeypatch):
         """From then on; the log says so once."""
-        hold, said = tokens.TokenSums.hold, []
-        monkeypatch.setattr(tokens.TokenSums, "hold", lambda sums, blocks: hold(sums, 6))
+        hold, said = tokens.TokenSums.allocate, []
+        monkeypatch.setattr(tokens.TokenSums, "allocate", lambda sums, blocks: hold(sums, 6))
         monkeypatch.setattr(tokens.logger, "warning", said.append)
         policy = {**POLICIES["h2o"], "granularity": "token"}
         subject = replaying(policy)
@@ -385,7 +386,7 @@ def test_graphs_are_profiled_before_the_cache_is_there(replaying, graphs, dense,
     available, there = cpu_worker.CPUWorker.determine_available_memory, []
 
     def shared(runtime):
-        memory = (group._graph_memory for group in runtime.groups)
+        memory = (group.graph_rows for group in runtime.groups)
         views = (view.table.data_ptr() for group in runtime.groups for view in [runtime.views.memory(group)])
         return [runtime.ops._scratch.data_ptr(), *(each.rows.data_ptr() for each in memory), *views]
 

@@ -9,6 +9,7 @@ import pytest
 import test_device_backends
 import torch
 from engine import random_prompt
+from parts import batch_of, part_of, sums_of, tokens_of
 from test_device_backends import BASE, POLICIES, distinct_prompt, on
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,10 +17,14 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_evict.compute import memory, originals
+from vllm_evict.compute import cached, compaction, measure, memory, originals
 from vllm_evict.compute.attention import device
+from vllm_evict.compute.compaction import Compactor
 from vllm_evict.compute.group import GroupRuntime
+from vllm_evict.compute.mass import BlockMass
 from vllm_evict.compute.memory import Needs
+from vllm_evict.compute.needs import AT_A_TIME, OF_DIMENSION
+from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.tokens import TokenSums
 from vllm_evict.compute.work import StepWork
 from vllm_evict.config import KVPolicyConfig
@@ -96,10 +101,10 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
     for method, in_place in graphs._IN_PLACE.items():  # the interpreter's own copies are no memory of ours
         monkeypatch.setattr(GridExecutor, method, in_place)
     # Constants that would hide all else in a model as small as this.
-    monkeypatch.setattr(memory, "AT_A_TIME", 1 << 16)
-    monkeypatch.setattr(memory.measure, "PIVOT_SCRATCH", 1 << 16)
-    for module in (memory, originals):
-        monkeypatch.setattr(module, "TURNED", 64)
+    for module in (cached, compaction):
+        monkeypatch.setattr(module, "AT_A_TIME", 1 << 16)
+    monkeypatch.setattr(measure, "PIVOT_SCRATCH", 1 << 16)
+    monkeypatch.setattr(originals, "TURNED", 64)
     # The host's memory, which is none of the device's.
     monkeypatch.setattr(originals, "stashed", lambda tensor: tensor.numpy().copy())
     monkeypatch.setattr(originals, "restored", lambda arrays, device: torch.tensor(np.stack(arrays), device=device))
@@ -134,31 +139,29 @@ def test_what_is_set_aside_covers_what_requests_take(server, monkeypatch, name):
         gc.collect()
         runtime.views.tables = ()  # vLLM's own, of the step
         taken = reachable(runtime) - kept
-        addresses = 8 * group.shape[1]  # of layers whose tokens have moved
+        addresses = 8 * group.shape.layers  # of layers whose tokens have moved
         most = needs.block * len(subject.held_blocks()) + needs.step + addresses
         assert taken <= most, f"{taken} bytes beside {kept}, at most {most}"
         held.append(taken)
 
-    prompt = distinct_prompt if group.by_token else random_prompt
+    prompt = distinct_prompt if part_of(group, Compactor) else random_prompt
     requests = [(prompt(length, seed), {"max_tokens": 8}) for seed, length in enumerate((100, 70, 20))]
     _, traces = subject.traced(requests, note)
     assert any(map(len, traces[0].evicted))
-    assert 0 < between.most <= needs.between + needs.block * group.held_blocks
+    assert 0 < between.most <= needs.between + needs.block * group.shape.held_blocks
     assert step.most <= needs.step + (1 << 14), "indices beside it"
     # A step of the largest batch, all as long as a request may be, which these were not.
-    full, mass = (group.max_requests, group.held_blocks), 0
-    if group.sums is not None:
-        tests = "pivots" in group.statistics
-        buffers = group.sums.buffers(*full, torch.zeros(4), None, tests)
+    full, mass = (group.shape.max_requests, group.shape.held_blocks), 0
+    if (sums := sums_of(group)) is not None:
+        tests = part_of(group, BlockMass)._tests
+        buffers = sums.buffers(*full, torch.zeros(4), None, tests)
         mass += buffers.mass.nbytes + (0 if buffers.layer is None else buffers.layer.nbytes)
-        mass += layers.sizes(subject.worker.vllm_config)[2] * (3 if tests else 1) + memory.measure.PIVOT_SCRATCH * tests
-    if group.tokens is not None:
-        mass += group.tokens.token_buffers(*full).mass.nbytes
+        mass += layers.sizes(subject.worker.vllm_config)[2] * (3 if tests else 1) + measure.PIVOT_SCRATCH * tests
+    if (tokens := tokens_of(group)) is not None:
+        mass += tokens.token_buffers(*full).mass.nbytes
     assert mass <= needs.step
-    if group.tokens is not None:
-        assert not group.tokens.outgrown and group.tokens.pages == min(
-            subject.pool.num_gpu_blocks, 4 * group.held_blocks
-        )
+    if tokens is not None:
+        assert not tokens.outgrown and tokens.pages == min(subject.pool.num_gpu_blocks, 4 * group.shape.held_blocks)
     subject.assert_nothing_left()
 
 
@@ -166,10 +169,10 @@ def test_needs_of_a_decision_follow_from_the_heads_of_a_layer():
     """Statistics of keys are computed layer by layer, so the number of layers adds nothing."""
     store = SimpleNamespace(read=None, kept_bytes=0)
     for count in (2, 40):
-        group = GroupRuntime(KVPolicyConfig.parse(CASES["keydiff"]), 16, 2, 256, kv_heads=8, layers=count, store=store)
-        keys = group.held_blocks * 16 * 8 * 64
+        group = GroupRuntime(KVPolicyConfig.parse(CASES["keydiff"]), Shape(16, 2, 256, 8, count), store)
+        keys = group.shape.held_blocks * 16 * 8 * 64
         needs = memory.needs([group], head_size=64, itemsize=2, queries=0)
-        assert needs.between == keys * (2 * 2 + memory.OF_DIMENSION) + memory.AT_A_TIME
+        assert needs.between == keys * (2 * 2 + OF_DIMENSION) + AT_A_TIME
 
 
 def test_the_share_of_the_pool():
@@ -211,8 +214,9 @@ def test_vllm_is_told_before_it_sizes_its_pool(server, monkeypatch):
     needs = subject.worker._needs
     assert order == [("profiled", True), ("ran", 1), max(needs.step, needs.between)]
     (told,) = (line for line in said if "set aside" in line)
-    runtime, blocks = subject.worker.kv_evict, subject.runtime.tokens.pages
-    kept = memory.kept_bytes(runtime) + needs.block * blocks - 4 * runtime.groups[0].tokens._pages.numel()
+    runtime, tokens = subject.worker.kv_evict, tokens_of(subject.runtime)
+    blocks = tokens.pages
+    kept = memory.kept_bytes(runtime) + needs.block * blocks - 4 * tokens._pages.numel()
     sizes = [-(-size // memory.MIB) for size in (kept, needs.block * blocks)]
     assert "{} MiB of device memory are set aside beside the KV cache, {} MiB of them".format(*sizes) in told
     assert f"scores by token of {blocks} blocks" in told
@@ -225,14 +229,14 @@ def test_vllm_is_told_before_it_sizes_its_pool(server, monkeypatch):
 def test_pages_that_run_out_are_added():
     """Requests that share blocks have sums of their own for each, so there may be more than the pool has blocks."""
     sums = TokenSums(2, 1, 1, 16, 100)
-    sums.hold(3)
+    sums.allocate(3)
     assert sums.pages == 3 and not sums.outgrown
     for req_id in ("a", "b"):
         sums.start(req_id, Scoring("sum", 0.0, 0, 1, 9, per_token=True))
     starts = torch.arange(3).numpy()
     for length in (16, 48):
         lens = torch.full((2,), length, dtype=torch.int32).numpy()
-        sums.token_step(["a", "b"], starts, lens, lens, torch.from_numpy(lens))
+        sums.token_step(batch_of(["a", "b"], starts, lens, torch.from_numpy(lens), held=lens))
         assert sums.outgrown == (length > 16)
     assert 6 <= sums.pages <= 3 + 16 + 16
 

@@ -9,6 +9,7 @@ from conftest import GARBAGE
 
 from vllm_evict.compute import views
 from vllm_evict.compute.kernels.view import resident_view
+from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.views import Views
 
 BLOCK, REQUESTS = 16, 4
@@ -19,12 +20,12 @@ IN_GRAPH = pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "gra
 
 
 class Group:
-    block_size, max_requests, max_blocks, device = BLOCK, REQUESTS, 1, "cpu"
+    block_size, shape, device = BLOCK, Shape(BLOCK, REQUESTS, 0, 1, 1), "cpu"
 
     def __init__(self, holes):
         self.with_holes = {"r": holes} if holes else {}
 
-    def held(self, seq_lens):
+    def resident_tokens(self, seq_lens):
         return seq_lens - np.array([BLOCK * len(self.with_holes.get("r", [])), 0], np.int32)
 
 

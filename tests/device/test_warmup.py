@@ -12,6 +12,7 @@ import test_device_backends
 import torch
 from engine import random_prompt
 from interpreter import use_kernels
+from parts import part_of, sums_of, tokens_of
 from test_device_backends import BASE, POLICIES, distinct_prompt, on
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import jit
@@ -24,9 +25,11 @@ from vllm_evict.compute.attention.flash import FlashOps
 from vllm_evict.compute.attention.latent import DeviceLatentOps
 from vllm_evict.compute.attention.triton import TritonOps
 from vllm_evict.compute.attention.warmup import Heads, warm_up
+from vllm_evict.compute.compaction import Compactor
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.kernels.queries import Queries
 from vllm_evict.compute.runtime import EvictionRuntime
+from vllm_evict.compute.shape import Shape
 from vllm_evict.compute.work import HeadSlice
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.integration.worker import layers, worker
@@ -189,8 +192,9 @@ class Work:
         self.groups, self.parts, first = [], [], 0
         pages = torch.zeros(2, self.block_size, sum(parts), 2 * self.dim, dtype=kept or self.dtype).transpose(1, 2)
         config = KVPolicyConfig.parse(policy)
+        self.tests = "pivots" in config.statistics
         for index, count in enumerate(parts):
-            group = GroupRuntime(config, self.block_size, MANY, LONG, count, 1, SimpleNamespace(read=None))
+            group = GroupRuntime(config, Shape(self.block_size, MANY, LONG, count, 1), SimpleNamespace(read=None))
             group.decodes = True
             self.groups.append(group)
             which = slice(first * self.group_size, (first + count) * self.group_size)
@@ -209,7 +213,7 @@ class Work:
         for rows, count in ((1, 1), (1, 5), (2, 9), (3, 100), (16, 512)):
             self.chunks(rows, count)
         for part, group in zip(self.parts, self.groups):
-            if group.by_token:
+            if part_of(group, Compactor):
                 self.compactions(part)
 
     def compactions(self, part):
@@ -237,13 +241,14 @@ class Work:
     def ways(self, group, part, rows, queries, longest):
         """(mass or None, weights or None, per_token) of a step, as `MassStep` and `TokenStep` have them."""
         width, weights = -(-longest // self.block_size), torch.ones(queries)
-        if group.tokens is not None:
+        if tokens_of(group) is not None:
             kv_heads = part.kv_cache.shape[1]
             return [(torch.zeros(rows, kv_heads + 1, width * self.block_size)[:, :kv_heads], weights, True)]
-        mass = torch.zeros(rows, group.sums.heads, width)
+        sums = sums_of(group)
+        mass = torch.zeros(rows, sums.heads, width)
         pivots = []
-        if "pivots" in group.statistics:
-            layer = torch.zeros(rows, group.sums.kv_heads + 1, width)[:, : part.kv_cache.shape[1]]
+        if self.tests:
+            layer = torch.zeros(rows, sums.kv_heads + 1, width)[:, : part.kv_cache.shape[1]]
             pivots = [(None, weights, False), (layer, weights, False)]
         return [(mass, None, False), (mass, weights, False), (None, None, False), *pivots]
 
@@ -259,20 +264,22 @@ class Work:
                     self.ops.decode(*where, weights, out, per_token)
                 if len(self.parts) == 2:
                     self.together(query, metadata, output, part, out, weights, per_token)
-                if out is not None and not per_token and (group.sums.maximise_layers or out.shape[1] > 1):
+                sums = sums_of(group)
+                if out is not None and not per_token and (sums.maximise_layers or out.shape[1] > 1):
                     self.layers(group, out, rows)
-                if out is not None and not per_token and out.shape[1] == group.sums.heads:
-                    slots, logical = torch.zeros(rows, dtype=torch.int32), group._identity[: out.shape[2]]
+                if out is not None and not per_token and out.shape[1] == sums.heads:
+                    slots, logical = torch.zeros(rows, dtype=torch.int32), group.identity[: out.shape[2]]
                     for kept in (None, torch.ones(rows)):
-                        worker_sums.fold(group.sums._sums, slots, out, logical.expand(rows, -1), kept)
-            if "pivots" in group.statistics:
+                        worker_sums.fold(sums._sums, slots, out, logical.expand(rows, -1), kept)
+            if self.tests:
                 looked_at = Queries(numbers.long(), numbers.long(), metadata.seq_lens)
                 self.ops.mass_of(self.layer, query_, part.kv_cache, metadata, looked_at, -(-longest // self.block_size))
 
     def layers(self, group, layer, rows):
-        mass, lens = torch.zeros(rows, group.sums.heads, layer.shape[2]), torch.zeros(rows, dtype=torch.int32)
-        options = {"maximise": group.sums.maximise_layers, "share": 1 / self.group_size}
-        for tested in [None] * group.sums.maximise_layers + [lens] * ("pivots" in group.statistics):
+        sums = sums_of(group)
+        mass, lens = torch.zeros(rows, sums.heads, layer.shape[2]), torch.zeros(rows, dtype=torch.int32)
+        options = {"maximise": sums.maximise_layers, "share": 1 / self.group_size}
+        for tested in [None] * sums.maximise_layers + [lens] * self.tests:
             worker_sums.take(mass, layer, lens, self.block_size, tested=tested, **options)
 
     def together(self, query, metadata, output, measured, out, weights, per_token):
@@ -339,7 +346,7 @@ class LatentWork(Work):
     def decodes(self, rows, longest):
         metadata, query = self.batch(rows, rows, longest), torch.empty(rows, self.heads, self.dim, dtype=self.dtype)
         self.measured(metadata, query, longest)
-        if "pivots" in self.group.statistics:
+        if self.tests:
             numbers = torch.arange(rows)
             looked_at, width = Queries(numbers, numbers, metadata.seq_lens), -(-longest // self.block_size)
             self.ops.mass_of(self.layer, query, self.parts[0].kv_cache[:, 0], metadata, looked_at, width)
@@ -370,8 +377,8 @@ def test_nothing_is_left_behind(server, tmp_path, monkeypatch, granularity):
     def looking(config, runtime, tables):
         caches = [layer.kv_cache for layer in layers.get_layers_from_vllm_config(config, layers.Attention).values()]
         caches += [config.compilation_config.static_forward_context[name].kv_cache for name in runtime.pages]
-        sums = [group.sums._sums for group in runtime.groups if group.sums is not None]
-        sums += [group.tokens._pages for group in runtime.groups if group.tokens is not None]
+        sums = [each._sums for each in map(sums_of, runtime.groups) if each is not None]
+        sums += [each._pages for each in map(tokens_of, runtime.groups) if each is not None]
         held = [each for each in [*caches, *sums] if each.numel()] + list(tables)
         for each in held:
             each.random_(1, 9)
@@ -379,8 +386,8 @@ def test_nothing_is_left_behind(server, tmp_path, monkeypatch, granularity):
         layers_warm_up(config, runtime, tables)
         assert len(sums) == (2 if granularity == "token" else 1) and all(map(torch.equal, held, before))
         for group in runtime.groups:
-            assert group.plan is None and not group.with_holes and not group.measured and group._viewed is None
-        assert runtime.plan is None and not runtime.ops._plans and not runtime.ops._places
+            assert not group.in_step and not group.with_holes and not group.measured and group._viewed is None
+        assert not runtime.in_step and not runtime.ops._plans and not runtime.ops._places
         for each in held:
             each.zero_()
         looked.append(len(held))

@@ -10,6 +10,7 @@ from engine import exactly, logprobs_of, random_prompt, random_requests
 from oracle.heads import replay_heads
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
+from parts import sums_of
 
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
@@ -387,7 +388,7 @@ def test_fastgen_keeps_each_group_to_what_it_chose(request, model, complaints, m
         held.append([r.held_blocks for r in residents])
         if len(chosen) < 4:  # until workers have heard of it
             return
-        sums = [len(group.sums) for group in server.worker.kv_evict.groups]
+        sums = [len(sums_of(group)) for group in server.worker.kv_evict.groups]
         assert sums == [int(name == "h2o") for name in chosen[-1]]
         if one.num_computed_tokens % BLOCK > 2:
             for resident, blocks in zip(residents, held[-1]):

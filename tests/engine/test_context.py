@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from oracle.model import DenseLlama
 from oracle.tiny import make_tiny_llama
 from parity import assert_like_oracle
+from parts import part_of
 from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from vllm_evict.compute import memory
 from vllm_evict.compute.kernels.rotate import Rotation
+from vllm_evict.compute.originals import Originals
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import NO_BLOCKS, RequestBlocks
 from vllm_evict.integration.start.arguments import ALLOW_LONG, longer_than_the_model
@@ -148,6 +150,8 @@ def test_turned_keys_are_computed_ones_rounded_once(server, poisoned, dtype):
     group, manager = subject.runtime, subject.manager
     request = subject.add(random_prompt(300), max_tokens=1000, detokenize=False)
 
+    originals = part_of(group, Originals)
+
     def look(_):
         # What was decided on at the end of a step is told with the next one: caches are what was decided before it.
         for block, place, physical in before:
@@ -160,8 +164,8 @@ def test_turned_keys_are_computed_ones_rounded_once(server, poisoned, dtype):
                     want = turn(was, torch.tensor([(place - block) * BLOCK])).to(was.dtype)
                     assert torch.equal(each, want), f"block {block} at {place}, after {len(moves[block])} moves"
         for req_id, resident in manager.residents.items():
-            assert group.originals.blocks(req_id) == {block for block, place, _ in before if place > block}
-            held.append(len(group.originals.blocks(req_id)))
+            assert originals.blocks(req_id) == {block for block, place, _ in before if place > block}
+            held.append(len(originals.blocks(req_id)))
             full = resident.residence.pool < subject.scheduler.requests[req_id].num_computed_tokens // BLOCK
             table = manager.req_to_blocks[req_id]
             each = zip(resident.residence.pool[full].tolist(), resident.residence.places[full].tolist())
@@ -169,9 +173,9 @@ def test_turned_keys_are_computed_ones_rounded_once(server, poisoned, dtype):
 
     output = subject.run(look)[request]
     assert len(output.outputs[0].token_ids) == 1000
-    assert max(held) <= group.held_blocks
-    kib = group.held_blocks * group.originals.block_bytes / 1024
-    assert kib == group.held_blocks * 2 * BLOCK * 2 * 32 * 2 / 1024, "of two layers, two heads, 32 dimensions"
+    assert max(held) <= group.shape.held_blocks
+    kib = group.shape.held_blocks * originals.block_bytes / 1024
+    assert kib == group.shape.held_blocks * 2 * BLOCK * 2 * 32 * 2 / 1024, "of two layers, two heads, 32 dimensions"
     assert f"up to {math.ceil(kib / 1024)} MiB of host memory" in memory.put_aside("h2o", subject.worker.kv_evict)
     assert len(moves[0]) >= 8, "sinks"
     assert any(len(places) > 2 for block, places in moves.items() if block), "heavy hitters"

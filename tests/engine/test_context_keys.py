@@ -9,6 +9,7 @@ import torch
 from engine import random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parts import part_of
 from test_context import BLOCK, CONTEXT, EMBEDDINGS, WINDOW, watched
 from transformers import AutoConfig
 from vllm.model_executor.layers.attention import Attention
@@ -17,11 +18,14 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm_evict.compute.attention.device import DeviceOps
 from vllm_evict.compute.attention.store import LayerStore
 from vllm_evict.compute.group import GroupRuntime
+from vllm_evict.compute.holes import Start
 from vllm_evict.compute.kernels.rotate import Rotation
+from vllm_evict.compute.originals import Originals
 from vllm_evict.compute.runtime import EvictionRuntime
+from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.blocks import RequestBlocks
-from vllm_evict.core.plan import EvictionPlan, GroupPlan, KeyRotation
+from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, KeyRotation
 from vllm_evict.integration.worker import positions
 
 short, server, vllm_config = test_context.short, test_context.server, test_context.vllm_config
@@ -200,7 +204,12 @@ def layer_store(frequencies, caches, scale=1.0):
 
 
 def step(runtime, moves=(), holes=()):
-    runtime.plan = EvictionPlan([GroupPlan(holes={"r": list(holes)})], rotations=list(moves))
+    none = SimpleNamespace(resumed_req_ids=set())
+    output = SimpleNamespace(
+        finished_req_ids=set(), preempted_req_ids=None, scheduled_cached_reqs=none, scheduled_new_reqs=[]
+    )
+    setattr(output, PLAN, EvictionPlan([GroupPlan(holes={"r": list(holes)})], rotations=list(moves)))
+    runtime.begin(output)
     runtime.rearrange(None)
 
 
@@ -213,7 +222,7 @@ def test_keys_are_rounded_once_however_often_they_move(dtype):
     frequencies = 5e5 ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
     given = caches.view(torch.uint8) if dtype == "fp8" else caches
     store = layer_store(frequencies, list(given), scale)
-    runtime = EvictionRuntime([GroupRuntime(KVPolicyConfig.parse(WINDOW), BLOCK, 4, 4096, 2, 2, store)])
+    runtime = EvictionRuntime([GroupRuntime(KVPolicyConfig.parse(WINDOW), Shape(BLOCK, 4, 4096, 2, 2), store)])
     # Logical block -> where it was made, where it is, positions that it has moved by.
     blocks = {0: [1, 1, 0], 3: [2, 2, 0], 9: [3, 3, 0]}
     for move in range(1, 501):
@@ -229,7 +238,7 @@ def test_keys_are_rounded_once_however_often_they_move(dtype):
             blocks[block][2] += 1024 + BLOCK * block
         target, tokens = ([blocks[block][at] for block in which] for at in (1, 2))
         step(runtime, [KeyRotation("r", 0, which, source, target, tokens, again)])
-        assert runtime.groups[0].originals.blocks("r") == set(which)
+        assert part_of(runtime.groups[0], Originals).blocks("r") == set(which)
         if move not in (1, 20, 100, 500):
             continue
         for was, now, total in blocks.values():
@@ -242,14 +251,15 @@ def test_keys_are_rounded_once_however_often_they_move(dtype):
             clipped = exact.abs() > numbers.max
             assert (clipped | (off <= largest * (1 + 1e-3) + 1e-6 * first.abs().max())).all(), f"after {move} moves"
             assert torch.equal(caches[:, now, ..., size:].float(), made[:, was, ..., size:].float())
-    runtime.groups[0].originals.forget({"r"})
-    assert runtime.groups[0].originals.is_empty
+    originals = part_of(runtime.groups[0], Originals)
+    originals.begin(Start(GroupPlan(), {"r"}, set(), set(), runtime.groups[0].holes))
+    assert originals.is_empty
 
 
 def test_a_block_that_has_moved_needs_its_original():
     """Keys that are turned already are never taken for those that were computed."""
     store = layer_store(torch.ones(8, dtype=torch.float64), [torch.randn(4, 1, BLOCK, 32)])
-    runtime = EvictionRuntime([GroupRuntime(KVPolicyConfig.parse(WINDOW), BLOCK, 4, 4096, 1, 1, store)])
+    runtime = EvictionRuntime([GroupRuntime(KVPolicyConfig.parse(WINDOW), Shape(BLOCK, 4, 4096, 1, 1), store)])
     with pytest.raises(KeyError):
         step(runtime, [KeyRotation("r", 0, [0], [1], [1], [64], [True])])
 
@@ -261,7 +271,7 @@ def test_originals_are_of_the_blocks_that_have_moved(rounds, chance):
     kept of blocks that are gone, nor of a request that begins again."""
     frequencies = torch.tensor([0.3, 0.01], dtype=torch.float64)
     (cache,) = caches = [torch.zeros(200, 1, BLOCK, 8)]
-    group = GroupRuntime(KVPolicyConfig.parse(WINDOW), BLOCK, 4, 8192, 1, 1, layer_store(frequencies, caches))
+    group = GroupRuntime(KVPolicyConfig.parse(WINDOW), Shape(BLOCK, 4, 8192, 1, 1), layer_store(frequencies, caches))
     runtime, resident = EvictionRuntime([group]), RequestBlocks(KVPolicyConfig.parse(WINDOW), None, BLOCK)
     table, made, blocks, free = {}, {}, 0, list(range(1, 200))
     moves, holes = [], []
@@ -270,21 +280,21 @@ def test_originals_are_of_the_blocks_that_have_moved(rounds, chance):
             table[block] = free.pop(chance.randrange(len(free)))
             made[block] = cache[table[block]] = torch.randn(1, BLOCK, 8)
         blocks += 3
-        resident.reach(blocks * BLOCK)
+        resident.residence.reach(blocks * BLOCK)
         victims = sorted(chance.sample(sorted(table)[:-1], min(gone, len(table) - 1)))
         resident.evict(np.array(victims, np.int64), blocks * BLOCK)
         holes += victims
         for block in victims:
             del table[block]
         if moving:
-            which, distances, again = (each.tolist() for each in resident.gaps())
+            which, distances, again = (each.tolist() for each in resident.residence.gaps())
             source = [table[block] for block in which]
             for block in which:
                 if chance.random() < 0.2:
                     table[block] = free.pop(chance.randrange(len(free)))
             target, tokens = [table[block] for block in which], [BLOCK * distance for distance in distances]
             moves.append(KeyRotation("r", 0, which, source, target, tokens, again))
-            resident.move_up()
+            resident.residence.move_up()
         if told:
             step(runtime, moves, holes)
             moves, holes = [], []
@@ -294,4 +304,4 @@ def test_originals_are_of_the_blocks_that_have_moved(rounds, chance):
         want = turn(made[block][None, ..., :4], torch.tensor([(place - block) * BLOCK]))[0]
         torch.testing.assert_close(cache[table[block]][..., :4], want, atol=0, rtol=0)
     moved = resident.residence.pool[resident.residence.places > resident.residence.pool].tolist()
-    assert group.originals.blocks("r") == set(moved)
+    assert part_of(group, Originals).blocks("r") == set(moved)

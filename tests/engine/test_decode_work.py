@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from parts import batch_of
 from test_mass import needs_extension
 
 from vllm_evict.compute.attention import cpu
 from vllm_evict.compute.kernels.decode import decode_mass
+from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.compute.work import StepWork
 from vllm_evict.core.plan import Scoring
@@ -21,8 +23,8 @@ def work_of(rows, q_lens, weights=None, lens=None):
     if weights is not None:
         for name in weights:
             sums.start(name, Scoring("sum", 0.9, 1, 1, 100))
-        mass = sums.step([f"r{i}" for i in range(len(q_lens))], starts, lens.numpy(), logical, lens)
-    return StepWork(mass, np.array(rows, np.int64), starts, lens)
+        mass = sums.step(batch_of([f"r{i}" for i in range(len(q_lens))], starts, lens.numpy(), lens, logical))
+    return StepWork([] if mass is None else [mass], np.array(rows, np.int64), np.diff(starts), lens)
 
 
 class Recorder:
@@ -32,13 +34,13 @@ class Recorder:
     def kv_heads(self, kv_cache):
         return 1
 
-    def mass(self, layer, query, kv_cache, metadata, weights, out, last=None):
+    def mass(self, layer, query, kv_cache, metadata, weights, out, per_token, last):
         self.calls.append(("mass", *(None if each is None else each.tolist() for each in (weights, last))))
 
     def mass_of(self, layer, query, kv_cache, metadata, queries, out):
         self.calls.append(("mass_of", queries.tokens.tolist()))
 
-    def decode(self, layer, query, kv_cache, metadata, output, rows, seq_lens, weights, out):
+    def decode(self, layer, query, kv_cache, metadata, output, rows, seq_lens, weights, out, per_token):
         self.calls.append(("decode", rows.tolist(), None if weights is None else weights.tolist(), out is not None))
 
 
@@ -59,7 +61,7 @@ class Recorder:
 )
 def test_work_is_divided(rows, q_lens, measured, is_all, calls):
     work, recorder = work_of(rows, q_lens, measured), Recorder()
-    work.do(recorder, None, 0, torch.zeros(sum(q_lens), 2, 16), None, None, None)
+    work.do(LayerCall(recorder, None, 0, torch.zeros(sum(q_lens), 2, 16), None, None))
     assert recorder.calls == calls and work.is_all == is_all
     assert work.stock_lens.tolist() == [length if row in rows else 50 for row, length in enumerate(q_lens)]
 

@@ -15,8 +15,8 @@ from oracle.visible import assert_like_dense, visible
 from streaming import Sessions
 from test_refusals_backends import plain_config
 
-from vllm_evict.compute import host_pages
-from vllm_evict.compute.host import HostBlocks
+from vllm_evict.compute import offload_pages
+from vllm_evict.compute.offload import OffloadedBlocks
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.plan import Copy, HostTrouble
 from vllm_evict.integration.start.capabilities import refuse
@@ -62,7 +62,7 @@ def fails(monkeypatch, call, after, error):
             return real(*args) // 2
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(host_pages.os, call, failing)
+    monkeypatch.setattr(offload_pages.os, call, failing)
     return calls
 
 
@@ -133,7 +133,7 @@ def test_a_block_that_failed_in_the_last_step_of_a_turn_is_a_hole_in_the_next(en
 def test_blocks_that_another_rank_lost_are_lost_here(tmp_path):
     page = torch.arange(32.0).view(8, 4)
     store = SimpleNamespace(pages=lambda: [page])
-    host = HostBlocks(store, 2, torch.device("cpu"), None, str(tmp_path / "blocks"))
+    host = OffloadedBlocks(store, 2, torch.device("cpu"), None, str(tmp_path / "blocks"))
     spilled = [Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1)]
     fetched = [Copy("a", 0, "fetch", 5, 0), Copy("a", 0, "fetch", 6, 1)]
     assert host.obey(spilled, lambda marks, maximise: marks) == [] and host.pages.error is None
@@ -171,7 +171,7 @@ def test_a_file_that_cannot_be_made_is_refused(engine, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(host_pages.os, "posix_fallocate", full)
+    monkeypatch.setattr(offload_pages.os, "posix_fallocate", full)
     path, before = tmp_path / "blocks", open_files()
     with pytest.raises(
         Exception, match=f"can't have {16 << 20} bytes .No space left on device.; expected room for host"

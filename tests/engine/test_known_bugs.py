@@ -15,6 +15,7 @@ from engine import V2, logprobs_of, random_prompt
 from oracle.model import DenseLlama
 from oracle.replay import replay
 from parity import assert_like_oracle, oracle_config
+from parts import sums_of
 
 from vllm_evict.compute.kernels.mass import block_mass, kernel_path, pack_keys
 from vllm_evict.compute.kernels.paged import PagedAttention
@@ -33,7 +34,7 @@ def watch_views(server):
 
     def watched(metadata):
         result = view(metadata)
-        if server.runtime.plan is not None:
+        if server.runtime.in_step:
             copies = [
                 {
                     "table": some.block_table_tensor.clone(),
@@ -237,7 +238,8 @@ def test_per_request_python_loops_on_the_decode_path(engine, monkeypatch):
         server.add(random_prompt(40, seed), max_tokens=120, extra_args={"kv_budget": 128})
     while any(request.num_computed_tokens < 41 for request in server.scheduler.requests.values()):
         server.llm.llm_engine.step()
-    slots = server.runtime.sums._slots = CountedDict(server.runtime.sums._slots)
+    sums = sums_of(server.runtime)
+    slots = sums._slots = CountedDict(sums._slots)
     assert len(slots) == 0 or len(slots) == 6
     server.llm.llm_engine.step()
     slots.lookups = 0

@@ -9,8 +9,11 @@ from engine import PLAN, after, logprobs_of
 from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import kvzip_scores, replay_tokens
+from parts import part_of
 
 from vllm_evict.compute import prompts as worker_prompts
+from vllm_evict.compute.holes import Start
+from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.plan import GroupPlan, Repetition
@@ -51,7 +54,7 @@ def scores_of(dense, prompt, policy):
 
 def stored(server):
     """The only scores that the worker remembers."""
-    (scores,) = server.runtime.prompts._prompts.values()
+    (scores,) = part_of(server.runtime, PromptScores)._prompts.values()
     return scores
 
 
@@ -261,7 +264,7 @@ def test_load_beyond_the_pool(request, poisoned, model, shadows, make):
     assert sum(output.kv_usage.evicted_blocks > 0 for output in done.values()) >= 6
     server.assert_nothing_left()
     numbered = next(server.scheduler.part(Reconstructions)._numbers)
-    assert numbered > len(server.runtime.prompts.numbers) >= 1, "some were dropped for others"
+    assert numbered > len(part_of(server.runtime, PromptScores).numbers) >= 1, "some were dropped for others"
 
 
 def test_a_request_that_ends_when_its_scores_are_there_is_forgotten(engine, model):
@@ -284,7 +287,7 @@ def test_a_reset_forgets_scores_on_both_sides(engine, model, dense, shadows):
     server = engine(SERVER, model=model, max_num_batched_tokens=64)
     prompt, resets = prompt_of(600, 40), []
     server.generate([prompt_of(500, 9)], max_tokens=60)
-    assert len(server.runtime.prompts.numbers) == 1
+    assert len(part_of(server.runtime, PromptScores).numbers) == 1
 
     def on_step(server):
         shadow = server.scheduler.part(Reconstructions)._shadow
@@ -293,12 +296,12 @@ def test_a_reset_forgets_scores_on_both_sides(engine, model, dense, shadows):
 
     (output,), (trace,) = server.traced([(prompt, {"max_tokens": 120, "logprobs": 0})], on_step)
     assert resets == [True] and len(shadows) == 3 and output.kv_usage.evicted_blocks > 0 and trace.restarts
-    assert len(server.runtime.prompts.numbers) == 1
+    assert len(part_of(server.runtime, PromptScores).numbers) == 1
     server.assert_nothing_left()
     server.scheduler.reset_prefix_cache()
     server.generate([prompt_of(20)], max_tokens=4)
     server.drain()
-    assert not server.runtime.prompts.numbers
+    assert not part_of(server.runtime, PromptScores).numbers
 
 
 def test_without_room_the_oldest_go(engine, model, shadows):
@@ -336,15 +339,19 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
     layer = SimpleNamespace(impl=SimpleNamespace(scale=dim**-0.5))
     scores = PromptScores(kv_heads, 2, size)
     plan = GroupPlan(repeats={"shadow": Repetition(3, prompt, start, end, sink)})
-    scores.begin(set(), plan)
+    scores.begin(Start(plan, set(), set(), set(), None))
     metadata, done = SimpleNamespace(block_table=torch.stack((torch.zeros_like(table), table))), 64
-    assert scores.step(["other"], np.array([0, 1]), np.array([9])) is None
-    assert scores.step(["other", "shadow"], np.array([0, 1, 7]), np.array([9, 70])) is None, "the prompt's last token"
+
+    def step_of(req_ids, starts, lens):
+        return scores.step(SimpleNamespace(req_ids=req_ids, starts=np.array(starts), seq_lens=np.array(lens)))
+
+    assert step_of(["other"], [0, 1], [9]) is None
+    assert step_of(["other", "shadow"], [0, 1, 7], [9, 70]) is None, "the prompt's last token"
     for count in (20, 1, 20):
-        step = scores.step(["other", "shadow"], np.array([0, 1, 1 + count]), np.array([9, done + count]))
+        step = step_of(["other", "shadow"], [0, 1, 1 + count], [9, done + count])
         batch = torch.cat((torch.randn(2, 1, heads, dim), query[:, done : done + count]), 1)
         for at in range(2):
-            step.add(ops, layer, at, batch[at], cache[at], metadata)
+            step.add(LayerCall(ops, layer, at, batch[at], cache[at], metadata))
         done += count
     place = torch.arange(tokens)
     seen = (place < sink) | ((place >= start) & (place < end)) | (place >= prompt)
@@ -352,9 +359,9 @@ def test_shares_in_parts_of_any_size(monkeypatch, start, end, sink, scratch):
     shares = logits.masked_fill(~(seen & (place <= place[:, None])), -torch.inf)[:, :, prompt:].softmax(-1)
     want = torch.zeros(2, kv_heads, prompt)
     want[:, :, start:end] = shares[..., start:end].unflatten(1, (kv_heads, -1)).amax((2, 3))
-    scores.begin(set(), GroupPlan(scored={"asker": (3, 64)}, forgotten=[3]))
+    scores.begin(Start(GroupPlan(scored={"asker": (3, 64)}, forgotten=[3]), set(), set(), set(), None))
     got, positions = scores.judged("asker", 79)
     torch.testing.assert_close(got[:, :, :64], want[:, :, :64])
     assert not got[:, :, 64:].any() and positions[1, 1].tolist() == list(range(80)) and not scores.numbers
-    scores.begin({"asker", "shadow"}, GroupPlan())
+    scores.begin(Start(GroupPlan(), {"asker", "shadow"}, set(), set(), None))
     assert scores.is_empty

@@ -11,6 +11,7 @@ import torch
 from engine import PLAN, after, logprobs_of, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parts import sums_of, tokens_of
 
 from vllm_evict.compute.attention.cpu import CPUOps
 from vllm_evict.config import KVPolicyConfig
@@ -97,9 +98,10 @@ def test_fastgen_chooses_once_scores_come(engine):
 
     def on_step(server):
         for manager, group in zip(server.managers, server.worker.kv_evict.groups):
-            for req_id in group.sums.requests & manager.residents.keys():
-                if manager.residents[req_id].config.name == "h2o" and group.sums._window[group.sums._slots[req_id]]:
-                    holes = group.sums._holes[group.sums._slots[req_id]]
+            sums = sums_of(group)
+            for req_id in sums.requests & manager.residents.keys():
+                if manager.residents[req_id].config.name == "h2o" and sums._window[sums._slots[req_id]]:
+                    holes = sums._holes[sums._slots[req_id]]
                     seen.append((int(holes), len(group.with_holes.get(req_id, ()))))
 
     server.add(random_prompt(600), max_tokens=100)
@@ -278,7 +280,8 @@ def test_heads_without_finite_scores_of_tokens_give_up_their_oldest(engine, comp
     """Here one head of one layer. With one set for all heads it is left out."""
     policy = {"name": "h2o", **BASE, "granularity": "token", "sets": sets}
     server = engine(policy, max_num_batched_tokens=128)
-    judged, compact, kept = server.runtime.tokens.judged, server.runtime.store.compact, []
+    tokens = tokens_of(server.runtime)
+    judged, compact, kept = tokens.judged, server.runtime.store.compact, []
 
     def spoiled(*args):
         scores, positions = judged(*args)
@@ -286,7 +289,7 @@ def test_heads_without_finite_scores_of_tokens_give_up_their_oldest(engine, comp
         scores[1, 0, 40:50] = torch.nan
         return scores, positions
 
-    server.runtime.tokens.judged = spoiled
+    tokens.judged = spoiled
     server.runtime.store.compact = lambda source, keep, target: kept.append(keep) or compact(source, keep, target)
     (output,) = server.generate([random_prompt(600)], max_tokens=100, logprobs=0)
     assert np.isfinite(logprobs_of(output)).all() and kept

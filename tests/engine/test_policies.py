@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from engine import greedy, logprobs_of, random_prompt
 from parity import assert_like_oracle
+from parts import sums_of
 
 from vllm_evict.compute.cached import CachedStatistics
 from vllm_evict.config import KVPolicyConfig
@@ -63,18 +64,20 @@ def test_what_is_not_needed_is_not_measured(engine, monkeypatch):
     monkeypatch.setattr(CachedStatistics, "report", lambda self, *args: asked.append(args[0]) or report(self, *args))
     for name in ("sink-window", "strided", "random"):
         server.generate([random_prompt(300)], extra_args={"kv_policy": name})
-        assert len(server.runtime.sums) == 0 and not asked
+        assert len(sums_of(server.runtime)) == 0 and not asked
     for name in ("knorm", "keydiff", "pagedeviction"):
         asked.clear()
         _, (trace,) = server.traced(
             [(random_prompt(300), asks(name, max_tokens=200))],
-            on_step=lambda server: server.runtime.sums._slots and pytest.fail("sums were taken"),
+            on_step=lambda server: sums_of(server.runtime)._slots and pytest.fail("sums were taken"),
         )
         decisions = [chosen for chosen in trace.evicted if chosen]
         assert len(asked) == len(decisions) > 1
         assert all(names == POLICIES[name].measures <= CACHED for ask in asked for names in ask.values())
     slots = []
-    server.traced([(random_prompt(300), asks("h2o"))], on_step=lambda server: slots.append(len(server.runtime.sums)))
+    server.traced(
+        [(random_prompt(300), asks("h2o"))], on_step=lambda server: slots.append(len(sums_of(server.runtime)))
+    )
     assert max(slots) == 1 and POLICIES["h2o"].measures <= RUNNING
 
 

@@ -12,13 +12,14 @@ import torch
 from engine import PLAN, after, random_prompt
 from oracle.model import DenseLlama
 from oracle.visible import BLOCK, assert_like_dense, visible
+from parts import part_of
 from test_recall import HOST, QUEST
 from test_refusals_backends import plain_config
 
 from vllm_evict.compute import pinned
-from vllm_evict.compute.host import HostBlocks
-from vllm_evict.compute.host_pages import MemoryPages
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, key_bounds
+from vllm_evict.compute.offload import Offload, OffloadedBlocks
+from vllm_evict.compute.offload_pages import MemoryPages
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.actions import Swap
 from vllm_evict.core.blocks import RequestBlocks
@@ -89,7 +90,7 @@ def test_what_goes_for_a_block_does_not_take_its_place_on_the_host():
 
 def test_a_host_block_that_one_plan_writes_twice_holds_what_came_last():
     page, written = torch.arange(32.0).view(8, 4), []
-    host = HostBlocks(SimpleNamespace(pages=lambda: [page]), 2, torch.device("cpu"), None)
+    host = OffloadedBlocks(SimpleNamespace(pages=lambda: [page]), 2, torch.device("cpu"), None)
     write = host.pages.write
     host.pages.write = lambda pages, physical, numbers: written.append(numbers) or write(pages, physical, numbers)
     host.obey([Copy("a", 0, "spill", 3, 0), Copy("a", 0, "spill", 2, 1), Copy("b", 0, "spill", 5, 0)], None)
@@ -345,6 +346,8 @@ def test_without_a_host_nothing_is_planned_for_it(engine):
 
     server.scheduler.schedule = recorded
     (output,) = server.generate([random_prompt(400)], max_tokens=5)
-    assert server.runtime.host is None and not any(name.startswith("host") for name, *_ in server.metrics())
+    assert part_of(server.runtime, Offload) is None and not any(
+        name.startswith("host") for name, *_ in server.metrics()
+    )
     assert all(not plan.copies and not plan.rewound and not plan.groups[0].waiting for plan in plans)
     assert output.kv_usage.spilled_blocks is None and "spilled_blocks" not in output.kv_usage.as_dict()

@@ -18,6 +18,7 @@ from vllm_evict.compute.attention.ops import ops_for
 from vllm_evict.compute.graphs import Attends
 from vllm_evict.compute.kernels.mass import kernel_path
 from vllm_evict.compute.runtime import EvictionRuntime
+from vllm_evict.compute.source import Source
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.integration.start import drafters
 from vllm_evict.integration.start.capabilities import of_layers, refuse
@@ -160,7 +161,7 @@ def test_key_layouts_that_the_score_pass_cannot_read_are_refused(monkeypatch):
     cpu_layer.sliding_window = None
     found = {"layer.2": cpu_layer}
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: found)
-    group = SimpleNamespace(decodes=None, block_size=32, selection=None)
+    group = SimpleNamespace(decodes=None, block_size=32, source=Source())
     runtime, given = EvictionRuntime([group], ops_for("CPU_ATTN"), names=[["layer.2"]]), kv_cache_of_one_group()
     with pytest.raises(KVPolicyError, match=r"layer.2 packs its keys for 'neon'.*vec.*sink-window"):
         layers.settle(SERVER, KVPolicyConfig.parse(H2O), runtime, given)
@@ -205,7 +206,7 @@ def test_caches_that_a_device_cannot_read_are_refused(monkeypatch, name):
     found = SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, _q_scale=one, _k_scale=one, _v_scale=one)
     found.sliding_window = None
     monkeypatch.setattr(layers, "get_layers_from_vllm_config", lambda *_: {"layer.2": found})
-    group = SimpleNamespace(decodes=None, block_size=32, selection=None)
+    group = SimpleNamespace(decodes=None, block_size=32, source=Source())
     runtime, given = EvictionRuntime([group], ops_for(name), names=[["layer.2"]]), kv_cache_of_one_group()
 
     def settle(policy, dtype=torch.bfloat16, named="auto", **changed):
@@ -275,7 +276,7 @@ WHO = {
 @pytest.mark.parametrize("backend, split, outruns", WHO)
 def test_the_log_says_which_kernels_attend_and_measure(backend, split, outruns, measured, decodes):
     ops = ops_for(backend)
-    group = SimpleNamespace(decodes=decodes, graph_tokens=4096, selection=None)
+    group = SimpleNamespace(decodes=decodes, shape=SimpleNamespace(graph_tokens=4096), source=Source())
     policy = KVPolicyConfig.parse(H2O if measured else UNMEASURED)
 
     def line(mode, in_graphs=False):
@@ -305,7 +306,11 @@ def test_the_log_says_that_decodes_which_select_are_the_plugins():
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
         cache_config=SimpleNamespace(block_size=32),
     )
-    group = SimpleNamespace(decodes=True, graph_tokens=4096, selection=SimpleNamespace(kept_bytes=3 << 20))
+    group = SimpleNamespace(
+        decodes=True,
+        shape=SimpleNamespace(graph_tokens=4096),
+        source=SimpleNamespace(kept_bytes=3 << 20, reads_all=False),
+    )
     runtime = EvictionRuntime([group], ops_for("CPU_ATTN"))
     runtime.settle(decodes=True, outruns=False, exact=False)
     told = kernels_line(config, KVPolicyConfig.parse({"name": "full", "select": 256}), runtime, "CPU_ATTN")
@@ -320,7 +325,9 @@ def test_the_log_says_that_decodes_which_select_are_the_plugins():
 )
 def test_the_log_says_what_exact_leaves_to_the_plugin(backend, own):
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE))
-    runtime = EvictionRuntime([SimpleNamespace(decodes=True, graph_tokens=4096, selection=None)], ops_for(backend))
+    runtime = EvictionRuntime(
+        [SimpleNamespace(decodes=True, shape=SimpleNamespace(graph_tokens=4096), source=Source())], ops_for(backend)
+    )
     runtime.exact, runtime.outruns = True, backend == "CPU_ATTN"
     told = kernels_line(config, KVPolicyConfig.parse({**H2O, "exact": True}), runtime, backend)
     assert f" {own}, output and mass in one read" in told
@@ -330,12 +337,12 @@ def test_the_log_says_what_exact_leaves_to_the_plugin(backend, own):
 def test_no_full_graph_decodes_exact_requests_beside_others(exact, graph):
     """In such a graph the plugin's kernel would decode a request that lost no block."""
     group = SimpleNamespace(
-        decodes=True, selection=None, measured={"a", "b"}, with_holes={"a": [1]}, graph_tokens=4096,
+        decodes=True, source=Source(), measured={"a", "b"}, with_holes={"a": [1]}, shape=SimpleNamespace(graph_tokens=4096),
         fits_graphs=lambda requests: True,
     )  # fmt: skip
     runtime = EvictionRuntime([group], ops_for("FLASH_ATTN"), attends_in_graphs=True)
     runtime.exact, cached = exact, SimpleNamespace(num_computed_tokens=[40, 40], req_ids=["a", "b"])
-    runtime.plan, runtime.batch.own = object(), runtime._own()
+    runtime.in_step, runtime.batch.own = True, runtime._own()
     runtime._scheduler_output = SimpleNamespace(
         num_scheduled_tokens={"a": 1, "b": 1}, scheduled_new_reqs=[], scheduled_cached_reqs=cached
     )

@@ -13,6 +13,7 @@ from loads.pages import Published, Stock
 from oracle.model import DenseLlama
 from oracle.selection import BLOCK, Chooser
 from oracle.tiny import make_tiny_llama
+from parts import part_of
 from streaming import Sessions, talk
 
 from vllm_evict.compute.select import Selection
@@ -89,7 +90,7 @@ def test_answers_are_those_of_a_dense_model_that_chooses_for_itself(engine, deep
         chosen += assert_selects_like_dense(deep, prompt, output, trace, **given)
     assert chosen > 100 / policy.get("select_every", 1)
     server.assert_nothing_left()
-    assert not list(server.runtime.selection.requests)
+    assert not list(part_of(server.runtime, Selection).requests)
 
 
 def test_under_async_scheduling_with_prefixes_that_are_cached(async_engine, deep):
@@ -162,13 +163,13 @@ def test_bounds_are_those_of_the_blocks_as_they_stand(engine, deep, monkeypatch,
         for output in server.llm.llm_engine.step():
             if output.finished:
                 outputs[output.request_id] = output
-    checked = server.runtime.selection.checked
+    checked = part_of(server.runtime, Selection).checked
     assert len(checked) > 200 and set(checked) == {1, 2, 3, 4} and preempted
     assert all(np.isfinite(logprobs_of(output)).all() for output in outputs.values())
     assert any(output.kv_usage.recalled_blocks for output in outputs.values())
     assert any(output.num_cached_tokens for output in outputs.values())
     server.assert_nothing_left()
-    assert not list(server.runtime.selection.requests)
+    assert not list(part_of(server.runtime, Selection).requests)
 
 
 # --- what is published ------------------------------------------------------------------------------------------------

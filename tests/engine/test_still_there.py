@@ -5,7 +5,9 @@ import pytest
 import torch
 from engine import PLAN, random_prompt
 from oracle.visible import BLOCK, assert_like_dense, visible
+from parts import part_of
 
+from vllm_evict.compute.offload import Offload
 from vllm_evict.core.actions import Swap
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.mechanisms import Mechanism
@@ -61,7 +63,7 @@ def test_blocks_that_no_request_took_come_back_without_a_copy(engine, dense, mon
                 resident.residence.host[logical].number,
             )
             if block is not None and number not in waiting and (poison == "0" or caching):
-                kept = server.runtime.host.pages.own
+                kept = part_of(server.runtime, Offload).blocks.pages.own
                 same.append(all(torch.equal(own[number], page[block.block_id]) for own, page in zip(kept, caches)))
         bring_back(action, resident, returns)
 

@@ -10,8 +10,10 @@ from oracle.replay import Config
 from oracle.tiny import make_tiny_llama
 from oracle.tokens import replay_tokens
 from parity import TOKEN_TIE, assert_logprobs, assert_tokens_like_oracle, token_config
+from parts import Drawn, batch_of
 
-from vllm_evict.compute.tokens import TokenSums, compact
+from vllm_evict.compute.compaction import compact
+from vllm_evict.compute.tokens import TokenSums
 from vllm_evict.config import KVPolicyConfig, KVPolicyError
 from vllm_evict.core.arrange import arrange
 from vllm_evict.core.plan import Compaction, Scoring
@@ -280,7 +282,7 @@ def test_a_rank_may_have_no_heads_of_a_group(sets):
     sums, calls = TokenSums(2, 1, 1, BLOCK, 11), []
     sums.start("a", Scoring.of(config, 9))
     lens = np.array([320], np.int32)
-    sums.token_step(["a"], np.array([0, 320], np.int32), lens, lens, torch.from_numpy(lens))
+    sums.token_step(batch_of(["a"], np.array([0, 320], np.int32), lens, torch.from_numpy(lens), held=lens))
     sums.judge("a", 0)
     store = SimpleNamespace(kv_heads=list, compact=lambda source, keep, target: calls.append(keep))
     plan = Compaction("a", 0, config, list(range(1, 11)), 320, 1, 7, [2, 3], 319)
@@ -344,7 +346,7 @@ def test_sums_by_token_are_those_of_one_request_at_a_time(seed):
         lens = np.array([known[name][0].shape[2] if name in known else 17 for name in batch], np.int32)
         ends = np.array([known[name][2] if name in known else 17 for name in batch], np.int32)
         starts = np.concatenate(([0], np.cumsum(queries))).astype(np.int32)
-        step = sums.token_step(batch, starts, ends, lens, torch.from_numpy(lens))
+        step = sums.token_step(batch_of(batch, starts, ends, torch.from_numpy(lens), held=lens))
         # A model may call them in any order, and one more than once in a step.
         for layer in [*rng.permutation(range(layers)).tolist(), 1]:
             mass = rng.random((len(batch), heads, 320)).astype(np.float32)
@@ -354,7 +356,7 @@ def test_sums_by_token_are_those_of_one_request_at_a_time(seed):
                     if name in known:
                         out[row, :, : lens[row]] += torch.from_numpy(mass[row, :, : lens[row]])
 
-            step.add(weigh, heads, layer)
+            Drawn(weigh, heads, heads, place=layer).on(step)
             for row, name in enumerate(batch):
                 if name in known:
                     known[name][0][layer] += mass[row, :, : lens[row]]

@@ -11,9 +11,13 @@ from unittest.mock import patch
 
 import graphs
 import numpy as np
+from parts import part_of, sums_of
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 
+from vllm_evict.compute.compaction import Compactor
+from vllm_evict.compute.originals import Originals
+from vllm_evict.compute.prompts import PromptScores
 from vllm_evict.core.plan import PLAN
 from vllm_evict.integration.engine.reconstruction import Reconstructions
 
@@ -165,14 +169,16 @@ class Engine:
         assert not any(getattr(manager, "residents", None) for manager in self.all_managers)
         assert not any(manager.take_over_trigger() for manager in self.managers)
         for group in self.worker.kv_evict.groups:
-            assert not group.with_holes and not group.mergers
-            assert group.originals is None or group.originals.is_empty
-            if group.prompts is not None:
+            kinds = Compactor, Originals, PromptScores
+            compactor, originals, prompts = (part_of(group, kind) for kind in kinds)
+            assert not group.with_holes and not (compactor and compactor.mergers)
+            assert originals is None or originals.is_empty
+            if prompts is not None:
                 known = self.scheduler.part(Reconstructions).scores
-                assert group.prompts.is_empty and len(group.prompts.numbers) == len(known._prompts)
-            if group.sums is not None:
-                assert not group.sums._slots
-                assert sorted(group.sums._free) == list(range(len(group.sums._sums)))
+                assert prompts.is_empty and len(prompts.numbers) == len(known._prompts)
+            if (sums := sums_of(group)) is not None:
+                assert not sums._slots
+                assert sorted(sums._free) == list(range(len(sums._sums)))
 
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory

@@ -290,16 +290,16 @@ MUTANTS = [
     ),
     Mutant(
         "holes of a finished request stay",
-        "compute/group.py",
-        "for req_id in gone | cached.resumed_req_ids:\n            self.with_holes.pop(req_id, None)\n            ",
-        "for req_id in gone | cached.resumed_req_ids:\n            ",
+        "compute/holes.py",
+        "for req_id in gone | resumed:\n            self._forget(req_id)",
+        "for req_id in gone | resumed:\n            self._withheld.pop(req_id, None)",
         ("pressure", "oracle_parity", "sessions", "load_engine"),
     ),
     Mutant(
         "resident tokens off by a block",
-        "compute/group.py",
-        "return seq_lens - self._lacking(self.batch.req_ids) if self.with_holes else seq_lens",
-        "return seq_lens - self._lacking(self.batch.req_ids) - self.block_size if self.with_holes else seq_lens",
+        "compute/holes.py",
+        "return seq_lens - self.lacking(req_ids) if self.of_request else seq_lens",
+        "return seq_lens - self.lacking(req_ids) - self._block_size if self.of_request else seq_lens",
         ("oracle_parity",),
     ),
     Mutant(
@@ -310,9 +310,13 @@ MUTANTS = [
         ("sums",),
     ),
     Mutant(
-        "weights by bounds of lengths", "compute/sums.py", "if slack is not None and by_place:", "if 0:", ("unsure",)
+        "weights by bounds of lengths",
+        "compute/sums.py",
+        "if slack is not None and measured.by_place:",
+        "if 0:",
+        ("unsure",),
     ),
-    Mutant("keys of rejected drafts", "compute/cached.py", ", row.settled)", ")", ("drafters_async -k keydiff",)),
+    Mutant("keys of rejected drafts", "compute/cached.py", ", row.verified)", ")", ("drafters_async -k keydiff",)),
     Mutant("ended turns", "core/mechanisms/budget.py", "*self._ended_turns(plan)", "*()", ("sessions -k within",)),
     Mutant("blind first", "core/mechanisms/recall.py", "(host or is_first)", "host", ("recall -k fact",)),
     Mutant("reports of drafts", "core/plan.py", "if end is None:", "if True:", ("drafters_async -k h2o",)),
@@ -326,15 +330,15 @@ MUTANTS = [
     Mutant(
         "queries of the pattern all count",
         "compute/sums.py",
-        "        last = self._last(weights, query_start_loc)\n        return MassStep(",
+        "        last = self._last(weights, batch.starts)\n        return MassStep(",
         "        last, memory = None, memory._replace(weights=None)\n        return MassStep(",
         ("oracle_parity", "sums"),
     ),
     Mutant(
         "the newest token is not counted",
         "compute/tokens.py",
-        "self._newest[slots] = lens[rows], seq_lens[rows] - 1",
-        "self._newest[slots] = lens[rows], seq_lens[rows]",
+        "self._newest[slots] = batch.resident_tokens[rows], batch.seq_lens[rows] - 1",
+        "self._newest[slots] = batch.resident_tokens[rows], batch.seq_lens[rows]",
         ("tokens",),
     ),
     Mutant(
@@ -425,9 +429,9 @@ MUTANTS = [
     # Preempted requests on the host, layers without a cache.
     Mutant(
         "the sums of a request that goes on are lost",
-        "compute/group.py",
-        "                sums.unpark(req_id, len(self.with_holes.get(req_id, ())))",
-        "                sums.stop(req_id)",
+        "compute/mass.py",
+        "            sums.unpark(req_id, holes.count(req_id))",
+        "            sums.stop(req_id)",
         ("preempted",),
     ),
     Mutant(

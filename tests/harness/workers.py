@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 from engine import Engine
 from oracle.visible import watch_bytes, watch_masks
+from parts import sums_of
 from vllm.platforms.cpu import CpuPlatform
 
 
@@ -50,7 +51,7 @@ def remembered(worker):
     """What a worker remembers of requests."""
     groups, sent = worker.kv_evict.groups, worker._ranks._sent
     assert len(sent) <= 3, "values of old steps were not let go"
-    left = {"holes": [group.with_holes for group in groups], "sums": [len(group.sums or ()) for group in groups]}
+    left = {"holes": [group.with_holes for group in groups], "sums": [len(sums_of(group) or ()) for group in groups]}
     return {name: each for name, each in left.items() if any(each)}
 
 

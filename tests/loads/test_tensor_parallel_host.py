@@ -11,7 +11,7 @@ from test_preempted import answer
 from test_recall import ROOT
 from workers import Watched
 
-from vllm_evict.compute import host_pages
+from vllm_evict.compute import offload_pages
 from vllm_evict.eval.prompts import Prompts
 from vllm_evict.eval.score import score
 from vllm_evict.eval.tasks import make
@@ -150,8 +150,8 @@ def fail_on_one_rank(worker, rank, call, after, error):
     if worker.rank == rank:
         with pytest.MonkeyPatch.context() as patch:
             fails(patch, call, after, error)
-            failing = getattr(host_pages.os, call)
-        setattr(host_pages.os, call, failing)  # as long as the worker lives
+            failing = getattr(offload_pages.os, call)
+        setattr(offload_pages.os, call, failing)  # as long as the worker lives
 
 
 @pytest.mark.parametrize("rank", [0, 1])

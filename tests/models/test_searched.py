@@ -6,10 +6,12 @@ import torch
 from engine import logprobs_of, random_prompt, random_requests
 from oracle.searched import make_searched
 from parity import assert_like_oracle
+from parts import Drawn, batch_of, part_of
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_evict.compute.cached import CachedStatistics, Row
 from vllm_evict.compute.kernels.keys import key_scores
+from vllm_evict.compute.offload import Offload
 from vllm_evict.compute.reduction import Reduction
 from vllm_evict.compute.sums import RunningSums
 from vllm_evict.config import KVPolicyError
@@ -81,7 +83,7 @@ def test_a_host_block_has_the_heads_of_all_layers(serve, poisoned):
     """Scheduler and worker have as many blocks, also where the host is full and blocks are dropped."""
     size = sum(KV_HEADS) * 32 * 2 * 32 * 4  # tokens of a block, keys and values, dimensions, bytes
     server = serve({**H2O, "evict": "host", "host": 5 * size, "recall": "quest"})
-    scheduler, (page, *_) = server.scheduler, server.runtime.host.pages.own
+    scheduler, (page, *_) = server.scheduler, part_of(server.runtime, Offload).blocks.pages.own
     assert scheduler.part(Offloading).pool.blocks == len(page) == 5
     assert scheduler.part(Offloading).block_bytes == size
     (output,) = server.generate([random_prompt(900)], max_tokens=40, logprobs=0)
@@ -135,13 +137,11 @@ def test_mass_is_reduced_over_the_heads_that_layers_have(of_heads, of_layers):
     sums = RunningSums(1, max(heads), len(heads), 8, 32, of_heads, of_layers, heads=heads)
     sums.start("a", Scoring("sum", 0.0, 0, 1, 99))
     logical = torch.arange(blocks, dtype=torch.int32)[None]
-    step = sums.step(
-        ["a"], np.array([0, 1]), np.array([160], np.int32), logical, torch.tensor([160], dtype=torch.int32)
-    )
+    length = torch.tensor([160], dtype=torch.int32)
+    step = sums.step(batch_of(["a"], np.array([0, 1]), length.numpy(), length, logical))
     for layer in numbers:
-        step.add(
-            lambda weights, out, layer=layer: out.add_(layer.sum(0) if out.shape[1] == 1 else layer), len(layer), 2
-        )
+        mass = lambda weights, out, layer=layer: out.add_(layer.sum(0) if out.shape[1] == 1 else layer)  # noqa: E731
+        Drawn(mass, len(layer), 2 * len(layer)).on(step)
     sums.fold(step)
     report = sums.report(["a"], [np.arange(blocks)], lambda values, maximise: values)["a"]
     want = reduced([layer.double() for layer in numbers], of_heads, of_layers)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine import greedy, random_prompt
+from parts import sums_of
 from streaming import BLOCK, CHUNK, H2O, POLICIES, TURNS, Sessions, assert_like_oracle, replay, talk
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
@@ -195,7 +196,7 @@ def test_it_is_evicted_from_once_it_has_grown_beyond_min_prompt(engine, dense, n
     sessions, seen = Sessions(server), []
 
     def between(turn):
-        seen.append((sessions.resident("s").evicted_blocks, len(server.runtime.sums)))
+        seen.append((sessions.resident("s").evicted_blocks, len(sums_of(server.runtime))))
 
     talk(sessions, TURNS, between=between)
     # 150 tokens, then 150 + 39 + 200: from the second turn on.

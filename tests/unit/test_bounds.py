@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_evict.compute.host import HostBlocks, empty_bounds
 from vllm_evict.compute.kernels.bounds import bound_scores, bound_scores_reference, bounds_width, key_bounds
+from vllm_evict.compute.offload import OffloadedBlocks, empty_bounds
 from vllm_evict.config import KVPolicyConfig
 
 KINDS = ["box", "sphere", "mean"]
@@ -110,7 +110,7 @@ def test_resident_blocks_and_host_blocks_are_bounded_alike(kind):
         pages=lambda: [page],
         read=lambda blocks, values: [(page[blocks], None)],
     )
-    host = HostBlocks(store, 4, torch.device("cpu"), kind)
+    host = OffloadedBlocks(store, 4, torch.device("cpu"), kind)
     host._spill([5, 2], [0, 3], True)
     both = host.bounds_beside(page[[5, 2]], 8, 0, torch.from_numpy(np.array([0, 3])))
     assert torch.equal(both[:2], both[2:]) and both.shape == (4, 2, bounds_width(kind, 8))

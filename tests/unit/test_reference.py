@@ -10,7 +10,9 @@ from reference import papers
 from vllm_evict.compute.attention.cpu import CPUOps
 from vllm_evict.compute.group import GroupRuntime
 from vllm_evict.compute.kernels.mass import pack_keys, pack_values, unpack_values
+from vllm_evict.compute.probes import LayerCall
 from vllm_evict.compute.runtime import EvictionRuntime
+from vllm_evict.compute.shape import Shape
 from vllm_evict.config import KVPolicyConfig
 from vllm_evict.core.blocks import RequestBlocks
 from vllm_evict.core.plan import PLAN, EvictionPlan, GroupPlan, Scoring
@@ -46,9 +48,7 @@ class Served:
         # Physical blocks in random order; block 0 is the null block.
         self.table = 1 + torch.randperm(self.blocks, generator=gen).int()
         self.config = config
-        self.group = GroupRuntime(
-            config, SIZE, max_requests=2, max_model_len=TOKENS, kv_heads=KV_HEADS, layers=LAYERS, store=self
-        )
+        self.group = GroupRuntime(config, Shape(SIZE, 2, TOKENS, KV_HEADS, LAYERS), self)
         self.runtime = EvictionRuntime([self.group])
         self.resident = RequestBlocks(config, config.limits(SIZE, TOKENS), SIZE)
         self.computed, self.holes, self.new_holes = 0, set(), []
@@ -107,7 +107,7 @@ class Served:
             query = torch.cat((torch.zeros(2, HEADS, DIM), q[first : self.computed]))
             if work is not None:
                 layer = SimpleNamespace(isa="vec", impl=SimpleNamespace(scale=DIM**-0.5))
-                work.do(CPUOps, layer, place, query, cache, metadata, torch.empty_like(query))
+                work.do(LayerCall(CPUOps, layer, place, query, cache, metadata, torch.empty_like(query)))
         (reports,) = self.runtime.end(local)
         if not due:
             return None

@@ -1,8 +1,11 @@
 """Running sums of attention mass against a rewrite that takes one query at a time. A made-up mass pass is enough."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from parts import Drawn, batch_of
 from waits import NoWaits
 
 from vllm_evict.compute import measure
@@ -107,7 +110,7 @@ class Batch:
         probabilities = [rng.random((LAYERS, HEADS, count, len(blocks))) for count, blocks in zip(lens, resident)]
 
         lens = [len_ - BLOCK * len(self.gone[req_id]) for req_id, len_ in zip(batch, seq_lens)]
-        step = self.subject.step(batch, starts, seq_lens, logical, torch.tensor(lens, dtype=torch.int32))
+        step = self.subject.step(batch_of(batch, starts, seq_lens, torch.tensor(lens, dtype=torch.int32), logical))
         counted = {
             req_id: self.slow[req_id].step(first, p, blocks, self.layers)
             for req_id, first, p, blocks in zip(batch, firsts, probabilities, resident)
@@ -127,7 +130,7 @@ class Batch:
                 out[row, :, : mass.shape[1]] += torch.from_numpy(mass).float()
 
         for layer in range(LAYERS):
-            step.add(lambda weights, out, layer=layer: mass_pass(layer, weights, out), HEADS, 2)
+            Drawn(partial(mass_pass, layer), HEADS, 2 * HEADS).on(step)
         self.subject.fold(step)
 
     def check(self, req_ids):
@@ -176,7 +179,7 @@ def add_mass(sums, req_ids, lens, seq_lens, value=1.0, width=6):
     starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
     logical = torch.arange(width, dtype=torch.int32).expand(len(req_ids), width)
     seq_lens = np.array(seq_lens, np.int32)
-    step = sums.step(req_ids, starts, seq_lens, logical, torch.from_numpy(seq_lens))
+    step = sums.step(batch_of(req_ids, starts, seq_lens, torch.from_numpy(seq_lens), logical))
     if step is None:
         return None
 
@@ -185,7 +188,7 @@ def add_mass(sums, req_ids, lens, seq_lens, value=1.0, width=6):
         for row in range(len(req_ids)):
             out[row] += value * weights[starts[row] : starts[row + 1]].sum()
 
-    step.add(mass_pass, HEADS, 2)
+    Drawn(mass_pass, HEADS, 2 * HEADS).on(step)
     sums.fold(step)
     return step
 
@@ -232,7 +235,7 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
     logical = torch.tensor([[0, 2, 3], [0, 1, -1]], dtype=torch.int32)
     # Request a: positions 11 to 13, one hole of 4 tokens; the last two count and see 9 and 10 tokens.
     lens = torch.tensor([10, 6], dtype=torch.int32)
-    step = sums.step(["a", "b"], np.array([0, 3, 5], np.int32), np.array([14, 6], np.int32), logical, lens)
+    step = sums.step(batch_of(["a", "b"], np.array([0, 3, 5], np.int32), np.array([14, 6], np.int32), lens, logical))
     assert [values.tolist() for values in step.queries[:3]] == [[1, 2], [0, 0], [9, 10]]
     assert step.buffers.weights.tolist() == [0, 0, 0, 1, 1]
 
@@ -243,7 +246,7 @@ def test_pivots_are_counted_query_by_query_and_mass_beside_them():
         first = torch.tensor([0.45, 0.44, 0.11]).expand(3, width)
         return torch.stack([first, torch.tensor([[0.41, 0.41, 0.18], [0.41, 0.39, 0.2], [0.39, 0.39, 0.22]])])
 
-    step.add(weigh, HEADS, 2, weigh_each)
+    Drawn(weigh, HEADS, 2 * HEADS, weigh_each).on(step)
     sums.fold(step)
     reports = sums.report(["a", "b"], [np.array([0, 2, 3]), np.array([0, 1])], local)
     assert reports["a"].statistics.keys() == {"pivots"} and reports["b"].statistics.keys() == {"mass"}
@@ -256,7 +259,7 @@ def test_pivots_may_be_counted_over_all_queries():
     sums.start("a", scoring("sum", statistic="pivots"))
     logical = torch.arange(3, dtype=torch.int32)[None]
     resident = torch.tensor([9], dtype=torch.int32)
-    step = sums.step(["a"], np.array([0, 9], np.int32), np.array([9], np.int32), logical, resident)
+    step = sums.step(batch_of(["a"], np.array([0, 9], np.int32), np.array([9], np.int32), resident, logical))
     assert step.queries.tokens.tolist() == list(range(9)) and step.counted.tolist() == [9]
 
 
@@ -270,7 +273,7 @@ def test_pivots_of_one_query_each_follow_from_its_own_mass(layers, accumulate):
     sums.count_holes("a", 1)
     logical = torch.tensor([[0, 2, 3], [0, 1, -1]], dtype=torch.int32)
     lens = torch.tensor([10, 6], dtype=torch.int32)
-    step = sums.step(["a", "b"], np.arange(3, dtype=np.int32), np.array([14, 6], np.int32), logical, lens)
+    step = sums.step(batch_of(["a", "b"], np.arange(3, dtype=np.int32), np.array([14, 6], np.int32), lens, logical))
     assert step.queries is None and step.buffers.tested.tolist() == [1, 0]
 
     def weigh(weights, out):
@@ -279,7 +282,7 @@ def test_pivots_of_one_query_each_follow_from_its_own_mass(layers, accumulate):
         out[1, :, :2] += 2.0
 
     for _ in range(2):  # layers
-        step.add(weigh, HEADS, 2, None)
+        Drawn(weigh, HEADS, 2 * HEADS).on(step)
     sums.fold(step)
     reports = sums.report(["a", "b"], [np.array([0, 2, 3]), np.array([0, 1])], local)
     times = 2 if layers == "sum" else 1
@@ -293,14 +296,14 @@ def test_pivots_are_counted_some_queries_at_a_time(monkeypatch):
     sums.start("a", scoring("last", window=5, trigger=0, statistic="pivots"))
     logical = torch.arange(3, dtype=torch.int32)[None]
     resident = torch.tensor([9], dtype=torch.int32)
-    step = sums.step(["a"], np.array([0, 9], np.int32), np.array([9], np.int32), logical, resident)
+    step = sums.step(batch_of(["a"], np.array([0, 9], np.int32), np.array([9], np.int32), resident, logical))
     counts, asked = len(step.queries.tokens), []
 
     def weigh_each(queries, width):
         asked.append(len(queries.tokens))
         return torch.ones(len(queries.tokens), HEADS, width)
 
-    step.add(lambda weights, out: None, HEADS, 2, weigh_each)
+    Drawn(lambda weights, out: None, HEADS, 2 * HEADS, weigh_each).on(step)
     assert counts > 3 and asked == [2] * (counts // 2) + [1] * (counts % 2)
     assert step.mass[0, 0, 0] == counts * HEADS
 

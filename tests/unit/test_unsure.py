@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from parts import batch_of
 
 from vllm_evict.compute.kernels.keys import key_scores
 from vllm_evict.compute.sums import RunningSums
@@ -59,9 +60,9 @@ def test_the_same_queries_count(names):
         starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
         resident = torch.from_numpy(true - BLOCK * np.array([holes[each] for each in batch])).int()
         logical = torch.zeros(len(batch), 60, dtype=torch.int32)
-        given = dict(settled=leading, lengths=torch.from_numpy(true).int())
+        given = dict(verified=leading, lengths=torch.from_numpy(true).int())
         steps = [
-            sums.step(batch, starts, (true + more).astype(np.int32), logical, resident, slack=unsure, **given)
+            sums.step(batch_of(batch, starts, (true + more).astype(np.int32), resident, logical, slack=unsure, **given))
             for sums, more, unsure in zip(subjects, (0, over), (None, slack if slack.any() else None))
         ]
         known, unknown = (counting(step, starts[-1]) for step in steps)

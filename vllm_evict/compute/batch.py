@@ -19,9 +19,9 @@ class Batch:
         self.takes_prompts = False
         #: The full graph that this step replays or captures; None: no full graph.
         self.graph: Attends | None = None
-        #: Request with drafts -> its leading queries in this step, which are of settled tokens; drafts follow them.
+        #: Request with drafts -> its leading queries in this step, which are of verified tokens; drafts follow them.
         #: None: the server does not speculate.
-        self.settled: dict[str, int] | None = None
+        self.verified: dict[str, int] | None = None
         #: Request -> drafts of it in the step before that may have been rejected, which the host does not know: its
         #: length on the host is too large by those. Empty: the host knows lengths.
         self.unsure: dict[str, int] = {}
@@ -37,23 +37,23 @@ class Batch:
             self._rows = (list(self.req_ids), set(self.own), rows)
         return rows
 
-    def own_now(self, query_start_loc: np.ndarray) -> np.ndarray:
-        """Return the rows that the plugin's kernel attends for in this step: int64 [n].
+    def own_now(self, queries: np.ndarray) -> np.ndarray:
+        """Return the rows that the plugin's kernel attends for in this step, whose rows have `queries`: int64 [n].
 
         vLLM's kernel cannot skip the queries of a prompt. So prompts are among them only if all rows are.
         """
         own = self.own_rows()
         if self.takes_prompts and own.all():
             return np.arange(len(own))
-        return np.flatnonzero(own & (np.diff(query_start_loc) == 1))
+        return np.flatnonzero(own & (queries == 1))
 
-    def settled_queries(self, query_start_loc: np.ndarray) -> np.ndarray | None:
-        """Return the leading queries of each row that are of settled tokens: int64 [R]; None: all of them are."""
-        if self.settled is None:
+    def verified_queries(self, queries: np.ndarray) -> np.ndarray | None:
+        """Return how many leading queries of each row are of verified tokens: int64 [R]; None: all of them are."""
+        if self.verified is None:
             return None
-        queries = np.diff(query_start_loc).astype(np.int64)
-        for row, req_id in enumerate(self.req_ids if self.settled else ()):
-            queries[row] = min(queries[row], self.settled.get(req_id, queries[row]))
+        queries = queries.astype(np.int64)
+        for row, req_id in enumerate(self.req_ids if self.verified else ()):
+            queries[row] = min(queries[row], self.verified.get(req_id, queries[row]))
         return queries
 
     def slack(self) -> np.ndarray | None:

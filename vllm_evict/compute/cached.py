@@ -1,7 +1,6 @@
 """Statistics of resident keys and values, read from the KV cache when a request reports."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,14 +8,16 @@ import torch
 from ..core.plan import Report, Reports
 from ..policies import CACHED
 from .kernels.keys import key_scores
+from .needs import AT_A_TIME, OF_DIMENSION, Needs, Sizes
+from .parts import AllReduce
+from .probes import Probe
 from .reduction import Reduction
+from .step_batch import Row
 from .transfer import to_device, to_host
 
 #: (physical blocks, int64 [n]; whether to read values) -> for each layer keys, and values or None,
 #: [n, Hkv, block_size, D] each.
 ReadBlocks = Callable[[torch.Tensor, bool], Iterable[tuple[torch.Tensor, torch.Tensor | None]]]
-#: (float64 tensor, whether to take the maximum) -> the tensor reduced over ranks of the model.
-AllReduce = Callable[[torch.Tensor, bool], torch.Tensor]
 
 #: Statistics that read values.
 OF_VALUES = frozenset({"value_key_ratio"})
@@ -25,23 +26,7 @@ OF_VALUES = frozenset({"value_key_ratio"})
 LESS_IS_MORE = frozenset({"key_norm", "redundancy"})
 
 
-class Row(NamedTuple):
-    """Resident blocks of one request.
-
-    Attributes:
-        logical: int64 [n], logical blocks, ascending.
-        physical: int32 [n], their physical blocks.
-        length: tokens in them; at most so many, with `settled`.
-        settled: int32 [], tokens in them as the device knows them; None: `length`.
-    """
-
-    logical: np.ndarray
-    physical: torch.Tensor
-    length: int
-    settled: torch.Tensor | None = None
-
-
-class CachedStatistics:
+class CachedStatistics(Probe):
     """Computes `policies.CACHED` of requests that report, reduced over layers and heads.
 
     Args:
@@ -53,6 +38,16 @@ class CachedStatistics:
     def __init__(self, read: ReadBlocks, heads: Sequence[int], reduce_heads: str, reduce_layers: str) -> None:
         self._read = read
         self._reduction = Reduction(heads, reduce_heads, reduce_layers)
+
+    def end(
+        self, asked: Mapping[str, frozenset[str]], rows: Mapping[str, Row], reports: Reports, all_reduce: AllReduce
+    ) -> None:
+        if any(names & CACHED for names in asked.values()):
+            for req_id, report in self.report(asked, rows, all_reduce).items():
+                reports.setdefault(req_id, report).statistics.update(report.statistics)
+
+    def needs(self, sizes: Sizes) -> Needs:
+        return Needs(between=sizes.keys * (2 * sizes.itemsize + OF_DIMENSION) + AT_A_TIME)
 
     def report(
         self,
@@ -91,7 +86,7 @@ class CachedStatistics:
         reduction = self._reduction
         none = torch.zeros(1, len(row.logical), dtype=torch.float64, device=row.physical.device)
         for keys, values in self._read(row.physical.long(), bool(names & OF_VALUES)):
-            for name, score in key_scores(keys, values, row.length, names, row.settled).items():
+            for name, score in key_scores(keys, values, row.length, names, row.verified).items():
                 score = -score.double() if name in LESS_IS_MORE else score.double()
                 if not reduction.is_by_head:
                     score = score.sum(0, keepdim=True)

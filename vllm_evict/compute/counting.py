@@ -21,7 +21,7 @@ class Counting(NamedTuple):
         drafts: int64 [R], queries of drafts at the end of each row.
         first, last: int64 [R], first and last query of each row.
         row: int64 [T], row of each query.
-        back: int64 [T], distance of each query from the end of its row's settled tokens; 0 or less for queries that do
+        back: int64 [T], distance of each query from the end of its row's verified tokens; 0 or less for queries that do
             not count: those of drafts, and of rows that are not measured.
         base, share: float64 [R], factor of a query's weight for each query that counts after it, and of all weights.
     """
@@ -47,17 +47,18 @@ class Counting(NamedTuple):
         limit: np.ndarray,
         decay: np.ndarray,
         lens: np.ndarray,
-        settled: np.ndarray,
+        verified: np.ndarray,
         measured: np.ndarray,
     ) -> "Counting":
-        """Return the rules of a batch whose rows have `lens` queries, `settled` of settled tokens, `measured` counting.
+        """Return the rules of a batch.
 
-        All are [R]: `decay` float64, of `Scoring`; the others int64 and int32.
+        Its rows have `lens` queries, `verified` of them of verified tokens, and `measured` of them count. All are [R]:
+        `decay` float64, of `Scoring`; the others int64 and int32.
         """
         row, ends = np.repeat(np.arange(len(lens)), lens), np.cumsum(lens)
         back = (measured + ends - lens)[row] - np.arange(len(row))
         base, share = np.where(decay > 0, decay, 1.0), np.where(decay > 0, 1 - decay, 1.0)
-        return cls(every, window, start, limit, lens - settled, ends - lens, ends - 1, row, back, base, share)
+        return cls(every, window, start, limit, lens - verified, ends - lens, ends - 1, row, back, base, share)
 
     def at_most(self, slack: np.ndarray | None) -> "Counting":
         """Return rules by which, with lengths too large by at most `slack` (int64 [R]), each query counts that may.

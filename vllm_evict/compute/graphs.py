@@ -1,7 +1,7 @@
-"""Full CUDA graphs of decode steps: the kernel that attends in a graph, and the memory that the graph reads and writes.
+"""Full CUDA graphs of decode steps: the kernel that attends in a graph, and the rows that the graph reads.
 
 A graph replays captured launches on the memory of the capture. Tables, lengths, weights and mass therefore keep their
-addresses from step to step, and the host fills them before each replay.
+addresses from step to step, and the host fills them before each replay. Probes have their own such memory.
 """
 
 from enum import Enum
@@ -9,9 +9,6 @@ from enum import Enum
 import numpy as np
 import torch
 
-from .measure import MassBuffers
-from .sums import RunningSums
-from .tokens import TokenSums
 from .transfer import to_device
 
 
@@ -24,44 +21,25 @@ class Attends(Enum):
     OWN = "own"
 
 
-class GraphMemory:
-    """Memory of one KV group that all `Attends.OWN` graphs share.
+class GraphRows:
+    """Rows of a batch, for all `Attends.OWN` graphs of one KV group.
 
     Args:
         requests: most requests in a batch.
-        blocks: resident blocks of the longest request that such a graph takes.
-        sums: the group's sums by block; None if there are none.
-        tokens: the group's sums by token; None if there are none. With them a graph measures by token only.
-        tests: whether queries may be tested for pivotal blocks.
         device: device of the KV cache.
 
     Attributes:
-        rows: int32 [requests], the batch's rows, then -1.
-        mass: buffers of mass by block; None if nothing is measured by block.
-        tokens: buffers of mass by token; None if nothing is measured by token.
+        rows: int32 [requests], the batch's rows, then -1; empty until `reserve`.
     """
 
-    def __init__(
-        self,
-        requests: int,
-        blocks: int,
-        sums: RunningSums | None,
-        tokens: TokenSums | None,
-        tests: bool,
-        device: torch.device,
-    ) -> None:
-        self.rows = torch.full((requests,), -1, dtype=torch.int32, device=device)
-        self.mass: MassBuffers | None = None
-        self.tokens = None if tokens is None else tokens.token_buffers(requests, blocks)
-        if sums is not None and tokens is None:
-            ones = torch.ones(requests, device=device)
-            self.mass = sums.buffers(requests, blocks, torch.zeros_like(self.rows), ones, tests)
-        self._live = 0
+    def __init__(self, requests: int, device: torch.device) -> None:
+        self._requests, self._device, self._live = requests, device, 0
+        self.rows = torch.empty(0, dtype=torch.int32, device=device)
 
-    @property
-    def kept_bytes(self) -> int:
-        each = (self.rows, *(self.mass or ()), *(self.tokens or ()))
-        return sum(tensor.nbytes for tensor in each if isinstance(tensor, torch.Tensor))
+    def reserve(self) -> None:
+        """Allocate the rows, once."""
+        if not len(self.rows):
+            self.rows = torch.full((self._requests,), -1, dtype=torch.int32, device=self._device)
 
     def use(self, live: int) -> None:
         """Set the number of requests in the batch. The other rows of a graph are padding."""

@@ -30,10 +30,10 @@ class KernelBlocks:
             metadata: vLLM's `CommonAttentionMetadata` with a table of kernel blocks, int32 [R, n * W].
         """
         group, split = self._group, metadata.block_table_tensor
-        if group.plan is None and group.batch.graph is None:  # a dummy step
+        if not group.in_step and group.batch.graph is None:  # a dummy step
             return metadata, metadata, None
         whole = copy(metadata)
-        if group.plan is None:  # a dummy step that captures a graph may run before the runner has tables
+        if not group.in_step:  # a dummy step that captures a graph may run before the runner has tables
             whole.block_table_tensor = split[:, :: self._count] // self._count
         else:
             whole.block_table_tensor = group.views.table_of(group)[: len(split)]

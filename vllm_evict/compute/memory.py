@@ -7,48 +7,10 @@ taken from what vLLM finds for the pool.
 
 from collections.abc import Iterable
 from math import ceil
-from typing import NamedTuple
 
-from ..policies import CACHED, QUERIED
-from . import measure
 from .group import GroupRuntime
-from .prompts import SCRATCH
+from .needs import MIB, Needs, Sizes
 from .runtime import EvictionRuntime
-from .tokens import TURNED
-
-MIB = 1 << 20
-#: Bytes kept for each token, layer and KV head: its sum, its position, and a copy of the sum for a decision that is
-#: due. For a reconstructed prompt: the prompt's score, the request's score, and the position.
-OF_TOKEN = 12
-#: Bytes that a decision by token takes for each candidate: float64 numbers and their inputs.
-OF_CANDIDATE = 72
-#: Bytes that statistics of keys and values, and merging, take for each element of a key: four float32 numbers.
-OF_DIMENSION = 16
-#: Bytes that a rotation takes for each element of a key with that of its value: read, float32, rotated and written.
-OF_TURNED = 32
-#: Bytes that work in pieces takes at most: pairs of keys (`kernels.alike`), tokens (`triton_kernels.compact`).
-AT_A_TIME = 128 * MIB
-
-
-class Needs(NamedTuple):
-    """Upper bounds of device memory, in bytes.
-
-    Attributes:
-        step: bytes while layers run, beside their activations.
-        between: bytes before the first layer or after the last one, for a short time.
-        block: bytes for each block that requests hold.
-        blocks: number of blocks that requests hold if they share none.
-    """
-
-    step: int = 0
-    between: int = 0
-    block: int = 0
-    blocks: int = 0
-
-    def left(self, available: int, block_bytes: int) -> int:
-        """Return the bytes of `available` that are left for a pool with blocks of `block_bytes`."""
-        blocks = available // (block_bytes + self.block) + 1
-        return available - self.block * min(blocks, self.blocks)
 
 
 def needs(groups: Iterable[GroupRuntime], head_size: int, itemsize: int, queries: int) -> Needs:
@@ -59,55 +21,30 @@ def needs(groups: Iterable[GroupRuntime], head_size: int, itemsize: int, queries
         head_size, itemsize: elements of a key, and bytes of an element.
         queries: bytes of one layer's queries in the largest step.
     """
-    each = [_needs(group, head_size, itemsize, queries) for group in groups]
-    step, between, block, blocks = zip(*each)
-    return Needs(sum(step), max(between), sum(block), max(blocks))
+    return Needs.of_groups(_needs(group, head_size, itemsize, queries) for group in groups)
 
 
 def _needs(group: GroupRuntime, head_size: int, itemsize: int, queries: int) -> Needs:
-    kv_heads, layers = group.shape
-    blocks, numbers = group.held_blocks * group.max_requests, group.held_blocks * group.block_size * kv_heads
-    rows = numbers * head_size  # elements of the longest request's keys in one layer
-    step = between = block = 0
-    if group.sums is not None:
-        tests = "pivots" in group.statistics
-        by_layer = group.sums.kv_heads if tests or group.sums.maximise_layers else 0
-        # A copy of the queries in another dtype, or their LSE. Tested queries need copies and outputs beside it.
-        step += 4 * blocks * (group.sums.heads + by_layer) + queries * (3 if tests else 1)
-        step += measure.PIVOT_SCRATCH if tests else 0
-        # Reports: two indices of each block, sums in float32 and float64, and their reduction.
-        between = blocks * (32 + 16 * group.sums.heads)
-    if group.statistics & CACHED:
-        between = max(between, rows * (2 * itemsize + OF_DIMENSION) + AT_A_TIME)
-    if group.statistics & QUERIED:
-        step += 2 * rows * itemsize // group.block_size + rows * itemsize
-    if group.originals is not None:
-        tokens = max(min(TURNED, group.held_blocks * group.block_size), group.block_size)
-        # The rotation of one layer, and computed keys of all layers.
-        between = max(between, tokens * kv_heads * head_size * (OF_TURNED + layers * itemsize))
-    if group.by_token:
-        decision = layers * numbers * OF_CANDIDATE + AT_A_TIME
-        if group.merges:
-            decision += layers * rows * 8  # kept keys and values of all layers
-        between = max(between, decision + rows * (2 * itemsize + OF_DIMENSION))
-    if group.tokens is not None:
-        step += 4 * numbers * group.max_requests
-    if group.prompts is not None:
-        step += rows * (itemsize + OF_DIMENSION) + 4 * SCRATCH
-    if group.tokens is not None or group.prompts is not None:
-        block = OF_TOKEN * layers * kv_heads * group.block_size
-    return Needs(step, between, block, blocks)
+    shape = group.shape
+    of_group = shape.max_requests, shape.held_blocks, shape.block_size, shape.kv_heads, shape.layers
+    sizes = Sizes(*of_group, head_size, itemsize, queries)
+    return Needs.of_parts((part.needs(sizes) for part in group.parts), sizes.blocks)
 
 
 def kept_bytes(runtime: EvictionRuntime) -> int:
     """Return the bytes on the device that a worker keeps between steps."""
-    return runtime.ops.scratch_bytes + sum(group.kept_bytes for group in runtime.groups)
+    kept = runtime.ops.scratch_bytes
+    for group in runtime.groups:
+        kept += sum(each.nbytes for each in group.views.memory(group) if each is not None)
+        kept += group.identity.nbytes + group.graph_rows.rows.nbytes + group.store.kept_bytes
+        kept += sum(part.kept_bytes for part in group.parts)
+    return kept
 
 
 def described(name: str, runtime: EvictionRuntime, beside: Needs, pool: int) -> str:
     """Return the log line about device memory, for a pool of `pool` blocks."""
     blocks = min(pool, beside.blocks)
-    taken = sum(group.tokens.nbytes for group in runtime.groups if group.tokens is not None)
+    taken = sum(part.pool_bytes for group in runtime.groups for part in group.parts)
     kept = kept_bytes(runtime) + beside.block * blocks - taken
     line = f"KV policy {name}: {_size(kept)} of device memory are set aside beside the KV cache"
     if beside.block:
@@ -116,11 +53,10 @@ def described(name: str, runtime: EvictionRuntime, beside: Needs, pool: int) -> 
 
 
 def put_aside(name: str, runtime: EvictionRuntime) -> str | None:
-    """Return the log line about host memory for rotated keys; None if the policy has no context."""
-    groups = [group for group in runtime.groups if group.originals is not None]
-    if not groups:
+    """Return the log line about host memory for rotated keys; None if none are rotated."""
+    most = sum(part.host_bytes for group in runtime.groups for part in group.parts)
+    if not most:
         return None
-    most = sum(group.held_blocks * group.originals.block_bytes for group in groups)
     return (
         f"KV policy {name}: a request that outgrows its context takes up to {_size(most)} of host memory on each rank, "
         "for its keys as they were computed"

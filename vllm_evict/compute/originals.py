@@ -1,17 +1,24 @@
 """Keeps computed keys of rotated blocks on the host, so that rotated keys are rounded once, however often they move."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Sequence, Set
 
 import numpy as np
 import torch
 
 from ..core.plan import KeyRotation
+from .holes import Start
+from .needs import Needs, Sizes
+from .parts import AllReduce, Mover
 from .store import Store
-from .tokens import TURNED
 from .transfer import restored, stashed, to_device
 
+#: Tokens of one layer whose keys are rotated at once, since float32 copies take several times their memory.
+TURNED = 1024
+#: Bytes that a rotation takes for each element of a key with that of its value: read, float32, rotated and written.
+OF_TURNED = 32
 
-class Originals:
+
+class Originals(Mover):
     """Rotates keys of blocks in one KV group of a worker.
 
     A rotated key is rounded to the cache's dtype. Rotating rounded keys again would add up errors: fp8 keys are useless
@@ -22,20 +29,29 @@ class Originals:
     Args:
         store: KV cache of the group.
         block_size: tokens.
+        held_blocks: most blocks that a request holds.
         device: device of the cache.
     """
 
-    def __init__(self, store: Store, block_size: int, device: torch.device) -> None:
-        self._store, self._device = store, device
+    kind = KeyRotation
+
+    def __init__(self, store: Store, block_size: int, held_blocks: int, device: torch.device) -> None:
+        self._store, self._held_blocks, self._device = store, held_blocks, device
         #: Blocks that are rotated at once.
         self._some = max(TURNED // block_size, 1)
         #: Request -> {logical block: computed keys of all layers, [X] (see `Store.keys`)}.
         self._kept: dict[str, dict[int, torch.Tensor]] = {}
+        #: Request -> its new holes in this step.
+        self._holes: dict[str, list[int]] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether no request has keys here."""
         return not self._kept
+
+    @property
+    def host_bytes(self) -> int:
+        return self._held_blocks * self.block_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -48,17 +64,28 @@ class Originals:
         """Logical blocks of a request whose computed keys are kept."""
         return self._kept.get(req_id, {}).keys()
 
-    def forget(self, req_ids: Iterable[str]) -> None:
+    def begin(self, start: Start) -> None:
         """Drop the keys of requests that ended or restart."""
-        for req_id in req_ids:
+        self._holes = start.plan.holes
+        for req_id in start.gone | start.resumed if self._kept else ():
             self._kept.pop(req_id, None)
 
-    def drop(self, holes: Mapping[str, list[int]]) -> None:
-        """Drop the keys of evicted blocks: request -> logical blocks."""
-        for req_id, blocks in holes.items():
+    def obey(self, orders: Sequence[KeyRotation], all_reduce: AllReduce) -> None:
+        for move in orders:
+            self.turn(move)
+
+    def obeyed(self) -> None:
+        """Drop the keys of evicted blocks: the rotations may have included them."""
+        for req_id, blocks in self._holes.items():
             if (kept := self._kept.get(req_id)) is not None:
                 for block in blocks:
                     kept.pop(block, None)
+
+    def needs(self, sizes: Sizes) -> Needs:
+        tokens = max(min(TURNED, sizes.held_blocks * sizes.block_size), sizes.block_size)
+        # The rotation of one layer, and computed keys of all layers.
+        of_dimension = OF_TURNED + sizes.layers * sizes.itemsize
+        return Needs(between=tokens * sizes.kv_heads * sizes.head_size * of_dimension)
 
     def turn(self, move: KeyRotation) -> None:
         """Rotate the keys of a plan's blocks.

@@ -41,9 +41,9 @@ def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{size} bytes") from error
     memory = torch.frombuffer(pages, dtype=torch.uint8)
-    if error := register(memory.data_ptr(), size):
+    if refused := register(memory.data_ptr(), size):
         raise KVPolicyError(
-            f"host: {size} bytes of host memory can't be pinned ({error}); expected memory that the GPU's driver may "
+            f"host: {size} bytes of host memory can't be pinned ({refused}); expected memory that the GPU's driver may "
             "lock; set host to less"
         )
     pages.unpin = weakref.finalize(pages, unregister, memory.data_ptr())

@@ -1,13 +1,17 @@
 """Scores of reconstructed prompts by token and KV head (`kvzip` with `granularity: token`)."""
 
+from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.plan import GroupPlan, Repetition
+from ..core.plan import Repetition
+from .holes import Start
 from .kernels.logits import logits_of, probabilities, soft_capped
+from .needs import OF_DIMENSION, OF_TOKEN, Needs, Sizes
+from .probes import LayerCall, Probe, StepProbe
+from .step_batch import StepBatch
 from .tokens import gathered
 from .transfer import to_device
 
@@ -43,7 +47,7 @@ class Tokens:
         self.newest = position
 
 
-class PromptScores:
+class PromptScores(Probe):
     """Scores of reconstructed prompts, and of requests with such a prompt, by token, layer and KV head of this rank.
 
     A token's score is the largest share of attention that a query of the repetition pays to it, over all query heads of
@@ -65,9 +69,10 @@ class PromptScores:
         self._repeating: dict[str, Repetition] = {}
         self._requests: dict[str, Tokens] = {}
 
-    def __len__(self) -> int:
-        """Number of running shadows."""
-        return len(self._repeating)
+    @property
+    def is_active(self) -> bool:
+        """Whether a shadow runs."""
+        return bool(self._repeating)
 
     @property
     def is_empty(self) -> bool:
@@ -79,9 +84,10 @@ class PromptScores:
         """Numbers of prompts with scores."""
         return set(self._prompts)
 
-    def begin(self, gone: set[str], plan: GroupPlan) -> None:
-        """Apply a plan: drop requests in `gone`, start repetitions, assign scores to requests, drop prompts."""
-        for req_id in gone if not self.is_empty else ():
+    def begin(self, start: Start) -> None:
+        """Apply a plan: drop requests that are gone, start repetitions, assign scores to requests, drop prompts."""
+        plan = start.plan
+        for req_id in () if self.is_empty else start.gone | start.resumed:
             self._repeating.pop(req_id, None)
             self._requests.pop(req_id, None)
         for req_id, repetition in plan.repeats.items():
@@ -93,27 +99,28 @@ class PromptScores:
         for prompt in plan.forgotten:
             self._prompts.pop(prompt, None)
 
-    def step(self, req_ids: list[str], query_start_loc: np.ndarray, seq_lens: np.ndarray) -> "PromptStep | None":
-        """Return what layers measure in this step; None if nothing. Shadows have no holes.
+    def fits_graph(self, requests: Set[str]) -> bool:
+        return not self.is_active
 
-        Args:
-            req_ids: requests of the batch, in row order.
-            query_start_loc: int32 [R + 1].
-            seq_lens: int32 [R].
-        """
+    def step(self, batch: StepBatch) -> "PromptStep | None":
+        """Return what layers measure in this step; None if nothing. Shadows have no holes."""
         repeats = []
         for req_id, repetition in self._repeating.items():
-            if req_id in req_ids:
-                row = req_ids.index(req_id)
-                end, length = int(query_start_loc[row + 1]), int(seq_lens[row])
-                queries = min(length - repetition.length, end - int(query_start_loc[row]))
+            if req_id in batch.req_ids:
+                row = batch.req_ids.index(req_id)
+                end, length = int(batch.starts[row + 1]), int(batch.seq_lens[row])
+                queries = min(length - repetition.length, end - int(batch.starts[row]))
                 if queries > 0:
                     scores = self._prompts[repetition.prompt][:, :, repetition.start : repetition.end]
                     repeats.append(self._repeat(row, range(end - queries, end), length, repetition, scores))
         return PromptStep(repeats) if repeats else None
 
+    def needs(self, sizes: Sizes) -> Needs:
+        block = OF_TOKEN * sizes.layers * sizes.kv_heads * sizes.block_size
+        return Needs(step=sizes.keys * (sizes.itemsize + OF_DIMENSION) + 4 * SCRATCH, block=block)
+
     def judged(self, req_id: str, position: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TokenSums.judged`."""
+        """See `compaction.Judge`."""
         if req_id not in self._requests:  # no reconstruction: all scores are 0, so the oldest tokens go first
             self._requests[req_id] = self._tokens(torch.zeros(*self.shape, 0, device=self.device))
         tokens = self._requests[req_id]
@@ -121,7 +128,7 @@ class PromptScores:
         return tokens.scores, tokens.positions
 
     def gather(self, req_id: str, number: int, first: int, count: int, keep: torch.Tensor) -> None:
-        """See `TokenSums.gather`."""
+        """See `compaction.Judge`."""
         tokens = self._requests[req_id]
         tokens.scores, tokens.positions = (gathered(x, first, count, keep) for x in (tokens.scores, tokens.positions))
 
@@ -166,21 +173,21 @@ class _Repeat:
     scores: torch.Tensor
 
 
-class PromptStep:
-    """Measures the repetitions of one step, layer by layer."""
+class PromptStep(StepProbe):
+    """Measures the repetitions of one step, layer by layer, in float32."""
 
     def __init__(self, repeats: list[_Repeat]) -> None:
         self._repeats = repeats
 
-    def add(self, ops: Any, layer: Any, place: int, query: torch.Tensor, kv_cache: Any, metadata: Any) -> None:
-        """Add the layer with index `place`, after the stock kernel, from its queries [T, H, D]. Computes in float32."""
+    def add(self, call: LayerCall) -> None:
+        layer = call.layer
         for repeat in self._repeats:
-            blocks = metadata.block_table[repeat.row, repeat.blocks].long()
-            keys, _ = ops.read(layer, kv_cache, blocks, False)
+            blocks = call.metadata.block_table[repeat.row, repeat.blocks].long()
+            keys, _ = call.ops.read(layer, call.kv_cache, blocks, False)
             keys = keys.transpose(0, 1).flatten(1, 2)[:, repeat.keys].float()
-            queries = query[repeat.queries.start : repeat.queries.stop].float() * layer.impl.scale
+            queries = call.query[repeat.queries.start : repeat.queries.stop].float() * layer.impl.scale
             shares = _largest_shares(queries, keys, repeat.part, **logits_of(layer))
-            scores = repeat.scores[place, : len(keys)]
+            scores = repeat.scores[call.place, : len(keys)]
             torch.maximum(scores, shares, out=scores)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -11,9 +12,7 @@ from ..core.plan import PLAN, EvictionPlan, HostTrouble, Reports
 from .batch import Batch
 from .graphs import Attends
 from .group import GroupRuntime
-from .host import HostBlocks
-from .merge import Merger
-from .tokens import compact
+from .parts import AllReduce, Room
 from .transfer import copied
 from .views import Views
 
@@ -51,6 +50,8 @@ class EvictionRuntime:
         attended: to which layers add themselves (see `Batch`); None: no layer does.
 
     Attributes:
+        plan: of the step that runs; empty between steps.
+        in_step: whether a step runs; if not, a dummy step may.
         numbers: for each group its index among all of vLLM's KV groups, which include groups of sliding windows.
         exact: whether the backend's kernel attends for all requests without holes.
         outruns: whether the plugin's kernel is faster than the layers' own (see `BackendOps.outruns`).
@@ -78,7 +79,8 @@ class EvictionRuntime:
         self.speculates, self._ahead = speculates, ahead
         #: Request -> its drafts in the last step.
         self._drafts: dict[str, int] = {}
-        self.plan: EvictionPlan | None = None
+        self.plan = self._no_plan = EvictionPlan.empty(len(groups))
+        self.in_step = False
         self.batch = Batch(attended)
         self.views = Views(groups, self.batch)
         self.exact = self.outruns = False
@@ -103,8 +105,8 @@ class EvictionRuntime:
         for group in self.groups:
             group.decodes = decodes
         self.outruns, self.exact = outruns, exact
-        # Scores of drafts, and selections, are for decodes alone.
-        plain = not self.speculates and all(group.selection is None for group in self.groups)
+        # Scores of drafts, and sources of fewer blocks, are for decodes alone.
+        plain = not self.speculates and all(group.source.reads_all for group in self.groups)
         self.batch.takes_prompts = plain and outruns
 
     @torch.inference_mode()  # as caches and sums are
@@ -114,15 +116,15 @@ class EvictionRuntime:
         Raises:
             RuntimeError: the step has requests and no plan. Only dummy steps before the first plan have none.
         """
-        self.plan, self.trouble = getattr(scheduler_output, PLAN, None), None
-        if self.plan is None and self._planned and scheduler_output.num_scheduled_tokens:
+        told, self.trouble = getattr(scheduler_output, PLAN, None), None
+        if told is None and self._planned and scheduler_output.num_scheduled_tokens:
             raise RuntimeError(
                 "the KV policy's worker got a step without its plan; expected the SchedulerOutput as the scheduler "
                 "made it, with all its attributes: leave --kv-policy out, or use another "
                 "--distributed-executor-backend"
             )
-        self._planned |= self.plan is not None
-        self.plan = self.plan or EvictionPlan.empty(len(self.groups))
+        self._planned |= told is not None
+        self.plan, self.in_step = told or self._no_plan, True
         for number, group, plan in zip(self.numbers, self.groups, self.plan.groups, strict=True):
             group.begin(scheduler_output, plan, number)
         self.batch.graph = None
@@ -130,7 +132,7 @@ class EvictionRuntime:
         self.views.begin()
         if self.speculates:
             tokens, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
-            self.batch.settled = {req_id: tokens[req_id] - len(each) for req_id, each in drafts.items()}
+            self.batch.verified = {req_id: tokens[req_id] - len(each) for req_id, each in drafts.items()}
             if self._ahead:
                 self.batch.unsure = self._drafts
                 self._drafts = {req_id: len(each) for req_id, each in drafts.items()}
@@ -188,22 +190,12 @@ class EvictionRuntime:
         for group in self.groups:
             group.reserve(self.attends_in_graphs)
 
-    def hold(self, pool: int, tables: Sequence[torch.Tensor]) -> None:
-        """Allocate memory for a pool of `pool` blocks, and views as wide as vLLM's block tables."""
+    def allocate(self, room: Room, tables: Sequence[torch.Tensor] = ()) -> None:
+        """Allocate memory that depends on the pool, and views as wide as vLLM's block tables."""
         for group, table in zip(self.groups, tables):
             self.views.memory(group, table.shape)
-            group.hold(pool)
-
-    def keep_on_host(self, blocks: int, bounds: str | None, path: str | None) -> None:
-        """Memory, or a file, for so many evicted blocks, and memory for bounds of their keys; None: for no bounds."""
-        (group,) = self.groups
-        group.host = HostBlocks(group.store, blocks, group.device, bounds, path)
-
-    def keep_bounds(self, pool: int) -> None:
-        """Memory for bounds of the keys of all blocks of a pool, by which decodes select."""
         for group in self.groups:
-            if group.selection is not None:
-                group.selection.hold(pool)
+            group.allocate(room)
 
     @property
     def decodes_lacking(self) -> bool:
@@ -243,7 +235,7 @@ class EvictionRuntime:
     @property
     def graph(self) -> Attends | None:
         """The full CUDA graph that fits this step of decodes; None: no full graph fits."""
-        if self.plan is None:
+        if not self.in_step:
             return None if self._tries else Attends.STOCK  # a dummy step
         if self._graph is _UNKNOWN:
             self._graph = self._fitting()
@@ -265,7 +257,7 @@ class EvictionRuntime:
         output, tokens = self._scheduler_output, self._scheduler_output.num_scheduled_tokens
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         computed = [request.num_computed_tokens for request in new] + cached.num_computed_tokens
-        if max(computed) + max(tokens.values()) <= min(group.graph_tokens for group in self.groups):
+        if max(computed) + max(tokens.values()) <= min(group.shape.graph_tokens for group in self.groups):
             return True  # even without holes
         req_ids = [request.req_id for request in new] + cached.req_ids
         lengths = {req_id: before + tokens[req_id] for req_id, before in zip(req_ids, computed)}
@@ -281,36 +273,24 @@ class EvictionRuntime:
             self.batch.graph, self.ops.capturing = None, False
 
     @torch.inference_mode()  # as caches and sums are
-    def rearrange(self, all_reduce: Any) -> None:
-        """Carry out the plan's copies, rotations and compactions, before the step writes any block.
+    def rearrange(self, all_reduce: AllReduce) -> None:
+        """Carry out the plan's orders, before the step writes any block.
 
         Args:
             all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
         """
-        if self.plan.copies:
-            (group,) = self.groups
-            missing = group.withhold(group.host.obey(self.plan.copies, all_reduce))
-            why, group.host.pages.error = group.host.pages.error, None
-            if why is not None or missing:
-                self.trouble = HostTrouble(why or "", missing)
-            fetched = [copy.physical for copy in self.plan.copies if copy.kind == "fetch"]
-            if group.selection is not None and fetched:
-                group.selection.refresh(fetched)
-        for move in self.plan.rotations:
-            self.groups[move.group].originals.turn(move)
-        for group, plan in zip(self.groups, self.plan.groups):
-            if group.originals is not None:
-                group.originals.drop(plan.holes)  # after the rotations, which may include blocks of these holes
-        for each in self.plan.compactions:
-            group = self.groups[each.group]
-            merger = group.mergers.setdefault(each.req_id, Merger())
-            sums = group.prompts if each.config.policy.reconstructs else group.tokens
-            compact(each, group.store, sums, group.block_size, merger, all_reduce, group.device)
+        plan = self.plan
+        orders: Iterator[Any] = chain(plan.copies, plan.rotations, plan.compactions)
+        for (number, _), some in groupby(orders, key=lambda order: (order.group, type(order))):
+            trouble = self.groups[number].obey(list(some), all_reduce)
+            self.trouble = trouble or self.trouble
+        for group in self.groups:
+            group.obeyed()
 
     @torch.inference_mode()
-    def end(self, all_reduce: Any) -> list[Reports]:
+    def end(self, all_reduce: AllReduce) -> list[Reports]:
         """Return each group's reports (see `GroupRuntime.end`)."""
-        self.plan = None
+        self.plan, self.in_step = self._no_plan, False
         reports = [group.end(all_reduce) for group in self.groups]
         self.copied = copied(self.groups[0].device) if any(reports) else None
         return reports

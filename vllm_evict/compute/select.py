@@ -14,9 +14,14 @@ import numpy as np
 import torch
 
 from ..config import KVPolicyConfig
-from .host import empty_bounds
+from .holes import Start
 from .kernels.bounds import bound_scores, key_bounds
 from .kernels.logits import logits_of
+from .offload import empty_bounds
+from .parts import Room
+from .probes import LayerCall
+from .source import NO_ROWS, Source, StepSource
+from .step_batch import StepBatch
 from .store import Store
 from .transfer import to_device
 
@@ -34,7 +39,7 @@ class _Held:
     blocks: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class Selection:
+class Selection(Source):
     """Bounds of all blocks of one KV group, and choices of its requests.
 
     A block's bounds are computed in the step that fills it, and live as long as its content. So a request that hits a
@@ -48,16 +53,19 @@ class Selection:
         device: where the cache is.
 
     Attributes:
+        block_size: tokens.
         blocks: blocks that a decode attends to; requests with more resident blocks select.
         sinks, recent: leading and trailing blocks of them that are always selected.
     """
+
+    reads_all = False
 
     def __init__(
         self, config: KVPolicyConfig, block_size: int, layers: Sequence[int], store: Store, device: torch.device
     ) -> None:
         self.blocks, self.sinks, self.recent = config.selected(block_size)
         self._config, self._kind = config, config.select_bounds
-        self._every, self._block_size, self._store, self._device = config.select_every, block_size, store, device
+        self._every, self.block_size, self._store, self._device = config.select_every, block_size, store, device
         #: Places of layers that choose, and of layers that attend to a choice.
         self._choosers, self._sparse = (
             frozenset(place for place, layer in enumerate(layers) if layer in chosen)
@@ -77,9 +85,9 @@ class Selection:
         """Requests whose choice holds."""
         return self._held.keys()
 
-    def hold(self, pool: int) -> None:
-        """Allocate bounds for a pool of this many blocks."""
-        self._bounds = empty_bounds(self._store, pool, self._device, self._kind)
+    def allocate(self, room: Room) -> None:
+        """Allocate bounds for all blocks of the pool."""
+        self._bounds = empty_bounds(self._store, room.blocks, self._device, self._kind)
 
     def refresh(self, blocks: Sequence[int]) -> None:
         """Compute the bounds of full blocks that copies have written."""
@@ -87,68 +95,38 @@ class Selection:
         for (keys, _), bounds in zip(self._store.read(where, False), self._bounds):
             bounds[where] = key_bounds(keys, kind=self._kind)
 
-    def forget(self, req_ids: Iterable[str]) -> None:
-        """Choose anew for requests that ended, started or lost blocks."""
-        for req_id in req_ids:
-            self._held.pop(req_id, None)
+    def begin(self, start: Start) -> None:
+        """Choose anew for requests that ended, started, lost blocks or got some back."""
+        for req_ids in (start.gone, start.started, start.plan.holes, start.plan.returned) if self._held else ():
+            for req_id in req_ids:
+                self._held.pop(req_id, None)
 
-    def rows(self, starts: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """Return the rows of the batch that select: int64 [n].
+    def step(self, batch: StepBatch) -> StepSource:
+        reads_less = self._config.reads_less(batch.queries, batch.resident_tokens, self.block_size)
+        rows, filled = np.flatnonzero(reads_less), self._filled(batch)
+        if filled is None and not len(rows):
+            return super().step(batch)
+        choices = []
+        for row in rows.tolist():
+            its = self._held.setdefault(batch.req_ids[row], _Held())
+            if its.steps == self._every:
+                its.steps, its.blocks = 0, {}
+            its.steps += 1
+            resident = batch.table[row, : -(-int(batch.resident_tokens[row]) // self.block_size)]
+            choices.append(_Choice(row, int(batch.starts[row]), resident, its))
+        return SelectStep(self, choices, filled, batch)
 
-        Args:
-            starts: int32 [R + 1], first query of each row.
-            held: int32 [R], resident tokens.
-        """
-        return np.flatnonzero(self._config.reads_less(np.diff(starts), held, self._block_size))
-
-    def filled(self, table: torch.Tensor, starts: np.ndarray, seq_lens: np.ndarray) -> torch.Tensor | None:
-        """Return the physical blocks that the step fills: int64 [n]; None: it fills none.
-
-        Args:
-            table: int32 [R, W], block tables with holes.
-            starts: int32 [R + 1].
-            seq_lens: int32 [R], tokens with holes.
-        """
-        ends = seq_lens // self._block_size
-        firsts = (seq_lens - np.diff(starts)) // self._block_size
+    def _filled(self, batch: StepBatch) -> torch.Tensor | None:
+        """Return the physical blocks that the step fills: int64 [n]; None: it fills none."""
+        ends = batch.seq_lens // self.block_size
+        firsts = (batch.seq_lens - batch.queries) // self.block_size
         counts = ends - firsts
         if not counts.any():
             return None
         rows = np.repeat(np.arange(len(counts)), counts)
         places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(firsts, counts)
         rows, places = (to_device(each.astype(np.int64), self._device) for each in (rows, places))
-        return table[rows, places].long()
-
-    def step(
-        self,
-        req_ids: Sequence[str],
-        rows: np.ndarray,
-        filled: torch.Tensor | None,
-        table: torch.Tensor,
-        starts: np.ndarray,
-        held: np.ndarray,
-    ) -> "SelectStep | None":
-        """Return the work of one step; None: there is none.
-
-        Args:
-            req_ids: requests of the batch, in row order.
-            rows: see `rows`.
-            filled: see `filled`.
-            table: int32 [R, W], resident blocks of each row.
-            starts: int32 [R + 1].
-            held: int32 [R], resident tokens.
-        """
-        if filled is None and not len(rows):
-            return None
-        choices = []
-        for row in rows.tolist():
-            its = self._held.setdefault(req_ids[row], _Held())
-            if its.steps == self._every:
-                its.steps, its.blocks = 0, {}
-            its.steps += 1
-            resident = table[row, : -(-int(held[row]) // self._block_size)]
-            choices.append(_Choice(row, int(starts[row]), resident, its))
-        return SelectStep(self, choices, filled, table, held)
+        return batch.written[rows, places].long()
 
     def choose(self, choice: "_Choice", layer: Any, place: int, query: torch.Tensor) -> torch.Tensor:
         """Return the blocks between sinks and recent blocks that a request attends to: int32, in order.
@@ -202,60 +180,54 @@ class _Choice:
     held: _Held
 
 
-class SelectStep:
+class SelectStep(StepSource):
     """Selection of one step. One table serves all layers in turn: layers that choose write it, others read it.
 
     Args:
         selection: of the KV group.
         choices: requests that select.
         filled: physical blocks that the step fills.
-        table: int32 [R, W], resident blocks of each row.
-        held: int32 [R], resident tokens.
+        batch: of the step.
     """
 
+    is_plain = False
+
     def __init__(
-        self,
-        selection: Selection,
-        choices: list[_Choice],
-        filled: torch.Tensor | None,
-        table: torch.Tensor,
-        held: np.ndarray,
+        self, selection: Selection, choices: list[_Choice], filled: torch.Tensor | None, batch: StepBatch
     ) -> None:
+        super().__init__(batch.lens)
         self._selection, self._choices, self._filled = selection, choices, filled
         self._metadata: tuple[Any, Any] = (None, None)
+        self.rows = NO_ROWS
         if not choices:
             return
-        rows = np.array([choice.row for choice in choices], np.int64)
-        self._rows = to_device(rows.astype(np.int32), table.device)
-        self._table = torch.zeros((len(held), selection.blocks), dtype=torch.int32, device=table.device)
+        self.rows = rows = np.array([choice.row for choice in choices], np.int64)
+        # Rows beside them that the plugin's kernel attends for are decodes with no more blocks than are selected.
+        (count, width), table = (len(batch.resident_tokens), selection.blocks), batch.table
+        self._table = torch.zeros((count, width), dtype=torch.int32, device=table.device)
+        self._table[:, : table.shape[1]] = table[:count, :width]
         for choice in choices:
-            self._table[choice.row, : selection.sinks] = choice.resident[: selection.sinks]
             self._table[choice.row, -selection.recent :] = choice.resident[-selection.recent :]
-        lens = np.zeros(len(held), np.int32)
-        size = selection._block_size
-        lens[rows] = (selection.blocks - 1) * size + (held[rows] - 1) % size + 1
-        self._lens = to_device(lens, table.device)
+        size = selection.block_size
+        lens = (width - 1) * size + (batch.resident_tokens[rows] - 1) % size + 1
+        where, lens = (to_device(each, table.device) for each in (rows, lens.astype(np.int32)))
+        self._lens = batch.lens[:count].index_copy(0, where, lens)
 
-    def begin(self, ops: Any, layer: Any, place: int, query: torch.Tensor, kv_cache: Any) -> None:
-        """Do what one layer does before it attends: bounds of blocks that filled, and its choice."""
-        selection = self._selection
+    def table(self, call: LayerCall) -> tuple[Any, torch.Tensor]:
+        """Compute the bounds of blocks that filled, and the layer's choice; return what the layer reads."""
+        selection, place = self._selection, call.place
         if self._filled is not None:
-            selection.fill(ops, layer, place, kv_cache, self._filled)
-        if not self._choices or not selection.chooses(place):
-            return
-        between = slice(selection.sinks, selection.blocks - selection.recent)
-        for choice in self._choices:
-            self._table[choice.row, between] = selection.choose(choice, layer, place, query)
-
-    def decode(
-        self, ops: Any, layer: Any, place: int, query: torch.Tensor, kv_cache: Any, metadata: Any, output: Any
-    ) -> bool:
-        """Attend to the choice, in a layer that does; return whether it does."""
-        if not self._choices or not self._selection.is_sparse(place):
-            return False
-        if self._metadata[0] is not metadata:
-            chosen = copy(metadata)
+            selection.fill(call.ops, call.layer, place, call.kv_cache, self._filled)
+        if not self._choices:
+            return super().table(call)
+        if selection.chooses(place):
+            between = slice(selection.sinks, selection.blocks - selection.recent)
+            for choice in self._choices:
+                self._table[choice.row, between] = selection.choose(choice, call.layer, place, call.query)
+        if not selection.is_sparse(place):
+            return super().table(call)
+        if self._metadata[0] is not call.metadata:
+            chosen = copy(call.metadata)
             chosen.block_table = self._table
-            self._metadata = metadata, chosen
-        ops.decode(layer, query, kv_cache, self._metadata[1], output, self._rows, self._lens, None, None)
-        return True
+            self._metadata = call.metadata, chosen
+        return self._metadata[1], self._lens

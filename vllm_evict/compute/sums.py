@@ -8,17 +8,18 @@ import numpy as np
 import torch
 
 from ..core.plan import Report, Reports, Scoring
-from .cached import AllReduce
 from .counting import Counting, all_of
 from .kernels.fold import fold
 from .kernels.queries import Queries
 from .kernels.take import take
 from .measure import MassBuffers, MassStep
+from .parts import AllReduce
 from .reduction import Reduction
+from .step_batch import StepBatch
 from .transfer import to_device, to_host
 
 
-class _SumsBatch(NamedTuple):
+class _Measured(NamedTuple):
     """The measured rows of a batch.
 
     Attributes:
@@ -89,7 +90,7 @@ class RunningSums:
         #: Request that waits -> its row of the sums, and of each array above.
         self._parked: dict[str, tuple[torch.Tensor, list[Any]]] = {}
         #: None after a slot was given, taken or set anew.
-        self._batch: _SumsBatch | None = None
+        self._batch: _Measured | None = None
         #: Rows of the last batch, and int32 [R] the slot of each of its requests, -1 for none, on the device.
         self._folded: tuple[Any, torch.Tensor] = (None, torch.empty(0, dtype=torch.int32))
 
@@ -104,6 +105,11 @@ class RunningSums:
     def requests(self) -> Set[str]:
         """Measured requests."""
         return self._slots.keys()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the sums."""
+        return self._sums.device
 
     @property
     def kept_bytes(self) -> int:
@@ -208,76 +214,57 @@ class RunningSums:
         mass = zeros(requests, self.heads, blocks)
         return MassBuffers(weights, mass, layer, tested, lens, self.block_size, self.maximise_layers)
 
-    def step(
-        self,
-        req_ids: list[str],
-        query_start_loc: np.ndarray,
-        seq_lens: np.ndarray,
-        logical: torch.Tensor,
-        resident: torch.Tensor,
-        memory: MassBuffers | None = None,
-        settled: np.ndarray | None = None,
-        lengths: torch.Tensor | None = None,
-        slack: np.ndarray | None = None,
-    ) -> MassStep | None:
+    def step(self, batch: StepBatch, memory: MassBuffers | None = None) -> MassStep | None:
         """Return what layers measure in this step; None if nothing.
 
         Args:
-            req_ids: requests of the batch, in row order.
-            query_start_loc: int32 [R + 1].
-            seq_lens: int32 [R], tokens with holes: position of the last query + 1.
-            logical: int32 [R, W], see `MassStep`.
-            resident: int32 [R], resident tokens.
+            batch: of the step.
             memory: memory of a graph, of R rows and W blocks; None allocates.
-            settled: int64 [R], leading queries of each row that are of settled tokens; queries of the drafts behind
-                them do not count. None: the server does not speculate.
-            lengths: int32 [R], `seq_lens` as the device knows them; read with `slack` only.
-            slack: int64 [R], tokens by which `seq_lens` may be too large; None: they are right.
         """
-        batch = self._batch_of(req_ids)
-        rows, slots, by_place, decays = batch.rows, batch.slots, batch.by_place, batch.decays
+        measured = self._measured(batch.req_ids)
+        rows, slots, verified, slack = measured.rows, measured.slots, batch.verified, batch.slack
         if not len(rows):
             return None
-        lens = np.diff(query_start_loc)
-        plain = not (by_place or decays or batch.tests) and (settled is None or bool((settled == lens).all()))
-        given = kept = None
+        plain = not (measured.by_place or measured.decays or measured.tests)
+        plain = plain and (verified is None or bool((verified == batch.queries).all()))
+        weights = given = kept = queries = tested = None
+        weighs = True
         if plain:
-            counted = lens[rows].astype(np.int64)
-            weights = None if len(rows) == len(req_ids) else all_of(rows, lens)
+            counted = batch.queries[rows].astype(np.int64)
+            weights = None if len(rows) == len(batch.req_ids) else all_of(rows, batch.queries)
         else:
-            counting, weights, counted = self._weigh(rows, slots, lens, seq_lens, settled, slack)
+            counting, weights, counted = self._weigh(measured, batch, slack)
             if not counted.any():
                 return None
-            if slack is not None and by_place:
-                known = counting.to(self._sums.device)
-                given, exactly = known.weights(lengths)
-                given, kept = given.float(), (known.base**exactly).float() if decays else None
-            elif decays:
+            if slack is not None and measured.by_place:
+                known = counting.to(self.device)
+                given, exactly = known.weights(batch.lengths)
+                given, kept = given.float(), (known.base**exactly).float() if measured.decays else None
+            elif measured.decays:
                 kept = self._to_device((counting.base**counted).astype(np.float32))
             counted = counted[rows]
-        queries = tested = None
-        if batch.tests:
-            tested = np.zeros(len(req_ids), np.int32)
-            tested[rows] = self._pivots[slots]
-            if len(weights) == len(req_ids):  # one query in each row
-                weights[tested > 0] = weights[tested > 0] > 0
-                if given is not None:
-                    given = torch.where(self._to_device(tested) > 0, (given > 0).float(), given)
-            else:
-                queries = self._queries(weights, tested, lens, query_start_loc, resident, given)
-                tested = None
-        weighs = queries is None or bool(weights.any())
+            if measured.tests:
+                tested = np.zeros(len(batch.req_ids), np.int32)
+                tested[rows] = self._pivots[slots]
+                if len(weights) == len(batch.req_ids):  # one query in each row
+                    weights[tested > 0] = weights[tested > 0] > 0
+                    if given is not None:
+                        given = torch.where(self._to_device(tested) > 0, (given > 0).float(), given)
+                else:
+                    queries = self._queries(weights, tested, batch, given)
+                    weighs, tested = queries is None or bool(weights.any()), None
         if given is None:
             given = None if weights is None else self._to_device(weights)
         if memory is None:
-            memory = self.buffers(*logical.shape, resident, given, tested is not None)
+            requests, blocks = batch.logical.shape
+            memory = self.buffers(requests, blocks, batch.lens, given, tested is not None)
         else:
             memory.mass.zero_()
-            memory.weights.fill_(1.0) if given is None else memory.weights.copy_(given)
+            _fill(memory.weights, given)
         if memory.tested is not None:
             memory.tested.zero_() if tested is None else memory.tested.copy_(self._to_device(tested))
-        last = self._last(weights, query_start_loc)
-        return MassStep(rows, slots, counted, logical, memory, queries, weighs, last, kept)
+        last = self._last(weights, batch.starts)
+        return MassStep(rows, slots, counted, batch.logical, memory, queries, weighs, last, kept)
 
     def fold(self, step: MassStep) -> None:
         """Add a step's mass to the running sums."""
@@ -324,7 +311,7 @@ class RunningSums:
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self._sums.device)
 
-    def _batch_of(self, req_ids: list[str]) -> _SumsBatch:
+    def _measured(self, req_ids: list[str]) -> _Measured:
         """Return the measured rows of the batch. Cached until the batch or a slot changes."""
         if self._batch is None or req_ids != self._batch.req_ids:
             slot_of = np.array([self._slots.get(req_id, -1) for req_id in req_ids], np.int64)
@@ -332,31 +319,25 @@ class RunningSums:
             slots = slot_of[rows]
             by_place = self._window[slots].any() or (self._every[slots] > 1).any() or self._start[slots].any()
             decays, tests = self._decay[slots].any(), self._pivots[slots].any()
-            self._batch = _SumsBatch(list(req_ids), rows, slots, bool(by_place), bool(decays), bool(tests))
+            self._batch = _Measured(list(req_ids), rows, slots, bool(by_place), bool(decays), bool(tests))
         return self._batch
 
     def _queries(
-        self,
-        weights: np.ndarray,
-        tested: np.ndarray,
-        lens: np.ndarray,
-        query_start_loc: np.ndarray,
-        resident: torch.Tensor,
-        given: torch.Tensor | None,
+        self, weights: np.ndarray, tested: np.ndarray, batch: StepBatch, given: torch.Tensor | None
     ) -> Queries | None:
         """Return the queries of `tested` rows that count; None: none does. Sets their weights to 0, in `given` too."""
-        row = np.repeat(np.arange(len(lens)), lens)
+        row = np.repeat(np.arange(len(batch.queries)), batch.queries)
         tokens = np.flatnonzero((weights > 0) & (tested > 0)[row])
         if not len(tokens):
             return None
         weights[tokens] = 0
         row = row[tokens]
-        later = self._to_device((query_start_loc[row + 1] - 1 - tokens).astype(np.int32))
+        later = self._to_device((batch.starts[row + 1] - 1 - tokens).astype(np.int32))
         at, of_row, counts = self._to_device(tokens), self._to_device(row), None
         if given is not None:
             counts = (given[at] > 0).float()
             given.index_fill_(0, at, 0.0)
-        return Queries(at, of_row, resident[of_row] - later, counts)
+        return Queries(at, of_row, batch.lens[of_row] - later, counts)
 
     def _last(self, weights: np.ndarray | None, query_start_loc: np.ndarray) -> torch.Tensor | None:
         """Return the queries of each row from its first query of weight > 0 to its last: int32 [R].
@@ -370,26 +351,21 @@ class RunningSums:
         return self._to_device(np.maximum(query_start_loc[1:] - first, 0).astype(np.int32))
 
     def _weigh(
-        self,
-        rows: np.ndarray,
-        slots: np.ndarray,
-        lens: np.ndarray,
-        seq_lens: np.ndarray,
-        settled: np.ndarray | None,
-        slack: np.ndarray | None = None,
+        self, measured: _Measured, batch: StepBatch, slack: np.ndarray | None
     ) -> tuple[Counting, np.ndarray, np.ndarray]:
         """Return which queries count, their weights, float32 [T], and how many count in each row, int64 [R].
 
         With `slack` the weights are above 0 for each query that may count.
         """
-        counting = self._counting(rows, slots, lens, lens if settled is None else settled)
-        weights, counted = counting.at_most(slack).weights(seq_lens)
-        if settled is not None:
-            ends = (seq_lens - counting.drafts - (0 if slack is None else slack))[rows]
+        rows, slots, verified = measured.rows, measured.slots, batch.verified
+        counting = self._counting(rows, slots, batch.queries, batch.queries if verified is None else verified)
+        weights, counted = counting.at_most(slack).weights(batch.seq_lens)
+        if verified is not None:
+            ends = (batch.seq_lens - counting.drafts - (0 if slack is None else slack))[rows]
             self._tentative[slots] = -(-ends // self.block_size) - self._holes[slots] <= self._trigger[slots]
         return counting, weights.astype(np.float32), counted
 
-    def _counting(self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, settled: np.ndarray) -> Counting:
+    def _counting(self, rows: np.ndarray, slots: np.ndarray, lens: np.ndarray, verified: np.ndarray) -> Counting:
         def of(values: np.ndarray, other: float) -> np.ndarray:
             spread = np.full(len(lens), other, values.dtype)
             spread[rows] = values[slots]
@@ -398,5 +374,10 @@ class RunningSums:
         scoring = of(self._every, 1), of(self._window, 0), of(self._start, 0)
         limit = of((self._trigger + self._holes) * self.block_size, 0)
         measured = np.zeros(len(lens), np.int64)
-        measured[rows] = settled[rows]
-        return Counting.of(*scoring, limit, of(self._decay, 0.0), lens, settled, measured)
+        measured[rows] = verified[rows]
+        return Counting.of(*scoring, limit, of(self._decay, 0.0), lens, verified, measured)
+
+
+def _fill(weights: torch.Tensor, given: torch.Tensor | None) -> None:
+    """Set the weights of a graph's memory, float32 [R]; None: 1."""
+    weights.fill_(1.0) if given is None else weights.copy_(given)

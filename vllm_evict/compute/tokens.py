@@ -1,29 +1,22 @@
-"""Token granularity: sums of each token and KV head, the choice of kept tokens, and their compaction."""
+"""Token granularity: sums of each token and KV head."""
 
 import logging
 from collections.abc import Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..core.plan import Compaction, Scoring
-from ..policies import CACHED, RUNNING, Blocks
-from .cached import OF_VALUES, AllReduce
-from .kernels.keys import token_scores
+from ..core.plan import Scoring
 from .kernels.put import put
-from .measure import Weigh
-from .merge import Merger
-from .store import Store
+from .probes import LayerCall, StepProbe
+from .step_batch import StepBatch
 from .sums import RunningSums
-from .transfer import fetched, to_device
 
 logger = logging.getLogger("vllm.evict")
 
 #: Most steps in flight, and so most decisions that are due and not yet carried out.
 IN_FLIGHT = 3
-#: Tokens of one layer whose keys are rotated at once, since float32 copies take several times their memory.
-TURNED = 1024
 #: Growth when pages run out: one page for each `GROWTH` pages, and at least `LEAST` pages.
 GROWTH, LEAST = 4, 16
 
@@ -48,31 +41,31 @@ class TokenBuffers(NamedTuple):
         return TokenBuffers(self.table[:requests, :blocks], self.weights[:requests], self.mass[:requests, :, :tokens])
 
 
-class TokenStep:
-    """Mass of one step's queries on every resident token. A model may call a layer any number of times in a step.
+class TokenStep(StepProbe):
+    """Mass of one step's queries on every resident token.
 
     Args:
         pages: float32 [L, P, Hkv, block_size], see `TokenSums`.
         buffers: memory of R rows and W blocks.
         lens: int32 [R], resident tokens.
-        last: as in `MassStep`.
+        last: see `StepProbe`.
     """
+
+    takes_mass = per_token = True
 
     def __init__(
         self, pages: torch.Tensor, buffers: TokenBuffers, lens: torch.Tensor, last: torch.Tensor | None = None
     ) -> None:
         self._pages, self._buffers, self._lens, self.last = pages, buffers, lens, last
+        self.weights = buffers.weights
 
-    def add(self, weigh: Weigh, kv_heads: int, place: int) -> None:
-        """Add one layer of `kv_heads` KV heads.
+    def out(self, call: LayerCall) -> torch.Tensor:
+        return self._buffers.mass[:, : call.kv_heads]
 
-        Args:
-            weigh: adds the mass of each token to its argument, float32 [R, kv_heads, W * block_size].
-            place: index of the layer in `Store`.
-        """
-        mass = self._buffers.mass[:, :kv_heads]
-        weigh(self._buffers.weights, mass)
-        put(self._pages[place, :, :kv_heads], self._buffers.table, mass, self._lens)
+    def add(self, call: LayerCall) -> None:
+        """Put the layer's mass, which is zero afterwards, into its pages."""
+        mass = self.out(call)
+        put(self._pages[call.place, :, : mass.shape[1]], self._buffers.table, mass, self._lens)
 
 
 class TokenSums(RunningSums):
@@ -104,7 +97,7 @@ class TokenSums(RunningSums):
         #: float32 [L, P, Hkv, block_size]. Page 0 is the null page: never allocated, always zero.
         self._pages = torch.zeros(layers, 1, kv_heads, block_size, device=device)
         self._unused: list[int] = []
-        #: Whether requests needed more pages than `hold` allocated.
+        #: Whether requests needed more pages than `allocate` allocated.
         self.outgrown = self._told = False
         #: For each slot the pages of its request, in order, and their number.
         self._table = np.zeros((requests, blocks), np.int64)
@@ -131,7 +124,7 @@ class TokenSums(RunningSums):
     def kept_bytes(self) -> int:
         return super().kept_bytes + self.nbytes
 
-    def hold(self, blocks: int) -> None:
+    def allocate(self, blocks: int) -> None:
         """Allocate `blocks` pages, before any request has one."""
         self._told = True
         layers, _, *page = self._pages.shape
@@ -174,40 +167,29 @@ class TokenSums(RunningSums):
         memory.weights.zero_()
         return TokenStep(self._pages, memory, lens)
 
-    def token_step(
-        self,
-        req_ids: list[str],
-        query_start_loc: np.ndarray,
-        seq_lens: np.ndarray,
-        lens: np.ndarray,
-        resident: torch.Tensor,
-        memory: TokenBuffers | None = None,
-        settled: np.ndarray | None = None,
-    ) -> TokenStep | None:
+    def token_step(self, batch: StepBatch, memory: TokenBuffers | None = None) -> TokenStep | None:
         """Return what layers measure in this step; None if nothing.
 
         Args:
-            req_ids, query_start_loc, seq_lens, settled: as for `RunningSums.step`.
-            lens: int32 [R], resident tokens.
-            resident: the same on the device of the sums.
+            batch: of the step.
             memory: memory of a graph, of R rows and W blocks; None allocates.
         """
         if memory is not None:
             memory.table.zero_()
             memory.weights.zero_()
-        batch = self._batch_of(req_ids)
-        rows, slots = batch.rows, batch.slots
+        measured = self._measured(batch.req_ids)
+        rows, slots = measured.rows, measured.slots
         if not len(rows):
             return None
-        _, weights, counted = self._weigh(rows, slots, np.diff(query_start_loc), seq_lens, settled)
-        self._lengths[slots], self._newest[slots] = lens[rows], seq_lens[rows] - 1
+        _, weights, counted = self._weigh(measured, batch, None)
+        self._lengths[slots], self._newest[slots] = batch.resident_tokens[rows], batch.seq_lens[rows] - 1
         self._hold(slots, -(-self._lengths[slots] // self.block_size))
         self._fade(slots, counted[rows])
         if not counted.any():
             return None
-        table = np.zeros((len(req_ids), -(-int(lens.max()) // self.block_size)), np.int32)
+        table = np.zeros((len(batch.req_ids), -(-int(batch.resident_tokens.max()) // self.block_size)), np.int32)
         table[rows] = self._table[slots, : table.shape[1]]
-        last = self._last(weights, query_start_loc)
+        last = self._last(weights, batch.starts)
         table, weights = self._to_device(table), self._to_device(weights)
         if memory is None:
             mass = torch.zeros(len(table), self._pages.shape[2], table.shape[1] * self.block_size, device=table.device)
@@ -215,7 +197,7 @@ class TokenSums(RunningSums):
         else:
             memory.table.copy_(table)
             memory.weights.copy_(weights)
-        return TokenStep(self._pages, memory, resident, last)
+        return TokenStep(self._pages, memory, batch.lens, last)
 
     def judge(self, req_id: str, number: int) -> None:
         """Copy the sums of a request for the decision of that number, which is due after this step."""
@@ -231,20 +213,11 @@ class TokenSums(RunningSums):
             self._pages.index_fill_(1, self._to_device(self._table[slot, : self._held[slot]]), 0)
 
     def judged(self, req_id: str, position: int, number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores (float32) and positions (int32), [L, Hkv, n] each, of the decision of that number.
-
-        `position` is that of the newest computed token at the decision.
-        """
+        """See `compaction.Judge`."""
         return self._judged[req_id][number], self._positions(self._slots[req_id])
 
     def gather(self, req_id: str, number: int, first: int, count: int, keep: torch.Tensor) -> None:
-        """Drop the sums of evicted tokens, and close the gaps.
-
-        Args:
-            number: of the decision.
-            first, count: range of the candidates.
-            keep: int64 [L, Hkv, kept], indices of kept candidates in that range.
-        """
+        """See `compaction.Judge`."""
         slot = self._slots[req_id]
         scores = gathered(self._scores(slot), first, count, keep)
         self._left[slot] = gathered(self._positions(slot), first, count, keep)
@@ -324,143 +297,3 @@ def gathered(values: torch.Tensor, first: int, count: int, keep: torch.Tensor) -
     """
     chosen = values[:, :, first : first + count].gather(2, keep)
     return torch.cat((values[:, :, :first], chosen, values[:, :, first + count :]), 2)
-
-
-def compact(
-    plan: Compaction,
-    store: Store,
-    sums: Any,
-    block_size: int,
-    merger: Merger,
-    all_reduce: AllReduce,
-    device: torch.device | str = "cpu",
-) -> None:
-    """Choose the tokens that each KV head of a request keeps, and gather them.
-
-    Policies run on the host, so this waits for a device once.
-
-    Args:
-        plan: request and blocks.
-        store: KV cache of the group.
-        sums: `TokenSums` of the group, or its `PromptScores` if the policy reconstructs; None if nothing is measured
-            by token.
-        block_size: tokens.
-        merger: merger of the request.
-        all_reduce: (float64 tensor, whether to take the maximum) -> the tensor reduced over tensor-parallel ranks.
-        device: device of KV cache and sums.
-    """
-    device = torch.device(device)
-    first, count = plan.first * block_size, plan.count * block_size
-    resident, target = (to_device(np.array(blocks, np.int64), device) for blocks in (plan.resident, plan.target))
-    judged = sums.judged(plan.req_id, plan.position, plan.judged) if plan.config.policy.measures & RUNNING else None
-    scores = _importance(plan, store, judged, resident, slice(first, first + count))
-    if plan.config.sets == "all":
-        one = _reduced(scores, count, plan.config, all_reduce, device)
-        scores = [one.expand(len(layer), -1) for layer in scores]
-    keep = [_kept(layer, len(plan.target) * block_size) for layer in scores]
-    source = slice(plan.first, plan.first + plan.count)
-    merged = _merged(plan, store, merger, resident[source], scores, keep) if plan.config.merge else []
-    on_host = (torch.tensor(blocks, dtype=torch.int32) for blocks in (plan.resident[source], plan.target))
-    store.compact(next(on_host), [layer.int() for layer in keep], next(on_host))
-    for layer, (keys, values) in enumerate(merged):
-        store.write(layer, target, *(_in_blocks(x, block_size) for x in (keys, values)))
-    if judged is not None and keep:
-        heads = judged[0].shape[1]
-        # Padding for layers with fewer heads; those rows are never read.
-        full = [torch.cat([layer, layer[:1].expand(heads - len(layer), -1)]) for layer in keep]
-        sums.gather(plan.req_id, plan.judged, first, count, torch.stack(full))
-
-
-def _importance(
-    plan: Compaction,
-    store: Store,
-    judged: tuple[torch.Tensor, torch.Tensor] | None,
-    resident: torch.Tensor,
-    candidates: slice,
-) -> list[torch.Tensor]:
-    """Return the policy's importance of each candidate: for each layer float64 [Hkv, count]."""
-    policy, config, kv_heads = plan.config.policy, plan.config, store.kv_heads()
-    if not kv_heads:
-        return []
-    # Name -> for each layer float64 [Hkv, count].
-    statistics: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(policy.measures)}
-    if policy.measures & CACHED:
-        for keys, values in store.read(resident, bool(policy.measures & OF_VALUES)):
-            for name, of_tokens in token_scores(keys, values, plan.length, policy.measures & CACHED).items():
-                statistics[name].append(of_tokens[:, candidates].double())
-    places = torch.arange(candidates.start, candidates.stop, device=resident.device)
-    positions = [places.expand(heads, -1) for heads in kv_heads]
-    if judged is not None:
-        (name,) = policy.measures & RUNNING
-        mass, positions = (
-            [of_layer[:heads, candidates] for of_layer, heads in zip(of_layers, kv_heads)] for of_layers in judged
-        )
-        statistics[name] = [of_layer.double() for of_layer in mass]
-        if config.accumulate == "mean":
-            ages = [_age(of_layer, plan.position, config.every) for of_layer in positions]
-            statistics[name] = [drawn / age for drawn, age in zip(statistics[name], ages)]
-    # One copy: [statistics and positions, heads of all layers, count].
-    numbers = fetched(torch.stack([torch.cat(layers).double() for layers in (*statistics.values(), positions)]))
-    importance = []
-    sound = np.isfinite(numbers).all((0, 2))
-    if not sound.all():
-        logger.warning_once(  # type: ignore[attr-defined]  # vLLM adds it
-            "KV policy %s got NaN or inf as scores of tokens of request %s; expected finite numbers; look for NaN in "
-            "the model. All tokens of such heads weigh the same, so the oldest go first. Said once a request.",
-            config.name,
-            plan.req_id,
-        )
-    for (*of_head, at), is_sound in zip(numbers.swapaxes(0, 1), sound):
-        tokens = Blocks(at.astype(np.int64), config, dict(zip(statistics, of_head)), plan.position + 1, 0)
-        importance.append(policy.importance(tokens) if is_sound else np.zeros(len(at)))
-    return list(to_device(np.array(importance, np.float64), resident.device).split(kv_heads))
-
-
-def _merged(
-    plan: Compaction,
-    store: Store,
-    merger: Merger,
-    source: torch.Tensor,
-    scores: list[torch.Tensor],
-    keep: list[torch.Tensor],
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Merge evicted tokens into kept ones: for each layer keys and values, float32 [Hkv, kept, D] each."""
-    merged = []
-    for layer, (keys, values) in enumerate(store.read(source, True)):
-        tokens = (x.transpose(0, 1).flatten(1, 2) for x in (keys, values))
-        merged.append(merger.merge(plan.config, layer, *tokens, scores[layer], keep[layer]))
-    return merged
-
-
-def _in_blocks(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Reshape [Hkv, n * block_size, D] to [n, Hkv, block_size, D]."""
-    return tokens.unflatten(1, (-1, block_size)).transpose(0, 1)
-
-
-def _age(positions: torch.Tensor, newest: int, every: int) -> torch.Tensor:
-    """Return the number of counted queries that saw each token, at least 1: float64, of the shape of `positions`."""
-    counted_before = lambda position: -(-position // every)  # noqa: E731  (multiples of `every` below it)
-    return (counted_before(newest + 1) - counted_before(positions)).double().clamp(min=1)
-
-
-def _kept(importance: torch.Tensor, kept: int) -> torch.Tensor:
-    """Indices of the `kept` most important tokens, int64 [Hkv, kept], ascending; of equal tokens the newest."""
-    order = importance.argsort(dim=1, stable=True)
-    return order[:, importance.shape[1] - kept :].sort(dim=1).values
-
-
-def _reduced(
-    layers: list[torch.Tensor],
-    count: int,
-    config: Any,
-    all_reduce: AllReduce,
-    device: torch.device,
-) -> torch.Tensor:
-    """Reduce importance over all heads, layers and ranks: float64 [count]."""
-    # A rank without heads of the KV group takes part with zeros.
-    of_layers = [torch.zeros(count, dtype=torch.float64, device=device)] if not layers else []
-    for layer in layers:
-        of_layers.append(layer.amax(0) if config.heads == "max" else layer.sum(0))
-    stacked = torch.stack(of_layers)
-    one = stacked.amax(0) if config.layers == "max" else stacked.sum(0)
-    return all_reduce(one, config.heads == "max")

@@ -34,7 +34,7 @@ class Views:
 
         Its addresses stay the same until vLLM's block table, of shape `least`, needs more rows or a greater width.
         """
-        rows, width = max(least[0], group.max_requests), max(least[1], group.max_blocks)
+        rows, width = max(least[0], group.shape.max_requests), max(least[1], group.shape.max_blocks)
         view = self._memory.get(group)
         if view is None or len(view.lens) < rows or view.table.shape[1] < width:
             shapes = ((rows, width), (rows,), (rows, width))
@@ -45,8 +45,7 @@ class Views:
     def warm_up(self, tables: Sequence[torch.Tensor]) -> None:
         """Compile the kernel for block tables like these, by a launch for a request without tokens."""
         lens = torch.zeros(1, dtype=torch.int32, device=tables[0].device)
-        memory = (self.memory(group, table.shape) for group, table in zip(self._groups, tables))
-        views = [View(*(each[:1] for each in view)) for view in memory]
+        views = [self.memory(group, table.shape).of_rows(1) for group, table in zip(self._groups, tables)]
         resident_view([table[:1] for table in tables], lens, self._groups[0].block_size, views)
 
     def table_of(self, group: Any) -> torch.Tensor:
@@ -76,7 +75,7 @@ class Views:
             metadata: vLLM's `CommonAttentionMetadata` of the pass.
         """
         tables, block_size = metadata.block_table_tensor, self._groups[0].block_size
-        view = View(*(each[: len(tables)] for each in self.memory(group, tables.shape)))
+        view = self.memory(group, tables.shape).of_rows(len(tables))
         width = min(-(-metadata.max_seq_len // block_size), tables.shape[1])
         resident_view([tables], metadata.seq_lens, block_size, [View(view.table[:, :width], view.lens)])
         return view.table, view.lens
@@ -88,10 +87,10 @@ class Views:
         seen, longest = [], 1
         for group, table in zip(self._groups, self.tables, strict=True):
             if in_graph or group.with_holes:
-                self._made[group] = View(*(each[:rows] for each in self.memory(group, table.shape)))
-                longest = max(longest, int(group.held(seq_lens).max()))
+                self._made[group] = self.memory(group, table.shape).of_rows(rows)
+                longest = max(longest, int(group.resident_tokens(seq_lens).max()))
             seen.append(self._made.get(group))
         width = -(-longest // self._groups[0].block_size)
-        seen = [view and View(view.table[:, :width], view.lens, view.logical[:, :width]) for view in seen]
+        seen = [view and view.of_width(width) for view in seen]
         tables = [table[:rows] for table in self.tables]
         resident_view(tables, metadata.seq_lens[:rows], self._groups[0].block_size, seen)

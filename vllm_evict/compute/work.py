@@ -2,21 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from .host import BoundStep
-from .measure import MassBuffers, MassStep
-from .prompts import PromptStep
-from .select import SelectStep
-from .tokens import TokenStep
+from .probes import LayerCall, StepProbe
+from .source import NO_ROWS, StepSource
 from .transfer import to_device
 
-#: No rows of a batch.
-NO_ROWS = np.empty(0, np.int64)
+#: Measures nothing.
+UNMEASURED = StepProbe()
 
 
 @dataclass(slots=True)
@@ -25,7 +21,7 @@ class HeadSlice:
 
     Attributes:
         work: the step's work of the KV group.
-        place: index of the layer in the KV group (see `StepWork.do`).
+        place: index of the layer in the KV group (see `LayerCall`).
         query: [T, H, D], queries of these heads.
         kv_cache: KV cache of these heads.
         metadata: the backend's metadata of the KV group.
@@ -46,18 +42,16 @@ class StepWork:
     measured beside it.
 
     Args:
-        mass: measurement by block; None if there is none.
-        tokens: measurement by token; None if there is none.
-        prompts: measurement of repeated prompts; None if there is none.
-        bounds: scores by bounds of keys; None if there are none.
-        select: selection of blocks; None if there is none.
+        steps: what probes do in each layer.
         rows: int64 [n], batch rows that the plugin attends for.
-        selecting: int64 [m], the rows of them that select blocks.
-        query_start_loc: int32 [R + 1].
+        queries: int32 [R], of each row.
         seq_lens: int32 [R], resident tokens.
+        source: what the layers read; None: the block tables of the backend's metadata.
 
     Attributes:
+        rows: int32 [n], the same on the device.
         seq_lens: as given.
+        masses: those of `steps` that take attention mass.
         is_all: whether no query is left for the stock kernel.
         stock_lens: int32 [R], lengths for the stock kernel: for each of `rows` the number of its queries, as it need
             not compute their output.
@@ -65,25 +59,18 @@ class StepWork:
 
     def __init__(
         self,
-        mass: MassStep | MassBuffers | None,
+        steps: Sequence[StepProbe],
         rows: np.ndarray,
-        query_start_loc: np.ndarray,
+        queries: np.ndarray,
         seq_lens: torch.Tensor,
-        tokens: TokenStep | None = None,
-        prompts: PromptStep | None = None,
-        bounds: BoundStep | None = None,
-        select: SelectStep | None = None,
-        selecting: np.ndarray = NO_ROWS,
+        source: StepSource | None = None,
     ) -> None:
-        self.mass, self.tokens, self.prompts, self.bounds, self.select = mass, tokens, prompts, bounds, select
-        queries = np.diff(query_start_loc)
+        self.masses = [step for step in steps if step.takes_mass]
+        self._beside = [step for step in steps if not step.takes_mass]
+        self._source = source or StepSource(seq_lens)
         own = queries[rows]
-        self.is_all = own.sum() == query_start_loc[-1]
+        self.is_all = len(rows) == len(queries) or own.sum() == queries.sum()
         self.rows = to_device(rows.astype(np.int32), seq_lens.device)
-        #: Of `rows`, the rows that attend to all resident blocks.
-        self._unselected = self.rows
-        if len(selecting):
-            self._unselected = to_device(np.setdiff1d(rows, selecting).astype(np.int32), seq_lens.device)
         self.seq_lens = self.stock_lens = seq_lens
         if len(rows) and len(rows) == len(queries):
             self.stock_lens = to_device(queries.astype(np.int32), seq_lens.device)
@@ -95,66 +82,43 @@ class StepWork:
         self._of_stock: torch.Tensor | None = None
 
     @classmethod
-    def of_graph(
-        cls,
-        mass: MassStep | MassBuffers | None,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        tokens: TokenStep | None,
-    ) -> "StepWork":
+    def of_graph(cls, steps: Sequence[StepProbe], rows: torch.Tensor, seq_lens: torch.Tensor) -> "StepWork":
         """Make the work of a full graph: the plugin decodes all requests, on memory that stays.
 
         Args:
-            mass, tokens: measurement by block, or by token.
+            steps: what probes do in each layer.
             rows: int32 [R], the batch's rows, -1 for padding.
             seq_lens: int32 [R], resident tokens.
         """
-        work = cls(mass, np.empty(0, np.int64), np.zeros(1, np.int32), seq_lens, tokens)
+        work = cls(steps, NO_ROWS, NO_ROWS, seq_lens)
         work.rows = rows
         return work
 
     @property
     def measures(self) -> bool:
         """Whether queries of the stock kernel are measured."""
-        return (self.mass is not None or self.tokens is not None) and not self.is_all
+        return bool(self.masses) and not self.is_all
 
-    def do(self, ops: Any, layer: Any, place: int, query: Any, kv_cache: Any, metadata: Any, output: Any) -> None:
-        """Do the work of one layer, after the stock kernel (see `attention.ops.BackendOps`).
+    @property
+    def joins(self) -> bool:
+        """Whether one call for all KV groups of a layer can do the work."""
+        return self.is_all and self._source.is_plain and not self._beside
 
-        `place` is the index of the layer in its KV group, as in `store.Store`.
-        """
-
-        def weigh(weights: torch.Tensor | None, out: torch.Tensor | None, per_token: bool = False) -> None:
-            how = {"per_token": True} if per_token else {}
+    def do(self, call: LayerCall) -> None:
+        """Do the work of one layer, after the stock kernel (see `attention.ops.BackendOps`)."""
+        ops, where = call.ops, (call.layer, call.query, call.kv_cache)
+        metadata, lens = self._source.table(call)
+        for mass in self.masses or (UNMEASURED,):
+            out = mass.out(call)
             if len(self.rows):
-                ops.decode(layer, query, kv_cache, metadata, output, self.rows, self.seq_lens, weights, out, **how)
+                measured = mass.weights, out, mass.per_token
+                ops.decode(*where, metadata, call.output, self.rows, lens, *measured)
             if out is not None and not self.is_all:
-                step = self.tokens if per_token else self.mass
-                assert not isinstance(step, MassBuffers), "a graph leaves no query to the stock kernel"
-                ops.mass(layer, query, kv_cache, metadata, self._stock_weights(weights), out, last=step.last, **how)
-
-        kv_heads = 0 if self.mass is None and self.tokens is None else ops.kv_heads(kv_cache)
-        if self.mass is not None:
-            weigh_each = partial(ops.mass_of, layer, query, kv_cache, metadata)
-            self.mass.add(weigh, kv_heads, query.shape[1] // kv_heads, weigh_each)
-        if self.tokens is not None:
-            self.tokens.add(partial(weigh, per_token=True), kv_heads, place)
-        if self.select is not None:
-            self._attend_selected(ops, layer, place, query, kv_cache, metadata, output)
-        elif self.mass is None and self.tokens is None:
-            weigh(None, None)
-        if self.prompts is not None:
-            self.prompts.add(ops, layer, place, query, kv_cache, metadata)
-        if self.bounds is not None:
-            self.bounds.add(ops, layer, place, query, kv_cache)
-
-    def _attend_selected(self, ops: Any, layer: Any, place: int, query: Any, kv_cache: Any, *rest: Any) -> None:
-        """Decode `rows`, each over its resident blocks or over those that the layer selects. Measures nothing."""
-        self.select.begin(ops, layer, place, query, kv_cache)
-        selects = self.select.decode(ops, layer, place, query, kv_cache, *rest)
-        rows = self._unselected if selects else self.rows
-        if len(rows):
-            ops.decode(layer, query, kv_cache, *rest, rows, self.seq_lens, None, None)
+                measured = self._stock_weights(mass.weights), out, mass.per_token
+                ops.mass(*where, call.metadata, *measured, mass.last)
+            mass.add(call)
+        for step in self._beside:
+            step.add(call)
 
     def _stock_weights(self, weights: torch.Tensor | None) -> torch.Tensor | None:
         """Return the weights with 0 for queries that the plugin attends for: float32 [T]; None: 1."""
@@ -176,25 +140,13 @@ def do_together(ops: Any, layer: Any, query: torch.Tensor, slices: Sequence[Head
     Returns:
         Whether the layer was decoded.
     """
-    works = [heads.work for heads in slices]
-    if any(work is None or not work.is_all or work.bounds is not None or work.select is not None for work in works):
+    measuring = [(heads, mass) for heads in slices for mass in heads.work.masses]
+    if len(measuring) > 1 or not all(heads.work.joins for heads in slices):
         return False
-    measuring = [(heads, step) for heads in slices for step in (heads.work.mass, heads.work.tokens) if step is not None]
-    if len(measuring) > 1:
-        return False
-
-    def attend(weights: torch.Tensor | None, out: torch.Tensor | None, per_token: bool = False) -> None:
-        outs = [out if measuring and heads is measuring[0][0] else None for heads in slices]
-        ops.decode_together(layer, query, slices, output, weights, outs, per_token)
-
-    if not measuring:
-        attend(None, None)
-        return True
-    ((heads, step),) = measuring
-    kv_heads = ops.kv_heads(heads.kv_cache)
-    if step is heads.work.tokens:
-        step.add(partial(attend, per_token=True), kv_heads, heads.place)
-    else:
-        weigh_each = partial(ops.mass_of, layer, heads.query, heads.kv_cache, heads.metadata)
-        step.add(attend, kv_heads, heads.query.shape[1] // kv_heads, weigh_each)
+    heads, mass = measuring[0] if measuring else (slices[0], UNMEASURED)
+    call = LayerCall(ops, layer, heads.place, heads.query, heads.kv_cache, heads.metadata, output)
+    out = mass.out(call)
+    outs = [out if each is heads else None for each in slices]
+    ops.decode_together(layer, query, slices, output, mass.weights, outs, mass.per_token)
+    mass.add(call)
     return True

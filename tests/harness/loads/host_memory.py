@@ -1,7 +1,9 @@
 """Host blocks of an engine: the scheduler's books of them, and NaN in those that hold nothing."""
 
 import torch
+from parts import part_of
 
+from vllm_evict.compute.offload import Offload
 from vllm_evict.integration.engine.offloading import Offloading
 
 
@@ -14,7 +16,7 @@ class HostMemory:
 
     def __init__(self, engine):
         self.pool, self.scheduler = engine.scheduler.part(Offloading).pool, engine.scheduler
-        host = engine.runtime.host
+        host = part_of(engine.runtime, Offload).blocks
         self._pages, self._tensors = host.pages.own, [*host.pages.own, *host._bounds]
         if not self.pool.used:
             with torch.inference_mode():

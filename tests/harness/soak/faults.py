@@ -221,6 +221,7 @@ def worker_books(runtime):
     found = {"with holes": 0, "mergers": 0, "sums": 0}
     for group in runtime.groups:
         found["with holes"] += len(group.with_holes)
-        found["mergers"] += len(group.mergers)
-        found["sums"] += 0 if group.sums is None else len(group.sums._slots)
+        for part in (*group.probes, *group.movers):
+            found["mergers"] += len(getattr(part, "mergers", ()))
+            found["sums"] += len(getattr(part, "sums", ()))
     return {"books": found}

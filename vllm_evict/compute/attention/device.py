@@ -83,9 +83,11 @@ class DeviceOps(WithStockMetadata):
         self.scratch_bytes = room + SPLIT_SCRATCH if requests else 0
         return min(MASS_SCRATCH // (of_block * in_graphs), longest) if in_graphs else 0
 
-    def reserve(self, device: torch.device) -> None:
+    def reserve(self, device: torch.device) -> torch.Tensor:
+        """Return the scratch; the first call allocates it."""
         if self._scratch is None:
             self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32, device=device)
+        return self._scratch
 
     @staticmethod
     def dequantised(layer: Any, query: torch.Tensor) -> torch.Tensor:
@@ -121,8 +123,8 @@ class DeviceOps(WithStockMetadata):
         attention = self.arguments(layer, query, kv_cache, metadata, len(out), **measured)
         lse = self.lse_of(attention, metadata.max_query_len)
         of_heads = attention.key_cache.shape[1], out.shape[2]
-        self.reserve(query.device)
-        at_once = len(self._scratch) // prod(of_heads)
+        scratch = self.reserve(query.device)
+        at_once = len(scratch) // prod(of_heads)
         if out.shape[1] == of_heads[0] or not at_once:
             mass_from_lse(attention, lse, last=last)
             return
@@ -130,7 +132,7 @@ class DeviceOps(WithStockMetadata):
         for first in range(0, len(out), at_once):
             some = slice(first, min(first + at_once, len(out)))
             lens = attention.seq_lens[some]
-            mass = self._scratch[: len(lens) * prod(of_heads)].view(len(lens), *of_heads).zero_()
+            mass = scratch[: len(lens) * prod(of_heads)].view(len(lens), *of_heads).zero_()
             part = replace(
                 attention,
                 block_table=attention.block_table[some],
@@ -290,7 +292,7 @@ class DeviceOps(WithStockMetadata):
             decode_classes(classes, some, outputs, plans=plans)
 
     def _decode_mass(self, attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor) -> None:
-        if self.decodes_in_cuda(attention):
+        if self._cuda is not None and self._cuda.takes(attention):
             plan, at_once = self._cuda_plan(attention, len(rows))
             for some in rows.split(at_once):
                 self._cuda(attention, some, output, plan)
@@ -319,8 +321,8 @@ class DeviceOps(WithStockMetadata):
     def _cuda_plan(self, attention: PagedAttention, rows: int) -> tuple[Any, int]:
         """Return the plan of the CUDA C++ kernel, and the requests of a launch (see `_plan`)."""
         query, (_, kv_heads, block_size, _) = attention.query, attention.key_cache.shape
-        shape = query.shape[1], kv_heads, query.shape[2], block_size, *self._rounded(attention.block_table.shape[1])
-        mass = attention.mass is not None
+        (width,), mass = self._rounded(attention.block_table.shape[1]), attention.mass is not None
+        shape = query.shape[1], kv_heads, query.shape[2], block_size, width
 
         def make(rows: int, take: Callable[..., torch.Tensor]) -> Any:
             return plan_decode(rows, *shape, query.dtype, query.device, mass=mass, take=take)
@@ -338,14 +340,14 @@ class DeviceOps(WithStockMetadata):
         (rows,) = self._rounded(rows)
         key = rows, *key
         if key not in self._plans:
-            self.reserve(device)
-            plan = make(rows, taking := _Taking(self._scratch))
+            scratch = self.reserve(device)
+            plan = make(rows, taking := _Taking(scratch))
             while not taking.fits and rows > 1:
                 rows = -(-rows // 2)
-                plan = make(rows, taking := _Taking(self._scratch))
+                plan = make(rows, taking := _Taking(scratch))
             if not taking.fits and self.capturing:
                 raise RuntimeError(
-                    f"a CUDA graph of {key[0]} requests got {len(self._scratch):,} numbers of scratch memory; expected "
+                    f"a CUDA graph of {key[0]} requests got {len(scratch):,} numbers of scratch memory; expected "
                     "room for one request: use --enforce-eager, and please report this"
                 )
             self._plans[key] = plan if taking.fits else make(rows, torch.empty), rows

@@ -100,9 +100,10 @@ class LatentOps(Latents, WithoutScratch):
         metadata: Any,
         weights: torch.Tensor | None,
         out: torch.Tensor,
+        per_token: bool = False,
         last: torch.Tensor | None = None,
     ) -> None:
-        """See `BackendOps.mass`; runs `block_mass` on a packed copy of the latents."""
+        """See `BackendOps.mass`; runs `block_mass` on a packed copy of the latents, whose mass is never by token."""
         rows = len(out)
         lens, starts = metadata.seq_lens[:rows], metadata.query_start_loc[: rows + 1]
         tiles = kv_cache.dtype == torch.bfloat16 and kernel_path() == "amx_bf16" and kv_cache.shape[1] % AMX_TOKENS == 0

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.plan import Compaction
 from ...triton_kernels.combine import padded_splits
 from ...triton_kernels.compact import compact
 from ...triton_kernels.decode_classes import decode_classes, splits_of
@@ -21,6 +22,7 @@ from ...triton_kernels.tiles import MIN_ROWS
 from ..group import GroupRuntime
 from ..kernels.logits import logits_of
 from ..kernels.paged import PagedAttention
+from ..probes import MassKind
 from ..runtime import EvictionRuntime
 from .device import halves, scales
 
@@ -37,20 +39,6 @@ class Heads(NamedTuple):
     group: int
     query_heads: slice
     kv_cache: torch.Tensor
-
-
-class Mass(NamedTuple):
-    """The mass that one call measures.
-
-    Attributes:
-        heads: rows of mass for each request; 0: no mass.
-        weighted: whether queries have weights.
-        per_token: whether mass is by token.
-    """
-
-    heads: int = 0
-    weighted: bool = False
-    per_token: bool = False
 
 
 def warm_up(
@@ -71,9 +59,8 @@ def warm_up(
     """
     runtime.views.warm_up(tables)
     for group in runtime.groups:
-        for sums in (group.sums, group.tokens):
-            if sums is not None:
-                sums.warm_up("pivots" in group.statistics)
+        for probe in group.probes:
+            probe.warm_up()
     # `DeviceOps` makes plans for powers of two.
     rows, widths = ([1 << power for power in range((most - 1).bit_length() + 1)] for most in (queries, blocks))
     done = set()
@@ -100,7 +87,7 @@ class _Launches:
     def __init__(self, runtime: EvictionRuntime, layer: Any, parts: Sequence[Heads]) -> None:
         self.ops, self.layer, self.parts = runtime.ops, layer, parts
         self.groups = [runtime.groups[part.group] for part in parts]
-        measured = any(group.sums is not None for group in runtime.groups)
+        measured = any(probe.kinds(1) for group in runtime.groups for probe in group.probes)
         self.decodes = self.groups[0].decodes and (runtime.decodes_lacking or measured)
         self.device, self.block_size = parts[0].kv_cache.device, parts[0].kv_cache.shape[2]
         self.dim, group = layer.impl.head_size, layer.num_heads // layer.num_kv_heads
@@ -112,21 +99,19 @@ class _Launches:
         if len(self.parts) == 1:
             (part,), (group,) = self.parts, self.groups
             for mass in _measured(group, part):
-                self._beside(part, mass)
-            if group.by_token:
+                if mass.heads:
+                    self._beside(part, mass)
+            if any(mover.kind is Compaction for mover in group.movers):
                 self._compact(part)
         if self.decodes:
             for splits, way in product(self._splits(rows, widths), self._ways()):
                 self._decode(splits, way)
 
-    def _ways(self) -> Iterator[list[Mass]]:
+    def _ways(self) -> Iterator[list[MassKind]]:
         """Yield the mass, for each part, of all decodes that may occur."""
-        yield [Mass()] * len(self.parts)
+        yield [MassKind()] * len(self.parts)
         for index, (group, part) in enumerate(zip(self.groups, self.parts)):
-            ways = list(_measured(group, part))
-            if "pivots" in group.statistics:
-                ways.append(Mass(0, True))  # other calls measure queries that are tested one by one
-            for mass in ways:
+            for mass in _measured(group, part):
                 way = [mass._replace(heads=0)] * len(self.parts)
                 way[index] = mass
                 yield way
@@ -140,7 +125,7 @@ class _Launches:
             choices.setdefault(tuple(map(padded_splits, splits)), splits)
         return list(choices.values())
 
-    def _decode(self, splits: Sequence[int], way: Sequence[Mass]) -> None:
+    def _decode(self, splits: Sequence[int], way: Sequence[MassKind]) -> None:
         keys, values = zip(*(halves(part.kv_cache) for part in self.parts))
         scale, value_scale = scales(self.layer, keys[0])
         table, starts, lens, row = self._batch(1)
@@ -167,7 +152,7 @@ class _Launches:
             elif not self.ops.decodes_in_cuda(classes[0]):
                 decode_mass(classes[0], row, output, plan=plans[0])
 
-    def _beside(self, part: Heads, mass: Mass) -> None:
+    def _beside(self, part: Heads, mass: MassKind) -> None:
         """Launch `mass` beside a stock kernel, for all tile sizes: tiles have queries times G rows."""
         sizes = [1 << power for power in range(MIN_ROWS.bit_length() - 1, MAX_ROWS.bit_length())]
         for tokens in sorted({1, *(size // 2 // self.group_size + 1 for size in sizes)}):
@@ -208,19 +193,14 @@ class _Launches:
         table, *others = (torch.tensor(each, dtype=torch.int32, device=self.device) for each in numbers)
         return table[None], *others
 
-    def _weights(self, tokens: int, mass: Mass) -> torch.Tensor | None:
+    def _weights(self, tokens: int, mass: MassKind) -> torch.Tensor | None:
         return torch.ones(tokens, device=self.device) if mass.weighted else None
 
-    def _out(self, tokens: int, mass: Mass) -> torch.Tensor | None:
+    def _out(self, tokens: int, mass: MassKind) -> torch.Tensor | None:
         width = tokens if mass.per_token else -(-tokens // self.block_size)
         return torch.zeros(1, mass.heads, width, device=self.device) if mass.heads else None
 
 
-def _measured(group: GroupRuntime, part: Heads) -> Iterator[Mass]:
-    """Yield the mass that one call measures for heads of a KV group."""
-    if group.sums is not None:
-        # Tests for pivotal blocks need the mass of each head.
-        heads = {group.sums.heads} | ({part.kv_cache.shape[1]} if "pivots" in group.statistics else set())
-        yield from (Mass(*each) for each in product(sorted(heads), (False, True)))
-    if group.tokens is not None:
-        yield Mass(part.kv_cache.shape[1], True, True)
+def _measured(group: GroupRuntime, part: Heads) -> list[MassKind]:
+    """Return the kinds of mass that one call measures for heads of a KV group."""
+    return [kind for probe in group.probes for kind in probe.kinds(part.kv_cache.shape[1])]

@@ -23,7 +23,7 @@ def bounds_width(kind: str, dims: int) -> int:
 
 
 def key_bounds(
-    keys: torch.Tensor, length: int | None = None, kind: str = "box", settled: torch.Tensor | None = None
+    keys: torch.Tensor, length: int | None = None, kind: str = "box", verified: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Bounds of the keys of each block.
 
@@ -31,15 +31,15 @@ def key_bounds(
         keys: [n, Hkv, block_size, D].
         length: tokens in the blocks; the last one may be partly filled. None: all are full.
         kind: `box`, `sphere` or `mean`.
-        settled: int32 [], in place of `length` where the device alone knows it; of boxes only. What lies behind may be
+        verified: int32 [], in place of `length` where the device alone knows it; of boxes only. What lies behind may be
             anything. Bounds of blocks without tokens are 0.
 
     Returns:
         [n, Hkv, 2 * D], largest values first; or [n, Hkv, D + 1], the centre and then the radius, rounded up; or
         [n, Hkv, D], the centre alone; in the dtype of the keys.
     """
-    if settled is not None:
-        of_block = settled - torch.arange(len(keys), device=keys.device)[:, None, None, None] * keys.shape[2]
+    if verified is not None:
+        of_block = verified - torch.arange(len(keys), device=keys.device)[:, None, None, None] * keys.shape[2]
         there = torch.arange(keys.shape[2], device=keys.device)[:, None] < of_block
         return _boxes(torch.where(there, keys, torch.where(of_block > 0, keys[:, :, :1], 0)))
     of_kind = {"box": _boxes, "sphere": _spheres, "mean": _means}[kind]

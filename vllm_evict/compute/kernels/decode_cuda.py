@@ -91,7 +91,7 @@ def library() -> Library:
         OSError: the library was not built, or does not load.
     """
     spec = importlib.util.find_spec(MODULE)
-    if spec is None:
+    if spec is None or spec.origin is None:
         raise OSError(f"{MODULE} was not built (install with VLLM_EVICT_BUILD_CUDA=1 where nvcc is)")
     return Library(spec.origin)
 
@@ -264,7 +264,11 @@ def decode_mass(
         *(query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_table.data_ptr()),
         *(attention.query_start_loc.data_ptr(), attention.seq_lens.data_ptr(), rows.data_ptr()),
         weights.data_ptr() if weights is not None else None,
-        *(plan.partial.data_ptr(), plan.stats.data_ptr(), plan.granules.data_ptr() if has_mass else None),
+        *(
+            plan.partial.data_ptr(),
+            plan.stats.data_ptr(),
+            plan.granules.data_ptr() if plan.granules is not None and has_mass else None,
+        ),
         *(output.data_ptr(), lse.data_ptr() if lse is not None else None),
         mass.data_ptr() if mass is not None else None,
         *query.stride()[:2],

@@ -11,24 +11,24 @@ def key_scores(
     values: torch.Tensor | None,
     length: int,
     statistics: frozenset[str],
-    settled: torch.Tensor | None = None,
+    verified: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Compute statistics of one request's resident blocks in one layer.
 
     They are means of `token_scores` over a block's tokens; redundancy is a sum.
 
     Args:
-        keys, values, length, statistics, settled: as for `token_scores`.
+        keys, values, length, statistics, verified: as for `token_scores`.
 
     Returns:
         name -> float32 [Hkv, n]; 0 for blocks without tokens.
     """
     blocks, heads, block_size, _ = keys.shape
     full = blocks * block_size
-    tokens = length if settled is None else settled
+    tokens = length if verified is None else verified
     counts = (tokens - torch.arange(blocks, device=keys.device) * block_size).clamp(1, block_size)
     scores = {}
-    for name, of_tokens in token_scores(keys, values, length, statistics, settled).items():
+    for name, of_tokens in token_scores(keys, values, length, statistics, verified).items():
         sums = torch.nn.functional.pad(of_tokens, (0, full - length)).view(heads, blocks, block_size).sum(-1)
         scores[name] = sums if name == "redundancy" else sums / counts
     return scores
@@ -39,7 +39,7 @@ def token_scores(
     values: torch.Tensor | None,
     length: int,
     statistics: frozenset[str],
-    settled: torch.Tensor | None = None,
+    verified: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Compute statistics of one request's resident tokens in one layer.
 
@@ -55,13 +55,13 @@ def token_scores(
             value_key_ratio reads values.
         length: resident tokens; the last block may be partly filled.
         statistics: names, some of `policies.CACHED`.
-        settled: int32 [], the tokens among the first `length` that are taken into account, at least 1, where the device
-            alone knows how many these are. What lies behind them may be anything. None: all of them are.
+        verified: int32 [], the tokens among the first `length` that are taken into account, at least 1, where the
+            device alone knows how many these are. What lies behind them may be anything. None: all of them are.
 
     Returns:
-        name -> float32 [Hkv, length]; 0 past `settled`.
+        name -> float32 [Hkv, length]; 0 past `verified`.
     """
-    there = None if settled is None else torch.arange(length, device=keys.device) < settled
+    there = None if verified is None else torch.arange(length, device=keys.device) < verified
 
     def of_tokens(cached: torch.Tensor) -> torch.Tensor:
         flat = cached.transpose(0, 1).reshape(cached.shape[1], -1, cached.shape[3])[:, :length].float()

@@ -76,8 +76,9 @@ def kernel_path(isa: str | None = None) -> str:
 def block_mass_reference(attention: PagedAttention) -> None:
     """`block_mass` in plain torch, in the dtype of the mass (float32 or float64)."""
     check(attention)
-    require(attention.mass is not None, NO_MASS)
     mass, weights, sinks, group = attention.mass, attention.weights, attention.sinks, attention.group
+    if mass is None:
+        raise ValueError(NO_MASS)
     block_size = attention.key_cache.shape[2]
     starts = attention.query_start_loc.tolist()
     for r, seq_len in enumerate(attention.seq_lens.tolist()):

@@ -21,6 +21,14 @@ class View(NamedTuple):
     lens: torch.Tensor
     logical: torch.Tensor | None = None
 
+    def of_rows(self, rows: int) -> "View":
+        """Return the first rows of the memory."""
+        return View(self.table[:rows], self.lens[:rows], None if self.logical is None else self.logical[:rows])
+
+    def of_width(self, width: int) -> "View":
+        """Return the first columns of the memory."""
+        return View(self.table[:, :width], self.lens, None if self.logical is None else self.logical[:, :width])
+
 
 def resident_view(
     block_tables: Sequence[torch.Tensor], seq_lens: torch.Tensor, block_size: int, views: Sequence[View | None]

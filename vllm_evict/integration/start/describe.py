@@ -60,7 +60,7 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
         line += ", output and mass in one read" if measures else f"; {kernel} attends to all others"
     for part in (part for part in config.classes.values() if part.select):
         blocks, sinks, recent = part.selected(vllm_config.cache_config.block_size)
-        bounds = sum(group.selection.kept_bytes for group in runtime.groups if group.selection is not None)
+        bounds = sum(group.source.kept_bytes for group in runtime.groups)
         line += f"; decodes attend to {blocks} blocks at most, {sinks + recent} of them sinks and recent blocks"
         line += f"; bounds of keys take {-(-bounds // 2**20)} MiB"
     if measures:
@@ -68,7 +68,7 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         line += "; decodes replay full CUDA graphs"
         if measures and runtime.attends_in_graphs:
-            line += f", of measured requests up to {runtime.groups[0].graph_tokens} resident tokens"
+            line += f", of measured requests up to {runtime.groups[0].shape.graph_tokens} resident tokens"
         elif measures:
             line += ", except decodes of measured requests"
     return line
@@ -81,7 +81,7 @@ def _decoded(runtime: "EvictionRuntime", measures: bool) -> list[str]:
         named.append("measured requests")
     elif measures and runtime.ops.decodes_measured and not named:
         named.append("measured requests with holes")
-    if any(group.selection is not None for group in runtime.groups):
+    if not all(group.source.reads_all for group in runtime.groups):
         named.append("requests that select blocks")
     return named
 

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, replace_as
 from ...compute.attention.ops import BackendOps
 from ...compute.group import GroupRuntime
 from ...compute.kernel_blocks import KernelBlocks
+from ...compute.probes import LayerCall
 from ...config import KVPolicyError
 from ..engine.spec import EVICTABLE
 from ..start import advice
@@ -22,7 +23,7 @@ from ..start.versions import splits_in_builders
 
 #: Attribute of a backend's metadata that holds the step's `StepWork`.
 STEP_WORK = "kv_evict_step_work"
-#: Attribute of a layer's attention that holds its place in the KV group (see `StepWork.do`).
+#: Attribute of a layer's attention that holds its place in the KV group (see `LayerCall`).
 PLACE = "kv_evict_place"
 
 
@@ -135,8 +136,8 @@ def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
             if not work.is_all:
                 with ops.attending() if work.measures else nullcontext():
                     super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-            place = getattr(self, PLACE)
-            work.do(ops, layer, place, ops.dequantised(layer, query), kv_cache, attn_metadata, output)
+            own_query = ops.dequantised(layer, query)
+            work.do(LayerCall(ops, layer, getattr(self, PLACE), own_query, kv_cache, attn_metadata, output))
             return output
 
     return WorkingImpl

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 
 from ...compute.attention.ops import BackendOps
 from ...compute.kernel_blocks import whole_blocks
+from ...compute.probes import LayerCall
 from .backend import PLACE, STEP_WORK
 
 #: The layer that Kimi-Linear and Kimi K3 have on NVIDIA GPUs. A CPU may not import its module.
@@ -52,7 +53,7 @@ def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size:
             if metadata is not None:  # None: a dummy step without attention
                 attended.add(self)
             work = getattr(metadata, STEP_WORK, None)
-            if work is not None and (work.measures or work.bounds is not None):
+            if work is not None:
                 nope, rotated = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
                 query = q.new_empty(*q.shape[:2], self.head_size)
                 absorbed, query[..., self.kv_lora_rank :] = query[..., : self.kv_lora_rank], rotated
@@ -62,7 +63,7 @@ def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size:
                 else:
                     torch.bmm(nope, self.W_UK_T, out=absorbed)
                 cache = whole_blocks(self.kv_cache, block_size)
-                work.do(ops, self, getattr(self.impl, PLACE), query, cache, metadata, output)
+                work.do(LayerCall(ops, self, getattr(self.impl, PLACE), query, cache, metadata, output))
 
     class WorkingLatent(Working):
         def forward_impl(

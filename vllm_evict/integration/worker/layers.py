@@ -25,6 +25,7 @@ from ...compute.kernel_blocks import whole_blocks
 from ...compute.kernels.bounds import bounds_width
 from ...compute.kernels.rotate import Rotation
 from ...compute.runtime import EvictionRuntime
+from ...compute.shape import Shape
 from ...config import STREAMING, KVPolicyConfig, KVPolicyError
 from ...core.layout import Layout
 from ...environment import decode_kernel
@@ -335,20 +336,19 @@ def _group(
     if parallel.pipeline_parallel_size > 1:
         every = attending.kv_heads(vllm_config.model_config)
         of_stages = [max(each // parallel.tensor_parallel_size, 1) for each in every]
-    return GroupRuntime(
-        config,
+    shape = Shape(
         block_size=block_size,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_model_len=vllm_config.model_config.max_model_len,
         kv_heads=max(heads),
         layers=len(heads),
-        store=store,
+        device=torch.device(vllm_config.device_config.device_type),
         heads=of_stages or heads,
-        places=places,
-        device=vllm_config.device_config.device_type,
+        places=places or (),
         graph_blocks=in_graphs,
-        held_blocks=_held(vllm_config, config, block_size),
+        most_held=_held(vllm_config, config, block_size),
     )
+    return GroupRuntime(config, shape, store)
 
 
 def _spec(

@@ -100,7 +100,8 @@ def split_impl(impl: type, parts: list[Part], ops: BackendOps, attended: set[Any
                 )
                 work, place = getattr(metadata, STEP_WORK, None), getattr(part.impl, PLACE)
                 shares.append(HeadSlice(work, place, own_query[:, part.query_heads], part.kv_cache, metadata))
-            if do_together(ops, layer, own_query, shares, output):
+            works = all(share.work is not None for share in shares)
+            if works and do_together(ops, layer, own_query, shares, output):
                 return output
             for part, share in zip(parts, shares):
                 # Kernels write contiguous outputs.

@@ -9,7 +9,9 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.logger import init_logger
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
-from ...compute.memory import Needs, described, needs, put_aside
+from ...compute.memory import described, needs, put_aside
+from ...compute.needs import Needs
+from ...compute.parts import Room
 from ...compute.runtime import EvictionRuntime
 from ...core.plan import REPORTS, TROUBLE, HostTrouble, Reports
 from ..engine.spec import host_blocks, policy_config
@@ -66,10 +68,11 @@ class EvictionWorkerMixin:
         super().initialize_from_config(kv_cache_config, *args, **kwargs)
         config = policy_config(self.vllm_config)
         layers.settle(self.vllm_config, config, self.kv_evict, kv_cache_config)
-        if self.kv_evict.ops.compiles:
+        ahead, tables = self.kv_evict.ops.compiles, []
+        if ahead:
             self.kv_evict.reserve()
             tables = runners.block_tables(self.model_runner, self.kv_evict, self.use_v2_model_runner)
-            self.kv_evict.hold(kv_cache_config.num_blocks, tables)
+        room = Room(kv_cache_config.num_blocks, ahead=ahead)
         if config.evict == "host":
             block = layers.block_bytes(self.kv_evict, self.get_kv_cache_spec())
             path, parallel = config.host_path, self.vllm_config.parallel_config
@@ -77,10 +80,8 @@ class EvictionWorkerMixin:
             number = parallel.data_parallel_index * parallel.tensor_parallel_size + self.rank
             if path is not None and number:
                 path += f".{number}"
-            bounds = None if config.recall == "none" else config.recall_bounds
-            self.kv_evict.keep_on_host(host_blocks(self.vllm_config, config, block), bounds, path)
-        if config.selects:
-            self.kv_evict.keep_bounds(kv_cache_config.num_blocks)
+            room = room._replace(host_blocks=host_blocks(self.vllm_config, config, block), path=path)
+        self.kv_evict.allocate(room, tables)
         if self.rank == 0:
             backend = layers.backend_name(self.vllm_config)
             logger.info(kernels_line(self.vllm_config, config, self.kv_evict, backend))

@@ -11,7 +11,7 @@ from ..config.errors import place
 from .pinned import pinned
 
 
-class HostPages(Protocol):
+class OffloadPages(Protocol):
     """Bytes of host blocks, in all layers of a KV group. Numbers are of host blocks, `physical` of the device.
 
     Attributes:

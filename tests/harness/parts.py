@@ -1,0 +1,58 @@
+"""The parts of a KV group's runtime, by their classes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from vllm_evict.compute.mass import BlockMass, TokenMass
+
+
+def part_of(group, kind):
+    """The part of that class; None if the group has none."""
+    found = [part for part in (group.source, *group.probes, *group.movers) if type(part) is kind]
+    return found[0] if found else None
+
+
+def sums_of(group):
+    """Running sums by block; None if there are none."""
+    probe = part_of(group, BlockMass)
+    return None if probe is None else probe.sums
+
+
+def tokens_of(group):
+    """Running sums by token; None if there are none."""
+    probe = part_of(group, TokenMass)
+    return None if probe is None else probe.sums
+
+
+def batch_of(req_ids, starts, seq_lens, lens, logical=None, held=None, **more):
+    """What running sums read of a step's `StepBatch`; `lens` are on the device, and `held` the same on the host."""
+    known = {"verified": None, "lengths": None, "slack": None, "resident_tokens": held, **more}
+    return SimpleNamespace(
+        req_ids=req_ids, starts=starts, queries=np.diff(starts), seq_lens=seq_lens, lens=lens, logical=logical, **known
+    )
+
+
+class Drawn:
+    """One layer's call, for steps of probes without kernels: `mass` adds to the memory that kernels would add to.
+
+    Args:
+        mass: (weights or None, memory) -> None.
+        kv_heads, heads: KV heads and query heads of the layer.
+        mass_of: (queries, width) -> the mass of each query.
+        place: of the layer.
+    """
+
+    layer = kv_cache = metadata = None
+
+    def __init__(self, mass, kv_heads, heads, mass_of=None, place=0):
+        self._mass, self.kv_heads, self.place, self.ops = mass, kv_heads, place, self
+        self.query = torch.empty(0, heads, 0)
+        self.mass_of = lambda layer, query, kv_cache, metadata, *asked: mass_of(*asked)
+
+    def on(self, step):
+        """Let the step take in the layer."""
+        if (out := step.out(self)) is not None:
+            self._mass(step.weights, out)
+        step.add(self)

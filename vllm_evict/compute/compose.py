@@ -1,0 +1,79 @@
+"""Makes the parts of a KV group's runtime from the configuration. No other file asks which features are on."""
+
+from typing import NamedTuple
+
+from ..config import KVPolicyConfig
+from ..policies import CACHED, QUERIED, RUNNING
+from .cached import CachedStatistics
+from .compaction import Compactor, Judge
+from .holes import Holes
+from .looks import LastQuery, Looks
+from .mass import BlockMass, TokenMass
+from .offload import Offload
+from .originals import Originals
+from .parts import Mover
+from .probes import Probe
+from .prompts import PromptScores
+from .select import Selection
+from .shape import Shape
+from .source import Source
+from .store import Store
+from .sums import RunningSums
+from .tokens import TokenSums
+
+
+class Parts(NamedTuple):
+    """The parts of a KV group's runtime.
+
+    Attributes:
+        source: what layers read.
+        probes: what measures; reports get their statistics in this order.
+        movers: what carries out orders.
+    """
+
+    source: Source
+    probes: list[Probe]
+    movers: list[Mover]
+
+
+def compose(config: KVPolicyConfig, shape: Shape, store: Store, holes: Holes) -> Parts:
+    """Return the parts that a policy needs.
+
+    Args:
+        config: policy of the group's heads.
+        shape: sizes of the group.
+        store: KV cache of the group.
+        holes: of the group.
+    """
+    size, device, by_token = shape.block_size, shape.device, config.granularity == "token"
+    source = Selection(config, size, shape.of_places, store, device) if config.select else Source()
+    probes: list[Probe] = []
+    movers: list[Mover] = []
+    judges: dict[bool, Judge] = {}
+    if config.statistics & RUNNING:
+        sizes, reduced = (shape.kv_heads, shape.layers, shape.max_blocks, size), (config.heads, config.layers)
+        sums = RunningSums(shape.max_requests, *sizes, *reduced, device, shape.of_layers)
+        tests, tests_in_graphs = "pivots" in config.statistics, "pivots" in config.policy.measures
+        probes.append(BlockMass(sums, tests, tests_in_graphs, in_graphs=not by_token))
+    if config.statistics & RUNNING and by_token:
+        tokens = TokenSums(shape.max_requests, shape.kv_heads, shape.layers, size, shape.max_blocks, device)
+        probes.append(TokenMass(tokens, shape.max_requests * shape.held_blocks))
+        judges[False] = tokens
+    if config.reconstructs and by_token:
+        prompts = PromptScores(shape.kv_heads, shape.layers, size, device)
+        probes.append(prompts)
+        judges[True] = prompts
+    if config.statistics & CACHED:
+        probes.append(CachedStatistics(store.read, shape.of_layers, config.heads, config.layers))
+    if config.statistics & QUERIED:
+        probes.append(LastQuery(device))
+    if config.evict == "host":
+        bounds = None if config.recall == "none" else config.recall_bounds
+        offload = Offload(store, holes, source, bounds, device)
+        movers.append(offload)
+        probes.append(Looks(offload, device))
+    if config.context is not None:
+        movers.append(Originals(store, size, shape.held_blocks, device))
+    if by_token:
+        movers.append(Compactor(store, judges, size, bool(config.merge), device))
+    return Parts(source, probes, movers)

@@ -1,0 +1,126 @@
+"""The holes of a KV group's requests, as a worker knows them."""
+
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.plan import Copy, GroupPlan
+
+
+class Start(NamedTuple):
+    """What begins with a step in one KV group.
+
+    Attributes:
+        plan: of the group.
+        gone: requests that ended or were preempted.
+        resumed: preempted requests that start again.
+        started: requests that start, those in `resumed` included.
+        holes: holes of the group, those of `plan` included.
+    """
+
+    plan: GroupPlan
+    gone: Set[str]
+    resumed: Set[str]
+    started: Set[str]
+    holes: "Holes"
+
+
+class Holes:
+    """Holes of the requests of one KV group.
+
+    Args:
+        block_size: tokens.
+
+    Attributes:
+        of_request: request -> its holes, logical blocks; requests without holes are left out.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.of_request: dict[str, list[int]] = {}
+        #: Request -> holes that the scheduler does not know yet: blocks that did not come back.
+        self._withheld: dict[str, list[int]] = {}
+        #: Requests of a batch, in row order, and the tokens in the holes of each.
+        self._lacks: tuple[list[str], np.ndarray] = ([], np.empty(0, np.int32))
+
+    def begin(self, scheduler_output: Any, plan: GroupPlan, number: int) -> Start:
+        """Apply the plan of a step.
+
+        Args:
+            scheduler_output: vLLM's `SchedulerOutput`.
+            plan: of the KV group.
+            number: index of the group among all of vLLM's KV groups.
+
+        Returns:
+            What begins with the step, for the parts of the group.
+        """
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        cached = scheduler_output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
+        for req_id in gone | resumed:
+            self._forget(req_id)
+        tables = {new.req_id: new.block_ids for new in scheduler_output.scheduled_new_reqs}
+        if resumed:
+            tables |= {req_id: ids for req_id, ids in zip(cached.req_ids, cached.new_block_ids) if req_id in resumed}
+        for req_id, holes in plan.holes.items():
+            known = self._withheld.pop(req_id, [])
+            self.of_request.setdefault(req_id, []).extend(block for block in holes if block not in known)
+            if untold := [block for block in known if block not in holes]:
+                self._withheld[req_id] = untold
+        for req_id, blocks in plan.returned.items():
+            if left := set(self.of_request.pop(req_id, ())).difference(blocks):
+                self.of_request[req_id] = list(left)
+        for req_id, block_ids in tables.items():
+            # The table of a started request has all its holes: those of a session's former turns and of this plan, or
+            # those of a cached prefix.
+            self._forget(req_id)
+            if 0 in block_ids[number]:
+                self.of_request[req_id] = np.flatnonzero(np.equal(block_ids[number], 0)).tolist()
+        if gone or tables or plan.holes or plan.returned:
+            self._lacks = [], self._lacks[1][:0]
+        return Start(plan, gone, resumed, tables.keys(), self)
+
+    def _forget(self, req_id: str) -> None:
+        self.of_request.pop(req_id, None)
+        self._withheld.pop(req_id, None)
+
+    def count(self, req_id: str) -> int:
+        """Return the number of a request's holes."""
+        return len(self.of_request.get(req_id, ()))
+
+    def lacking(self, req_ids: list[str]) -> np.ndarray:
+        """Return the tokens in the holes of each row: int32 [R]. Cached until batch or holes change."""
+        if self._lacks[0] != req_ids:
+            tokens = (self.count(req_id) * self._block_size for req_id in req_ids)
+            self._lacks = list(req_ids), np.fromiter(tokens, np.int32, len(req_ids))
+        return self._lacks[1]
+
+    def resident_tokens(self, req_ids: list[str], seq_lens: np.ndarray) -> np.ndarray:
+        """Return the resident tokens of each row, int32 [R], from the lengths with holes."""
+        return seq_lens - self.lacking(req_ids) if self.of_request else seq_lens
+
+    def resident(self, req_id: str, blocks: int) -> np.ndarray:
+        """Return a request's first `blocks` resident logical blocks, ascending: int64 [blocks]."""
+        holes = self.of_request.get(req_id, [])
+        is_resident = np.ones(blocks + len(holes), bool)
+        is_resident[holes] = False
+        return np.flatnonzero(is_resident)
+
+    def changes(self, plan: GroupPlan) -> Iterator[tuple[str, dict[int, int]]]:
+        """Yield requests whose tables change with a plan, and {logical block: physical block, 0 for a hole}."""
+        for req_id in plan.holes.keys() | plan.moved.keys():
+            holes = dict.fromkeys((*plan.holes.get(req_id, ()), *self._withheld.get(req_id, ())), 0)
+            yield req_id, plan.moved.get(req_id, {}) | holes
+
+    def withhold(self, copies: Sequence[Copy], plan: GroupPlan) -> list[tuple[str, int]]:
+        """Keep holes whose blocks did not come back by these copies; return request and logical block of each."""
+        missing = []
+        for each in copies:
+            for block, physical in plan.moved.get(each.req_id, {}).items():
+                if physical == each.physical:
+                    self.of_request.setdefault(each.req_id, []).append(block)
+                    self._withheld.setdefault(each.req_id, []).append(block)
+                    missing.append((each.req_id, block))
+        self._lacks = [], self._lacks[1][:0]
+        return missing

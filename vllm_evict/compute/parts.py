@@ -1,0 +1,87 @@
+"""Parts of a KV group's runtime: what measures its requests, what moves their keys, and what its layers read.
+
+A part has its own state of requests and says how much memory it needs. The runtime calls its parts and knows no part
+by name; `compose` makes them, from the configuration.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.plan import HostTrouble
+from .holes import Start
+from .needs import Needs, Sizes
+
+#: (float64 tensor, whether to take the maximum) -> the tensor reduced over ranks of the model.
+AllReduce = Callable[[torch.Tensor, bool], torch.Tensor]
+
+
+class Room(NamedTuple):
+    """What a worker has for blocks, once vLLM has sized its pool.
+
+    Attributes:
+        blocks: of the pool.
+        host_blocks: of host memory.
+        path: of a file that holds the host blocks; None: they are in memory.
+        ahead: whether memory that grows with the blocks in use is allocated now, as on a device.
+    """
+
+    blocks: int
+    host_blocks: int = 0
+    path: str | None = None
+    ahead: bool = False
+
+
+class Part:
+    """A part that keeps nothing, takes no memory, and does nothing."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes on the device that the part keeps between steps."""
+        return 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of `kept_bytes` that grow with the pool, which `Needs.block` counts too."""
+        return 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that one request takes at most."""
+        return 0
+
+    def begin(self, start: Start) -> None:
+        """Apply the plan of a step, and drop the state of requests that are gone."""
+
+    def allocate(self, room: Room) -> None:
+        """Allocate memory that depends on the pool."""
+
+    def needs(self, sizes: Sizes) -> Needs:
+        """Return the memory that the part takes on the device, beside `kept_bytes`."""
+        return Needs()
+
+
+class Mover(Part):
+    """A part that carries out one kind of a plan's orders, before the step writes any block.
+
+    Attributes:
+        kind: type of the orders.
+    """
+
+    kind: type = object
+
+    def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> HostTrouble | None:
+        """Carry out some orders of one plan, in this order.
+
+        Args:
+            orders: of type `kind`.
+            all_reduce: over tensor-parallel ranks.
+
+        Returns:
+            What went wrong with host blocks; None: nothing.
+        """
+        raise NotImplementedError
+
+    def obeyed(self) -> None:
+        """Hear that all orders of the step are carried out."""

@@ -1,0 +1,129 @@
+"""What a step measures: the interface of probes."""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.plan import Reports
+from .parts import AllReduce, Part
+from .step_batch import Row, StepBatch
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """One call of a layer's attention, for its heads in one KV group.
+
+    Attributes:
+        ops: operations of the layer's backend (`attention.ops.BackendOps`).
+        layer: the layer.
+        place: its index in the KV group, as in `store.Store`.
+        query: [T, H, D].
+        kv_cache: cache of these heads.
+        metadata: the backend's metadata of the KV group.
+        output: [T, H, D].
+    """
+
+    ops: Any
+    layer: Any
+    place: int
+    query: torch.Tensor
+    kv_cache: Any
+    metadata: Any
+    output: Any = None
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of the layer in the KV group."""
+        return self.ops.kv_heads(self.kv_cache)
+
+
+class StepProbe:
+    """What a probe does in each layer of one step. This one measures nothing.
+
+    A probe of attention mass passes buffers to the kernels that attend: `weights`, and the result of `out`.
+
+    Attributes:
+        takes_mass: whether kernels that attend measure for it.
+        weights: float32 [T], weight of each query's mass; None: 1.
+        per_token: whether mass is by token instead of by block.
+        last: int32 [R], queries of each row from the first that has a weight; None: all.
+    """
+
+    takes_mass = False
+    weights: torch.Tensor | None = None
+    per_token = False
+    last: torch.Tensor | None = None
+
+    def out(self, call: LayerCall) -> torch.Tensor | None:
+        """Return the memory to which kernels add the layer's mass, float32 [R, Hkv or 1, W]; None: they add none."""
+        return None
+
+    def add(self, call: LayerCall) -> None:
+        """Take in one layer, after it has attended. A model may call a layer any number of times in a step."""
+
+
+class MassKind(NamedTuple):
+    """The mass that one call of a kernel measures.
+
+    Attributes:
+        heads: rows of mass for each request; 0: no mass.
+        weighted: whether queries have weights.
+        per_token: whether mass is by token.
+    """
+
+    heads: int = 0
+    weighted: bool = False
+    per_token: bool = False
+
+
+class Probe(Part):
+    """A part that measures requests. This one measures nothing."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a step may have work, whatever the plan asks for."""
+        return False
+
+    @property
+    def measured(self) -> Set[str]:
+        """Requests whose attention is measured in each step."""
+        return frozenset()
+
+    def step(self, batch: StepBatch) -> StepProbe | None:
+        """Return what is done in each layer of this step; None: nothing."""
+        return None
+
+    def fits_graph(self, requests: Set[str]) -> bool:
+        """Whether a full graph can measure all that the probe measures of a decode step of these requests."""
+        return True
+
+    def reserve(self, requests: int, blocks: int) -> None:
+        """Allocate what full graphs read and write, for so many requests of so many resident blocks; once."""
+
+    def captured(self, rows: int, lens: torch.Tensor) -> StepProbe | None:
+        """Return what a full graph of `rows` requests does in each layer, on memory that stays; None: nothing.
+
+        `lens`: int32 [rows], resident tokens.
+        """
+        return None
+
+    def end(
+        self, asked: Mapping[str, frozenset[str]], rows: Mapping[str, Row], reports: Reports, all_reduce: AllReduce
+    ) -> None:
+        """Take in what the step has measured, and add the probe's statistics to the reports.
+
+        Args:
+            asked: request -> statistics that it reports, of requests in `rows`.
+            rows: request -> its resident blocks.
+            reports: request -> its report so far.
+            all_reduce: over the ranks of the model.
+        """
+
+    def kinds(self, kv_heads: int) -> list[MassKind]:
+        """Return the kinds of mass that kernels may measure for it, in layers of `kv_heads` KV heads."""
+        return []
+
+    def warm_up(self) -> None:
+        """Compile the probe's own kernels, by launches that change nothing."""

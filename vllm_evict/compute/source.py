@@ -1,0 +1,76 @@
+"""What layers read: block tables and lengths, and vLLM's metadata with them."""
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+import torch
+
+from .parts import Part
+from .probes import LayerCall
+from .step_batch import StepBatch
+
+#: No rows of a batch.
+NO_ROWS = np.empty(0, np.int64)
+
+
+def with_table(
+    metadata: Any, table: torch.Tensor, lens: torch.Tensor, held: np.ndarray | None = None, longest: int | None = None
+) -> Any:
+    """Return a copy of vLLM's `CommonAttentionMetadata` for other block tables and lengths.
+
+    Args:
+        metadata: of the batch.
+        table: int32 [R, W].
+        lens: int32 [R], tokens in `table`.
+        held: int32 [R], the same on the host; None: what `metadata` has.
+        longest: the largest of them; None: what `metadata` has.
+    """
+    metadata = copy(metadata)
+    metadata.block_table_tensor, metadata.seq_lens = table, lens
+    if held is not None:
+        metadata.seq_lens_cpu_upper_bound = torch.from_numpy(held)
+    if longest is not None:
+        metadata.max_seq_len = longest
+    metadata._num_computed_tokens_cache = None
+    return metadata
+
+
+class StepSource:
+    """The block tables that the plugin's kernel reads in one step: those of the backend's metadata, in all layers.
+
+    Args:
+        lens: int32 [R], tokens in them.
+
+    Attributes:
+        rows: int64 [n], rows of the batch that the plugin's kernel has to attend for.
+        is_plain: whether layers have nothing to do to read.
+    """
+
+    rows = NO_ROWS
+    is_plain = True
+
+    def __init__(self, lens: torch.Tensor) -> None:
+        self.lens = lens
+
+    def table(self, call: LayerCall) -> tuple[Any, torch.Tensor]:
+        """Return the backend's metadata with the block table that a layer reads, and its lengths, int32 [R]."""
+        return call.metadata, self.lens
+
+
+class Source(Part):
+    """The part that chooses what decodes attend to: all resident blocks.
+
+    Attributes:
+        reads_all: whether decodes attend to all resident blocks of their requests.
+    """
+
+    reads_all = True
+
+    def step(self, batch: StepBatch) -> StepSource:
+        """Return what layers read in a step."""
+        return StepSource(batch.lens)
+
+    def refresh(self, blocks: Sequence[int]) -> None:
+        """Hear that copies have written full physical blocks."""
