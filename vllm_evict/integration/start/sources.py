@@ -105,7 +105,7 @@ class Sources:
     def _imported(self, module: str, statement: ast.ImportFrom) -> str:
         """Absolute name of the module of a `from ... import`."""
         if not statement.level:
-            return statement.module
+            return str(statement.module)
         is_package = self.file(module).endswith("/__init__.py")
         parts = module.split(".")
         parts = parts[: len(parts) - statement.level + is_package]

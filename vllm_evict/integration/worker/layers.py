@@ -358,6 +358,7 @@ def _spec(
     own: dict[str, Any] = {"head_class": head_class}
     if head_class == STREAMING:
         limits = config.of_class(head_class).limits(vllm_config.cache_config.block_size, 1)
+        assert limits is not None  # streaming heads have a budget
         own |= {"sink": limits.sink, "window": limits.budget - limits.sink}
     else:
         # vLLM puts as many layers into a group as the rarest spec has. Streaming groups share one spec, because they
