@@ -297,6 +297,10 @@ def offline_jobs(
     ]
 
 
+def _itself(sample: Sample) -> Sample:
+    return sample
+
+
 def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
     """Every sample of every task. Reads external data, so that a wrong row is refused before anything runs."""
     found = []
@@ -304,9 +308,8 @@ def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
         name, _, source = task.partition("=")
         if source:
             for sample in external.load(name, source, plan.limit, plan.seed):
-                found.append(
-                    Case(sample.task, sample.length, None, sample.index, lambda sample=sample: sample, sample.sha256)
-                )
+                made = functools.partial(_itself, sample)
+                found.append(Case(sample.task, sample.length, None, sample.index, made, sample.sha256))
             continue
         for haystack, length in itertools.product(plan.haystacks, plan.lengths):
             found += _built_in(plan, name, haystack, length, count)

@@ -483,6 +483,7 @@ class Reconstructions(Mechanism):
         if job.per_token:
             limits = job.blocks.limits
             sink = 0 if limits is None else limits.sink * job.blocks.block_size
+            assert isinstance(job.scores, int)  # a number, with token granularity
             repetition = Repetition(job.scores, original.num_prompt_tokens, *job.parts[0], sink)
         blocks = RequestBlocks(config, None, job.blocks.block_size, config.name)
         # It hits and publishes blocks of the prompt only: no request can hit the others.

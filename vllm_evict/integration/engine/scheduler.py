@@ -37,8 +37,11 @@ from .tally import Tally
 
 logger = init_logger("vllm.evict")
 
+#: One of vLLM's schedulers comes after the mixin in each class.
+Base: Any = object
 
-class EvictionMixin:
+
+class EvictionMixin(Base):
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
 
     `schedule` notes requests whose block table grows past their trigger. When the step is done, mechanisms decide on

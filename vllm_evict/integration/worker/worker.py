@@ -23,8 +23,11 @@ from .reorder import guard_reload, reordering
 
 logger = init_logger("vllm.evict")
 
+#: One of vLLM's workers comes after the mixin in each class.
+Base: Any = object
 
-class EvictionWorkerMixin:
+
+class EvictionWorkerMixin(Base):
     """Carries out the plan on each `SchedulerOutput`, and returns reports on the step's `ModelRunnerOutput`."""
 
     kv_evict: EvictionRuntime
