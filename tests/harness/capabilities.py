@@ -56,7 +56,7 @@ INSTEAD: dict[Environment | Feature, str] = {
 }
 #: Flags, variables, fields and their values.
 CODE = re.compile(
-    r"(?<![`\w])(--[a-z][\w.-]*|VLLM_\w+|\w+: (?:host|token|max|mean|pressure)|(?:kvzip|select|host_path|kv_role)\b"
+    r"(?<![`\w])(--[a-z][\w.-]*|VLLM_\w+|(?:heads or )?\w+: (?:host|token|max|mean|pressure)|(?:kvzip|select|host_path|kv_role)\b"
     r'|"\w+"(?:: "\w+")?)'
 )
 
