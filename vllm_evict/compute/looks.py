@@ -108,7 +108,8 @@ class LastQuery(Probe):
         self._step: BoundStep | None = None
 
     def begin(self, start: Start) -> None:
-        self._asked = any(names & QUERIED for names in start.plan.report.values())
+        report = start.plan.report
+        self._asked = bool(report) and any(names & QUERIED for names in report.values())
 
     def fits_graph(self, requests: Set[str]) -> bool:
         return not self._asked

@@ -13,7 +13,8 @@ class Store(Protocol):
         kept_bytes: bytes on the device beside the cache.
     """
 
-    kept_bytes: int
+    @property
+    def kept_bytes(self) -> int: ...
 
     def read(self, blocks: torch.Tensor, values: bool) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
         """See `cached.ReadBlocks`."""

@@ -5,13 +5,10 @@ with one of them.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from .fields import CONTEXT, PER_TOKEN, SELECT, TIER
-from .options import TOO_MANY, Option, names_of, real, whole, without
-
-if TYPE_CHECKING:
-    from .schema import KVPolicyConfig
+from .options import TOO_MANY, Fields, Option, names_of, real, whole, without
 
 ALLOCATE = Option(
     "allocate",
@@ -51,7 +48,7 @@ class Allocator:
         """
         return (*without(declared, *self.lacks, *names_of(ALLOCATION)), *self.declares)
 
-    def shares(self, config: "KVPolicyConfig", bands: int) -> list[float]:
+    def shares(self, config: Fields, bands: int) -> list[float]:
         """Return for each KV group its budget over the mean of all groups, both without sinks and recent window."""
         return [1.0] * bands
 
@@ -68,7 +65,7 @@ class Pyramid(Allocator):
     declares = (BANDS, BETA)
     lacks = names_of((CONTEXT, *TIER, *SELECT))
 
-    def shares(self, config: "KVPolicyConfig", bands: int) -> list[float]:
+    def shares(self, config: Fields, bands: int) -> list[float]:
         # Bands take equal memory, however many layers they have, so the mean over bands is the budget.
         depth = config._depth or bands
         middles = [(depth * band // bands + depth * (band + 1) // bands - 1) / 2 for band in range(bands)]

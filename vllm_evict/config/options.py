@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -14,6 +14,12 @@ from .errors import shown, words
 TOO_MANY = 1 << 31
 #: Most entries of a list: above the layers and KV heads of any model.
 MOST_ENTRIES = 1 << 14
+
+
+class Fields(Protocol):
+    """A `KVPolicyConfig` as policies and allocators read it: each field is an attribute."""
+
+    def __getattr__(self, field: str) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,12 @@
 """The registry of policies. `vllm_evict.policies` fills it, so that this package imports no policy."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from .allocators import ALLOCATORS, Allocator
 from .errors import KVPolicyError, instead, shown
 from .fields import ALLOW, KEEPING, NEUTRAL
-from .options import Option, names_of
-
-if TYPE_CHECKING:
-    from .schema import KVPolicyConfig
+from .options import Fields, Option, names_of
 
 
 class Declaration:
@@ -55,7 +52,7 @@ class Declaration:
         """Add fields that follow from the given ones. Raises ValueError with words for the user."""
         return fields
 
-    def check(self, config: "KVPolicyConfig") -> None:
+    def check(self, config: Fields) -> None:
         """Raise ValueError, with words for the user, if fields do not fit together."""
 
 

@@ -395,8 +395,8 @@ class Http:
                 if piece and first is None:
                     first = time.perf_counter() - start
                 text += piece or ""
-        tokens = (usage.prompt_tokens, usage.completion_tokens) if usage else (None, None)
-        return Answer(text, None, *tokens, ttft_s=first), usage
+        asked, said = (usage.prompt_tokens, usage.completion_tokens) if usage else (None, None)
+        return Answer(text, None, asked, said, ttft_s=first), usage
 
     def _ask(self, call: Callable[[], Any], what: str) -> Any:
         """The result of a call; its errors become one message."""

@@ -69,7 +69,8 @@ def budgets(pyplot: Any, lines: Sequence[Line]) -> Any:
 
     A task has a row of panels, by length. With one length tasks stand side by side.
     """
-    tasks, lengths = list(dict.fromkeys(x.task for x in lines)), sorted({x.length for x in lines})
+    tasks = list(dict.fromkeys(x.task for x in lines))
+    lengths = sorted({x.length for x in lines}, key=lambda length: length or 0)
     panels = [(task, length) for task in tasks for length in lengths]
     wide = len(lengths) if len(lengths) > 1 else min(3, len(tasks))
     high = math.ceil(len(panels) / wide)
@@ -85,7 +86,7 @@ def budgets(pyplot: Any, lines: Sequence[Line]) -> Any:
                 if math.isfinite(line.high):
                     axis.axhspan(line.low, line.high, color="black", alpha=0.08, lw=0)
         for policy in dict.fromkeys(x.policy for x in here if not x.is_full):
-            found = sorted((x for x in here if x.policy == policy and _tokens(x)), key=_tokens)
+            found = sorted((x for x in here if x.policy == policy and _tokens(x)), key=lambda x: _tokens(x) or 0)
             if found:
                 look = {"ms": 4, "capsize": 2, "lw": 1.2, "label": policy, **style[policy]}
                 at = [_tokens(x) for x in found], [x.score for x in found]

@@ -187,6 +187,7 @@ def _at_equal_memory(
         (answer.prompt_tokens or 0) + sample.max_tokens for answer, sample in zip(answers, samples, strict=True)
     )
     budgets = sum((answer.budget_tokens or 0) + plan.chunk for answer in answers)
+    assert plan.block_size is not None  # as for all engines of this process
     tokens = max(budgets, longest + plan.block_size)
     with backend.pool_of(tokens):
         own, full = (backend.answer(samples, each)[0].tokens_per_s for each in (contender, job.full))
@@ -279,6 +280,7 @@ def offline_jobs(
 ) -> list[Job]:
     """One engine for each setting and set of policies that one server can serve."""
     full = Contender("full", KVPolicyConfig(name="full"))
+    assert plan.block_size is not None  # as for all engines of this process
     start = functools.partial(
         Offline,
         plan.model,
@@ -295,6 +297,10 @@ def offline_jobs(
     ]
 
 
+def _itself(sample: Sample) -> Sample:
+    return sample
+
+
 def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
     """Every sample of every task. Reads external data, so that a wrong row is refused before anything runs."""
     found = []
@@ -302,9 +308,8 @@ def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
         name, _, source = task.partition("=")
         if source:
             for sample in external.load(name, source, plan.limit, plan.seed):
-                found.append(
-                    Case(sample.task, sample.length, None, sample.index, lambda sample=sample: sample, sample.sha256)
-                )
+                made = functools.partial(_itself, sample)
+                found.append(Case(sample.task, sample.length, None, sample.index, made, sample.sha256))
             continue
         for haystack, length in itertools.product(plan.haystacks, plan.lengths):
             found += _built_in(plan, name, haystack, length, count)
@@ -384,7 +389,7 @@ def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> l
     share = None
     if cell.rows[0]["backend"] == "offline":
         size, ranks = (about["engine"].get(name, 1) for name in ("block_size", "tensor_parallel_size"))
-        share = cell.contender.share(answer.prompt_tokens, size, ranks)
+        share = cell.contender.share(answer.prompt_tokens or 0, size, ranks)
     turns = zip(cell.rows, sample.turns, answer.turns, strict=True)
     return [_filled(row, asked, said, share) | about for row, asked, said in turns]
 

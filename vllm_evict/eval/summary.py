@@ -58,7 +58,8 @@ class Line:
         """Throughput as a multiple of that of `full` at equal memory."""
         if self.is_full:
             return 1.0
-        return self.pool_tokens_per_s and self.pool_tokens_per_s / self.pool_full_tokens_per_s
+        own, full = self.pool_tokens_per_s, self.pool_full_tokens_per_s
+        return None if own is None or full is None else own / full
 
     @property
     def is_full(self) -> bool:
@@ -87,7 +88,7 @@ class Line:
     @property
     def verdict(self) -> str:
         """The difference from `full` in words."""
-        if self.p is None:
+        if self.p is None or self.difference is None:
             return "" if self.is_full else "no full to compare"
         if self.p >= ALPHA or not self.difference:
             share = abs(self.difference) / (abs(self.score - self.difference) if self.perplexity else 1)
@@ -236,10 +237,10 @@ def _line(key: tuple, rows: list[Row], full: dict[tuple, float], pools: list[dic
         high=high if len(rows) > 1 or not perplexity else math.inf,
         share=mean_share(rows),
         raised=any(map(_raised, rows)),
-        pool_tokens_per_s=_mean([pool["tokens_per_s"] for pool in pools]),
-        pool_full_tokens_per_s=_mean([pool["full_tokens_per_s"] for pool in pools]),
+        pool_tokens_per_s=_mean_of_any([pool["tokens_per_s"] for pool in pools]),
+        pool_full_tokens_per_s=_mean_of_any([pool["full_tokens_per_s"] for pool in pools]),
         **{
-            name: _mean([row[name] for row in rows if row.get(name) is not None])
+            name: _mean_of_any([row[name] for row in rows if row.get(name) is not None])
             for name in ("budget_tokens", "peak_blocks", "evicted_tokens", "ttft_s", "tokens_per_s", "prompt_tokens")
         },
     )
@@ -259,8 +260,12 @@ def _raised(row: Row) -> bool:
     return bool(kept >= budget * row["prompt_tokens"] + block)
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _mean_of_any(values: Sequence[float]) -> float | None:
+    return _mean(values) if values else None
 
 
 def rankings(lines: Sequence[Line]) -> list[dict[str, str]]:

@@ -68,7 +68,8 @@ def train(
 
     sizes: dict[str, Any] = {"lengths": between, "passkeys": passkeys, "batch": batch, "sink": sink, "recent": recent}
     more: dict[str, Any] = {"lr": lr, "l1": l1, "seed": seed, "save_every": save_every, "recompute": recompute}
-    gates = run(*dense.load(model, device), out, steps=steps, **sizes, **more)
+    loaded, tokenizer = dense.load(model, device)
+    gates = run(loaded, tokenizer, out, steps=steps, **sizes, **more)
     _tell(gates, out)
 
 

@@ -154,7 +154,8 @@ class Admission:
     @staticmethod
     def scoring_of(request: Request, blocks: RequestBlocks) -> Scoring | None:
         """Return how workers measure a request from now on; None if they do not."""
-        scoring = Scoring.of(blocks.config, blocks.limits.trigger) if blocks.measured else None
+        limits = blocks.limits if blocks.measured else None
+        scoring = None if limits is None else Scoring.of(blocks.config, limits.trigger)
         if scoring is not None and blocks.waits and scoring.accumulate == "last":
             # The decision is taken with the prompt's last tokens, or in a later step if no report comes.
             scoring = replace(scoring, trigger=0, start=max(request.num_prompt_tokens - scoring.window, 0))

@@ -15,7 +15,7 @@ from vllm.v1.metrics.stats import RequestStateStats, SchedulerStats
 from ...core.usage import KVUsage
 
 
-class EvictionOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):
+class EvictionOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]  # of msgspec
     """One step's output of a request, with its usage so far where that is news to the front end."""
 
     kv_usage: KVUsage | None = None
@@ -38,7 +38,7 @@ class EvictionStats(SchedulerStats):
         return stats
 
 
-class EvictionOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):
+class EvictionOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]  # of msgspec
     """A step's message, as the front end reads it."""
 
     outputs: list[EvictionOutput] = []

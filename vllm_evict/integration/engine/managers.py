@@ -26,7 +26,7 @@ from ..start import versions
 FROM_HOST = KVCacheBlock(-1)
 
 
-def hole_aware(manager: type) -> type:
+def hole_aware(manager: Any) -> Any:
     """A subclass of one of vLLM's managers, for KV groups of requests that may have holes, in this group or in another.
 
     It publishes pure blocks only, and notes the blocks that the last allocation wanted and got. It is no mixin: with a
@@ -57,7 +57,7 @@ def hole_aware(manager: type) -> type:
     return HoleAware
 
 
-class StateManager(hole_aware(MambaManager)):
+class StateManager(hole_aware(MambaManager)):  # type: ignore[misc]  # a class made at import
     """vLLM's manager for states (Mamba, linear attention, short convolutions), beside layers that may have holes."""
 
     def most_blocks(self, tokens: int) -> int:
@@ -89,7 +89,7 @@ class StateManager(hole_aware(MambaManager)):
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
 
-class SlidingManager(hole_aware(SlidingWindowManager)):
+class SlidingManager(hole_aware(SlidingWindowManager)):  # type: ignore[misc]  # a class made at import
     """vLLM's manager for sliding windows, beside layers that may have holes."""
 
     def most_blocks(self, tokens: int) -> int:
@@ -126,7 +126,7 @@ def put_beside(manager: SingleTypeKVCacheManager, residents: dict[str, RequestBl
     manager.residents = residents
 
 
-class EvictableManager(hole_aware(FullAttentionManager)):
+class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc]  # a class made at import
     """vLLM's manager for full attention, with holes.
 
     A hole is vLLM's null block at the evicted block's place, so positions, slot mappings and prefix hashes stay
@@ -157,7 +157,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):
 
     def expect_saved(self) -> None:
         """Expect hits with blocks of preempted requests that come from the host."""
-        vars(self).pop(FullAttentionManager._has_partial_local_hit.__name__, None)
+        self.__dict__.pop(FullAttentionManager._has_partial_local_hit.__name__, None)
 
     def bound_admissions(self, admits: bool) -> None:
         """Choose whose `get_num_blocks_to_allocate` answers in the next step: this class', or vLLM's own.
@@ -169,13 +169,13 @@ class EvictableManager(hole_aware(FullAttentionManager)):
                 many blocks an allocation wanted.
         """
         if admits:
-            vars(self).pop("get_num_blocks_to_allocate", None)
+            self.__dict__.pop("get_num_blocks_to_allocate", None)
         else:
             self._use(FullAttentionManager.get_num_blocks_to_allocate)
 
     def _use(self, method: Callable) -> None:
         """Put a method of vLLM's class in the place of this class' own."""
-        vars(self).setdefault(method.__name__, MethodType(method, self))
+        self.__dict__.setdefault(method.__name__, MethodType(method, self))
 
     @property
     def in_flight(self) -> int:

@@ -60,7 +60,15 @@ class Mechanisms:
             getattr(mechanism, hook)(*args)
 
     def passed(self, hook: str, value: Any, *before: Any) -> Any:
-        """Return a value that each hook has changed in turn; `before` are arguments before it."""
+        """Return a value that each hook has changed in turn, until one returns None.
+
+        Args:
+            hook: its name.
+            value: the hook's last argument.
+            before: the hook's other arguments.
+        """
         for mechanism in self.having(hook):
+            if value is None:
+                break
             value = getattr(mechanism, hook)(*before, value)
         return value

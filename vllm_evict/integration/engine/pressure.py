@@ -14,7 +14,6 @@ from ...core.mechanisms.pressure import SCORES_STAY_FRESH
 from ...core.plan import EvictionPlan, Reports
 from ..start.versions import waiting_with_blocks
 from .allocation import before_giving_up
-from .managers import EvictableManager
 
 logger = init_logger("vllm.evict")
 
@@ -103,7 +102,7 @@ class RoomMaker(Pressure):
         # Freeing a cached block that the request is about to take would gain nothing: the request takes it again.
         kept = {block.block_id for blocks in hit for block in blocks}
 
-        def frees(manager: EvictableManager, req_id: str, index: int) -> bool:
+        def frees(manager: Any, req_id: str, index: int) -> bool:
             block = manager.req_to_blocks[req_id][index]
             # Evicting a shared block would gain nothing: other requests still hold it.
             return block.ref_cnt == 1 and block.block_id not in kept

@@ -15,7 +15,7 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -161,8 +161,9 @@ class Job:
     since: int
     #: Steps since then in which the job had its turn and found no room. Steps behind other shadows do not count.
     crowded: int = 0
-    #: Parts that are still to be repeated; None until the job's turn.
-    parts: list[tuple[int, int]] | None = None
+    #: Whether the job had its turn, and the parts that are still to be repeated then.
+    begun: bool = False
+    parts: list[tuple[int, int]] = field(default_factory=list)
     #: Scores so far: mass of the blocks, or the number under which workers keep the scores of tokens.
     scores: np.ndarray | int | None = None
 
@@ -299,13 +300,12 @@ class Reconstructions(Mechanism):
             self._withdraw()
         for job in self._jobs.values():
             self._give_up(job)
-            job.parts = None
+            job.begun = False
 
     def _take(self, reports: Reports) -> Iterator[Action]:
         """Take the shadow's scores, and evict by them when they are complete."""
-        shadow = self._shadow
         self.tidy()
-        if self._shadow is not None and shadow.request.is_finished():
+        if (shadow := self._shadow) is not None and shadow.request.is_finished():
             self._shadow = None
             self._add_up(shadow.job, reports.get(shadow.request.request_id))
         for req_id, job in list(self._jobs.items()):
@@ -347,8 +347,8 @@ class Reconstructions(Mechanism):
     def _look_up(self, request: Request, blocks: RequestBlocks) -> None:
         """Give a request the scores of the same prompt, or of one that differs in recent tokens only, if known."""
         hashes = request.block_hashes[: request.num_prompt_tokens // blocks.block_size]
-        found = self.scores.get(hashes, blocks.limits.recent // blocks.block_size)
-        if found is None:
+        recent = 0 if blocks.limits is None else blocks.limits.recent
+        if (found := self.scores.get(hashes, recent // blocks.block_size)) is None:
             return
         scores, known = found
         by_token = blocks.config.granularity == "token"
@@ -409,7 +409,8 @@ class Reconstructions(Mechanism):
             job.since = scheduler.current_step
             return False
         size, longest = request.num_prompt_tokens, scheduler.max_model_len
-        if job.parts is None:
+        if not job.begun:
+            job.begun = True
             if (why := self._unrepeatable(request)) is not None:
                 self._do_without(job, why, prompt=size, least=self._manager.block_size)
                 return False
@@ -480,7 +481,9 @@ class Reconstructions(Mechanism):
         shadow.kv_cache_report_mode = "incremental"
         config, repetition = job.blocks.config, None
         if job.per_token:
-            sink = job.blocks.limits.sink * job.blocks.block_size
+            limits = job.blocks.limits
+            sink = 0 if limits is None else limits.sink * job.blocks.block_size
+            assert isinstance(job.scores, int)  # a number, with token granularity
             repetition = Repetition(job.scores, original.num_prompt_tokens, *job.parts[0], sink)
         blocks = RequestBlocks(config, None, job.blocks.block_size, config.name)
         # It hits and publishes blocks of the prompt only: no request can hit the others.
@@ -494,4 +497,5 @@ class Reconstructions(Mechanism):
 
     def _withdraw(self) -> None:
         shadow, self._shadow = self._shadow, None
-        self._scheduler.finish_requests(shadow.request.request_id, RequestStatus.FINISHED_ABORTED)
+        if shadow is not None:
+            self._scheduler.finish_requests(shadow.request.request_id, RequestStatus.FINISHED_ABORTED)

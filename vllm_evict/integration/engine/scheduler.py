@@ -37,8 +37,11 @@ from .tally import Tally
 
 logger = init_logger("vllm.evict")
 
+#: One of vLLM's schedulers comes after the mixin in each class.
+Base: Any = object
 
-class EvictionMixin:
+
+class EvictionMixin(Base):
     """Adds eviction to a vLLM scheduler: plans with `schedule`, decides with `update_from_output`.
 
     `schedule` notes requests whose block table grows past their trigger. When the step is done, mechanisms decide on
@@ -240,9 +243,8 @@ class EvictionMixin:
         An action may need private copies of blocks that other requests hold. If the pool has no room for them, nothing
         changes and the next decision tries again; a request that can't go on without the action is preempted.
         """
-        for mechanism in self.mechanisms.having("before_apply"):
-            if (action := mechanism.before_apply(action)) is None:
-                return
+        if (action := self.mechanisms.passed("before_apply", action)) is None:
+            return
         req_id, manager, plan = action.req_id, self.kv_managers[action.group], self._plan
         request, groups = self.requests[req_id], self.blocks_of(req_id)
         blocks, source = groups[action.group], manager.blocks_at(req_id, action.reads)
@@ -266,7 +268,9 @@ class EvictionMixin:
             group.leave_holes(req_id, action.holes.tolist())
         if len(action.writes):
             # Published blocks stay published; blocks that follow them are never published.
-            blocks.pure_tokens = min(blocks.pure_tokens, manager.published_tokens(req_id))
+            pure = blocks.pure_tokens
+            assert pure is not None  # `evict` sets them, and no mechanism writes blocks of a request without holes
+            blocks.pure_tokens = min(pure, manager.published_tokens(req_id))
             group.moved.setdefault(req_id, {}).update(moved)
         if whole:
             self._publish_ends(request)

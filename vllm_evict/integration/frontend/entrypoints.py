@@ -269,7 +269,7 @@ def hook_beam_search(module: ModuleType) -> None:
         xargs, length, most = getattr(_answered.get(), "vllm_xargs", None), _tokens_of(prompt), params.max_tokens
         if length is not None and (config := _check_request(vllm_config, xargs, length, most)) is not None:
             # Its requests have longer and longer prompts. An answer has no usage of each of them.
-            fields = config.lasting(xargs, length, vllm_config.cache_config.block_size)
+            fields = config.lasting(xargs or {}, length, vllm_config.cache_config.block_size)
             fields.pop("kv_usage", None)
         return searching(beam_search(self, prompt, request_id, params, *args, **kwargs), fields)
 

@@ -66,7 +66,7 @@ def hook_core_client(module: ModuleType) -> None:
     """Read the plugin's fields of what engine cores send."""
     from ..engine.carriers import EvictionOutputs
 
-    module.EngineCoreOutputs = EvictionOutputs
+    vars(module)["EngineCoreOutputs"] = EvictionOutputs
 
 
 def hook_output_processor(module: ModuleType) -> None:

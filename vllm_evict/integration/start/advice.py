@@ -49,8 +49,8 @@ def head_size(model: Any) -> int:
     text = model.hf_text_config
     # transformers 5 has what differs between layers in `per_layer_config`; older releases have a field for Gemma 4.
     kinds, of_layer = getattr(text, "layer_types", None) or (), getattr(text, "per_layer_config", None)
-    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"] if of_layer is not None else []
-    sizes = (getattr(of_layer[i], "head_dim", None) or 0 for i in full)
+    full = [of_layer[i] for i, kind in enumerate(kinds) if kind == "full_attention"] if of_layer is not None else []
+    sizes = (getattr(each, "head_dim", None) or 0 for each in full)
     return max(model.get_head_size(), getattr(text, "global_head_dim", None) or 0, *sizes)
 
 

@@ -78,7 +78,7 @@ def hook(module: ModuleType) -> None:
     base.create_engine_config = _with_policy(base.create_engine_config)
 
 
-def _add_field(cls: type) -> None:
+def _add_field(cls: Any) -> None:
     """Make `kv_policy` a dataclass field of the class.
 
     Code that lists or copies the fields of engine arguments (`dataclasses.replace`, `from_cli_args`, vLLM's log of
@@ -90,7 +90,7 @@ def _add_field(cls: type) -> None:
     cls.__init__ = _with_keyword(cls.__init__)
     # The generated code of these methods names each field.
     made = dataclasses.make_dataclass(cls.__name__, [(f.name, f.type, f) for f in dataclasses.fields(cls)], init=False)
-    cls.__repr__, cls.__eq__ = made.__repr__, made.__eq__  # type: ignore[method-assign]
+    cls.__repr__, cls.__eq__ = made.__repr__, made.__eq__
 
 
 def _with_keyword(init: Any) -> Any:
@@ -101,7 +101,7 @@ def _with_keyword(init: Any) -> Any:
 
     signature = inspect.signature(init)
     keyword = inspect.Parameter(_FIELD.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_FIELD.type)
-    __init__.__signature__ = signature.replace(parameters=[*signature.parameters.values(), keyword])
+    vars(__init__)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), keyword])
     return __init__
 
 

@@ -34,7 +34,8 @@ def layout(vllm_config: Any, config: KVPolicyConfig) -> Layout | None:
         return None
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if config.allocator.splits == "classes":
-        return Layout.of_classes(arrange(config.head_pattern.retrieval, ranks), names)
+        retrieval, streaming = names
+        return Layout.of_classes(arrange(config.head_pattern.retrieval, ranks), (retrieval, streaming))
     heads = kv_heads(vllm_config.model_config)  # of all layers alike (see `capabilities`)
     make = Layout.of_layers if config.allocator.splits == "layers" else Layout.of_heads
     return make(names, len(heads), max(heads[0] // ranks, 1), ranks)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -22,7 +23,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
         action(module)
 
 
-def once(cls: type) -> bool:
+def once(cls: Any) -> bool:
     """Whether a class has yet to be hooked; it is marked with this. Its methods say nothing: tracers wrap them too."""
     if "kv_evict_hooked" in vars(cls):
         return False
@@ -46,10 +47,10 @@ class _Finder:
         return spec
 
 
-def _await(spec: ModuleSpec, action: Callable[[ModuleType], None]) -> None:
+def _await(spec: Any, action: Callable[[ModuleType], None]) -> None:
     """Act when importlib clears the mark that it sets on a spec while the module is executed."""
 
-    class Awaited(type(spec)):
+    class Awaited(type(spec)):  # type: ignore[misc]  # a spec is of its finder's class
         @property
         def _initializing(self) -> bool:
             return self.__dict__.get("_executing", False)

@@ -2,7 +2,7 @@
 
 import ast
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,7 +105,7 @@ class Sources:
     def _imported(self, module: str, statement: ast.ImportFrom) -> str:
         """Absolute name of the module of a `from ... import`."""
         if not statement.level:
-            return statement.module
+            return str(statement.module)
         is_package = self.file(module).endswith("/__init__.py")
         parts = module.split(".")
         parts = parts[: len(parts) - statement.level + is_package]
@@ -129,7 +129,7 @@ class Sources:
             node = defined(list(ast.walk(found.node))[1:], name)
             return None if node is None else Found(found.module, f"{found.name}.{name}", node)
         for cls in self.bases(found):
-            if (node := defined(getattr(cls.node, "body", ()), name)) is not None:
+            if (node := defined(getattr(cls.node, "body", []), name)) is not None:
                 return Found(cls.module, f"{cls.name}.{name}", node)
         return None
 
@@ -138,7 +138,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _statements(body: list[ast.AST]) -> Iterator[ast.AST]:
+def _statements(body: Iterable[ast.AST]) -> Iterator[Any]:
     """The statements of a module or class, those under `if`, `else` and `try` included."""
     for statement in body:
         yield statement
@@ -147,7 +147,7 @@ def _statements(body: list[ast.AST]) -> Iterator[ast.AST]:
             yield from _statements(statement.orelse)
 
 
-def defined(body: list[ast.AST], name: str) -> Definition | None:
+def defined(body: Iterable[ast.AST], name: str) -> Definition | None:
     """The statement that defines `name`, the last one if there are several (overloads come first)."""
     result: Any = None
     for statement in _statements(body):

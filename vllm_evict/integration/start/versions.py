@@ -113,7 +113,10 @@ def digest(sources: Sources, where: str) -> str | None:
 
 
 def _check_sources(version: str, sources: Sources | None) -> None:
-    sources = sources or Sources(Path(importlib.util.find_spec("vllm").origin).parents[1])
+    if sources is None:
+        spec = importlib.util.find_spec("vllm")
+        assert spec is not None and spec.origin is not None, "vLLM is installed"
+        sources = Sources(Path(spec.origin).parents[1])
     known = json.loads(TOUCHED.read_text())
     with _no_collection():
         nearest, changed = _compare(sources, known)

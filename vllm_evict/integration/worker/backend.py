@@ -28,7 +28,7 @@ PLACE = "kv_evict_place"
 
 
 def resident_backend(
-    backend: type, runtime: GroupRuntime, ops: BackendOps, head_class: str, kv_heads: int | None = None
+    backend: Any, runtime: GroupRuntime, ops: BackendOps, head_class: str, kv_heads: int | None = None
 ) -> type:
     """A subclass of an `AttentionBackend` whose metadata builder takes `runtime`'s view.
 
@@ -40,7 +40,7 @@ def resident_backend(
         kv_heads: of a layer on this rank, where heads are split: the group's pages have head slots for many layers.
     """
 
-    class ResidentBuilder(backend.get_builder_cls()):
+    class ResidentBuilder(backend.get_builder_cls()):  # type: ignore[misc]  # the backend is known at run time
         #: If True, vLLM reuses finished metadata for other layers and replaces its view by a block table with holes.
         supports_update_block_table = False
 

@@ -42,5 +42,5 @@ def _wrap() -> None:
         _captured.append(lse)
         return output
 
-    with_lse.kv_evict_captures_lse = True
+    vars(with_lse)["kv_evict_captures_lse"] = True
     flash_attn.flash_attn_varlen_func = with_lse

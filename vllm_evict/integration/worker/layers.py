@@ -102,7 +102,7 @@ def install(
     names, block_bytes = [[name for name in every if name not in sharing]], 0
     block_size = vllm_config.cache_config.block_size
     if len(layers) + len(drafting) < len(every):
-        names, block_size, block_bytes = _grouped(config, layers, dict(specs))
+        names, block_size, block_bytes = _grouped(config, layers, dict(specs or {}))
         drafters.check_groups(drafting, names)
     config.check(block_size, len(layers), min(heads), longest, vllm_config.max_in_flight_tokens)
     placed, attended = attending.layout(vllm_config, config), set[Any]()
@@ -145,7 +145,7 @@ def _ops(backend: str) -> BackendOps:
     if backend == "FLASH_ATTN":
         from .flash import capture_lse  # imports vLLM's FlashAttention backend
 
-        ops.capture_lse = capture_lse
+        vars(ops)["capture_lse"] = capture_lse
     return ops
 
 
@@ -210,7 +210,7 @@ def _whole(
     # A layer that reads another's cache has its place: the mass of both adds up.
     at = {name: layers.index(layer) for name, layer in named.items() if layer in layers}
     places = [*enumerate(layers), *((at[name], layer) for layer, name in readers if name in at)]
-    backends = {layer.attn_backend: None for layer in (*drafting, *(layer for _, layer in places))}
+    backends = dict.fromkeys(layer.attn_backend for layer in (*drafting, *(layer for _, layer in places)))
     latent = isinstance(layers[0], latent_types())
 
     def caches(of: Sequence[Attention]) -> Iterator[tuple[Attention, Any]]:
@@ -220,15 +220,15 @@ def _whole(
 
     store = LayerStore(ops, partial(caches, layers), turns, partial(caches, drafting))
     group = _group(vllm_config, part, store, [layer.num_kv_heads for layer in layers], in_graphs, block_size)
-    backends = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
+    resident = {backend: resident_backend(backend, group, ops, head_class) for backend in backends}
     for layer in drafting:
-        layer.attn_backend = backends[layer.attn_backend]
+        layer.attn_backend = resident[layer.attn_backend]
     # An MLA layer attends itself, by two methods of its `AttentionImpl`.
     attending = list(layers) if latent else [layer.impl for _, layer in places]
     make = partial(working_latent, block_size=block_size) if latent else working_impl
     working = {each: make(each, ops, attended) for each in set(map(type, attending))}
     for (place, layer), attends in zip(places, attending):
-        layer.attn_backend = backends[layer.attn_backend]
+        layer.attn_backend = resident[layer.attn_backend]
         attends.__class__ = working[type(attends)]
         setattr(layer.impl, PLACE, place)
         group.layers[layer] = layer.layer_name
@@ -358,6 +358,7 @@ def _spec(
     own: dict[str, Any] = {"head_class": head_class}
     if head_class == STREAMING:
         limits = config.of_class(head_class).limits(vllm_config.cache_config.block_size, 1)
+        assert limits is not None  # streaming heads have a budget
         own |= {"sink": limits.sink, "window": limits.budget - limits.sink}
     else:
         # vLLM puts as many layers into a group as the rarest spec has. Streaming groups share one spec, because they

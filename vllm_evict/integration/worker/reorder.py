@@ -9,7 +9,7 @@ the weight loaders: a model partly in the new order would run, and give wrong an
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from types import MethodType
 from typing import Any, NamedTuple
@@ -167,11 +167,10 @@ def _projections(model: nn.Module, name: str, attention: Any) -> list[tuple[str,
     if type(attention) is not Attention:
         raise _refusal(name, f"it is a {type(attention).__name__} layer")
     path, _, own_name = name.rpartition(".")
-    try:
+    parent: Any = None
+    with suppress(AttributeError):
         parent = model.get_submodule(path)
-    except AttributeError:
-        parent = None
-    if getattr(parent, own_name, None) is not attention:
+    if not hasattr(parent, own_name) or getattr(parent, own_name) is not attention:
         raise _refusal(name, f"the model has no module {path} that it belongs to")
     if any(cls.__name__ in INTERLEAVED for cls in type(parent).__mro__):
         raise _refusal(name, f"{type(parent).__name__} holds q, k and v of each head side by side")
@@ -236,7 +235,7 @@ def _wrap_linear(
             raise _refusal(full, "it transforms the projection's weights")
         if getattr(parameter, dim, None) is None:
             continue
-        load = getattr(parameter, "weight_loader", None)
+        load: Any = getattr(parameter, "weight_loader", None)
         if getattr(load, "__func__", None) not in (type(linear).weight_loader, type(linear).weight_loader_v2):
             raise _refusal(full, "it is quantized while it is loaded, or in another way of its own")
         if getattr(parameter, "is_sharded_weight", False):

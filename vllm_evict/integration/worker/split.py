@@ -98,7 +98,8 @@ def split_impl(impl: type, parts: list[Part], ops: BackendOps, attended: set[Any
                 part.impl.do_kv_cache_update(
                     layer, key[:, part.heads], value[:, part.heads], part.kv_cache, metadata.slot_mapping
                 )
-                work, place = getattr(metadata, STEP_WORK, None), getattr(part.impl, PLACE)
+                work: Any = getattr(metadata, STEP_WORK, None)
+                place = getattr(part.impl, PLACE)
                 shares.append(HeadSlice(work, place, own_query[:, part.query_heads], part.kv_cache, metadata))
             works = all(share.work is not None for share in shares)
             if works and do_together(ops, layer, own_query, shares, output):

@@ -23,11 +23,15 @@ from .reorder import guard_reload, reordering
 
 logger = init_logger("vllm.evict")
 
+#: One of vLLM's workers comes after the mixin in each class.
+Base: Any = object
 
-class EvictionWorkerMixin:
+
+class EvictionWorkerMixin(Base):
     """Carries out the plan on each `SchedulerOutput`, and returns reports on the step's `ModelRunnerOutput`."""
 
-    kv_evict: EvictionRuntime | None = None
+    kv_evict: EvictionRuntime
+    _installed = False
     _needs = Needs()
     _reports: list[Reports] = []
     _trouble: HostTrouble | None = None
@@ -45,7 +49,8 @@ class EvictionWorkerMixin:
 
     def get_kv_cache_spec(self) -> Any:
         # vLLM calls this first after the model is loaded and the block size is final. Layers then change their specs.
-        if self.kv_evict is None:
+        if not self._installed:
+            self._installed = True
             windows.widen(self.vllm_config)
             specs = super().get_kv_cache_spec()
             self.kv_evict = layers.install(self.vllm_config, policy_config(self.vllm_config), self.get_model(), specs)

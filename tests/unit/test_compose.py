@@ -1,0 +1,54 @@
+"""Which parts a KV group's runtime has, by its policy, and what parts do that do nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_evict.compute.compose import compose
+from vllm_evict.compute.holes import Holes
+from vllm_evict.compute.needs import Needs, Sizes
+from vllm_evict.compute.parts import Part
+from vllm_evict.compute.shape import Shape
+from vllm_evict.config import KVPolicyConfig
+
+SMALL = {"budget": 64, "sink": 16, "recent": 16, "allow": []}
+HOST = {"evict": "host", "host": "1MiB"}
+#: Policy -> names of the classes of its source, probes and movers.
+PARTS = {
+    "full": ({"name": "full", "allow": []}, "Source", "", ""),
+    "sink-window": ({"name": "sink-window", "budget": 64, "allow": []}, "Source", "", ""),
+    "h2o": ({"name": "h2o", **SMALL}, "Source", "BlockMass", ""),
+    "tokens": ({"name": "h2o", **SMALL, "granularity": "token"}, "Source", "BlockMass TokenMass", "Compactor"),
+    "keys by token": ({"name": "keydiff", **SMALL, "granularity": "token"}, "Source", "CachedStatistics", "Compactor"),
+    "keys": ({"name": "keydiff", **SMALL}, "Source", "CachedStatistics", ""),
+    "both": ({"name": "rkv", **SMALL}, "Source", "BlockMass CachedStatistics", ""),
+    "quest": ({"name": "quest", **SMALL}, "Source", "LastQuery", ""),
+    "prompts": (
+        {"name": "kvzip", **SMALL, "granularity": "token"},
+        "Source",
+        "BlockMass TokenMass PromptScores",
+        "Compactor",
+    ),
+    "context": ({"name": "h2o", **SMALL, "context": 128}, "Source", "BlockMass", "Originals"),
+    "host": ({"name": "h2o", **SMALL, **HOST, "recall": "quest"}, "Source", "BlockMass Looks", "Offload"),
+    "select": ({"name": "full", "allow": [], "select": 64}, "Selection", "", ""),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_group_has_the_parts_that_its_policy_needs(name):
+    policy, source, probes, movers = PARTS[name]
+    store = SimpleNamespace(read=None)
+    made = compose(KVPolicyConfig.parse(policy), Shape(16, 4, 256, 2, 2), store, Holes(16))
+    assert type(made.source).__name__ == source
+    assert [type(probe).__name__ for probe in made.probes] == probes.split()
+    assert [type(mover).__name__ for mover in made.movers] == movers.split()
+    assert len({mover.kind for mover in made.movers}) == len(made.movers), "each order has one mover"
+
+
+def test_needs_of_parts_and_groups_add_up():
+    one, other = Needs(step=3, between=5, block=7), Needs(step=4, between=2, block=6)
+    assert Needs.of_parts([one, other], 9) == (7, 5, 7, 9)
+    assert Needs.of_groups([Needs(1, 5, 2, 8), Needs(2, 4, 3, 9)]) == (3, 5, 5, 9)
+    part = Part()
+    assert part.needs(Sizes(1, 1, 16, 1, 1, 8, 2, 0)) == Needs() and not part.kept_bytes + part.host_bytes
