@@ -121,7 +121,7 @@ def test_what_comes_back_takes_no_place_in_a_turn_that_is_being_computed(engine)
     def on_step():
         request, blocks = server.scheduler.requests["s"], server.manager.residents["s"]
         whole = request.num_computed_tokens < request.num_prompt_tokens
-        steps.append((request.num_prompt_tokens, whole, set(blocks.resident.tolist())))
+        steps.append((request.num_prompt_tokens, whole, set(blocks.residence.pool.tolist())))
 
     test_sessions.talk(sessions, [(400, 20), (64, 20), (230, 20), (230, 20)], on_step=on_step)
     assert sessions.usage["s"].recalled_blocks > 0 and sessions.usage["s"].asked_again > 0

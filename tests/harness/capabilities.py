@@ -1,6 +1,6 @@
 """Prints what a policy cannot be used with, for docs/limits.md: the table in vllm_evict/integration/start/capabilities.
 
-python tests/capabilities.py
+python tests/harness/capabilities.py
 """
 
 import re

@@ -62,7 +62,10 @@ def test_ranks_bring_back_what_one_does(ranked_engine, tmp_path, name):
         results.append((answer(server, PROMPTS, max_tokens=40), watched.reports()))
         # Ranks share the bytes, and have one KV head at least.
         blocks = server.scheduler.part(Offloading).pool.blocks
-        assert blocks == 1024 // max(ranks, kv_heads) and blocks * server.scheduler._host_block_bytes == 16 << 20
+        assert (
+            blocks == 1024 // max(ranks, kv_heads)
+            and blocks * server.scheduler.part(Offloading).block_bytes == 16 << 20
+        )
         server.assert_nothing_left()
     (one, scores), (several, reduced) = results
     assert_like_one_rank(one, several)

@@ -254,9 +254,9 @@ def test_views_in_kernel_blocks_stay_where_graphs_read_them():
         return SimpleNamespace(block_table_tensor=table, max_seq_len=128 * len(blocks)), None
 
     batch = SimpleNamespace(graph=object())
-    group = SimpleNamespace(block_size=128, device="cpu", plan=None, batch=batch, views=views, view=view)
+    group = SimpleNamespace(block_size=128, device="cpu", in_step=False, batch=batch, views=views, view=view)
     kernel, addresses = KernelBlocks(group, 64), set()
-    for group.plan, blocks in ((None, [4, 5, 6]), (object(), [4, 6])):
+    for group.in_step, blocks in ((False, [4, 5, 6]), (True, [4, 6])):
         # What vLLM gives, of which only a dummy step's is read.
         given = SimpleNamespace(block_table_tensor=torch.tensor([[8, 9, 10, 11, 12, 13]], dtype=torch.int32))
         viewed, read, _ = kernel.view(given)
@@ -265,7 +265,7 @@ def test_views_in_kernel_blocks_stay_where_graphs_read_them():
         assert read.block_table_tensor[0, : len(halves)].tolist() == halves and read.block_table_tensor.shape == (1, 8)
         addresses.add(read.block_table_tensor.data_ptr())
     assert len(addresses) == 1
-    group.plan, batch.graph = None, None  # other dummy steps attend to what vLLM says
+    group.in_step, batch.graph = False, None  # other dummy steps attend to what vLLM says
     assert kernel.view(given) == (given, given, None)
 
 

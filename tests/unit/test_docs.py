@@ -135,7 +135,7 @@ def test_the_readme_and_policies_have_every_policy():
 
 def test_what_is_refused_is_printed_from_the_table_of_capabilities():
     page = (ROOT / "docs/limits.md").read_text()
-    assert f"<!-- python tests/capabilities.py -->\n{capabilities.table()}\n" in page
+    assert f"<!-- python tests/harness/capabilities.py -->\n{capabilities.table()}\n" in page
     assert {*capabilities.SHOWN, *capabilities.INSTEAD} <= {*ENVIRONMENTS}
 
 

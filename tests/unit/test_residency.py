@@ -13,6 +13,7 @@ from vllm_evict.core.blocks import RequestBlocks, RequestState
 from vllm_evict.core.mechanisms import Budget
 from vllm_evict.core.mechanisms.base import Due
 from vllm_evict.core.plan import EvictionPlan, Report
+from vllm_evict.core.residence import Offloaded, Residence, Where
 
 BLOCK = 16
 
@@ -273,6 +274,32 @@ def test_mean_divides_by_age():
     mass = [40.0, 36.0, 30.0, 20.0, 10.0]
     assert residency(budget=64, accumulate="sum", recent=16).choose(80, report(range(5), mass)).tolist() == [3]
     assert residency(budget=64, accumulate="mean", recent=16).choose(80, report(range(5), mass)).tolist() == [0]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["grow", "leave", "offload", "return"]), st.integers(0, 30)), max_size=40))
+def test_each_block_is_in_one_place(steps):
+    """Against a dict of places: blocks leave the pool, to the host or for good, and come back from the host alone."""
+    residence, places = Residence(BLOCK), {}
+    for step, at in steps:
+        if step == "grow":
+            residence.learn((residence.known + 1) * BLOCK - at % BLOCK)
+            places[len(places)] = Where.POOL
+            continue
+        before = Where.HOST if step == "return" else Where.POOL
+        if not (those := [block for block, where in places.items() if where is before]):
+            continue
+        block = those[at % len(those)]
+        places[block] = {"leave": Where.GONE, "offload": Where.HOST, "return": Where.POOL}[step]
+        if step == "return":
+            residence.come_back(np.array([block]))
+            del residence.host[block]
+        else:
+            residence.leave(np.array([block]))
+            if step == "offload":
+                residence.host[block] = Offloaded(block)
+    assert {block: residence.where(block) for block in places} == places
+    assert residence.known == len(places) and residence.holes == sum(each is not Where.POOL for each in places.values())
+    assert residence.where(residence.known) is Where.POOL  # it is new
 
 
 def test_the_peak_is_what_all_groups_hold_at_once():

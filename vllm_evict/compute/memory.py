@@ -1,8 +1,8 @@
 """Device memory that the plugin needs beside vLLM's KV cache. vLLM learns of it before it sizes its pool.
 
 Memory that the plugin keeps is allocated before vLLM's profile run (`EvictionRuntime.reserve`). Memory of a step, of a
-decision or of a report is allocated during the profile run (`integration.runners`). Memory that grows with the pool is
-taken from what vLLM finds for the pool.
+decision or of a report is allocated during the profile run (`integration.worker.runners`). Memory that grows with the
+pool is taken from what vLLM finds for the pool.
 """
 
 from collections.abc import Iterable

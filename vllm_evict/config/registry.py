@@ -30,8 +30,8 @@ class Declaration:
     measures: ClassVar[frozenset[str]] = frozenset()
     #: Whether the recent window is what the budget leaves beside the sinks.
     window_is_the_budget: ClassVar[bool] = False
-    #: Whether statistics come from a reconstruction of the prompt (see `integration.reconstruction`). A request keeps
-    #: everything until they are there.
+    #: Whether statistics come from a reconstruction of the prompt (`integration.engine.reconstruction`). A request
+    #: keeps everything until they are there.
     reconstructs: ClassVar[bool] = False
     #: Who shares the budget unless a configuration says otherwise. Follows from `defaults`.
     allocator: ClassVar[Allocator] = ALLOCATORS["uniform"]

@@ -10,8 +10,8 @@
 
 To look at a new release of vLLM, make its snapshot and read the difference to the one before:
 
-    cd tests
-    python -m guard.snapshot path/to/vllm-0.34.0-cp38-abi3-manylinux_2_28_x86_64.whl 0.34.0
+    cd tests/harness
+    python -m guard.snapshot path/to/vllm-0.34.0-cp38-abi3-manylinux_2_28_x86_64.whl
     diff guard/snapshots/0.33.0.json guard/snapshots/0.34.0.json
 
 A function whose `body` differs was changed by that release: those of `names` have to be read. Then the end-to-end tests

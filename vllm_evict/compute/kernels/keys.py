@@ -79,8 +79,10 @@ def token_scores(
         elif name == "key_diff":
             anchor = torch.nn.functional.normalize(units.mean(1), dim=-1)
             scores[name] = -(units @ anchor[..., None])[..., 0]
-        else:
+        elif name == "redundancy":
             scores[name] = _redundancy(units, there)
+        else:
+            raise KeyError(f"no score of keys and values is named {name!r}")
     return scores
 
 

@@ -14,6 +14,7 @@ from ...core.blocks import RequestBlocks
 from ...core.mechanisms import Offload
 from ...core.offload import OffloadPool
 from ...core.plan import TROUBLE, HostTrouble
+from ...core.residence import Where
 from ...environment import poison_mode
 from ..start.attending import kv_heads
 from .spec import host_blocks
@@ -157,5 +158,5 @@ class Offloading(Offload):
         self._scheduler.tally.add(self._scheduler.kv_policy.name, failed=1)
         for req_id, block in trouble.missing:
             blocks = self._manager.residents.get(req_id)
-            if blocks is not None and block in blocks.residence.pool:  # a session may be between two turns
+            if blocks is not None and blocks.residence.where(block) is Where.POOL:  # a session may be between two turns
                 self._scheduler.apply(Evict(req_id, 0, np.array([block], np.int64)))
