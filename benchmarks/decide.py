@@ -138,8 +138,8 @@ def one_policy(name: str, options: argparse.Namespace, shape: Shape, layers: lis
         else None
     )
     residents = [RequestBlocks(config, limits, block_size) for _ in range(options.repeats + 1)]
-    for residency in residents:
-        residency.resident, residency.places, residency.known = resident, resident, blocks
+    for each in residents:
+        each.residence.adopt(resident, blocks)
 
     def choose(number: int) -> None:
         victims = residents[number].choose(computed, report)

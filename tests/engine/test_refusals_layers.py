@@ -133,7 +133,7 @@ def test_policies_that_split_heads_are_refused_where_plans_are_for_all_of_them(n
             refuse.check_config(plain, config)
             of_layers.check_layer("layer.7", layer(named), config, plain_config())
             continue
-        why = "because it puts heads into pages of its own, while the backend plans for all heads of a layer: "
+        why = "because the policy puts heads into pages of its own, while the backend plans for all heads of a layer: "
         why += (
             f"set --attention-backend {instead}, or use a policy for whole layers, such as h2o, snapkv or sink-window"
         )

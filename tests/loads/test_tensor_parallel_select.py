@@ -25,7 +25,7 @@ def test_answers_are_those_of_a_dense_model_whose_ranks_choose(ranked_engine, tm
         chosen += assert_selects_like_dense(model, prompt, output, trace, ranks=2, **given)
     assert chosen > 200 / policy.get("select_every", 1)
     server.assert_nothing_left()
-    assert not any(server.ask(lambda worker: list(worker.kv_evict.groups[0].selection.requests)))
+    assert not any(server.ask(lambda worker: list(worker.kv_evict.groups[0].source.requests)))
 
 
 @pytest.mark.parametrize("name, pattern", [("full", PATTERN), ("lserve", FEW), ("keydiff", PATTERN)])
@@ -55,6 +55,6 @@ def test_bounds_are_those_of_blocks_that_came_back(ranked_engine, tmp_path, monk
     outputs += server.generate([prefix + random_prompt(300, 5)], max_tokens=40, logprobs=1)
     assert all(np.isfinite(logprobs_of(output)).all() for output in outputs)
     assert sum(output.kv_usage.recalled_blocks for output in outputs) > 10 and outputs[-1].num_cached_tokens
-    one, two = server.ask(lambda worker: worker.kv_evict.groups[0].selection.checked)
+    one, two = server.ask(lambda worker: worker.kv_evict.groups[0].source.checked)
     assert one == two and len(one) > 200 and set(one) == {1, 2}
     server.assert_nothing_left()

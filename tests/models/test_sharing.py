@@ -71,7 +71,7 @@ def test_freed_blocks_are_never_read_and_all_come_back(engine, models, monkeypat
 REFUSED = {
     "heads": (
         {"name": "adakv", **BASE},
-        "layers that share a cache, because it puts heads into pages of its own.*: use a policy for whole layers",
+        "layers that share a cache, because the policy puts heads into pages of its own.*: use a policy for whole layers",
     ),
     "context": ({"name": "h2o", **BASE, "context": 1024}, "a context and layers that share a cache.*leave context out"),
     "kvzip": ({"name": "kvzip", **BASE}, "kvzip and layers that share a cache.*leave kvzip out"),

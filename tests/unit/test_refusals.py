@@ -224,7 +224,7 @@ SETTINGS = {
         dict(speculative_config={**NGRAM, "method": "ngram_gpu"}),
         'set "method" in --speculative-config to one of ngram, suffix, draft_model, eagle, eagle3, mtp, or leave',
     ),
-    "speculative decoding by 'draft_model', because it puts heads into pages of its own": (
+    "speculative decoding by 'draft_model', because the policy puts heads into pages of its own": (
         dict(policy={"name": "adakv", "budget": 512, "recent": 64}, speculative_config=DRAFT),
         'set "method": "ngram" in --speculative-config, or use a policy for whole layers, such as h2o, snapkv or sink-window',
     ),

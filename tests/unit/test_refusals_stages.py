@@ -11,7 +11,7 @@ from vllm_evict.integration.start.capabilities import refuse
 
 #: Policy, arguments, changes of the model's configuration, what to change.
 STAGED = {
-    "pipeline parallelism, because it puts heads": (
+    "pipeline parallelism, because the policy puts heads": (
         {"name": "pyramidkv", "bands": 2},
         {},
         {},

@@ -27,8 +27,8 @@ class Action:
     Attributes:
         req_id: id of a running request, or of a session between two turns.
         group: index of the KV group among the KV groups that may have holes.
-        holes: int64 [k], resident logical blocks that become holes; ascending, but the least wanted first beside
-            `returns`.
+        holes: int64 [k], resident logical blocks that become holes, ascending. Beside `returns` a mechanism gives the
+            least wanted first, and `Mechanism.before_apply` sorts those that go.
         reads: int64 [m], logical blocks that workers read for this action, ascending.
         writes: int64 [n], logical blocks that workers write for this action, ascending.
         returns: int64 [r], logical blocks on the host that come back, the most wanted first; no fewer than `holes`.

@@ -116,7 +116,7 @@ class OffloadPool:
         self._give_back(plan, list(saved.numbers.values()))
 
     def close(self) -> list[RequestBlocks]:
-        """Keep nothing any more.
+        """Drop all blocks, and keep nothing any more.
 
         Returns:
             For each host block that was dropped, the blocks of the request that lost it.
@@ -130,19 +130,19 @@ class OffloadPool:
         return losers
 
     def want(self, blocks: RequestBlocks, logical: Sequence[int]) -> None:
-        """Queries want these host blocks of a request: they are dropped last."""
+        """Have these host blocks of a request dropped last: queries want them."""
         for index in logical:
             self._held.move_to_end(blocks.residence.host[index].number)
 
     def release(self, plan: EvictionPlan, blocks: RequestBlocks) -> None:
-        """A request has ended, or starts over: nothing of it is kept."""
+        """Keep nothing of a request any more: it has ended, or starts over."""
         residence = blocks.residence
         saved = () if residence.saved is None else residence.saved.numbers.values()
         self._give_back(plan, [*offloaded_numbers(residence.host), *saved])
         residence.host, residence.saved = {}, None
 
     def _drop(self, number: int) -> RequestBlocks:
-        """Drop the content of a host block; returns the blocks of the request that loses it."""
+        """Drop the content of a host block; return the blocks of the request that loses it."""
         loser, lost = self._held.pop(number)
         del loser.residence.host[lost]
         loser.state.counts["dropped"] += 1

@@ -79,7 +79,7 @@ class Residence:
         return self.known - len(self.pool)
 
     def where(self, block: int) -> Where:
-        """Return where a logical block is."""
+        """Return where a logical block is; a block that has no state yet is new, and in the pool."""
         at = int(self.pool.searchsorted(block))
         if block >= self.known or (at < len(self.pool) and self.pool[at] == block):
             return Where.POOL

@@ -35,10 +35,11 @@ def _loaded(entry: EntryPoint) -> Policy:
         raise TypeError(f"got {shown(policy)}; expected a subclass of vllm_evict.policies.Policy")
     if getattr(policy, "name", None) != entry.name:
         raise ValueError(f"the class is called {shown(getattr(policy, 'name', None))}; expected {entry.name!r}")
-    if policy.allocator.splits or policy.reconstructs or policy.profiles:
+    old = getattr(policy, "splits", "") or getattr(policy, "pools", False)  # what allocators say now
+    if policy.allocator.splits or old or policy.reconstructs or policy.profiles:
         raise ValueError(
-            "got an allocator of its own, reconstructs or profiles; expected none of them: they are for policies of "
-            "vllm_evict"
+            "got an allocator of its own, splits, pools, reconstructs or profiles; expected none of them: they are for "
+            "policies of vllm_evict"
         )
     if not policy.measures <= RUNNING | CACHED | QUERIED or len(policy.measures & RUNNING) > 1:
         raise ValueError(

@@ -207,7 +207,10 @@ class Mechanism(ABC):
         """Note that vLLM is about to preempt a request."""
 
     def on_free(self, request: Any) -> None:  # noqa: B027
-        """Note that a request is about to give back all blocks: it has ended, or it starts over."""
+        """Note that a request is about to give back all blocks: it has ended, or it starts over.
+
+        It is not called for a request that is preempted and saved, which goes on where it was.
+        """
 
     def on_end(self, req_id: str) -> None:  # noqa: B027
         """Note that a request has ended."""

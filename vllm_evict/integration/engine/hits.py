@@ -39,8 +39,8 @@ class Hits:
     def cut(self, request: Request, hit: Hit) -> Hit:
         """Return the hit of a request, cut so that the pool can hold it beside the first chunk."""
         most, blocks = self._longest_hit(request), self._managers[0].residents[request.request_id]
-        # Tokens after those have to be computed.
         limited = blocks.limits is not None
+        # A request that starts with pure tokens repeats a prompt: it has to compute the tokens after these.
         if not blocks.started and blocks.pure_tokens is not None:
             most, limited = blocks.pure_tokens, True
         if blocks.config.context is not None:

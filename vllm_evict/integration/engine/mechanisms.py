@@ -12,8 +12,8 @@ from .preempted import Preempted
 from .pressure import RoomMaker
 from .reconstruction import Reconstructions
 
-#: In the order in which their hooks are called: after an action what moves blocks comes before what counts them, and
-#: `Again` decides before `Budget`.
+#: In the order in which their hooks are called. After an action `Poison` comes before `Offloading`, which takes blocks
+#: that come back out of what is poisoned, and `Offloading` before `Again`. `Again` decides before `Budget`.
 KINDS: tuple[type[Mechanism], ...] = (
     Poison, Reads, WholePrompts, RoomMaker, Offloading, Preempted, Again, Profiles, Budget, SharedBudget, Recall,
     Context, Reconstructions,
@@ -30,6 +30,8 @@ class Mechanisms:
     def __init__(self, scheduler: Any) -> None:
         self._all: list[Mechanism] = []
         self._having: dict[str, list[Mechanism]] = {}
+        #: Whether any of them reads how many blocks an allocation wanted.
+        self.read_allocations = False
         scheduler.mechanisms = self
         for kind in KINDS:
             if kind.serves(scheduler.kv_policy):
@@ -39,8 +41,12 @@ class Mechanisms:
         return iter(self._all)
 
     def add(self, mechanism: Mechanism, last: bool = True) -> None:
-        """Add a mechanism, whose hooks are called after those of all others, or before them."""
+        """Add a mechanism, whose hooks are called after those of all others, or before them.
+
+        One that limits tokens has to be there when the scheduler is made (see `EvictionMixin.__init__`).
+        """
         self._all.insert(len(self._all) if last else 0, mechanism)
+        self.read_allocations |= mechanism.reads_allocations
         self._having = {}
 
     def of(self, kind: type[M]) -> list[M]:

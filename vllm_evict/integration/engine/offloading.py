@@ -158,5 +158,7 @@ class Offloading(Offload):
         self._scheduler.tally.add(self._scheduler.kv_policy.name, failed=1)
         for req_id, block in trouble.missing:
             blocks = self._manager.residents.get(req_id)
-            if blocks is not None and blocks.residence.where(block) is Where.POOL:  # a session may be between two turns
+            if blocks is None or block >= blocks.residence.known:  # it has ended, or starts over
+                continue
+            if blocks.residence.where(block) is Where.POOL:  # a session may be between two turns
                 self._scheduler.apply(Evict(req_id, 0, np.array([block], np.int64)))

@@ -72,7 +72,6 @@ class EvictionMixin(Base):
         self._failed_loads: set[str] = set()
         self.mechanisms = Mechanisms(self)
         self.mechanisms.add(self.follower, last=False)
-        self._reads_allocations = any(each.reads_allocations for each in self.mechanisms)
         if not self.mechanisms.having("limit_tokens"):  # vLLM asks for each request of each step
             self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead  # type: ignore[method-assign]
         logger.info(start_up_line(self))
@@ -102,7 +101,7 @@ class EvictionMixin(Base):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.mechanisms.call("before_schedule")
-        admits = self._reads_allocations or (self.admission.bounds and any_waits(self))
+        admits = self.mechanisms.read_allocations or (self.admission.bounds and any_waits(self))
         for manager in self.kv_managers:
             manager.bound_admissions(admits)
         output = super().schedule(*args, **kwargs)
@@ -259,7 +258,7 @@ class EvictionMixin(Base):
             return
         moved, given_back, freed = rewritten
         target = manager.blocks_at(req_id, action.writes)
-        lost, holes = not any(each.evicted_blocks for each in groups), len(action.holes)
+        first, holes = not any(each.evicted_blocks for each in groups), len(action.holes)
         whole, group = blocks.pure_tokens is None, plan.groups[action.group]
         if holes:
             # What is in flight was computed without the new holes; drafts among it may be computed again.
@@ -279,7 +278,7 @@ class EvictionMixin(Base):
         unpublished = [block.block_id for block in freed if block.block_hash is None]
         self.mechanisms.call("on_applied", Applied(action, blocks, before, target, unpublished))
         copies = len(given_back) - holes
-        self.tally.count(blocks.policy, holes, max(len(freed) - copies, 0), lost and holes > 0, copies)
+        self.tally.count(blocks.policy, holes, max(len(freed) - copies, 0), first and holes > 0, copies)
 
     # What mechanisms see (`core.mechanisms.SchedulerView`)
 

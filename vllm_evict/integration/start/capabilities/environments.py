@@ -112,7 +112,7 @@ DSA = Environment(
     "sparse attention (DSA)",
     lambda server: server.of_text("index_topk") is not None,
     {ANY: INDEXED},
-    "set --attention-config.hisparse_config in place of --kv-policy, to keep the cache in host memory",
+    "leave --kv-policy out, and set --attention-config.hisparse_config to keep the cache in host memory",
 )
 CSA = Environment(
     "compressed sparse attention (CSA)", lambda server: server.of_text("compress_ratios") is not None, {ANY: INDEXED}
@@ -158,7 +158,7 @@ RSWA = Environment(
 DISTANCES = Environment(
     "{counts}{whose}",
     lambda server: server.counts,
-    {EVICTS: "by which how far back tokens stand would change where blocks between are evicted"},
+    {EVICTS: "which counts how far back tokens stand: that would change where blocks between are evicted"},
 )
 MROPE = Environment(
     "rotary positions of several dimensions (M-RoPE)",
@@ -424,7 +424,7 @@ SMALL_MACHINE = Environment(
     "host: {host_bytes} bytes on a machine of {machine}",
     lambda server: server.config.evict == "host" and server.overflows_machine,
     {ANY: ""},
-    "set less than the machine, or its container, has for each engine, beside what the model takes",
+    "set less than the machine, or its container, has for each engine, beside what the model takes, or evict: drop",
 )
 
 # --- parallelism -----------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ SPLIT = Feature(
     "a policy that splits heads",
     lambda server: len(server.config.classes) > 1,
     "use a policy for whole layers, such as h2o, snapkv or sink-window",
-    "{}, because it puts heads into pages of its own",
+    "{}, because the policy puts heads into pages of its own",
 )
 SCORES = Feature(
     "a policy that scores or splits heads",
