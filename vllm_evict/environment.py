@@ -6,7 +6,7 @@ from .config import KVPolicyError
 
 
 def poison_mode() -> bool:
-    """Whether VLLM_EVICT_POISON=1 (tests): workers fill freed blocks with NaN, so that a read after free shows."""
+    """Return whether workers fill freed blocks with NaN, which shows reads after frees (VLLM_EVICT_POISON=1, tests)."""
     return os.environ.get("VLLM_EVICT_POISON", "0") == "1"
 
 

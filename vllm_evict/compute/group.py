@@ -69,11 +69,11 @@ class GroupRuntime:
         return set().union(*(probe.measured for probe in self.probes))
 
     def fits_graphs(self, requests: Set[str]) -> bool:
-        """Whether a full graph can do all that a decode step of these requests does."""
+        """Return whether a full graph can do all that a decode step of these requests does."""
         return self.source.reads_all and all(probe.fits_graph(requests) for probe in self.probes)
 
     def fits_memory(self, lengths: Mapping[str, int]) -> bool:
-        """Whether resident tokens of all requests (request -> length with holes) fit into `Attends.OWN` graphs."""
+        """Return whether resident tokens of requests (request -> length with holes) fit into `Attends.OWN` graphs."""
         room, holes = self.shape.graph_tokens, self.holes
         return all(
             length <= room or length - holes.count(req_id) * self.block_size <= room

@@ -167,10 +167,10 @@ class FilePages:
 
 
 def _floats(page: torch.Tensor) -> torch.Tensor:
-    """A page in a dtype that has NaN."""
+    """Return a page in a dtype that has NaN."""
     return page.view(torch.float8_e4m3fn) if page.dtype == torch.uint8 else page
 
 
 def _bytes(row: torch.Tensor) -> memoryview:
-    """The bytes of a block in one layer."""
+    """Return the bytes of a block in one layer."""
     return memoryview(row.contiguous().view(-1).view(torch.uint8).numpy())

@@ -61,7 +61,7 @@ class Originals(Mover):
         return size if self._device.type == "cpu" else 1 << (size - 1).bit_length()
 
     def blocks(self, req_id: str) -> Set[int]:
-        """Logical blocks of a request whose computed keys are kept."""
+        """Return the logical blocks of a request whose computed keys are kept."""
         return self._kept.get(req_id, {}).keys()
 
     def begin(self, start: Start) -> None:

@@ -96,7 +96,7 @@ class Probe(Part):
         return None
 
     def fits_graph(self, requests: Set[str]) -> bool:
-        """Whether a full graph can measure all that the probe measures of a decode step of these requests."""
+        """Return whether a full graph can measure all that the probe measures of a decode step of these requests."""
         return True
 
     def reserve(self, requests: int, blocks: int) -> None:

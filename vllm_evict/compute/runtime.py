@@ -253,7 +253,7 @@ class EvictionRuntime:
         return Attends.OWN if self.attends_in_graphs and self._fits_memory() else None
 
     def _fits_memory(self) -> bool:
-        """Whether `Attends.OWN` graphs have room for the longest request of the step."""
+        """Return whether `Attends.OWN` graphs have room for the longest request of the step."""
         output, tokens = self._scheduler_output, self._scheduler_output.num_scheduled_tokens
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         computed = [request.num_computed_tokens for request in new] + cached.num_computed_tokens

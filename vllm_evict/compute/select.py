@@ -162,11 +162,11 @@ class Selection(Source):
         self._bounds[place][filled] = key_bounds(keys, kind=self._kind)
 
     def chooses(self, place: int) -> bool:
-        """Whether a layer chooses blocks."""
+        """Return whether a layer chooses blocks."""
         return place in self._choosers
 
     def is_sparse(self, place: int) -> bool:
-        """Whether a layer attends to chosen blocks."""
+        """Return whether a layer attends to chosen blocks."""
         return place in self._sparse
 
 

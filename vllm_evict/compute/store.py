@@ -21,11 +21,11 @@ class Store(Protocol):
         ...
 
     def kv_heads(self) -> list[int]:
-        """Number of KV heads of each layer."""
+        """Return the number of KV heads of each layer."""
         ...
 
     def pages(self) -> list[torch.Tensor]:
-        """Each layer's cache, blocks first."""
+        """Return each layer's cache, blocks first."""
         ...
 
     def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:

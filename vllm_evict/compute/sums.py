@@ -98,7 +98,7 @@ class RunningSums:
         return req_id in self._slots
 
     def __len__(self) -> int:
-        """Number of measured requests."""
+        """Return the number of measured requests."""
         return len(self._slots)
 
     @property
@@ -195,7 +195,7 @@ class RunningSums:
         self._sums.index_fill_(0, self._to_device(slots), 0.0)  # with `[…] = 0` torch waits for a GPU, to copy the 0
 
     def test(self, req_ids: Set[str]) -> bool:
-        """Whether queries of any of these requests are tested for pivotal blocks."""
+        """Return whether queries of any of these requests are tested for pivotal blocks."""
         return bool(self._pivots.any()) and any(self._pivots[self._slots[each]] for each in req_ids & self.requests)
 
     def buffers(

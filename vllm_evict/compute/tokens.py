@@ -147,7 +147,7 @@ class TokenSums(RunningSums):
         super().stop(req_id)
 
     def fit_graphs(self, req_ids: Set[str]) -> bool:
-        """Whether a decode step of these requests leaves the pages at the addresses that graphs captured."""
+        """Return whether a decode step of these requests leaves the pages at the addresses that graphs captured."""
         if self.outgrown:
             return False
         slots = [self._slots[req_id] for req_id in req_ids & self.requests]

@@ -104,7 +104,7 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def _bytes(size: Any) -> int | None:
-    """Bytes, from a whole number or from a number with one of `UNITS`."""
+    """Return the bytes, from a whole number or from a number with one of `UNITS`."""
     if size is None:
         return None
     found = size

@@ -108,7 +108,7 @@ class Registry(Mapping[str, Any]):
         self._fields = found
 
     def fields(self) -> dict[str, Option]:
-        """Fields of all policies by name, in the order of declarations, policies with a budget first."""
+        """Return the fields of all policies by name, in the order of declarations, policies with a budget first."""
         return self._fields
 
     def default(self, field: str) -> Any:

@@ -168,7 +168,7 @@ class Sizes(Frozen):
         return max(blocks, sinks + recent + choice), sinks, recent
 
     def reads_less(self: C, tokens: Any, held: Any, block_size: int) -> Any:
-        """Whether a step attends to a part of a request's resident tokens: `select` names fewer, and it decodes.
+        """Return whether a step attends to a part of a request's resident tokens: `select` names fewer, and it decodes.
 
         Args:
             tokens: that the step computes of the request, int; or of several requests, int array.

@@ -195,15 +195,15 @@ class RequestBlocks:
             self.pure_tokens = first
 
     def held(self, blocks: int) -> int:
-        """Number of resident blocks in a table of `blocks` entries."""
+        """Return the number of resident blocks in a table of `blocks` entries."""
         return blocks - self.holes
 
     def over_trigger(self, blocks: int) -> bool:
-        """Whether a decision is due with a table of `blocks` entries."""
+        """Return whether a decision is due with a table of `blocks` entries."""
         return not self.waits and self.exceeds(blocks)
 
     def exceeds(self, blocks: int) -> bool:
-        """Whether a table of `blocks` entries has more resident blocks than the trigger."""
+        """Return whether a table of `blocks` entries has more resident blocks than the trigger."""
         return self.limits is not None and self.held(blocks) > self.limits.trigger
 
     def choose(self, computed_tokens: int, report: Report | None) -> np.ndarray:
@@ -333,7 +333,7 @@ class RequestBlocks:
         return statistics
 
     def _age(self, blocks: np.ndarray, computed_tokens: int) -> np.ndarray:
-        """Number of counted queries that saw a block, averaged over its tokens, at least 1: float64 [n]."""
+        """Return the number of counted queries that saw a block, averaged over its tokens, at least 1: float64 [n]."""
         every = self.config.every
         tokens = blocks[:, None] * self.block_size + np.arange(self.block_size)
         first_seen = np.maximum(tokens, self.first_query)
@@ -345,7 +345,7 @@ class RequestBlocks:
 
 
 def over_shared_trigger(groups: Sequence[RequestBlocks]) -> bool:
-    """Whether KV groups that share a budget hold more blocks than the sum of their triggers."""
+    """Return whether KV groups that share a budget hold more blocks than the sum of their triggers."""
     limits = groups[0].limits
     return limits is not None and sum(group.held_blocks for group in groups) > len(groups) * limits.trigger
 

@@ -80,5 +80,5 @@ class KVUsage:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields, as JSON carries them; those of the host only where blocks went there."""
+        """Return its fields, as JSON carries them; those of the host only where blocks went there."""
         return {field: value for field, value in asdict(self).items() if value is not None or field == "budget_tokens"}

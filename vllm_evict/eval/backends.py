@@ -218,7 +218,7 @@ class Offline:
         return [replace(first, later=tuple(later)) for first, *later in zip(*rounds, strict=True)]
 
     def _reconstructed(self, sample: Sample, prompt: dict[str, Any], contender: Contender) -> dict[str, Any]:
-        """The prompt with a salt under which its context has been reconstructed.
+        """Return the prompt with a salt under which its context has been reconstructed.
 
         Raises:
             EvalError: the context was not reconstructed; the answer would be that of another policy.
@@ -322,7 +322,7 @@ class Http:
         }
 
     def count(self, context: str) -> int:
-        """Tokens of a text, by vLLM's /tokenize."""
+        """Return the tokens of a text, by vLLM's /tokenize."""
         import httpx
 
         root = self.url.removesuffix("/v1")
@@ -399,7 +399,7 @@ class Http:
         return Answer(text, None, asked, said, ttft_s=first), usage
 
     def _ask(self, call: Callable[[], Any], what: str) -> Any:
-        """The result of a call; its errors become one message."""
+        """Return the result of a call; its errors become one message."""
         import openai
 
         try:
@@ -436,7 +436,7 @@ def check_model(model: str) -> None:
 
 
 def block_size_of(model: str, engine_args: dict[str, Any]) -> int:
-    """Tokens of a KV block in an engine whose user names none."""
+    """Return the tokens of a KV block in an engine whose user names none."""
     import vllm
 
     try:
@@ -460,7 +460,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """The hardware of this machine."""
+    """Return the hardware of this machine."""
     import torch
 
     cpu = platform.processor() or platform.machine()

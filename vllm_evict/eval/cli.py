@@ -34,7 +34,7 @@ TASK_HELP = (
 
 
 def numbers(text: str, kind: type, what: str) -> tuple[Any, ...]:
-    """A comma-separated list of numbers.
+    """Return a comma-separated list of numbers.
 
     Raises:
         EvalError: an entry is no number.
@@ -72,7 +72,7 @@ def _from_file(context: typer.Context, file: Path | None) -> None:
 
 
 def _words(value: Any) -> Any:
-    """A value of a file as the command line has it."""
+    """Return a value of a file as the command line has it."""
     if isinstance(value, list):
         return ",".join(str(_words(entry)) for entry in value)
     return json.dumps(value) if isinstance(value, dict) else value

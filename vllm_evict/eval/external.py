@@ -81,7 +81,7 @@ class Place:
         self.words, self.path = words, path
 
     def field(self, row: Row, name: str, kind: type | tuple[type, ...]) -> Any:
-        """A required field."""
+        """Return a required field."""
         if name not in row:
             raise EvalError(f"{self.words} has no field {name!r}; it has: {', '.join(sorted(row)) or 'none'}")
         if not isinstance(row[name], kind):
@@ -89,7 +89,7 @@ class Place:
         return row[name]
 
     def strings(self, row: Row, name: str) -> tuple[str, ...]:
-        """A required field of one or several strings (numbers count as their text)."""
+        """Return a required field of one or several strings (numbers count as their text)."""
         value = self.field(row, name, (str, int, float, list))
         value = tuple(str(v) for v in (value if isinstance(value, list) else [value]))
         if not value:
@@ -98,7 +98,7 @@ class Place:
 
 
 def ruler(row: Row, place: Place, index: int, seed: int) -> Sample:
-    """A row in the form of RULER's scripts, or of kvpress's copy on the Hub, with separate context and question."""
+    """Return a row as RULER's scripts have it, or kvpress's copy on the Hub, with context and question apart."""
     apart = "context" in row
     if apart:
         subset, answers = place.field(row, "task", str), place.strings(row, "answer")
@@ -124,7 +124,7 @@ def ruler(row: Row, place: Place, index: int, seed: int) -> Sample:
 
 
 def _ruler_subset(place: Place) -> str:
-    """The subset by the file's name: SUBSET/validation.jsonl by RULER's scripts, often SUBSET.jsonl for copies."""
+    """Return the subset by the file's name: SUBSET/validation.jsonl by RULER's scripts, SUBSET.jsonl in copies."""
     if place.path is None:
         raise EvalError(f"{place.words} has no field 'task', and no file name tells the subset")
     names = (place.path.stem, place.path.parent.name)
@@ -173,7 +173,7 @@ def _longbench_config(place: Place) -> tuple[dict[str, str], dict[str, int]]:
 
 
 def two_stage_retrieval(row: Row, place: Place, index: int, seed: int) -> Sample:
-    """A row of OmniKV's 2StageRetr; an answer is right if any expected one occurs, as in its script."""
+    """Return a row of OmniKV's 2StageRetr; an answer is right if any expected one occurs, as in its script."""
     prompt = place.field(row, "prompt", str)
     return Sample(
         task="2stageretr",

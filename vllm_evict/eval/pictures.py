@@ -137,7 +137,7 @@ def pareto(pyplot: Any, lines: Sequence[Line]) -> Any:
 
 
 def frontier(lines: Sequence[Line], speed: Callable[[Line], Any]) -> list[Line]:
-    """Lines that no other line beats in both quality and speed, slowest first."""
+    """Return the lines that no other line beats in both quality and speed, slowest first."""
     better = (lambda a, b: a < b) if lines and lines[0].perplexity else (lambda a, b: a > b)
     front: list[Line] = []
     for line in sorted(lines, key=speed, reverse=True):
@@ -147,7 +147,7 @@ def frontier(lines: Sequence[Line], speed: Callable[[Line], Any]) -> list[Line]:
 
 
 def heat_map(pyplot: Any, rows: Sequence[Row]) -> Any:
-    """Share of right answers by depth and length, one panel for each policy (across: its budgets)."""
+    """Return the share of right answers by depth and length, one panel for each policy (across: its budgets)."""
     policies = sorted({row["policy"] for row in rows}, key=lambda p: (p.split()[0] != "full", p))
     sizes = sorted({row["budget"] for row in rows if row["budget"] is not None}, key=lambda b: (b < 1, b))
     depths, lengths = sorted({r["depth"] for r in rows}), sorted({r["length"] for r in rows})
@@ -187,7 +187,7 @@ def _share(rows: Sequence[Row], depth: float, length: int) -> float:
 
 
 def _tokens(line: Line) -> float | None:
-    """A budget in tokens; if the budget in tokens is not known, a ratio is taken of the length."""
+    """Return a budget in tokens; if the budget in tokens is not known, a ratio is taken of the length."""
     if line.share is not None:
         return line.share * line.length if line.length else None
     if line.budget_tokens:
@@ -198,7 +198,7 @@ def _tokens(line: Line) -> float | None:
 
 
 def _bars(lines: Sequence[Line]) -> list[list[float]]:
-    """Lengths of error bars down and up; 0 where an interval is unbounded."""
+    """Return the lengths of error bars down and up; 0 where an interval is unbounded."""
     finite = [math.isfinite(x.high) for x in lines]
     down = [max(0.0, x.score - x.low) if ok else 0.0 for x, ok in zip(lines, finite, strict=True)]
     up = [max(0.0, x.high - x.score) if ok else 0.0 for x, ok in zip(lines, finite, strict=True)]

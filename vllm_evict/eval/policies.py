@@ -48,7 +48,7 @@ class Contender:
         return {"kv_policy": self.config.name} | own
 
     def share(self, tokens: int, block_size: int, ranks: int = 1) -> float | None:
-        """Share of the cache that a policy which splits heads keeps after a decision; None for all others.
+        """Return the share of the cache that a policy which splits heads keeps after a decision; None for all others.
 
         Empty head slots count: they are taken from the pool.
 
@@ -69,7 +69,7 @@ class Contender:
         return arranged.width * held / (layers * max(heads // ranks, 1) * every)
 
     def needs_eviction(self, tokens: int, block_size: int) -> bool:
-        """Whether a sequence of this length outgrows the budget."""
+        """Return whether a sequence of this length outgrows the budget."""
         limits = self.config.limits(block_size, tokens)
         return limits is not None and math.ceil(tokens / block_size) > limits.bound
 
@@ -83,7 +83,7 @@ def _arranged(pattern: tuple[str, ...], ranks: int) -> Arrangement:
 
 
 def brief(config: KVPolicyConfig) -> dict[str, Any]:
-    """A config's fields for rows of results; a pattern of heads becomes one hexadecimal number a layer."""
+    """Return a config's fields for rows of results; a pattern of heads becomes one hexadecimal number a layer."""
     fields = config.to_dict()
     if config.pattern:
         fields["pattern"] = ".".join(f"{int(row, 2):0{math.ceil(len(row) / 4)}x}" for row in config.pattern)
@@ -91,7 +91,7 @@ def brief(config: KVPolicyConfig) -> dict[str, Any]:
 
 
 def budget_words(budget: Budget) -> str:
-    """A budget for tables."""
+    """Return a budget for tables."""
     if budget is None:
         return "all"
     return f"{budget:.0%}" if isinstance(budget, float) else str(budget)
@@ -130,7 +130,7 @@ def contenders(
     buffer: int | None = None,
     pattern: tuple[str, ...] = (),
 ) -> list[Contender]:
-    """Every policy at every budget; `full`, and policies that split heads, once.
+    """Return every policy at every budget; `full`, and policies that split heads, once.
 
     Args:
         policies: names, YAML or JSON files, or JSON objects, separated by commas.
@@ -170,7 +170,7 @@ def contenders(
 
 
 def _label(config: KVPolicyConfig) -> str:
-    """The name of a JSON object's policy, and its options of scoring and splitting that are not defaults."""
+    """Return the name of a JSON object's policy, and its options of scoring and splitting that are not defaults."""
     unsaid = {"name", "budget", "buffer", "sink", "recent", "allow", "host"}
     fields, defaults = brief(config), {"threshold": None, "sparsity": None}
     if config.allocator.splits == "classes":

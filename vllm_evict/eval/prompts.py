@@ -35,7 +35,9 @@ class Prompts:
             self.before, _, self.after = text.partition(_MARK)
 
     def ids(self, sample: Sample) -> list[int]:
-        """Token ids of the whole prompt, or of a later turn. If the text itself is measured, nothing follows it."""
+        """Return the token ids of the whole prompt, or of a later turn. If the text itself is measured, nothing follows
+        it.
+        """
         if sample.metric == NLL:
             return self._encode(self.before + sample.text)
         prefix = sample.prefix if self.chat or not sample.prefix else f" {sample.prefix}"
@@ -53,7 +55,7 @@ class Prompts:
         return self.tokenizer.apply_chat_template(messages, tokenize=False).split(_MARK)[2]
 
     def count(self, context: str) -> int:
-        """Tokens before the question."""
+        """Return the tokens before the question."""
         return len(self._encode(self.before + context))
 
     def _encode(self, text: str) -> list[int]:

@@ -43,7 +43,7 @@ SETTINGS = {
 
 
 def load(folder: Path) -> list[Row]:
-    """Rows of a results folder, without a half-written last line.
+    """Return the rows of a results folder, without a half-written last line.
 
     Raises:
         EvalError: the folder has no rows, or the file is damaged.
@@ -91,7 +91,7 @@ WIDE = ("n", "peak blocks", "evicted tokens", "first token s", "tokens/s")
 
 
 def terminal_table(setting: str, lines: Sequence[Line], width: int) -> Table:
-    """Lines of one setting, for a terminal of `width` columns."""
+    """Return the lines of one setting, for a terminal of `width` columns."""
     table = Table(title=f"Quality, {setting}", title_justify="left", header_style="bold", pad_edge=False)
     hidden = WIDE if width < 190 else ()
     shown = [{k: v for k, v in words(line).items() if k not in hidden} for line in lines]
@@ -114,7 +114,7 @@ def terminal_table(setting: str, lines: Sequence[Line], width: int) -> Table:
 
 
 def headlines(lines: Sequence[Line]) -> list[str]:
-    """A sentence for each task, on its longest length.
+    """Return a sentence for each task, on its longest length.
 
     It has `full`, and each policy at its smallest budget and at the smallest budget from which on it is not worse than
     `full`.

@@ -26,7 +26,7 @@ def key_of(row: Row) -> str:
 
 
 def read(path: Path) -> tuple[list[Row], int | None]:
-    """Rows of a file, and the start of its last line if that is half written (None if it is whole).
+    """Return the rows of a file, and the start of its last line if that is half written (None if it is whole).
 
     Raises:
         EvalError: a line in the middle is not a row.

@@ -195,7 +195,9 @@ def _at_equal_memory(
 
 
 def unsuited(task: str, setting: str, haystack: str = "grammar") -> str:
-    """Why a task (a built-in one, or a benchmark's name) cannot run in a setting and a haystack; empty if it can."""
+    """Return why a task (a built-in one, or a benchmark's name) cannot run in a setting and a haystack; empty if it
+    can.
+    """
     if haystack == "pairs" and task in ALONE:
         return f"documents of {', '.join(ALONE)} have a single fact, or no question"
     if setting == "turns" and task not in SEVERAL:
@@ -278,7 +280,7 @@ def _check_lengths(cases: list[Case], prompts: Prompts, max_len: int) -> None:
 def offline_jobs(
     plan: Plan, settings: tuple[str, ...], wanted: list[Contender], prompts: Prompts, max_len: int
 ) -> list[Job]:
-    """One engine for each setting and set of policies that one server can serve."""
+    """Return one engine for each setting and set of policies that one server can serve."""
     full = Contender("full", KVPolicyConfig(name="full"))
     assert plan.block_size is not None  # as for all engines of this process
     start = functools.partial(
@@ -302,7 +304,7 @@ def _itself(sample: Sample) -> Sample:
 
 
 def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
-    """Every sample of every task. Reads external data, so that a wrong row is refused before anything runs."""
+    """Return every sample of every task. Reads external data, so that a wrong row is refused before anything runs."""
     found = []
     for task in plan.tasks:
         name, _, source = task.partition("=")
@@ -317,7 +319,7 @@ def all_cases(plan: Plan, count: Callable[[str], int]) -> list[Case]:
 
 
 def _built_in(plan: Plan, name: str, haystack: str, length: int, count: Callable[[str], int]) -> Iterator[Case]:
-    """The cases of one task, haystack and length."""
+    """Yield the cases of one task, haystack and length."""
 
     def case(depth: float, index: int, later: tuple[float, ...] | None = None) -> Case:
         filler = _filler(haystack)
@@ -343,7 +345,7 @@ def _filler(haystack: str) -> Filler:
 
 
 def cells_of(plan: Plan, job: Job, cases: list[Case]) -> Iterator[Cell]:
-    """The cells of a job, with their keys."""
+    """Yield the cells of a job, with their keys."""
     for contender in job.contenders:
         for case in cases:
             if unsuited(case.task, job.setting, case.haystack) or (case.later is None) == (job.setting == "turns"):
@@ -385,7 +387,7 @@ def batches(cells: list[Cell], size: int) -> Iterator[list[Cell]]:
 
 
 def fill(cell: Cell, sample: Sample, answer: Answer, about: dict[str, Any]) -> list[Row]:
-    """The whole rows: the arguments to repeat them, the answers, and their costs."""
+    """Return the whole rows: the arguments to repeat them, the answers, and their costs."""
     share = None
     if cell.rows[0]["backend"] == "offline":
         size, ranks = (about["engine"].get(name, 1) for name in ("block_size", "tensor_parallel_size"))

@@ -99,7 +99,7 @@ def classification(answer: str, expected: str, classes: tuple[str, ...] = ()) ->
 
 
 def retrieval(answer: str, expected: str, classes: tuple[str, ...] = ()) -> float:
-    """Share of the numbers in the answer that are the paragraph's."""
+    """Return the share of the numbers in the answer that are the paragraph's."""
     return _share(re.findall(r"Paragraph (\d+)", expected)[0], answer)
 
 
@@ -108,7 +108,7 @@ def retrieval_zh(answer: str, expected: str, classes: tuple[str, ...] = ()) -> f
 
 
 def count(answer: str, expected: str, classes: tuple[str, ...] = ()) -> float:
-    """Share of the numbers in the answer that are the right one."""
+    """Return the share of the numbers in the answer that are the right one."""
     return _share(expected, answer)
 
 
@@ -146,7 +146,7 @@ def _share(number: str, answer: str) -> float:
 
 
 def _common_subsequence(a: list[str], b: list[str]) -> set[str]:
-    """Words of one longest common subsequence."""
+    """Return the words of one longest common subsequence."""
     length = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i, x in enumerate(a, 1):
         for j, y in enumerate(b, 1):
@@ -201,5 +201,5 @@ METRICS: dict[str, Callable[[str, Sample], float]] = {
 
 
 def score(answer: str, sample: Sample) -> float:
-    """The score of an answer, 0 to 1."""
+    """Return the score of an answer, 0 to 1."""
     return METRICS[sample.metric](answer, sample)

@@ -118,7 +118,7 @@ class Line:
 
 
 def memory_words(policy: str, budget: Budget, share: float | None) -> str:
-    """A budget for tables, or the share in its place; empty if neither is known."""
+    """Return a budget for tables, or the share in its place; empty if neither is known."""
     if share is not None:
         return budget_words(share)
     return "" if budget is None and policy.split()[0] != "full" else budget_words(budget)
@@ -130,14 +130,14 @@ def mean_share(rows: Iterable[Row]) -> float | None:
 
 
 def setting_of(row: Row) -> str:
-    """The setting, with its chunk size and its haystack: rows that differ in it are never combined."""
+    """Return the setting, with its chunk size and its haystack: rows that differ in it are never combined."""
     chunk, haystack = row.get("chunk"), row.get("haystack")
     parts = row["setting"], chunk and f"chunks of {chunk}", haystack and f"haystack {haystack}"
     return ", ".join(filter(None, parts))
 
 
 def task_of(row: Row) -> str:
-    """The task, with the turn of a session."""
+    """Return the task, with the turn of a session."""
     return f"{row['task']} turn {row['turn']}" if row.get("turn") else row["task"]
 
 
@@ -146,7 +146,7 @@ def settings_of(rows: Iterable[Row]) -> list[str]:
 
 
 def one_setting(rows: Sequence[Row]) -> str:
-    """The setting of rows for one picture or table.
+    """Return the setting of rows for one picture or table.
 
     Raises:
         EvalError: the rows have several settings.
@@ -158,7 +158,7 @@ def one_setting(rows: Sequence[Row]) -> str:
 
 
 def labelled(rows: Sequence[Row]) -> list[Row]:
-    """Rows with policy names that differ where the options or engines of one policy differ."""
+    """Return the rows with policy names that differ where the options or engines of one policy differ."""
     variants: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if _options(row) not in variants[row["policy"]]:
@@ -185,7 +185,7 @@ def _options(row: Row) -> dict[str, Any]:
 
 
 def summarise(rows: Sequence[Row], by_length: bool = True) -> list[Line]:
-    """Lines of all settings, tasks, policies and budgets, `full` first and budgets ascending.
+    """Return the lines of all settings, tasks, policies and budgets, `full` first and budgets ascending.
 
     Args:
         rows: as read from a results file.
@@ -253,7 +253,7 @@ def _line(key: tuple, rows: list[Row], full: dict[tuple, float], pools: list[dic
 
 
 def _raised(row: Row) -> bool:
-    """Whether a ratio became more than a block above its share of the prompt."""
+    """Return whether a ratio became more than a block above its share of the prompt."""
     budget, kept, block = row["budget"], row.get("budget_tokens"), row.get("block_size")
     if not isinstance(budget, float) or kept is None or not block or not row.get("prompt_tokens"):
         return False
@@ -305,7 +305,7 @@ def rankings(lines: Sequence[Line]) -> list[dict[str, str]]:
 
 
 def columns(line: Line) -> dict[str, Any]:
-    """A line as a row of a CSV: raw values."""
+    """Return a line as a row of a CSV: raw values."""
     return {
         "setting": line.setting,
         "task": line.task,
@@ -331,7 +331,7 @@ def columns(line: Line) -> dict[str, Any]:
 
 
 def words(line: Line) -> dict[str, str]:
-    """A line as a row of a table, in words."""
+    """Return a line as a row of a table, in words."""
 
     def number(value: float | None, form: str = ",.0f") -> str:
         return "" if value is None else f"{value:{form}}"

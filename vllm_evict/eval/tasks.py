@@ -259,7 +259,7 @@ def make(
     later: Sequence[float] | None = None,
     pairs: bool = False,
 ) -> Sample:
-    """One sample of a built-in task, or the first turn of a session.
+    """Return one sample of a built-in task, or the first turn of a session.
 
     Args:
         task: a name in `TASKS`.
@@ -312,7 +312,7 @@ def make(
 
 
 def _fit(tokens: Callable[[int], int], wanted: int, most: int) -> int:
-    """The smallest n up to `most` with tokens(n) >= wanted, for a count that grows about evenly with n."""
+    """Return the smallest n up to `most` with tokens(n) >= wanted, for a count that grows about evenly with n."""
     low, high, guess = 1, most, wanted
     while low < high:
         guess = min(max(guess, low), high - 1)

@@ -56,12 +56,12 @@ SPECIAL_TOKENS = 6  # at the head of the needle model's vocabulary
 
 
 def lexicon() -> list[str | None]:
-    """The needle model's vocabulary as text, in the order of its ids (None: special), as the grammar has it."""
+    """Return the needle model's vocabulary as text, in the order of its ids (None: special), as the grammar has it."""
     return [None] * SPECIAL_TOKENS + MARKS + DIGITS + DIGITS + WORDS  # numbers with and without a leading space
 
 
 def join(tokens: list[str]) -> str:
-    """Words and marks as text."""
+    """Return the words and marks as text."""
     return " ".join(tokens).replace(" .", ".").replace(" ,", ",")
 
 
@@ -99,7 +99,7 @@ class Filler:
         self.successors = np.stack([rng.choice(words[c], (len(self.lexicon), 4)) for c in names])  # [class, word, 4]
 
     def __call__(self, rng: np.random.Generator, n_tokens: int) -> list[str]:
-        """The last n_tokens words and marks of one document, ending with a full stop."""
+        """Return the last n_tokens words and marks of one document, ending with a full stop."""
         return [self.lexicon[i] for i in self.ids(rng, n_tokens)]
 
     def ids(self, rng: np.random.Generator, n_tokens: int) -> np.ndarray:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _own(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The device, and the flags that are vLLM's."""
+    """Return the device, and the flags that are vLLM's."""
     parser = argparse.ArgumentParser(
         prog="vllm-evict check",
         usage=f"vllm-evict check --device {{{','.join(stand_in.DEVICES)}}} MODEL [FLAGS]",
@@ -125,7 +125,7 @@ def accepted(flags: Sequence[str]) -> list[str]:
 
 
 def refusals_of(error: KVPolicyError) -> Sequence[str]:
-    """All refusals of an error, a line each."""
+    """Return all refusals of an error, a line each."""
     return getattr(error, "messages", (str(error),))
 
 
@@ -205,7 +205,7 @@ def _configured(arguments: _Parsed) -> Any:
 
 
 def _tried(call: Callable[..., Any], *args: Any) -> Any:
-    """What a call of vLLM returns.
+    """Return what a call of vLLM returns.
 
     Raises:
         KVPolicyError: vLLM, or the plugin, refuses the server.
@@ -222,7 +222,7 @@ def _tried(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def _vllms(error: Exception) -> KVPolicyError:
-    """A refusal of vLLM's own, which it has with and without a policy."""
+    """Return a refusal of vLLM's own, which it has with and without a policy."""
     messages = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]
     return KVPolicyError(f"vLLM: {_one_line('; '.join(messages)).replace('Value error, ', '')}")
 

@@ -39,7 +39,7 @@ class CPUOps(WithoutScratch):
 
     @staticmethod
     def can_decode(layer: Any) -> bool:
-        """Whether `decode` computes the same as the layer's own kernel, and faster than that kernel and `mass`."""
+        """Return whether `decode` computes what the layer's own kernel does, faster than that and `mass`."""
         impl = layer.impl
         readable = layer.isa in KEY_LAYOUTS and not impl.is_fp8_kv_cache and impl.head_size % 16 == 0
         return impl.alibi_slopes is None and readable and kernel_path() not in ("torch reference", "portable")

@@ -71,7 +71,7 @@ class DeviceOps(WithStockMetadata):
         return None
 
     def can_decode(self, layer: Any) -> bool:
-        """Whether `decode` computes the same as the layer's own kernel."""
+        """Return whether `decode` computes the same as the layer's own kernel."""
         return layer.impl.alibi_slopes is None and self.unreadable(layer) is None
 
     def scratch_for(
@@ -95,7 +95,7 @@ class DeviceOps(WithStockMetadata):
         return query if query.dtype != FP8 else query.to(layer.dtype) * layer._q_scale_float
 
     def decodes_in_cuda(self, attention: PagedAttention) -> bool:
-        """Whether the CUDA C++ kernel replaces `decode_mass` for these arguments."""
+        """Return whether the CUDA C++ kernel replaces `decode_mass` for these arguments."""
         return self._cuda is not None and self._cuda.takes(attention)
 
     def attending(self) -> AbstractContextManager[None]:

@@ -61,11 +61,11 @@ class BackendOps(Protocol):
         ...
 
     def can_decode(self, layer: Any) -> bool:
-        """Whether `decode` replaces the layer's own kernel."""
+        """Return whether `decode` replaces the layer's own kernel."""
         ...
 
     def outruns(self, layer: Any) -> bool:
-        """Whether `decode` is at least as fast as the layer's own kernel, for prompts too and without mass.
+        """Return whether `decode` is at least as fast as the layer's own kernel, for prompts too and without mass.
 
         If so, `decode` attends for requests with holes that are not measured, and for prompts.
         """

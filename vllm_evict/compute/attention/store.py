@@ -42,7 +42,7 @@ class LayerStore:
         return [self._ops.kv_heads(kv_cache) for _, kv_cache in self._caches()]
 
     def pages(self) -> list[torch.Tensor]:
-        """Each layer's cache, blocks first."""
+        """Return each layer's cache, blocks first."""
         return [kv_cache for _, kv_cache in self._caches()]
 
     def compact(self, source: torch.Tensor, keep: list[torch.Tensor], target: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ class LayerStore:
 
 
 def most_kept(keep: Sequence[torch.Tensor], source: int, target: int) -> torch.Tensor:
-    """The tokens that the most heads keep, of equally many heads the newest: int32 [kept], ascending.
+    """Return the tokens that the most heads keep, of equally many heads the newest: int32 [kept], ascending.
 
     Args:
         keep: for each layer int32 [Hkv, kept].

@@ -18,7 +18,7 @@ FADING = 0.95
 
 
 def bounds_width(kind: str, dims: int) -> int:
-    """Numbers of one block's bounds, `box`, `sphere` or `mean`, for one KV head of so many dimensions."""
+    """Return the numbers of one block's bounds, `box`, `sphere` or `mean`, for one KV head of so many dimensions."""
     return {"box": 2 * dims, "sphere": dims + 1, "mean": dims}[kind]
 
 
@@ -73,7 +73,7 @@ def bound_scores(
     sinks: torch.Tensor | None = None,
     there: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What attention some queries may pay to each block: the largest share of any of them, summed up over heads.
+    """Return what attention some queries may pay to each block: the largest share of any of them, summed up over heads.
 
     Shares are weighted by FADING: that of the last query counts whole.
 
@@ -133,7 +133,7 @@ def bound_scores_reference(
 
 
 def _product(query: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """A query [D] and one block: the largest product within bounds [2 * D] or [D + 1], or that with a mean, [D]."""
+    """Return the largest product of a query [D] within bounds, [2 * D] or [D + 1], or that with a mean, [D]."""
     dims = len(query)
     if len(bounds) <= dims + 1:
         radius = bounds[dims:].sum()  # a mean has none

@@ -82,7 +82,7 @@ def compact_reference(
 
 
 def is_ordered(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether tokens of one request can move directly: see `compact`. source, target: ints [n] and [m]."""
+    """Return whether tokens of one request can move directly: see `compact`. source, target: ints [n] and [m]."""
     places = {block: place for place, block in enumerate(source.tolist())}
     return all(places.get(block, 0) <= place for place, block in enumerate(target.tolist()))
 

@@ -336,7 +336,7 @@ class CudaDecode:
 
     @staticmethod
     def takes(attention: PagedAttention) -> bool:
-        """Whether the kernel supports these arguments."""
+        """Return whether the kernel supports these arguments."""
         return refused(attention) is None
 
     def __call__(self, attention: PagedAttention, rows: torch.Tensor, output: torch.Tensor, plan: CudaPlan) -> None:

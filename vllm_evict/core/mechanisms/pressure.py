@@ -150,7 +150,7 @@ class Pressure(Mechanism):
         ]
 
     def _reserve(self, requests: int) -> int:
-        """Blocks to free beyond the missing ones: the buffer, or what decodes begin until the next report."""
+        """Return the blocks to free beyond the missing ones: the buffer, or what decodes begin until a report."""
         groups = self.view.groups
         tokens = max(self._buffer, SCORES_STAY_FRESH * requests * len(groups))
         return math.ceil(tokens / groups[0].block_size)

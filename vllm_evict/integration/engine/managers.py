@@ -61,7 +61,7 @@ class StateManager(hole_aware(MambaManager)):  # type: ignore[misc]  # a class m
     """vLLM's manager for states (Mamba, linear attention, short convolutions), beside layers that may have holes."""
 
     def most_blocks(self, tokens: int) -> int:
-        """Most blocks that a request of this length holds, in flight included."""
+        """Return the most blocks that a request of this length holds, in flight included."""
         spec, blocks = self.kv_cache_spec, math.ceil(tokens / self.block_size) + self.num_speculative_blocks
         if self.mamba_cache_mode != "align":
             return blocks
@@ -93,7 +93,7 @@ class SlidingManager(hole_aware(SlidingWindowManager)):  # type: ignore[misc]  #
     """vLLM's manager for sliding windows, beside layers that may have holes."""
 
     def most_blocks(self, tokens: int) -> int:
-        """Most blocks that a request of this length holds, in flight included."""
+        """Return the most blocks that a request of this length holds, in flight included."""
         return min(math.ceil(tokens / self.block_size), versions.most_in_window(self))
 
     def publish_end(self, request: Request) -> None:
@@ -217,7 +217,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
             super()._cache_partial_tail_block(request, num_tokens)
 
     def without_middle(self, hit: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-        """A cached prefix with holes where streaming heads need no blocks."""
+        """Return a cached prefix with holes where streaming heads need no blocks."""
         sink, window = self.kv_cache_spec.sink, self.kv_cache_spec.window
         if window is None or len(hit) <= sink + window:
             return list(hit)
@@ -311,7 +311,9 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
         return resident
 
     def published_tokens(self, request_id: str) -> int:
-        """Tokens of a request that other requests can hit, those that the step being planned computes included."""
+        """Return the tokens of a request that other requests can hit, those that the step being planned computes
+        included.
+        """
         return self.num_cached_block.get(request_id, 0) * self.block_size
 
     def note(self, request_id: str) -> None:
@@ -331,7 +333,7 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
         return taken
 
     def blocks_at(self, request_id: str, indices: np.ndarray) -> list[int]:
-        """Physical blocks of a request at logical blocks `indices`, int64 [k]."""
+        """Return the physical blocks of a request at logical blocks `indices`, int64 [k]."""
         table = self.req_to_blocks[request_id]
         return [table[index].block_id for index in indices.tolist()]
 
@@ -420,12 +422,12 @@ class EvictableManager(hole_aware(FullAttentionManager)):  # type: ignore[misc] 
 
 
 def _is_private(block: KVCacheBlock) -> bool:
-    """Whether one request holds a block, and no other request can hit it."""
+    """Return whether one request holds a block, and no other request can hit it."""
     return block.ref_cnt == 1 and block.block_hash is None
 
 
 def longest_hit(there: Sequence[bool], sink: int, window: int) -> tuple[int, np.ndarray]:
-    """The longest prefix whose first `sink` and last `window` blocks are cached.
+    """Return the longest prefix whose first `sink` and last `window` blocks are cached.
 
     A request that takes it starts with holes in between, like a request that has computed the prefix and lost blocks.
     If all blocks are cached there are no holes, and blocks that the request computes next are pure.

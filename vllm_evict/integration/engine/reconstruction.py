@@ -78,11 +78,11 @@ class Scores:
         self._blocks = 0
 
     def __len__(self) -> int:
-        """Blocks that have scores."""
+        """Return the blocks that have scores."""
         return self._blocks
 
     def get(self, hashes: Sequence[Any], slack: int) -> tuple[Any, int] | None:
-        """Scores of a prompt with these blocks, or all but the last `slack`, and their number, or None."""
+        """Return the scores of a prompt with these blocks, or all but the last `slack`, and their number, or None."""
         for count in range(len(hashes), max(len(hashes) - slack, 1) - 1, -1):
             if having := self._having.get(hashes[count - 1]):
                 last = next(reversed(having))
@@ -116,7 +116,7 @@ class Scores:
 
 
 def parts(prompt: int, chunk: int, instruction: int, max_model_len: int) -> list[tuple[int, int]]:
-    """Ranges of a prompt's tokens, one for each repetition; none if they do not fit.
+    """Return the ranges of a prompt's tokens, one for each repetition; none if they do not fit.
 
     Args:
         prompt, instruction: tokens.
@@ -132,7 +132,7 @@ def parts(prompt: int, chunk: int, instruction: int, max_model_len: int) -> list
 
 
 def for_one_token(params: SamplingParams) -> SamplingParams:
-    """Parameters of a shadow: those of its original, for one token.
+    """Return the parameters of a shadow: those of its original, for one token.
 
     The front end has checked these, so logits processors can rely on them (`extra_args` above all). Left out is what
     asks for more: tokens, log-probabilities, a prompt that is computed anew, a grammar to wait for.
@@ -200,7 +200,7 @@ class Shadow:
     computed: int = 0
 
     def advances(self) -> bool:
-        """Whether the last step computed tokens of the shadow, or all are computed. Called once a step."""
+        """Return whether the last step computed tokens of the shadow, or all are computed. Called once a step."""
         before, self.computed = self.computed, self.request.num_computed_tokens
         return self.computed > before or self.computed >= self.request.num_prompt_tokens
 
@@ -228,7 +228,7 @@ class Reconstructions(Mechanism):
         return config.reconstructs
 
     def __len__(self) -> int:
-        """Number of requests that wait for scores."""
+        """Return the number of requests that wait for scores."""
         return len(self._jobs)
 
     def on_start(self, plan: EvictionPlan, req_id: str, blocks: Sequence[RequestBlocks]) -> bool:
@@ -360,7 +360,7 @@ class Reconstructions(Mechanism):
         return self._jobs.get(job.request.request_id) is job
 
     def _gets_on(self, shadow: Shadow) -> bool:
-        """Whether a shadow runs or still fits. Requests would wait behind a preempted shadow."""
+        """Return whether a shadow runs or still fits. Requests would wait behind a preempted shadow."""
         if shadow.job.crowded > LONGEST_WAIT:
             return False
         if shadow.request.status == RequestStatus.WAITING:
@@ -441,7 +441,7 @@ class Reconstructions(Mechanism):
         return True
 
     def _unrepeatable(self, request: Request) -> str | None:
-        """Why a prompt cannot be repeated (see `WITHOUT`); None if it can."""
+        """Return why a prompt cannot be repeated (see `WITHOUT`); None if it can."""
         if request.resumable:
             return "session"
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
@@ -449,7 +449,7 @@ class Reconstructions(Mechanism):
         return "short" if request.num_prompt_tokens < self._manager.block_size else None
 
     def _prompt(self, job: Job, config: KVPolicyConfig) -> tuple[list[int], int]:
-        """Token ids of the next shadow, and the index where the repeated part starts."""
+        """Return the token ids of the next shadow, and the index where the repeated part starts."""
         context, (start, end) = job.request.prompt_token_ids, job.parts[0]
         before = [*context, *config.instruction, *context[max(start - OVERLAP, 0) : start]]
         return [*before, *context[start:end]], len(before)

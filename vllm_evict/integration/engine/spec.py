@@ -32,7 +32,9 @@ class _Evictable(KVCacheSpec):
     window: int | None = None
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Most bytes that one request may hold, in flight included. vLLM plans its pool and concurrency with it."""
+        """Return the most bytes that one request may hold, in flight included. vLLM plans its pool and concurrency with
+        it.
+        """
         full = super().max_memory_usage_bytes(vllm_config)
         config = policy_config(vllm_config).of_class(self.head_class)
         return min(full, most_blocks(vllm_config, config, self.block_size) * self.page_size_bytes)
@@ -46,7 +48,7 @@ class _Evictable(KVCacheSpec):
         return replace(super().merge(specs), **own)
 
     def is_alike(self, other: KVCacheSpec) -> bool:
-        """Whether two specs agree in all fields of the plugin."""
+        """Return whether two specs agree in all fields of the plugin."""
         return all(getattr(self, name) == getattr(other, name, None) for name in OWN_FIELDS)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
@@ -72,7 +74,7 @@ EVICTABLE: dict[type[KVCacheSpec], type[_Evictable]] = {
 
 
 def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int) -> int:
-    """Most blocks of a KV group that one request under a policy may need, in flight included."""
+    """Return the most blocks of a KV group that one request under a policy may need, in flight included."""
     longest = vllm_config.model_config.max_model_len
     bound = config.bound(block_size, longest)
     if bound is None or vllm_config.kv_transfer_config is not None:  # a connector's blocks arrive all at once
@@ -105,7 +107,7 @@ OWN_FIELDS = ("backend", "head_class", "part", "sink", "window")
 
 
 def policy_config(vllm_config: VllmConfig) -> KVPolicyConfig:
-    """The server's policy, from vLLM's configuration."""
+    """Return the server's policy, from vLLM's configuration."""
     heads, ranks = kv_heads(vllm_config.model_config), vllm_config.parallel_config.tensor_parallel_size
     config = KVPolicyConfig.parse(vllm_config.additional_config["kv_policy"])
     return config.for_model(len(heads), min(heads), ranks)

@@ -10,7 +10,7 @@ from .spec import EvictableSpec
 
 
 def start_up_line(scheduler: Any) -> str:
-    """One line: policy, bound, model runner, attention backend, KV groups."""
+    """Return one line: policy, bound, model runner, attention backend, KV groups."""
     groups = [scheduler.kv_cache_config.kv_cache_groups[each.kv_cache_group_id] for each in scheduler.kv_managers]
     spec: EvictableSpec = groups[0].kv_cache_spec
     bounds = [

@@ -68,7 +68,7 @@ def _check_request(vllm_config: Any, extra_args: Any, prompt_len: int, max_token
 
 
 def _blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
-    """Blocks that a request may hold at most in each KV group with holes.
+    """Return the blocks that a request may hold at most in each KV group with holes.
 
     The engine takes off what groups of windows or states hold, and checks once more.
     """
@@ -83,7 +83,9 @@ def _blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
 
 
 def _tokens_of(prompt: Any) -> int | None:
-    """Tokens of a prompt of ids or embeddings; None for other forms, which vLLM makes into one of these first."""
+    """Return the tokens of a prompt of ids or embeddings; None for other forms, which vLLM makes into one of these
+    first.
+    """
     if not isinstance(prompt, dict):
         return None
     ids, embeds = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
@@ -120,7 +122,9 @@ def _check_places(vllm_config: Any, request: Any) -> None:
 
 
 def _misplaced_in(request: Any) -> str | None:
-    """Where a client put one of `REQUEST_FIELDS` that vLLM drops unseen: beside `vllm_xargs`, or in another dict."""
+    """Return where a client put one of `REQUEST_FIELDS` that vLLM drops unseen: beside `vllm_xargs`, or in another
+    dict.
+    """
     for key, value in (request.model_extra or {}).items():
         inside = value.get("vllm_xargs", value) if isinstance(value, dict) else None
         for field in REQUEST_FIELDS:
@@ -145,7 +149,9 @@ def take_nulls(cls: Any) -> None:
 
 
 def _of_beam(params: Any) -> Any:
-    """Parameters of a request that a beam search makes, with what its client asks of the policy; others as they are."""
+    """Return the parameters of a request that a beam search makes, with what its client asks of the policy; others as
+    they are.
+    """
     fields = _beam_fields.get()
     if not fields:
         return params
@@ -229,7 +235,9 @@ def hook_serving(module: ModuleType) -> None:
 
 
 def _engine_client(serving: Any) -> Any:
-    """The engine's client of an endpoint that generates (structured decisions keep it in their strategy); else None."""
+    """Return the engine's client of an endpoint that generates (structured decisions keep it in their strategy); else
+    None.
+    """
     context = getattr(getattr(serving, "strategy", None), "context", None)
     return getattr(serving, "engine_client", None) or getattr(context, "engine_client", None)
 

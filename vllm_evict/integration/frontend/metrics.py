@@ -49,7 +49,7 @@ class PrometheusMetrics:
                 series[key].set(value) if key in HOST_GAUGES else series[key].inc(value)
 
     def _of(self, engine: int, policy: str) -> dict[str, Any]:
-        """Its series, by key of the counts."""
+        """Return its series, by key of the counts."""
         if (engine, policy) not in self._series:
             labels = self._model_name, str(engine), policy
             self._series[engine, policy] = {key: metric.labels(*labels) for key, metric in self._metrics.items()}

@@ -23,12 +23,12 @@ class Answer:
         return not self._running
 
     def shown(self) -> Any:
-        """A dict, or a list in the order of the answer's choices; None while a request runs."""
+        """Return a dict, or a list in the order of the answer's choices; None while a request runs."""
         usages = [usages[index].as_dict() for usages in self._usages for index in sorted(usages)]
         return None if self._running or not usages else usages if len(usages) > 1 else usages[0]
 
     def watch(self, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """The outputs of one of its requests, as they are."""
+        """Yield the outputs of one of its requests, as they are."""
         usages: dict[int, KVUsage] = {}
         self._usages.append(usages)
         self._running += 1
@@ -51,7 +51,9 @@ _answer: ContextVar[Answer | None] = ContextVar("kv_evict_answer", default=None)
 
 
 def watch(outputs: AsyncGenerator[Any, None], params: Any) -> AsyncGenerator[Any, None]:
-    """A request's outputs. If it asks for its usage, this task's answer has it: a server makes each in its own task."""
+    """Yield a request's outputs. If it asks for its usage, this task's answer has it: a server makes each in its own
+    task.
+    """
     answer = _answer.get()
     if answer is not None and answer.done:  # of a caller that makes several in one task
         _answer.set(answer := None)

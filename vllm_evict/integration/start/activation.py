@@ -52,7 +52,7 @@ WORKERS = {
 
 
 def _in_tokens(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
-    """The config with `context` in tokens: "model" becomes the model's own.
+    """Return the config with `context` in tokens: "model" becomes the model's own.
 
     Raises:
         KVPolicyError: the context is longer than the model's own.

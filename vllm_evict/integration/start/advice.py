@@ -17,7 +17,7 @@ NAMED_DTYPES = ("float16", "bfloat16")
 
 
 def cache_dtype(vllm_config: Any, given: str | None = None) -> str:
-    """The KV cache dtype of full attention layers; `given`: in the place of the one that the server was given.
+    """Return the KV cache dtype of full attention layers; `given`: in the place of the one that the server was given.
 
     Checkpoints may bring a dtype, which "auto" stands for: vLLM resolves it in the configuration or in the layers.
     """
@@ -28,12 +28,12 @@ def cache_dtype(vllm_config: Any, given: str | None = None) -> str:
 
 
 def is_own_dtype(vllm_config: Any) -> bool:
-    """Whether full attention layers keep keys in the model's dtype."""
+    """Return whether full attention layers keep keys in the model's dtype."""
     return cache_dtype(vllm_config) in ("auto", _name_of_dtype(vllm_config))
 
 
 def own_dtype(vllm_config: Any) -> str:
-    """The setting with which a KV cache has the model's dtype."""
+    """Return the setting with which a KV cache has the model's dtype."""
     if cache_dtype(vllm_config, "auto") == "auto":
         return "--kv-cache-dtype auto"
     name = _name_of_dtype(vllm_config)
@@ -45,7 +45,9 @@ def _name_of_dtype(vllm_config: Any) -> str:
 
 
 def head_size(model: Any) -> int:
-    """Dimensions of the largest heads. Full attention of Gemma 4 has larger ones than the model's other layers."""
+    """Return the dimensions of the largest heads. Full attention of Gemma 4 has larger ones than the model's other
+    layers.
+    """
     text = model.hf_text_config
     # transformers 5 has what differs between layers in `per_layer_config`; older releases have a field for Gemma 4.
     kinds, of_layer = getattr(text, "layer_types", None) or (), getattr(text, "per_layer_config", None)
@@ -55,12 +57,12 @@ def head_size(model: Any) -> int:
 
 
 def reads_whole(block_size: int, kernel_size: Any) -> bool:
-    """Whether kernels whose blocks have `kernel_size`, a size or multiples of one, read a pool's blocks whole."""
+    """Return whether kernels with blocks of `kernel_size`, or of multiples of it, read a pool's blocks whole."""
     return (is_any(kernel_size) and block_size % kernel_size.base == 0) or block_size == kernel_size
 
 
 def is_any(kernel_size: Any) -> bool:
-    """Whether kernels read blocks of all multiples of a size."""
+    """Return whether kernels read blocks of all multiples of a size."""
     return isinstance(kernel_size, MultipleOf)
 
 
@@ -90,17 +92,19 @@ def _works(vllm_config: Any, name: str, capability: Any, reads: Callable[[Any], 
 
 
 def either(names: Sequence[str]) -> str:
-    """Names of which one may be set."""
+    """Return the names of which one may be set."""
     return " or ".join(names) if names else "another one, of which this server has none: leave --kv-policy out"
 
 
 def all_of(names: Sequence[str]) -> str:
-    """Names in a sentence."""
+    """Return the names in a sentence."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:]))) or "none that runs here"
 
 
 def chosen(vllm_config: Any) -> str | None:
-    """The attention backend that vLLM chooses on a GPU for full attention, if none is named; None: layers will tell."""
+    """Return the attention backend that vLLM chooses on a GPU for full attention, if none is named; None: layers will
+    tell.
+    """
     if not current_platform.is_cuda():
         return None
     with contextlib.suppress(Exception):

@@ -193,7 +193,7 @@ def longer_than_the_model(config: KVPolicyConfig) -> Iterator[None]:
 
 
 def _requested(engine_args: Any) -> KVPolicyConfig | None:
-    """The policy given as argument or in additional_config."""
+    """Return the policy given as argument or in additional_config."""
     additional = engine_args.additional_config
     carried = additional.get("kv_policy") if isinstance(additional, dict) else None
     for key in additional if isinstance(additional, dict) else ():

@@ -8,7 +8,7 @@ from ...core.layout import Layout
 
 
 def kv_heads(model: Any) -> list[int]:
-    """KV heads of each layer with attention, on all ranks together, in the order of the layers.
+    """Return the KV heads of each layer with attention, on all ranks together, in the order of the layers.
 
     Models by neural architecture search have layers without attention, and layers that differ in heads. Policies that
     split heads or layers, or choose layers, count these layers. For hybrids all layers are listed, since such policies
@@ -28,7 +28,7 @@ def kv_heads(model: Any) -> list[int]:
 
 
 def layout(vllm_config: Any, config: KVPolicyConfig) -> Layout | None:
-    """The KV group and slot of each KV head under the policy; None if all heads are in one KV group."""
+    """Return the KV group and slot of each KV head under the policy; None if all heads are in one KV group."""
     names = tuple(config.classes)
     if len(names) < 2:
         return None

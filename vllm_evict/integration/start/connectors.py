@@ -17,6 +17,6 @@ OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
 def hands_on(params: Any) -> bool:
-    """Whether a request's `extra_args` ask that another engine gets its blocks when it ends."""
+    """Return whether a request's `extra_args` ask that another engine gets its blocks when it ends."""
     transfer = (params or {}).get("kv_transfer_params")
     return isinstance(transfer, Mapping) and bool(transfer.get("do_remote_decode"))

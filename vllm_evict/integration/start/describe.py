@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def facts(config: KVPolicyConfig, held: str, vllm_config: Any) -> str:
-    """What the start-up line says first, which a configuration tells without layers.
+    """Return what the start-up line says first, which a configuration tells without layers.
 
     Args:
         config: the server's policy.
@@ -29,7 +29,7 @@ def facts(config: KVPolicyConfig, held: str, vllm_config: Any) -> str:
 
 
 def held_before_layers(config: KVPolicyConfig, vllm_config: Any) -> str | None:
-    """What requests hold, where a configuration tells it; None where that takes layers.
+    """Return what requests hold, where a configuration tells it; None where that takes layers.
 
     Layers tell the number of KV groups of split heads and beside other layers, and on a GPU the size of blocks, if the
     user did not.
@@ -50,7 +50,7 @@ def what_is_held(config: KVPolicyConfig, bound: int | None, block_size: int, pre
 
 
 def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRuntime", backend: str) -> str:
-    """One line: the kernels that attend and measure on a worker, after `layers.settle`."""
+    """Return one line: the kernels that attend and measure on a worker, after `layers.settle`."""
     kernel, measures = f"{backend}'s own kernel", bool(config.statistics & RUNNING)
     line = f"KV policy {config.name}: {kernel} attends to all requests"
     named = _decoded(runtime, measures)
@@ -75,7 +75,7 @@ def kernels_line(vllm_config: Any, config: KVPolicyConfig, runtime: "EvictionRun
 
 
 def _decoded(runtime: "EvictionRuntime", measures: bool) -> list[str]:
-    """Requests that the plugin's kernel attends for, where it can."""
+    """Return the requests that the plugin's kernel attends for, where it can."""
     named = ["requests with holes"] if runtime.decodes_lacking else []
     if measures and runtime.decodes_measured:
         named.append("measured requests")
@@ -87,7 +87,7 @@ def _decoded(runtime: "EvictionRuntime", measures: bool) -> list[str]:
 
 
 def ignored_settings(runtime: "EvictionRuntime", backend: str) -> str | None:
-    """A warning if VLLM_EVICT_DECODE names a kernel and another one decodes, after `layers.settle`; None if not.
+    """Return a warning if VLLM_EVICT_DECODE names a kernel and another one decodes, after `layers.settle`; None if not.
 
     `kernels.decode_cuda` logs whether CUDA C++ can run behind a GPU backend.
     """
@@ -101,7 +101,7 @@ def ignored_settings(runtime: "EvictionRuntime", backend: str) -> str | None:
 
 
 def _described(config: KVPolicyConfig) -> str:
-    """Its name and options, for the start-up line."""
+    """Return its name and options, for the start-up line."""
     hidden = {"pattern", "retrieval"} | config.idle
     options = {field: getattr(config, field) for field in sorted(config.policy.options - hidden)}
     text = config.name + "".join(f" {field}={value}" for field, value in options.items() if value is not None)

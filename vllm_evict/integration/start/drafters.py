@@ -23,13 +23,13 @@ DRAFTS = "kv_evict_drafts"
 
 
 def has_layers(vllm_config: Any) -> bool:
-    """Whether the server's drafter has layers, of a kind that is served."""
+    """Return whether the server's drafter has layers, of a kind that is served."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.method in WITH_LAYERS
 
 
 def lookahead(vllm_config: Any) -> int:
-    """Tokens after those of a step for which a request gets blocks, because the drafter computes them."""
+    """Return the tokens after those of a step for which a request gets blocks, because the drafter computes them."""
     return vllm_config.num_lookahead_tokens if has_layers(vllm_config) else 0
 
 
@@ -101,7 +101,7 @@ def check_states(vllm_config: Any, layers: Mapping[str, Any]) -> None:
 
 
 def _unlike(layer: Any, model_layer: Any) -> tuple[str, str] | None:
-    """How a drafter's layer differs from a layer of the model, and what to set instead; None if it does not."""
+    """Return how a drafter's layer differs from a layer of the model, and what to set instead; None if it does not."""
     if type(layer) not in (Attention, MLAAttention) or type(layer) is not type(model_layer):
         return f"is a {type(layer).__name__} layer", "set another model"
     if layer.sliding_window is not None:

@@ -63,7 +63,7 @@ def _served_on_v1_alone(vllm_config: Any) -> list[str]:
 
 
 def use_v1(vllm_config: Any) -> str:
-    """How a server on Model Runner V2 gets V1, as advice; some features of vLLM decide before the variable does."""
+    """Return how a server on Model Runner V2 gets V1; some features of vLLM decide before the variable does."""
     if getattr(vllm_config, "watermark_config", None) is not None:
         return "leave --watermark-config out, which needs Model Runner V2"
     parallel, asynchronous = vllm_config.parallel_config, vllm_config.scheduler_config.async_scheduling
@@ -72,7 +72,7 @@ def use_v1(vllm_config: Any) -> str:
 
 
 def _drafts(speculative_config: Any) -> bool:
-    """Whether the server drafts by a method that is served; `capabilities` refuses the others by name."""
+    """Return whether the server drafts by a method that is served; `capabilities` refuses the others by name."""
     from . import drafters  # imports vLLM's layers, and `vllm.config` comes before them
 
     served = (*drafters.WITHOUT_LAYERS, *drafters.WITH_LAYERS)

@@ -24,7 +24,9 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 def once(cls: Any) -> bool:
-    """Whether a class has yet to be hooked; it is marked with this. Its methods say nothing: tracers wrap them too."""
+    """Return whether a class has yet to be hooked; it is marked with this. Its methods say nothing: tracers wrap them
+    too.
+    """
     if "kv_evict_hooked" in vars(cls):
         return False
     cls.kv_evict_hooked = True

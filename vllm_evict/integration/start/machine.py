@@ -15,14 +15,14 @@ CONTROL_GROUPS = {
 
 
 def memory_bytes() -> int:
-    """Bytes of memory that the machine has, or that this process may take of it."""
+    """Return the bytes of memory that the machine has, or that this process may take of it."""
     limits = (_read(path).strip() for path in _limits())
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def _limits() -> Iterator[Path]:
-    """Files with limits of this process's control groups and of all groups around them.
+    """Yield the files with limits of this process's control groups and of all groups around them.
 
     A container may see its own group as the root, under a name that it does not have there.
     """
@@ -37,7 +37,7 @@ def _limits() -> Iterator[Path]:
 
 
 def _read(path: Path) -> str:
-    """Text of a file; "" if it can't be read."""
+    """Return the text of a file; "" if it can't be read."""
     try:
         return path.read_text()
     except OSError:

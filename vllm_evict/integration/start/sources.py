@@ -34,17 +34,17 @@ class Sources:
         self.visited: set[str] = set()
 
     def text(self, module: str) -> str | None:
-        """Source of a module; None if there is none of that name."""
+        """Return the source of a module; None if there is none of that name."""
         found = self._file(module)
         return found and found[1].decode()
 
     def file(self, module: str) -> str:
-        """Path of a module's file, from the root on."""
+        """Return the path of a module's file, from the root on."""
         found = self._file(module)
         return found[0] if found else module
 
     def digest(self, module: str) -> str | None:
-        """Fingerprint of a module's file; None if there is none."""
+        """Return the fingerprint of a module's file; None if there is none."""
         text = self.text(module)
         return None if text is None else _digest(text)
 
@@ -57,7 +57,7 @@ class Sources:
         return self._trees[module]
 
     def find(self, module: str, name: str) -> Found | None:
-        """What `from module import name` gives; with dots in `name`, something inside it.
+        """Return what `from module import name` gives; with dots in `name`, something inside it.
 
         Re-exports are followed. Classes are searched with their bases, functions for what is defined in them.
         """
@@ -68,7 +68,7 @@ class Sources:
         return found
 
     def bases(self, found: Found) -> Iterator[Found]:
-        """A class and its bases, as far as they lie in these sources, nearest first."""
+        """Yield a class and its bases, as far as they lie in these sources, nearest first."""
         yield found
         for base in getattr(found.node, "bases", ()):
             while isinstance(base, ast.Subscript):
@@ -77,7 +77,7 @@ class Sources:
                 yield from self.bases(parent)
 
     def body_digest(self, found: Found) -> str:
-        """Fingerprint of a function's code; comments, docstring and blank lines do not count."""
+        """Return the fingerprint of a function's code; comments, docstring and blank lines do not count."""
         node: Any = found.node
         first = min(each.lineno for each in (node, *node.decorator_list))
         lines = self._lines[found.module][first - 1 : node.end_lineno]
@@ -103,7 +103,7 @@ class Sources:
         return None
 
     def _imported(self, module: str, statement: ast.ImportFrom) -> str:
-        """Absolute name of the module of a `from ... import`."""
+        """Return the absolute name of the module of a `from ... import`."""
         if not statement.level:
             return str(statement.module)
         is_package = self.file(module).endswith("/__init__.py")
@@ -139,7 +139,7 @@ def _digest(text: str) -> str:
 
 
 def _statements(body: Iterable[ast.AST]) -> Iterator[Any]:
-    """The statements of a module or class, those under `if`, `else` and `try` included."""
+    """Yield the statements of a module or class, those under `if`, `else` and `try` included."""
     for statement in body:
         yield statement
         if isinstance(statement, (ast.If, ast.Try)):
@@ -148,7 +148,7 @@ def _statements(body: Iterable[ast.AST]) -> Iterator[Any]:
 
 
 def defined(body: Iterable[ast.AST], name: str) -> Definition | None:
-    """The statement that defines `name`, the last one if there are several (overloads come first)."""
+    """Return the statement that defines `name`, the last one if there are several (overloads come first)."""
     result: Any = None
     for statement in _statements(body):
         if name in _names(statement):
@@ -157,14 +157,14 @@ def defined(body: Iterable[ast.AST], name: str) -> Definition | None:
 
 
 def _names(statement: ast.AST) -> list[str]:
-    """Names that a statement defines."""
+    """Return the names that a statement defines."""
     if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
         return [statement.name]
     return _targets(statement) if isinstance(statement, ASSIGNMENTS) else []
 
 
 def _targets(statement: ast.Assign | ast.AnnAssign) -> list[str]:
-    """Names that an assignment binds, as written: `x`, `self.x`."""
+    """Return the names that an assignment binds, as written: `x`, `self.x`."""
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
     targets = [part for target in targets for part in getattr(target, "elts", [target])]
     return [ast.unparse(target) for target in targets]

@@ -194,7 +194,7 @@ def _with_torch(facts: Device) -> None:
     found, made = namespace.__getattr__, set[str]()
 
     def operator(self: Any, name: str) -> Any:
-        """An operator of a compiled library. One that says what kernels support says that they do."""
+        """Return an operator of a compiled library. One that says what kernels support says that they do."""
         try:
             return found(self, name)
         except AttributeError:

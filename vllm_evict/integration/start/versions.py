@@ -59,7 +59,9 @@ def check(version: str, sources: Sources | None = None) -> None:
 
 
 def splits_in_builders() -> bool:
-    """Whether vLLM splits blocks for one backend's builder (0.32 and later); before, the block tables were split."""
+    """Return whether vLLM splits blocks for one backend's builder (0.32 and later); before, the block tables were
+    split.
+    """
     return hasattr(importlib.import_module("vllm.v1.worker.utils").AttentionGroup, "map_to_kernel_block_table")
 
 
@@ -72,7 +74,7 @@ def import_moved(module: str, name: str) -> Any:
 
 
 def waiting_with_blocks(scheduler: Any) -> list[Any]:
-    """Requests that wait and hold blocks, like sessions between two turns.
+    """Return the requests that wait and hold blocks, like sessions between two turns.
 
     vLLM 0.29 and 0.30 have no queue of their own for them: they are among those that a step skips.
     """
@@ -83,7 +85,7 @@ def waiting_with_blocks(scheduler: Any) -> list[Any]:
 
 
 def any_waits(scheduler: Any) -> bool:
-    """Whether any request is in a queue that a step admits from, idle sessions included. If not, it admits none.
+    """Return whether any request is in a queue that a step admits from, idle sessions included. If not, it admits none.
 
     vLLM 0.29 and 0.30 have `skipped_waiting`, later releases `kv_holding_waiting`.
     """
@@ -91,7 +93,7 @@ def any_waits(scheduler: Any) -> bool:
 
 
 def most_in_window(manager: Any) -> int:
-    """Most blocks that vLLM sets aside for a request by a sliding window's manager.
+    """Return the most blocks that vLLM sets aside for a request by a sliding window's manager.
 
     vLLM 0.29 and 0.30 keep the number under a private name.
     """
@@ -107,7 +109,7 @@ def find(sources: Sources, where: str) -> Found | None:
 
 
 def digest(sources: Sources, where: str) -> str | None:
-    """Fingerprint of the function "module:name", None where there is none."""
+    """Return the fingerprint of the function "module:name", None where there is none."""
     found = find(sources, where)
     return sources.body_digest(found) if found and isinstance(found.node, FUNCTIONS) else None
 
@@ -130,7 +132,7 @@ def _check_sources(version: str, sources: Sources | None) -> None:
 
 
 def _compare(sources: Sources, known: dict[str, Any]) -> tuple[str, list[str]]:
-    """The tested release with the most files in common, and the functions that differ from it."""
+    """Return the tested release with the most files in common, and the functions that differ from it."""
     files = {module: sources.digest(module) for module in known["files"]}
     differing = [
         {module for module, each in known["files"].items() if each[column] != files[module]}

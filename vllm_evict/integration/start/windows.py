@@ -7,12 +7,12 @@ from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttentio
 
 
 def bounds(tokens: int | None, vllm_config: Any) -> bool:
-    """Whether a window, or a chunk, of so many tokens hides any token of a request that the server accepts."""
+    """Return whether a window, or a chunk, of so many tokens hides any token of a request that the server accepts."""
     return tokens is not None and tokens < vllm_config.model_config.max_model_len
 
 
 def slide(vllm_config: Any) -> bool:
-    """Whether some layers have windows that hide tokens, by the configuration; all have if the cache's has one."""
+    """Return whether some layers have windows that hide tokens, by the configuration."""
     model = vllm_config.model_config
     kinds = getattr(model.hf_text_config, "layer_types", None) or ()
     some = model.get_sliding_window() if "sliding_attention" in kinds else None

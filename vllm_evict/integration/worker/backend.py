@@ -30,7 +30,7 @@ PLACE = "kv_evict_place"
 def resident_backend(
     backend: Any, runtime: GroupRuntime, ops: BackendOps, head_class: str, kv_heads: int | None = None
 ) -> type:
-    """A subclass of an `AttentionBackend` whose metadata builder takes `runtime`'s view.
+    """Return a subclass of an `AttentionBackend` whose metadata builder takes `runtime`'s view.
 
     Args:
         backend: the stock backend.

@@ -140,7 +140,7 @@ def install(
 
 
 def _ops(backend: str) -> BackendOps:
-    """The plugin's operations for a backend."""
+    """Return the plugin's operations for a backend."""
     ops = ops_for(backend)
     if backend == "FLASH_ATTN":
         from .flash import capture_lse  # imports vLLM's FlashAttention backend
@@ -150,7 +150,7 @@ def _ops(backend: str) -> BackendOps:
 
 
 def _evictable(vllm_config: VllmConfig, drafting: bool = False) -> dict[str, Attention]:
-    """The model's layers without sliding windows, by name: the layers that policies work on.
+    """Return the model's layers without sliding windows, by name: the layers that policies work on.
 
     Layers that read another layer's cache are among them. `drafting`: the drafter's layers instead.
     """
@@ -160,12 +160,12 @@ def _evictable(vllm_config: VllmConfig, drafting: bool = False) -> dict[str, Att
 
 
 def backend_name(vllm_config: VllmConfig) -> str:
-    """Name of the attention backend of the layers that policies work on."""
+    """Return the name of the attention backend of the layers that policies work on."""
     return next(iter(_evictable(vllm_config).values())).attn_backend.get_name()
 
 
 def _shares(layer: Any) -> bool:
-    """Whether a layer has no cache and reads another layer's."""
+    """Return whether a layer has no cache and reads another layer's."""
     return getattr(layer, "kv_sharing_target_layer_name", None) is not None
 
 
@@ -196,7 +196,7 @@ def _whole(
     in_graphs: int,
     block_size: int,
 ) -> GroupRuntime:
-    """The runtime of a KV group with all heads of its layers.
+    """Return the runtime of a KV group with all heads of its layers.
 
     Args:
         named: name -> layer, of the layers whose caches are in the group.
@@ -214,7 +214,7 @@ def _whole(
     latent = isinstance(layers[0], latent_types())
 
     def caches(of: Sequence[Attention]) -> Iterator[tuple[Attention, Any]]:
-        """Each layer and its cache, by the pool's blocks."""
+        """Yield each layer and its cache, by the pool's blocks."""
         for layer in of:
             yield layer, whole_blocks(layer.kv_cache, block_size) if latent else layer.kv_cache
 
@@ -243,7 +243,7 @@ def _split(
     ops: BackendOps,
     attended: set[Any],
 ) -> EvictionRuntime:
-    """The runtime of layers whose heads lie in several KV groups; loading has put the heads in their order."""
+    """Return the runtime of layers whose heads lie in several KV groups; loading has put the heads in their order."""
     first, backend = next(iter(layers.values())), next(iter(layers.values())).attn_backend
     rank = placed.places[get_tp_group().rank_in_group]
     groups, pages, block_size = [], [], vllm_config.cache_config.block_size
@@ -315,7 +315,7 @@ def _scratch(
 
 
 def _held(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int) -> int:
-    """Most blocks that a request under a policy holds; under pressure it may hold all of its blocks."""
+    """Return the most blocks that a request under a policy holds; under pressure it may hold all of its blocks."""
     most = -(-vllm_config.model_config.max_model_len // block_size)
     return most if config.when == "pressure" else min(most, most_blocks(vllm_config, config, block_size))
 
@@ -354,7 +354,7 @@ def _group(
 def _spec(
     vllm_config: VllmConfig, config: KVPolicyConfig, layer: Attention, width: int, head_class: str, part: int
 ) -> EvictableSpec:
-    """The spec of pages with `width` head slots, each like a head of `layer`."""
+    """Return the spec of pages with `width` head slots, each like a head of `layer`."""
     own: dict[str, Any] = {"head_class": head_class}
     if head_class == STREAMING:
         limits = config.of_class(head_class).limits(vllm_config.cache_config.block_size, 1)
@@ -369,7 +369,7 @@ def _spec(
 
 
 def _caches_of(layers: dict[str, Attention], pages: str) -> Iterator[tuple[Attention, Any]]:
-    """Each layer with heads in a KV group, and the cache of these heads."""
+    """Yield each layer with heads in a KV group, and the cache of these heads."""
     for layer in layers.values():
         for part in getattr(layer, PARTS):
             if part.pages == pages:
@@ -414,7 +414,7 @@ def settle(
 
 
 def _is_exact(vllm_config: VllmConfig, config: KVPolicyConfig, ops: BackendOps) -> bool:
-    """Whether the backend's kernel attends for all requests without holes.
+    """Return whether the backend's kernel attends for all requests without holes.
 
     `exact` of any class of heads decides. The default on a CPU is True if other requests may read computed blocks, and
     under pressure. The default on a device is False, since with True measured decodes without holes replay no full CUDA
@@ -430,7 +430,9 @@ def _is_exact(vllm_config: VllmConfig, config: KVPolicyConfig, ops: BackendOps) 
 
 
 def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
-    """Dimensions of a key, bytes of a dimension, and bytes of the most queries of a step, in the widest layer."""
+    """Return the dimensions of a key, bytes of a dimension, and bytes of the most queries of a step, in the widest
+    layer.
+    """
     layers = _evictable(vllm_config).values()
     dims, itemsize = max(layer.impl.head_size for layer in layers), vllm_config.model_config.dtype.itemsize
     heads = max(layer.num_heads for layer in layers)
@@ -438,13 +440,13 @@ def sizes(vllm_config: VllmConfig) -> tuple[int, int, int]:
 
 
 def block_bytes(runtime: EvictionRuntime, specs: dict[str, KVCacheSpec]) -> int:
-    """Bytes of one block of the pool: in all layers, or in one KV group if there are several."""
+    """Return the bytes of one block of the pool: in all layers, or in one KV group if there are several."""
     pages = [spec.page_size_bytes for spec in specs.values()]
     return runtime.block_bytes or (max(pages) if runtime.pages else sum(pages))
 
 
 def bound_bytes(vllm_config: VllmConfig, config: KVPolicyConfig, block: int) -> int:
-    """Bytes on the device of bounds of host blocks' keys; `block`: of a block of the pool."""
+    """Return the bytes on the device of bounds of host blocks' keys; `block`: of a block of the pool."""
     if config.evict != "host" or config.recall == "none":
         return 0
     # Two vectors of a block's keys, which are half of it; of fp8 caches in 16 bits.

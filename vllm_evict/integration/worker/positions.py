@@ -29,7 +29,7 @@ ROUNDINGS = 8
 def rotations(
     vllm_config: VllmConfig, model: torch.nn.Module, layers: Mapping[str, Attention]
 ) -> dict[Attention, Rotation]:
-    """The rotation of each layer's keys. Each embedding gets rows for all positions up to `max_model_len`.
+    """Return the rotation of each layer's keys. Each embedding gets rows for all positions up to `max_model_len`.
 
     Each layer's rotation is compared with the keys that the layer's own attention module computes at other positions.
 
@@ -149,7 +149,7 @@ def _captured(
 
 
 def _extended(name: str, rotary: RotaryEmbeddingBase, positions: int) -> Rotation:
-    """The embedding's rotation; adds the rows that the embedding needs for so many positions."""
+    """Return the embedding's rotation; adds the rows that the embedding needs for so many positions."""
     rows, frequencies = _frequencies(rotary)
     steps = torch.tensor([1, len(rows) // 2, len(rows) - 1], dtype=torch.float64)
     scale = float(rows[0, 0])  # YaRN's
@@ -171,7 +171,7 @@ def _rows(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _frequencies(rotary: RotaryEmbeddingBase) -> tuple[torch.Tensor, torch.Tensor]:
-    """The embedding's own rows, float32 [n, R], and the angles per position behind them, float64 [R / 2]."""
+    """Return the embedding's own rows, float32 [n, R], and the angles per position behind them, float64 [R / 2]."""
     made: list[torch.Tensor] = []
     compute = rotary._compute_inv_freq
 

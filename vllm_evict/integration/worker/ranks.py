@@ -70,5 +70,5 @@ class Ranks:
 
 
 def _group(group: Any, values: torch.Tensor) -> Any:
-    """The process group of vLLM's `group` that carries tensors of this device."""
+    """Return the process group of vLLM's `group` that carries tensors of this device."""
     return group.cpu_group if values.device.type == "cpu" else group.device_group

@@ -157,7 +157,7 @@ def _wrap(model: nn.Module, vllm_config: VllmConfig, order: np.ndarray) -> Await
 
 
 def _projections(model: nn.Module, name: str, attention: Any) -> list[tuple[str, Any]]:
-    """Names and modules of a layer's QKVParallelLinear and RowParallelLinear.
+    """Return the names and modules of a layer's QKVParallelLinear and RowParallelLinear.
 
     Checks that nothing else in the module depends on the order of heads.
 
@@ -281,7 +281,7 @@ def _out_loader(
 
 
 def _permute(name: str, tensor: torch.Tensor, dim: int | None, parts: list[Part]) -> torch.Tensor:
-    """A checkpoint's tensor with its heads in their new places.
+    """Return a checkpoint's tensor with its heads in their new places.
 
     Args:
         name: the parameter's, for messages.

@@ -50,7 +50,7 @@ class Part:
 
 
 def part_of(layer: Any, pages: str, holder: Any, heads_dim: int, first: int, heads: int, slot: int, place: int) -> Part:
-    """The part with KV heads from `first` on, in head slots from `slot` on, the `place`-th of the KV group."""
+    """Return the part with KV heads from `first` on, in head slots from `slot` on, the `place`-th of the KV group."""
     impl, group = copy(layer.impl), layer.num_heads // layer.num_kv_heads
     impl.num_kv_heads, impl.num_heads = heads, heads * group
     setattr(impl, PLACE, place)
@@ -60,7 +60,7 @@ def part_of(layer: Any, pages: str, holder: Any, heads_dim: int, first: int, hea
 
 
 def split_impl(impl: type, parts: list[Part], ops: BackendOps, attended: set[Any]) -> type:
-    """A subclass of an `AttentionImpl` for one layer, which calls the `impl` of each part.
+    """Return a subclass of an `AttentionImpl` for one layer, which calls the `impl` of each part.
 
     The layer is added to `attended` when it attends.
     """

@@ -155,7 +155,9 @@ class EvictionWorkerMixin(Base):
 
 
 def with_reports(output: Any, reports: list[Reports], copied: Any = None, trouble: HostTrouble | None = None) -> Any:
-    """The output with the reports, at once or when it is awaited; `copied`: event after which they are on the host."""
+    """Return the output with the reports, at once or when it is awaited; `copied`: event after which they are on the
+    host.
+    """
     if isinstance(output, AsyncModelRunnerOutput):
         return _Reporting(output, reports, copied, trouble)
     if isinstance(output, ModelRunnerOutput):

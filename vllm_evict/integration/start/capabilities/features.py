@@ -29,12 +29,12 @@ UNREAD = 'a policy without scores, context, recall and select (sink-window), and
 
 
 def reads_keys(config: KVPolicyConfig) -> bool:
-    """Whether the plugin's kernels read keys of the cache."""
+    """Return whether the plugin's kernels read keys of the cache."""
     return bool(config.statistics or config.context or config.recall != "none" or config.selects)
 
 
 def _measured(server: Server) -> list[KVPolicyConfig]:
-    """The policy's classes of heads that are measured."""
+    """Return the policy's classes of heads that are measured."""
     return [part for part in server.config.classes.values() if part.statistics]
 
 
