@@ -400,7 +400,7 @@ def test_policies_that_evict_are_refused_with_alibi_before_anything_is_loaded(tm
     """Over holes biases would count other distances than those of the text. `full` leaves the others to no request."""
     model = with_config(tmp_path, **ALIBI[kind])
     with pytest.raises(
-        KVPolicyError, match=r'with ALiBi, by which how far back.*use \{"name": "full", "allow": \[\]\}'
+        KVPolicyError, match=r'with ALiBi, which counts how far back.*use \{"name": "full", "allow": \[\]\}'
     ):
         engine_config(model, policy, block_size=32)
     for keeps_all in (KEEPS_ALL, "full"):
@@ -412,7 +412,7 @@ def test_a_model_with_alibi_is_refused_by_its_layers_where_the_configuration_is_
     """Baichuan's does not say so. `full` alone runs, to the byte."""
     model = with_config(tmp_path, **ALIBI["bloom"])
     monkeypatch.setattr(ModelConfig, "uses_alibi", False)
-    with pytest.raises(KVPolicyError, match="with ALiBi, which .* has, by which how far back"):
+    with pytest.raises(KVPolicyError, match="with ALiBi, which .* has, which counts how far back"):
         engine(UNMEASURED, model, load_format="dummy")
     prompts = [list(range(200)) * 2]
     stock, kept = (
