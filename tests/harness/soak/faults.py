@@ -23,7 +23,7 @@ from collections import Counter
 from copy import copy
 from pathlib import Path
 
-from vllm_evict.integration.engine.reconstruction import Reconstructions
+from vllm_evict.core.plan import PLAN, REPORTS
 
 CONTROL = "VLLM_EVICT_SOAK_CONTROL"
 #: A fault strikes each time it has been asked for so often.
@@ -88,7 +88,7 @@ def register():
 
 
 def _break_scheduler(module, fault):
-    mixin, reports, plan = module.EvictionMixin, module.REPORTS, module.PLAN
+    mixin, reports, plan = module.EvictionMixin, REPORTS, PLAN
     update, schedule = mixin.update_from_output, mixin.schedule
     kept = []
 
@@ -211,6 +211,8 @@ def books(core):
     found["plan"] = sum(
         len(getattr(group, name)) for group in scheduler._plan.groups for name in ("holes", "moved", "track")
     )
+    from vllm_evict.integration.engine.reconstruction import Reconstructions  # vLLM is imported by now
+
     for reconstructions in scheduler.mechanisms.of(Reconstructions):
         found["prompts known"] = len(reconstructions.scores._prompts)
     return {"books": found}
