@@ -125,8 +125,8 @@ def memory_words(policy: str, budget: Budget, share: float | None) -> str:
 
 
 def mean_share(rows: Iterable[Row]) -> float | None:
-    """Mean share of rows of one policy (see `Line.share`)."""
-    return _mean([row["share"] for row in rows if row.get("share") is not None])
+    """Return the mean share of rows of one policy (see `Line.share`)."""
+    return _mean_of_any([row["share"] for row in rows if row.get("share") is not None])
 
 
 def setting_of(row: Row) -> str:
