@@ -1,4 +1,4 @@
-"""Test mode: freed blocks are filled with NaN, so that whoever reads one shows it."""
+"""Test mode: freed blocks are filled with NaN, so that a read of one shows."""
 
 from collections.abc import Callable
 from typing import Any

@@ -290,7 +290,8 @@ class Reconstructions(Mechanism):
         """Forget jobs of requests that ended or were preempted, and their shadow."""
         for req_id in [req_id for req_id, job in self._jobs.items() if not job.alive]:
             self._give_up(self._jobs.pop(req_id))
-        if self._shadow is not None and not self._waits(self._shadow.job):
+        shadow = self._shadow
+        if shadow is not None and all(job is not shadow.job for job in self._jobs.values()):
             self._withdraw()
 
     def on_reset(self) -> None:
@@ -355,9 +356,6 @@ class Reconstructions(Mechanism):
         if by_token:
             self._plan.scored[request.request_id] = (scores, known * blocks.block_size)
         blocks.of(Scored).scores = Report(np.arange(known), {} if by_token else {"mass": scores[:known]})
-
-    def _waits(self, job: Job) -> bool:
-        return self._jobs.get(job.request.request_id) is job
 
     def _gets_on(self, shadow: Shadow) -> bool:
         """Return whether a shadow runs or still fits. Requests would wait behind a preempted shadow."""
