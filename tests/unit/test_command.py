@@ -242,7 +242,7 @@ def test_a_wheel_has_the_presets_and_the_command(installed, tmp_path):
     assert {path.stem for path in (installed / "vllm_evict/configs").iterdir()} >= PRESETS
     assert not list((installed / "vllm_evict/configs").glob("duo*"))
     code = (
-        "import vllm_evict; from vllm_evict import triton_kernels; from vllm_evict.integration import arguments;"
+        "import vllm_evict; from vllm_evict import triton_kernels; from vllm_evict.integration.start import arguments;"
         "print(vllm_evict.__file__, vllm_evict.KVPolicyConfig.parse('h2o-pressure').when,"
         " 'h2o-pressure' in arguments.HELP)"
     )
