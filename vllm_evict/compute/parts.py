@@ -4,6 +4,7 @@ A part has its own state of requests and says how much memory it needs. The runt
 by name; `compose` makes them, from the configuration.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ class Part:
         return Needs()
 
 
-class Mover(Part):
+class Mover(Part, ABC):
     """A part that carries out one kind of a plan's orders, before the step writes any block.
 
     Attributes:
@@ -71,6 +72,7 @@ class Mover(Part):
 
     kind: type = object
 
+    @abstractmethod
     def obey(self, orders: Sequence[Any], all_reduce: AllReduce) -> HostTrouble | None:
         """Carry out some orders of one plan, in this order.
 
@@ -81,7 +83,6 @@ class Mover(Part):
         Returns:
             What went wrong with host blocks; None: nothing.
         """
-        raise NotImplementedError
 
     def obeyed(self) -> None:
         """Hear that all orders of the step are carried out."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from .blocks import RequestBlocks
 from .plan import Copy, EvictionPlan
-from .residence import Offloaded, Saved, offloaded_numbers
+from .residence import Offloaded, Saved
 
 
 class OffloadPool:
@@ -138,7 +138,7 @@ class OffloadPool:
         """Keep nothing of a request any more: it has ended, or starts over."""
         residence = blocks.residence
         saved = () if residence.saved is None else residence.saved.numbers.values()
-        self._give_back(plan, [*offloaded_numbers(residence.host), *saved])
+        self._give_back(plan, [*(each.number for each in residence.host.values()), *saved])
         residence.host, residence.saved = {}, None
 
     def _drop(self, number: int) -> RequestBlocks:

@@ -1,7 +1,6 @@
 """Where each block of a request is, in one KV group: in the pool, on the host, or gone."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -140,8 +139,3 @@ class Residence:
     def move_up(self) -> None:
         """Set the places of all blocks after a rotation: without gaps, up to the newest block."""
         self.places = np.arange(self.known - len(self.pool), self.known)
-
-
-def offloaded_numbers(host: Mapping[int, Offloaded]) -> list[int]:
-    """Return the host blocks of a request."""
-    return [each.number for each in host.values()]
