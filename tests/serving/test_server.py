@@ -4,14 +4,13 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import httpx
 import openai
 import pytest
 from packaging.version import Version
+from ports import reserve_port
 
 from vllm_evict.integration.frontend.metrics import HOST_COUNTERS, HOST_GAUGES
 
@@ -77,9 +77,7 @@ class Server:
 @contextmanager
 def running(model, log, *arguments):
     """A server until the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    keeper, port = reserve_port()
     command = vllm("serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port))
     with open(log, "w") as output:
         process = subprocess.Popen(
@@ -100,7 +98,9 @@ def running(model, log, *arguments):
                 time.sleep(0.5)
         yield Server(f"http://127.0.0.1:{port}", log)
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        keeper.close()
+        with suppress(ProcessLookupError):  # a server that ended by itself
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:

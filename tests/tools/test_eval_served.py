@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from evaluation import DATA, NEEDLE, ROOT, needle_model, sample_of
+from ports import reserve_port
 
 from vllm_evict.eval import EvalError, rows, summary
 from vllm_evict.eval.prompts import Prompts
@@ -22,9 +22,7 @@ from vllm_evict.eval.run import Plan, run
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """`vllm serve` of the needle model: process, port and log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    keeper, port = reserve_port()
     policy = '{"name": "h2o", "budget": 256, "sink": 32, "recent": 32, "buffer": 0, "allow": ["full", "sink-window"]}'
     command = [
         Path(sys.executable).parent / "vllm",
@@ -42,6 +40,7 @@ def server(tmp_path_factory):
     with log.open("w") as out:
         process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=out, start_new_session=True)
     yield process, port, log
+    keeper.close()
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(30)

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from ports import reserve_port
 
 from soak import faults
 
@@ -57,9 +58,7 @@ class Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.options, self.settings = list(options), dict(settings)
         self.log_path, self.process = self.folder / "log.txt", None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self._keeper, self.port = reserve_port()
         self.address = f"http://127.0.0.1:{self.port}"
 
     def start(self, patience=300):
