@@ -40,7 +40,7 @@ test: lint  ## ruff, then the lanes of every push: unit, engine, compat; with VL
 	$(PYTEST) $(PUSH) $(on-push)
 	$(call on-v2,$(on-push),$(PUSH))
 else
-# In an environment of its own, by hand; docs/versions keeps what came of each file. TESTS names some of the lane's files,
+# In an environment of its own, by hand; benchmarks/results/versions keeps what came of each file. TESTS names some of the lane's files,
 # RUNNERS one of the model runners.
 TESTS   ?= $(lane-engine)
 RUNNERS ?= v1 v2

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 console = Console()
+#: Raw results that pages show, a folder for each kind.
+RESULTS = Path(__file__).parent / "results"
 #: One process runs the whole engine; its log is shown only if it fails.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -97,15 +99,18 @@ def conditions() -> dict:
 
 
 def to_json(value: Any, indent: str = "") -> str:
-    """JSON with one line for each short value, and for each list of samples."""
+    """Return JSON with a line for each short value, and for each entry of a list: a round a line."""
     flat, inner = json.dumps(value), indent + " "
-    if isinstance(value, dict) and len(indent + flat) > 120:
+    if len(indent + flat) <= 120:
+        return flat
+    if isinstance(value, dict):
         lines = [f"{json.dumps(str(key))}: {to_json(item, inner)}" for key, item in value.items()]
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value) and len(indent + flat) > 120:
-        lines = [to_json(item, inner) for item in value]
+        opening, closing = "{}"
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        lines = [json.dumps(item) for item in value]
+        opening, closing = "[]"
     else:
         return flat
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
     return f"{opening}\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}{closing}"
 
 

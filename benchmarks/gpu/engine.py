@@ -1,7 +1,7 @@
 """Measures whole vLLM engines on a GPU, stock and with policies in turn.
 
     python benchmarks/gpu/engine.py [--rows armed step] [--rounds 3] [--seconds 540] [--out out/gpu/engine.json]
-    python benchmarks/gpu/engine.py --plot JSON ...            pictures of earlier measurements, in docs/performance
+    python benchmarks/gpu/engine.py --plot JSON ...            pictures of earlier measurements
     python benchmarks/gpu/engine.py --dry-run                  all rows on tiny models, on the CPU engine
 
 Models have the shape of a published one and vLLM's dummy weights, so nothing is downloaded. Rows:
@@ -291,7 +291,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU engine: measures nothing")
     parser.add_argument("--processes", action="store_true", help="in a dry run too, each engine in its own process")
     parser.add_argument("--plot", type=Path, nargs="+", metavar="JSON", help="draw pictures of earlier results")
-    pictures = "where --plot puts them: docs/performance; out/gpu, if they are of a dry run"
+    pictures = "where --plot puts them; default out/gpu"
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help=pictures)
     return parser.parse_args(arguments)
 
@@ -302,7 +302,7 @@ def main(arguments: list[str] | None = None) -> None:
         from engine_plots import NothingToDraw, draw
 
         try:
-            folder = options.pictures or Path("out/gpu" if options.dry_run else "docs/performance")
+            folder = options.pictures or Path("out/gpu")
             made = draw(options.plot, folder, options.dry_run)
         except (NothingToDraw, OSError) as error:
             sys.exit(str(error))

@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from reports import to_json
+from reports import RESULTS, to_json
 
 from vllm_evict.eval.stats import ALPHA, p_value
 
@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 TITLES = {"vllm": "vLLM", "openvino": "OpenVINO GenAI", "kvpress": "kvpress"}
 #: Cases of `vllm` that are vLLM's own; the others are this project's.
 OWN = ("stock", "--", "prefix caching")
-#: Part of a run -> its file in docs/performance.
+#: Part of a run -> its file in benchmarks/results/performance.
 FILES = {
     "load": "peers-load.json",
     "bfloat16": "peers-bfloat16.json",
@@ -330,7 +330,7 @@ def published(page: str, report: dict) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, nargs="?", default=Path("out/peers/peers.json"))
-    parser.add_argument("--publish", action="store_true", help="into docs/ too")
+    parser.add_argument("--publish", action="store_true", help="into docs/ and results/ too")
     options = parser.parse_args(arguments)
     report: dict[str, Any] = json.loads(options.report.read_text())
     text = "\n\n".join(f"**{name}**\n\n{table}" for name, table in tables(report).items())
@@ -347,7 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
         for part, name in FILES.items():
             if part in report:
                 rest = {key: value for key, value in report.items() if key not in FILES.keys() - {part}}
-                (DOCS / "performance" / name).write_text(to_json(rest) + "\n")
+                (RESULTS / "performance" / name).write_text(to_json(rest) + "\n")
     print(text)
 
 

@@ -92,7 +92,7 @@ def test_what_is_said_to_have_been_run_is_what_runs_here_and_what_has_results():
 
 
 def test_the_table_of_releases_is_that_of_the_results():
-    page = (releases.RESULTS.parent / "limits.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/limits.md").read_text()
     assert f"<!-- python tests/harness/releases.py -->\n{releases.table()}\n" in page
 
 

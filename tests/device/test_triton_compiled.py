@@ -24,7 +24,7 @@ def launches(request, tmp_path_factory):
 
 
 def test_kernels_take_no_more_than_the_docs_say(launches):
-    """docs/performance/compiled.json, by kernel and shape; `python tests/harness/triton_compile.py --publish` writes it anew."""
+    """benchmarks/results/performance/compiled.json, by kernel and shape; `python tests/harness/triton_compile.py --publish` writes it anew."""
     from triton_compile import PUBLISHED, limits
 
     capability, found = launches

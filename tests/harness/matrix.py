@@ -7,7 +7,7 @@
 code with the plugin, and names the class of its models. While such a test runs, each request that loses blocks is noted
 by its policy, with the engine's backend and runner; if the test passes, the note becomes a cell of the matrix. Then the
 plugin's configuration is asked what it refuses for the same model on Model Runner V1. Results are kept in
-docs/matrix.json; a file of tests that runs again replaces its own.
+benchmarks/results/matrix.json; a file of tests that runs again replaces its own.
 """
 
 import json
@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import pytest
 
-RESULTS = Path(__file__).parents[2] / "docs/matrix.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/matrix.json"
 #: Runners by the value of VLLM_EVICT_TEST_RUNNER.
 RUNNERS = {"v1": "V1", "v1-triton": "V1", "v2": "V2"}
 BUDGET = {"budget": 384, "sink": 128, "recent": 128}

@@ -1,9 +1,9 @@
-"""Runs tests on the vLLM of this Python and keeps what came of them in docs/versions/; `make test VLLM=0.31.0` does it.
+"""Runs tests on the vLLM of this Python and keeps what came of them; `make test VLLM=0.31.0` does it.
 
     python tests/harness/releases.py FILE...        run whole files of tests; VLLM_EVICT_TEST_RUNNER=v2 for Model Runner V2
     python tests/harness/releases.py                print the table of docs/limits.md
 
-A file of tests is written down when all of it has run, except for nightly cases, with its own date. So a run that is
+Results are in benchmarks/results/versions. A file of tests is written down when all of it has run, except for nightly cases, with its own date. So a run that is
 interrupted keeps the files that it came through. Running a file again replaces its entry.
 """
 
@@ -20,8 +20,8 @@ from packaging.version import Version
 
 from vllm_evict.integration.start import versions
 
-RESULTS = Path(__file__).parents[2] / "docs/versions"
-CONSTRAINTS = RESULTS.parents[1] / "packaging/constraints.txt"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/versions"
+CONSTRAINTS = Path(__file__).parents[2] / "packaging/constraints.txt"
 PACKAGES = ("torch", "transformers", "triton")
 HEAD = "| vLLM | Model Runner V1 | Model Runner V2 | torch, transformers | last run |"
 
@@ -63,7 +63,16 @@ class Recorder:
             "failed": failed,
         }
         self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        self.path.write_text(to_json(known) + "\n")
+
+
+def to_json(value: dict, depth: int = 3) -> str:
+    """Return a release's results as JSON, with a line for each file of tests."""
+    if not depth or not isinstance(value, dict):
+        return json.dumps(value, sort_keys=True)
+    indent = " " * (4 - depth)
+    lines = [f"{indent}{json.dumps(name)}: {to_json(value[name], depth - 1)}" for name in sorted(value)]
+    return "{\n" + ",\n".join(lines) + f"\n{indent[1:]}}}"
 
 
 def results() -> dict[str, dict]:

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for a GPU, without one, and prints what each takes as JSON.
 
 A process of its own, without the interpreter: python tests/harness/triton_compile.py [CAPABILITY]. fp8 needs 89 or more. With
-`--publish` it writes docs/performance/compiled.json anew, with what kernels take on each of SHARED's GPUs.
+`--publish` it writes benchmarks/results/performance/compiled.json anew, with what kernels take on each of SHARED's GPUs.
 """
 
 import json
@@ -58,7 +58,7 @@ ROWS, WIDTH = 4, 512
 SHARED = {80: 164, 90: 228, 100: 228}
 #: Kernels that read keys.
 READERS = ("_attend", "_attend_classes", "_mass_from_lse", "_query_lse")
-PUBLISHED = Path(__file__).parents[2] / "docs/performance/compiled.json"
+PUBLISHED = Path(__file__).parents[2] / "benchmarks/results/performance/compiled.json"
 #: A machine instruction, with its address and operands.
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 #: Slow conversions of one element each, loads of single bytes from shared memory, spills.

@@ -88,7 +88,7 @@ def test_agreement_is_of_prompts(peers):
 def test_tables_of_the_page_are_those_of_the_file(peers):
     page, tables = (ROOT / "docs/peers.md").read_text(), {}
     for name in peers.table.FILES.values():
-        tables |= peers.table.tables(json.loads((ROOT / "docs/performance" / name).read_text()))
+        tables |= peers.table.tables(json.loads((ROOT / "benchmarks/results/performance" / name).read_text()))
     assert len(tables) == 11 and not [name for name, table in tables.items() if table not in page]
 
 

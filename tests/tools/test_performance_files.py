@@ -1,4 +1,4 @@
-"""Raw timings in docs/performance and answers in docs/quality: the tables that pages show of them."""
+"""Raw timings and answers in benchmarks/results: the tables that pages show of them."""
 
 import csv
 import importlib
@@ -30,7 +30,7 @@ def test_nothing_is_lost(to_json):
 def test_tables_of_the_page_are_those_of_the_files(to_json, name, table):
     import pressure
 
-    report = json.loads((ROOT / f"docs/performance/{name}.json").read_text())
+    report = json.loads((ROOT / f"benchmarks/results/performance/{name}.json").read_text())
     assert getattr(pressure, table)(report) in (ROOT / "docs/performance.md").read_text()
 
 
@@ -38,7 +38,7 @@ def test_tables_of_the_page_are_those_of_the_files(to_json, name, table):
 def test_rows_of_other_loads_are_those_of_their_files(to_json, name):
     from reports import spread
 
-    report = json.loads((ROOT / f"docs/performance/pressure-{name}.json").read_text())
+    report = json.loads((ROOT / f"benchmarks/results/performance/pressure-{name}.json").read_text())
     ratios = report["ratios"]["seconds"]
     cells = [spread(ratios[policy], ".2f") for policy in ("sink-window", "h2o")]
     if len(ratios["h2o"]) == 1:
@@ -49,27 +49,27 @@ def test_rows_of_other_loads_are_those_of_their_files(to_json, name):
 def test_the_table_past_the_models_context_is_that_of_its_file(to_json):
     import endless
 
-    report = json.loads((ROOT / "docs/performance/endless.json").read_text())
+    report = json.loads((ROOT / "benchmarks/results/performance/endless.json").read_text())
     assert endless.table(report) in (ROOT / "docs/quality.md").read_text()
 
 
 def test_the_table_of_a_step_is_that_of_its_file(to_json):
     import where
 
-    report = json.loads((ROOT / "docs/performance/where.json").read_text())
+    report = json.loads((ROOT / "benchmarks/results/performance/where.json").read_text())
     assert where.table(report) in (ROOT / "docs/performance.md").read_text()
 
 
 @pytest.mark.parametrize("name, module, table", [("host", "host", "table"), ("duo", "duo", "latency_table")])
 def test_tables_of_other_benchmarks_are_those_of_their_files(to_json, name, module, table):
-    report = json.loads((ROOT / f"docs/performance/{name}.json").read_text())
+    report = json.loads((ROOT / f"benchmarks/results/performance/{name}.json").read_text())
     assert getattr(importlib.import_module(module), table)(report) in (ROOT / "docs/performance.md").read_text()
 
 
 def test_the_table_of_decisions_on_a_model_s_keys_is_that_of_its_file(to_json):
     import decide
 
-    report = json.loads((ROOT / "docs/performance/decide-model.json").read_text())
+    report = json.loads((ROOT / "benchmarks/results/performance/decide-model.json").read_text())
     assert decide.table(report).split("\n\n")[1] in (ROOT / "docs/performance.md").read_text()
 
 
@@ -79,19 +79,19 @@ def test_the_table_of_decisions_on_a_model_s_keys_is_that_of_its_file(to_json):
 )
 def test_tables_of_a_gpu_are_those_of_their_files(to_json, monkeypatch, name, module, page):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks/gpu"))
-    report = json.loads((ROOT / f"docs/performance/gpu-{name}.json").read_text())
+    report = json.loads((ROOT / f"benchmarks/results/performance/gpu-{name}.json").read_text())
     assert report["gpu"]["name"] == "NVIDIA H200"
     table = importlib.import_module(module).table(report["rows"]["pressure"] if name == "pressure" else report)
     assert table in (ROOT / f"docs/{page}.md").read_text()
 
 
 def rows_of(name):
-    with (ROOT / f"docs/quality/{name}.csv").open() as file:
+    with (ROOT / f"benchmarks/results/quality/{name}.csv").open() as file:
         return list(csv.DictReader(file))
 
 
 def answers(name, length="2048"):
-    """(policy, budget) -> task -> score, of a file in docs/quality."""
+    """(policy, budget) -> task -> score, of a file in results/quality."""
     found = {}
     for row in rows_of(name):
         if row["length"] == length:
@@ -249,7 +249,7 @@ def test_answers_by_traffic_are_those_of_the_files():
     for policy, its in cells.items():
         its = [its[task] for task in NEEDLES]
         assert f"| `{policy}` | {' | '.join(map(str, its))} | {sum(its)} | {peaks[policy]:.0f} |" in page, (policy, its)
-    files = sorted((ROOT / "docs/quality/traffic").glob("*.json"))
+    files = sorted((ROOT / "benchmarks/results/quality/traffic").glob("*.json"))
     for file in files:
         report = json.loads(file.read_text())
         found = []

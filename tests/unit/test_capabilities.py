@@ -216,7 +216,7 @@ def test_layers_tell_what_a_configuration_does_not():
             refuse.check_layers(plain_config(), KVPolicyConfig.parse(H2O), layers)
 
 
-#: Class of models, and column, of docs/matrix.json -> in the table.
+#: Class of models, and column, of benchmarks/results/matrix.json -> in the table.
 CLASSES = {
     "latents": environments.MLA,
     "hybrids": environments.STATES,
