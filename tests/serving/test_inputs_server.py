@@ -20,7 +20,7 @@ pytestmark = pytest.mark.minutes
 
 CASES = int(os.environ.get("VLLM_EVICT_INPUTS", "300"))
 #: CPU seconds of all of the server's processes for a wrong request, beyond those for a stock request of its size. The
-#: figure is far lower (docs/reliability.md); the margin is for a machine that others use.
+#: figure is far lower; the margin is for a machine that others use.
 MOST_SECONDS = 0.05
 
 

@@ -345,7 +345,7 @@ def test_heads_keep_needles_by_their_own_keys_at_the_same_memory(tmp_path):
 
 @needle_model
 def test_one_head_reads_the_fact_and_another_one_looks_at_it_before():
-    """Why sets of tokens differ so much on this model, as docs/quality.md tells it. Dense attention, no eviction."""
+    """Why sets of tokens differ so much on this model, as docs/results.md tells it. Dense attention, no eviction."""
     model, prompts, length = DenseLlama(NEEDLE), Prompts(str(NEEDLE)), 2048
     looks, answered = [], defaultdict(list)
     for index in range(3):

