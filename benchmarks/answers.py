@@ -106,18 +106,6 @@ def tokens() -> str:
     return rows(head, lines)
 
 
-def merging() -> str:
-    found, lines = scores("merging"), []
-    for name, way in (
-        ("`h2o`, last 16, one set", f"h2o {ONE_SET} merge {LAST}"),
-        ("`snapkv`, one set", f"snapkv {ONE_SET} merge kernel=7"),
-        ("`rkv`, a set for each head", "rkv granularity=token merge"),
-    ):
-        ruled = [" ".join(way.replace("merge", rule).split()) for rule in ("", "merge=d2o", "merge=ems")]
-        lines.append((name, *(cell(found, policy) for policy in ruled)))
-    return rows("| score | dropped, of 400 | `d2o` | `ems` |", lines)
-
-
 def duo() -> str:
     """Return right answers of 400 with 2,048 and with 4,096 tokens, and the share of the cache."""
     others = ("rkv", f"h2o {LAST}", "snapkv", "sink-window")
@@ -166,7 +154,7 @@ def recalled() -> str:
     )
 
 
-TABLES = (policies, steps, tokens, merging, duo, recalled)
+TABLES = (policies, steps, tokens, duo, recalled)
 
 
 def main() -> None:
