@@ -167,7 +167,7 @@ class EvictionRuntime:
 
     @contextmanager
     def trying(self, graph: bool = False) -> Iterator[None]:
-        """Context of a dummy step, before the server takes requests, that has to call each layer's attention.
+        """Run a dummy step, before the server takes requests, that has to call each layer's attention.
 
         Args:
             graph: whether the dummy step is of a full graph's capture. Others replay none.
@@ -265,7 +265,7 @@ class EvictionRuntime:
 
     @contextmanager
     def capturing(self, attends: Attends | None) -> Iterator[None]:
-        """Context of the capture of a CUDA graph, its warm-up included. None: the graph is not a full one."""
+        """Capture a CUDA graph, its warm-up included. None: the graph is not a full one."""
         self.batch.graph, self.ops.capturing = attends, attends is not None
         try:
             yield

@@ -143,7 +143,7 @@ def _cuts(counts: np.ndarray) -> tuple[int, list[list[int]]]:
 
 
 def _even_cuts(counts: np.ndarray) -> Iterator[tuple[int, list[int]]]:
-    """For each number of groups yield the cut with the smallest largest group: (size of that group, ends of groups).
+    """Yield, for each number of groups, the cut with the smallest largest group: (size of that group, ends of groups).
 
     Args:
         counts: numbers of heads of one class, int64 [rank, layer]. A class without heads has one cut, into no groups.

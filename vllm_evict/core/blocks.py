@@ -311,7 +311,7 @@ class RequestBlocks:
             self.pure_tokens = computed_tokens
 
     def replaceable(self, computed_tokens: int) -> tuple[np.ndarray, int]:
-        """Resident blocks outside sinks and recent window, int64 [n]; and how many blocks may come back beside all.
+        """Return resident blocks outside sinks and recent window, int64 [n], and how many may come back beside all.
 
         The budget bounds them, and so does the trigger, where blocks in flight count: these were within the trigger
         when their step was planned, so no decision will follow them.

@@ -57,7 +57,7 @@ class Inbox:
 
 
 def flaw(report: Any, names: frozenset[str], held: np.ndarray | None) -> str | None:
-    """Name the flaw of one request's report; None if the report has no flaw.
+    """Tell the flaw of one request's report; None if the report has no flaw.
 
     Args:
         report: what came for the request.

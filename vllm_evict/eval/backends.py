@@ -446,7 +446,7 @@ def block_size_of(model: str, engine_args: dict[str, Any]) -> int:
 
 
 def model_length(model: str) -> int | None:
-    """Context of a model by its configuration."""
+    """Return the context of a model by its configuration; None if it names none."""
     from transformers import AutoConfig
 
     return getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)

@@ -57,7 +57,7 @@ def qa_f1(answer: str, expected: str, classes: tuple[str, ...] = ()) -> float:
 
 
 def qa_f1_zh(answer: str, expected: str, classes: tuple[str, ...] = ()) -> float:
-    """The same for Chinese, by jieba's words."""
+    """Score the same for Chinese, by jieba's words."""
     spoken, right = ([w for w in map(_normal_zh, _cut(text)) if w] for text in (answer, expected))
     return _f1(spoken, right)
 
@@ -81,7 +81,7 @@ def rouge_l(answer: str, expected: str, classes: tuple[str, ...] = ()) -> float:
 
 
 def rouge_l_zh(answer: str, expected: str, classes: tuple[str, ...] = ()) -> float:
-    """The same for Chinese, by jieba's words."""
+    """Score the same for Chinese, by jieba's words."""
     return rouge_l(" ".join(_cut(answer)), " ".join(_cut(expected)))
 
 

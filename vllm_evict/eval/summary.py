@@ -269,7 +269,7 @@ def _mean_of_any(values: Sequence[float]) -> float | None:
 
 
 def rankings(lines: Sequence[Line]) -> list[dict[str, str]]:
-    """Rows of a table: mean scores of policies and budgets by haystack, over tasks and lengths that all haystacks have.
+    """Return rows of mean scores of policies and budgets by haystack, over tasks and lengths that all haystacks have.
 
     The last rows of a setting have Kendall's tau at each budget, `full` left out: how alike the orders of policies in a
     haystack and in the first one are. No rows for settings with one haystack.

@@ -223,7 +223,7 @@ MOST_TURNS = 16
 
 
 def paired(document: Document) -> Document:
-    """The same facts, two in each sentence: one of the first half with one of the second."""
+    """Put two facts in each sentence: one of the first half with one of the second."""
     facts, half = document.facts, (len(document.facts) + 1) // 2
     both = itertools.zip_longest(facts[:half], facts[half:])
     sentences = [f"{first[:-1]} and {second}" if second else first for first, second in both]

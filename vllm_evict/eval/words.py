@@ -103,7 +103,7 @@ class Filler:
         return [self.lexicon[i] for i in self.ids(rng, n_tokens)]
 
     def ids(self, rng: np.random.Generator, n_tokens: int) -> np.ndarray:
-        """The same as token ids of the needle model: [n_tokens]."""
+        """Return the same as token ids of the needle model: [n_tokens]."""
         n = n_tokens // 6 + 2
         classes = self.templates[rng.integers(len(self.templates), size=n)]  # [sentences, width]
         topics = {c: rng.permutation(ids)[:TOPIC_SIZE] for c, ids in self.topical.items()}

@@ -64,7 +64,7 @@ def visible(queries: torch.Tensor, keys: torch.Tensor, sink: int, recent: int) -
 def streaming(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, sink: int, recent: int
 ) -> torch.Tensor:
-    """Attention to sinks and recent tokens, in time linear in tokens. Shapes are those of `Heads.attend`."""
+    """Attend to sinks and recent tokens, in time linear in tokens. Shapes are those of `Heads.attend`."""
     key, value = per_query_head(key, query), per_query_head(value, query)
     tokens, chunk, out = query.shape[2], max(256, recent), []
     positions = torch.arange(tokens, device=query.device)

@@ -94,7 +94,7 @@ def become(device: str) -> None:
 
 
 def accepted(flags: Sequence[str]) -> list[str]:
-    """Lines about a server that would start: facts of its start-up line, and what is unknown.
+    """Return lines about a server that would start: facts of its start-up line, and what is unknown.
 
     Args:
         flags: what follows `vllm serve`.

@@ -112,7 +112,7 @@ class BackendOps(Protocol):
     def kv_heads(self, kv_cache: Any) -> int: ...
 
     def attending(self) -> AbstractContextManager[None]:
-        """Context of the stock kernel of one layer, before `mass`."""
+        """Return a context for the stock kernel of one layer, before `mass`."""
         ...
 
     def compact(self, layer: Any, kv_caches: Sequence[Any], source: Any, keep: Any, target: Any) -> None:

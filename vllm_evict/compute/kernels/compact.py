@@ -138,7 +138,7 @@ def _check(caches, source, keep, target, starts, layout):
 
 
 def _check_requests(num_blocks, kv_heads, layers, source, keep, target, starts):
-    """The part of `_check` about offsets and block ids."""
+    """Check offsets and block ids, a part of `_check`."""
     tensors = [("source", source, 1), ("target", target, 1), ("keep", keep, 3)]
     if starts is not None:
         tensors.append(("starts", starts, 2))

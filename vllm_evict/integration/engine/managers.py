@@ -27,7 +27,7 @@ FROM_HOST = KVCacheBlock(-1)
 
 
 def hole_aware(manager: Any) -> Any:
-    """A subclass of one of vLLM's managers, for KV groups of requests that may have holes, in this group or in another.
+    """Make a subclass of a manager of vLLM, for KV groups of requests that may have holes, in this group or another.
 
     It publishes pure blocks only, and notes the blocks that the last allocation wanted and got. It is no mixin: with a
     second base it could not become the class of a manager that vLLM has made.

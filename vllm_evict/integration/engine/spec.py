@@ -84,7 +84,7 @@ def most_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_size: int
 
 
 def host_blocks(vllm_config: VllmConfig, config: KVPolicyConfig, block_bytes: int) -> int:
-    """Blocks of host memory that evicted blocks may take; each tensor-parallel rank has its share of the bytes.
+    """Return how many host blocks evicted blocks may take; each tensor-parallel rank has its share of the bytes.
 
     Args:
         block_bytes: of a block in all layers of one rank.

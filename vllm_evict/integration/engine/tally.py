@@ -62,7 +62,7 @@ class Tally:
         counts |= {"used": used, "bytes": used * block_bytes}
 
     def take(self, resident: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-        """The counts since last time, and the blocks that running requests hold now, of policies that had requests.
+        """Return counts since last time, and the blocks that running requests hold now, of policies that had requests.
 
         Args:
             resident: policy -> blocks, of each policy that ever had a request.

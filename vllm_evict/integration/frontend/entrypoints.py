@@ -243,7 +243,7 @@ def _engine_client(serving: Any) -> Any:
 
 
 def hook_messages(module: ModuleType) -> None:
-    """The same for /v1/messages, whose requests vLLM makes into chats that lack what it drops."""
+    """Do the same for /v1/messages, whose requests vLLM makes into chats that lack what it drops."""
     cls = module.AnthropicServingMessages
     create_messages = cls.create_messages
     if not once(cls):
@@ -300,13 +300,13 @@ def hook_requests(name: str) -> Callable[[ModuleType], None]:
 
 
 def hook_anthropic(module: ModuleType) -> None:
-    """The same for messages, whose answers get their usage too."""
+    """Do the same for messages, whose answers get their usage too."""
     hook_requests("AnthropicMessagesRequest")(module)
     show_messages_usage(module)
 
 
 def hook_responses(module: ModuleType) -> None:
-    """The same for /v1/responses, which asks the engine from within the stream. And its answers have their usage."""
+    """Do the same for /v1/responses, which asks the engine from within the stream; its answers get their usage too."""
     cls = module.OpenAIServingResponses
     generate = cls._generate_with_builtin_tools
     if not once(cls):

@@ -154,7 +154,7 @@ def take_more(cls: Any, *users: Any) -> None:
 
 
 def show_messages_usage(module: ModuleType) -> None:
-    """Messages, whose usage takes no further fields yet, and whose requests lose those that are none of theirs."""
+    """Let the usage of messages take further fields, and their requests keep fields that vLLM does not know."""
     take_more(module.AnthropicUsage, module.AnthropicMessagesResponse, module.AnthropicStreamEvent)
     take_more(module.AnthropicMessagesRequest)
     show_usage(module.AnthropicUsage)

@@ -113,7 +113,7 @@ def chosen(vllm_config: Any) -> str | None:
 
 
 def taken(vllm_config: Any, named: str | None) -> str:
-    """The attention backend that vLLM takes on this device for full attention, as far as its configuration tells.
+    """Return the backend that vLLM takes on this device for full attention, as far as its configuration tells.
 
     Args:
         vllm_config: of the server.

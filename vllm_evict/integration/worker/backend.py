@@ -106,7 +106,7 @@ def resident_backend(
 
 
 def working_impl(impl: type, ops: BackendOps, attended: set[Any]) -> type:
-    """A subclass of an `AttentionImpl` that does the step's `StepWork`; the stock kernel attends to all other rows.
+    """Make a subclass of an `AttentionImpl` that does the step's `StepWork`; the stock kernel attends to other rows.
 
     Its instances have a `PLACE`. Each layer that it attends for is added to `attended`.
     """

@@ -33,7 +33,7 @@ def name_as_others(layer: Any) -> None:
 
 
 def working_latent(layer: type, ops: BackendOps, attended: set[Any], block_size: int) -> type:
-    """A subclass of one of vLLM's MLA layers that does the step's `StepWork` after the stock kernels, with absorbed
+    """Make a subclass of an MLA layer of vLLM that does the step's `StepWork` after the stock kernels, with absorbed
     queries.
 
     Args:

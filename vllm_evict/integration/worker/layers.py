@@ -172,7 +172,7 @@ def _shares(layer: Any) -> bool:
 def _grouped(
     config: KVPolicyConfig, layers: Mapping[str, Attention], specs: dict[str, KVCacheSpec]
 ) -> tuple[list[list[str]], int, int]:
-    """Names of `layers` by vLLM's future KV groups, tokens of their blocks, and bytes of a block of the shared pool.
+    """Return names of `layers` by vLLM's future KV groups, tokens of their blocks, and bytes of a block of the pool.
 
     vLLM makes groups of equally many layers, each with one kind of layers: full attention, windows of one size, states
     of one shape. There may be several of each. Layers with smaller pages get larger blocks, or padded pages.
@@ -329,7 +329,7 @@ def _group(
     block_size: int,
     places: list[int] | None = None,
 ) -> GroupRuntime:
-    """A runtime; `heads`: KV heads of each of its layers on this rank; `in_graphs` as returned by `_scratch`; `places`:
+    """Make a runtime; `heads`: KV heads of each of its layers on this rank; `in_graphs` as of `_scratch`; `places`:
     numbers of the layers, if some layers of the model are not among them."""
     heads, parallel = heads or [1], vllm_config.parallel_config
     of_stages = None

@@ -90,7 +90,7 @@ def _compare(name: str, layer: Attention, module: torch.nn.Module, rotation: Rot
 
 
 def _difference(these: torch.Tensor, those: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """The largest difference at each position, relative to the largest number of each dimension; float32 [positions].
+    """Return the largest difference at each position, relative to each dimension's largest number; float32 [positions].
 
     NaN where a number is NaN.
     """

@@ -249,7 +249,7 @@ class Server:
 
 
 def named_backend(vllm_config: Any) -> tuple[str | None, str]:
-    """The backend that the configuration names for full attention, or MLA, and the setting; None if vLLM chooses one.
+    """Return the backend that is named for full attention, or MLA, and the setting; None if vLLM chooses one.
 
     vLLM chooses when it makes the layers. Layers of other kinds may have any backend.
     """
