@@ -56,7 +56,9 @@ def test_the_table_of_a_step_is_that_of_its_file(to_json):
     import where
 
     report = json.loads((ROOT / "benchmarks/results/performance/where.json").read_text())
-    assert where.table(report) in (ROOT / "docs/results.md").read_text()
+    assert "| a step | 6.30 | 6.29 | 6.33 |" in where.table(report).splitlines()
+    said = "takes 6.30 ms of CPU in stock vLLM, 6.29 under `sink-window` and 6.33 under `h2o`"
+    assert said in " ".join((ROOT / "docs/results.md").read_text().split())
 
 
 @pytest.mark.parametrize("name, module, table", [("host", "host", "table"), ("duo", "duo", "latency_table")])
